@@ -1,0 +1,355 @@
+// engine.h: the public interface of the core, and the only header Lua sees. The build runs it
+// through the preprocessor (with ENG_CDEF defined) and hands the result to LuaJIT's ffi.cdef,
+// so a declaration here is a binding there. `///` is the contract: shapes as [rows x columns],
+// dtypes, units, errors.
+//
+// Every function returns ENG_OK or an error whose text eng_error_message() gives, except the
+// few that cannot fail. Results come back through the pointers that stand first.
+// The core is driven from one thread; kernels use OpenMP inside.
+#ifndef ENGINE_H
+#define ENGINE_H
+
+#ifndef ENG_CDEF
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+#endif
+
+// ------------------------------------------------------------------ status
+
+typedef enum eng_status {
+#define ENG_ERROR(code, number, meaning) ENG_ERR_##code = number,
+#include "errors.def"
+#undef ENG_ERROR
+  ENG_OK = 0
+} eng_status;
+
+/// The text of the last error of this thread. Never NULL; valid until the next error.
+const char *eng_error_message(void);
+
+/// The short name of a status, "SHAPE" and the like.
+const char *eng_error_name(eng_status status);
+
+/// Version of this library as "major.minor.patch", and the size of eng_op_call, by which the Lua
+/// front makes sure that it speaks to the library it was built with.
+const char *eng_version(void);
+int eng_abi_size(void);
+
+// ------------------------------------------------------------------ number formats
+
+typedef enum eng_dtype {
+#define ENG_DTYPE(name, number, bytes, kind) ENG_##name = number,
+#include "dtypes.def"
+#undef ENG_DTYPE
+  ENG_DTYPE_COUNT
+} eng_dtype;
+
+/// "f16"; "?" for a number that is no dtype.
+const char *eng_dtype_name(int dtype);
+/// The dtype called `name`, or -1.
+int eng_dtype_from_name(const char *name);
+/// Bytes an element takes.
+int eng_dtype_size(int dtype);
+
+// ------------------------------------------------------------------ tensors
+
+enum { ENG_MAX_DIMS = 6 };
+
+/// A tensor as scripts hold it: a slot in the engine's table and the generation it was made in.
+/// A handle that outlived its step is answered with ENG_ERR_STALE, never with a crash.
+typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
+
+/// What a tensor is. Strides are in elements; the last dimension is contiguous when its stride is 1.
+typedef struct eng_tensor_info {
+  int64_t shape[6], stride[6];
+  int64_t count;              // elements
+  int32_t ndim, dtype;
+  int32_t requires_grad;      // 1: backward() computes its gradient
+  int32_t is_leaf;            // 1: no recorded operation made it
+  int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
+  int32_t contiguous;         // 1: row-major without gaps
+  int64_t step;               // the step it was made in
+  void   *data;               // first element, in host memory
+} eng_tensor_info;
+
+/// A new tensor of `ndim` dimensions (0: a scalar), contents zero. Inside a step (see
+/// eng_step_begin) it belongs to the step; outside, or with `keep`, it lives until eng_free.
+/// Errors: VALUE (dimension negative or too many), MEMORY.
+eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, bool keep);
+
+/// A copy that lives until eng_free, whatever step `x` belongs to. Not recorded on the tape.
+eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
+
+/// Frees a kept tensor. A tensor of the step is forgotten early; its memory returns at step end.
+eng_status eng_free(const eng_tensor *x);
+
+eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
+
+/// Copies `count` elements of host memory in format `from` into the tensor, converting
+/// (round to nearest even; to integers: toward zero, saturating, NaN becomes 0).
+eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
+
+/// Copies all elements in row-major order into host memory in format `to`, converting likewise.
+eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
+
+/// The value of a tensor with one element, as double.
+eng_status eng_item(double *out, const eng_tensor *x);
+
+/// Sets every element.
+eng_status eng_fill(const eng_tensor *x, double value);
+
+/// Writes uniform numbers in [low, high), or normal ones with `mean` and `std`, drawn from the
+/// engine's counter-based generator (Philox 4x32-10; the same on every device).
+eng_status eng_uniform(const eng_tensor *x, double low, double high);
+eng_status eng_normal(const eng_tensor *x, double mean, double std);
+
+/// Copies `source` into `target` elementwise with conversion and broadcasting; not recorded.
+eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
+
+// ------------------------------------------------------------------ steps and memory
+
+/// Opens a step: tensors made from now on live until eng_step_end. Steps do not nest.
+eng_status eng_step_begin(void);
+
+/// Ends the step: every tensor of the step becomes stale, the tape is emptied, the memory is
+/// used again by the next step. Fine without an open step: drops what was computed so far.
+eng_status eng_step_end(void);
+
+/// The number of the current step, counted from 0.
+int64_t eng_step_count(void);
+
+/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling).
+/// Nothing on the tape may lie after the mark. Scopes nest.
+eng_status eng_scope_begin(int64_t *mark);
+eng_status eng_scope_end(int64_t mark);
+
+/// Bytes by purpose. `reserved` is taken from the system, `used` in use now, `peak` the most so far.
+typedef struct eng_memory_row { const char *name; int64_t used, peak, reserved, allocations; } eng_memory_row;
+/// Fills up to `capacity` rows and gives their number. `allocations` counts requests to the
+/// system: after the first step it must stand still.
+int eng_memory(eng_memory_row *rows, int capacity);
+/// An upper limit for all arenas together in bytes; 0: none. Past it: ENG_ERR_MEMORY.
+void eng_memory_limit(int64_t bytes);
+
+// ------------------------------------------------------------------ operations
+
+typedef enum eng_op {
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) ENG_OP_##name,
+#include "ops.def"
+#undef ENG_OP
+  ENG_OP_COUNT
+} eng_op;
+
+enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
+
+/// One call of an operation. What inputs, outputs and attributes mean stands in ops.def, beside
+/// each operation. An absent optional input is {0, 0}.
+typedef struct eng_op_call {
+  int32_t op, n_in, n_out, reserved;
+  eng_tensor in[16], out[8];
+  int64_t ints[14];
+  double floats[4];
+} eng_op_call;
+
+/// Runs an operation: checks shapes and dtypes, applies the precision in force, computes, and
+/// records it on the tape when a gradient can be asked for. Outputs come back in call->out.
+eng_status eng_run(eng_op_call *call);
+
+/// "matmul"; NULL past the end. `differentiable` may be NULL.
+const char *eng_op_name(int op);
+bool eng_op_differentiable(int op);
+/// Whether device `device` ("cpu", "reference") has a kernel for this operation.
+bool eng_op_supported(const char *device, int op);
+
+// ------------------------------------------------------------------ autograd
+
+/// Marks a leaf; backward() then accumulates into its gradient.
+eng_status eng_requires_grad(const eng_tensor *x, bool on);
+
+/// Recording on or off; gives back what it was.
+bool eng_grad_enabled(bool on);
+
+/// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss
+/// scale). Gradients of leaves are added to what they hold. Empties the tape unless `retain`.
+/// With Lua nodes on the tape it stops at each: see eng_backward_resume.
+/// Errors: GRADIENT (nothing requires a gradient, the tape was emptied).
+eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
+
+/// The pull-style protocol for gradients written in Lua. After eng_backward or
+/// eng_backward_resume, eng_backward_pending gives the id of the Lua node that waits (-1: backward
+/// has finished). Lua reads the output gradients with eng_backward_output, computes, hands each
+/// input's gradient to eng_backward_input and resumes.
+int64_t    eng_backward_pending(void);
+eng_status eng_backward_output(eng_tensor *gradient, int output);
+eng_status eng_backward_input(int input, const eng_tensor *gradient);
+eng_status eng_backward_resume(void);
+/// Abandons a backward pass that waits for Lua (an error was raised there) and empties the tape.
+void       eng_backward_abort(void);
+/// Puts a Lua node on the tape: outputs y depend on inputs x by a rule that Lua knows as `id`.
+eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out);
+
+/// The gradient of a leaf after backward(), as a tensor of the step (a view of the parameter
+/// set's buffer for its members). slot 0 when there is none.
+eng_status eng_gradient(eng_tensor *out, const eng_tensor *x);
+/// Forgets the gradient of one leaf.
+eng_status eng_clear_gradient(const eng_tensor *x);
+/// Number of operations on the tape.
+int eng_tape_length(void);
+
+// ------------------------------------------------------------------ precision
+
+/// What autocast does to operations, by their class in ops.def. -1 in a field: leave alone.
+typedef struct eng_precision {
+  int32_t compute;      // dtype that class LOWER runs in: matmul, linear, attention
+  int32_t residual;     // dtype an embedding yields, hence of the residual stream
+  int32_t norm;         // dtype that class NORM yields (statistics are always f32)
+  int32_t wide;         // dtype that class WIDE yields: softmax, exp, losses, sums
+} eng_precision;
+
+/// Sets the precision in force; NULL turns autocast off. `previous` may be NULL.
+void eng_autocast(const eng_precision *now, eng_precision *previous);
+
+// ------------------------------------------------------------------ gradient statistics, records, verdicts
+
+/// Statistics a pass can compute; a policy's `needs` chooses. OVERFLOW (inf, nan) is always there.
+enum {
+  ENG_NEED_AMAX = 1, ENG_NEED_NORM = 2, ENG_NEED_ZEROS = 4, ENG_NEED_UNDERFLOW = 8, ENG_NEED_HIST = 16,
+  ENG_NEED_TENSORS = 32   // the record carries them per tensor and per group, too
+};
+
+/// Bins of the exponent histogram: bin b counts finite nonzero gradients with floor(log2|g|) = b - 160,
+/// as stored (scaled); bin 0 and the last one take what lies beyond.
+enum { ENG_HIST_BINS = 320 };
+
+/// Of one tensor's gradient as stored, that is times the loss scale. Over finite elements, but for
+/// inf and nan. `underflow` counts nonzero elements below the smallest normal number of the dtype
+/// (subnormal: they have lost bits); `zeros` the exact zeros, -0 included.
+typedef struct eng_tensor_stats {
+  int64_t count, inf, nan, zeros, underflow;
+  double  amax;               // largest finite |g|
+  double  sum_squares;        // over finite elements
+  int64_t hist[320];          // filled with ENG_NEED_HIST
+} eng_tensor_stats;
+
+/// What a policy is told about a step. amax and norm are true (unscaled) magnitudes of the finite
+/// values; the fields are those of the policy contract (policies/README.md).
+typedef struct eng_record {
+  int64_t step, updates;      // attempts and applied updates before this one
+  double  scale;              // loss scale this backward pass used
+  double  loss, lr;
+  int64_t count, inf, nan, zeros, underflow;
+  double  amax, norm;
+  double  norm_ref;           // norm of a reference fp32 backward; NaN when there was none
+  double  elapsed;            // seconds since the run began
+  int32_t overflow;           // 1: some gradient is inf or nan
+  int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
+  int64_t hist[320];
+} eng_record;
+
+enum { ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3 };
+
+/// What a policy decided.
+typedef struct eng_verdict {
+  double  scale;              // loss scale of the next step
+  int32_t action;             // ENG_ACTION_*
+  int32_t failed;             // 1: the policy raised or lied; the last good verdict stands in here
+  double  clip;               // maximal gradient norm; 0: none
+  double  lr_mul;             // factor on the learning rate of this update; 1: none
+  char    reason[256];
+} eng_verdict;
+
+// ------------------------------------------------------------------ parameter sets and optimizers
+
+/// The parameters of a model in one flat buffer each for weights (f32 master), gradients and, where
+/// the precision asks for it, low-precision weights; order = checkpoint order.
+typedef struct eng_params eng_params;
+
+/// Takes over `n` f32 leaves: moves their values into the flat buffer; the handles stay valid.
+/// `names` tells them apart in messages and records. Errors: DTYPE, VALUE (a tensor taken twice).
+eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names, int n);
+/// Frees buffers and tensors. NULL is fine.
+void eng_params_free(eng_params *set);
+
+/// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
+/// used) and gradients of format gradient[i]. Gradients are cleared.
+eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
+/// Rounds the masters into the low-precision weights again (after loading or editing weights).
+eng_status eng_params_refresh(eng_params *set);
+/// Forgets all gradients; costs nothing.
+eng_status eng_params_zero_grad(eng_params *set);
+/// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL or
+/// has n entries. Fills the gradient fields of `record`; step, loss and the like are the caller's.
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs);
+/// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already; f16
+/// gradients move to an f32 buffer until cleared, so that unscaling loses nothing) and tells whether
+/// any is inf or nan.
+eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
+/// Number of elements in all parameters.
+int64_t eng_params_count(const eng_params *set);
+/// FNV-1a checksum over the bytes of the masters.
+uint64_t eng_params_checksum(const eng_params *set);
+
+enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
+
+/// Hyperparameters of one group of parameters; the fields an optimizer does not name it ignores.
+typedef struct eng_hyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  double momentum, dampening;   // sgd
+  int32_t nesterov, reserved;   // sgd
+} eng_hyper;
+
+/// One update of all parameters.
+typedef struct eng_update {
+  int32_t kind;                 // ENG_SGD ...
+  int32_t n_groups;
+  const eng_hyper *groups;
+  double  gradient_factor;      // 1 / scale, times the clip coefficient
+  double  clip_value;           // then every element is clamped to +-clip_value; 0: no
+  int64_t t;                    // number of this update, from 1 (bias correction)
+} eng_update;
+
+/// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.
+typedef struct eng_optimizer eng_optimizer;
+/// `moment_dtype` ENG_f32 or ENG_bf16; `group_of` gives each parameter's index into eng_update.groups.
+eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of);
+void eng_optimizer_free(eng_optimizer *state);
+/// Update of every parameter that has a gradient (all others stay as they are).
+eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
+/// Moment `which` (1 or 2) of parameter `index` as a tensor over the optimizer's memory, for checkpoints.
+/// slot 0 when this optimizer has no such moment.
+eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
+
+// ------------------------------------------------------------------ devices, threads, random numbers
+
+/// Chooses the device by name: "cpu", or "reference", the slow clear truth.
+eng_status eng_device_set(const char *name);
+const char *eng_device_name(void);
+
+/// Threads the kernels use; 0 keeps what is set. Gives the number in force.
+int eng_threads(int n);
+
+/// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; a name forces one
+/// (an error if the machine lacks it), NULL only asks.
+const char *eng_cpu_isa(const char *force);
+
+/// The generator's state: a seed and the number of blocks drawn. Same seed, same numbers.
+void eng_seed(uint64_t seed);
+void eng_rng_get(uint64_t *seed, uint64_t *counter);
+void eng_rng_set(uint64_t seed, uint64_t counter);
+
+/// Set by a signal handler: the running operation returns ENG_ERR_INTERRUPTED.
+/// level 0: clear, 1: the trainer stops at the step's end, 2: the next operation fails.
+void eng_interrupt(int level);
+int  eng_interrupted(void);
+
+#ifndef ENG_CDEF
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif
+#endif

@@ -1,0 +1,45 @@
+// The thread-local last error. See error.h.
+#include "error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local char message[2048];
+
+eng_status error_set(eng_status status, const char *format, ...)
+{
+  va_list args;
+  va_start(args, format);
+  vsnprintf(message, sizeof message, format, args);
+  va_end(args);
+  return status;
+}
+
+eng_status error_prefix(eng_status status, const char *format, ...)
+{
+  char text[sizeof message];
+  va_list args;
+  va_start(args, format);
+  int used = vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  if (used >= 0 && (size_t)used < sizeof text)
+    snprintf(text + used, sizeof text - (size_t)used, ": %s", message);
+  memcpy(message, text, sizeof message);
+  return status;
+}
+
+const char *eng_error_message(void)
+{
+  return message;
+}
+
+const char *eng_error_name(eng_status status)
+{
+  switch (status) {
+#define ENG_ERROR(code, number, meaning) case number: return #code;
+#include "errors.def"
+#undef ENG_ERROR
+  }
+  return "UNKNOWN";
+}

@@ -1,0 +1,22 @@
+// Errors: every fallible function of the core returns an eng_status and leaves its text in a
+// thread-local buffer. The text says what was expected, what came, where, and what to do:
+//   "matmul: expected [.. x K] times [K x ..], got [4 x 3] and [5 x 2]; hint: transpose b"
+// Used by everything; uses nothing.
+#ifndef ENG_ERROR_H
+#define ENG_ERROR_H
+
+#include "engine.h"
+
+/// Stores a printf-style message for this thread and returns `status`, so that a check reads
+/// `return error_set(ENG_ERR_SHAPE, "add: ...", ...);`
+__attribute__((format(printf, 2, 3)))
+eng_status error_set(eng_status status, const char *format, ...);
+
+/// Puts "context: " before the pending message ("In blocks.3.attn: ..."); keeps the status.
+__attribute__((format(printf, 2, 3)))
+eng_status error_prefix(eng_status status, const char *format, ...);
+
+/// Leave the function with the status of `call` unless it is ENG_OK.
+#define ENG_TRY(call) do { eng_status try_status_ = (call); if (try_status_ != ENG_OK) return try_status_; } while (0)
+
+#endif

@@ -1,0 +1,89 @@
+// Scalar number-format conversions, bit-exact: round to nearest even, overflow to infinity,
+// subnormals kept, NaN stays NaN (quiet, sign and top payload bits kept), -0 kept.
+// Inline and free of libraries, so that gcc and nvcc compile the same truth. The vector
+// versions in cpu/simd.h and cuda/ are tested against these on every input.
+#ifndef ENG_NUMERICS_H
+#define ENG_NUMERICS_H
+
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#define ENG_INLINE static inline __host__ __device__
+#else
+#define ENG_INLINE static inline
+#endif
+
+ENG_INLINE uint32_t f32_bits(float x)    { union { float f; uint32_t u; } v; v.f = x; return v.u; }
+ENG_INLINE float    f32_from(uint32_t u) { union { float f; uint32_t u; } v; v.u = u; return v.f; }
+ENG_INLINE uint64_t f64_bits(double x)   { union { double f; uint64_t u; } v; v.f = x; return v.u; }
+ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.u = u; return v.f; }
+
+// Non-finite is tested on exponent bits, never by comparison: a compiler cannot fold it away.
+ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
+ENG_INLINE int f32_is_inf(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) == 0x7F800000u; }
+ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
+ENG_INLINE int f64_is_nan(double x)   { return (f64_bits(x) & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull; }
+ENG_INLINE int f64_is_finite(double x){ return (f64_bits(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
+
+// ---- f16: IEEE binary16, 1-5-10, bias 15, largest 65504, smallest subnormal 2^-24 ----
+
+ENG_INLINE float f16_to_f32(uint16_t h)
+{
+  uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3FFu;
+  if (exponent == 31) {   // Inf, or NaN made quiet
+    return f32_from(sign | 0x7F800000u | (fraction << 13) | (fraction ? 0x00400000u : 0u));
+  }
+  if (exponent != 0) return f32_from(sign | ((exponent + 112u) << 23) | (fraction << 13));
+  // zero or subnormal: fraction * 2^-24 is exact in f32
+  return f32_from(sign | f32_bits((float)fraction * 5.9604644775390625e-08f));
+}
+
+// Rounds once from double, so that f64 -> f16 has no double rounding. f32 -> f64 is exact,
+// hence this one function serves both sources.
+ENG_INLINE uint16_t f16_from_f64(double x)
+{
+  uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
+  uint16_t sign = (uint16_t)((bits >> 48) & 0x8000u);
+  if (magnitude >= 0x7FF0000000000000ull) {
+    if (magnitude == 0x7FF0000000000000ull) return (uint16_t)(sign | 0x7C00u);
+    return (uint16_t)(sign | 0x7E00u | ((magnitude >> 42) & 0x3FFu));
+  }
+  int exponent = (int)(magnitude >> 52) - 1023;
+  if (exponent < -25) return sign;                        // below half of the smallest subnormal
+  if (exponent > 15) return (uint16_t)(sign | 0x7C00u);
+  uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;   // 53 bits
+  int drop = 42 + (exponent < -14 ? -14 - exponent : 0);  // bits below the f16 unit in the last place
+  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1), half = 1ull << (drop - 1);
+  kept += rest > half || (rest == half && (kept & 1));
+  // A carry out of the fraction correctly moves into the exponent, up to infinity.
+  uint32_t biased = exponent < -14 ? 0u : (uint32_t)(exponent + 14) << 10;
+  return (uint16_t)(sign | (biased + (uint32_t)kept));
+}
+
+ENG_INLINE uint16_t f16_from_f32(float x) { return f16_from_f64((double)x); }
+
+// ---- bf16: the top half of an f32, 1-8-7 ----
+
+ENG_INLINE float bf16_to_f32(uint16_t b) { return f32_from((uint32_t)b << 16); }
+
+ENG_INLINE uint16_t bf16_from_f32(float x)
+{
+  uint32_t bits = f32_bits(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x0040u);
+  return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Rounds once from double: to f32 by "round to odd", which a second rounding cannot distort.
+ENG_INLINE uint16_t bf16_from_f64(double x)
+{
+  float nearest = (float)x;
+  if (f64_is_finite(x) && (double)nearest != x) {
+    uint32_t bits = f32_bits(nearest);
+    int away = (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
+    if (away) bits -= 1;                                   // truncate toward zero
+    nearest = f32_from(bits | 1u);                         // sticky bit
+  }
+  return bf16_from_f32(nearest);
+}
+
+#endif

@@ -1,0 +1,43 @@
+// The tape: which operations the step ran, in order, so that backward() can walk them in reverse.
+// Nodes are recorded by op.c; the rule of each node's operation is found in the table made from
+// ops.def (grad_*.c). Owns the nodes and, while backward runs, the gradients on their way.
+#ifndef ENG_TAPE_H
+#define ENG_TAPE_H
+
+#include "backend.h"
+
+/// One recorded operation. Tensors are held by pointer: they live as long as the step.
+typedef struct tape_node {
+  op_call call;
+  int64_t lua_id;       // >= 0: a gradient that Lua computes; call.op is -1
+} tape_node;
+
+/// What a gradient rule works on: the node and the gradient of each of its outputs (NULL: none came).
+typedef struct grad_call {
+  const op_call *call;
+  tensor *dy[ENG_OP_OUTPUTS];
+} grad_call;
+
+/// A gradient rule: computes the gradients that are wanted and hands them over with grad_emit.
+typedef eng_status grad_rule(grad_call *g);
+
+/// Whether recording is on and some input requires a gradient.
+bool tape_wants(const op_call *call);
+eng_status tape_record(const op_call *call);
+void tape_clear(void);
+
+/// True when input k exists and requires a gradient.
+bool grad_wants(const grad_call *g, int k);
+
+/// Gives the gradient of input k and takes ownership of `dx`. It is summed over broadcast
+/// dimensions to the input's shape and rounded to the input's dtype where these differ.
+eng_status grad_emit(grad_call *g, int k, tensor *dx);
+
+/// The memory where input k's gradient finally belongs, when it is a parameter: a rule can write
+/// there directly (adding when *accumulate) instead of emitting. NULL otherwise.
+tensor *grad_target(grad_call *g, int k, bool *accumulate);
+
+/// Another tensor over the same memory, for a gradient that goes to two places.
+eng_status grad_share(tensor **out, tensor *x);
+
+#endif

@@ -1,0 +1,74 @@
+// Tensors as the core sees them: a view (shape, strides) of a piece of memory, in a table of slots.
+// Lua holds {slot, generation}; tensor_get turns that into a pointer or an error.
+// Owns the slot table. Called by op.c, tape.c, params.c and, for reading, by every kernel.
+#ifndef ENG_TENSOR_H
+#define ENG_TENSOR_H
+
+#include "arena.h"
+#include "engine.h"
+
+/// A piece of memory shared by a tensor and its views.
+typedef struct storage {
+  void    *memory;
+  int64_t  bytes;
+  int32_t  references;      // tensors that look at it
+  int32_t  arena;           // arena_id
+} storage;
+
+typedef struct tensor {
+  void     *data;                    // first element of this view
+  int64_t   shape[ENG_MAX_DIMS];     // elements
+  int64_t   stride[ENG_MAX_DIMS];    // elements; 0 where broadcast
+  int64_t   count;                   // product of shape
+  int32_t   ndim;
+  int32_t   dtype;
+  storage  *store;
+  uint32_t  slot, generation;
+  bool      live;
+  bool      requires_grad;
+  bool      of_step;                 // belongs to the current step
+  bool      held;                    // a flat buffer's: only its parameter set may drop it
+  int32_t   node;                    // tape node that made it; -1: none
+  int32_t   output;                  // which output of that node
+  int32_t   step_index;              // place in the step's list
+  int64_t   step;                    // step it was made in
+  struct tensor *gradient;           // of a leaf, or while backward runs
+  struct parameter *parameter;       // set for members of a parameter set (params.h)
+} tensor;
+
+/// The tensor behind a handle. ENG_ERR_STALE tells its shape, its step and what to do.
+eng_status tensor_get(tensor **out, const eng_tensor *handle);
+eng_tensor tensor_handle(const tensor *x);
+
+/// A new tensor with undefined contents. Belongs to the step when `arena` is ARENA_STEP.
+eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape);
+/// A second look at x's memory: same dtype, new shape and strides, first element `offset` elements in.
+eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride);
+/// A tensor over memory that somebody else owns and keeps (parameter buffers).
+eng_status tensor_wrap(tensor **out, void *memory, int dtype, int ndim, const int64_t *shape);
+/// Makes x look at memory that somebody else owns, its values already there; its old memory is released.
+void tensor_rehome(tensor *x, void *memory);
+/// Forgets a tensor; memory returns to its arena with the last view.
+void tensor_drop(tensor *x);
+
+/// Inside a step: ARENA_STEP; outside: `factory` decides between ARENA_KEPT and ARENA_STEP.
+arena_id tensor_home(bool factory);
+
+bool tensor_contiguous(const tensor *x);
+bool tensor_same_shape(const tensor *a, const tensor *b);
+static inline bool dtype_is_float(int d) { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
+static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
+
+/// "[64 x 768]" into a rotating buffer of this thread (8 of them), "[]" for a scalar.
+const char *tensor_shape_text(int ndim, const int64_t *shape);
+/// "f16 [64 x 768]" likewise.
+const char *tensor_text(const tensor *x);
+
+/// One element at `index` elements from data, as double / rounded once from double.
+double tensor_load(const void *data, int dtype, int64_t index);
+void   tensor_store(void *data, int dtype, int64_t index, double value);
+/// The same for integers, exact over 64 bits.
+int64_t tensor_load_int(const void *data, int dtype, int64_t index);
+void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);
+
+#endif
