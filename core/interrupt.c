@@ -1,0 +1,24 @@
+// The flag between a signal handler and the engine: what Ctrl-C asks for and who answers it.
+// Called by the handlers in main.c (so nothing here may lock or allocate), op.c and the trainer.
+#include "engine.h"
+
+#include <signal.h>
+
+static volatile sig_atomic_t level, policy;
+
+void eng_interrupt(int new_level)
+{
+  level = new_level;
+}
+
+int eng_interrupted(void)
+{
+  return level;
+}
+
+int eng_interrupt_policy(int new_policy)
+{
+  int before = policy;
+  if (new_policy >= 0) policy = new_policy;
+  return before;
+}

@@ -1,0 +1,481 @@
+// The `engine` binary: LuaJIT with the engine beside it. Takes the command line of the standalone
+// lua interpreter, so that Lua tools run under it, plus subcommands written in Lua (lua/engine/cli).
+// Owns the Lua state, the signal handlers and the REPL's terminal. Only this file and
+// policy_vm.c include lua.h.
+#define _GNU_SOURCE
+#include "engine.h"     // eng_version, eng_interrupt
+#include "line.h"       // line_read
+
+#include <dlfcn.h>      // dladdr
+#include <limits.h>
+#include <locale.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <lua.h>
+#include <lauxlib.h>
+#include <luajit.h>
+#include <lualib.h>
+
+static lua_State *main_state;
+static pthread_t main_thread;
+static volatile sig_atomic_t last_signal;
+static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX];   // root: the folder of Lua modules
+
+// ------------------------------------------------------------------ signals
+
+static void stop_hook(lua_State *L, lua_Debug *record)
+{
+  (void)record;
+  lua_sethook(L, NULL, 0, 0);
+  luaL_error(L, "interrupted!");
+}
+
+static void say(const char *text)
+{
+  if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
+}
+
+// First time: the trainer ends at its step's end, or the script is stopped. Second time: exit.
+static void on_signal(int signal_number)
+{
+  if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread: Lua's hook is not ours to set
+    pthread_kill(main_thread, signal_number);
+    return;
+  }
+  if (eng_interrupted()) _exit(128 + signal_number);
+  last_signal = signal_number;
+  if (eng_interrupt_policy(-1) == 1) {
+    eng_interrupt(1);
+    say("\nending at this step's end; again to stop at once\n");
+  } else {
+    eng_interrupt(2);
+    if (main_state) lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+  }
+}
+
+static void catch_signals(void)
+{
+  struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+  sigemptyset(&action.sa_mask);
+  main_thread = pthread_self();
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
+}
+
+// Forgets an interrupt that has been answered. Gives whether there was one.
+static bool settle_interrupt(lua_State *L)
+{
+  bool was = eng_interrupted() != 0;
+  lua_sethook(L, NULL, 0, 0);
+  eng_interrupt(0);
+  return was;
+}
+
+// ------------------------------------------------------------------ errors
+
+static void complain(const char *text)
+{
+  fflush(stdout);
+  fprintf(stderr, "engine: %s\n", text);
+  fflush(stderr);
+}
+
+// Any error value as text, with a traceback below.
+static int on_error(lua_State *L)
+{
+  if (!lua_isstring(L, 1)) {
+    if (lua_isnoneornil(L, 1)) {
+      lua_pushliteral(L, "error without a message");
+    } else if (luaL_callmeta(L, 1, "__tostring") && lua_isstring(L, -1)) {
+      // the text is on top
+    } else {
+      lua_pushfstring(L, "error object of type %s", luaL_typename(L, 1));
+    }
+    lua_replace(L, 1);
+    lua_settop(L, 1);
+  }
+  luaL_traceback(L, L, lua_tostring(L, 1), 1);
+  return 1;
+}
+
+// Calls the function below its `n_args` arguments. On an error says it and gives false.
+static bool call(lua_State *L, int n_args, int n_results)
+{
+  int base = lua_gettop(L) - n_args;
+  lua_pushcfunction(L, on_error);
+  lua_insert(L, base);
+  int status = lua_pcall(L, n_args, n_results, base);
+  lua_remove(L, base);
+  if (status == 0) return true;
+  complain(lua_isstring(L, -1) ? lua_tostring(L, -1) : "error in error handling");
+  lua_pop(L, 1);
+  return false;
+}
+
+static bool call_loaded(lua_State *L, int load_status)
+{
+  if (load_status == 0) return call(L, 0, 0);
+  complain(lua_tostring(L, -1));
+  lua_pop(L, 1);
+  return false;
+}
+
+// ------------------------------------------------------------------ the REPL's hands
+
+static lua_State *completing;         // its stack top is the Lua completer while a line is read
+
+static void copy_text(char *target, size_t size, lua_State *L, int index)
+{
+  size_t length;
+  const char *text = lua_tolstring(L, index, &length);
+  if (!text) return;
+  if (length >= size) length = size - 1;
+  memcpy(target, text, length);
+  target[length] = 0;
+}
+
+static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list, size_t list_size)
+{
+  (void)data;
+  lua_State *L = completing;
+  lua_pushvalue(L, 2);
+  lua_pushstring(L, before);
+  if (lua_pcall(L, 1, 2, 0) == 0) {
+    copy_text(insert, insert_size, L, -2);
+    copy_text(list, list_size, L, -1);
+    lua_pop(L, 2);
+  } else {
+    lua_pop(L, 1);
+  }
+}
+
+// read(prompt, completer) -> line, or nil and "end" or "interrupted".
+// The completer gets the line up to the cursor and gives what to insert and a text to show, or nil.
+static int l_read(lua_State *L)
+{
+  const char *prompt = luaL_checkstring(L, 1), *text;
+  lua_settop(L, 2);
+  bool can_complete = lua_isfunction(L, 2);
+  completing = L;
+  line_result result = line_read(&text, prompt, can_complete ? complete : NULL, NULL);
+  if (result == LINE_OK) {
+    lua_pushstring(L, text);
+    return 1;
+  }
+  settle_interrupt(L);
+  lua_pushnil(L);
+  lua_pushstring(L, result == LINE_END ? "end" : "interrupted");
+  return 2;
+}
+
+static int l_history_load(lua_State *L)
+{
+  line_history_load(luaL_checkstring(L, 1));
+  return 0;
+}
+
+static int l_history_add(lua_State *L)
+{
+  line_history_add(luaL_checkstring(L, 1), luaL_optstring(L, 2, NULL));
+  return 0;
+}
+
+// settle() -> whether an interrupt was pending; it is forgotten.
+static int l_settle(lua_State *L)
+{
+  lua_pushboolean(L, settle_interrupt(L));
+  return 1;
+}
+
+static int l_isatty(lua_State *L)
+{
+  lua_pushboolean(L, isatty((int)luaL_checkinteger(L, 1)));
+  return 1;
+}
+
+// require "engine.host": what a Lua module may want to know of the binary it runs in.
+static int open_host(lua_State *L)
+{
+  static const luaL_Reg functions[] = {
+    {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
+    {"settle", l_settle}, {"isatty", l_isatty}, {NULL, NULL},
+  };
+  lua_createtable(L, 0, 12);
+  luaL_register(L, NULL, functions);
+  lua_pushstring(L, executable);       lua_setfield(L, -2, "executable");
+  lua_pushstring(L, library);          lua_setfield(L, -2, "library");
+  lua_pushstring(L, root);             lua_setfield(L, -2, "root");
+  lua_pushstring(L, eng_version());    lua_setfield(L, -2, "version");
+  lua_pushstring(L, LUAJIT_VERSION);   lua_setfield(L, -2, "luajit");
+  lua_pushboolean(L, line_is_edited()); lua_setfield(L, -2, "edited");
+  return 1;
+}
+
+// ------------------------------------------------------------------ where things are
+
+static bool has_modules(const char *folder)
+{
+  char file[2 * PATH_MAX + 32];
+  snprintf(file, sizeof file, "%s/engine/cli/init.lua", folder);
+  return access(file, R_OK) == 0;
+}
+
+// The executable, the library it was linked with, and the Lua modules: ../share/engine/lua when
+// installed, lua/ in the tree (../../lua for a build kept in build/NAME).
+static bool find_places(const char *argv0)
+{
+  static const char *const places[] = {"lua", "../share/engine/lua", "../../lua", "../lua"};
+  ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
+  if (length > 0) executable[length] = 0;
+  else if (!realpath(argv0, executable)) snprintf(executable, sizeof executable, "%s", argv0);
+
+  Dl_info where;
+  if (dladdr((void *)(uintptr_t)eng_version, &where) && where.dli_fname && !realpath(where.dli_fname, library))
+    snprintf(library, sizeof library, "%s", where.dli_fname);
+
+  char folder[PATH_MAX];
+  snprintf(folder, sizeof folder, "%s", executable);
+  char *slash = strrchr(folder, '/');
+  if (slash) *slash = 0;
+  else strcpy(folder, ".");
+  for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+    char candidate[2 * PATH_MAX];
+    snprintf(candidate, sizeof candidate, "%s/%s", folder, places[i]);
+    if (has_modules(candidate) && realpath(candidate, root)) return true;
+  }
+  snprintf(root, sizeof root, "%s/lua", folder);
+  return false;
+}
+
+static void set_path(lua_State *L)
+{
+  lua_getglobal(L, "package");
+  lua_getfield(L, -1, "path");
+  lua_pushfstring(L, "%s/?.lua;%s/?/init.lua;%s", root, root, lua_tostring(L, -1));
+  lua_setfield(L, -3, "path");
+  lua_pop(L, 1);
+  lua_getfield(L, -1, "preload");
+  lua_pushcfunction(L, open_host);
+  lua_setfield(L, -2, "engine.host");
+  lua_pop(L, 2);
+}
+
+// ------------------------------------------------------------------ the command line
+
+typedef struct options {
+  bool interactive, version, ignore_environment, executes;
+  int script;               // index in argv, or argc
+} options;
+
+static void usage(void)
+{
+  fputs("usage: engine [options] [script.lua [name=value ...]]\n"
+        "  -e code   run code            -l name   require a module\n"
+        "  -i        stay in the REPL    -v        show the version\n"
+        "  -j cmd    JIT control (off)   -O level  JIT optimisation\n"
+        "  -E        ignore LUA_INIT     -         run stdin, -- ends options\n"
+        "engine --help says more.\n", stderr);
+}
+
+// Fills `o`; false on an unknown option.
+static bool parse(options *o, int argc, char **argv)
+{
+  int i = 1;
+  for (; i < argc && argv[i][0] == '-' && argv[i][1]; i++) {
+    const char *option = argv[i];
+    if (strcmp(option, "--") == 0) { i++; break; }
+    switch (option[1]) {
+    case 'i': o->interactive = true;  // fall through
+    case 'v': o->version = true; if (option[2]) return false; break;
+    case 'E': o->ignore_environment = true; if (option[2]) return false; break;
+    case 'e': o->executes = true;     // fall through
+    case 'l': case 'j':
+      if (!option[2] && ++i >= argc) return false;
+      break;
+    case 'O': break;
+    default: return false;
+    }
+  }
+  o->script = i;
+  return true;
+}
+
+// -j cmd[=args]: jit.cmd(args), or the module jit.cmd.
+static bool jit_command(lua_State *L, const char *text)
+{
+  const char *equals = strchr(text, '=');
+  lua_getglobal(L, "jit");
+  lua_pushlstring(L, text, equals ? (size_t)(equals - text) : strlen(text));
+  lua_gettable(L, -2);
+  if (!lua_isfunction(L, -1)) {
+    lua_settop(L, 0);
+    lua_getglobal(L, "require");
+    lua_pushliteral(L, "jit.");
+    lua_pushlstring(L, text, equals ? (size_t)(equals - text) : strlen(text));
+    lua_concat(L, 2);
+    if (!call(L, 1, 1)) return false;
+    lua_getfield(L, -1, "start");
+  }
+  if (equals) lua_pushstring(L, equals + 1);
+  bool ok = call(L, equals ? 1 : 0, 0);
+  lua_settop(L, 0);
+  return ok;
+}
+
+static bool jit_optimise(lua_State *L, const char *level)
+{
+  lua_getglobal(L, "require");
+  lua_pushliteral(L, "jit.opt");
+  if (!call(L, 1, 1)) return false;
+  lua_getfield(L, -1, "start");
+  lua_pushstring(L, level[0] ? level : "3");
+  bool ok = call(L, 1, 0);
+  lua_settop(L, 0);
+  return ok;
+}
+
+static bool run_options(lua_State *L, const options *o, char **argv)
+{
+  for (int i = 1; i < o->script; i++) {
+    char kind = argv[i][1];
+    if (argv[i][0] != '-' || kind == '-') continue;
+    const char *value = argv[i] + 2;
+    if ((kind == 'e' || kind == 'l' || kind == 'j') && !*value) value = argv[++i];
+    bool ok = true;
+    if (kind == 'e') {
+      ok = call_loaded(L, luaL_loadbuffer(L, value, strlen(value), "=(command line)"));
+    } else if (kind == 'l') {
+      lua_getglobal(L, "require");
+      lua_pushstring(L, value);
+      ok = call(L, 1, 0);
+    } else if (kind == 'j') {
+      ok = jit_command(L, value);
+    } else if (kind == 'O') {
+      ok = jit_optimise(L, value);
+    }
+    if (!ok) return false;
+  }
+  return true;
+}
+
+// arg[0] is the script, what stands before it has negative indices.
+static void set_arg(lua_State *L, int argc, char **argv, int script)
+{
+  if (script >= argc) script = 0;
+  lua_createtable(L, argc - script, script);
+  for (int i = 0; i < argc; i++) {
+    lua_pushstring(L, argv[i]);
+    lua_rawseti(L, -2, i - script);
+  }
+  lua_setglobal(L, "arg");
+}
+
+static bool run_script(lua_State *L, int argc, char **argv, int script)
+{
+  const char *name = argv[script];
+  if (strcmp(name, "-") == 0 && strcmp(argv[script - 1], "--") != 0) name = NULL;
+  if (luaL_loadfile(L, name) != 0) return call_loaded(L, 1);
+  for (int i = script + 1; i < argc; i++) lua_pushstring(L, argv[i]);
+  return call(L, argc - script - 1, 0);
+}
+
+// require("engine.cli")(name, arguments ...) -> exit code
+static int run_command(lua_State *L, const char *name, int argc, char **argv, int first)
+{
+  lua_getglobal(L, "require");
+  lua_pushliteral(L, "engine.cli");
+  if (!call(L, 1, 1)) return EXIT_FAILURE;
+  lua_pushstring(L, name);
+  for (int i = first; i < argc; i++) lua_pushstring(L, argv[i]);
+  if (!call(L, 1 + (argc > first ? argc - first : 0), 1)) return EXIT_FAILURE;
+  return (int)lua_tointeger(L, -1);
+}
+
+static bool run_repl(lua_State *L)
+{
+  lua_getglobal(L, "require");
+  lua_pushliteral(L, "engine.repl");
+  if (!call(L, 1, 1)) return false;
+  return call(L, 0, 0);
+}
+
+static bool run_environment(lua_State *L)
+{
+  const char *init = getenv("LUA_INIT");
+  if (!init) return true;
+  if (init[0] == '@') return call_loaded(L, luaL_loadfile(L, init + 1));
+  return call_loaded(L, luaL_loadbuffer(L, init, strlen(init), "=LUA_INIT"));
+}
+
+// Numbers live in tables and policies for as long as a run lasts: a 1 GiB heap would not do.
+static bool check_gc64(lua_State *L)
+{
+  static const char code[] = "return require('ffi').abi('gc64')";
+  bool wide = luaL_loadbuffer(L, code, sizeof code - 1, "=gc64") == 0 && lua_pcall(L, 0, 1, 0) == 0 && lua_toboolean(L, -1);
+  lua_settop(L, 0);
+  if (!wide) complain("this LuaJIT was built without GC64, which limits Lua to 1 GiB; hint: use Debian's libluajit-5.1-2 or build LuaJIT with XCFLAGS=-DLUAJIT_ENABLE_GC64");
+  return wide;
+}
+
+// A word that names no file: a subcommand.
+static bool is_command(const char *word)
+{
+  if (access(word, F_OK) == 0 || !(word[0] >= 'a' && word[0] <= 'z')) return false;
+  return strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
+}
+
+static int run(lua_State *L, int argc, char **argv)
+{
+  if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
+    return run_command(L, "help", argc, argv, 2);
+  if (argc > 1 && strcmp(argv[1], "--version") == 0)
+    return run_command(L, "version", argc, argv, 2);
+
+  options o = {0};
+  if (!parse(&o, argc, argv)) { usage(); return EXIT_FAILURE; }
+  set_arg(L, argc, argv, o.script);
+  if (!o.ignore_environment && !run_environment(L)) return EXIT_FAILURE;
+  if (o.version && !(o.interactive && line_is_edited()))
+    printf("engine %s -- %s\n", eng_version(), LUAJIT_VERSION);
+
+  bool ok = run_options(L, &o, argv);
+  if (ok && o.script < argc) {
+    if (is_command(argv[o.script])) return run_command(L, argv[o.script], argc, argv, o.script + 1);
+    ok = run_script(L, argc, argv, o.script);
+  } else if (ok && !o.executes && !o.version) {
+    if (isatty(STDIN_FILENO)) o.interactive = true;
+    else ok = call_loaded(L, luaL_loadfile(L, NULL));
+  }
+  bool interrupted = settle_interrupt(L);
+  if (o.interactive) ok = run_repl(L);          // after an error, too: what the script left is worth a look
+  else if (!ok && interrupted) return 128 + last_signal;
+  return ok ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+int main(int argc, char **argv)
+{
+  setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
+  bool found = find_places(argv[0]);
+  lua_State *L = luaL_newstate();
+  if (!L) {
+    complain("not enough memory for a Lua state");
+    return EXIT_FAILURE;
+  }
+  luaL_openlibs(L);
+  if (!check_gc64(L)) return EXIT_FAILURE;
+  set_path(L);
+  if (!found) fprintf(stderr, "engine: its Lua modules are missing (looked for %s); hint: keep lua/ beside the binary, or use make install\n", root);
+  main_state = L;
+  catch_signals();
+
+  int code = run(L, argc, argv);
+  line_close();
+  main_state = NULL;
+  lua_close(L);
+  return code;
+}
