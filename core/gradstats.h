@@ -10,4 +10,7 @@
 /// `scale` is the loss scale the gradients carry: amax and norm in the record are true magnitudes.
 void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale);
 
+/// The same where only `needs` (ENG_NEED_*) was computed: leaves out the histogram when it was not.
+void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale, unsigned needs);
+
 #endif

@@ -1,0 +1,40 @@
+// Sums the per-tensor statistics of a gradient pass up into the record a policy is told.
+// Called by params.c after a pass, and wherever stored statistics become a record again.
+#include "gradstats.h"
+
+#include <math.h>
+#include <string.h>
+
+void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale, unsigned needs)
+{
+  int64_t count = 0, inf = 0, nan = 0, zeros = 0, underflow = 0;
+  double amax = 0, sum_squares = 0;
+  record->first_bad = -1;
+  memset(record->hist, 0, sizeof record->hist);
+  for (int k = 0; k < n; k++) {
+    const eng_tensor_stats *s = &stats[k];
+    count += s->count;
+    inf += s->inf;
+    nan += s->nan;
+    zeros += s->zeros;
+    underflow += s->underflow;
+    if (s->amax > amax) amax = s->amax;
+    sum_squares += s->sum_squares;
+    if (record->first_bad < 0 && s->inf + s->nan > 0) record->first_bad = k;
+    if (needs & ENG_NEED_HIST)
+      for (int b = 0; b < ENG_HIST_BINS; b++) record->hist[b] += s->hist[b];
+  }
+  record->count = count;
+  record->inf = inf;
+  record->nan = nan;
+  record->zeros = zeros;
+  record->underflow = underflow;
+  record->overflow = inf + nan > 0;
+  record->amax = amax / scale;
+  record->norm = sqrt(sum_squares) / scale;
+}
+
+void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale)
+{
+  gradstats_sum(record, stats, n, scale, ENG_NEED_HIST);
+}

@@ -1,0 +1,141 @@
+// Optimizer state: the moments of a parameter set in flat buffers, and the door to the device's fused
+// update. See engine.h for the contract; the formulas stand in cpu/optimizer.c.
+//
+// Owns the moments. Holds a reference on the set, so that both may be freed in any order.
+#include "error.h"
+#include "params.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct eng_optimizer {
+  eng_params  *set;
+  int32_t      kind, moment_dtype;
+  int32_t     *group;        // [set->n]
+  flat_buffer *moment[2];    // NULL where there is none (yet: SGD's is made when momentum asks for it)
+};
+
+static const struct { const char *name; int moments; } kinds[] = {
+  [ENG_SGD] = {"sgd", 1}, [ENG_ADAM] = {"adam", 2}, [ENG_ADAMW] = {"adamw", 2}, [ENG_LION] = {"lion", 1},
+};
+enum { KINDS = sizeof kinds / sizeof kinds[0] };
+
+static eng_status check_alive(const eng_optimizer *state)
+{
+  return state->set->freed ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed", kinds[state->kind].name) : ENG_OK;
+}
+
+static eng_status moment_new(eng_optimizer *state, int which)
+{
+  if (state->moment[which] || state->set->n == 0) return ENG_OK;
+  int32_t *dtype = state->set->which;   // free between passes
+  for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
+  ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
+  memset(state->moment[which]->memory, 0, (size_t)state->moment[which]->bytes);
+  return ENG_OK;
+}
+
+eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of)
+{
+  *out = NULL;
+  if (kind < 0 || kind >= KINDS) return error_set(ENG_ERR_VALUE, "there is no optimizer number %d", kind);
+  if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
+    return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
+  if (set->freed) return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
+  for (int i = 0; group_of && i < set->n; i++)
+    if (group_of[i] < 0)
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d; expected 0 or more", kinds[kind].name,
+                       set->member[i].name, group_of[i]);
+
+  eng_optimizer *state = calloc(1, sizeof *state);
+  int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
+  if (!state || !group) {
+    free(state);
+    free(group);
+    return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
+  }
+  *state = (eng_optimizer){.set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group};
+  if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
+  set->references++;
+  for (int which = 0; kind != ENG_SGD && which < kinds[kind].moments; which++) {
+    eng_status status = moment_new(state, which);
+    if (status == ENG_OK) continue;
+    eng_optimizer_free(state);
+    return status;
+  }
+  *out = state;
+  return ENG_OK;
+}
+
+void eng_optimizer_free(eng_optimizer *state)
+{
+  if (!state) return;
+  flat_release(state->moment[0]);
+  flat_release(state->moment[1]);
+  params_release(state->set);
+  free(state->group);
+  free(state);
+}
+
+static eng_status check_update(const eng_optimizer *state, const eng_update *update)
+{
+  const char *name = kinds[state->kind].name;
+  if (update->kind != state->kind)
+    return error_set(ENG_ERR_VALUE, "this is the state of %s, the update is of %s", name,
+                     update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name : "no known optimizer");
+  if (update->t < 1) return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name, (long long)update->t);
+  for (int i = 0; i < state->set->n; i++)
+    if (state->group[i] >= update->n_groups)
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups", name,
+                       state->set->member[i].name, state->group[i], update->n_groups);
+  return ENG_OK;
+}
+
+/// Whether no update has reached this moment yet. Told from its bits, so that a state loaded from a
+/// checkpoint goes on exactly like the one that was saved.
+static bool untouched(const tensor *moment)
+{
+  const unsigned char *byte = moment->data;
+  int64_t bytes = moment->count * eng_dtype_size(moment->dtype);
+  for (int64_t k = 0; k < bytes; k++)
+    if (byte[k]) return false;
+  return true;
+}
+
+eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
+{
+  const backend *device = backend_current();
+  ENG_TRY(check_alive(state));
+  ENG_TRY(check_update(state, update));
+  if (!device->optimize) return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
+  for (int g = 0; state->kind == ENG_SGD && g < update->n_groups; g++)
+    if (update->groups[g].momentum != 0) ENG_TRY(moment_new(state, 0));
+
+  eng_params *set = state->set;
+  int m = params_spans(set);
+  for (int k = 0; k < m; k++) {
+    param_span *span = &set->span[k];
+    int i = set->which[k];
+    span->group = state->group[i];
+    span->moment_dtype = state->moment_dtype;
+    const eng_hyper *h = &update->groups[span->group];
+    if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0)) span->moment1 = state->moment[0]->part[i]->data;
+    if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
+    // Without dampening the first update needs no exception: momentum * 0 + gradient is the gradient.
+    span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && untouched(state->moment[0]->part[i]);
+  }
+  return device->optimize(set->span, m, update);
+}
+
+eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index)
+{
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(check_alive(state));
+  if (index < 0 || index >= state->set->n)
+    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", state->set->n - 1, index);
+  if (which < 1 || which > 2) return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
+  if (which > kinds[state->kind].moments) return ENG_OK;
+  ENG_TRY(moment_new(state, which - 1));
+  *out = tensor_handle(state->moment[which - 1]->part[index]);
+  return ENG_OK;
+}

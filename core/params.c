@@ -1,0 +1,453 @@
+// Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision copies
+// in others. See engine.h for what each function promises.
+//
+// A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient into
+// parameter.gradient and sets has_gradient; a parameter without gradient is absent from statistics
+// and updates. Buffers that a view or the tape still looks at when they are given up wait in a list.
+#include "params.h"
+
+#include "error.h"
+#include "numerics.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { PART_ALIGNMENT = 64 };   // bytes: a cache line, and the widest vector
+
+// ---- flat buffers
+
+static flat_buffer *waiting;
+
+static bool in_use(const flat_buffer *flat)
+{
+  for (int i = 0; i < flat->n; i++)
+    if (flat->part[i] && flat->part[i]->store->references > 1) return true;
+  return false;
+}
+
+/// Releases the buffers that nothing looks at any more.
+static void release_waiting(void)
+{
+  if (!waiting || eng_tape_length() > 0) return;
+  flat_buffer **at = &waiting;
+  while (*at) {
+    flat_buffer *flat = *at;
+    if (in_use(flat)) {
+      at = &flat->next;
+      continue;
+    }
+    *at = flat->next;
+    for (int i = 0; i < flat->n; i++) tensor_drop(flat->part[i]);
+    arena_free(flat->arena, flat->memory, flat->bytes);
+    free(flat);
+  }
+}
+
+void flat_release(flat_buffer *flat)
+{
+  if (!flat) return;
+  flat->next = waiting;
+  waiting = flat;
+  release_waiting();
+}
+
+static int64_t part_bytes(int64_t count, int dtype)
+{
+  if (dtype < 0) return 0;
+  return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
+}
+
+/// The memory only; the parts are filled in by the caller.
+static eng_status flat_memory(flat_buffer **out, arena_id arena, int n, int64_t bytes)
+{
+  *out = NULL;
+  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
+  if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  void *memory = arena_alloc(arena, bytes);
+  if (!memory) {
+    free(flat);
+    return ENG_ERR_MEMORY;
+  }
+  flat->arena = arena;
+  flat->memory = memory;
+  flat->bytes = bytes;
+  flat->n = n;
+  *out = flat;
+  return ENG_OK;
+}
+
+eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->member[i].value->count, dtype[i]);
+  ENG_TRY(flat_memory(out, arena, set->n, bytes));
+  char *at = (*out)->memory;
+  for (int i = 0; i < set->n; i++) {
+    const tensor *value = set->member[i].value;
+    if (dtype[i] < 0) continue;
+    eng_status status = tensor_wrap(&(*out)->part[i], at, dtype[i], value->ndim, value->shape);
+    if (status != ENG_OK) {
+      flat_release(*out);
+      *out = NULL;
+      return status;
+    }
+    at += part_bytes(value->count, dtype[i]);
+  }
+  return ENG_OK;
+}
+
+// ---- making and freeing a set
+
+static eng_status check_member(tensor **out, const eng_tensor *handle, const char *name)
+{
+  eng_status status = tensor_get(out, handle);
+  if (status != ENG_OK) return error_prefix(status, "parameter %s", name);
+  const tensor *x = *out;
+  if (x->parameter)
+    return error_set(ENG_ERR_VALUE, "parameter %s: this tensor %s is parameter %s of a set already; hint: list a shared weight once",
+                     name, tensor_text(x), x->parameter->name);
+  if (x->dtype != ENG_f32)
+    return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
+                     "the low-precision copies", name, tensor_text(x));
+  if (x->node >= 0)
+    return error_set(ENG_ERR_VALUE, "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
+                     "makes a leaf of it", name, tensor_text(x));
+  return ENG_OK;
+}
+
+static void set_discard(eng_params *set)
+{
+  for (int i = 0; set->member && i < set->n; i++) free(set->member[i].name);
+  free(set->member);
+  free(set->span);
+  free(set->which);
+  free(set->stats);
+  free(set->target);
+  free(set);
+}
+
+static eng_params *set_allocate(int n, const char *const *names)
+{
+  eng_params *set = calloc(1, sizeof *set);
+  if (!set) return NULL;
+  size_t some = (size_t)(n > 0 ? n : 1);
+  set->n = n;
+  set->references = 1;
+  set->member = calloc(some, sizeof *set->member);
+  set->span = calloc(some, sizeof *set->span);
+  set->which = calloc(some, sizeof *set->which);
+  set->stats = calloc(some, sizeof *set->stats);
+  set->target = calloc(some, sizeof *set->target);
+  bool complete = set->member && set->span && set->which && set->stats && set->target;
+  for (int i = 0; complete && i < n; i++) {
+    set->member[i].set = set;
+    set->member[i].index = i;
+    set->member[i].name = strdup(names[i]);
+    complete = set->member[i].name != NULL;
+  }
+  if (complete) return set;
+  set_discard(set);
+  return NULL;
+}
+
+/// Copies a leaf's elements, whatever its strides, to contiguous memory.
+static void copy_rows(const tensor *x, float *to)
+{
+  int64_t index[ENG_MAX_DIMS] = {0}, from = 0;
+  for (int64_t k = 0; k < x->count; k++) {
+    to[k] = ((const float *)x->data)[from];
+    for (int d = x->ndim - 1; d >= 0; d--) {
+      from += x->stride[d];
+      if (++index[d] < x->shape[d]) break;
+      from -= x->stride[d] * x->shape[d];
+      index[d] = 0;
+    }
+  }
+}
+
+/// Moves the members' values into the flat buffer; nothing here can fail any more.
+static void adopt(eng_params *set)
+{
+  float *at = set->masters->memory;
+  for (int i = 0; i < set->n; i++) {
+    tensor *x = set->member[i].value;
+    if (tensor_contiguous(x)) memcpy(at, x->data, (size_t)x->count * sizeof *at);
+    else copy_rows(x, at);
+    tensor_rehome(x, at);
+    for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) x->stride[d] = stride;
+    x->parameter = &set->member[i];
+    set->masters->part[i] = x;
+    set->count += x->count;
+    at += part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
+  }
+}
+
+eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names, int n)
+{
+  *out = NULL;
+  release_waiting();
+  if (n < 0) return error_set(ENG_ERR_VALUE, "a parameter set cannot have %d members", n);
+  if (n > 0 && (!tensors || !names)) return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
+  for (int i = 0; i < n; i++)
+    if (!names[i]) return error_set(ENG_ERR_VALUE, "parameter number %d has no name", i);
+
+  eng_params *set = set_allocate(n, names);
+  if (!set) return error_set(ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
+  eng_status status = ENG_OK;
+  int64_t bytes = 0;
+  for (int i = 0; i < n && status == ENG_OK; i++) {
+    parameter *p = &set->member[i];
+    status = check_member(&p->value, &tensors[i], p->name);
+    if (status != ENG_OK) break;
+    bytes += part_bytes(p->value->count, ENG_f32);
+    for (int k = 0; k < i; k++)
+      if (set->member[k].value == p->value)
+        status = error_set(ENG_ERR_VALUE, "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
+                           set->member[k].name, p->name, tensor_text(p->value));
+  }
+  if (status == ENG_OK) status = flat_memory(&set->masters, ARENA_PARAMETER, n, bytes);
+  if (status != ENG_OK) {
+    set_discard(set);
+    return status;
+  }
+  for (int i = 0; i < n; i++) eng_clear_gradient(&tensors[i]);
+  adopt(set);
+  status = eng_params_precision(set, NULL, NULL);
+  if (status != ENG_OK) {
+    eng_params_free(set);
+    return status;
+  }
+  *out = set;
+  return ENG_OK;
+}
+
+void params_release(eng_params *set)
+{
+  if (--set->references == 0) set_discard(set);
+}
+
+void eng_params_free(eng_params *set)
+{
+  if (!set || set->freed) return;
+  set->freed = true;
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->value->parameter = NULL;
+    if (p->shadow) p->shadow->parameter = NULL;
+    p->value = p->shadow = p->gradient = NULL;
+    p->has_gradient = false;
+  }
+  flat_release(set->masters);
+  flat_release(set->shadows);
+  flat_release(set->gradients);
+  flat_release(set->unscaled);
+  set->masters = set->shadows = set->gradients = set->unscaled = NULL;
+  params_release(set);
+}
+
+// ---- precision
+
+static bool same_formats(const flat_buffer *flat, const int32_t *dtype, int n)
+{
+  for (int i = 0; i < n; i++)
+    if ((flat && flat->part[i] ? flat->part[i]->dtype : -1) != dtype[i]) return false;
+  return true;
+}
+
+static bool any_format(const int32_t *dtype, int n)
+{
+  for (int i = 0; i < n; i++)
+    if (dtype[i] >= 0) return true;
+  return false;
+}
+
+static eng_status check_format(const eng_params *set, int i, const char *what, int dtype)
+{
+  if (dtype == ENG_f32 || dtype_is_low(dtype)) return ENG_OK;
+  return error_set(ENG_ERR_DTYPE, "parameter %s: expected %s in f32, f16 or bf16, got %s", set->member[i].name, what,
+                   eng_dtype_name(dtype));
+}
+
+static void link_parts(eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->gradient = set->gradients->part[i];
+    p->shadow = set->shadows ? set->shadows->part[i] : NULL;
+    p->has_gradient = false;
+    if (!p->shadow) continue;
+    p->shadow->parameter = p;
+    p->shadow->requires_grad = p->value->requires_grad;
+  }
+}
+
+/// A buffer of the wanted formats, NULL when there is no part at all.
+static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, const int32_t *dtype)
+{
+  *out = NULL;
+  return any_format(dtype, set->n) ? flat_new(out, ARENA_PARAMETER, set, dtype) : ENG_OK;
+}
+
+// shadow or gradient NULL: f32 throughout.
+eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
+{
+  release_waiting();
+  if (eng_tape_length() > 0)
+    return error_set(ENG_ERR_STATE, "the precision of parameters cannot change while operations stand on the tape; "
+                     "hint: do it between steps");
+  for (int i = 0; i < set->n; i++) {
+    if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
+    if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
+  }
+  // All new buffers first, so that a failure leaves the set as it was.
+  flat_buffer *fresh_shadows = NULL, *fresh_gradients = NULL;
+  int32_t *wanted = set->which;   // free between passes
+  for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
+  bool new_shadows = !same_formats(set->shadows, wanted, set->n);
+  if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
+  for (int i = 0; i < set->n; i++) wanted[i] = gradient ? gradient[i] : ENG_f32;
+  bool new_gradients = !same_formats(set->gradients, wanted, set->n);
+  if (new_gradients) {
+    eng_status status = new_unless_empty(&fresh_gradients, set, wanted);
+    if (status != ENG_OK) {
+      flat_release(fresh_shadows);
+      return status;
+    }
+  }
+  if (new_shadows) {
+    flat_release(set->shadows);
+    set->shadows = fresh_shadows;
+  }
+  if (new_gradients) {
+    flat_release(set->gradients);
+    set->gradients = fresh_gradients;
+  }
+  flat_release(set->unscaled);
+  set->unscaled = NULL;
+  link_parts(set);
+  return new_shadows ? eng_params_refresh(set) : ENG_OK;
+}
+
+eng_status eng_params_refresh(eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) {
+    const parameter *p = &set->member[i];
+    if (!p->shadow) continue;
+    eng_tensor shadow = tensor_handle(p->shadow), value = tensor_handle(p->value);
+    ENG_TRY(eng_copy(&shadow, &value));
+  }
+  return ENG_OK;
+}
+
+// ---- gradients
+
+eng_status eng_params_zero_grad(eng_params *set)
+{
+  release_waiting();
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->has_gradient = false;
+    p->gradient = set->gradients->part[i];   // no longer the unscaled one
+  }
+  return ENG_OK;
+}
+
+int params_spans(eng_params *set)
+{
+  int m = 0;
+  for (int i = 0; i < set->n; i++) {
+    const parameter *p = &set->member[i];
+    if (!p->has_gradient) continue;
+    set->which[m] = i;
+    set->span[m++] = (param_span){
+      .name = p->name, .count = p->value->count, .master = p->value->data,
+      .shadow = p->shadow ? p->shadow->data : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
+      .gradient = p->gradient->data, .gradient_dtype = p->gradient->dtype,
+      .moment_dtype = ENG_f32,
+    };
+  }
+  return m;
+}
+
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
+{
+  const backend *device = backend_current();
+  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  int m = params_spans(set);
+  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  gradstats_sum(record, set->stats, m, scale, needs);
+  if (record->first_bad >= 0) record->first_bad = set->which[record->first_bad];
+  if (!stats) return ENG_OK;
+  for (int i = 0, k = 0; i < set->n; i++) {
+    if (k < m && set->which[k] == i) stats[i] = set->stats[k++];
+    else stats[i] = (eng_tensor_stats){0};
+  }
+  return ENG_OK;
+}
+
+/// target = gradient * factor in f32, element by element; true when some product is inf or nan.
+static bool unscale_span(const param_span *span, double factor, float *target)
+{
+  bool found = false;
+  float direct = (float)factor;
+  // Where the factor itself has no good f32, double carries it: the product may be in range all the same.
+  bool wide = !f32_is_finite(direct) || (direct < 1.17549435e-38f && direct > -1.17549435e-38f);
+  for (int64_t i = 0; i < span->count; i++) {
+    float g = span->gradient_dtype == ENG_f32 ? ((const float *)span->gradient)[i]
+            : span->gradient_dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)span->gradient)[i])
+                                              : bf16_to_f32(((const uint16_t *)span->gradient)[i]);
+    target[i] = wide ? (float)(g * factor) : g * direct;
+    found |= !f32_is_finite(target[i]);
+  }
+  return found;
+}
+
+/// Makes the f32 buffer beside the low-precision gradients, once.
+static eng_status unscaled_buffer(eng_params *set)
+{
+  if (set->unscaled) return ENG_OK;
+  int32_t *dtype = set->which;   // free between passes
+  for (int i = 0; i < set->n; i++) dtype[i] = set->gradients->part[i]->dtype == ENG_f32 ? -1 : ENG_f32;
+  return any_format(dtype, set->n) ? flat_new(&set->unscaled, ARENA_PARAMETER, set, dtype) : ENG_OK;
+}
+
+eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
+{
+  *found_inf = 0;
+  ENG_TRY(unscaled_buffer(set));
+  int m = params_spans(set);
+  for (int k = 0; k < m; k++) {
+    const parameter *p = &set->member[set->which[k]];
+    set->target[k] = p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
+  }
+  const backend *device = backend_current();
+  if (device->unscale) {
+    ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
+  } else {
+    for (int k = 0; k < m; k++)
+      if (unscale_span(&set->span[k], factor, set->target[k])) *found_inf = 1;
+  }
+  for (int k = 0; k < m; k++) {
+    parameter *p = &set->member[set->which[k]];
+    if (p->gradient->dtype != ENG_f32) p->gradient = set->unscaled->part[p->index];
+  }
+  return ENG_OK;
+}
+
+// ---- facts
+
+int64_t eng_params_count(const eng_params *set)
+{
+  return set->count;
+}
+
+uint64_t eng_params_checksum(const eng_params *set)
+{
+  uint64_t hash = 0xCBF29CE484222325ull;
+  for (int i = 0; i < set->n && !set->freed; i++) {
+    const unsigned char *byte = set->member[i].value->data;
+    int64_t bytes = set->member[i].value->count * (int64_t)sizeof(float);
+    for (int64_t k = 0; k < bytes; k++) hash = (hash ^ byte[k]) * 0x100000001B3ull;
+  }
+  return hash;
+}
