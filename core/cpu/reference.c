@@ -1,0 +1,201 @@
+// The "reference" device: the slow clear truth that every fast kernel is tested against. It also
+// serves f64 and integer tensors on the "cpu" device, whose kernels forward to it.
+// Owns its table and the helpers of reference.h; the kernels stand in reference_*.c.
+#include "reference.h"
+
+#include <math.h>
+#include <string.h>
+
+// ------------------------------------------------------------------ walking
+
+walk walk_over(int ndim, const int64_t *shape)
+{
+  walk w = { .ndim = ndim, .count = 1 };
+  for (int d = 0; d < ndim; d++) {
+    w.shape[d] = shape[d];
+    w.count *= shape[d];
+  }
+  return w;
+}
+
+void walk_add_strides(walk *w, const int64_t *stride)
+{
+  for (int d = 0; d < w->ndim; d++) w->stride[w->n][d] = stride[d];
+  w->n++;
+}
+
+void walk_add(walk *w, const tensor *x)
+{
+  int64_t stride[ENG_MAX_DIMS] = {0};
+  for (int d = 0; d < w->ndim; d++) {
+    int own = d - (w->ndim - x->ndim);
+    if (own >= 0 && x->shape[own] != 1) stride[d] = x->stride[own];
+  }
+  walk_add_strides(w, stride);
+}
+
+void walk_next(walk *w)
+{
+  w->position++;
+  for (int d = w->ndim - 1; d >= 0; d--) {
+    for (int k = 0; k < w->n; k++) w->at[k] += w->stride[k][d];
+    if (++w->index[d] < w->shape[d]) return;
+    for (int k = 0; k < w->n; k++) w->at[k] -= w->stride[k][d] * w->shape[d];
+    w->index[d] = 0;
+  }
+}
+
+// ------------------------------------------------------------------ dense copies
+
+static void *workspace_take(workspace *w, int64_t count)
+{
+  if (w->failed != ENG_OK) return NULL;
+  int64_t bytes = count * 8;
+  void *piece = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!piece) {
+    w->failed = ENG_ERR_MEMORY;
+    return NULL;
+  }
+  memset(piece, 0, (size_t)bytes);
+  w->piece[w->n] = piece;
+  w->bytes[w->n++] = bytes;
+  return piece;
+}
+
+double *workspace_doubles(workspace *w, int64_t count) { return workspace_take(w, count); }
+int64_t *workspace_ints(workspace *w, int64_t count)   { return workspace_take(w, count); }
+
+double *workspace_load(workspace *w, const tensor *x)
+{
+  double *values = x ? workspace_take(w, x->count) : NULL;
+  if (!values) return NULL;
+  walk at = walk_over(x->ndim, x->shape);
+  for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
+    values[at.position] = tensor_load(x->data, x->dtype, at.at[0]);
+  return values;
+}
+
+int64_t *workspace_load_ints(workspace *w, const tensor *x)
+{
+  int64_t *values = x ? workspace_take(w, x->count) : NULL;
+  if (!values) return NULL;
+  walk at = walk_over(x->ndim, x->shape);
+  for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
+    values[at.position] = tensor_load_int(x->data, x->dtype, at.at[0]);
+  return values;
+}
+
+void values_store(const tensor *x, const double *values, bool add)
+{
+  if (!x) return;
+  walk at = walk_over(x->ndim, x->shape);
+  for (walk_add(&at, x); !walk_ended(&at); walk_next(&at)) {
+    double before = add ? tensor_load(x->data, x->dtype, at.at[0]) : 0.0;
+    tensor_store(x->data, x->dtype, at.at[0], add ? before + values[at.position] : values[at.position]);
+  }
+}
+
+eng_status workspace_close(workspace *w)
+{
+  while (w->n > 0) {
+    w->n--;
+    arena_free(ARENA_SCRATCH, w->piece[w->n], w->bytes[w->n]);
+  }
+  return w->failed;
+}
+
+// ------------------------------------------------------------------ elements
+
+double double_from_int(int64_t value, int target_dtype)
+{
+  double nearest = (double)value;
+  if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
+  // Round to odd: cut toward zero, mark lost bits in the last one, so that the coming rounding to a
+  // narrower format sees on which side of a tie the integer lies.
+  uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+  int drop = 11 - __builtin_clzll(magnitude);
+  uint64_t kept = magnitude >> drop;
+  if (kept << drop != magnitude) kept |= 1;
+  double odd = ldexp((double)kept, drop);
+  return value < 0 ? -odd : odd;
+}
+
+void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at)
+{
+  if (to_dtype == from_dtype) {
+    size_t size = (size_t)eng_dtype_size(to_dtype);
+    memcpy((char *)to + to_at * (int64_t)size, (const char *)from + from_at * (int64_t)size, size);
+  } else if (dtype_is_float(from_dtype)) {
+    tensor_store(to, to_dtype, to_at, tensor_load(from, from_dtype, from_at));
+  } else if (dtype_is_float(to_dtype)) {
+    tensor_store(to, to_dtype, to_at, double_from_int(tensor_load_int(from, from_dtype, from_at), to_dtype));
+  } else {
+    tensor_store_int(to, to_dtype, to_at, tensor_load_int(from, from_dtype, from_at));
+  }
+}
+
+int element_compare(const tensor *x, int64_t a, int64_t b)
+{
+  if (dtype_is_integer(x->dtype)) {
+    int64_t left = tensor_load_int(x->data, x->dtype, a), right = tensor_load_int(x->data, x->dtype, b);
+    return (left > right) - (left < right);
+  }
+  double left = tensor_load(x->data, x->dtype, a), right = tensor_load(x->data, x->dtype, b);
+  if (f64_is_nan(left) || f64_is_nan(right)) return f64_is_nan(left) - f64_is_nan(right);
+  return (left > right) - (left < right);
+}
+
+int64_t elements_before(const tensor *x, int dimension)
+{
+  int64_t n = 1;
+  for (int d = 0; d < dimension; d++) n *= x->shape[d];
+  return n;
+}
+
+int64_t elements_after(const tensor *x, int dimension)
+{
+  int64_t n = 1;
+  for (int d = dimension + 1; d < x->ndim; d++) n *= x->shape[d];
+  return n;
+}
+
+int64_t rows_of(const tensor *x)
+{
+  return x->ndim ? elements_before(x, x->ndim - 1) : 1;
+}
+
+double row_logsumexp(const double *x, int64_t n)
+{
+  double largest = -INFINITY, sum = 0.0;
+  for (int64_t i = 0; i < n; i++)
+    if (x[i] > largest || f64_is_nan(x[i])) largest = x[i];
+  for (int64_t i = 0; i < n; i++) sum += exp(x[i] - largest);
+  return n ? largest + log(sum) : -INFINITY;
+}
+
+double silu_slope(double x)
+{
+  double s = sigmoid_of(x);
+  return s * (1.0 + x * (1.0 - s));
+}
+
+// ------------------------------------------------------------------ the table
+
+#define REFERENCE_ANY(name)  [ENG_OP_##name] = reference_##name,
+#define REFERENCE_ROWS(name) [ENG_OP_##name] = reference_##name,
+#define REFERENCE_VIEW(name)
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) REFERENCE_##layout(name)
+static const backend table = {
+  .name = "reference",
+  .kernel = {
+#include "../ops.def"
+  },
+  .gradstats = reference_gradstats,
+  .optimize = reference_optimize,
+};
+#undef ENG_OP
+
+const backend *backend_reference(void)
+{
+  return &table;
+}

@@ -1,0 +1,101 @@
+// What the reference kernels share: walking over strided tensors, dense copies in double, and the
+// scratch memory for them. Included by reference*.c only.
+//
+// The pattern of most kernels: read every input into a dense array of doubles, compute with plain
+// loops, write the result back with one rounding. Integers go through int64 and wrap.
+#ifndef ENG_REFERENCE_H
+#define ENG_REFERENCE_H
+
+#include "../backend.h"
+#include "../error.h"
+#include "../numerics.h"
+
+// ------------------------------------------------------------------ walking
+
+enum { WALK_TENSORS = 5 };
+
+/// Row-major steps through a shape, with the element offset of each tensor walked along.
+typedef struct walk {
+  int     ndim, n;                                // dimensions; tensors walked
+  int64_t shape[ENG_MAX_DIMS], index[ENG_MAX_DIMS];
+  int64_t stride[WALK_TENSORS][ENG_MAX_DIMS];     // elements
+  int64_t at[WALK_TENSORS];                       // offset of the current element of each tensor
+  int64_t position, count;                        // steps taken, steps in all
+} walk;
+
+walk walk_over(int ndim, const int64_t *shape);
+/// Walks `x` along, its dimensions aligned with the last ones of the shape; size 1 is broadcast.
+void walk_add(walk *w, const tensor *x);
+/// Walks an array with these strides along (one per dimension of the shape).
+void walk_add_strides(walk *w, const int64_t *stride);
+static inline bool walk_ended(const walk *w) { return w->position >= w->count; }
+void walk_next(walk *w);
+
+// ------------------------------------------------------------------ dense copies
+
+/// Scratch pieces of one kernel call. `failed` keeps the first error, so that a kernel asks for all
+/// it needs, then looks once.
+typedef struct workspace {
+  int        n;
+  void      *piece[16];
+  int64_t    bytes[16];
+  eng_status failed;
+} workspace;
+
+/// `count` doubles (or int64s), all zero.
+double  *workspace_doubles(workspace *w, int64_t count);
+int64_t *workspace_ints(workspace *w, int64_t count);
+/// The elements of x in row-major order. NULL for an absent x.
+double  *workspace_load(workspace *w, const tensor *x);
+int64_t *workspace_load_ints(workspace *w, const tensor *x);
+/// Rounds dense values into x; adds them to what x holds when `add`. An absent x is fine.
+void     values_store(const tensor *x, const double *values, bool add);
+/// Gives the scratch back and yields `failed`.
+eng_status workspace_close(workspace *w);
+
+// ------------------------------------------------------------------ elements
+
+static inline bool dtype_is_integer(int d) { return !dtype_is_float(d); }
+
+/// One element from one tensor to another: bit for bit when the formats agree, else rounded once.
+void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at);
+/// The order of two elements of x: positive when the one at offset a is the greater. NaN is greater
+/// than every number and equal to itself; -0 equals +0.
+int  element_compare(const tensor *x, int64_t a, int64_t b);
+/// A double that rounds to every float format as the integer itself would.
+double double_from_int(int64_t value, int target_dtype);
+
+/// A dimension attribute, negative ones counted from the end.
+static inline int dimension_of(int64_t dimension, int ndim) { return (int)(dimension < 0 ? dimension + ndim : dimension); }
+/// Size of the last dimension (1 for a scalar) and number of rows before it.
+static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
+int64_t rows_of(const tensor *x);
+/// Elements in the dimensions before `dimension`, and in those after it.
+int64_t elements_before(const tensor *x, int dimension);
+int64_t elements_after(const tensor *x, int dimension);
+
+/// log(sum(exp(x[0..n)))), with the largest value taken out first. Infinite only where the plain
+/// formula is: an infinite maximum makes it NaN (inf - inf).
+double row_logsumexp(const double *x, int64_t n);
+
+static inline double sigmoid_of(double x)  { return 1.0 / (1.0 + __builtin_exp(-x)); }
+static inline double silu_of(double x)     { return x * sigmoid_of(x); }
+double silu_slope(double x);
+
+// ------------------------------------------------------------------ kernels
+
+// reference_<name> for every operation with a kernel; one that is missing fails at link time.
+#define REFERENCE_ANY(name)  op_kernel reference_##name;
+#define REFERENCE_ROWS(name) op_kernel reference_##name;
+#define REFERENCE_VIEW(name)
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) REFERENCE_##layout(name)
+#include "../ops.def"
+#undef ENG_OP
+#undef REFERENCE_ANY
+#undef REFERENCE_ROWS
+#undef REFERENCE_VIEW
+
+eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
+eng_status reference_optimize(const param_span *spans, int n, const eng_update *update);
+
+#endif

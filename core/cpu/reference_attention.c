@@ -1,0 +1,145 @@
+// Reference kernels for attention, its gradient, and rotary position embedding. The whole row of
+// probabilities is formed in double; nothing saved by the forward pass is read back. See reference.h.
+//
+// Decided here: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on.
+// An infinite or NaN score makes its row NaN.
+#include "reference.h"
+
+#include <math.h>
+
+// Sizes of a call: q [B x T x H x D], k and v [B x S x G x D]; H / G queries share a key head.
+typedef struct sizes {
+  int64_t batch, queries, keys, heads, groups, width;
+  double  factor;
+  bool    causal;
+} sizes;
+
+static sizes sizes_of(const op_call *call)
+{
+  const tensor *q = call->in[0], *k = call->in[1];
+  sizes s = { q->shape[0], q->shape[1], k->shape[1], q->shape[2], k->shape[2], q->shape[3], call->floats[0], call->ints[0] != 0 };
+  if (s.factor == 0.0) s.factor = 1.0 / sqrt((double)s.width);
+  return s;
+}
+
+// First element of head h at time t in a dense [B x times x heads x D].
+static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t, int64_t h)
+{
+  return ((b * times + t) * heads + h) * s->width;
+}
+
+static int64_t keys_seen(const sizes *s, int64_t t)
+{
+  if (!s->causal) return s->keys;
+  int64_t seen = t + s->keys - s->queries + 1;
+  return seen < 0 ? 0 : seen;
+}
+
+static double dot(const double *a, const double *b, int64_t n)
+{
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+// Scaled scores of one query against the first `seen` keys.
+static void scores_of(double *scores, const sizes *s, const double *query, const double *k, int64_t b, int64_t group, int64_t seen)
+{
+  for (int64_t j = 0; j < seen; j++)
+    scores[j] = s->factor * dot(query, k + vector_at(s, s->keys, s->groups, b, j, group), s->width);
+}
+
+eng_status reference_attention(const op_call *call)
+{
+  sizes s = sizes_of(call);
+  int64_t rows = s.batch * s.heads * s.queries;
+  workspace space = {0};
+  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]), *v = workspace_load(&space, call->in[2]);
+  double *y = workspace_doubles(&space, call->out[0]->count), *scores = workspace_doubles(&space, s.keys);
+  double *lse = workspace_doubles(&space, rows), *entropy = workspace_doubles(&space, rows);
+  if (space.failed) return workspace_close(&space);
+  int64_t row = 0;
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t h = 0; h < s.heads; h++)
+      for (int64_t t = 0; t < s.queries; t++, row++) {
+        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t), at = vector_at(&s, s.queries, s.heads, b, t, h);
+        scores_of(scores, &s, q + at, k, b, group, seen);
+        lse[row] = row_logsumexp(scores, seen);
+        for (int64_t j = 0; j < seen; j++) {
+          double p = exp(scores[j] - lse[row]);
+          const double *value = v + vector_at(&s, s.keys, s.groups, b, j, group);
+          for (int64_t d = 0; d < s.width; d++) y[at + d] += p * value[d];
+          entropy[row] += p == 0.0 ? 0.0 : p * (lse[row] - scores[j]);
+        }
+      }
+  values_store(call->out[0], y, false);
+  values_store(call->out[1], lse, false);
+  if (call->ints[1]) values_store(call->out[2], entropy, false);
+  return workspace_close(&space);
+}
+
+// With p = softmax(scores), dp = dy . v and D = sum of p * dp: dscore = p * (dp - D),
+//   dq = factor * sum of dscore * k, dk = factor * sum of dscore * q, dv = sum of p * dy.
+eng_status reference_attention_grad(const op_call *call)
+{
+  sizes s = sizes_of(call);
+  workspace space = {0};
+  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]), *v = workspace_load(&space, call->in[2]);
+  double *dy = workspace_load(&space, call->in[5]);
+  double *dq = workspace_doubles(&space, call->in[0]->count), *dk = workspace_doubles(&space, call->in[1]->count);
+  double *dv = workspace_doubles(&space, call->in[2]->count);
+  double *p = workspace_doubles(&space, s.keys), *dp = workspace_doubles(&space, s.keys);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t h = 0; h < s.heads; h++)
+      for (int64_t t = 0; t < s.queries; t++) {
+        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t), at = vector_at(&s, s.queries, s.heads, b, t, h);
+        scores_of(p, &s, q + at, k, b, group, seen);
+        double lse = row_logsumexp(p, seen), sum = 0.0;
+        for (int64_t j = 0; j < seen; j++) {
+          p[j] = exp(p[j] - lse);
+          dp[j] = dot(dy + at, v + vector_at(&s, s.keys, s.groups, b, j, group), s.width);
+          sum += p[j] * dp[j];
+        }
+        for (int64_t j = 0; j < seen; j++) {
+          int64_t key = vector_at(&s, s.keys, s.groups, b, j, group);
+          double dscore = s.factor * p[j] * (dp[j] - sum);
+          for (int64_t d = 0; d < s.width; d++) {
+            dq[at + d] += dscore * k[key + d];
+            dk[key + d] += dscore * q[at + d];
+            dv[key + d] += p[j] * dy[at + d];
+          }
+        }
+      }
+  values_store(call->out[0], dq, false);
+  values_store(call->out[1], dk, false);
+  values_store(call->out[2], dv, false);
+  return workspace_close(&space);
+}
+
+// Turns pair i of every head by (first position + t) * base^(-2i / D).
+eng_status reference_rope(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  int64_t times = y->shape[1], heads = y->shape[2], width = y->shape[3], half = width / 2;
+  bool neighbours = call->ints[1] != 0;   // pairs (2i, 2i + 1) instead of (i, i + D/2)
+  double direction = call->ints[2] ? -1.0 : 1.0;
+  workspace space = {0};
+  double *x = workspace_load(&space, call->in[0]);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t row = 0; row < y->shape[0] * times; row++) {
+    double position = (double)(call->ints[0] + row % times);
+    for (int64_t i = 0; i < half; i++) {
+      double angle = direction * position * pow(call->floats[0], -2.0 * (double)i / (double)width), c = cos(angle), s = sin(angle);
+      for (int64_t h = 0; h < heads; h++) {
+        double *head = x + (row * heads + h) * width;
+        double *first = head + (neighbours ? 2 * i : i), *second = head + (neighbours ? 2 * i + 1 : i + half);
+        double a = *first, b = *second;
+        *first = a * c - b * s;
+        *second = b * c + a * s;
+      }
+    }
+  }
+  values_store(y, x, false);
+  return workspace_close(&space);
+}

@@ -1,0 +1,301 @@
+// Reference kernels that work element by element: arithmetic, comparisons, activations and their
+// gradients, dropout, casts. Any strides, any broadcasting. See reference.h.
+//
+// Decided here:
+//   maximum, minimum   a NaN on either side gives NaN; -0 and +0 are equal, the first one is taken
+//   relu               NaN stays NaN; its slope at 0 and below is 0, at NaN dy passes through
+//   gelu, silu         the formulas as written: at -inf they are -inf * 0 = NaN, as in PyTorch
+//   slopes             of finite x are finite for activations; of infinite x what the formula gives
+//   integers           wrap; affine with whole-numbered factors is exact, else it goes through double
+#include "reference.h"
+
+#include "../rng.h"
+
+#include <math.h>
+
+// ------------------------------------------------------------------ two inputs
+
+typedef double  binary_float(double a, double b);
+typedef int64_t binary_int(int64_t a, int64_t b);
+
+// y = float_rule(a, b), or int_rule when the result, or without a result of its own kind (comparisons)
+// every input, is an integer.
+static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule, bool compares)
+{
+  const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0];
+  bool integers = dtype_is_integer(compares ? a->dtype : y->dtype) && dtype_is_integer(compares ? b->dtype : y->dtype);
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, a);
+  walk_add(&w, b);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    if (integers && int_rule)
+      tensor_store_int(y->data, y->dtype, w.at[2],
+                       int_rule(tensor_load_int(a->data, a->dtype, w.at[0]), tensor_load_int(b->data, b->dtype, w.at[1])));
+    else
+      tensor_store(y->data, y->dtype, w.at[2],
+                   float_rule(tensor_load(a->data, a->dtype, w.at[0]), tensor_load(b->data, b->dtype, w.at[1])));
+  }
+  return ENG_OK;
+}
+
+#define ARITHMETIC(name, float_formula, int_formula)                              \
+  static double name##_floats(double a, double b) { return float_formula; }       \
+  static int64_t name##_ints(int64_t a, int64_t b) { return int_formula; }        \
+  eng_status reference_##name(const op_call *call) { return map_two(call, name##_floats, name##_ints, false); }
+
+#define COMPARISON(name, operator)                                                \
+  static double name##_floats(double a, double b) { return a operator b; }        \
+  static int64_t name##_ints(int64_t a, int64_t b) { return a operator b; }       \
+  eng_status reference_##name(const op_call *call) { return map_two(call, name##_floats, name##_ints, true); }
+
+static int64_t wrap(uint64_t bits) { return (int64_t)bits; }
+
+ARITHMETIC(add, a + b, wrap((uint64_t)a + (uint64_t)b))
+ARITHMETIC(sub, a - b, wrap((uint64_t)a - (uint64_t)b))
+ARITHMETIC(mul, a * b, wrap((uint64_t)a * (uint64_t)b))
+ARITHMETIC(maximum, f64_is_nan(a) || a >= b ? a : b, a >= b ? a : b)
+ARITHMETIC(minimum, f64_is_nan(a) || a <= b ? a : b, a <= b ? a : b)
+COMPARISON(eq, ==)
+COMPARISON(ne, !=)
+COMPARISON(lt, <)
+COMPARISON(le, <=)
+COMPARISON(gt, >)
+COMPARISON(ge, >=)
+
+static double quotient(double a, double b) { return a / b; }
+static double power(double a, double b)    { return pow(a, b); }
+eng_status reference_div(const op_call *call) { return map_two(call, quotient, NULL, false); }
+eng_status reference_pow(const op_call *call) { return map_two(call, power, NULL, false); }
+
+eng_status reference_where(const op_call *call)
+{
+  const tensor *condition = call->in[0], *a = call->in[1], *b = call->in[2], *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, condition);
+  walk_add(&w, a);
+  walk_add(&w, b);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    if (tensor_load(condition->data, condition->dtype, w.at[0]) != 0)
+      element_copy(y->data, y->dtype, w.at[3], a->data, a->dtype, w.at[1]);
+    else
+      element_copy(y->data, y->dtype, w.at[3], b->data, b->dtype, w.at[2]);
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ one input
+
+typedef double unary_rule(double x);
+
+// y = rule(x) for floats; for integers that stay integers int_rule, where there is one.
+static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_rule)(int64_t))
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  bool integers = int_rule && dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype);
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    if (integers)
+      tensor_store_int(y->data, y->dtype, w.at[1], int_rule(tensor_load_int(x->data, x->dtype, w.at[0])));
+    else
+      tensor_store(y->data, y->dtype, w.at[1], rule(tensor_load(x->data, x->dtype, w.at[0])));
+  }
+  return ENG_OK;
+}
+
+#define UNARY(name, formula)                                        \
+  static double name##_value(double x) { return formula; }          \
+  eng_status reference_##name(const op_call *call) { return map_one(call, name##_value, NULL); }
+
+#define UNARY_INT(name, formula, int_formula)                       \
+  static double name##_value(double x) { return formula; }          \
+  static int64_t name##_int(int64_t x) { return int_formula; }      \
+  eng_status reference_##name(const op_call *call) { return map_one(call, name##_value, name##_int); }
+
+static const double GELU_K = 0.79788456080286535588;   // sqrt(2 / pi)
+static const double GELU_C = 0.044715;
+
+UNARY_INT(neg, -x, wrap(0 - (uint64_t)x))
+UNARY_INT(abs, fabs(x), x < 0 ? wrap(0 - (uint64_t)x) : x)
+UNARY_INT(relu, x <= 0 ? 0.0 : x, x > 0 ? x : 0)
+UNARY(exp, exp(x))
+UNARY(log, log(x))
+UNARY(sqrt, sqrt(x))
+UNARY(rsqrt, 1.0 / sqrt(x))
+UNARY(sin, sin(x))
+UNARY(cos, cos(x))
+UNARY(tanh, tanh(x))
+UNARY(sigmoid, sigmoid_of(x))
+UNARY(log_sigmoid, (x < 0 ? x : 0.0) - log1p(exp(-fabs(x))))
+UNARY(softplus, (x > 0 ? x : 0.0) + log1p(exp(-fabs(x))))
+UNARY(gelu, 0.5 * x * erfc(-x * M_SQRT1_2))
+UNARY(gelu_tanh, 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x))))
+UNARY(silu, silu_of(x))
+
+eng_status reference_affine(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double factor = call->floats[0], shift = call->floats[1];
+  bool whole = factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
+  bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    if (integers) {
+      uint64_t value = (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]);
+      tensor_store_int(y->data, y->dtype, w.at[1], wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
+    } else {
+      tensor_store(y->data, y->dtype, w.at[1], tensor_load(x->data, x->dtype, w.at[0]) * factor + shift);
+    }
+  }
+  return ENG_OK;
+}
+
+eng_status reference_pow_scalar(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w))
+    tensor_store(y->data, y->dtype, w.at[1], pow(tensor_load(x->data, x->dtype, w.at[0]), call->floats[0]));
+  return ENG_OK;
+}
+
+eng_status reference_clamp(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double low = call->floats[0], high = call->floats[1];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    double value = tensor_load(x->data, x->dtype, w.at[0]);
+    double bounded = value < low ? low : value;
+    bounded = bounded > high ? high : bounded;
+    if (bounded != value && !f64_is_nan(value))
+      tensor_store(y->data, y->dtype, w.at[1], bounded);
+    else   // untouched elements keep every bit, those of wide integers too
+      element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ gradients
+
+static double gelu_slope(double x)
+{
+  return 0.5 * erfc(-x * M_SQRT1_2) + x * exp(-0.5 * x * x) * (0.5 * M_2_SQRTPI * M_SQRT1_2);
+}
+
+static double gelu_tanh_slope(double x)
+{
+  double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
+  // x^2 may overflow where tanh is flat; there the second term is 0 (inf * 0 only for infinite x)
+  double bend = rest == 0.0 && f64_is_finite(x) ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
+  return 0.5 * (1.0 + t) + bend;
+}
+
+eng_status reference_unary_grad(const op_call *call)
+{
+  const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
+  walk w = walk_over(dx->ndim, dx->shape);
+  walk_add(&w, x);
+  walk_add(&w, dy);
+  walk_add(&w, dx);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    double v = tensor_load(x->data, x->dtype, w.at[0]), g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
+    switch (call->ints[0]) {
+      case ENG_OP_neg:         slope = -1.0; break;
+      case ENG_OP_abs:         slope = f64_is_nan(v) ? v : (v > 0) - (v < 0); break;
+      case ENG_OP_exp:         slope = exp(v); break;
+      case ENG_OP_log:         slope = 1.0 / v; break;
+      case ENG_OP_sqrt:        slope = 0.5 / sqrt(v); break;
+      case ENG_OP_rsqrt:       slope = -0.5 / (v * sqrt(v)); break;
+      case ENG_OP_sin:         slope = cos(v); break;
+      case ENG_OP_cos:         slope = -sin(v); break;
+      case ENG_OP_tanh:        slope = 1.0 / (cosh(v) * cosh(v)); break;
+      case ENG_OP_sigmoid:     slope = sigmoid_of(v) * sigmoid_of(-v); break;
+      case ENG_OP_log_sigmoid: slope = sigmoid_of(-v); break;
+      case ENG_OP_softplus:    slope = sigmoid_of(v); break;
+      case ENG_OP_relu:        slope = 1.0; g = v <= 0 ? 0.0 : g; break;
+      case ENG_OP_gelu:        slope = gelu_slope(v); break;
+      case ENG_OP_gelu_tanh:   slope = gelu_tanh_slope(v); break;
+      case ENG_OP_silu:        slope = silu_slope(v); break;
+      default:
+        return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
+                         eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0]) : "a number that is no operation");
+    }
+    tensor_store(dx->data, dx->dtype, w.at[2], slope * g);
+  }
+  return ENG_OK;
+}
+
+eng_status reference_swiglu(const op_call *call)
+{
+  const tensor *gate = call->in[0], *up = call->in[1], *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, gate);
+  walk_add(&w, up);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w))
+    tensor_store(y->data, y->dtype, w.at[2],
+                 silu_of(tensor_load(gate->data, gate->dtype, w.at[0])) * tensor_load(up->data, up->dtype, w.at[1]));
+  return ENG_OK;
+}
+
+eng_status reference_swiglu_grad(const op_call *call)
+{
+  const tensor *gate = call->in[0], *up = call->in[1], *dy = call->in[2], *dgate = call->out[0], *dup = call->out[1];
+  walk w = walk_over(dy->ndim, dy->shape);
+  walk_add(&w, gate);
+  walk_add(&w, up);
+  walk_add(&w, dy);
+  walk_add(&w, dgate ? dgate : dy);
+  walk_add(&w, dup ? dup : dy);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    double a = tensor_load(gate->data, gate->dtype, w.at[0]), b = tensor_load(up->data, up->dtype, w.at[1]);
+    double g = tensor_load(dy->data, dy->dtype, w.at[2]);
+    if (dgate) tensor_store(dgate->data, dgate->dtype, w.at[3], g * b * silu_slope(a));
+    if (dup) tensor_store(dup->data, dup->dtype, w.at[4], g * silu_of(a));
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ dropout, copies
+
+// Element i, counted in row-major order, takes word i % 4 of the Philox block ints[0] + i / 4. A
+// dropped element is 0 whatever it was; a kept one is divided by 1 - p.
+eng_status reference_dropout(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double p = call->floats[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    uint32_t words[4];
+    philox_block(words, (uint64_t)call->ints[0] + (uint64_t)(w.position / 4));
+    bool keep = (words[w.position % 4] >> 8) * 0x1p-24 >= p;
+    tensor_store(y->data, y->dtype, w.at[1], keep ? tensor_load(x->data, x->dtype, w.at[0]) / (1.0 - p) : 0.0);
+  }
+  return ENG_OK;
+}
+
+static eng_status copy_elements(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w))
+    element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
+  return ENG_OK;
+}
+
+eng_status reference_cast(const op_call *call)       { return copy_elements(call); }
+eng_status reference_contiguous(const op_call *call) { return copy_elements(call); }

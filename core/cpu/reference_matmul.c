@@ -1,0 +1,79 @@
+// Reference kernels for products: matmul, linear, bias_grad. Sums run in double, in the order of k,
+// and are rounded once. See reference.h.
+#include "reference.h"
+
+// acc[m][n] += sum over k of a[m][k] * b[k][n], each matrix given by its first element and two strides
+// (elements from row to row, from column to column); acc is dense.
+static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, const double *a, int64_t a_row, int64_t a_column,
+                     const double *b, int64_t b_row, int64_t b_column)
+{
+  for (int64_t m = 0; m < rows; m++) {
+    double *sums = acc + m * columns;
+    for (int64_t k = 0; k < inner; k++) {
+      double factor = a[m * a_row + k * a_column];
+      const double *row = b + k * b_row;
+      for (int64_t n = 0; n < columns; n++) sums[n] += factor * row[n * b_column];
+    }
+  }
+}
+
+// Dense elements from matrix to matrix of x as it is walked along y's batch dimensions.
+static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
+{
+  int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];
+  for (int d = y->ndim - 3; d >= 0; d--) {
+    int own = d - (y->ndim - x->ndim);
+    stride[d] = own >= 0 && x->shape[own] != 1 ? step : 0;
+    if (own >= 0) step *= x->shape[own];
+  }
+}
+
+eng_status reference_matmul(const op_call *call)
+{
+  const tensor *ta = call->in[0], *tb = call->in[1], *y = call->out[0];
+  bool a_transposed = call->ints[0] != 0, b_transposed = call->ints[1] != 0;
+  int64_t rows = y->shape[y->ndim - 2], columns = y->shape[y->ndim - 1];
+  int64_t inner = ta->shape[ta->ndim - (a_transposed ? 2 : 1)];
+  int64_t a_stride[ENG_MAX_DIMS], b_stride[ENG_MAX_DIMS];
+  batch_strides(a_stride, ta, y);
+  batch_strides(b_stride, tb, y);
+  workspace space = {0};
+  double *a = workspace_load(&space, ta), *b = workspace_load(&space, tb), *sums = workspace_doubles(&space, y->count);
+  if (space.failed) return workspace_close(&space);
+  walk batch = walk_over(y->ndim - 2, y->shape);
+  walk_add_strides(&batch, a_stride);
+  walk_add_strides(&batch, b_stride);
+  for (; !walk_ended(&batch); walk_next(&batch))
+    multiply(sums + batch.position * rows * columns, rows, columns, inner,
+             a + batch.at[0], a_transposed ? 1 : inner, a_transposed ? rows : 1,
+             b + batch.at[1], b_transposed ? 1 : columns, b_transposed ? inner : 1);
+  values_store(y, sums, call->ints[3] != 0);
+  return workspace_close(&space);
+}
+
+eng_status reference_linear(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  int64_t rows = rows_of(y), columns = columns_of(y), inner = columns_of(call->in[0]);
+  workspace space = {0};
+  double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
+  double *bias = workspace_load(&space, call->in[2]), *sums = workspace_doubles(&space, y->count);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t i = 0; bias && i < y->count; i++) sums[i] = bias[i % columns];
+  multiply(sums, rows, columns, inner, x, inner, 1, weight, 1, inner);
+  values_store(y, sums, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_bias_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0], *dbias = call->out[0];
+  int64_t rows = rows_of(dy), columns = columns_of(dy);
+  workspace space = {0};
+  double *slopes = workspace_load(&space, dy), *sums = workspace_doubles(&space, columns);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) sums[c] += slopes[r * columns + c];
+  values_store(dbias, sums, call->ints[1] != 0);
+  return workspace_close(&space);
+}

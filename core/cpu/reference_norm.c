@@ -1,0 +1,72 @@
+// Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
+// Statistics: mean and 1 / sqrt(variance + eps), the variance that of the whole row (divided by C);
+// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. See reference.h.
+#include "reference.h"
+
+#include <math.h>
+
+// y = (x - mean) * rstd * weight + bias, a row at a time; rms_norm has mean 0 and no bias.
+static eng_status normalise(const op_call *call, bool layer)
+{
+  const tensor *y = call->out[0];
+  int64_t rows = rows_of(y), n = columns_of(y);
+  workspace space = {0};
+  double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
+  double *bias = layer ? workspace_load(&space, call->in[2]) : NULL;
+  double *means = workspace_doubles(&space, rows), *rstds = workspace_doubles(&space, rows);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t r = 0; r < rows; r++) {
+    double *row = x + r * n, sum = 0.0, squares = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += row[i];
+    means[r] = layer ? sum / (double)n : 0.0;
+    for (int64_t i = 0; i < n; i++) squares += (row[i] - means[r]) * (row[i] - means[r]);
+    rstds[r] = 1.0 / sqrt(squares / (double)n + call->floats[0]);
+    for (int64_t i = 0; i < n; i++)
+      row[i] = (row[i] - means[r]) * rstds[r] * (weight ? weight[i] : 1.0) + (bias ? bias[i] : 0.0);
+  }
+  values_store(y, x, false);
+  if (layer) values_store(call->out[1], means, false);
+  values_store(call->out[layer ? 2 : 1], rstds, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_layer_norm(const op_call *call) { return normalise(call, true); }
+eng_status reference_rms_norm(const op_call *call)   { return normalise(call, false); }
+
+// With h = (x - mean) * rstd and g = dy * weight:
+//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
+// rms_norm lacks the term mean(g), for nothing was subtracted there.
+static eng_status normalise_grad(const op_call *call, bool layer)
+{
+  const tensor *tx = call->in[0];
+  int64_t rows = rows_of(tx), n = columns_of(tx);
+  workspace space = {0};
+  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]);
+  double *means = layer ? workspace_load(&space, call->in[2]) : NULL;
+  double *rstds = workspace_load(&space, call->in[layer ? 3 : 2]), *dy = workspace_load(&space, call->in[layer ? 4 : 3]);
+  double *dweight = workspace_doubles(&space, n), *dbias = workspace_doubles(&space, n);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t r = 0; r < rows; r++) {
+    double *row = x + r * n, *slope = dy + r * n, mean_g = 0.0, mean_gh = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+      double h = (row[i] - (means ? means[r] : 0.0)) * rstds[r];
+      dweight[i] += slope[i] * h;
+      dbias[i] += slope[i];
+      slope[i] *= weight ? weight[i] : 1.0;   // g from here on
+      row[i] = h;
+      mean_g += slope[i] / (double)n;
+      mean_gh += slope[i] * h / (double)n;
+    }
+    if (!layer) mean_g = 0.0;
+    for (int64_t i = 0; i < n; i++) row[i] = rstds[r] * (slope[i] - mean_g - row[i] * mean_gh);
+  }
+  values_store(call->out[0], x, false);
+  if (call->ints[1]) {
+    values_store(call->out[1], dweight, false);
+    if (layer) values_store(call->out[2], dbias, false);
+  }
+  return workspace_close(&space);
+}
+
+eng_status reference_layer_norm_grad(const op_call *call) { return normalise_grad(call, true); }
+eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_grad(call, false); }

@@ -1,0 +1,119 @@
+// Reference passes over all parameters: gradient statistics and the optimizers SGD, Adam, AdamW and
+// Lion. See backend.h, engine.h.
+//
+// The update is computed in f32, one rounding an operation and in the order written here, so that the
+// fast optimizer can be held against it to an ulp. A gradient that is not finite goes through
+// unchanged: whether to step at all is the policy's decision.
+#include "reference.h"
+
+#include <math.h>
+
+// ------------------------------------------------------------------ gradient statistics
+
+static double smallest_normal(int dtype)
+{
+  switch (dtype) {
+    case ENG_f16: return 0x1p-14;
+    case ENG_f64: return 0x1p-1022;
+    default:      return 0x1p-126;   // f32, bf16
+  }
+}
+
+// The sum of squares is one sum in double in element order.
+eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+{
+  for (int k = 0; k < n; k++) {
+    const param_span *span = &spans[k];
+    eng_tensor_stats *s = &stats[k];
+    *s = (eng_tensor_stats){ .count = span->count };
+    for (int64_t i = 0; i < span->count; i++) {
+      double g = tensor_load(span->gradient, span->gradient_dtype, i), magnitude = fabs(g);
+      if (f64_is_nan(g)) {
+        s->nan++;
+      } else if (!f64_is_finite(g)) {
+        s->inf++;
+      } else {
+        if (needs & ENG_NEED_AMAX) s->amax = fmax(s->amax, magnitude);
+        if (needs & ENG_NEED_NORM) s->sum_squares += g * g;
+        if (needs & ENG_NEED_ZEROS) s->zeros += g == 0;
+        if (needs & ENG_NEED_UNDERFLOW) s->underflow += g != 0 && magnitude < smallest_normal(span->gradient_dtype);
+        if ((needs & ENG_NEED_HIST) && g != 0) {
+          int bin = ilogb(magnitude) + 160;
+          s->hist[bin < 0 ? 0 : bin >= ENG_HIST_BINS ? ENG_HIST_BINS - 1 : bin]++;
+        }
+      }
+    }
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ optimizers
+
+// The two moments of one element; those an optimizer has no use for stay as they are.
+typedef struct moments { float first, second; } moments;
+
+// g += decay * w; the momentum buffer is g at the first update, then momentum * buffer + (1 - dampening) * g;
+// w -= lr * (nesterov ? g + momentum * buffer : buffer).
+static float sgd(float w, float g, moments *m, const eng_hyper *h, int64_t t)
+{
+  float momentum = (float)h->momentum;
+  if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
+  if (h->momentum != 0) {
+    m->first = t == 1 ? g : momentum * m->first + (float)(1.0 - h->dampening) * g;
+    g = h->nesterov ? g + momentum * m->first : m->first;
+  }
+  return w - (float)h->lr * g;
+}
+
+// m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+// w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+// Weight decay: added to the gradient (Adam), or w shrunk by 1 - lr * decay first (AdamW).
+static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled)
+{
+  float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)t)));
+  float root = (float)sqrt(1.0 - pow(h->beta2, (double)t));
+  if (decoupled) w = w * (float)(1.0 - h->lr * h->weight_decay);
+  else if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
+  m->first = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;
+  m->second = (float)h->beta2 * m->second + (float)(1.0 - h->beta2) * (g * g);
+  return w - step * (m->first / (sqrtf(m->second) / root + (float)h->eps));
+}
+
+// w shrunk by 1 - lr * decay, then w -= lr * sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
+// The sign of 0 is 0, that of NaN is NaN.
+static float lion(float w, float g, moments *m, const eng_hyper *h)
+{
+  float direction = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;
+  float sign = direction > 0 ? 1.0f : direction < 0 ? -1.0f : direction;
+  w = w * (float)(1.0 - h->lr * h->weight_decay);
+  m->first = (float)h->beta2 * m->first + (float)(1.0 - h->beta2) * g;
+  return w - (float)h->lr * sign;
+}
+
+eng_status reference_optimize(const param_span *spans, int n, const eng_update *update)
+{
+  float factor = (float)update->gradient_factor, limit = (float)update->clip_value;
+  for (int k = 0; k < n; k++) {
+    const param_span *span = &spans[k];
+    const eng_hyper *h = &update->groups[span->group];
+    for (int64_t i = 0; i < span->count; i++) {
+      float w = span->master[i], g = (float)tensor_load(span->gradient, span->gradient_dtype, i) * factor;
+      if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
+      moments m = {0};
+      if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);
+      if (span->moment2) m.second = (float)tensor_load(span->moment2, span->moment_dtype, i);
+      switch (update->kind) {
+        case ENG_SGD:   w = sgd(w, g, &m, h, update->t); break;
+        case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false); break;
+        case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true); break;
+        case ENG_LION:  w = lion(w, g, &m, h); break;
+        default: return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", update->kind);
+      }
+      span->master[i] = w;
+      if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
+      if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);
+      if (span->shadow) tensor_store(span->shadow, span->shadow_dtype, i, w);
+    }
+  }
+  return ENG_OK;
+}

@@ -1,0 +1,229 @@
+// Reference kernels that reduce: sum, mean, max, min, and what works along the last dimension:
+// softmax, log_softmax, logsumexp. Sums run in row-major order. See reference.h.
+//
+// Decided here:
+//   max, min          NaN wins; its gradient goes to the NaNs
+//   softmax           an infinite maximum makes the whole row NaN (inf - inf), so does a row of -inf
+//   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; NaN wins over both
+#include "reference.h"
+
+#include <math.h>
+
+// Strides that lead from an element of x to its place in the dense result of a reduction, 0 along the
+// reduced dimensions; gives the number of results.
+static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
+{
+  int64_t n = 1;
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    bool reduced = mask >> d & 1;
+    stride[d] = reduced ? 0 : n;
+    if (!reduced) n *= x->shape[d];
+  }
+  return n;
+}
+
+// ------------------------------------------------------------------ sums
+
+// The sums of x over the dimensions in `mask`, dense, as doubles; how many elements went into each.
+static double *float_sums(workspace *space, const tensor *x, uint64_t mask, int64_t *each)
+{
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, mask);
+  double *sums = workspace_doubles(space, n);
+  if (!sums) return NULL;
+  *each = 1;
+  for (int d = 0; d < x->ndim; d++)
+    if (mask >> d & 1) *each *= x->shape[d];
+  walk w = walk_over(x->ndim, x->shape);
+  walk_add(&w, x);
+  walk_add_strides(&w, stride);
+  for (; !walk_ended(&w); walk_next(&w)) sums[w.at[1]] += tensor_load(x->data, x->dtype, w.at[0]);
+  return sums;
+}
+
+static eng_status integer_sum(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  workspace space = {0};
+  int64_t *sums = workspace_ints(&space, n);
+  if (space.failed) return workspace_close(&space);
+  walk w = walk_over(x->ndim, x->shape);
+  walk_add(&w, x);
+  walk_add_strides(&w, stride);
+  for (; !walk_ended(&w); walk_next(&w))
+    sums[w.at[1]] = (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]));
+  walk result = walk_over(y->ndim, y->shape);
+  for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
+    tensor_store_int(y->data, y->dtype, result.at[0], sums[result.position]);
+  return workspace_close(&space);
+}
+
+eng_status reference_sum(const op_call *call)
+{
+  if (dtype_is_integer(call->in[0]->dtype) && dtype_is_integer(call->out[0]->dtype)) return integer_sum(call);
+  workspace space = {0};
+  int64_t each;
+  double *sums = float_sums(&space, call->in[0], (uint64_t)call->ints[0], &each);
+  if (!space.failed) values_store(call->out[0], sums, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_mean(const op_call *call)
+{
+  workspace space = {0};
+  int64_t each;
+  double *sums = float_sums(&space, call->in[0], (uint64_t)call->ints[0], &each);
+  if (!space.failed) {
+    for (int64_t i = 0; i < call->out[0]->count; i++) sums[i] /= (double)each;
+    values_store(call->out[0], sums, false);
+  }
+  return workspace_close(&space);
+}
+
+// ------------------------------------------------------------------ extremes
+
+// sign 1: max, -1: min. Finds for each result the offset of its element in x, so that any dtype is
+// compared and copied exactly.
+static eng_status extreme(const op_call *call, int sign)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  if (x->count == 0 && n > 0)
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to reduce, got %s", eng_op_name(call->op), tensor_text(x));
+  workspace space = {0};
+  int64_t *best = workspace_ints(&space, n);   // 1 + offset; 0: none yet
+  if (space.failed) return workspace_close(&space);
+  walk w = walk_over(x->ndim, x->shape);
+  walk_add(&w, x);
+  walk_add_strides(&w, stride);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    int64_t *found = &best[w.at[1]];
+    bool better = *found == 0;
+    if (!better) {
+      bool nan = dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, w.at[0]));
+      bool found_nan = dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, *found - 1));
+      better = nan || found_nan ? nan && !found_nan : sign * element_compare(x, w.at[0], *found - 1) > 0;
+    }
+    if (better) *found = w.at[0] + 1;
+  }
+  walk result = walk_over(y->ndim, y->shape);
+  for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
+    element_copy(y->data, y->dtype, result.at[0], x->data, x->dtype, best[result.position] - 1);
+  return workspace_close(&space);
+}
+
+eng_status reference_max(const op_call *call) { return extreme(call, 1); }
+eng_status reference_min(const op_call *call) { return extreme(call, -1); }
+
+eng_status reference_extreme_grad(const op_call *call)
+{
+  const tensor *x = call->in[0], *dx = call->out[0];
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  workspace space = {0};
+  double *y = workspace_load(&space, call->in[1]), *dy = workspace_load(&space, call->in[2]);
+  double *values = workspace_load(&space, x), *equals = workspace_doubles(&space, n);
+  if (space.failed) return workspace_close(&space);
+  for (int pass = 0; pass < 2; pass++) {   // count the equals, then share
+    walk w = walk_over(x->ndim, x->shape);
+    for (walk_add_strides(&w, stride); !walk_ended(&w); walk_next(&w)) {
+      int64_t result = w.at[0];
+      bool equal = values[w.position] == y[result] || (f64_is_nan(values[w.position]) && f64_is_nan(y[result]));
+      if (pass == 0) equals[result] += equal;
+      else values[w.position] = equal ? dy[result] / equals[result] : 0.0;
+    }
+  }
+  values_store(dx, values, false);
+  return workspace_close(&space);
+}
+
+// ------------------------------------------------------------------ along the last dimension
+
+static double row_maximum(const double *x, int64_t n)
+{
+  double largest = -INFINITY;
+  for (int64_t i = 0; i < n; i++)
+    if (x[i] > largest) largest = x[i];
+  return largest;
+}
+
+eng_status reference_softmax(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  workspace space = {0};
+  double *x = workspace_load(&space, call->in[0]);
+  if (space.failed) return workspace_close(&space);
+  int64_t rows = rows_of(y), n = columns_of(y);
+  for (int64_t r = 0; r < rows; r++) {
+    double *row = x + r * n, largest = row_maximum(row, n), sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += row[i] = exp(row[i] - largest);
+    for (int64_t i = 0; i < n; i++) row[i] /= sum;
+  }
+  values_store(y, x, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_softmax_grad(const op_call *call)
+{
+  const tensor *dx = call->out[0];
+  workspace space = {0};
+  double *y = workspace_load(&space, call->in[0]), *dy = workspace_load(&space, call->in[1]);
+  if (space.failed) return workspace_close(&space);
+  int64_t rows = rows_of(dx), n = columns_of(dx);
+  for (int64_t r = 0; r < rows; r++) {
+    double dot = 0.0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) dot += y[i] * dy[i];
+    for (int64_t i = r * n; i < (r + 1) * n; i++) y[i] *= dy[i] - dot;
+  }
+  values_store(dx, y, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_log_softmax(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  workspace space = {0};
+  double *x = workspace_load(&space, call->in[0]);
+  if (space.failed) return workspace_close(&space);
+  int64_t rows = rows_of(y), n = columns_of(y);
+  for (int64_t r = 0; r < rows; r++) {
+    double *row = x + r * n, largest = row_maximum(row, n), sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += exp(row[i] - largest);
+    for (int64_t i = 0; i < n; i++) row[i] = row[i] - largest - log(sum);
+  }
+  values_store(y, x, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_log_softmax_grad(const op_call *call)
+{
+  const tensor *dx = call->out[0];
+  workspace space = {0};
+  double *y = workspace_load(&space, call->in[0]), *dy = workspace_load(&space, call->in[1]);
+  if (space.failed) return workspace_close(&space);
+  int64_t rows = rows_of(dx), n = columns_of(dx);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0.0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += dy[i];
+    for (int64_t i = r * n; i < (r + 1) * n; i++) dy[i] -= exp(y[i]) * sum;
+  }
+  values_store(dx, dy, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_logsumexp(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  workspace space = {0};
+  double *values = workspace_load(&space, x), *results = workspace_doubles(&space, rows_of(x));
+  if (space.failed) return workspace_close(&space);
+  int64_t rows = rows_of(x), n = columns_of(x);
+  for (int64_t r = 0; r < rows; r++) {
+    const double *row = values + r * n;
+    bool nan = false;
+    for (int64_t i = 0; i < n; i++) nan = nan || f64_is_nan(row[i]);
+    double largest = row_maximum(row, n);
+    results[r] = !nan && isinf(largest) ? largest : row_logsumexp(row, n);
+  }
+  values_store(call->out[0], results, false);
+  return workspace_close(&space);
+}
