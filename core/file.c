@@ -1,0 +1,309 @@
+// Files and directories: read-only maps, atomic writes, listings, checksums. See file.h and the
+// section "files" of engine.h.
+#include "file.h"
+
+#include "error.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { BLOCK = 1 << 20 };   // bytes read at once for a checksum
+
+static eng_status io_error(const char *what, const char *path)
+{
+  int code = errno;
+  const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG ? "; hint: free some space, nothing was replaced"
+                   : code == EACCES || code == EPERM || code == EROFS ? "; hint: check the permissions" : "";
+  return error_set(ENG_ERR_IO, "%s: cannot %s: %s%s", path, what, strerror(code), hint);
+}
+
+// The directory part of a path in new memory, "." when it has none.
+static char *parent_of(const char *path)
+{
+  const char *slash = strrchr(path, '/');
+  if (slash == NULL) return strdup(".");
+  return strndup(path, slash == path ? 1 : (size_t)(slash - path));
+}
+
+static eng_status sync_parent(const char *path)
+{
+  char *parent = parent_of(path);
+  if (parent == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  eng_status status = eng_file_sync(parent);
+  free(parent);
+  return status;
+}
+
+// ---- maps
+
+eng_status eng_file_map(eng_mapping *out, const char *path)
+{
+  *out = (eng_mapping){ NULL, 0 };
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return io_error("open", path);
+  struct stat stat_now;
+  eng_status status = ENG_OK;
+  if (fstat(fd, &stat_now) != 0) {
+    status = io_error("examine", path);
+  } else if (!S_ISREG(stat_now.st_mode)) {
+    status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path, S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
+  } else if (stat_now.st_size > 0) {
+    void *data = mmap(NULL, (size_t)stat_now.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (data == MAP_FAILED) status = io_error("map", path);
+    else *out = (eng_mapping){ data, stat_now.st_size };
+  }
+  close(fd);
+  return status;
+}
+
+void eng_file_unmap(eng_mapping *mapping)
+{
+  if (mapping->data != NULL) munmap((void *)(uintptr_t)mapping->data, (size_t)mapping->size);
+  *mapping = (eng_mapping){ NULL, 0 };
+}
+
+// ---- atomic writes
+
+eng_status file_writer_open(file_writer *writer, const char *path)
+{
+  static unsigned serial;
+  *writer = (file_writer){ .fd = -1 };
+  // A rename would quietly put a file in the place of /dev/null.
+  int kind = eng_file_kind(path);
+  if (kind == 2) return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
+  if (kind == 3) return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", path);
+  size_t room = strlen(path) + 48;
+  writer->path = strdup(path);
+  writer->temporary = malloc(room);
+  if (writer->path == NULL || writer->temporary == NULL) {
+    file_writer_abort(writer);
+    return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  }
+  for (int attempt = 0; attempt < 100 && writer->fd < 0; attempt++) {
+    snprintf(writer->temporary, room, "%s.tmp-%ld-%u", path, (long)getpid(), serial++);
+    writer->fd = open(writer->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (writer->fd < 0 && errno != EEXIST) break;
+  }
+  if (writer->fd >= 0) return ENG_OK;
+  eng_status status = io_error("create a file beside it", path);
+  file_writer_abort(writer);
+  return status;
+}
+
+eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
+{
+  const char *p = data;
+  if (writer->fd < 0) return error_set(ENG_ERR_STATE, "file_writer_put: no file is open");
+  writer->crc = eng_crc32c(writer->crc, data, size);
+  writer->size += size;
+  while (size > 0) {
+    ssize_t wrote = write(writer->fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote <= 0) {
+      if (wrote == 0) errno = ENOSPC;
+      eng_status status = io_error("write", writer->path);
+      file_writer_abort(writer);
+      return status;
+    }
+    p += wrote;
+    size -= wrote;
+  }
+  return ENG_OK;
+}
+
+eng_status file_writer_commit(file_writer *writer)
+{
+  if (writer->fd < 0) return error_set(ENG_ERR_STATE, "file_writer_commit: no file is open");
+  eng_status status = ENG_OK;
+  if (fsync(writer->fd) != 0) status = io_error("sync", writer->path);
+  int closed = close(writer->fd);
+  writer->fd = -1;
+  if (status == ENG_OK && closed != 0) status = io_error("close", writer->path);
+  if (status == ENG_OK && rename(writer->temporary, writer->path) != 0) status = io_error("rename into place", writer->path);
+  if (status == ENG_OK) {
+    status = sync_parent(writer->path);
+    free(writer->temporary);
+    writer->temporary = NULL;
+  }
+  file_writer_abort(writer);
+  return status;
+}
+
+void file_writer_abort(file_writer *writer)
+{
+  if (writer->fd >= 0) close(writer->fd);
+  if (writer->temporary != NULL) unlink(writer->temporary);
+  free(writer->temporary);
+  free(writer->path);
+  writer->fd = -1;
+  writer->path = writer->temporary = NULL;
+}
+
+eng_status eng_file_write(const char *path, const void *data, int64_t size)
+{
+  file_writer writer;
+  ENG_TRY(file_writer_open(&writer, path));
+  ENG_TRY(file_writer_put(&writer, data, size));
+  return file_writer_commit(&writer);
+}
+
+// ---- reading
+
+eng_status file_read_at(int fd, const char *path, void *target, int64_t size, int64_t offset)
+{
+  char *p = target;
+  while (size > 0) {
+    ssize_t got = pread(fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30, offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return io_error("read", path);
+    if (got == 0) return error_set(ENG_ERR_IO, "%s: ends at byte %lld, %lld more were expected; hint: it was cut short after it was opened",
+                                   path, (long long)offset, (long long)size);
+    p += got;
+    offset += got;
+    size -= got;
+  }
+  return ENG_OK;
+}
+
+eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
+{
+  *crc = 0;
+  *size = 0;
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return io_error("open", path);
+  char *block = malloc(BLOCK);
+  eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
+  while (status == ENG_OK) {
+    ssize_t got = read(fd, block, BLOCK);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) status = io_error("read", path);
+    if (got <= 0) break;
+    *crc = eng_crc32c(*crc, block, got);
+    *size += got;
+  }
+  free(block);
+  close(fd);
+  return status;
+}
+
+// ---- names and directories
+
+int eng_file_kind(const char *path)
+{
+  struct stat stat_now;
+  if (stat(path, &stat_now) != 0) return 0;
+  return S_ISREG(stat_now.st_mode) ? 1 : S_ISDIR(stat_now.st_mode) ? 2 : 3;
+}
+
+eng_status eng_file_mkdir(const char *path)
+{
+  if (eng_file_kind(path) == 2) return ENG_OK;
+  char *partial = strdup(path);
+  if (partial == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  eng_status status = ENG_OK;
+  size_t length = strlen(partial);
+  while (length > 1 && partial[length - 1] == '/') partial[--length] = 0;
+  for (size_t i = 1; i <= length && status == ENG_OK; i++) {
+    if (partial[i] != '/' && partial[i] != 0) continue;
+    char kept = partial[i];
+    partial[i] = 0;
+    if (mkdir(partial, 0777) == 0) status = sync_parent(partial);
+    else if (errno != EEXIST || eng_file_kind(partial) != 2) status = io_error("make the directory", partial);
+    partial[i] = kept;
+  }
+  free(partial);
+  return status;
+}
+
+eng_status eng_file_sync(const char *path)
+{
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return io_error("open", path);
+  // Some file systems cannot sync a directory and say EINVAL; there is nothing more to do there.
+  eng_status status = fsync(fd) != 0 && errno != EINVAL ? io_error("sync", path) : ENG_OK;
+  close(fd);
+  return status;
+}
+
+eng_status eng_file_rename(const char *from, const char *to)
+{
+  if (rename(from, to) != 0) {
+    int code = errno;
+    return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(code));
+  }
+  return sync_parent(to);
+}
+
+eng_status eng_file_remove(const char *path)
+{
+  if (remove(path) != 0 && errno != ENOENT) return io_error("remove", path);
+  return ENG_OK;
+}
+
+struct eng_listing {
+  char **names;
+  int    count, room;
+};
+
+static int by_bytes(const void *a, const void *b)
+{
+  return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+static bool listing_add(eng_listing *listing, const char *name)
+{
+  if (listing->count == listing->room) {
+    int room = listing->room ? 2 * listing->room : 16;
+    char **names = realloc(listing->names, (size_t)room * sizeof *names);
+    if (names == NULL) return false;
+    listing->names = names;
+    listing->room = room;
+  }
+  listing->names[listing->count] = strdup(name);
+  return listing->names[listing->count++] != NULL;
+}
+
+eng_status eng_file_list(eng_listing **out, const char *path)
+{
+  *out = NULL;
+  DIR *directory = opendir(path);
+  if (directory == NULL) return io_error("list", path);
+  eng_listing *listing = calloc(1, sizeof *listing);
+  bool fits = listing != NULL;
+  const struct dirent *entry;
+  errno = 0;
+  while (fits && (entry = readdir(directory)) != NULL) {
+    if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) fits = listing_add(listing, entry->d_name);
+    errno = 0;
+  }
+  eng_status status = !fits ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path)
+                    : errno != 0 ? io_error("list", path) : ENG_OK;
+  closedir(directory);
+  if (status != ENG_OK) {
+    eng_listing_free(listing);
+    return status;
+  }
+  if (listing->count > 1) qsort(listing->names, (size_t)listing->count, sizeof *listing->names, by_bytes);
+  *out = listing;
+  return ENG_OK;
+}
+
+const char *eng_listing_name(const eng_listing *listing, int i)
+{
+  return i >= 0 && i < listing->count ? listing->names[i] : NULL;
+}
+
+void eng_listing_free(eng_listing *listing)
+{
+  if (listing == NULL) return;
+  for (int i = 0; i < listing->count; i++) free(listing->names[i]);
+  free(listing->names);
+  free(listing);
+}

@@ -1,0 +1,237 @@
+// See json.h.
+#include "json.h"
+
+#include "error.h"
+
+#include <string.h>
+
+// Length of the UTF-8 sequence at p (at most `left` bytes), 0 when it is malformed: overlong forms,
+// surrogates and what lies past U+10FFFF are.
+static int utf8_length(const unsigned char *p, int64_t left)
+{
+  unsigned c = p[0];
+  if (c < 0x80) return 1;
+  int n = c >= 0xC2 && c < 0xE0 ? 2 : c >= 0xE0 && c < 0xF0 ? 3 : c >= 0xF0 && c < 0xF5 ? 4 : 0;
+  if (n == 0 || n > left) return 0;
+  for (int i = 1; i < n; i++)
+    if ((p[i] & 0xC0) != 0x80) return 0;
+  if (c == 0xE0 && p[1] < 0xA0) return 0;
+  if (c == 0xED && p[1] > 0x9F) return 0;
+  if (c == 0xF0 && p[1] < 0x90) return 0;
+  if (c == 0xF4 && p[1] > 0x8F) return 0;
+  return n;
+}
+
+static long long position(const json_reader *reader)
+{
+  return (long long)(reader->now - reader->start);
+}
+
+// What stands at the reading point, for messages.
+static const char *found(const json_reader *reader)
+{
+  static _Thread_local char text[32];
+  if (reader->now >= reader->end) return "the end";
+  unsigned char c = (unsigned char)*reader->now;
+  if (c < 0x20 || c >= 0x7F) snprintf(text, sizeof text, "byte 0x%02X", c);
+  else snprintf(text, sizeof text, "'%c'", c);
+  return text;
+}
+
+static void skip_space(json_reader *reader)
+{
+  while (reader->now < reader->end &&
+         (*reader->now == ' ' || *reader->now == '\n' || *reader->now == '\r' || *reader->now == '\t'))
+    reader->now++;
+}
+
+eng_status json_open(json_reader *reader, const char *name, char *text, int64_t size)
+{
+  *reader = (json_reader){ text, text, text + size, name };
+  for (int64_t i = 0; i < size;) {
+    int n = utf8_length((const unsigned char *)text + i, size - i);
+    if (n == 0) return error_set(ENG_ERR_FORMAT, "%s: is not UTF-8 at byte %lld", name, (long long)i);
+    i += n;
+  }
+  return ENG_OK;
+}
+
+eng_status json_expect(json_reader *reader, char c)
+{
+  skip_space(reader);
+  if (reader->now < reader->end && *reader->now == c) {
+    reader->now++;
+    return ENG_OK;
+  }
+  return error_set(ENG_ERR_FORMAT, "%s: expected '%c' at byte %lld, got %s", reader->name, c, position(reader), found(reader));
+}
+
+bool json_accept(json_reader *reader, char c)
+{
+  skip_space(reader);
+  if (reader->now >= reader->end || *reader->now != c) return false;
+  reader->now++;
+  return true;
+}
+
+// Four hex digits at p; -1 when they are not there.
+static int hex4(const char *p, const char *end)
+{
+  int value = 0;
+  if (end - p < 4) return -1;
+  for (int i = 0; i < 4; i++) {
+    int c = p[i];
+    int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    if (digit < 0) return -1;
+    value = 16 * value + digit;
+  }
+  return value;
+}
+
+static char *put_utf8(char *to, unsigned c)
+{
+  if (c < 0x80) {
+    *to++ = (char)c;
+  } else if (c < 0x800) {
+    *to++ = (char)(0xC0 | (c >> 6));
+    *to++ = (char)(0x80 | (c & 63));
+  } else if (c < 0x10000) {
+    *to++ = (char)(0xE0 | (c >> 12));
+    *to++ = (char)(0x80 | ((c >> 6) & 63));
+    *to++ = (char)(0x80 | (c & 63));
+  } else {
+    *to++ = (char)(0xF0 | (c >> 18));
+    *to++ = (char)(0x80 | ((c >> 12) & 63));
+    *to++ = (char)(0x80 | ((c >> 6) & 63));
+    *to++ = (char)(0x80 | (c & 63));
+  }
+  return to;
+}
+
+// The escape after a backslash at reader->now. An escape is never shorter than what it stands for,
+// so writing in place cannot overtake reading.
+static eng_status unescape(json_reader *reader, char **to)
+{
+  static const char from[] = "\"\\/bfnrt", into[] = "\"\\/\b\f\n\r\t";
+  char *p = reader->now, *end = reader->end;
+  const char *known = p < end && *p != 0 ? strchr(from, *p) : NULL;
+  if (known != NULL) {
+    *(*to)++ = into[known - from];
+    reader->now = p + 1;
+    return ENG_OK;
+  }
+  if (p >= end || *p != 'u')
+    return error_set(ENG_ERR_FORMAT, "%s: unknown escape in a string at byte %lld", reader->name, position(reader));
+  int c = hex4(p + 1, end), used = 5;
+  if (c >= 0xD800 && c < 0xDC00 && end - p >= 7 && p[5] == '\\' && p[6] == 'u') {
+    int low = hex4(p + 7, end);
+    if (low >= 0xDC00 && low < 0xE000) {
+      c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+      used = 11;
+    }
+  }
+  if (c <= 0 || (c >= 0xD800 && c < 0xE000))
+    return error_set(ENG_ERR_FORMAT, "%s: %s in a string at byte %lld", reader->name,
+                     c < 0 ? "malformed \\u escape" : c == 0 ? "a NUL character" : "half a surrogate pair", position(reader));
+  *to = put_utf8(*to, (unsigned)c);
+  reader->now = p + used;
+  return ENG_OK;
+}
+
+eng_status json_string(json_reader *reader, char **out)
+{
+  skip_space(reader);
+  if (reader->now >= reader->end || *reader->now != '"')
+    return error_set(ENG_ERR_FORMAT, "%s: expected a string at byte %lld, got %s", reader->name, position(reader), found(reader));
+  char *to = ++reader->now;
+  *out = to;
+  while (reader->now < reader->end) {
+    unsigned char c = (unsigned char)*reader->now;
+    if (c == '"') {
+      reader->now++;
+      *to = 0;                    // at the closing quote at the latest
+      return ENG_OK;
+    }
+    if (c < 0x20)
+      return error_set(ENG_ERR_FORMAT, "%s: control character 0x%02X in a string at byte %lld", reader->name, c, position(reader));
+    reader->now++;
+    if (c == '\\') ENG_TRY(unescape(reader, &to));
+    else *to++ = (char)c;
+  }
+  return error_set(ENG_ERR_FORMAT, "%s: a string does not end", reader->name);
+}
+
+eng_status json_whole(json_reader *reader, int64_t *out)
+{
+  skip_space(reader);
+  const char *p = reader->now, *end = reader->end;
+  if (p >= end || *p < '0' || *p > '9')
+    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number >= 0 at byte %lld, got %s", reader->name, position(reader), found(reader));
+  uint64_t value = 0;
+  const char *first = p;
+  for (; p < end && *p >= '0' && *p <= '9'; p++) {
+    uint64_t digit = (uint64_t)(*p - '0');
+    if (value > ((uint64_t)INT64_MAX - digit) / 10)
+      return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld is larger than 2^63-1", reader->name, position(reader));
+    value = 10 * value + digit;
+  }
+  if (p - first > 1 && *first == '0')
+    return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld begins with 0", reader->name, position(reader));
+  if (p < end && (*p == '.' || *p == 'e' || *p == 'E'))
+    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number at byte %lld, got a fraction or exponent", reader->name, position(reader));
+  reader->now += p - first;
+  *out = (int64_t)value;
+  return ENG_OK;
+}
+
+eng_status json_close(json_reader *reader)
+{
+  skip_space(reader);
+  if (reader->now == reader->end) return ENG_OK;
+  return error_set(ENG_ERR_FORMAT, "%s: %lld bytes too many after the closing brace, at byte %lld", reader->name,
+                   (long long)(reader->end - reader->now), position(reader));
+}
+
+bool json_is_text(const char *text)
+{
+  int64_t left = (int64_t)strlen(text);
+  while (left > 0) {
+    int n = utf8_length((const unsigned char *)text, left);
+    if (n == 0) return false;
+    text += n;
+    left -= n;
+  }
+  return true;
+}
+
+void json_put_string(FILE *to, const char *text)
+{
+  static const char escaped[] = "\"\\\b\f\n\r\t", letter[] = "\"\\bfnrt";
+  fputc('"', to);
+  for (; *text; text++) {
+    const char *known = strchr(escaped, *text);
+    if (known != NULL) fprintf(to, "\\%c", letter[known - escaped]);
+    else if ((unsigned char)*text < 0x20) fprintf(to, "\\u%04x", *text);
+    else fputc(*text, to);
+  }
+  fputc('"', to);
+}
+
+const char *json_show(const char *text)
+{
+  static _Thread_local char buffers[4][100];
+  static _Thread_local unsigned turn;
+  char *buffer = buffers[turn++ % 4];
+  int used = 0;
+  buffer[used++] = '\'';
+  for (; *text && used < 90; text++) {
+    unsigned char c = (unsigned char)*text;
+    // U+0080..U+009F (C2 80..9F) are control characters, too.
+    if (c < 0x20 || c == 0x7F || (c == 0xC2 && (unsigned char)text[1] < 0xA0)) buffer[used++] = '?';
+    else buffer[used++] = (char)c;
+  }
+  if (*text) { memcpy(buffer + used, "...", 3); used += 3; }
+  buffer[used++] = '\'';
+  buffer[used] = 0;
+  return buffer;
+}
