@@ -18,13 +18,13 @@ eng_status error_set(eng_status status, const char *format, ...)
 
 eng_status error_prefix(eng_status status, const char *format, ...)
 {
-  char text[sizeof message];
+  char text[sizeof message], front[256];
   va_list args;
   va_start(args, format);
-  int used = vsnprintf(text, sizeof text, format, args);
+  vsnprintf(front, sizeof front, format, args);
   va_end(args);
-  if (used >= 0 && (size_t)used < sizeof text)
-    snprintf(text + used, sizeof text - (size_t)used, ": %s", message);
+  int room = (int)(sizeof text - strlen(front) - 3);
+  snprintf(text, sizeof text, "%s: %.*s", front, room, message);
   memcpy(message, text, sizeof message);
   return status;
 }

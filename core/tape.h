@@ -24,7 +24,11 @@ typedef eng_status grad_rule(grad_call *g);
 /// Whether recording is on and some input requires a gradient.
 bool tape_wants(const op_call *call);
 eng_status tape_record(const op_call *call);
-void tape_clear(void);
+/// Whether the tape has the operation that made x.
+bool tape_holds(const tensor *x);
+bool tape_empty(void);
+/// Empties the tape and lets go of the gradients of leaves: the step is over.
+void tape_end_step(void);
 
 /// True when input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);

@@ -263,7 +263,7 @@ eng_status eng_step_begin(void)
 
 eng_status eng_step_end(void)
 {
-  tape_clear();
+  tape_end_step();
   drop_since(0);
   step_count++;
   in_step = false;
@@ -286,7 +286,7 @@ eng_status eng_scope_end(int64_t mark)
   if (mark < 0 || mark > step_length)
     return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
   for (int i = (int)mark; i < step_length; i++)
-    if (step_list[i] && step_list[i]->node >= 0)
+    if (step_list[i] && tape_holds(step_list[i]))
       return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
                        "run backward() before the scope ends");
   drop_since((int)mark);

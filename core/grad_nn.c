@@ -1,0 +1,197 @@
+// Gradient rules of products, norms, attention and losses. Gradients of parameters are written
+// straight into their place in the flat buffer where the kernel can add there (grad_target).
+#include "error.h"
+#include "op.h"
+#include "tape.h"
+
+#include <string.h>
+
+// ---- products
+
+/// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer if it has one.
+static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a, bool transpose_b)
+{
+  tensor *x = g->call->in[k];
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {a, b}, .ints = {transpose_a, transpose_b, x->dtype + 1}};
+  bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
+  if (!batched) c.out[0] = grad_target(g, k, &accumulate);
+  bool direct = c.out[0] != NULL;
+  c.ints[3] = accumulate;
+  ENG_TRY(op_run(&c));
+  return direct ? ENG_OK : grad_emit(g, k, c.out[0]);
+}
+
+eng_status grad_matmul(grad_call *g)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *dy = g->dy[0];
+  bool ta = g->call->ints[0], tb = g->call->ints[1];
+  if (grad_wants(g, 0)) {
+    if (!ta) ENG_TRY(product_to(g, 0, dy, b, false, !tb));
+    else     ENG_TRY(product_to(g, 0, b, dy, tb, true));
+  }
+  if (grad_wants(g, 1)) {
+    if (!tb) return product_to(g, 1, a, dy, !ta, false);
+    return product_to(g, 1, dy, a, true, ta);
+  }
+  return ENG_OK;
+}
+
+/// x [.. x C] as [rows x C].
+static eng_status rows_of(tensor **out, tensor *x)
+{
+  return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, x->shape[x->ndim - 1] ? -1 : 0, x->shape[x->ndim - 1]}, 3, 0, 0);
+}
+
+// y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
+eng_status grad_linear(grad_call *g)
+{
+  tensor *x, *w = g->call->in[1], *dy;
+  ENG_TRY(rows_of(&x, g->call->in[0]));
+  ENG_TRY(rows_of(&dy, g->dy[0]));
+  if (grad_wants(g, 0)) {
+    op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .ints = {0, 0, g->call->in[0]->dtype + 1}};
+    ENG_TRY(op_run(&c));
+    tensor *dx;
+    int64_t ints[1 + ENG_MAX_DIMS] = {g->call->in[0]->ndim};
+    memcpy(ints + 1, g->call->in[0]->shape, sizeof g->call->in[0]->shape);
+    ENG_TRY(op_run1(&dx, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + ENG_MAX_DIMS, 0, 0));
+    tensor_drop(c.out[0]);
+    ENG_TRY(grad_emit(g, 0, dx));
+  }
+  if (grad_wants(g, 1)) ENG_TRY(product_to(g, 1, dy, x, true, false));
+  if (grad_wants(g, 2)) {
+    bool accumulate = false;
+    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {grad_target(g, 2, &accumulate)}, .ints = {g->call->in[2]->dtype, 0}};
+    bool direct = c.out[0] != NULL;
+    c.ints[1] = accumulate;
+    ENG_TRY(op_run(&c));
+    if (!direct) ENG_TRY(grad_emit(g, 2, c.out[0]));
+  }
+  tensor_drop(x);
+  tensor_drop(dy);
+  return ENG_OK;
+}
+
+eng_status grad_embedding(grad_call *g)
+{
+  if (!grad_wants(g, 0)) return ENG_OK;
+  tensor *w = g->call->in[0];
+  bool accumulate = false;
+  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2, .in = {g->dy[0], g->call->in[1]}, .out = {grad_target(g, 0, &accumulate)},
+               .ints = {w->shape[0], w->dtype, 0}};
+  bool direct = c.out[0] != NULL;
+  c.ints[2] = accumulate;
+  ENG_TRY(op_run(&c));
+  return direct ? ENG_OK : grad_emit(g, 0, c.out[0]);
+}
+
+// ---- norms
+
+/// Runs a norm's backward kernel; its outputs are the gradients of x, weight and bias.
+static eng_status norm(grad_call *g, op_call *c, int n_in)
+{
+  bool affine = false;
+  for (int k = 1; k < n_in; k++) affine |= grad_wants(g, k);
+  c->ints[0] = g->call->in[1] && g->call->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  c->ints[1] = affine;
+  ENG_TRY(op_run(c));
+  for (int k = 0; k < n_in; k++) {
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c->out[k]));
+    else tensor_drop(c->out[k]);
+  }
+  return ENG_OK;
+}
+
+eng_status grad_layer_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5, .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
+  return norm(g, &c, 3);
+}
+
+eng_status grad_rms_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
+  return norm(g, &c, 2);
+}
+
+// ---- attention
+
+eng_status grad_attention(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], y->out[0], y->out[1], g->dy[0]},
+               .ints = {y->ints[0]}, .floats = {y->floats[0]}};
+  ENG_TRY(op_run(&c));
+  for (int k = 0; k < 3; k++) {
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
+    else tensor_drop(c.out[k]);
+  }
+  return ENG_OK;
+}
+
+// A rotation's gradient is the rotation back.
+eng_status grad_rope(grad_call *g)
+{
+  int64_t ints[3] = {g->call->ints[0], g->call->ints[1], !g->call->ints[2]};
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_rope, g->dy[0], NULL, NULL, ints, 3, g->call->floats[0], 0));
+  return grad_emit(g, 0, dx);
+}
+
+// ---- softmax and losses
+
+static eng_status from_output(grad_call *g, int op)
+{
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, op, g->call->out[0], g->dy[0], NULL, (int64_t[]){g->call->in[0]->dtype}, 1, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_softmax(grad_call *g)     { return from_output(g, ENG_OP_softmax_grad); }
+eng_status grad_log_softmax(grad_call *g) { return from_output(g, ENG_OP_log_softmax_grad); }
+
+// d logsumexp(x) / dx = softmax(x) = exp(x - y)
+eng_status grad_logsumexp(grad_call *g)
+{
+  tensor *p, *dy, *dx;
+  int64_t ints[1 + ENG_MAX_DIMS] = {g->dy[0]->ndim + 1};
+  memcpy(ints + 1, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *ints);
+  ints[1 + g->dy[0]->ndim] = 1;
+  ENG_TRY(op_run1(&p, ENG_OP_softmax, g->call->in[0], NULL, NULL, NULL, 0, 0, 0));
+  ENG_TRY(op_run1(&dy, ENG_OP_reshape, g->dy[0], NULL, NULL, ints, 2 + g->dy[0]->ndim, 0, 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_mul, p, dy, NULL, NULL, 0, 0, 0));
+  tensor_drop(p);
+  tensor_drop(dy);
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_cross_entropy(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
+               .ints = {y->ints[0], y->ints[1]}, .floats = {y->floats[0]}};
+  ENG_TRY(op_run(&c));
+  return grad_emit(g, 0, c.out[0]);
+}
+
+// mean (a - b)^2: da = 2 (a - b) dy / n, db = -da
+eng_status grad_mse(grad_call *g)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da, *db;
+  ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));   // f32 also for f16 inputs
+  op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
+  ENG_TRY(op_run(&minus));
+  ENG_TRY(op_run1(&factor, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 2.0 / (double)(a->count ? a->count : 1), 0));
+  ENG_TRY(op_run1(&da, ENG_OP_mul, difference, factor, NULL, NULL, 0, 0, 0));
+  tensor_drop(difference);
+  tensor_drop(factor);
+  if (grad_wants(g, 1)) {
+    ENG_TRY(op_run1(&db, ENG_OP_affine, da, NULL, NULL, NULL, 0, -1, 0));
+    ENG_TRY(grad_emit(g, 1, db));
+  }
+  if (grad_wants(g, 0)) return grad_emit(g, 0, da);
+  tensor_drop(da);
+  return ENG_OK;
+}

@@ -1,0 +1,204 @@
+// The one door for operations. See op.h; the list is ops.def, the shape rules are infer.c.
+#include "op.h"
+
+#include "error.h"
+#include "params.h"
+#include "rng.h"
+#include "tape.h"
+
+#include <string.h>
+
+const op_info op_table[ENG_OP_COUNT] = {
+#define MANY -1
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) {#name, inputs, outputs, LAYOUT_##layout, CAST_##cast},
+#include "ops.def"
+#undef ENG_OP
+#undef MANY
+};
+
+static eng_precision precision = {-1, -1, -1, -1};   // what autocast asks for now
+
+void eng_autocast(const eng_precision *now, eng_precision *previous)
+{
+  if (previous) *previous = precision;
+  precision = now ? *now : (eng_precision){-1, -1, -1, -1};
+}
+
+// ---- precision
+
+eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
+{
+  *made = x->dtype != dtype;
+  *out = x;
+  return *made ? op_run1(out, ENG_OP_cast, x, NULL, NULL, (int64_t[]){dtype}, 1, 0, 0) : ENG_OK;
+}
+
+/// x in `dtype`: a parameter's low-precision copy where it has one, else a recorded cast.
+static eng_status lowered(tensor **x, int dtype)
+{
+  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype) {
+    *x = (*x)->parameter->shadow;
+    return ENG_OK;
+  }
+  bool made;
+  return op_cast_to(x, &made, *x, dtype);
+}
+
+/// Brings the inputs of a call to the precision in force; says what dtype autocast wants out[0] in, or -1.
+static eng_status apply_precision(op_call *c, int *yields)
+{
+  *yields = -1;
+  op_cast cast = op_table[c->op].cast;
+  if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
+  for (int k = 0; k < c->n_in; k++)
+    if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;   // f64 is asked for by hand, always
+  switch (cast) {
+    case CAST_LOWER:
+      if (precision.compute < 0) break;
+      for (int k = 0; k < c->n_in; k++)
+        if (c->in[k] && dtype_is_float(c->in[k]->dtype)) ENG_TRY(lowered(&c->in[k], precision.compute));
+      break;
+    case CAST_EMBED:
+      if (precision.residual >= 0 && c->in[0]->parameter && c->in[0]->parameter->shadow && c->in[0]->parameter->shadow->dtype == precision.residual)
+        c->in[0] = c->in[0]->parameter->shadow;
+      *yields = precision.residual;
+      break;
+    case CAST_NORM: *yields = precision.norm; break;
+    case CAST_WIDE: *yields = precision.wide; break;
+    default: break;
+  }
+  return ENG_OK;
+}
+
+// ---- running
+
+static eng_status check_arity(const op_call *c)
+{
+  if (c->op < 0 || c->op >= ENG_OP_COUNT) return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);
+  const op_info *info = &op_table[c->op];
+  bool fits = info->n_in < 0 ? c->n_in >= 1 && c->n_in <= ENG_OP_INPUTS : c->n_in == info->n_in;
+  if (!fits || c->in[0] == NULL) return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in, c->n_in);
+  return ENG_OK;
+}
+
+/// Inputs that may be absent: biases and norm weights. Everything else must be there.
+static eng_status check_present(const op_call *c)
+{
+  for (int k = 0; k < c->n_in; k++) {
+    bool optional = (c->op == ENG_OP_linear && k == 2) || ((c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad ||
+                     c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad) && k > 0);
+    if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
+  }
+  return ENG_OK;
+}
+
+static eng_status make_outputs(op_call *c, const op_shape *s)
+{
+  for (int k = 0; k < c->n_out; k++) {
+    if (c->out[k]) {
+      if (c->out[k]->ndim != s->out[k].ndim || memcmp(c->out[k]->shape, s->out[k].shape, (size_t)s->out[k].ndim * sizeof(int64_t)) != 0)
+        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", op_table[c->op].name, tensor_text(c->out[k]),
+                         tensor_shape_text(s->out[k].ndim, s->out[k].shape));
+      continue;
+    }
+    bool unwanted = (c->op == ENG_OP_attention && k == 2 && !c->ints[1]) ||
+                    ((c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm_grad) && k > 0 && !c->ints[1]);
+    if (!unwanted) ENG_TRY(tensor_make(&c->out[k], ARENA_STEP, s->out[k].dtype, s->out[k].ndim, s->out[k].shape));
+  }
+  return ENG_OK;
+}
+
+/// Drops the outputs this call made (not those it was given) after a failure.
+static void drop_outputs(op_call *c, const bool *given)
+{
+  for (int k = 0; k < c->n_out; k++)
+    if (c->out[k] && !given[k]) {
+      tensor_drop(c->out[k]);
+      c->out[k] = NULL;
+    }
+}
+
+eng_status op_run(op_call *c)
+{
+  if (eng_interrupted() >= 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  ENG_TRY(check_arity(c));
+  if (op_table[c->op].n_out >= 0) c->n_out = op_table[c->op].n_out;
+  ENG_TRY(check_present(c));
+
+  const op_info *info = &op_table[c->op];
+  int yields;
+  ENG_TRY(apply_precision(c, &yields));
+  op_shape shape;
+  ENG_TRY(op_infer(c, &shape));
+  bool record = tape_wants(c);
+
+  if (info->layout == LAYOUT_VIEW) {
+    ENG_TRY(op_view(c, &shape));
+    return record ? tape_record(c) : ENG_OK;
+  }
+  if (yields >= 0 && dtype_is_float(shape.out[0].dtype) && shape.out[0].dtype != ENG_f64) shape.out[0].dtype = yields;
+  if (info->layout == LAYOUT_ROWS)
+    for (int k = 0; k < c->n_in; k++)
+      if (c->in[k] && !tensor_contiguous(c->in[k])) ENG_TRY(op_run1(&c->in[k], ENG_OP_contiguous, c->in[k], NULL, NULL, NULL, 0, 0, 0));
+  if (c->op == ENG_OP_dropout && !c->ints[1]) {
+    c->ints[0] = (int64_t)rng_take((c->in[0]->count + 3) / 4);
+    c->ints[1] = 1;   // the recorded call replays this mask
+  }
+
+  op_kernel *kernel = backend_current()->kernel[c->op];
+  if (!kernel) return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s", backend_current()->name, info->name);
+  bool given[ENG_OP_OUTPUTS];
+  for (int k = 0; k < ENG_OP_OUTPUTS; k++) given[k] = c->out[k] != NULL;
+  eng_status status = make_outputs(c, &shape);
+  if (status == ENG_OK) status = kernel(c);
+  if (status == ENG_OK && record) status = tape_record(c);
+  if (status != ENG_OK) drop_outputs(c, given);
+  return status;
+}
+
+eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, const int64_t *ints, int n_ints, double f0, double f1)
+{
+  op_call c = {.op = op, .in = {a, b, third}, .floats = {f0, f1}};
+  c.n_in = op_table[op].n_in;
+  if (ints) memcpy(c.ints, ints, (size_t)n_ints * sizeof *ints);
+  *out = NULL;
+  ENG_TRY(op_run(&c));
+  *out = c.out[0];
+  return ENG_OK;
+}
+
+// ---- what Lua calls
+
+eng_status eng_run(eng_op_call *call)
+{
+  op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out};
+  if (call->n_in < 0 || call->n_in > ENG_OP_INPUTS) return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
+  for (int k = 0; k < call->n_in; k++) {
+    if (call->in[k].slot == 0) continue;
+    eng_status status = tensor_get(&c.in[k], &call->in[k]);
+    if (status != ENG_OK) return call->op >= 0 && call->op < ENG_OP_COUNT ? error_prefix(status, "%s", op_table[call->op].name) : status;
+  }
+  memcpy(c.ints, call->ints, sizeof c.ints);
+  memcpy(c.floats, call->floats, sizeof c.floats);
+  ENG_TRY(op_run(&c));
+  call->n_out = c.n_out;
+  for (int k = 0; k < ENG_OP_OUTPUTS; k++) call->out[k] = tensor_handle(c.out[k]);
+  return ENG_OK;
+}
+
+const char *eng_op_name(int op)
+{
+  return op >= 0 && op < ENG_OP_COUNT ? op_table[op].name : NULL;
+}
+
+bool eng_op_supported(const char *device, int op)
+{
+  const backend *b = backend_find(device);
+  if (!b || op < 0 || op >= ENG_OP_COUNT) return false;
+  return op_table[op].layout == LAYOUT_VIEW || b->kernel[op] != NULL;
+}
+
+int eng_abi_size(void)
+{
+  return (int)sizeof(eng_op_call);
+}

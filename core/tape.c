@@ -1,0 +1,419 @@
+// The tape and the backward pass. See tape.h.
+//
+// backward() walks the nodes in reverse. A gradient on its way hangs at the tensor it belongs to
+// (tensor.gradient) and never changes once it hangs there: a second contribution makes a new sum. Gradients of
+// parameters go into their flat buffer. Where a Lua node stands the walk stops and Lua resumes it.
+#include "tape.h"
+
+#include "error.h"
+#include "op.h"
+#include "params.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) eng_status grad_##gradient(grad_call *g);
+#include "ops.def"
+#undef ENG_OP
+
+static grad_rule *const rules[ENG_OP_COUNT] = {
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) grad_##gradient,
+#include "ops.def"
+#undef ENG_OP
+};
+
+static struct {
+  tape_node *nodes;
+  int length, capacity;
+  bool off;                    // recording is switched off
+} tape;
+
+static struct {
+  bool running, retain;
+  bool was_off;                // recording before backward began
+  eng_precision precision;     // autocast before backward began
+  int cursor;                  // the next node to treat is cursor - 1
+  grad_call pending;           // of the Lua node that waits
+  int64_t pending_id;          // -1: none
+} pass = {.pending_id = -1};
+
+// Leaves outside parameter sets that hold a gradient of this step; a scope may have dropped one since.
+typedef struct leaf { tensor *x; uint32_t generation; } leaf;
+static struct { leaf *items; int length, capacity; } leaves;
+
+eng_status grad_none(grad_call *g)
+{
+  return error_set(ENG_ERR_GRADIENT, "%s has no gradient", eng_op_name(g->call->op));
+}
+
+bool eng_op_differentiable(int op)
+{
+  return op >= 0 && op < ENG_OP_COUNT && rules[op] != grad_none;
+}
+
+static eng_status grow(void **items, int length, int *capacity, size_t size)
+{
+  if (length < *capacity) return ENG_OK;
+  int more = *capacity ? 2 * *capacity : 1024;
+  void *grown = realloc(*items, (size_t)more * size);
+  if (!grown) return error_set(ENG_ERR_MEMORY, "out of memory for the tape");
+  *items = grown;
+  *capacity = more;
+  return ENG_OK;
+}
+
+// ---- recording
+
+bool tape_wants(const op_call *call)
+{
+  if (tape.off || rules[call->op] == grad_none) return false;
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k] && call->in[k]->requires_grad) return true;
+  return false;
+}
+
+static eng_status record(const op_call *call, int64_t lua_id)
+{
+  ENG_TRY(grow((void **)&tape.nodes, tape.length, &tape.capacity, sizeof *tape.nodes));
+  for (int k = 0; k < call->n_out; k++) {
+    tensor *y = call->out[k];
+    // Later outputs are by-products without gradient (statistics, indices), but for split and Lua nodes.
+    if (!y || !dtype_is_float(y->dtype) || (k > 0 && lua_id < 0 && call->op != ENG_OP_split)) continue;
+    y->requires_grad = true;
+    y->node = tape.length;
+    y->output = k;
+  }
+  tape.nodes[tape.length++] = (tape_node){.call = *call, .lua_id = lua_id};
+  return ENG_OK;
+}
+
+eng_status tape_record(const op_call *call)
+{
+  return record(call, -1);
+}
+
+eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out)
+{
+  if (n_in < 1 || n_in > ENG_OP_INPUTS || n_out < 1 || n_out > ENG_OP_OUTPUTS)
+    return error_set(ENG_ERR_VALUE, "a Lua gradient takes 1 to %d inputs and 1 to %d outputs, got %d and %d", ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
+  op_call call = {.op = -1, .n_in = n_in, .n_out = n_out};
+  bool wanted = false;
+  for (int k = 0; k < n_in; k++) {
+    ENG_TRY(tensor_get(&call.in[k], &x[k]));
+    wanted |= call.in[k]->requires_grad;
+  }
+  for (int k = 0; k < n_out; k++) {
+    ENG_TRY(tensor_get(&call.out[k], &y[k]));
+    if (!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad)
+      return error_set(ENG_ERR_GRADIENT, "output %d of a Lua gradient must be a new tensor of this step, computed under engine.no_grad()", k + 1);
+  }
+  return wanted && !tape.off ? record(&call, id) : ENG_OK;
+}
+
+bool tape_holds(const tensor *x)
+{
+  return x->node >= 0 && x->node < tape.length && tape.nodes[x->node].call.out[x->output] == x;
+}
+
+bool tape_empty(void)
+{
+  return tape.length == 0;
+}
+
+int eng_tape_length(void)
+{
+  return tape.length;
+}
+
+bool eng_grad_enabled(bool on)
+{
+  bool before = !tape.off;
+  tape.off = !on;
+  return before;
+}
+
+// ---- gradients on their way
+
+static void let_go(tensor *x)
+{
+  tensor_drop(x->gradient);
+  x->gradient = NULL;
+}
+
+static void tape_clear(void)
+{
+  for (int i = 0; i < tape.length; i++)
+    for (int k = 0; k < tape.nodes[i].call.n_out; k++)
+      if (tape.nodes[i].call.out[k]) let_go(tape.nodes[i].call.out[k]);
+  tape.length = 0;
+}
+
+void tape_end_step(void)
+{
+  eng_backward_abort();
+  tape_clear();
+  for (int i = 0; i < leaves.length; i++)
+    if (leaves.items[i].x->generation == leaves.items[i].generation) let_go(leaves.items[i].x);
+  leaves.length = 0;
+}
+
+bool grad_wants(const grad_call *g, int k)
+{
+  return g->call->in[k] && g->call->in[k]->requires_grad;
+}
+
+eng_status grad_share(tensor **out, tensor *x)
+{
+  return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);
+}
+
+tensor *grad_target(grad_call *g, int k, bool *accumulate)
+{
+  parameter *p = g->call->in[k]->parameter;
+  if (!p || !p->gradient) return NULL;
+  *accumulate = p->has_gradient;
+  p->has_gradient = true;
+  return p->gradient;
+}
+
+/// Sums dx over the dimensions in which x was broadcast; takes dx, gives a tensor of x's shape.
+static eng_status unbroadcast(tensor **dx, const tensor *x)
+{
+  tensor *from = *dx;
+  int lead = from->ndim - x->ndim;
+  int64_t mask = 0;
+  for (int d = 0; d < from->ndim; d++)
+    if (d < lead || (x->shape[d - lead] == 1 && from->shape[d] != 1)) mask |= 1ll << d;
+  tensor *summed = NULL, *shaped = NULL;
+  eng_status status = ENG_OK;
+  if (mask) {
+    status = op_run1(&summed, ENG_OP_sum, from, NULL, NULL, (int64_t[]){mask, 1}, 2, 0, 0);
+    tensor_drop(from);
+  } else summed = from;
+  if (status == ENG_OK) {
+    int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+    memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
+    status = op_run1(&shaped, ENG_OP_reshape, summed, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  }
+  tensor_drop(summed);
+  *dx = shaped;
+  return status;
+}
+
+/// Adds dx to a parameter's gradient in the flat buffer; takes dx.
+static eng_status add_to_parameter(parameter *p, tensor *dx)
+{
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient}, .ints = {p->gradient->dtype}};
+  if (p->has_gradient) c = (op_call){.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
+  eng_status status = op_run(&c);
+  p->has_gradient = true;
+  tensor_drop(dx);
+  return status;
+}
+
+static eng_status accumulate(tensor *x, tensor *dx)
+{
+  if (x->parameter && x->parameter->gradient) return add_to_parameter(x->parameter, dx);
+  if (!x->gradient) {
+    x->gradient = dx;
+    if (x->node >= 0) return ENG_OK;
+    ENG_TRY(grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items));
+    leaves.items[leaves.length++] = (leaf){x, x->generation};
+    return ENG_OK;
+  }
+  tensor *sum;
+  eng_status status = op_run1(&sum, ENG_OP_add, x->gradient, dx, NULL, NULL, 0, 0, 0);
+  tensor_drop(dx);
+  if (status != ENG_OK) return status;
+  tensor_drop(x->gradient);
+  x->gradient = sum;
+  return ENG_OK;
+}
+
+eng_status grad_emit(grad_call *g, int k, tensor *dx)
+{
+  tensor *x = g->call->in[k];
+  if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
+  if (dx->dtype != x->dtype && !(x->parameter && x->parameter->gradient)) {
+    tensor *rounded;
+    eng_status status = op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
+    tensor_drop(dx);
+    if (status != ENG_OK) return status;
+    dx = rounded;
+  }
+  return accumulate(x, dx);
+}
+
+// ---- the backward pass
+
+static void finish(void)
+{
+  tape.off = pass.was_off;
+  eng_autocast(&pass.precision, NULL);
+  pass.running = false;
+  pass.pending_id = -1;
+}
+
+void eng_backward_abort(void)
+{
+  if (!pass.running) return;
+  finish();
+  tape_clear();
+}
+
+/// The gradients that arrived at a node's outputs; false when none did.
+static bool collect(grad_call *g, const op_call *call)
+{
+  bool any = false;
+  *g = (grad_call){.call = call};
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && call->out[k]->gradient) {
+      g->dy[k] = call->out[k]->gradient;
+      any = true;
+    }
+  return any;
+}
+
+static void drop_collected(const op_call *call)
+{
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k]) let_go(call->out[k]);
+}
+
+static eng_status walk(void)
+{
+  eng_status status = ENG_OK;
+  while (pass.cursor > 0 && status == ENG_OK) {
+    tape_node *node = &tape.nodes[--pass.cursor];
+    grad_call g;
+    if (!collect(&g, &node->call)) continue;
+    if (node->lua_id >= 0) {
+      pass.pending = g;
+      pass.pending_id = node->lua_id;
+      return ENG_OK;
+    }
+    status = rules[node->call.op](&g);
+    if (status != ENG_OK) error_prefix(status, "backward of %s", eng_op_name(node->call.op));
+    drop_collected(&node->call);
+  }
+  bool retain = pass.retain && status == ENG_OK;
+  finish();
+  if (!retain) tape_clear();
+  return status;
+}
+
+eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
+{
+  tensor *loss;
+  ENG_TRY(tensor_get(&loss, handle));
+  if (pass.running) return error_set(ENG_ERR_STATE, "backward is already running");
+  if (loss->count != 1) return error_set(ENG_ERR_SHAPE, "backward: expected a loss of one element, got %s; hint: loss:sum() or loss:mean()", tensor_text(loss));
+  if (!tape_holds(loss))
+    return error_set(ENG_ERR_GRADIENT, loss->requires_grad && loss->node >= 0
+                     ? "backward: the tape of this loss was emptied by an earlier backward; hint: backward{retain=true} the first time"
+                     : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
+  tensor *dy;
+  ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
+  tensor_store(dy->data, dy->dtype, 0, seed);
+  let_go(loss);
+  loss->gradient = dy;
+  pass.running = true;
+  pass.retain = retain;
+  pass.cursor = loss->node + 1;
+  pass.was_off = tape.off;
+  tape.off = true;
+  eng_autocast(NULL, &pass.precision);
+  return walk();
+}
+
+// ---- gradients written in Lua
+
+int64_t eng_backward_pending(void)
+{
+  return pass.pending_id;
+}
+
+static eng_status want_pending(void)
+{
+  return pass.pending_id >= 0 ? ENG_OK : error_set(ENG_ERR_STATE, "no Lua gradient is being computed");
+}
+
+eng_status eng_backward_output(eng_tensor *gradient, int output)
+{
+  ENG_TRY(want_pending());
+  const op_call *call = pass.pending.call;
+  if (output < 0 || output >= call->n_out) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out, output + 1);
+  tensor *y = call->out[output];
+  if (!pass.pending.dy[output]) {
+    ENG_TRY(tensor_make(&y->gradient, ARENA_STEP, y->dtype, y->ndim, y->shape));
+    memset(y->gradient->data, 0, (size_t)(y->count * eng_dtype_size(y->dtype)));
+    pass.pending.dy[output] = y->gradient;
+  }
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, pass.pending.dy[output]));
+  *gradient = tensor_handle(shared);
+  return ENG_OK;
+}
+
+eng_status eng_backward_input(int input, const eng_tensor *gradient)
+{
+  ENG_TRY(want_pending());
+  const op_call *call = pass.pending.call;
+  if (input < 0 || input >= call->n_in) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d inputs, not %d", call->n_in, input + 1);
+  tensor *dx, *shared;
+  ENG_TRY(tensor_get(&dx, gradient));
+  tensor *x = call->in[input];
+  if (!tensor_same_shape(dx, x))
+    return error_set(ENG_ERR_SHAPE, "a Lua gradient gave %s for input %d, which is %s", tensor_text(dx), input + 1, tensor_text(x));
+  if (!x->requires_grad) return ENG_OK;
+  ENG_TRY(grad_share(&shared, dx));
+  return grad_emit(&pass.pending, input, shared);
+}
+
+eng_status eng_backward_resume(void)
+{
+  ENG_TRY(want_pending());
+  drop_collected(pass.pending.call);
+  pass.pending_id = -1;
+  return walk();
+}
+
+// ---- leaves
+
+eng_status eng_requires_grad(const eng_tensor *handle, bool on)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (tape_holds(x)) return error_set(ENG_ERR_GRADIENT, "requires_grad: %s was computed; only leaves can be marked", tensor_text(x));
+  if (on && !dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s", tensor_text(x));
+  x->requires_grad = on;
+  if (x->parameter && x->parameter->shadow) x->parameter->shadow->requires_grad = on;
+  return ENG_OK;
+}
+
+eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
+{
+  tensor *x;
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(tensor_get(&x, handle));
+  tensor *dx = x->gradient;
+  if (x->parameter) dx = x->parameter->has_gradient ? x->parameter->gradient : NULL;
+  if (!dx) return ENG_OK;
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, dx));
+  *out = tensor_handle(shared);
+  return ENG_OK;
+}
+
+eng_status eng_clear_gradient(const eng_tensor *handle)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (x->parameter) x->parameter->has_gradient = false;
+  else if (x->node < 0) {
+    let_go(x);
+    for (int i = 0; i < leaves.length; i++)
+      if (leaves.items[i].x == x) leaves.items[i--] = leaves.items[--leaves.length];
+  }
+  return ENG_OK;
+}
