@@ -5,7 +5,7 @@ BUILD   ?= build
 CFLAGS  ?= -g -O2
 VENV    ?= $(HOME)/.cache/engine/venv
 JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
-VERSION := 0.1.0
+VERSION := $(shell sed -n 's/.*ENG_VERSION "\(.*\)"/\1/p' core/engine.h)
 ifeq ($(origin CC),default)
 CC := gcc
 endif
@@ -38,7 +38,7 @@ OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/%.o) $(CPU_SOURCES:%.c=$(BUILD)/%.o) \
            $(foreach isa,$(ISAS),$(ISA_SOURCES:%.c=$(BUILD)/%.$(isa).o))
 BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
 
-.PHONY: all help deps demo test check bench parity install dist clean lint sanitize fuzz FORCE
+.PHONY: all help deps built demo test check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -87,5 +87,140 @@ $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BU
 
 -include $(shell find $(BUILD)/core -name '*.d' 2>/dev/null)
 
+# ------------------------------------------------------------------ what must be installed
+
+# Debian's names. gnuplot is wanted by image plots alone and not in the list.
+PACKAGES := gcc make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
+            lua-cjson lua-argparse lua-busted lua-check
+TOOLS    := $(CC) luajit busted luacheck
+HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
+
+deps:
+	@if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then \
+	  missing=; \
+	  for p in $(PACKAGES); do \
+	    dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -q '^installed' || missing="$$missing $$p"; \
+	  done; \
+	  [ -z "$$missing" ] && exit 0; \
+	  sudo=; \
+	  if [ "$$(id -u)" != 0 ]; then \
+	    command -v sudo >/dev/null || { echo "missing packages; as root: apt-get install$$missing"; exit 1; }; sudo=sudo; \
+	  fi; \
+	  echo "installing:$$missing"; \
+	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq update && \
+	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null; \
+	else \
+	  missing=; \
+	  for t in $(TOOLS); do command -v $$t >/dev/null || missing="$$missing $$t"; done; \
+	  for h in $(HEADERS); do \
+	    echo "#include <$$h>" | $(CC) $(CPPFLAGS) $(LUAJIT_CFLAGS) -E - >/dev/null 2>&1 || missing="$$missing $$h"; \
+	  done; \
+	  [ -z "$$missing" ] && exit 0; \
+	  echo "missing:$$missing"; \
+	  echo "install what your system calls these Debian packages, then run make again:"; \
+	  echo "  $(PACKAGES)"; \
+	  exit 1; \
+	fi
+
+# A second make, so that pkg-config and the headers are looked up after deps has brought them.
+built: deps
+	@$(MAKE) --no-print-directory all
+
+# ------------------------------------------------------------------ trying, testing, measuring
+
+DEMO ?= examples/gpt.lua
+
+demo: built
+	./engine $(DEMO)
+	@echo
+	@echo "What to try next:"
+	@echo "  ./engine $(DEMO) help                     its settings; all of them go on the command line"
+	@echo "  ./engine $(DEMO) precision=fp32           the same in fp32"
+	@echo "  ./engine -i $(DEMO)                       a REPL with the trained model"
+	@echo "  ./engine doctor                                  what this machine offers"
+	@echo "  README.md                                        a reading order that ends at the training step"
+
+# `make test SPEC=spec/cli_spec.lua` runs one file.
+SPEC ?= spec
+TEST_SECONDS ?= 300
+BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
+
+test: built
+	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine)
+
+check: built
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory BUILD=build/werror WERROR=1 all
+	@$(MAKE) --no-print-directory sanitize
+	@$(MAKE) --no-print-directory fuzz
+
+lint:
+	luacheck --quiet lua spec $(wildcard examples policies)
+
+# Leaks are not looked for: what LuaJIT holds looks like one.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize:
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' all
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
+	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
+
+# Each fuzzer is a C program with a main of its own, linked with the objects of the core, or a Lua script.
+FUZZ_C   := $(wildcard spec/fuzz/*.c)
+FUZZ_LUA := $(wildcard spec/fuzz/*.lua)
+$(BUILD)/fuzz/%: spec/fuzz/%.c $(OBJECTS)
+	@mkdir -p $(@D)
+	$(COMPILE) -MF $@.d -o $@ $< $(OBJECTS) $(LDFLAGS) $(LIBS)
+
+fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
+	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done
+	@for f in $(FUZZ_LUA); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $(ENGINE) $$f || exit 1; done
+
+fuzz:
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' fuzzers
+
+# PyTorch and what goes with it, for comparison, outside the tree.
+$(VENV)/ready:
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade pip
+	$(VENV)/bin/pip install --quiet --retries 1 --timeout 15 torch --index-url https://download.pytorch.org/whl/cpu || $(VENV)/bin/pip install --quiet torch
+	$(VENV)/bin/pip install --quiet transformers numpy ml_dtypes safetensors
+	touch $@
+
+bench: built $(VENV)/ready
+	@for f in $(sort $(wildcard spec/bench/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
+
+parity: built $(VENV)/ready
+	@for f in $(sort $(wildcard spec/parity/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
+
+# ------------------------------------------------------------------ installing
+
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/engine $(DESTDIR)$(PREFIX)/share/engine
+	install -m 755 $(ENGINE) $(DESTDIR)$(PREFIX)/bin/engine
+	install -m 755 $(LIB) $(DESTDIR)$(PREFIX)/lib/engine/libengine.so
+	install -m 644 $(BUILD)/cdef.h $(DESTDIR)$(PREFIX)/lib/engine/cdef.h
+	for f in $$(find lua policies examples -type f 2>/dev/null); do \
+	  install -D -m 644 $$f $(DESTDIR)$(PREFIX)/share/engine/$$f || exit 1; \
+	done
+
+dist:
+	@mkdir -p build
+	git archive --prefix=engine-$(VERSION)/ -o build/engine-$(VERSION).tar.gz HEAD
+	@echo build/engine-$(VERSION).tar.gz
+
 clean:
 	rm -rf build engine
+
+help:
+	@echo "make             build ./engine and build/libengine.so"
+	@echo "make demo        install what is missing, build, train a small GPT for a minute"
+	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
+	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
+	@echo "make bench       speed beside PyTorch, in ratios"
+	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"
+	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
+	@echo "make dist        a tar archive of the sources"
+	@echo "make deps        install the Debian packages it needs"
+	@echo "make clean       remove what was built"
+	@echo
+	@echo "Variables: BUILD=dir CC=gcc CFLAGS='-g -O2' WERROR=1 JOBS=n PREFIX=dir VENV=dir"

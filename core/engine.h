@@ -17,6 +17,7 @@
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
+#define ENG_VERSION "0.1.0"
 #endif
 
 // ------------------------------------------------------------------ status
@@ -76,10 +77,13 @@ typedef struct eng_tensor_info {
   void   *data;               // first element, in host memory
 } eng_tensor_info;
 
-/// A new tensor of `ndim` dimensions (0: a scalar), contents zero. Inside a step (see
-/// eng_step_begin) it belongs to the step; outside, or with `keep`, it lives until eng_free.
+/// Where a new tensor lives: AUTO, inside a step (see eng_step_begin) in the step, outside until
+/// eng_free; KEEP, until eng_free; STEP, in the step, as the results of operations do.
+enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
+
+/// A new tensor of `ndim` dimensions (0: a scalar), contents zero.
 /// Errors: VALUE (dimension negative or too many), MEMORY.
-eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, bool keep);
+eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
 /// A copy that lives until eng_free, whatever step `x` belongs to. Not recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
@@ -218,7 +222,8 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 /// Statistics a pass can compute; a policy's `needs` chooses. OVERFLOW (inf, nan) is always there.
 enum {
   ENG_NEED_AMAX = 1, ENG_NEED_NORM = 2, ENG_NEED_ZEROS = 4, ENG_NEED_UNDERFLOW = 8, ENG_NEED_HIST = 16,
-  ENG_NEED_TENSORS = 32   // the record carries them per tensor and per group, too
+  ENG_NEED_TENSORS = 32,  // the record carries them per tensor and per group, too
+  ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores this
 };
 
 /// Bins of the exponent histogram: bin b counts finite nonzero gradients with floor(log2|g|) = b - 160,
@@ -261,6 +266,77 @@ typedef struct eng_verdict {
   double  lr_mul;             // factor on the learning rate of this update; 1: none
   char    reason[256];
 } eng_verdict;
+
+// ------------------------------------------------------------------ policies
+
+/// A loss-scaling policy: a Lua file in a sandboxed state of its own (policies/README.md is its contract).
+/// Whatever it does, the process goes on: memory, instructions and time are capped.
+typedef struct eng_policy eng_policy;
+
+/// What a policy file says about itself. Strings live as long as the policy.
+typedef struct eng_policy_info {
+  const char *name, *doc;     // doc: "" when there is none
+  const char *file;           // the name its messages carry
+  uint32_t needs;             // ENG_NEED_*
+  int32_t  options;           // how many
+  int64_t  failures;          // decisions that failed so far
+} eng_policy_info;
+
+enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };
+
+/// An option with the value in force and the file's default, as text. Options come sorted by name.
+typedef struct eng_policy_option {
+  const char *name, *value, *preset;
+  int32_t type;               // ENG_OPTION_*, that of the default
+} eng_policy_option;
+
+/// Limits of policies loaded from now on: bytes of Lua memory (8 MiB at first), Lua instructions a
+/// call may take (1,000,000; a call into the library counts by its work) and, as a second line,
+/// seconds (2). 0 leaves a limit alone.
+void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
+
+/// Compiles and checks a policy. `file` stands in its messages. Options are given as `n` pairs of
+/// text; a value is read by the type of the default: a number ("0.5", "2^16", "inf"), "true" or
+/// "false", or text. Errors: POLICY, with file and line; MEMORY.
+eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
+                           const char *const *names, const char *const *values, int n);
+/// NULL is fine.
+void       eng_policy_free(eng_policy *policy);
+void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
+/// Errors: VALUE (no such option).
+eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
+
+/// Makes a fresh state; what was decided so far is forgotten. Errors: POLICY.
+eng_status eng_policy_init(eng_policy *policy);
+/// The loss scale in force: of the fresh state, then of the last good verdict.
+double     eng_policy_scale(const eng_policy *policy);
+
+/// Names the tensors that `stats` of eng_policy_decide speaks of and the group of each (group_of[i] < n_groups,
+/// or -1). `scalable`: this run can scale the groups separately, so a verdict may carry `scales`.
+eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of, int n,
+                              const char *const *groups, int n_groups, bool scalable);
+/// The loss scale the last good verdict gives a group; its `scale` where it names none.
+double     eng_policy_group_scale(const eng_policy *policy, int group);
+/// Publishes record.signals[name]; holds until set again.
+eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
+
+/// Asks the policy. `stats` has an entry per tensor named before, or is NULL. Always ENG_OK once there
+/// is a state (else STATE): a policy that raises, runs too long or gives back nonsense yields
+/// verdict.failed = 1 with the reason; scale, clip and lr_mul of the last good verdict then stand, the
+/// action is skip on overflow, else step, and the policy's state is exactly what it was before the call.
+eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record, const eng_tensor_stats *stats);
+
+/// The policy's state and last good verdict as canonical text: exact numbers, sorted keys, the same
+/// state always gives the same bytes. Belongs to the policy, valid until the next save. Signals and
+/// tensor names are the host's. Errors: STATE, POLICY (the policy changed its options).
+eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
+/// Takes a saved text back. On an error the state is as before. Errors: FORMAT, POLICY (saved by
+/// another policy).
+eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
+/// `policy` takes over from `old`, which stays as it is: through its `migrate`; without one a policy
+/// of the same name takes the state over (fields it adds start fresh), and one of another name starts
+/// fresh from the old scale. Errors: POLICY, STATE.
+eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 // ------------------------------------------------------------------ parameter sets and optimizers
 
@@ -345,6 +421,155 @@ void eng_rng_set(uint64_t seed, uint64_t counter);
 /// level 0: clear, 1: the trainer stops at the step's end, 2: the next operation fails.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
+/// What the first Ctrl-C does. 0, at first: level 2 and the script is stopped. 1: level 1 alone, for
+/// whoever runs training steps and ends at a step's end by itself; it sets 0 again when it is done.
+/// -1 only asks. Gives what was in force.
+int  eng_interrupt_policy(int policy);
+
+// ------------------------------------------------------------------ the machine
+
+/// Wall clock in seconds that never goes back; only differences mean something.
+double eng_clock(void);
+/// Columns and rows of the terminal behind a file descriptor. False: not a terminal.
+bool eng_terminal(int *columns, int *rows, int fd);
+/// The version of a library underneath, "onednn", "sqlite" or "openmp", as text; for oneDNN with the
+/// instruction set it uses. NULL: no such library.
+const char *eng_library_version(const char *name);
+/// Asks the CUDA driver, if there is one, without linking to it: the number of GPUs, or -1 without a
+/// driver. Writes a line for people about each into `text`.
+int eng_gpu_probe(char *text, int size);
+
+// ------------------------------------------------------------------ files
+
+/// The bytes of a file, mapped read-only. An empty file has size 0 and data NULL.
+typedef struct eng_mapping { const void *data; int64_t size; } eng_mapping;
+/// Maps a file. A file that shrinks while mapped ends the process: map what nobody rewrites in place.
+eng_status eng_file_map(eng_mapping *out, const char *path);
+void       eng_file_unmap(eng_mapping *mapping);
+
+/// Writes a whole file: beside, synced, renamed into place. Whoever reads `path` finds the old
+/// contents or the new ones, also after a crash. On an error the old file is untouched.
+eng_status eng_file_write(const char *path, const void *data, int64_t size);
+/// CRC-32C and size in bytes of a file.
+eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
+/// CRC-32C (Castagnoli, as iSCSI and ext4 use it) of bytes; `crc` continues an earlier one, 0 begins.
+uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
+
+/// What stands at `path`, links followed: 0 nothing, 1 a file, 2 a directory, 3 something else.
+int        eng_file_kind(const char *path);
+/// Makes a directory and those above it; fine when it is there.
+eng_status eng_file_mkdir(const char *path);
+/// Brings a directory's entries to the disk.
+eng_status eng_file_sync(const char *path);
+/// Renames within a file system and brings the new name to the disk. A file replaces a file.
+eng_status eng_file_rename(const char *from, const char *to);
+/// Removes a file or an empty directory; fine when nothing is there.
+eng_status eng_file_remove(const char *path);
+/// The names in a directory, sorted by bytes, "." and ".." left out.
+typedef struct eng_listing eng_listing;
+eng_status  eng_file_list(eng_listing **out, const char *path);
+/// Name i from 0; NULL past the end.
+const char *eng_listing_name(const eng_listing *listing, int i);
+void        eng_listing_free(eng_listing *listing);
+
+/// A safetensors file opened for reading: its header was checked whole, so every entry lies inside
+/// the file and has the size that its shape and dtype say.
+typedef struct eng_safetensors eng_safetensors;
+
+/// One tensor in the file. `name` lives as long as the file is open; begin and end are bytes from the file's start.
+typedef struct eng_safetensors_entry {
+  const char *name;
+  int32_t dtype, ndim;
+  int64_t shape[6];
+  int64_t begin, end;
+} eng_safetensors_entry;
+
+/// Errors: IO (missing, unreadable), FORMAT (anything in the header that the format forbids),
+/// DTYPE (a number format that this engine lacks, named).
+eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
+/// NULL is fine.
+void        eng_safetensors_close(eng_safetensors *file);
+int64_t     eng_safetensors_count(const eng_safetensors *file);
+/// Entry `index` in the order of the data. Errors: VALUE (no such entry).
+eng_status  eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file, int64_t index);
+/// Index of the entry called `name`, or -1.
+int64_t     eng_safetensors_find(const eng_safetensors *file, const char *name);
+/// Reads an entry into a new tensor that lives as eng_new says.
+eng_status  eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index, bool keep);
+/// Key and value of metadata pair `index`, in file order; VALUE past the end.
+int64_t     eng_safetensors_metadata_count(const eng_safetensors *file);
+eng_status  eng_safetensors_metadata(const char **key, const char **value, const eng_safetensors *file, int64_t index);
+
+/// A safetensors file being written.
+typedef struct eng_safetensors_writer eng_safetensors_writer;
+eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path);
+/// Names a tensor of any strides to be written, row-major, in the order of these calls. It is read
+/// at commit and must live until then.
+eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name, const eng_tensor *x);
+eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key, const char *value);
+/// Writes beside, syncs, renames into place; `crc` (may be NULL) is the file's CRC-32C. Ends the
+/// writer, whatever comes back; after an error the old file is there as before and nothing beside it.
+eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
+/// Forgets a writer that was not committed. NULL is fine.
+void       eng_safetensors_abort(eng_safetensors_writer *writer);
+
+// ------------------------------------------------------------------ history
+
+/// A run's history: an SQLite file in WAL mode. Appending puts rows into a queue in memory; a thread
+/// commits them every quarter of a second, so that a killed run loses at most the last of it.
+/// NaN is stored as NULL.
+typedef struct eng_history eng_history;
+
+/// Opens a history: with `write` for the run itself (made when missing), else read-only for anyone,
+/// also while the run writes. Errors: IO; FORMAT (no history, or of a newer engine).
+eng_status eng_history_open(eng_history **out, const char *path, bool write);
+/// Commits what is queued and closes. The history is gone whatever comes back. NULL is fine.
+eng_status eng_history_close(eng_history *history);
+
+/// Every append tells a failure of the writing thread (disk full) once, as IO. The row is queued all
+/// the same and written when the disk has room again; once the queue is full rows are dropped, and an
+/// event 'history' then says how many. So a run can go on after the error.
+/// One row in `steps`. `tokens`: tokens this step trained on.
+eng_status eng_history_step(eng_history *history, const eng_record *record, const eng_verdict *verdict, double tokens);
+/// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
+eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats, int n);
+/// `time` is set here; `data` is free text (JSON) for programs, may be NULL.
+eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data);
+/// A key and its value in `table`, "meta" or "config"; replaces an earlier value.
+eng_status eng_history_text(eng_history *history, const char *table, const char *key, const char *value);
+/// A policy's source under its hash.
+eng_status eng_history_policy(eng_history *history, const char *hash, const char *name, const char *source);
+/// Name and shape of parameter `index`, the index of first_bad and of tensor_stats.
+eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim, const int64_t *shape);
+/// The run continues at `step`: rows of it and of later steps go, and an event 'resumed' comes, in
+/// one transaction. Waits for the commit.
+eng_status eng_history_resume(eng_history *history, int64_t step);
+/// Waits until everything appended so far is committed.
+eng_status eng_history_flush(eng_history *history);
+
+/// One SQL statement on a history, which can only read. Parameters and columns count from 0.
+typedef struct eng_query eng_query;
+/// Sees all rows appended before. Errors: VALUE (SQL error, or a statement that writes).
+eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
+void        eng_query_close(eng_query *query);
+int         eng_query_parameters(const eng_query *query);
+eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
+eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
+eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
+/// Sets `row` when there is one more.
+eng_status  eng_query_next(bool *row, eng_query *query);
+int         eng_query_columns(const eng_query *query);
+const char *eng_query_name(const eng_query *query, int column);
+/// What the column of this row holds: 1 integer, 2 real, 3 text, 4 blob, 5 null.
+int         eng_query_type(const eng_query *query, int column);
+int64_t     eng_query_int(const eng_query *query, int column);
+double      eng_query_double(const eng_query *query, int column);
+/// Text or blob and its size in bytes, valid until the next row.
+const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
+
+/// Unpacks the blob of tensor_stats (or steps.hist: one tensor, histogram only). `n`: how many it
+/// holds; fills at most `capacity`. Errors: FORMAT.
+eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob, int64_t size);
 
 #ifndef ENG_CDEF
 #pragma GCC visibility pop

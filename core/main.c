@@ -88,6 +88,11 @@ static void complain(const char *text)
 // Any error value as text, with a traceback below.
 static int on_error(lua_State *L)
 {
+  if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {   // false: what the user typed is wrong, not the script
+    bool plain = !lua_toboolean(L, -1);
+    lua_settop(L, 1);
+    if (plain && luaL_callmeta(L, 1, "__tostring")) return 1;
+  }
   if (!lua_isstring(L, 1)) {
     if (lua_isnoneornil(L, 1)) {
       lua_pushliteral(L, "error without a message");
@@ -192,18 +197,12 @@ static int l_settle(lua_State *L)
   return 1;
 }
 
-static int l_isatty(lua_State *L)
-{
-  lua_pushboolean(L, isatty((int)luaL_checkinteger(L, 1)));
-  return 1;
-}
-
 // require "engine.host": what a Lua module may want to know of the binary it runs in.
 static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
     {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
-    {"settle", l_settle}, {"isatty", l_isatty}, {NULL, NULL},
+    {"settle", l_settle}, {NULL, NULL},
   };
   lua_createtable(L, 0, 12);
   luaL_register(L, NULL, functions);
@@ -263,6 +262,13 @@ static void set_path(lua_State *L)
   lua_pushcfunction(L, open_host);
   lua_setfield(L, -2, "engine.host");
   lua_pop(L, 2);
+
+  char folder[PATH_MAX];                 // engine.ffi must load the library this binary runs with
+  snprintf(folder, sizeof folder, "%s", library);
+  char *slash = strrchr(folder, '/');
+  if (slash) *slash = 0;
+  lua_pushstring(L, folder);
+  lua_setglobal(L, "ENGINE_LIBRARY_DIR");
 }
 
 // ------------------------------------------------------------------ the command line

@@ -1,0 +1,14 @@
+std = "luajit"
+max_line_length = 150
+-- `self` and arguments that a fixed signature asks for may stay unused.
+unused_args = false
+self = false
+globals = { "arg" }
+exclude_files = { "build", "runs" }
+
+files["spec"] = { std = "+busted" }
+-- Policies run in a sandbox: no io, os, require or ffi.
+files["policies"] = {
+  std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next", "pairs", "pcall", "select",
+                           "tonumber", "tostring", "type", "unpack" } },
+}

@@ -1,0 +1,119 @@
+-- engine doctor: what this machine offers and what is missing. One line a thing: ok, missing or note,
+-- and what to do about it. Ends with 1 when something is missing that the engine needs.
+local host = require "engine.host"
+
+-- The first line a command prints, or nil.
+local function output(command)
+  local pipe = io.popen(command .. " 2>/dev/null")
+  local line = pipe and pipe:read("*l")
+  if pipe then pipe:close() end
+  return line ~= "" and line or nil
+end
+
+local function contents(path)
+  local file = io.open(path)
+  local text = file and file:read("*a") or ""
+  if file then file:close() end
+  return text
+end
+
+local needed_missing = false
+
+local function line(state, what, text)
+  if text then print(("%-8s %-14s %s"):format(state, what, text)) else print(("%-8s %s"):format(state, what)) end
+end
+
+local function need(found, what, text, advice)
+  if found then return line("ok", what, text) end
+  needed_missing = true
+  line("MISSING", what, advice)
+end
+
+local function cpu()
+  local info = contents("/proc/cpuinfo")
+  local model = info:match("model name%s*:%s*([^\n]+)") or output("uname -m") or "unknown"
+  local threads = 0
+  for _ in info:gmatch("processor%s*:") do threads = threads + 1 end
+  line("ok", "CPU", ("%s, %s threads usable"):format(model, output("nproc") or threads))
+
+  local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
+  local sets = {}
+  for _, pair in ipairs { { "avx2", "AVX2" }, { "f16c", "F16C" }, { "avx512f", "AVX-512" }, { "avx512_bf16", "AVX-512 BF16" },
+                          { "avx512_fp16", "AVX-512 FP16" }, { "amx_bf16", "AMX BF16" }, { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
+    if flags:find(" " .. pair[1] .. " ", 1, true) then sets[#sets + 1] = pair[2] end
+  end
+  line("ok", "instructions", #sets > 0 and table.concat(sets, ", ") or "baseline only")
+  if not flags:find(" amx_bf16 ", 1, true) then
+    line("note", "AMX", "not here; bf16 products run " .. (flags:find(" avx512_bf16 ", 1, true) and "on AVX-512 BF16" or "in f32"))
+  end
+end
+
+local function memory()
+  local info = contents("/proc/meminfo")
+  local total, free = tonumber(info:match("MemTotal:%s*(%d+)")), tonumber(info:match("MemAvailable:%s*(%d+)"))
+  if total then line("ok", "memory", ("%.1f GiB, %.1f GiB available"):format(total / 2 ^ 20, (free or 0) / 2 ^ 20)) end
+end
+
+local function library()
+  local ok, result = pcall(require, "engine.ffi")
+  if not ok then return need(false, "engine library", nil, "cannot be used: " .. tostring(result):match("[^\n]*")) end
+  line("ok", "engine", ("%s, %s"):format(host.version, host.library))
+  local machine = require "engine.machine"
+  line("ok", "kernels", ("device %s, instruction set %s, %d threads"):format(machine.device(), machine.isa(), machine.threads()))
+  line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
+  line("ok", "SQLite", machine.library_version("sqlite") or "unknown")
+
+  local count, text = machine.gpus()
+  if count > 0 then
+    for gpu in text:gmatch("[^\n]+") do line("ok", "GPU", gpu) end
+  elseif count == 0 then
+    line("note", "GPU", "a CUDA driver, but no GPU; training runs on the CPU")
+  else
+    line("note", "GPU", "no CUDA driver; training runs on the CPU. With an NVIDIA GPU: install its driver")
+  end
+end
+
+local function lua()
+  local gc64 = require("ffi").abi("gc64")
+  need(gc64, "LuaJIT", jit.version .. ", GC64, JIT " .. (jit.status() and "on" or "off"), "this LuaJIT lacks GC64: install libluajit-5.1-2 of Debian 12 or newer")
+  for _, pair in ipairs { { "cjson", "lua-cjson" }, { "argparse", "lua-argparse" } } do
+    need(pcall(require, pair[1]), pair[2], "there", "apt install " .. pair[2])
+  end
+end
+
+-- What only building, testing or a part of the work needs.
+local optional = {
+  { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
+  { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },
+  { "mpirun", "openmpi-bin", "to train on several machines" }, { "nvcc", nil, "the CUDA toolkit, to build for GPUs" },
+  { "gnuplot", "gnuplot-nox", "for plots as PNG and SVG; plots in the terminal need nothing" },
+}
+
+local function programs()
+  local missing = {}
+  for _, row in ipairs(optional) do
+    local path = output("command -v " .. row[1])
+    if path then
+      line("ok", row[1], path)
+    else
+      line("missing", row[1], row[3] .. (row[2] and "" or ": https://developer.nvidia.com/cuda-downloads"))
+      if row[2] then missing[#missing + 1] = row[2] end
+    end
+  end
+  if #missing > 0 then
+    local sudo = output("id -u") == "0" and "" or "sudo "
+    print(("\nTo install what is missing: %sapt-get install %s"):format(sudo, table.concat(missing, " ")))
+  end
+end
+
+return {
+  doc = "what this machine offers, and what is missing",
+  main = function()
+    cpu()
+    memory()
+    lua()
+    library()
+    programs()
+    return needed_missing and 1 or 0
+  end,
+}

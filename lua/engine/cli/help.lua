@@ -1,0 +1,54 @@
+-- engine help [command], engine --help
+local cli = require "engine.cli"
+local nearest = require "engine.nearest"
+
+local text = [==[
+usage: engine [options] [script.lua [name=value ...]]
+
+Without a script it opens a REPL on a terminal, or runs what it reads from stdin.
+
+  engine train.lua                      run a script
+  engine train.lua lr=3e-4 steps=2^12   ... with some of its settings changed
+  engine train.lua help                 ... list its settings
+  engine -i train.lua                   ... and stay in the REPL with what it made
+  engine -e 'print(1 + 1)'              run a line of Lua
+
+options, as of the standalone Lua interpreter:
+  -e code    run code                   -l name    require a module
+  -i         stay in the REPL           -v         show the version
+  -j cmd     JIT control, e.g. -j off   -O level   JIT optimisation
+  -E         ignore LUA_INIT            -          run stdin
+  --         end of options             --help     this text
+
+commands:
+%s
+
+Ctrl-C ends a training run at its next step with a checkpoint, a second one at once.]==]
+
+local function list()
+  local lines = {}
+  for i, name in ipairs(cli.commands) do
+    lines[i] = ("  engine %-10s %s"):format(name, require("engine.cli." .. name).doc)
+  end
+  return table.concat(lines, "\n")
+end
+
+local help = { doc = "this text, or that of a command" }
+
+function help.main(name)
+  if not name or name == "help" then
+    print(text:format(list()))
+    return 0
+  end
+  for _, command in ipairs(cli.commands) do
+    if command == name then
+      local module = require("engine.cli." .. name)
+      print(module.help or ("engine %s: %s"):format(name, module.doc))
+      return 0
+    end
+  end
+  io.stderr:write(("engine help: no command '%s'%s\n"):format(name, nearest.hint(name, cli.commands)))
+  return 1
+end
+
+return help

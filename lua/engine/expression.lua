@@ -1,0 +1,84 @@
+-- Numbers as people write them on a command line: 3e-4, 2^15, 1/3, -(2+3)*4, 0x10, inf, pi.
+--   expression("2^15") -> 32768;  expression("2^") -> nil, "a number expected at the end"
+local constants = { inf = math.huge, pi = math.pi }
+
+local function fail(what, text, position)
+  error({ ("%s expected %s"):format(what, position > #text and "at the end" or ("at '" .. text:sub(position) .. "'")) }, 0)
+end
+
+-- Each rule takes the text and a position and gives a value and the position behind it.
+local sum
+
+local function atom(text, position, depth)
+  if depth > 100 then error({ "too deeply nested" }, 0) end
+  local number, after = text:match("^(0[xX]%x+)()", position)
+  if not number then number, after = text:match("^(%d+%.?%d*[eE][+-]?%d+)()", position) end
+  if not number then number, after = text:match("^(%.%d+[eE][+-]?%d+)()", position) end
+  if not number then number, after = text:match("^(%d+%.?%d*)()", position) end
+  if not number then number, after = text:match("^(%.%d+)()", position) end
+  if number then return tonumber(number), text:match("^%s*()", after) end
+  local word, behind = text:match("^(%a+)()", position)
+  if word and constants[word] then return constants[word], text:match("^%s*()", behind) end
+  if text:sub(position, position) == "(" then
+    local value, next_position = sum(text, text:match("^%s*()", position + 1), depth + 1)
+    if text:sub(next_position, next_position) ~= ")" then fail("')'", text, next_position) end
+    return value, text:match("^%s*()", next_position + 1)
+  end
+  fail("a number", text, position)
+end
+
+local unary
+
+local function power(text, position, depth)
+  local value
+  value, position = atom(text, position, depth)
+  if text:sub(position, position) == "^" then
+    local exponent
+    exponent, position = unary(text, text:match("^%s*()", position + 1), depth + 1)
+    value = value ^ exponent
+  end
+  return value, position
+end
+
+function unary(text, position, depth)
+  local sign = text:match("^[+-]", position)
+  if not sign then return power(text, position, depth) end
+  if depth > 100 then error({ "too deeply nested" }, 0) end
+  local value
+  value, position = unary(text, text:match("^%s*()", position + 1), depth + 1)
+  return sign == "-" and -value or value, position
+end
+
+local function product(text, position, depth)
+  local value
+  value, position = unary(text, position, depth)
+  while true do
+    local sign = text:match("^[*/%%]", position)
+    if not sign then return value, position end
+    local right
+    right, position = unary(text, text:match("^%s*()", position + 1), depth)
+    if sign == "*" then value = value * right elseif sign == "/" then value = value / right else value = value % right end
+  end
+end
+
+function sum(text, position, depth)
+  local value
+  value, position = product(text, position, depth)
+  while true do
+    local sign = text:match("^[+-]", position)
+    if not sign then return value, position end
+    local right
+    right, position = product(text, text:match("^%s*()", position + 1), depth)
+    value = sign == "+" and value + right or value - right
+  end
+end
+
+return function(text)
+  local ok, value, position = pcall(function()
+    local v, p = sum(text, text:match("^%s*()"), 0)
+    if p <= #text then fail("an operator", text, p) end
+    return v, p
+  end)
+  if ok and position then return value end
+  return nil, type(value) == "table" and value[1] or tostring(value)
+end

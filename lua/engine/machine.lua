@@ -1,0 +1,39 @@
+-- The machine as the core sees it: clock, terminal, versions, processors.
+local ffi = require "ffi"
+local C = require("engine.ffi").C
+
+local machine = {}
+
+-- Seconds on a wall clock that never goes back.
+function machine.clock()
+  return C.eng_clock()
+end
+
+local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
+
+-- Columns and rows of the terminal behind a file descriptor (1: stdout); nil when it is none.
+function machine.terminal(fd)
+  if not C.eng_terminal(columns, rows, fd) then return nil end
+  return columns[0], rows[0]
+end
+
+local function text(pointer)
+  return pointer ~= nil and ffi.string(pointer) or nil
+end
+
+-- "onednn", "sqlite", "openmp"
+function machine.library_version(name)
+  return text(C.eng_library_version(name))
+end
+
+-- Number of GPUs (-1: no driver) and a line about each.
+function machine.gpus()
+  local buffer = ffi.new("char[4096]")
+  return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)
+end
+
+function machine.device() return text(C.eng_device_name()) end
+function machine.isa() return text(C.eng_cpu_isa(nil)) end
+function machine.threads() return C.eng_threads(0) end
+
+return machine

@@ -1,0 +1,224 @@
+-- The REPL: `engine` on a terminal, and `engine -i script.lua`. Expressions print by themselves, `_` is the
+-- last result, an unfinished line goes on, Tab completes globals and fields, Ctrl-C drops the line or stops
+-- what runs, Ctrl-D leaves. A `local` at the start of an entry is made global, so that lines
+-- pasted from a script keep working on the next line. History: ~/.engine_history.
+-- Called by main.c; reads lines through engine.host.
+local host = require "engine.host"
+
+local repl = {}
+
+-- ------------------------------------------------------------------ showing values
+
+local MOST_ENTRIES, MOST_DEPTH = 60, 3
+
+local function key_text(key)
+  if type(key) == "string" and key:match("^[%a_][%w_]*$") then return key end
+  return "[" .. (type(key) == "string" and ("%q"):format(key) or tostring(key)) .. "]"
+end
+
+local function sorted_keys(t, length)
+  local keys = {}
+  for key in pairs(t) do
+    local in_list = type(key) == "number" and key >= 1 and key <= length and key == math.floor(key)
+    if not in_list then keys[#keys + 1] = key end
+  end
+  table.sort(keys, function(a, b)
+    if type(a) == type(b) and (type(a) == "number" or type(a) == "string") then return a < b end
+    return type(a) < type(b)
+  end)
+  return keys
+end
+
+-- A value as people read it: strings quoted, plain tables by their contents, others by tostring().
+local function show(value, indent, depth, seen)
+  if type(value) == "string" then return ("%q"):format(value):gsub("\\\n", "\\n") end
+  local meta = debug.getmetatable(value)
+  if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value] or depth > MOST_DEPTH then
+    return tostring(value)
+  end
+  seen[value] = true
+  local parts, length, size = {}, #value, 0
+  for i = 1, math.min(length, MOST_ENTRIES) do parts[i] = show(value[i], indent .. "  ", depth + 1, seen) end
+  if length > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(length - MOST_ENTRIES) end
+  local keys = sorted_keys(value, length)
+  for i = 1, math.min(#keys, MOST_ENTRIES) do
+    parts[#parts + 1] = key_text(keys[i]) .. " = " .. show(value[keys[i]], indent .. "  ", depth + 1, seen)
+  end
+  if #keys > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(#keys - MOST_ENTRIES) end
+  seen[value] = nil
+  if #parts == 0 then return "{}" end
+  for _, part in ipairs(parts) do size = size + #part + 2 end
+  if size < 90 and not table.concat(parts):find("\n") then return "{ " .. table.concat(parts, ", ") .. " }" end
+  return "{\n" .. indent .. "  " .. table.concat(parts, ",\n" .. indent .. "  ") .. "\n" .. indent .. "}"
+end
+
+function repl.show(value)
+  local ok, text = pcall(show, value, "", 1, {})
+  return ok and text or tostring(value)
+end
+
+-- ------------------------------------------------------------------ completion
+
+local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function", "goto", "if", "in", "local",
+                   "nil", "not", "or", "repeat", "return", "then", "true", "until", "while" }
+
+-- Calls visit(name, value) for the string keys of a value and of what its metatable leads to.
+local function each_name(value, visit)
+  for _ = 1, 10 do
+    if type(value) == "table" then
+      for key, field in next, value do
+        if type(key) == "string" then visit(key, field) end
+      end
+    end
+    local meta = debug.getmetatable(value)
+    if type(value) == "cdata" then meta = { __index = package.loaded["engine.tensor"] } end
+    value = type(meta) == "table" and rawget(meta, "__index") or nil
+    if type(value) ~= "table" then return end
+  end
+end
+
+-- Walks `a.b.c` without calling anything but __index tables.
+local function resolve(path)
+  local value = _G
+  for name in path:gmatch("[%a_][%w_]*") do
+    local found
+    each_name(value, function(key, field)
+      if key == name and found == nil then found = field end
+    end)
+    if found == nil then return nil end
+    value = found
+  end
+  return value
+end
+
+local function common_prefix(names)
+  local prefix = names[1]
+  for i = 2, #names do
+    local n = 0
+    while n < #prefix and prefix:byte(n + 1) == names[i]:byte(n + 1) do n = n + 1 end
+    prefix = prefix:sub(1, n)
+  end
+  return prefix
+end
+
+local function columns_text(names)
+  local width = 0
+  for _, name in ipairs(names) do width = math.max(width, #name + 2) end
+  local per_line = math.max(1, math.floor(78 / width))
+  local lines = {}
+  for i = 1, #names, per_line do
+    local cells = {}
+    for j = i, math.min(#names, i + per_line - 1) do cells[#cells + 1] = names[j] .. (" "):rep(width - #names[j]) end
+    lines[#lines + 1] = (table.concat(cells):gsub("%s+$", ""))
+  end
+  return table.concat(lines, "\n")
+end
+
+-- What Tab inserts after `before`, and the candidates to list.
+function repl.complete(before)
+  local path, separator, start = before:match("([%w_.]-)([.:]?)([%w_]*)$")
+  if separator == "" and before:match("^%s*$") then return "  " end
+  local holder = separator == "" and _G or resolve(path)
+  if holder == nil then return nil end
+  local seen, names = {}, {}
+  local function visit(name, value)
+    if name:sub(1, #start) == start and not seen[name] and name:match("^[%a_][%w_]*$")
+       and not (start == "" and name:sub(1, 1) == "_") and (separator ~= ":" or type(value) == "function") then
+      seen[name] = true
+      names[#names + 1] = name
+    end
+  end
+  each_name(holder, visit)
+  if separator == "" then
+    for _, word in ipairs(keywords) do visit(word) end
+  end
+  if #names == 0 then return nil end
+  table.sort(names)
+  local insert = common_prefix(names):sub(#start + 1)
+  if #names == 1 or insert ~= "" then return insert end
+  if #names > 200 then return nil, ("(%d names)"):format(#names) end
+  return nil, columns_text(names)
+end
+
+-- ------------------------------------------------------------------ reading and running
+
+-- The chunk of an entry; nil and "more" when it is unfinished, nil and a message when it is wrong.
+function repl.compile(text)
+  local chunk = loadstring("return " .. text:gsub("^%s*=", "", 1), "=stdin")
+  if chunk then return chunk end
+  local global = text:gsub("^(%s*)local%s+function%s", "%1function ", 1)
+  if global == text then global = text:gsub("^(%s*)local%s+([%a_][%w_,%s]*=[^=])", "%1%2", 1) end
+  local why
+  chunk, why = loadstring(global, "=stdin")
+  if chunk then return chunk end
+  if why:find("'<eof>'", 1, true) then return nil, "more" end
+  return nil, why
+end
+
+local function traceback(problem)
+  if type(problem) ~= "string" then
+    local meta = debug.getmetatable(problem)
+    if not (type(meta) == "table" and meta.__tostring) then return "error object of type " .. type(problem) end
+    problem = tostring(problem)
+  end
+  local trace = debug.traceback(problem, 2)
+  return (trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", ""))      -- the REPL's own frames say nothing
+end
+
+local function finish(ok, ...)
+  host.settle()
+  if not ok then
+    io.stdout:flush()
+    io.stderr:write(tostring((...)), "\n")
+    return
+  end
+  local n = select("#", ...)
+  if n == 0 then return end
+  local texts = {}
+  for i = 1, n do texts[i] = repl.show((select(i, ...))) end
+  rawset(_G, "_", (...))
+  print(table.concat(texts, "\t"))
+end
+
+-- Reads one whole entry. nil: the end. "": nothing to run.
+local function read_entry()
+  local text
+  while true do
+    local line, why = host.read(text and ">> " or "> ", repl.complete)
+    if not line then return why == "interrupted" and "" or nil end
+    text = text and text .. "\n" .. line or line
+    if text:match("^%s*$") then return "" end
+    local _, problem = repl.compile(text)
+    if problem ~= "more" then return text end
+  end
+end
+
+local function run()
+  local home = os.getenv("HOME")
+  local history_file = host.edited and home and home .. "/.engine_history" or nil
+  if history_file then host.history_load(history_file) end
+  if rawget(_G, "engine") == nil then
+    local ok, engine = pcall(require, "engine")
+    if ok then
+      rawset(_G, "engine", engine)
+    else
+      io.stderr:write("the engine cannot be used here: ", tostring(engine):match("[^\n]*"), "\n")
+    end
+  end
+  if host.edited then
+    print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(host.version, host.luajit))
+  end
+  for text in read_entry do
+    if text ~= "" then
+      if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
+      local chunk, problem = repl.compile(text)
+      if chunk then
+        finish(xpcall(chunk, traceback))
+      else
+        io.stderr:write(problem, "\n")
+      end
+    end
+  end
+end
+
+return setmetatable(repl, { __call = run })
