@@ -1,0 +1,76 @@
+// Matrix products inside the CPU device. gemm.c (operations, choice of a path) and attention.c call
+// gemm_run; the two paths behind it are gemm_packed.c, our own, and gemm_onednn.c.
+//
+//   packed   any mix of f32, f16 and bf16. Operands become f32 while they are packed, every element of
+//            the result is a chain of f32 fused multiply-adds over k in rising order (even pieces of at
+//            most 384 steps are summed apart and added up), rounded once into its dtype. The bits of an
+//            element depend on its row of A, its column of B and K alone: not on M, N, the batch, strides,
+//            alignment or the number of threads.
+//   oneDNN   bf16 on processors with AMX, where it is several times faster than anything in f32. Its
+//            order of summation may depend on shapes and thread count, and TDPBF16PS (like VDPBF16PS)
+//            takes subnormal inputs as zero and flushes subnormal sums.
+#ifndef ENG_GEMM_H
+#define ENG_GEMM_H
+
+#include "../backend.h"
+
+enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS less the two of the matrix
+
+/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column +
+/// z0*batch[0] + z1*batch[1] + .. elements after data.
+typedef struct gemm_operand {
+  const void *data;
+  int32_t     dtype;                    // f32, f16 or bf16
+  int64_t     row, column;              // strides in elements; any
+  int64_t     batch[GEMM_BATCH_DIMS];   // 0 where broadcast
+} gemm_operand;
+
+/// C = alpha * A B + beta * C + bias, for every batch: A [m x k], B [k x n], C [m x n], rows of C
+/// contiguous. Sums in f32, one rounding into C. beta 0: C is not read (NaN there does not matter).
+/// k = 0 gives beta * C + bias.
+typedef struct gemm_call {
+  int64_t      m, n, k;
+  gemm_operand a, b;
+  void        *c;
+  int32_t      c_dtype;
+  int64_t      c_row;                   // elements between rows of C
+  int64_t      c_batch[GEMM_BATCH_DIMS];
+  int32_t      batch_dims;              // 0: one product
+  int64_t      batch[GEMM_BATCH_DIMS];  // sizes, outermost first
+  const void  *bias;                    // [n] contiguous, or NULL
+  int32_t      bias_dtype;
+  float        alpha, beta;
+} gemm_call;
+
+/// Computes a product by the better path. Called from the main thread (it takes scratch memory and
+/// starts threads). Errors: MEMORY, LIBRARY.
+eng_status gemm_run_plain(const gemm_call *call);
+eng_status gemm_run_avx2(const gemm_call *call);
+eng_status gemm_run_avx512(const gemm_call *call);
+
+/// Our own product, one per instruction set.
+eng_status gemm_packed_plain(const gemm_call *call);
+eng_status gemm_packed_avx2(const gemm_call *call);
+eng_status gemm_packed_avx512(const gemm_call *call);
+
+/// Whether oneDNN is the better path for this product on this machine.
+bool gemm_onednn_prefers(const gemm_call *call);
+/// The product through oneDNN. *done is false, and nothing was written, when oneDNN cannot do it.
+eng_status gemm_onednn(bool *done, const gemm_call *call);
+
+/// An index running over the batch: offsets in elements for batch number z.
+typedef struct gemm_offset { int64_t a, b, c; } gemm_offset;
+static inline gemm_offset gemm_offset_of(const gemm_call *g, int64_t z)
+{
+  gemm_offset at = {0, 0, 0};
+  for (int d = g->batch_dims - 1; d >= 0; d--) {
+    int64_t i = z % g->batch[d];
+    z /= g->batch[d];
+    at.a += i * g->a.batch[d];
+    at.b += i * g->b.batch[d];
+    at.c += i * g->c_batch[d];
+  }
+  return at;
+}
+
+#endif

@@ -1,0 +1,228 @@
+// Matrix products through oneDNN: bf16 on processors with AMX (gemm.h says why only those). A
+// primitive is made once for every combination of shape, strides, formats and thread count and kept
+// in a table, so that a training step in its second round makes nothing. Working space comes from the
+// scratch arena. Owns the table; called by gemm.c.
+//
+// What AMX does to numbers: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
+// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. The order
+// of the sums is oneDNN's: the same on every run for one shape and thread count, not beyond.
+#include "gemm.h"
+
+#include <omp.h>
+#include <oneapi/dnnl/dnnl.h>
+#include <string.h>
+
+#include "../error.h"
+
+enum {
+  TABLE_SIZE = 1024,             // entries, a power of two; emptied when three quarters are taken
+  LEAST_WORK = 1 << 18,          // multiply-adds below which calling oneDNN costs more than it brings
+  ARGUMENTS = 5,
+};
+
+// Everything a primitive depends on; compared as bytes, so it is cleared before it is filled.
+typedef struct key {
+  int64_t m, n, k, threads, c_row;
+  int64_t a_row, a_column, b_row, b_column;
+  int64_t batch[GEMM_BATCH_DIMS], a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS], c_batch[GEMM_BATCH_DIMS];
+  int64_t batch_dims, a_dtype, b_dtype, c_dtype, bias_dtype, add;
+} key;
+
+typedef struct entry {
+  bool             taken;
+  bool             refused;      // oneDNN has no such product
+  key              for_key;
+  dnnl_primitive_t primitive;
+  dnnl_memory_t    a, b, c, bias, scratch;
+  int64_t          scratch_bytes;
+} entry;
+
+static entry         table[TABLE_SIZE];
+static int           entries;
+static dnnl_engine_t engine;
+static dnnl_stream_t stream;
+
+static eng_status failed(const char *what, dnnl_status_t status)
+{
+  return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with status %d", what, (int)status);
+}
+
+#define DNNL_TRY(what, call) do { dnnl_status_t s_ = (call); if (s_ != dnnl_success) return failed(what, s_); } while (0)
+
+static bool processor_has_amx(void)
+{
+  static int known = -1;
+  if (known < 0) known = (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_amx) == dnnl_cpu_isa_avx512_core_amx;
+  return known;
+}
+
+bool gemm_onednn_prefers(const gemm_call *g)
+{
+  if (g->a.dtype != ENG_bf16 || g->b.dtype != ENG_bf16 || !processor_has_amx()) return false;
+  return (double)g->m * (double)g->n * (double)g->k >= LEAST_WORK;
+}
+
+static int format_of(int dtype)
+{
+  return dtype == ENG_f32 ? dnnl_f32 : dtype == ENG_bf16 ? dnnl_bf16 : dnnl_data_type_undef;
+}
+
+// A matrix in memory oneDNN can take: one of the strides 1, the other no shorter than what it steps over.
+static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
+{
+  return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);
+}
+
+static bool describable(const gemm_call *g)
+{
+  if (!plain(&g->a, g->m, g->k) || !plain(&g->b, g->k, g->n) || g->k == 0 || g->m == 0 || g->n == 0) return false;
+  for (int d = 0; d < g->batch_dims; d++)
+    if (g->batch[d] == 0) return false;
+  return g->alpha == 1 && (g->beta == 0 || g->beta == 1) && format_of(g->c_dtype) != dnnl_data_type_undef &&
+         (!g->bias || format_of(g->bias_dtype) != dnnl_data_type_undef);
+}
+
+static key key_of(const gemm_call *g)
+{
+  key k;
+  memset(&k, 0, sizeof k);
+  k.m = g->m, k.n = g->n, k.k = g->k, k.threads = omp_get_max_threads(), k.c_row = g->c_row;
+  k.a_row = g->a.row, k.a_column = g->a.column, k.b_row = g->b.row, k.b_column = g->b.column;
+  k.batch_dims = g->batch_dims;
+  for (int d = 0; d < g->batch_dims; d++) {
+    k.batch[d] = g->batch[d];
+    k.a_batch[d] = g->a.batch[d];
+    k.b_batch[d] = g->b.batch[d];
+    k.c_batch[d] = g->c_batch[d];
+  }
+  k.a_dtype = g->a.dtype, k.b_dtype = g->b.dtype, k.c_dtype = g->c_dtype;
+  k.bias_dtype = g->bias ? g->bias_dtype : -1;
+  k.add = g->beta != 0;
+  return k;
+}
+
+static uint64_t hash_of(const key *k)
+{
+  const uint64_t *word = (const uint64_t *)k;
+  uint64_t h = 14695981039346656037u;
+  for (size_t i = 0; i < sizeof *k / sizeof *word; i++) h = (h ^ word[i]) * 1099511628211u, h ^= h >> 29;
+  return h;
+}
+
+static void release(entry *e)
+{
+  if (e->primitive) dnnl_primitive_destroy(e->primitive);
+  dnnl_memory_t memories[ARGUMENTS] = {e->a, e->b, e->c, e->bias, e->scratch};
+  for (int i = 0; i < ARGUMENTS; i++)
+    if (memories[i]) dnnl_memory_destroy(memories[i]);
+  memset(e, 0, sizeof *e);
+}
+
+static entry *find(const key *k)
+{
+  if (entries >= TABLE_SIZE / 4 * 3) {
+    for (int i = 0; i < TABLE_SIZE; i++) release(&table[i]);
+    entries = 0;
+  }
+  uint64_t at = hash_of(k) % TABLE_SIZE;
+  while (table[at].taken && memcmp(&table[at].for_key, k, sizeof *k) != 0) at = (at + 1) % TABLE_SIZE;
+  return &table[at];
+}
+
+// The description of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
+static dnnl_status_t describe(dnnl_memory_desc_t *md, const key *k, const int64_t *batch_stride, bool broadcast, int64_t rows, int64_t columns,
+                              int64_t row, int64_t column, int64_t dtype)
+{
+  dnnl_dims_t size, stride;
+  int n = (int)k->batch_dims;
+  for (int d = 0; d < n; d++) {
+    bool one = broadcast && batch_stride[d] == 0;
+    size[d] = one ? 1 : k->batch[d];
+    stride[d] = one ? rows * columns : batch_stride[d];
+  }
+  size[n] = rows, stride[n] = row;
+  size[n + 1] = columns, stride[n + 1] = column;
+  return dnnl_memory_desc_init_by_strides(md, n + 2, size, (dnnl_data_type_t)format_of((int)dtype), stride);
+}
+
+static eng_status build(entry *e, const key *k)
+{
+  if (!engine) {
+    DNNL_TRY("engine", dnnl_engine_create(&engine, dnnl_cpu, 0));
+    DNNL_TRY("stream", dnnl_stream_create(&stream, engine, dnnl_stream_default_flags));
+  }
+  dnnl_memory_desc_t a, b, c, bias;
+  const int64_t none[GEMM_BATCH_DIMS] = {0};
+  DNNL_TRY("description of a", describe(&a, k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
+  DNNL_TRY("description of b", describe(&b, k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
+  DNNL_TRY("description of c", describe(&c, k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
+  if (k->bias_dtype >= 0) DNNL_TRY("description of the bias", describe(&bias, k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
+
+  dnnl_primitive_attr_t attributes;
+  DNNL_TRY("attributes", dnnl_primitive_attr_create(&attributes));
+  dnnl_post_ops_t after = NULL;
+  dnnl_primitive_desc_t description = NULL;
+  dnnl_matmul_desc_t product;
+  dnnl_status_t status = dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user);
+  if (status == dnnl_success && k->add) {
+    status = dnnl_post_ops_create(&after);
+    if (status == dnnl_success) status = dnnl_post_ops_append_sum(after, 1.0f);
+    if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(attributes, after);
+  }
+  if (status == dnnl_success) status = dnnl_matmul_desc_init(&product, &a, &b, k->bias_dtype >= 0 ? &bias : NULL, &c);
+  if (status == dnnl_success) status = dnnl_primitive_desc_create(&description, &product, attributes, engine, NULL);
+  if (after) dnnl_post_ops_destroy(after);
+  dnnl_primitive_attr_destroy(attributes);
+
+  e->taken = true;
+  e->for_key = *k;
+  entries++;
+  if (status != dnnl_success) {
+    e->refused = true;
+    return ENG_OK;
+  }
+  const dnnl_memory_desc_t *scratch = dnnl_primitive_desc_query_md(description, dnnl_query_scratchpad_md, 0);
+  e->scratch_bytes = (int64_t)dnnl_memory_desc_get_size(scratch);
+  status = dnnl_memory_create(&e->scratch, scratch, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success) status = dnnl_memory_create(&e->a, &a, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success) status = dnnl_memory_create(&e->b, &b, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success) status = dnnl_memory_create(&e->c, &c, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success && k->bias_dtype >= 0) status = dnnl_memory_create(&e->bias, &bias, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success) status = dnnl_primitive_create(&e->primitive, description);
+  dnnl_primitive_desc_destroy(description);
+  e->refused = status != dnnl_success;
+  return ENG_OK;
+}
+
+static eng_status execute(const entry *e, const gemm_call *g, void *scratch)
+{
+  DNNL_TRY("memory a", dnnl_memory_set_data_handle_v2(e->a, (void *)g->a.data, stream));
+  DNNL_TRY("memory b", dnnl_memory_set_data_handle_v2(e->b, (void *)g->b.data, stream));
+  DNNL_TRY("memory c", dnnl_memory_set_data_handle_v2(e->c, g->c, stream));
+  DNNL_TRY("scratchpad", dnnl_memory_set_data_handle_v2(e->scratch, scratch, stream));
+  dnnl_exec_arg_t arguments[ARGUMENTS] = {{DNNL_ARG_SRC, e->a}, {DNNL_ARG_WEIGHTS, e->b}, {DNNL_ARG_DST, e->c}, {DNNL_ARG_SCRATCHPAD, e->scratch}};
+  int n = 4;
+  if (e->bias) {
+    DNNL_TRY("bias", dnnl_memory_set_data_handle_v2(e->bias, (void *)g->bias, stream));
+    arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_BIAS, e->bias};
+  }
+  DNNL_TRY("matmul", dnnl_primitive_execute(e->primitive, stream, n, arguments));
+  DNNL_TRY("matmul", dnnl_stream_wait(stream));
+  return ENG_OK;
+}
+
+eng_status gemm_onednn(bool *done, const gemm_call *g)
+{
+  *done = false;
+  if (!describable(g)) return ENG_OK;
+  key k = key_of(g);
+  entry *e = find(&k);
+  if (!e->taken) ENG_TRY(build(e, &k));
+  if (e->refused) return ENG_OK;
+  void *scratch = arena_alloc(ARENA_SCRATCH, e->scratch_bytes);
+  if (!scratch) return ENG_ERR_MEMORY;
+  eng_status status = execute(e, g, scratch);
+  arena_free(ARENA_SCRATCH, scratch, e->scratch_bytes);
+  *done = status == ENG_OK;
+  return status;
+}
