@@ -1,0 +1,118 @@
+// The CPU device: a table of kernels filled once, for the best instruction set that this processor
+// and its operating system support. Each kernel file is compiled once per set and fills its part of
+// the table; what none fills is the reference's.
+// Owns the table. Called by backend.c.
+//
+// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time.
+#include "../backend.h"
+#include "../error.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#define X86 1
+#else
+#define X86 0
+#endif
+
+#define KERNEL_FILES(FILE)                                                                  \
+  FILE(elementwise) FILE(unary) FILE(copy) FILE(rope) FILE(reduce) FILE(norm) FILE(softmax) \
+  FILE(loss) FILE(index) FILE(gemm) FILE(attention) FILE(optimizer) FILE(gradstats)
+
+#define REGISTER_CALL(file, isa) cpu_register_##file##_##isa(b);
+#define DEFINE_ISA(isa)                                                                     \
+  KERNEL_FILES(REGISTER_DECLARE_##isa)                                                      \
+  static void register_##isa(backend *b) { KERNEL_FILES(REGISTER_CALL_##isa) }
+
+#define REGISTER_DECLARE_plain(file)  void cpu_register_##file##_plain(backend *b);
+#define REGISTER_DECLARE_avx2(file)   void cpu_register_##file##_avx2(backend *b);
+#define REGISTER_DECLARE_avx512(file) void cpu_register_##file##_avx512(backend *b);
+#define REGISTER_CALL_plain(file)     REGISTER_CALL(file, plain)
+#define REGISTER_CALL_avx2(file)      REGISTER_CALL(file, avx2)
+#define REGISTER_CALL_avx512(file)    REGISTER_CALL(file, avx512)
+
+DEFINE_ISA(plain)
+#if X86
+DEFINE_ISA(avx2)
+DEFINE_ISA(avx512)
+#endif
+
+// gcc's test covers what the processor says (cpuid) and what the system saves (xgetbv).
+static bool has_plain(void)  { return true; }
+#if X86
+static bool has_avx2(void)
+{
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+static bool has_avx512(void)
+{
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// Best first.
+static const struct isa {
+  const char *name;
+  bool (*here)(void);
+  void (*fill)(backend *b);
+} isas[] = {
+#if X86
+  {"avx512", has_avx512, register_avx512},
+  {"avx2", has_avx2, register_avx2},
+#endif
+  {"plain", has_plain, register_plain},
+};
+enum { ISAS = sizeof isas / sizeof *isas };
+
+static backend table = {.name = "cpu"};
+static const struct isa *in_force;
+
+static void use(const struct isa *isa)
+{
+  const backend *reference = backend_reference();
+  memset(table.kernel, 0, sizeof table.kernel);
+  table.gradstats = NULL;
+  table.optimize = NULL;
+  isa->fill(&table);
+  for (int op = 0; op < ENG_OP_COUNT; op++)
+    if (!table.kernel[op]) table.kernel[op] = reference->kernel[op];
+  if (!table.gradstats) table.gradstats = reference->gradstats;
+  if (!table.optimize) table.optimize = reference->optimize;
+  in_force = isa;
+}
+
+static const struct isa *named(const char *name)
+{
+  for (int k = 0; k < ISAS; k++)
+    if (strcmp(isas[k].name, name) == 0 && isas[k].here()) return &isas[k];
+  return NULL;
+}
+
+const backend *backend_cpu(void)
+{
+  if (!in_force) {
+    const char *wish = getenv("ENGINE_ISA");
+    const struct isa *chosen = wish ? named(wish) : NULL;
+    for (int k = 0; !chosen; k++)
+      if (isas[k].here()) chosen = &isas[k];
+    use(chosen);
+  }
+  return &table;
+}
+
+const char *eng_cpu_isa(const char *force)
+{
+  backend_cpu();
+  if (force && strcmp(force, in_force->name) != 0) {
+    const struct isa *isa = named(force);
+    if (!isa) {
+      error_set(ENG_ERR_DEVICE, "cpu: there is no instruction set '%s' on this machine; the best here is '%s'", force,
+                named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
+      return NULL;
+    }
+    use(isa);
+  }
+  return in_force->name;
+}

@@ -1,0 +1,139 @@
+// Operands of elementwise kernels: any strides and broadcasting, read as tiles of f32 in the order
+// of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
+// else is converted or gathered into a buffer that stays in the first cache.
+// Included by the elementwise kernel files, once per instruction set. Owns nothing.
+#ifndef ENG_OPERAND_H
+#define ENG_OPERAND_H
+
+#include "rows.h"
+#include "simd.h"
+
+/// A view of a tensor as seen from an output's shape: dimensions innermost first, merged where they
+/// lie one after the other, those of size 1 left out; stride 0 where broadcast.
+typedef struct operand {
+  const void *data;
+  int     dtype, ndim;
+  bool    dense;                                        // element i of the output is element i of data
+  int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // elements
+} operand;
+
+/// x broadcast to the shape of y; dimensions align from the last one.
+static inline __attribute__((unused)) operand operand_of(const tensor *x, const tensor *y)
+{
+  operand o = {.data = x->data, .dtype = x->dtype};
+  for (int d = 1; d <= y->ndim; d++) {
+    int64_t size = y->shape[y->ndim - d];
+    if (size == 1) continue;
+    int64_t stride = d <= x->ndim && x->shape[x->ndim - d] != 1 ? x->stride[x->ndim - d] : 0;
+    int k = o.ndim - 1;
+    if (k >= 0 && stride == o.stride[k] * o.shape[k]) {
+      o.shape[k] *= size;
+    } else {
+      o.shape[o.ndim] = size;
+      o.stride[o.ndim++] = stride;
+    }
+  }
+  if (o.ndim == 0) {
+    o.shape[0] = 1;
+    o.stride[0] = 1;
+    o.ndim = 1;
+  }
+  o.dense = o.ndim == 1 && o.stride[0] == 1;
+  return o;
+}
+
+/// Where an element-by-element walk over an operand stands.
+typedef struct cursor {
+  int64_t index[ENG_MAX_DIMS], offset;                  // offset in elements from data
+} cursor;
+
+static inline __attribute__((unused)) cursor cursor_at(const operand *o, int64_t first)
+{
+  cursor c = {.offset = 0};
+  for (int d = 0; d < o->ndim; d++) {
+    c.index[d] = d + 1 < o->ndim ? first % o->shape[d] : first;
+    c.offset += c.index[d] * o->stride[d];
+    first /= o->shape[d];
+  }
+  return c;
+}
+
+/// Goes on by n elements, at most to the end of the innermost run.
+static inline __attribute__((unused)) void cursor_advance(cursor *c, const operand *o, int64_t n)
+{
+  c->index[0] += n;
+  c->offset += n * o->stride[0];
+  for (int d = 0; d + 1 < o->ndim && c->index[d] == o->shape[d]; d++) {
+    c->offset += o->stride[d + 1] - o->shape[d] * o->stride[d];
+    c->index[d] = 0;
+    c->index[d + 1]++;
+  }
+}
+
+/// Elements [first, first + n) of the output's order as floats, n <= TILE.
+static inline __attribute__((unused)) const float *operand_load(const operand *o, float *buffer, int64_t first, int n)
+{
+  if (o->dense) return tile_load(buffer, o->data, o->dtype, first, n);
+  cursor c = cursor_at(o, first);
+  if (n <= o->shape[0] - c.index[0]) return tile_gather(buffer, o->data, o->dtype, c.offset, o->stride[0], n);
+  for (int done = 0; done < n;) {
+    int run = (int)smaller(n - done, o->shape[0] - c.index[0]);
+    const float *from = tile_gather(buffer + done, o->data, o->dtype, c.offset, o->stride[0], run);
+    if (from != buffer + done) memcpy(buffer + done, from, (size_t)run * sizeof(float));
+    cursor_advance(&c, o, run);
+    done += run;
+  }
+  return buffer;
+}
+
+/// The same for an operand of one byte an element (bool, u8), untouched.
+static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o, uint8_t *buffer, int64_t first, int n)
+{
+  const uint8_t *data = o->data;
+  if (o->dense) return data + first;
+  cursor c = cursor_at(o, first);
+  for (int done = 0; done < n;) {
+    int run = (int)smaller(n - done, o->shape[0] - c.index[0]);
+    if (o->stride[0] == 0) memset(buffer + done, data[c.offset], (size_t)run);
+    else for (int i = 0; i < run; i++) buffer[done + i] = data[c.offset + i * o->stride[0]];
+    cursor_advance(&c, o, run);
+    done += run;
+  }
+  return buffer;
+}
+
+/// A loop over the tiles of an output of `count` elements, shared among the threads: `first` and `n`
+/// (both named by the caller) tell each tile's elements.
+#define PRAGMA_(text) _Pragma(#text)
+#define FOR_TILES(first, n, count)                                                          \
+  PRAGMA_(omp parallel for schedule(static) if ((count) >= PARALLEL_ELEMENTS))              \
+  for (int64_t first = 0; first < (count); first += TILE)                                   \
+    for (int n = (int)smaller(TILE, (count) - first), once_ = 1; once_; once_ = 0)
+
+/// y[0..n) = expression of a (and b), vectors named `a` and `b` inside it.
+#define MAP1(y, pa, n, expression)                                                          \
+  do {                                                                                      \
+    int i_ = 0;                                                                             \
+    for (; i_ + VF_LANES <= (n); i_ += VF_LANES) {                                          \
+      vf a = vf_load((pa) + i_);                                                            \
+      vf_store((y) + i_, expression);                                                       \
+    }                                                                                       \
+    if (i_ < (n)) {                                                                         \
+      vf a = vf_load_n((pa) + i_, (n) - i_);                                                \
+      vf_store_n((y) + i_, expression, (n) - i_);                                           \
+    }                                                                                       \
+  } while (0)
+#define MAP2(y, pa, pb, n, expression)                                                      \
+  do {                                                                                      \
+    int i_ = 0;                                                                             \
+    for (; i_ + VF_LANES <= (n); i_ += VF_LANES) {                                          \
+      vf a = vf_load((pa) + i_), b = vf_load((pb) + i_);                                    \
+      vf_store((y) + i_, expression);                                                       \
+    }                                                                                       \
+    if (i_ < (n)) {                                                                         \
+      vf a = vf_load_n((pa) + i_, (n) - i_), b = vf_load_n((pb) + i_, (n) - i_);            \
+      vf_store_n((y) + i_, expression, (n) - i_);                                           \
+    }                                                                                       \
+  } while (0)
+
+#endif

@@ -1,0 +1,275 @@
+// Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
+// f64 and integers go to the reference.
+// Called through backend.kernel[].
+//
+// Order of a sum: lanes within a tile (or FLUSH rows), then double, in tiles of a piece in order, then
+// the pieces in order. The cut into pieces depends on the shape alone, never on the threads.
+// Max and min: NaN wins; which of -0 and +0 is not decided.
+#include "operand.h"
+#include "simd.h"
+
+enum {
+  PIECE = 64 * TILE,   // elements of one result that one task reduces
+  PIECE_ROWS = 256,    // the same where columns are reduced: rows
+  FLUSH = 32,          // rows added up in f32 before they go into double
+};
+
+typedef enum rule { SUM, MAX, MIN } rule;
+
+/// A reduction as two walks over x: the results' dimensions and those reduced.
+typedef struct reduction {
+  operand kept, gone;            // data of both: x
+  int64_t results, each;         // number of results, elements in each
+  rule    rule;
+  double  divisor;               // of a mean, else 1
+  const tensor *y;
+} reduction;
+
+static void append(operand *o, int64_t size, int64_t stride)
+{
+  int k = o->ndim - 1;
+  if (size == 1) return;
+  if (k >= 0 && stride == o->stride[k] * o->shape[k]) {
+    o->shape[k] *= size;
+  } else {
+    o->shape[o->ndim] = size;
+    o->stride[o->ndim++] = stride;
+  }
+}
+
+static void finish(operand *o)
+{
+  if (o->ndim == 0) {
+    o->ndim = 1;
+    o->shape[0] = 1;
+    o->stride[0] = 1;
+  }
+  o->dense = o->ndim == 1 && o->stride[0] == 1;
+}
+
+static reduction reduction_of(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  uint64_t mask = (uint64_t)call->ints[0];
+  reduction r = {.kept = {.data = x->data, .dtype = x->dtype}, .gone = {.data = x->data, .dtype = x->dtype},
+                 .results = 1, .each = 1, .divisor = 1, .y = call->out[0]};
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    bool gone = mask >> d & 1;
+    append(gone ? &r.gone : &r.kept, x->shape[d], x->stride[d]);
+    if (gone) r.each *= x->shape[d];
+    else r.results *= x->shape[d];
+  }
+  finish(&r.kept);
+  finish(&r.gone);
+  return r;
+}
+
+// ------------------------------------------------------------------ tiles
+
+// a, or b where it is larger (smaller) or NaN; a NaN in a stays.
+VF_INLINE vf vf_extreme(vf a, vf b, rule rule)
+{
+  return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a);
+}
+
+static inline double extreme(double a, double b, rule rule)
+{
+  return (rule == MAX ? b > a : b < a) || f64_is_nan(b) ? b : a;
+}
+
+static inline double identity(rule rule) { return rule == SUM ? 0.0 : rule == MAX ? -INFINITY : INFINITY; }
+
+static inline double combine(double a, double b, rule rule) { return rule == SUM ? a + b : extreme(a, b, rule); }
+
+static double tile_extreme(const float *x, int n, rule rule)
+{
+  vf a = vf_set1((float)identity(rule)), b = a;
+  int i = 0;
+  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    a = vf_extreme(a, vf_load(x + i), rule);
+    b = vf_extreme(b, vf_load(x + i + VF_LANES), rule);
+  }
+  float lanes[VF_LANES];
+  vf_store(lanes, vf_extreme(a, b, rule));
+  double best = lanes[0];
+  for (int k = 1; k < VF_LANES; k++) best = extreme(best, lanes[k], rule);
+  for (; i < n; i++) best = extreme(best, x[i], rule);
+  return best;
+}
+
+// ------------------------------------------------------------------ results that lie apart in x: one at a time
+
+// Elements [first, first + n) of one result, whose own elements begin at offset `base`.
+static double reduce_piece(const reduction *r, int64_t base, int64_t first, int64_t n)
+{
+  operand gone = r->gone;
+  gone.data = (const char *)r->gone.data + base * (r->gone.dtype == ENG_f32 ? 4 : 2);
+  double total = identity(r->rule);
+  float buffer[TILE];
+  for (int64_t at = first; at < first + n; at += TILE) {
+    int m = (int)smaller(TILE, first + n - at);
+    const float *x = operand_load(&gone, buffer, at, m);
+    total = combine(total, r->rule == SUM ? tile_sum(x, m) : tile_extreme(x, m, r->rule), r->rule);
+  }
+  return total;
+}
+
+static eng_status reduce_single(const reduction *r)
+{
+  const tensor *y = r->y;
+  int64_t pieces = (r->each + PIECE - 1) / PIECE, tasks = r->results * pieces;
+  int64_t bytes = tasks * (int64_t)sizeof(double);
+  double *part = pieces > 1 ? arena_alloc(ARENA_SCRATCH, bytes) : NULL;
+  if (pieces > 1 && !part) return ENG_ERR_MEMORY;
+#pragma omp parallel for schedule(static) if (r->results * r->each >= PARALLEL_ELEMENTS)
+  for (int64_t task = 0; task < tasks; task++) {
+    int64_t result = task / pieces, first = task % pieces * PIECE;
+    double total = reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(PIECE, r->each - first));
+    if (part) part[task] = total;
+    else put(y->data, y->dtype, result, total / r->divisor);
+  }
+  if (part) {
+    for (int64_t result = 0; result < r->results; result++) {
+      double total = part[result * pieces];
+      for (int64_t k = 1; k < pieces; k++) total = combine(total, part[result * pieces + k], r->rule);
+      put(y->data, y->dtype, result, total / r->divisor);
+    }
+    arena_free(ARENA_SCRATCH, part, bytes);
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ results side by side in x: a tile of columns at a time
+
+// Rows [first, first + n) of the `width` columns that begin at offset `base`, into total [width].
+static void reduce_columns(const reduction *r, int64_t base, int width, int64_t first, int64_t n, double *total)
+{
+  float sum[TILE], buffer[TILE];
+  vf start = vf_set1((float)identity(r->rule));
+  cursor row = cursor_at(&r->gone, first);
+  for (int i = 0; i < width; i++) total[i] = identity(r->rule);
+  for (int64_t at = 0; at < n;) {
+    int64_t stop = smaller(at + FLUSH, n);
+    for (int i = 0; i < TILE; i += VF_LANES) vf_store(sum + i, start);
+    for (; at < stop; at++) {
+      const float *x = tile_load(buffer, r->gone.data, r->gone.dtype, base + row.offset, width);
+      switch (r->rule) {
+        case SUM: MAP2(sum, sum, x, width, vf_add(a, b)); break;
+        case MAX: MAP2(sum, sum, x, width, vf_extreme(a, b, MAX)); break;
+        case MIN: MAP2(sum, sum, x, width, vf_extreme(a, b, MIN)); break;
+      }
+      cursor_advance(&row, &r->gone, 1);
+    }
+    if (r->rule == SUM) for (int i = 0; i < width; i++) total[i] += sum[i];
+    else for (int i = 0; i < width; i++) total[i] = extreme(total[i], sum[i], r->rule);
+  }
+}
+
+static eng_status reduce_side_by_side(const reduction *r)
+{
+  const tensor *y = r->y;
+  int64_t columns = r->kept.shape[0], across = (columns + TILE - 1) / TILE, outer = r->results / columns;
+  int64_t rows = outer * across >= 64 ? larger(r->each, 1) : PIECE_ROWS;   // enough tasks without cutting
+  int64_t pieces = (r->each + rows - 1) / rows, tasks = outer * across * pieces;
+  int64_t bytes = pieces * r->results * (int64_t)sizeof(double);
+  double *part = pieces > 1 ? arena_alloc(ARENA_SCRATCH, bytes) : NULL;
+  if (pieces > 1 && !part) return ENG_ERR_MEMORY;
+#pragma omp parallel for schedule(static) if (r->results * r->each >= PARALLEL_ELEMENTS)
+  for (int64_t task = 0; task < tasks; task++) {
+    int64_t column = task % across * TILE, piece = task / across % pieces;
+    int64_t result = task / across / pieces * columns + column, first = piece * rows;
+    int width = (int)smaller(TILE, columns - column);
+    double own[TILE], *total = part ? part + piece * r->results + result : own;
+    reduce_columns(r, cursor_at(&r->kept, result).offset, width, first, smaller(rows, r->each - first), total);
+    if (!part)
+      for (int i = 0; i < width; i++) put(y->data, y->dtype, result + i, total[i] / r->divisor);
+  }
+  if (part) {
+#pragma omp parallel for schedule(static) if (r->results * pieces >= PARALLEL_ELEMENTS)
+    for (int64_t result = 0; result < r->results; result++) {
+      double total = part[result];
+      for (int64_t k = 1; k < pieces; k++) total = combine(total, part[k * r->results + result], r->rule);
+      put(y->data, y->dtype, result, total / r->divisor);
+    }
+    arena_free(ARENA_SCRATCH, part, bytes);
+  }
+  return ENG_OK;
+}
+
+static eng_status reduce(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  reduction r = reduction_of(call);
+  if (r.results == 0) return ENG_OK;
+  bool extremes = call->op == ENG_OP_max || call->op == ENG_OP_min;
+  if (r.each == 0) {
+    if (extremes) return forward_to_reference(call);   // has the words
+    for (int64_t i = 0; i < r.results; i++) put(r.y->data, r.y->dtype, i, call->op == ENG_OP_mean ? NAN : 0.0);
+    return ENG_OK;
+  }
+  r.rule = call->op == ENG_OP_max ? MAX : call->op == ENG_OP_min ? MIN : SUM;
+  if (call->op == ENG_OP_mean) r.divisor = (double)r.each;
+  bool beside = r.kept.stride[0] == 1 && r.kept.shape[0] >= VF_LANES && (r.gone.stride[0] != 1 || r.each == 1);
+  return beside ? reduce_side_by_side(&r) : reduce_single(&r);
+}
+
+// ------------------------------------------------------------------ gradient of max and min
+
+// Offset of a result in a tensor of the results' shape, reduced dimensions kept as 1 or left out.
+static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, int64_t result)
+{
+  int64_t offset = 0;
+  for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {
+    bool gone = mask >> d & 1;
+    if (!gone) {
+      offset += result % x->shape[d] * y->stride[e];
+      result /= x->shape[d];
+    }
+    if (!gone || y->ndim == x->ndim) e--;
+  }
+  return offset;
+}
+
+// dy is shared equally among the elements that equal y; NaN equals NaN here.
+static eng_status extreme_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
+  uint64_t mask = (uint64_t)call->ints[0];
+  reduction r = reduction_of(call);
+  op_call target = *call;
+  target.in[0] = call->out[0];
+  reduction to = reduction_of(&target);   // walks dx, which has the shape of x
+  if (r.results * r.each == 0) return ENG_OK;
+#pragma omp parallel for schedule(static) if (r.results * r.each >= PARALLEL_ELEMENTS)
+  for (int64_t result = 0; result < r.results; result++) {
+    float extreme = get(y->data, y->dtype, result_offset(y, x, mask, result));
+    double slope = get(dy->data, dy->dtype, result_offset(dy, x, mask, result));
+    int64_t from = cursor_at(&r.kept, result).offset, into = cursor_at(&to.kept, result).offset, equals = 0;
+    bool nan = f32_is_nan(extreme);
+    for (int pass = 0; pass < 2; pass++) {   // count, then share
+      cursor cx = cursor_at(&r.gone, 0), cdx = cursor_at(&to.gone, 0);
+      for (int64_t i = 0; i < r.each; i++) {
+        float value = get(x->data, x->dtype, from + cx.offset);
+        bool equal = value == extreme || (nan && f32_is_nan(value));
+        if (pass == 0) {
+          equals += equal;
+        } else {
+          put(dx->data, dx->dtype, into + cdx.offset, equal ? slope / (double)equals : 0.0);
+          cursor_advance(&cdx, &to.gone, 1);
+        }
+        cursor_advance(&cx, &r.gone, 1);
+      }
+    }
+  }
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_reduce)(backend *b)
+{
+  b->kernel[ENG_OP_sum] = reduce;
+  b->kernel[ENG_OP_mean] = reduce;
+  b->kernel[ENG_OP_max] = reduce;
+  b->kernel[ENG_OP_min] = reduce;
+  b->kernel[ENG_OP_extreme_grad] = extreme_grad;
+}

@@ -1,0 +1,380 @@
+// simd.h: one vector type for the CPU kernels. A kernel file is compiled three times, with
+// ENG_ISA_plain, ENG_ISA_avx2 or ENG_ISA_avx512 defined; this header gives each build float vectors
+// of 4, 8 or 16 lanes under the same names, conversions that are bit-equal to numerics.h, and the
+// tiles by which one loop over f32 serves every mix of f32, f16 and bf16 tensors.
+// Included by the kernel files of cpu/ and by nothing else. Owns nothing. Math stands in vmath.h.
+//
+// vf   VF_LANES floats           vi   as many int32
+// vm   a mask, one flag per lane
+// Rules that hold on every instruction set:
+//   vf_min(a, b), vf_max(a, b)   b where either is NaN, and where both are zero: put the value whose NaN
+//                                shall survive second
+//   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
+//                                (which is therefore not bit-equal to the others)
+//   comparisons                  false where either side is NaN, but vf_ne: true
+//   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load gives 0 in the others
+//   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
+#ifndef ENG_SIMD_H
+#define ENG_SIMD_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../numerics.h"
+#include "../tensor.h"
+
+#define VF_INLINE static inline __attribute__((always_inline, unused))
+
+#if defined(ENG_ISA_avx512)
+#include <immintrin.h>
+#define ISA_NAME(x) x##_avx512
+enum { VF_LANES = 16 };
+typedef __m512 vf;
+typedef int32_t vi __attribute__((vector_size(64), may_alias));
+typedef __mmask16 vm;
+#elif defined(ENG_ISA_avx2)
+#include <immintrin.h>
+#define ISA_NAME(x) x##_avx2
+enum { VF_LANES = 8 };
+typedef __m256 vf;
+typedef int32_t vi __attribute__((vector_size(32), may_alias));
+typedef vi vm;   // -1 or 0 in each lane
+#else
+#define ISA_NAME(x) x##_plain
+enum { VF_LANES = 4 };
+typedef float vf __attribute__((vector_size(16), may_alias));
+typedef int32_t vi __attribute__((vector_size(16), may_alias));
+typedef vi vm;
+#endif
+typedef uint32_t vu __attribute__((vector_size(4 * VF_LANES), may_alias));
+
+// ------------------------------------------------------------------ the same on every set
+
+VF_INLINE vf vf_zero(void)       { return (vf){0}; }
+VF_INLINE vf vf_set1(float x)    { return x - (vf){0}; }      // x - 0 keeps -0, and NaN as it is
+VF_INLINE vi vi_set1(int32_t x)  { return x + (vi){0}; }
+VF_INLINE vi vf_bits(vf a)       { return (vi)a; }
+VF_INLINE vf vf_from_bits(vi a)  { return (vf)a; }
+
+VF_INLINE vf vf_add(vf a, vf b)  { return a + b; }
+VF_INLINE vf vf_sub(vf a, vf b)  { return a - b; }
+VF_INLINE vf vf_mul(vf a, vf b)  { return a * b; }
+VF_INLINE vf vf_div(vf a, vf b)  { return a / b; }
+VF_INLINE vf vf_neg(vf a)        { return (vf)((vi)a ^ (int32_t)0x80000000); }
+VF_INLINE vf vf_abs(vf a)        { return (vf)((vi)a & 0x7FFFFFFF); }
+/// Magnitude of a, sign of b.
+VF_INLINE vf vf_copysign(vf a, vf b) { return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000)); }
+
+VF_INLINE vi vi_add(vi a, vi b)  { return a + b; }
+VF_INLINE vi vi_sub(vi a, vi b)  { return a - b; }
+VF_INLINE vi vi_and(vi a, vi b)  { return a & b; }
+VF_INLINE vi vi_or(vi a, vi b)   { return a | b; }
+VF_INLINE vi vi_xor(vi a, vi b)  { return a ^ b; }
+VF_INLINE vi vi_shl(vi a, int n) { return (vi)((vu)a << n); }
+VF_INLINE vi vi_shr(vi a, int n) { return (vi)((vu)a >> n); }   // zeros come in
+VF_INLINE vi vi_sar(vi a, int n) { return a >> n; }             // the sign comes in
+VF_INLINE vi vi_load(const int32_t *p)     { vi a; memcpy(&a, p, sizeof a); return a; }
+VF_INLINE void vi_store(int32_t *p, vi a)  { memcpy(p, &a, sizeof a); }
+
+#if defined(ENG_ISA_avx512)
+// ------------------------------------------------------------------ AVX-512
+
+VF_INLINE vm vm_first(int n)               { return (vm)((1u << n) - 1u); }
+VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
+VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
+VF_INLINE vm vm_not(vm a)                  { return (vm)~a; }
+/// One bit per lane, lane 0 lowest.
+VF_INLINE uint32_t vm_bits(vm a)           { return a; }
+
+VF_INLINE vf vf_load(const float *p)                { return _mm512_loadu_ps(p); }
+VF_INLINE void vf_store(float *p, vf a)             { _mm512_storeu_ps(p, a); }
+VF_INLINE vf vf_load_n(const float *p, int n)       { return _mm512_maskz_loadu_ps(vm_first(n), p); }
+VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm512_mask_storeu_ps(p, vm_first(n), a); }
+
+VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm512_fmadd_ps(a, b, c); }
+VF_INLINE vf vf_max(vf a, vf b)            { return _mm512_max_ps(a, b); }
+VF_INLINE vf vf_min(vf a, vf b)            { return _mm512_min_ps(a, b); }
+VF_INLINE vf vf_sqrt(vf a)                 { return _mm512_sqrt_ps(a); }
+/// To the nearest integer, ties to even.
+VF_INLINE vf vf_rint(vf a)                 { return _mm512_roundscale_ps(a, 8); }
+VF_INLINE vi vf_to_vi(vf a)                { return (vi)_mm512_cvttps_epi32(a); }   // toward zero
+VF_INLINE vf vi_to_vf(vi a)                { return _mm512_cvtepi32_ps((__m512i)a); }
+
+VF_INLINE vm vf_lt(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+VF_INLINE vm vf_le(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+VF_INLINE vm vf_gt(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+VF_INLINE vm vf_ge(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+VF_INLINE vm vf_eq(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+VF_INLINE vm vf_ne(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
+VF_INLINE vm vi_gt(vi a, vi b)             { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
+VF_INLINE vm vi_eq(vi a, vi b)             { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
+/// a where the mask is set, b elsewhere.
+VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm512_mask_blend_ps(m, b, a); }
+VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a); }
+
+VF_INLINE float vf_sum(vf a)
+{
+  __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+VF_INLINE float vf_maxall(vf a)
+{
+  __m256 x = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+VF_INLINE vf vf_load_f16(const uint16_t *p)               { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)      { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)            { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)   { _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+
+VF_INLINE vf vf_widen_bf16_(__m256i h)                    { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
+VF_INLINE vf vf_load_bf16(const uint16_t *p)              { return vf_widen_bf16_(_mm256_loadu_si256((const __m256i *)p)); }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)     { return vf_widen_bf16_(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
+// Not the processor's own conversion: vcvtneps2bf16 flushes subnormals to zero.
+VF_INLINE __m256i vf_narrow_bf16_(vf a)
+{
+  __m512i u = (__m512i)a, top = _mm512_srli_epi32(u, 16);
+  __m512i even = _mm512_add_epi32(_mm512_and_si512(top, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, even), 16);
+  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), top, _mm512_set1_epi32(0x40));
+  return _mm512_cvtepi32_epi16(rounded);
+}
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)           { _mm256_storeu_si256((__m256i *)p, vf_narrow_bf16_(a)); }
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)  { _mm256_mask_storeu_epi16(p, vm_first(n), vf_narrow_bf16_(a)); }
+
+#elif defined(ENG_ISA_avx2)
+// ------------------------------------------------------------------ AVX2 with FMA and F16C
+
+VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3, 4, 5, 6, 7} < n; }
+VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
+VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
+VF_INLINE vm vm_not(vm a)                  { return ~a; }
+VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)_mm256_movemask_ps((__m256)a); }
+
+VF_INLINE vf vf_load(const float *p)                { return _mm256_loadu_ps(p); }
+VF_INLINE void vf_store(float *p, vf a)             { _mm256_storeu_ps(p, a); }
+VF_INLINE vf vf_load_n(const float *p, int n)       { return _mm256_maskload_ps(p, (__m256i)vm_first(n)); }
+VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm256_maskstore_ps(p, (__m256i)vm_first(n), a); }
+
+VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm256_fmadd_ps(a, b, c); }
+VF_INLINE vf vf_max(vf a, vf b)            { return _mm256_max_ps(a, b); }
+VF_INLINE vf vf_min(vf a, vf b)            { return _mm256_min_ps(a, b); }
+VF_INLINE vf vf_sqrt(vf a)                 { return _mm256_sqrt_ps(a); }
+VF_INLINE vf vf_rint(vf a)                 { return _mm256_round_ps(a, 8); }
+VF_INLINE vi vf_to_vi(vf a)                { return (vi)_mm256_cvttps_epi32(a); }
+VF_INLINE vf vi_to_vf(vi a)                { return _mm256_cvtepi32_ps((__m256i)a); }
+
+VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+VF_INLINE vm vf_le(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
+VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
+VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
+VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm256_blendv_ps(b, a, (__m256)m); }
+VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
+
+VF_INLINE float vf_sum(vf a)
+{
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+VF_INLINE float vf_maxall(vf a)
+{
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+VF_INLINE __m128i vf_halves_(const uint16_t *p, int n)
+{
+  uint16_t lane[8] = {0};
+  for (int i = 0; i < n; i++) lane[i] = p[i];
+  return _mm_loadu_si128((const __m128i *)lane);
+}
+VF_INLINE void vf_put_halves_(uint16_t *p, __m128i h, int n)
+{
+  uint16_t lane[8];
+  _mm_storeu_si128((__m128i *)lane, h);
+  for (int i = 0; i < n; i++) p[i] = lane[i];
+}
+
+VF_INLINE vf vf_load_f16(const uint16_t *p)               { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)      { return _mm256_cvtph_ps(vf_halves_(p, n)); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)            { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)   { vf_put_halves_(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), n); }
+
+VF_INLINE vf vf_widen_bf16_(__m128i h)                    { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
+VF_INLINE vf vf_load_bf16(const uint16_t *p)              { return vf_widen_bf16_(_mm_loadu_si128((const __m128i *)p)); }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)     { return vf_widen_bf16_(vf_halves_(p, n)); }
+VF_INLINE __m128i vf_narrow_bf16_(vf a)
+{
+  vi u = (vi)a, top = vi_shr(u, 16);
+  vi rounded = vi_shr(u + ((top & 1) + 0x7FFF), 16);
+  vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  rounded = vi_select(nan, top | 0x40, rounded);
+  __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);   // lanes 0123 0123 | 4567 4567
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)           { _mm_storeu_si128((__m128i *)p, vf_narrow_bf16_(a)); }
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)  { vf_put_halves_(p, vf_narrow_bf16_(a), n); }
+
+#else
+// ------------------------------------------------------------------ plain C, any processor
+
+VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3} < n; }
+VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
+VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
+VF_INLINE vm vm_not(vm a)                  { return ~a; }
+VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8)); }
+
+VF_INLINE vf vf_load(const float *p)                { vf a; memcpy(&a, p, sizeof a); return a; }
+VF_INLINE void vf_store(float *p, vf a)             { memcpy(p, &a, sizeof a); }
+VF_INLINE vf vf_load_n(const float *p, int n)       { vf a = {0}; for (int i = 0; i < n; i++) a[i] = p[i]; return a; }
+VF_INLINE void vf_store_n(float *p, vf a, int n)    { for (int i = 0; i < n; i++) p[i] = a[i]; }
+
+VF_INLINE vf vf_select(vm m, vf a, vf b)   { return (vf)((m & (vi)a) | (~m & (vi)b)); }
+VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
+VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)(a < b); }
+VF_INLINE vm vf_le(vf a, vf b)             { return (vm)(a <= b); }
+VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)(a > b); }
+VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)(a >= b); }
+VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)(a == b); }
+VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)(a != b); }
+VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
+VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
+
+VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return a * b + c; }
+VF_INLINE vf vf_max(vf a, vf b)            { return vf_select(a > b, a, b); }
+VF_INLINE vf vf_min(vf a, vf b)            { return vf_select(a < b, a, b); }
+VF_INLINE vf vf_sqrt(vf a)                 { return (vf){sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
+// Adding 2^23 leaves no bits for a fraction; from there on every number is an integer already.
+VF_INLINE vf vf_rint(vf a)
+{
+  vf t = vf_abs(a), whole = (t + 8388608.0f) - 8388608.0f;
+  return vf_select(t < 8388608.0f, vf_copysign(whole, a), a);
+}
+VF_INLINE vi vf_to_vi(vf a)                { return __builtin_convertvector(a, vi); }
+VF_INLINE vf vi_to_vf(vi a)                { return __builtin_convertvector(a, vf); }
+
+VF_INLINE float vf_sum(vf a)               { return (a[0] + a[2]) + (a[1] + a[3]); }
+VF_INLINE float vf_maxall(vf a)
+{
+  float x = a[0] > a[2] ? a[0] : a[2], y = a[1] > a[3] ? a[1] : a[3];
+  return x > y ? x : y;
+}
+
+VF_INLINE vf vf_load_f16(const uint16_t *p)              { return (vf){f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])}; }
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)     { vf a = {0}; for (int i = 0; i < n; i++) a[i] = f16_to_f32(p[i]); return a; }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)  { for (int i = 0; i < n; i++) p[i] = f16_from_f32(a[i]); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)           { vf_store_f16_n(p, a, VF_LANES); }
+VF_INLINE vf vf_load_bf16(const uint16_t *p)             { return (vf)(vi){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16}; }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)    { vf a = {0}; for (int i = 0; i < n; i++) a[i] = bf16_to_f32(p[i]); return a; }
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = bf16_from_f32(a[i]); }
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)          { vf_store_bf16_n(p, a, VF_LANES); }
+#endif
+
+VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }
+VF_INLINE vm vf_isnan(vf a)                { return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
+VF_INLINE vm vf_isinf(vf a)                { return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
+
+// ------------------------------------------------------------------ tiles
+
+enum { TILE = 512 };   // floats a tile buffer holds: 2 KiB, so that several fit the first cache
+
+VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
+
+/// n contiguous elements of `src` (fast dtype) into floats.
+VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first, int64_t n)
+{
+  int64_t i = 0;
+  if (dtype == ENG_f16) {
+    const uint16_t *p = (const uint16_t *)src + first;
+    for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_f16(p + i));
+    if (i < n) vf_store_n(to + i, vf_load_f16_n(p + i, (int)(n - i)), (int)(n - i));
+  } else if (dtype == ENG_bf16) {
+    const uint16_t *p = (const uint16_t *)src + first;
+    for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_bf16(p + i));
+    if (i < n) vf_store_n(to + i, vf_load_bf16_n(p + i, (int)(n - i)), (int)(n - i));
+  } else {
+    memcpy(to, (const float *)src + first, (size_t)n * sizeof(float));
+  }
+}
+
+/// n floats into contiguous elements of `dst` (fast dtype), rounded to nearest even.
+VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from, int64_t n)
+{
+  int64_t i = 0;
+  if (dtype == ENG_f16) {
+    uint16_t *p = (uint16_t *)dst + first;
+    for (; i + VF_LANES <= n; i += VF_LANES) vf_store_f16(p + i, vf_load(from + i));
+    if (i < n) vf_store_f16_n(p + i, vf_load_n(from + i, (int)(n - i)), (int)(n - i));
+  } else if (dtype == ENG_bf16) {
+    uint16_t *p = (uint16_t *)dst + first;
+    for (; i + VF_LANES <= n; i += VF_LANES) vf_store_bf16(p + i, vf_load(from + i));
+    if (i < n) vf_store_bf16_n(p + i, vf_load_n(from + i, (int)(n - i)), (int)(n - i));
+  } else {
+    memcpy((float *)dst + first, from, (size_t)n * sizeof(float));
+  }
+}
+
+/// The n (<= TILE) contiguous elements of `src` from `first` on as floats: the source itself when it
+/// is f32, else converted into `buffer`.
+static inline __attribute__((unused))
+const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int n)
+{
+  if (dtype == ENG_f32) return (const float *)src + first;
+  floats_from(buffer, src, dtype, first, n);
+  return buffer;
+}
+
+/// The same for elements `stride` apart; `first` in elements.
+static inline __attribute__((unused))
+const float *tile_gather(float *buffer, const void *src, int dtype, int64_t first, int64_t stride, int n)
+{
+  if (stride == 1) return tile_load(buffer, src, dtype, first, n);
+  if (stride == 0) {
+    float x = dtype == ENG_f32 ? ((const float *)src)[first]
+            : dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)src)[first]) : bf16_to_f32(((const uint16_t *)src)[first]);
+    for (int i = 0; i < n; i++) buffer[i] = x;
+  } else if (dtype == ENG_f32) {
+    const float *p = (const float *)src + first;
+    for (int i = 0; i < n; i++) buffer[i] = p[i * stride];
+  } else {
+    const uint16_t *p = (const uint16_t *)src + first;
+    uint16_t half[TILE];
+    for (int i = 0; i < n; i++) half[i] = p[i * stride];
+    floats_from(buffer, half, dtype, 0, n);
+  }
+  return buffer;
+}
+
+/// Where to compute the elements of `dst` from `first` on: the destination itself when it is f32,
+/// else `buffer`, which tile_store then rounds into place.
+static inline __attribute__((unused))
+float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
+{
+  return dtype == ENG_f32 ? (float *)dst + first : buffer;
+}
+
+static inline __attribute__((unused))
+void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
+{
+  if (dtype == ENG_f32 && values == (const float *)dst + first) return;
+  floats_to(dst, dtype, first, values, n);
+}
+
+#include "vmath.h"
+
+#endif

@@ -1,0 +1,143 @@
+// Elementwise functions of one input, their derivatives, and swiglu. Any strides; f64 and integers
+// go to the reference. Accuracy and edge cases of the functions: vmath.h.
+// Called through backend.kernel[].
+//
+//   relu       NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
+//   gelu, silu forward as the formula says: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
+//              infinite x are the limits 0 and 1
+#include "operand.h"
+#include "simd.h"
+
+static inline vf vf_relu_(vf x) { return vf_select(vf_le(x, vf_zero()), vf_zero(), x); }
+
+// One tile; apart from the caller, so that each instruction set holds every function once.
+static __attribute__((noinline)) void unary_tile(int op, float *y, const float *x, int n)
+{
+  vf one = vf_set1(1.0f);
+  switch (op) {
+    case ENG_OP_neg:         MAP1(y, x, n, vf_neg(a)); break;
+    case ENG_OP_abs:         MAP1(y, x, n, vf_abs(a)); break;
+    case ENG_OP_exp:         MAP1(y, x, n, vf_exp(a)); break;
+    case ENG_OP_log:         MAP1(y, x, n, vf_log(a)); break;
+    case ENG_OP_sqrt:        MAP1(y, x, n, vf_sqrt(a)); break;
+    case ENG_OP_rsqrt:       MAP1(y, x, n, vf_div(one, vf_sqrt(a))); break;
+    case ENG_OP_sin:         for (int i = 0; i < n; i++) y[i] = sinf(x[i]); break;
+    case ENG_OP_cos:         for (int i = 0; i < n; i++) y[i] = cosf(x[i]); break;
+    case ENG_OP_tanh:        MAP1(y, x, n, vf_tanh(a)); break;
+    case ENG_OP_sigmoid:     MAP1(y, x, n, vf_sigmoid(a)); break;
+    case ENG_OP_log_sigmoid: MAP1(y, x, n, vf_neg(vf_softplus(vf_neg(a)))); break;
+    case ENG_OP_softplus:    MAP1(y, x, n, vf_softplus(a)); break;
+    case ENG_OP_relu:        MAP1(y, x, n, vf_relu_(a)); break;
+    case ENG_OP_gelu:        MAP1(y, x, n, vf_gelu(a)); break;
+    case ENG_OP_gelu_tanh:   MAP1(y, x, n, vf_gelu_tanh(a)); break;
+    default:                 MAP1(y, x, n, vf_silu(a)); break;
+  }
+}
+
+// slope * dy; a is x, b is dy.
+static __attribute__((noinline)) void slope_tile(int op, float *y, const float *x, const float *dy, int n)
+{
+  vf one = vf_set1(1.0f), half = vf_set1(0.5f);
+  switch (op) {
+    case ENG_OP_neg:         MAP1(y, dy, n, vf_neg(a)); break;
+    case ENG_OP_abs:         MAP2(y, x, dy, n, vf_mul(b, vf_select(vf_eq(a, vf_zero()), vf_zero(),
+                                                    vf_select(vf_ne(a, a), a, vf_copysign(one, a))))); break;
+    case ENG_OP_exp:         MAP2(y, x, dy, n, vf_mul(vf_exp(a), b)); break;
+    case ENG_OP_log:         MAP2(y, x, dy, n, vf_div(b, a)); break;
+    case ENG_OP_sqrt:        MAP2(y, x, dy, n, vf_mul(vf_div(half, vf_sqrt(a)), b)); break;
+    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_div(vf_div(vf_neg(half), vf_sqrt(a)), a), b)); break;
+    case ENG_OP_sin:         for (int i = 0; i < n; i++) y[i] = cosf(x[i]) * dy[i]; break;
+    case ENG_OP_cos:         for (int i = 0; i < n; i++) y[i] = -sinf(x[i]) * dy[i]; break;
+    case ENG_OP_tanh:        MAP2(y, x, dy, n, vf_mul(vf_tanh_derivative(a), b)); break;
+    case ENG_OP_sigmoid:     MAP2(y, x, dy, n, vf_mul(vf_sigmoid_derivative(a), b)); break;
+    case ENG_OP_log_sigmoid: MAP2(y, x, dy, n, vf_mul(vf_sigmoid(vf_neg(a)), b)); break;
+    case ENG_OP_softplus:    MAP2(y, x, dy, n, vf_mul(vf_sigmoid(a), b)); break;
+    case ENG_OP_relu:        MAP2(y, x, dy, n, vf_select(vf_le(a, vf_zero()), vf_zero(), b)); break;
+    case ENG_OP_gelu:        MAP2(y, x, dy, n, vf_mul(vf_gelu_derivative(a), b)); break;
+    case ENG_OP_gelu_tanh:   MAP2(y, x, dy, n, vf_mul(vf_gelu_tanh_derivative(a), b)); break;
+    default:                 MAP2(y, x, dy, n, vf_mul(vf_silu_derivative(a), b)); break;
+  }
+}
+
+static eng_status unary(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *y = call->out[0];
+  operand x = operand_of(call->in[0], y);
+  int op = call->op;
+  FOR_TILES(first, n, y->count) {
+    float tx[TILE], ty[TILE];
+    const float *px = operand_load(&x, tx, first, n);
+    float *to = tile_target(ty, y->data, y->dtype, first);
+    unary_tile(op, to, px, n);
+    tile_store(y->data, y->dtype, first, to, n);
+  }
+  return ENG_OK;
+}
+
+static eng_status unary_grad(const op_call *call)
+{
+  int op = (int)call->ints[0];
+  bool known = op >= ENG_OP_neg && op <= ENG_OP_silu;   // others: the reference has the words
+  if (!known || !all_fast(call)) return forward_to_reference(call);
+  const tensor *dx = call->out[0];
+  operand x = operand_of(call->in[0], dx), dy = operand_of(call->in[1], dx);
+  FOR_TILES(first, n, dx->count) {
+    float tx[TILE], tdy[TILE], tdx[TILE];
+    const float *px = operand_load(&x, tx, first, n), *pdy = operand_load(&dy, tdy, first, n);
+    float *to = tile_target(tdx, dx->data, dx->dtype, first);
+    slope_tile(op, to, px, pdy, n);
+    tile_store(dx->data, dx->dtype, first, to, n);
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ swiglu
+
+static eng_status swiglu(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *y = call->out[0];
+  operand gate = operand_of(call->in[0], y), up = operand_of(call->in[1], y);
+  FOR_TILES(first, n, y->count) {
+    float tgate[TILE], tup[TILE], ty[TILE];
+    const float *pgate = operand_load(&gate, tgate, first, n), *pup = operand_load(&up, tup, first, n);
+    float *to = tile_target(ty, y->data, y->dtype, first);
+    MAP2(to, pgate, pup, n, vf_mul(vf_silu(a), b));
+    tile_store(y->data, y->dtype, first, to, n);
+  }
+  return ENG_OK;
+}
+
+static eng_status swiglu_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *dgate = call->out[0], *dup = call->out[1], *shape = call->in[0];
+  operand gate = operand_of(call->in[0], shape), up = operand_of(call->in[1], shape), dy = operand_of(call->in[2], shape);
+  FOR_TILES(first, n, shape->count) {
+    float tgate[TILE], tup[TILE], tdy[TILE], tout[TILE];
+    const float *pgate = operand_load(&gate, tgate, first, n), *pdy = operand_load(&dy, tdy, first, n);
+    if (dup) {
+      float *to = tile_target(tout, dup->data, dup->dtype, first);
+      MAP2(to, pgate, pdy, n, vf_mul(vf_silu(a), b));
+      tile_store(dup->data, dup->dtype, first, to, n);
+    }
+    if (dgate) {
+      const float *pup = operand_load(&up, tup, first, n);
+      float slope[TILE], *to = tile_target(tout, dgate->data, dgate->dtype, first);
+      MAP1(slope, pgate, n, vf_silu_derivative(a));
+      MAP2(slope, slope, pdy, n, vf_mul(b, a));
+      MAP2(to, slope, pup, n, vf_mul(a, b));
+      tile_store(dgate->data, dgate->dtype, first, to, n);
+    }
+  }
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_unary)(backend *b)
+{
+  for (int op = ENG_OP_neg; op <= ENG_OP_silu; op++) b->kernel[op] = unary;
+  b->kernel[ENG_OP_unary_grad] = unary_grad;
+  b->kernel[ENG_OP_swiglu] = swiglu;
+  b->kernel[ENG_OP_swiglu_grad] = swiglu_grad;
+}

@@ -1,0 +1,234 @@
+// vmath.h: elementary functions on float vectors, the same source on every instruction set.
+// Polynomials are minimax fits (Remez) made for these intervals. Errors measured over all f32 by
+// the sweep in spec/ stand beside each function in ulp (avx2 and avx512; the plain build, which
+// rounds twice in vf_fma, adds up to one). All keep NaN, take infinities to their limits, and
+// underflow gradually. Included by simd.h at its end; not to be included alone.
+#ifndef ENG_VMATH_H
+#define ENG_VMATH_H
+
+#define VF_C(x) vf_set1(x)
+
+/// exp(hi + lo) for |lo| far below 1: where an argument is known to more than 24 bits.
+VF_INLINE vf vf_exp_split(vf hi, vf lo)
+{
+  hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond: infinity, zero
+  vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
+  // ln 2 in two parts, the first of 9 bits, so that n times it is exact without fma, too
+  vf r = vf_fma(n, VF_C(-0.693359375f), hi);
+  r = vf_add(vf_fma(n, VF_C(2.12194440e-4f), r), lo);
+  vf q = VF_C(0.001380887215f);
+  q = vf_fma(q, r, VF_C(0.008371494614f));
+  q = vf_fma(q, r, VF_C(0.0416686674f));
+  q = vf_fma(q, r, VF_C(0.1666649686f));
+  q = vf_fma(q, r, VF_C(0.4999999179f));
+  vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
+#if defined(ENG_ISA_avx512)
+  return _mm512_scalef_ps(p, n);
+#else
+  // 2^n in two factors, each a normal number; only the second product can round (to a subnormal)
+  vi k = vf_to_vi(n), half = vi_sar(k, 1);
+  vf first = vf_from_bits(vi_shl(vi_add(half, vi_set1(127)), 23));
+  vf second = vf_from_bits(vi_shl(vi_add(vi_sub(k, half), vi_set1(127)), 23));
+  return vf_mul(vf_mul(p, first), second);
+#endif
+}
+
+VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
+
+/// log: -inf at 0, NaN below.
+VF_INLINE vf vf_log(vf x)
+{
+  vm tiny = vf_lt(x, VF_C(1.17549435e-38f));
+  vi bits = vf_bits(vf_select(tiny, vf_mul(x, VF_C(8388608.0f)), x));
+  vi k = vi_sar(vi_sub(bits, vi_set1(0x3F3504F3)), 23);      // the rest lies in [sqrt(1/2), sqrt(2))
+  vf f = vf_sub(vf_from_bits(vi_sub(bits, vi_shl(k, 23))), VF_C(1.0f));
+  vf e = vf_sub(vi_to_vf(k), vf_select(tiny, VF_C(23.0f), vf_zero()));
+  vf p = VF_C(0.06746703498f);
+  p = vf_fma(p, f, VF_C(-0.116756023f));
+  p = vf_fma(p, f, VF_C(0.1188810241f));
+  p = vf_fma(p, f, VF_C(-0.1240559341f));
+  p = vf_fma(p, f, VF_C(0.1421956209f));
+  p = vf_fma(p, f, VF_C(-0.1666799595f));
+  p = vf_fma(p, f, VF_C(0.2000211811f));
+  p = vf_fma(p, f, VF_C(-0.2500000959f));
+  p = vf_fma(p, f, VF_C(0.3333331261f));
+  vf z = vf_mul(f, f);
+  vf y = vf_mul(vf_mul(f, z), p);
+  y = vf_fma(e, VF_C(-2.12194440e-4f), y);
+  y = vf_fma(z, VF_C(-0.5f), y);
+  y = vf_fma(e, VF_C(0.693359375f), vf_add(f, y));
+  y = vf_select(vf_eq(x, VF_C(INFINITY)), x, y);
+  y = vf_select(vf_eq(x, vf_zero()), VF_C(-INFINITY), y);
+  return vf_select(vf_ge(x, vf_zero()), y, vf_select(vf_lt(x, vf_zero()), VF_C(NAN), x));
+}
+
+/// log(1 + z) for 0 <= z <= 1.
+VF_INLINE vf vf_log1p_unit(vf z)
+{
+  vf u = vf_add(z, VF_C(1.0f));
+  vf lost = vf_sub(z, vf_sub(u, VF_C(1.0f)));
+  return vf_add(vf_log(u), vf_div(lost, u));
+}
+
+VF_INLINE vf vf_tanh(vf x)
+{
+  vf a = vf_abs(x), t = vf_mul(x, x);
+  vf p = VF_C(-0.005607688733f);
+  p = vf_fma(p, t, VF_C(0.02056595799f));
+  p = vf_fma(p, t, VF_C(-0.05372398871f));
+  p = vf_fma(p, t, VF_C(0.1333138311f));
+  p = vf_fma(p, t, VF_C(-0.3333328788f));
+  vf near = vf_fma(vf_mul(a, t), p, a);
+  vf far = vf_sub(VF_C(1.0f), vf_div(VF_C(2.0f), vf_add(vf_exp(vf_add(a, a)), VF_C(1.0f))));
+  return vf_copysign(vf_select(vf_lt(a, VF_C(0.625f)), near, far), x);
+}
+
+VF_INLINE vf vf_sigmoid(vf x)
+{
+  vf z = vf_exp(vf_neg(vf_abs(x)));
+  return vf_div(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), vf_add(z, VF_C(1.0f)));
+}
+
+/// exp(-a^2 / 2) for 0 <= a <= 15; a^2 is carried to twice the precision, as its error grows in the exponent.
+VF_INLINE vf vf_bell_(vf a)
+{
+  vf square = vf_mul(a, a);
+#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
+  vf rest = vf_fma(a, a, vf_neg(square));
+#else
+  vf top = vf_from_bits(vi_and(vf_bits(a), vi_set1((int32_t)0xFFFFF000)));   // 12 bits: its square is exact
+  square = vf_mul(top, top);
+  vf rest = vf_mul(vf_sub(a, top), vf_add(a, top));
+#endif
+  return vf_exp_split(vf_mul(square, VF_C(-0.5f)), vf_mul(rest, VF_C(-0.5f)));
+}
+
+/// exp(a^2 / 2) times the normal distribution's tail beyond a, 0 <= a <= 15.
+VF_INLINE vf vf_tail_factor_(vf a)
+{
+  vf t = vf_div(vf_sub(a, VF_C(3.0f)), vf_add(a, VF_C(3.0f)));
+  vf q = VF_C(5.316193266e-5f);
+  q = vf_fma(q, t, VF_C(0.0001150136462f));
+  q = vf_fma(q, t, VF_C(-0.0003390128287f));
+  q = vf_fma(q, t, VF_C(-0.00098328816f));
+  q = vf_fma(q, t, VF_C(0.002904387341f));
+  q = vf_fma(q, t, VF_C(0.00613194226f));
+  q = vf_fma(q, t, VF_C(-0.04621326361f));
+  q = vf_fma(q, t, VF_C(0.1232250412f));
+  q = vf_fma(q, t, VF_C(-0.2064026204f));
+  return vf_fma(q, t, VF_C(0.1215139475f));
+}
+
+/// The normal distribution function at x and, through `bell`, exp(-x^2 / 2). Accurate relative to
+/// the result in the lower tail, too, which 0.5 (1 + erf) is not.
+VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
+{
+  vf a = vf_min(VF_C(15.0f), vf_abs(x));
+  *bell = vf_bell_(a);
+  vf tail = vf_mul(*bell, vf_tail_factor_(a));
+  return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(VF_C(1.0f), tail));
+}
+
+VF_INLINE vf vf_erf(vf x)
+{
+  vf a = vf_abs(x), t = vf_mul(x, x);
+  vf p = VF_C(7.853862885e-5f);
+  p = vf_fma(p, t, VF_C(-0.0008010194105f));
+  p = vf_fma(p, t, VF_C(0.005188327742f));
+  p = vf_fma(p, t, VF_C(-0.02685381196f));
+  p = vf_fma(p, t, VF_C(0.1128358515f));
+  p = vf_fma(p, t, VF_C(-0.3761262582f));
+  p = vf_fma(p, t, VF_C(0.128379166f));
+  vf near = vf_fma(a, p, a);                                 // 2/sqrt(pi) = 1 + 0.128...
+  vf b = vf_min(VF_C(15.0f), vf_mul(a, VF_C(1.41421356f)));
+  vf far = vf_fma(vf_mul(vf_bell_(b), vf_tail_factor_(b)), VF_C(-2.0f), VF_C(1.0f));
+  return vf_copysign(vf_select(vf_lt(a, VF_C(1.0f)), near, far), x);
+}
+
+// sin and cos are off the hot path; libm reduces huge arguments correctly.
+VF_INLINE vf vf_sin(vf x)
+{
+  float v[VF_LANES];
+  vf_store(v, x);
+  for (int i = 0; i < VF_LANES; i++) v[i] = sinf(v[i]);
+  return vf_load(v);
+}
+
+VF_INLINE vf vf_cos(vf x)
+{
+  float v[VF_LANES];
+  vf_store(v, x);
+  for (int i = 0; i < VF_LANES; i++) v[i] = cosf(v[i]);
+  return vf_load(v);
+}
+
+// ------------------------------------------------------------------ activations and their derivatives
+
+// Forward, a gated activation is x times its gate, NaN at -inf (-inf * 0) as in PyTorch. Derivatives
+// hold x at a bound beyond which they are constant, so that infinite x yields their limits 0 and 1.
+
+VF_INLINE vf vf_gelu(vf x)
+{
+  vf bell, cdf = vf_normal_cdf(x, &bell);
+  return vf_mul(x, cdf);
+}
+
+VF_INLINE vf vf_gelu_derivative(vf x)
+{
+  vf bell, cdf = vf_normal_cdf(x, &bell);
+  vf bound = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));
+  return vf_fma(vf_mul(bound, VF_C(0.39894228f)), bell, cdf);
+}
+
+// 0.5 (1 + tanh(u)) is the sigmoid of 2u: one exp, and no cancellation for negative x.
+// 2u = x (2 sqrt(2/pi) + 2 sqrt(2/pi) 0.044715 x^2)
+VF_INLINE vf vf_gelu_tanh(vf x)
+{
+  vf v = vf_mul(x, vf_fma(vf_mul(x, x), VF_C(0.0713548163f), VF_C(1.59576912f)));
+  return vf_mul(x, vf_sigmoid(v));
+}
+
+VF_INLINE vf vf_gelu_tanh_derivative(vf x)
+{
+  x = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));          // constant beyond; x^3 stays finite
+  vf square = vf_mul(x, x);
+  vf v = vf_mul(x, vf_fma(square, VF_C(0.0713548163f), VF_C(1.59576912f)));
+  vf slope = vf_fma(square, VF_C(0.214064449f), VF_C(1.59576912f));
+  vf z = vf_exp(vf_neg(vf_abs(v))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  vf s = vf_mul(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), r);
+  return vf_fma(vf_mul(x, slope), vf_mul(vf_mul(z, r), r), s);   // s (1 - s) = z / (1 + z)^2
+}
+
+VF_INLINE vf vf_silu(vf x)
+{
+  return vf_mul(x, vf_sigmoid(x));
+}
+
+VF_INLINE vf vf_silu_derivative(vf x)
+{
+  x = vf_min(VF_C(120.0f), vf_max(VF_C(-120.0f), x));
+  vf z = vf_exp(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  vf s = vf_mul(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), r);
+  return vf_fma(x, vf_mul(vf_mul(z, r), r), s);
+}
+
+VF_INLINE vf vf_sigmoid_derivative(vf x)
+{
+  vf z = vf_exp(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  return vf_mul(vf_mul(z, r), r);
+}
+
+/// 1 - tanh^2, without the cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
+VF_INLINE vf vf_tanh_derivative(vf x)
+{
+  vf a = vf_abs(x), z = vf_exp(vf_neg(vf_add(a, a))), r = vf_div(VF_C(2.0f), vf_add(z, VF_C(1.0f)));
+  return vf_mul(vf_mul(z, r), r);
+}
+
+/// log(1 + exp(x))
+VF_INLINE vf vf_softplus(vf x)
+{
+  return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp(vf_neg(vf_abs(x)))));
+}
+
+#endif

@@ -1,0 +1,50 @@
+// Random numbers: Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as
+// 1, 2, 3; SC 2011). A block of four 32-bit words is a pure function of seed and block number, so
+// that every thread and device draws the same numbers in any order, and a resumed run the same as
+// an uninterrupted one. The state is a seed and the number of blocks drawn.
+// Owns that state. Called by op.c (dropout takes blocks), kernels (compute blocks) and Lua.
+#ifndef ENG_RNG_H
+#define ENG_RNG_H
+
+#include "engine.h"
+
+/// Reserves `blocks` blocks and gives the number of the first.
+uint64_t rng_take(int64_t blocks);
+
+/// The seed in force.
+uint64_t rng_seed(void);
+
+/// Philox 4x32-10 on its full counter and key: `word` is the counter on the way in.
+static inline void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
+{
+  for (int round = 0; round < 10; round++) {
+    uint64_t a = (uint64_t)0xD2511F53u * word[0], b = (uint64_t)0xCD9E8D57u * word[2];
+    uint32_t next0 = (uint32_t)(b >> 32) ^ word[1] ^ key0, next2 = (uint32_t)(a >> 32) ^ word[3] ^ key1;
+    word[1] = (uint32_t)b;
+    word[3] = (uint32_t)a;
+    word[0] = next0;
+    word[2] = next2;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+/// Block `counter` of the stream of `seed`.
+static inline void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
+{
+  word[0] = (uint32_t)counter;
+  word[1] = (uint32_t)(counter >> 32);
+  word[2] = word[3] = 0;
+  philox4x32(word, (uint32_t)seed, (uint32_t)(seed >> 32));
+}
+
+/// Block `counter` of the stream in force.
+static inline void philox_block(uint32_t word[4], uint64_t counter)
+{
+  philox_of(word, rng_seed(), counter);
+}
+
+/// A word as one of the 2^24 floats k / 2^24 in [0, 1).
+static inline float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }
+
+#endif
