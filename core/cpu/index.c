@@ -1,0 +1,489 @@
+// Picking by index and its gradients: embedding, gather, index_select; the largest elements: topk,
+// argmax, argmin. Elements that are only moved keep every bit, whatever their dtype.
+// Indices are checked before anything is written. Gradients sum in f32 over everything picked from
+// one place, in order of position, and round once; each place belongs to one thread, so no atomics.
+// Decided as in reference_index.c: NaN is the largest for topk and argmax and the smallest for argmin;
+// among equals (-0 and +0 are) the first comes first.
+// Registered by cpu.c, called through the backend table.
+#include "simd.h"
+#include "rows.h"
+
+enum { SUM_RUN = 32 };   // picks summed one by one; runs are then added up, which keeps rounding errors small
+
+// ------------------------------------------------------------------ indices
+
+/// The indices of a call as i64, checked: the tensor's own memory, or a copy in scratch.
+typedef struct indices {
+  const int64_t *at;
+  int64_t n;
+  void   *scratch;
+  int64_t bytes;
+} indices;
+
+static void indices_close(indices *all)
+{
+  if (all->scratch) arena_free(ARENA_SCRATCH, all->scratch, all->bytes);
+  all->scratch = NULL;
+}
+
+static eng_status indices_open(indices *all, const op_call *call, const tensor *index, int64_t size)
+{
+  *all = (indices){.at = index->data, .n = index->count};
+  if (index->dtype != ENG_i64) {
+    all->bytes = index->count * (int64_t)sizeof(int64_t);
+    int64_t *copy = all->scratch = arena_alloc(ARENA_SCRATCH, all->bytes);
+    if (!copy) return ENG_ERR_MEMORY;
+    if (index->dtype == ENG_i32) for (int64_t i = 0; i < all->n; i++) copy[i] = ((const int32_t *)index->data)[i];
+    else for (int64_t i = 0; i < all->n; i++) copy[i] = tensor_load_int(index->data, index->dtype, i);
+    all->at = copy;
+  }
+  uint64_t bad = 0;
+  for (int64_t i = 0; i < all->n; i++) bad |= (uint64_t)all->at[i] >= (uint64_t)size;
+  if (!bad) return ENG_OK;
+  int64_t i = 0;
+  while ((uint64_t)all->at[i] < (uint64_t)size) i++;
+  eng_status status = error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
+                                eng_op_name(call->op), (long long)size - 1, (long long)all->at[i], (long long)i, tensor_text(index));
+  indices_close(all);
+  return status;
+}
+
+/// A dimension attribute, negative ones counted from the end.
+static int dimension_of(int64_t dimension, int ndim) { return (int)(dimension < 0 ? dimension + ndim : dimension); }
+
+/// A tensor as [outer x size x inner] around one dimension.
+typedef struct around { int64_t outer, size, inner; } around;
+
+static around around_of(const tensor *x, int dimension)
+{
+  around a = {1, x->ndim ? x->shape[dimension] : 1, 1};
+  for (int d = 0; d < dimension; d++) a.outer *= x->shape[d];
+  for (int d = dimension + 1; d < x->ndim; d++) a.inner *= x->shape[d];
+  return a;
+}
+
+// ------------------------------------------------------------------ rows by index
+
+/// y[o, k, :] = x[o, ids[k], :] for rows of `bytes` bytes.
+static void copy_rows(char *y, const char *x, const indices *ids, around a, int64_t bytes)
+{
+  int64_t rows = a.outer * ids->n;
+#pragma omp parallel for schedule(static) if (rows * bytes > 4 * PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    const char *from = x + (row / ids->n * a.size + ids->at[row % ids->n]) * bytes;
+    if (bytes == 4) memcpy(y + row * 4, from, 4);
+    else if (bytes == 2) memcpy(y + row * 2, from, 2);
+    else memcpy(y + row * bytes, from, (size_t)bytes);
+  }
+}
+
+static eng_status embedding(const op_call *call)
+{
+  const tensor *weight = call->in[0], *y = call->out[0];
+  bool same = weight->dtype == y->dtype;
+  if (!same && !all_fast(&(op_call){.n_in = 1, .in = {call->in[0]}, .n_out = 1, .out = {call->out[0]}}))
+    return forward_to_reference(call);
+  indices ids;
+  ENG_TRY(indices_open(&ids, call, call->in[1], weight->shape[0]));
+  int64_t n = weight->shape[1];
+  if (same) {
+    copy_rows(y->data, weight->data, &ids, (around){1, weight->shape[0], n}, n * eng_dtype_size(y->dtype));
+  } else {
+#pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < ids.n; row++) {
+      float buffer[TILE] __attribute__((aligned(64)));
+      for (int64_t at = 0; at < n; at += TILE) {
+        int length = (int)smaller(TILE, n - at);
+        const float *from = tile_load(buffer, weight->data, weight->dtype, ids.at[row] * n + at, length);
+        tile_store(y->data, y->dtype, row * n + at, from, length);
+      }
+    }
+  }
+  indices_close(&ids);
+  return ENG_OK;
+}
+
+static eng_status index_select(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  if (x->dtype != y->dtype) return forward_to_reference(call);
+  around a = around_of(x, dimension_of(call->ints[0], x->ndim));
+  indices ids;
+  ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
+  copy_rows(y->data, x->data, &ids, a, a.inner * eng_dtype_size(x->dtype));
+  indices_close(&ids);
+  return ENG_OK;
+}
+
+/// Sums the rows order[0..n) of dy (each `inner` apart), columns [at, at + length), into sum.
+static void sum_rows(float *sum, const tensor *dy, int64_t base, const int64_t *order, int64_t n, int64_t inner,
+                     int64_t at, int length)
+{
+  float run[TILE] __attribute__((aligned(64))), buffer[TILE] __attribute__((aligned(64)));
+  memset(sum, 0, (size_t)length * sizeof(float));
+  for (int64_t k = 0; k < n; ) {
+    int64_t end = smaller(n, k + SUM_RUN);
+    float *into = n <= SUM_RUN ? sum : run;
+    if (into == run) memset(run, 0, (size_t)length * sizeof(float));
+    for (; k < end; k++) {
+      const float *from = tile_load(buffer, dy->data, dy->dtype, (base + order[k]) * inner + at, length);
+      for (int i = 0; i < length; i++) into[i] += from[i];
+    }
+    if (into == run) for (int i = 0; i < length; i++) sum[i] += run[i];
+  }
+}
+
+/// dx[o, v, :] = sum of dy[o, k, :] over the k with ids[k] = v, added to what dx holds when `add`.
+/// The k of each v are found by a counting sort.
+static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids, bool add)
+{
+  int64_t bytes = (a.size + 1 + ids->n) * (int64_t)sizeof(int64_t);
+  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes), *order = start + a.size + 1;   // [size + 1], [n]
+  if (!start) return ENG_ERR_MEMORY;
+  memset(start, 0, (size_t)(a.size + 1) * sizeof(int64_t));
+  for (int64_t k = 0; k < ids->n; k++) start[ids->at[k]]++;
+  for (int64_t v = 0, sum = 0; v <= a.size; v++) {   // counts become ends
+    sum += start[v];
+    start[v] = sum;
+  }
+  for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;   // and ends become starts
+
+  // Few rows are cut into narrow columns, so that a common one does not keep a single thread busy.
+  int64_t rows = a.outer * a.size, width = rows < 1024 ? 64 : TILE, chunks = (a.inner + width - 1) / width;
+#pragma omp parallel for schedule(dynamic, 16) if (dx->count > PARALLEL_ELEMENTS || dy->count > PARALLEL_ELEMENTS)
+  for (int64_t item = 0; item < rows * chunks; item++) {
+    float sum[TILE] __attribute__((aligned(64))), buffer[TILE] __attribute__((aligned(64)));
+    int64_t row = item / chunks, at = item % chunks * width, v = row % a.size, first = row * a.inner + at;
+    int64_t picks = start[v + 1] - start[v];
+    int length = (int)smaller(width, a.inner - at);
+    if (picks == 0 && add) continue;
+    sum_rows(sum, dy, row / a.size * ids->n, order + start[v], picks, a.inner, at, length);
+    if (add) {
+      const float *before = tile_load(buffer, dx->data, dx->dtype, first, length);
+      for (int i = 0; i < length; i++) sum[i] = before[i] + sum[i];
+    }
+    tile_store(dx->data, dx->dtype, first, sum, length);
+  }
+  arena_free(ARENA_SCRATCH, start, bytes);
+  return ENG_OK;
+}
+
+static eng_status scatter_call(const op_call *call, around a, bool add)
+{
+  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->out[0]->dtype)) return forward_to_reference(call);
+  indices ids;
+  ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
+  eng_status status = scatter_rows(call->out[0], a, call->in[0], &ids, add);
+  indices_close(&ids);
+  return status;
+}
+
+static eng_status embedding_grad(const op_call *call)
+{
+  return scatter_call(call, around_of(call->out[0], 0), call->ints[2] != 0);
+}
+
+static eng_status index_select_grad(const op_call *call)
+{
+  const tensor *dx = call->out[0];
+  return scatter_call(call, around_of(dx, dimension_of(call->ints[0], dx->ndim)), false);
+}
+
+// ------------------------------------------------------------------ elements by index
+
+/// Where the elements of a smaller shape lie in a larger one, for the dimensions [from, to).
+static void fill_places(int64_t *places, const tensor *small, const tensor *large, int from, int to)
+{
+  int64_t n = 1;
+  places[0] = 0;
+  for (int d = from; d < to; d++) {   // widens the table dimension by dimension, from its end
+    for (int64_t i = n - 1; i >= 0; i--)
+      for (int64_t j = small->shape[d] - 1; j >= 0; j--) places[i * small->shape[d] + j] = places[i] * large->shape[d] + j;
+    n *= small->shape[d];
+  }
+}
+
+/// What gather and its gradient walk over: index [outer x size x inner] within x.
+typedef struct picks {
+  around  index, x;
+  const int64_t *outer, *inner;   // places in x of the index's outer and inner positions
+  void   *scratch;
+  int64_t bytes;
+} picks;
+
+static eng_status picks_open(picks *p, const tensor *index, const tensor *x, int dimension)
+{
+  *p = (picks){.index = around_of(index, dimension), .x = around_of(x, dimension)};
+  int64_t outer = larger(p->index.outer, 1), inner = larger(p->index.inner, 1);
+  p->bytes = (outer + inner) * (int64_t)sizeof(int64_t);
+  int64_t *table = p->scratch = arena_alloc(ARENA_SCRATCH, p->bytes);
+  if (!table) return ENG_ERR_MEMORY;
+  fill_places(table, index, x, 0, dimension);
+  fill_places(table + outer, index, x, dimension + 1, x->ndim);
+  p->outer = table;
+  p->inner = table + outer;
+  return ENG_OK;
+}
+
+static inline __attribute__((always_inline))
+void gather_sized(char *y, const char *x, const indices *ids, const picks *p, int size)
+{
+  int64_t lines = p->index.outer * p->index.size, inner = p->index.inner;
+#pragma omp parallel for schedule(static) if (ids->n > PARALLEL_ELEMENTS)
+  for (int64_t line = 0; line < lines; line++) {
+    int64_t base = p->outer[line / p->index.size] * p->x.size;
+    const int64_t *at = ids->at + line * inner;
+    for (int64_t i = 0; i < inner; i++)
+      memcpy(y + (line * inner + i) * size, x + ((base + at[i]) * p->x.inner + p->inner[i]) * size, (size_t)size);
+  }
+}
+
+static eng_status gather(const op_call *call)
+{
+  const tensor *x = call->in[0], *index = call->in[1], *y = call->out[0];
+  if (x->dtype != y->dtype) return forward_to_reference(call);
+  if (y->count == 0) return ENG_OK;
+  int dimension = dimension_of(call->ints[0], x->ndim);
+  picks p;
+  indices ids;
+  ENG_TRY(picks_open(&p, index, x, dimension));
+  eng_status status = indices_open(&ids, call, index, p.x.size);
+  if (status == ENG_OK) {
+    switch (eng_dtype_size(x->dtype)) {
+      case 1:  gather_sized(y->data, x->data, &ids, &p, 1); break;
+      case 2:  gather_sized(y->data, x->data, &ids, &p, 2); break;
+      case 4:  gather_sized(y->data, x->data, &ids, &p, 4); break;
+      default: gather_sized(y->data, x->data, &ids, &p, 8); break;
+    }
+    indices_close(&ids);
+  }
+  arena_free(ARENA_SCRATCH, p.scratch, p.bytes);
+  return status;
+}
+
+/// Adds the column (o, i) of dy into the same column of dx. `sums` [size], all zero before and after,
+/// holds f32 sums for a narrower dx; only places that were picked are touched.
+static void scatter_column(const tensor *dx, const tensor *dy, const indices *ids, const picks *p, int64_t o, int64_t i, float *sums)
+{
+  int64_t n = p->index.size, step = p->index.inner, first = o * n * step + i;
+  int64_t base = p->outer[o] * p->x.size * p->x.inner + p->inner[i], stride = p->x.inner;
+  if (dx->dtype == ENG_f32) {
+    float *to = (float *)dx->data + base;
+    for (int64_t j = 0, k = first; j < n; j++, k += step) to[ids->at[k] * stride] += get(dy->data, dy->dtype, k);
+    return;
+  }
+  for (int64_t j = 0, k = first; j < n; j++, k += step) sums[ids->at[k]] += get(dy->data, dy->dtype, k);
+  for (int64_t j = 0, k = first; j < n; j++, k += step) put(dx->data, dx->dtype, base + ids->at[k] * stride, sums[ids->at[k]]);
+  for (int64_t j = 0, k = first; j < n; j++, k += step) sums[ids->at[k]] = 0.0f;
+}
+
+static eng_status gather_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0], *index = call->in[1], *dx = call->out[0];
+  if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(dx->dtype)) return forward_to_reference(call);
+  int dimension = dimension_of(call->ints[0], dx->ndim);
+  picks p;
+  indices ids;
+  ENG_TRY(picks_open(&p, index, dx, dimension));
+  eng_status status = indices_open(&ids, call, index, p.x.size);
+  if (status == ENG_OK) {
+    int64_t room = padded(p.x.size), bytes = dx->dtype == ENG_f32 ? 0 : omp_get_max_threads() * room * (int64_t)sizeof(float);
+    float *sums = arena_alloc(ARENA_SCRATCH, bytes);
+    if (sums) {
+      int64_t columns = p.index.outer * p.index.inner, span = PARALLEL_ELEMENTS;
+      memset(sums, 0, (size_t)bytes);
+#pragma omp parallel if (dx->count > PARALLEL_ELEMENTS)
+      {
+        size_t size = (size_t)eng_dtype_size(dx->dtype);
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < dx->count; at += span)
+          memset((char *)dx->data + (size_t)at * size, 0, (size_t)smaller(span, dx->count - at) * size);
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < columns; c++)
+          scatter_column(dx, dy, &ids, &p, c / p.index.inner, c % p.index.inner, sums + omp_get_thread_num() * room);
+      }
+      arena_free(ARENA_SCRATCH, sums, bytes);
+    } else {
+      status = ENG_ERR_MEMORY;
+    }
+    indices_close(&ids);
+  }
+  arena_free(ARENA_SCRATCH, p.scratch, p.bytes);
+  return status;
+}
+
+// ------------------------------------------------------------------ topk
+
+/// A number that grows with the rank of x at place i of its row: NaN first, -0 and +0 alike, then the
+/// earlier place.
+static inline uint64_t rank_of(float x, int64_t i)
+{
+  uint32_t bits = f32_bits(x), order;
+  if (f32_is_nan(x)) order = 0xFFFFFFFFu;
+  else if ((bits & 0x7FFFFFFFu) == 0) order = 0x80000000u;
+  else order = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (uint64_t)order << 32 | (0xFFFFFFFFu - (uint32_t)i);
+}
+
+static inline int64_t place_of(uint64_t rank) { return (int64_t)(0xFFFFFFFFu - (uint32_t)rank); }
+
+/// Puts `rank` into a heap with the least on top, whose place `hole` is free; everything below is in order.
+static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
+{
+  for (;;) {
+    int64_t child = 2 * hole + 1;
+    if (child >= n) break;
+    if (child + 1 < n && heap[child + 1] < heap[child]) child++;
+    if (heap[child] >= rank) break;
+    heap[hole] = heap[child];
+    hole = child;
+  }
+  heap[hole] = rank;
+}
+
+/// The k highest ranks of a row into heap [k], highest first.
+static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < k; i++) heap[i] = rank_of(get(x, dtype, first + i), i);
+  for (int64_t i = k / 2 - 1; i >= 0; i--) heap_sink(heap, k, i, heap[i]);
+  float least = get(x, dtype, first + place_of(heap[0]));
+  for (int64_t at = k; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    const float *tile = tile_load(buffer, x, dtype, first + at, length);
+    for (int i = 0; i < length; i += VF_LANES) {
+      // Hardly ever does one of the lanes beat the least of the k.
+      int lanes = (int)smaller(VF_LANES, length - i);
+      vf v = lanes == VF_LANES ? vf_load(tile + i) : vf_load_n(tile + i, lanes);
+      if (!vm_any(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))))) continue;
+      for (int j = i; j < i + lanes; j++) {
+        uint64_t rank = rank_of(tile[j], at + j);
+        if (rank > heap[0]) heap_sink(heap, k, 0, rank);
+      }
+      least = get(x, dtype, first + place_of(heap[0]));
+    }
+  }
+  for (int64_t m = k - 1; m > 0; m--) {   // the least goes to the end, again and again
+    uint64_t last = heap[m];
+    heap[m] = heap[0];
+    heap_sink(heap, m, 0, last);
+  }
+}
+
+static eng_status topk(const op_call *call)
+{
+  const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
+  int64_t n = row_length(x), rows = row_count(x), k = call->ints[0];
+  if (!dtype_is_fast(x->dtype) || (values && values->dtype != x->dtype) || n > UINT32_MAX) return forward_to_reference(call);
+  if (k < 0 || k > n)
+    return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld for %s", (long long)n, (long long)k, tensor_text(x));
+  if (k == 0) return ENG_OK;
+  int64_t room = padded(k), bytes = omp_get_max_threads() * room * (int64_t)sizeof(uint64_t);
+  uint64_t *scratch = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!scratch) return ENG_ERR_MEMORY;
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    uint64_t *heap = scratch + omp_get_thread_num() * room;
+    top_of_row(heap, k, x->data, x->dtype, row * n, n);
+    for (int64_t i = 0; i < k; i++) {
+      int64_t at = place_of(heap[i]);
+      if (values && x->dtype == ENG_f32) ((float *)values->data)[row * k + i] = ((const float *)x->data)[row * n + at];
+      else if (values) ((uint16_t *)values->data)[row * k + i] = ((const uint16_t *)x->data)[row * n + at];
+      if (places) tensor_store_int(places->data, places->dtype, row * k + i, at);
+    }
+  }
+  arena_free(ARENA_SCRATCH, scratch, bytes);
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ argmax, argmin
+
+/// Place of the first NaN of a row, else of its first largest element; `sign` -0.0f turns the order around, +0.0f
+/// leaves it.
+static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n, float sign)
+{
+  float buffer[TILE] __attribute__((aligned(64))), best = -INFINITY;
+  float fill = f32_from(f32_bits(-INFINITY) ^ f32_bits(sign));
+  vi flip = vf_bits(vf_set1(sign));
+  int64_t place = 0;
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    const float *tile = tile_load(buffer, x, dtype, first + at, length);
+    vf top = vf_set1(-INFINITY);
+    vm nan = vm_first(0);
+    for (int i = 0; i < length; i += VF_LANES) {
+      vf v = length - i >= VF_LANES ? vf_load(tile + i) : load_tail(tile + i, length - i, fill);
+      nan = vm_or(nan, vf_isnan(v));
+      top = vf_max(top, vf_from_bits(vi_xor(vf_bits(v), flip)));
+    }
+    if (vm_any(nan)) {
+      int i = 0;
+      while (!f32_is_nan(tile[i])) i++;
+      return at + i;
+    }
+    float largest = vf_maxall(top);
+    if (largest > best) {
+      float wanted = f32_from(f32_bits(largest) ^ f32_bits(sign));
+      int i = 0;
+      while (tile[i] != wanted) i++;   // -0 equals +0
+      best = largest;
+      place = at + i;
+    }
+  }
+  return place;
+}
+
+/// The same down columns [at, at + length) of [size x inner].
+static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a, int64_t at, int length, float sign)
+{
+  float buffer[TILE] __attribute__((aligned(64))), best[TILE] __attribute__((aligned(64))) = {0};
+  uint32_t flip = f32_bits(sign);
+  for (int32_t j = 0; j < a.size; j++) {
+    const float *row = tile_load(buffer, x, dtype, first + j * a.inner + at, length);
+    for (int i = 0; i < length; i++) {
+      float v = f32_from(f32_bits(row[i]) ^ flip), b = best[i];
+      int take = (j == 0) | (v > b) | (f32_is_nan(v) & !f32_is_nan(b));
+      best[i] = take ? v : b;
+      place[i] = take ? j : place[i];
+    }
+  }
+}
+
+static eng_status find_extreme(const op_call *call, float sign)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  around a = around_of(x, x->ndim ? dimension_of(call->ints[0], x->ndim) : 0);
+  if (!dtype_is_fast(x->dtype) || a.size > INT32_MAX) return forward_to_reference(call);
+  if (a.size == 0 && y->count > 0)
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s", eng_op_name(call->op), tensor_text(x));
+  int64_t width = a.inner == 1 ? 1 : TILE, chunks = (a.inner + width - 1) / width;
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t item = 0; item < a.outer * chunks; item++) {
+    int64_t outer = item / chunks, at = item % chunks * width, first = outer * a.size * a.inner;
+    if (a.inner == 1) {
+      tensor_store_int(y->data, y->dtype, outer, extreme_of_row(x->data, x->dtype, first, a.size, sign));
+    } else {
+      int32_t place[TILE] = {0};
+      int length = (int)smaller(width, a.inner - at);
+      extreme_of_columns(place, x->data, x->dtype, first, a, at, length, sign);
+      for (int i = 0; i < length; i++) tensor_store_int(y->data, y->dtype, outer * a.inner + at + i, place[i]);
+    }
+  }
+  return ENG_OK;
+}
+
+static eng_status argmax(const op_call *call) { return find_extreme(call, 0.0f); }
+static eng_status argmin(const op_call *call) { return find_extreme(call, -0.0f); }
+
+void ISA_NAME(cpu_register_index)(backend *b)
+{
+  b->kernel[ENG_OP_embedding] = embedding;
+  b->kernel[ENG_OP_embedding_grad] = embedding_grad;
+  b->kernel[ENG_OP_gather] = gather;
+  b->kernel[ENG_OP_gather_grad] = gather_grad;
+  b->kernel[ENG_OP_index_select] = index_select;
+  b->kernel[ENG_OP_index_select_grad] = index_select_grad;
+  b->kernel[ENG_OP_topk] = topk;
+  b->kernel[ENG_OP_argmax] = argmax;
+  b->kernel[ENG_OP_argmin] = argmin;
+}

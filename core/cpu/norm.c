@@ -1,0 +1,241 @@
+// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose
+// mean is taken for 0, so both share their loops: `centred` tells them apart at compile time.
+// Rows stay in the first cache: memory is read once forward (x), once backward (x and dy).
+// Statistics in f32 with double between tiles, the variance about the mean just found.
+// Registered by cpu.c, called through the backend table.
+#include "simd.h"
+#include "rows.h"
+
+enum {
+  BLOCK_ROWS = 32,                   // rows whose column sums one block takes, at least
+  BLOCKS_MOST = 128,                 // blocks of a call, at most
+  BLOCK_FLOATS = 4 << 20,            // floats of partial sums of a call, about at most
+  COLUMN_CHUNK = 64                  // columns a thread sums over the blocks at a time
+};
+
+/// A vector of the call as f32 [n]: its own memory, converted into `buffer`, or `absent` n times.
+static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
+{
+  if (v) return row_load(buffer, v->data, v->dtype, 0, n);
+  for (int64_t i = 0; i < n; i++) buffer[i] = absent;
+  return buffer;
+}
+
+// ------------------------------------------------------------------ forward
+
+/// Mean and mean square deviation of a row whose sums leave the range of f32 (and of one with Inf or NaN).
+static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred, float *mean)
+{
+  double sum = 0.0, squares = 0.0;
+  for (int64_t i = 0; i < n && centred; i++) sum += x[i];
+  *mean = centred ? (float)(sum / (double)n) : 0.0f;
+  for (int64_t i = 0; i < n; i++) {
+    double d = (double)x[i] - (double)*mean;
+    squares += d * d;
+  }
+  return squares / (double)n;
+}
+
+/// y = (x - mean) * rstd * weight + bias for one row.
+static void normalise(const float *x, const float *weight, const float *bias, float mean, float rstd,
+                      void *y, int dtype, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  vf m = vf_set1(mean), r = vf_set1(rstd);
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at), i = 0;
+    const float *in = x + at, *w = weight + at, *b = bias + at;
+    float *out = tile_target(buffer, y, dtype, first + at);
+    for (; i + VF_LANES <= length; i += VF_LANES) {
+      vf t = vf_mul(vf_sub(vf_load(in + i), m), r);
+      vf_store(out + i, vf_fma(t, vf_load(w + i), vf_load(b + i)));
+    }
+    if (i < length) {
+      int rest = length - i;
+      vf t = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r);
+      vf_store_n(out + i, vf_fma(t, vf_load_n(w + i, rest), vf_load_n(b + i, rest)), rest);
+    }
+    tile_store(y, dtype, first + at, out, length);
+  }
+}
+
+/// `bias`, `means` and `rstds` may be NULL.
+static inline __attribute__((always_inline))
+eng_status norm(const op_call *call, bool centred, const tensor *bias, tensor *means, tensor *rstds)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0];
+  const tensor *y = call->out[0];
+  int64_t n = row_length(x), rows = row_count(x), room = padded(n);
+  int64_t bytes = (2 + omp_get_max_threads()) * room * (int64_t)sizeof(float);
+  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!scratch) return ENG_ERR_MEMORY;
+  // x * 1 + -0 is x in every bit, -0 included.
+  const float *weight = vector_f32(scratch, call->in[1], n, 1.0f);
+  const float *shift = vector_f32(scratch + room, bias, n, -0.0f);
+  double eps = call->floats[0];
+
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    float *own = scratch + (2 + omp_get_thread_num()) * room;
+    const float *in = row_load(own, x->data, x->dtype, row * n, n);
+    float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
+    double variance = row_squares(in, n, mean) / (double)n;
+    if (!f64_is_finite(variance)) variance = wide_moments(in, n, centred, &mean);
+    float rstd = (float)(1.0 / sqrt(variance + eps));
+    if (means) put(means->data, means->dtype, row, mean);
+    if (rstds) put(rstds->data, rstds->dtype, row, rstd);
+    normalise(in, weight, shift, mean, rstd, y->data, y->dtype, row * n, n);
+  }
+  arena_free(ARENA_SCRATCH, scratch, bytes);
+  return ENG_OK;
+}
+
+static eng_status layer_norm(const op_call *call)
+{
+  return norm(call, true, call->in[2], call->out[1], call->out[2]);
+}
+
+static eng_status rms_norm(const op_call *call)
+{
+  return norm(call, false, NULL, NULL, call->out[1]);
+}
+
+// ------------------------------------------------------------------ backward
+
+/// Means of g and of g * xhat over a row, with g = dy * weight and xhat = (x - mean) * rstd.
+typedef struct row_means { float g, gx; } row_means;
+
+/// Also adds dy * xhat to dweight [n] and dy to dbias [n] unless they are NULL.
+static inline __attribute__((always_inline))
+row_means backward_sums(const float *x, const float *dy, const float *weight, float mean, float rstd, int64_t n,
+                        float *dweight, float *dbias)
+{
+  vf m = vf_set1(mean), r = vf_set1(rstd);
+  double sum_g = 0.0, sum_gx = 0.0;
+  for (int64_t at = 0; at < n; at += TILE) {
+    int64_t end = smaller(n, at + TILE), i = at;
+    vf g_lanes = vf_zero(), gx_lanes = vf_zero();
+    for (; i + VF_LANES <= end; i += VF_LANES) {
+      vf d = vf_load(dy + i), xhat = vf_mul(vf_sub(vf_load(x + i), m), r), g = vf_mul(d, vf_load(weight + i));
+      g_lanes = vf_add(g_lanes, g);
+      gx_lanes = vf_fma(g, xhat, gx_lanes);
+      if (dweight) vf_store(dweight + i, vf_fma(d, xhat, vf_load(dweight + i)));
+      if (dbias) vf_store(dbias + i, vf_add(d, vf_load(dbias + i)));
+    }
+    if (i < end) {
+      int rest = (int)(end - i);
+      vf d = vf_load_n(dy + i, rest), xhat = vf_mul(vf_sub(load_tail(x + i, rest, mean), m), r);
+      vf g = vf_mul(d, vf_load_n(weight + i, rest));
+      g_lanes = vf_add(g_lanes, g);
+      gx_lanes = vf_fma(g, xhat, gx_lanes);
+      if (dweight) vf_store_n(dweight + i, vf_fma(d, xhat, vf_load_n(dweight + i, rest)), rest);
+      if (dbias) vf_store_n(dbias + i, vf_add(d, vf_load_n(dbias + i, rest)), rest);
+    }
+    sum_g += vf_sum(g_lanes);
+    sum_gx += vf_sum(gx_lanes);
+  }
+  return (row_means){(float)(sum_g / (double)n), (float)(sum_gx / (double)n)};
+}
+
+/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); without the term mean(g) when not centred.
+static void backward_row(const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
+                         bool centred, void *dx, int dtype, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f), minus_gx = vf_set1(-means.gx);
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at), i = 0;
+    const float *in = x + at, *d = dy + at, *w = weight + at;
+    float *out = tile_target(buffer, dx, dtype, first + at);
+    for (; i + VF_LANES <= length; i += VF_LANES) {
+      vf xhat = vf_mul(vf_sub(vf_load(in + i), m), r), g = vf_mul(vf_load(d + i), vf_load(w + i));
+      vf_store(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r));
+    }
+    if (i < length) {
+      int rest = length - i;
+      vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r), g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
+      vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), rest);
+    }
+    tile_store(dx, dtype, first + at, out, length);
+  }
+}
+
+/// Sum of partial [blocks] rows, `stride` floats apart, in order; rounded once into `total` [n]. NULL is fine.
+static void sum_blocks(tensor *total, const float *partial, int64_t blocks, int64_t stride, int64_t n)
+{
+  if (!total) return;
+#pragma omp parallel for schedule(static) if (blocks * n > PARALLEL_ELEMENTS)
+  for (int64_t at = 0; at < n; at += COLUMN_CHUNK) {
+    float sum[COLUMN_CHUNK] __attribute__((aligned(64))) = {0};
+    int64_t length = smaller(COLUMN_CHUNK, n - at);
+    for (int64_t block = 0; block < blocks; block++) {
+      const float *p = partial + block * stride + at;
+      for (int64_t i = 0; i < length; i++) sum[i] += p[i];
+    }
+    floats_to(total->data, total->dtype, at, sum, length);
+  }
+}
+
+/// `means`, `dweight` and `dbias` may be NULL.
+static inline __attribute__((always_inline))
+eng_status norm_grad(const op_call *call, bool centred, const tensor *means, const tensor *rstds, const tensor *dy,
+                     tensor *dweight, tensor *dbias)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0];
+  const tensor *dx = call->out[0];
+  int64_t n = row_length(x), rows = row_count(x), room = padded(n);
+
+  // Blocks depend on the shape alone, so the sums over columns are the same for any number of threads.
+  bool columns = dweight || dbias;
+  int64_t most = larger(4, smaller(BLOCKS_MOST, BLOCK_FLOATS / (2 * room + 1)));
+  int64_t block_rows = larger(BLOCK_ROWS, (rows + most - 1) / most), blocks = (rows + block_rows - 1) / block_rows;
+  int threads = omp_get_max_threads();
+  int64_t bytes = ((1 + 2 * threads) + (columns ? 2 * blocks : 0)) * room * (int64_t)sizeof(float);
+  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!scratch) return ENG_ERR_MEMORY;
+  const float *weight = vector_f32(scratch, call->in[1], n, 1.0f);
+  float *partial = scratch + (1 + 2 * threads) * room;   // [blocks x 2 x room]: dweight, dbias
+
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t block = 0; block < blocks; block++) {
+    float *own = scratch + (1 + 2 * omp_get_thread_num()) * room;
+    float *sum_w = partial + 2 * block * room, *sum_b = sum_w + room;
+    if (columns) memset(sum_w, 0, (size_t)(2 * room) * sizeof(float));
+    int64_t end = smaller(rows, (block + 1) * block_rows);
+    for (int64_t row = block * block_rows; row < end; row++) {
+      const float *in = row_load(own, x->data, x->dtype, row * n, n);
+      const float *d = row_load(own + room, dy->data, dy->dtype, row * n, n);
+      float mean = means ? get(means->data, means->dtype, row) : 0.0f, rstd = get(rstds->data, rstds->dtype, row);
+      row_means sums = !columns ? backward_sums(in, d, weight, mean, rstd, n, NULL, NULL)
+                     : dbias    ? backward_sums(in, d, weight, mean, rstd, n, sum_w, sum_b)
+                                : backward_sums(in, d, weight, mean, rstd, n, sum_w, NULL);
+      if (dx) backward_row(in, d, weight, mean, rstd, sums, centred, dx->data, dx->dtype, row * n, n);
+    }
+  }
+  sum_blocks(dweight, partial, blocks, 2 * room, n);
+  sum_blocks(dbias, partial + room, blocks, 2 * room, n);
+  arena_free(ARENA_SCRATCH, scratch, bytes);
+  return ENG_OK;
+}
+
+static eng_status layer_norm_grad(const op_call *call)
+{
+  bool wanted = call->ints[1] != 0;
+  return norm_grad(call, true, call->in[2], call->in[3], call->in[4],
+                   wanted ? call->out[1] : NULL, wanted ? call->out[2] : NULL);
+}
+
+static eng_status rms_norm_grad(const op_call *call)
+{
+  return norm_grad(call, false, NULL, call->in[2], call->in[3], call->out[1], NULL);
+}
+
+void ISA_NAME(cpu_register_norm)(backend *b)
+{
+  b->kernel[ENG_OP_layer_norm] = layer_norm;
+  b->kernel[ENG_OP_layer_norm_grad] = layer_norm_grad;
+  b->kernel[ENG_OP_rms_norm] = rms_norm;
+  b->kernel[ENG_OP_rms_norm_grad] = rms_norm_grad;
+}

@@ -1,0 +1,204 @@
+// What the row kernels share: the rows of a tensor, rows of any fast dtype as f32, sums in a fixed
+// order. Included by norm.c, softmax.c, loss.c and index.c, once per instruction set. Owns nothing.
+//
+// Sums: lanes within a tile of TILE elements, a fixed tree over the lanes, tiles in double in order.
+// The order depends on the length of a row and the lanes of the instruction set, never on threads.
+#ifndef ENG_ROWS_H
+#define ENG_ROWS_H
+
+#include "../backend.h"
+#include "../error.h"
+#include "simd.h"
+
+#include <omp.h>
+
+enum { PARALLEL_ELEMENTS = 16384 };   // below this waking the other threads costs more than it saves
+
+/// The last dimension (1 for a scalar) and the number of rows of that length.
+static inline int64_t row_length(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
+static inline int64_t row_count(const tensor *x)
+{
+  int64_t n = 1;
+  for (int d = 0; d + 1 < x->ndim; d++) n *= x->shape[d];
+  return n;
+}
+
+/// Whether every tensor of the call, absent ones aside, is f32, f16 or bf16.
+static inline bool all_fast(const op_call *call)
+{
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k] && !dtype_is_fast(call->in[k]->dtype)) return false;
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && !dtype_is_fast(call->out[k]->dtype)) return false;
+  return true;
+}
+
+static inline eng_status forward_to_reference(const op_call *call)
+{
+  return backend_reference()->kernel[call->op](call);
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b)  { return a > b ? a : b; }
+
+/// `count` floats of each thread's own in one piece, apart by whole cache lines.
+static inline int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
+
+static inline float get(const void *data, int dtype, int64_t i)
+{
+  if (dtype == ENG_f32) return ((const float *)data)[i];
+  uint16_t bits = ((const uint16_t *)data)[i];
+  return dtype == ENG_f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+
+/// Rounds once from double.
+static inline void put(void *data, int dtype, int64_t i, double value)
+{
+  if (dtype == ENG_f32) ((float *)data)[i] = (float)value;
+  else ((uint16_t *)data)[i] = dtype == ENG_f16 ? f16_from_f64(value) : bf16_from_f64(value);
+}
+
+/// n contiguous elements as f32: the source itself when it is f32, else converted into `buffer` [n].
+static inline const float *row_load(float *buffer, const void *source, int dtype, int64_t first, int64_t n)
+{
+  if (dtype == ENG_f32) return (const float *)source + first;
+  floats_from(buffer, source, dtype, first, n);
+  return buffer;
+}
+
+/// The last n < VF_LANES elements of a row, the other lanes `fill`.
+VF_INLINE vf load_tail(const float *source, int n, float fill)
+{
+  return vf_select(vm_first(n), vf_load_n(source, n), vf_set1(fill));
+}
+
+/// The same in double, one by one: for a tile whose f32 sum leaves the range (or that holds Inf or NaN).
+static __attribute__((noinline, unused)) double wide_sum(const float *x, int n)
+{
+  double sum = 0.0;
+  for (int i = 0; i < n; i++) sum += x[i];
+  return sum;
+}
+
+/// Sum of one tile.
+static inline double tile_sum(const float *x, int n)
+{
+  vf a = vf_set1(0.0f), b = a, c = a, d = a;
+  int i = 0;
+  for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
+    a = vf_add(a, vf_load(x + i));
+    b = vf_add(b, vf_load(x + i + VF_LANES));
+    c = vf_add(c, vf_load(x + i + 2 * VF_LANES));
+    d = vf_add(d, vf_load(x + i + 3 * VF_LANES));
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) a = vf_add(a, vf_load(x + i));
+  if (i < n) b = vf_add(b, vf_load_n(x + i, n - i));
+  float sum = vf_sum(vf_add(vf_add(a, b), vf_add(c, d)));
+  return f32_is_finite(sum) ? sum : wide_sum(x, n);
+}
+
+static inline double row_sum(const float *x, int64_t n)
+{
+  double sum = 0.0;
+  for (int64_t at = 0; at < n; at += TILE) sum += tile_sum(x + at, (int)smaller(TILE, n - at));
+  return sum;
+}
+
+/// Sum of (x - centre)^2 over a row.
+static inline double row_squares(const float *x, int64_t n, float centre)
+{
+  vf m = vf_set1(centre);
+  double sum = 0.0;
+  for (int64_t at = 0; at < n; at += TILE) {
+    const float *t = x + at;
+    int length = (int)smaller(TILE, n - at), i = 0;
+    vf a = vf_set1(0.0f), b = a, c = a, d = a;
+    for (; i + 4 * VF_LANES <= length; i += 4 * VF_LANES) {
+      vf p = vf_sub(vf_load(t + i), m), q = vf_sub(vf_load(t + i + VF_LANES), m);
+      vf r = vf_sub(vf_load(t + i + 2 * VF_LANES), m), s = vf_sub(vf_load(t + i + 3 * VF_LANES), m);
+      a = vf_fma(p, p, a);
+      b = vf_fma(q, q, b);
+      c = vf_fma(r, r, c);
+      d = vf_fma(s, s, d);
+    }
+    for (; i + VF_LANES <= length; i += VF_LANES) {
+      vf p = vf_sub(vf_load(t + i), m);
+      a = vf_fma(p, p, a);
+    }
+    if (i < length) {
+      vf p = vf_sub(load_tail(t + i, length - i, centre), m);
+      b = vf_fma(p, p, b);
+    }
+    sum += vf_sum(vf_add(vf_add(a, b), vf_add(c, d)));
+  }
+  return sum;
+}
+
+/// The largest element of a tile; arbitrary among the others when there is a NaN.
+static inline float tile_max(const float *x, int n)
+{
+  vf a = vf_set1(-INFINITY), b = a, c = a, d = a;
+  int i = 0;
+  for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
+    a = vf_max(a, vf_load(x + i));
+    b = vf_max(b, vf_load(x + i + VF_LANES));
+    c = vf_max(c, vf_load(x + i + 2 * VF_LANES));
+    d = vf_max(d, vf_load(x + i + 3 * VF_LANES));
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) a = vf_max(a, vf_load(x + i));
+  if (i < n) b = vf_max(b, load_tail(x + i, n - i, -INFINITY));
+  return vf_maxall(vf_max(vf_max(a, b), vf_max(c, d)));
+}
+
+/// Sum of exp(x - shift) over a tile; exp of each element goes to `keep` [n] unless that is NULL.
+VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
+{
+  vf m = vf_set1(shift), a = vf_set1(0.0f), b = a;
+  int i = 0;
+  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    vf p = vf_exp(vf_sub(vf_load(x + i), m)), q = vf_exp(vf_sub(vf_load(x + i + VF_LANES), m));
+    if (keep) {
+      vf_store(keep + i, p);
+      vf_store(keep + i + VF_LANES, q);
+    }
+    a = vf_add(a, p);
+    b = vf_add(b, q);
+  }
+  for (; i < n; i += VF_LANES) {   // twice at most: a whole vector, then the rest
+    bool whole = i + VF_LANES <= n;
+    vf p = vf_exp(vf_sub(whole ? vf_load(x + i) : load_tail(x + i, n - i, -INFINITY), m));
+    if (keep) {
+      if (whole) vf_store(keep + i, p);
+      else vf_store_n(keep + i, p, n - i);
+    }
+    a = vf_add(a, p);
+  }
+  return vf_sum(vf_add(a, b));
+}
+
+/// The largest element of a row and the sum of exp(x - max), found in one pass. Where max is -inf,
+/// sum is that of exp(x): 0. A NaN anywhere, or +inf, makes sum NaN.
+typedef struct row_exponents {
+  float  max;
+  double sum;
+} row_exponents;
+
+/// Elements [first, first + n) of x. The sum so far is scaled anew when a tile holds a larger maximum.
+static inline row_exponents row_exponents_of(const void *x, int dtype, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  row_exponents row = {-INFINITY, 0.0};
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    const float *tile = tile_load(buffer, x, dtype, first + at, length);
+    float largest = tile_max(tile, length);
+    if (largest > row.max) {
+      if (row.max != -INFINITY) row.sum *= exp((double)row.max - (double)largest);
+      row.max = largest;
+    }
+    row.sum += tile_exp_sum(tile, length, row.max == -INFINITY ? 0.0f : row.max, NULL);
+  }
+  return row;
+}
+
+#endif

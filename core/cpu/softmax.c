@@ -1,0 +1,232 @@
+// Softmax, log softmax and logsumexp over the last dimension, with their gradients.
+// The largest element of a row is taken out first, so nothing finite overflows. As in PyTorch a row
+// with NaN or +inf yields NaN, and so does one of -inf only; logsumexp gives +inf and -inf for those.
+// Rows of up to SHORT elements take one exp an element and one read of memory; longer ones two of each,
+// the second read from the caches.
+// Registered by cpu.c, called through the backend table.
+#include "simd.h"
+#include "rows.h"
+
+enum { SHORT = 4096 };   // floats, 16 KiB of stack
+
+// ------------------------------------------------------------------ softmax
+
+/// y = exp * factor for one tile, where exp is in `from`.
+static void scale_tile(const float *from, float factor, void *y, int dtype, int64_t first, int n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  float *out = tile_target(buffer, y, dtype, first);
+  vf f = vf_set1(factor);
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_load(from + i), f));
+  if (i < n) vf_store_n(out + i, vf_mul(vf_load_n(from + i, n - i), f), n - i);
+  tile_store(y, dtype, first, out, n);
+}
+
+/// y = exp(x - max) * factor for one tile.
+static void exp_tile(const float *x, float max, float factor, void *y, int dtype, int64_t first, int n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  float *out = tile_target(buffer, y, dtype, first);
+  vf m = vf_set1(max), f = vf_set1(factor);
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_exp(vf_sub(vf_load(x + i), m)), f));
+  if (i < n) vf_store_n(out + i, vf_mul(vf_exp(vf_sub(vf_load_n(x + i, n - i), m)), f), n - i);
+  tile_store(y, dtype, first, out, n);
+}
+
+static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n)
+{
+  float row[SHORT] __attribute__((aligned(64)));
+  const float *in = row_load(row, x->data, x->dtype, first, n);
+  float max = tile_max(in, n);
+  double sum = 0.0;
+  for (int at = 0; at < n; at += TILE) sum += tile_exp_sum(in + at, (int)smaller(TILE, n - at), max, row + at);
+  for (int at = 0; at < n; at += TILE)
+    scale_tile(row + at, (float)(1.0 / sum), y->data, y->dtype, first + at, (int)smaller(TILE, n - at));
+}
+
+static void softmax_long(const tensor *x, const tensor *y, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  row_exponents row = row_exponents_of(x->data, x->dtype, first, n);
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    const float *in = tile_load(buffer, x->data, x->dtype, first + at, length);
+    exp_tile(in, row.max, (float)(1.0 / row.sum), y->data, y->dtype, first + at, length);
+  }
+}
+
+static eng_status softmax(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0], *y = call->out[0];
+  int64_t n = row_length(x), rows = row_count(x);
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    if (n <= SHORT) softmax_short(x, y, row * n, (int)n);
+    else softmax_long(x, y, row * n, n);
+  }
+  return ENG_OK;
+}
+
+/// dx = y * (dy - sum(y * dy)).
+static void softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype, int64_t first, int64_t n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  float *out = tile_target(buffer, dx, dtype, first);
+  vf s = vf_set1((float)sum);
+  int64_t i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_load(y + i), vf_sub(vf_load(dy + i), s)));
+  if (i < n) {
+    int rest = (int)(n - i);
+    vf_store_n(out + i, vf_mul(vf_load_n(y + i, rest), vf_sub(vf_load_n(dy + i, rest), s)), rest);
+  }
+  tile_store(dx, dtype, first, out, (int)n);
+}
+
+static double tile_dot(const float *a, const float *b, int n)
+{
+  vf p = vf_zero(), q = p;
+  int i = 0;
+  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    p = vf_fma(vf_load(a + i), vf_load(b + i), p);
+    q = vf_fma(vf_load(a + i + VF_LANES), vf_load(b + i + VF_LANES), q);
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) p = vf_fma(vf_load(a + i), vf_load(b + i), p);
+  if (i < n) q = vf_fma(vf_load_n(a + i, n - i), vf_load_n(b + i, n - i), q);
+  return vf_sum(vf_add(p, q));
+}
+
+static eng_status softmax_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *y = call->in[0], *dy = call->in[1], *dx = call->out[0];
+  int64_t n = row_length(y), rows = row_count(y);
+#pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    float y_buffer[TILE] __attribute__((aligned(64))), dy_buffer[TILE] __attribute__((aligned(64)));
+    const float *p = NULL, *d = NULL;
+    double sum = 0.0;
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
+      d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
+      sum += tile_dot(p, d, length);
+    }
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      if (n > TILE) {   // a single tile still lies there
+        p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
+        d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
+      }
+      softmax_grad_tile(p, d, sum, dx->data, dx->dtype, row * n + at, length);
+    }
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ log softmax
+
+/// y = (x - max) - log(sum): two steps, because max may be large and log(sum) small.
+static void log_softmax_tile(const float *x, float max, float log_sum, void *y, int dtype, int64_t first, int n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  float *out = tile_target(buffer, y, dtype, first);
+  vf m = vf_set1(max), l = vf_set1(log_sum);
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_sub(vf_sub(vf_load(x + i), m), l));
+  if (i < n) vf_store_n(out + i, vf_sub(vf_sub(vf_load_n(x + i, n - i), m), l), n - i);
+  tile_store(y, dtype, first, out, n);
+}
+
+static eng_status log_softmax(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0], *y = call->out[0];
+  int64_t n = row_length(x), rows = row_count(x);
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    float buffer[TILE] __attribute__((aligned(64)));
+    row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
+    float log_sum = (float)log(e.sum);
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      const float *in = tile_load(buffer, x->data, x->dtype, row * n + at, length);
+      log_softmax_tile(in, e.max, log_sum, y->data, y->dtype, row * n + at, length);
+    }
+  }
+  return ENG_OK;
+}
+
+/// dx = dy - exp(y) * sum(dy).
+static void log_softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype, int64_t first, int n)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  float *out = tile_target(buffer, dx, dtype, first);
+  vf s = vf_set1((float)-sum);
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    vf_store(out + i, vf_fma(vf_exp(vf_load(y + i)), s, vf_load(dy + i)));
+  if (i < n) {
+    int rest = n - i;
+    vf_store_n(out + i, vf_fma(vf_exp(vf_load_n(y + i, rest)), s, vf_load_n(dy + i, rest)), rest);
+  }
+  tile_store(dx, dtype, first, out, n);
+}
+
+static eng_status log_softmax_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *y = call->in[0], *dy = call->in[1], *dx = call->out[0];
+  int64_t n = row_length(y), rows = row_count(y);
+#pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    float y_buffer[TILE] __attribute__((aligned(64))), dy_buffer[TILE] __attribute__((aligned(64)));
+    double sum = 0.0;
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      sum += tile_sum(tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length), length);
+    }
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      const float *p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
+      const float *d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
+      log_softmax_grad_tile(p, d, sum, dx->data, dx->dtype, row * n + at, length);
+    }
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ logsumexp
+
+static bool row_has_nan(const void *x, int dtype, int64_t first, int64_t n)
+{
+  for (int64_t i = 0; i < n; i++)
+    if (f32_is_nan(get(x, dtype, first + i))) return true;
+  return false;
+}
+
+static eng_status logsumexp(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *x = call->in[0], *y = call->out[0];
+  int64_t n = row_length(x), rows = row_count(x);
+#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
+  for (int64_t row = 0; row < rows; row++) {
+    row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
+    double value = (double)e.max + log(e.sum);
+    if (e.max == INFINITY && !row_has_nan(x->data, x->dtype, row * n, n)) value = INFINITY;
+    put(y->data, y->dtype, row, value);
+  }
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_softmax)(backend *b)
+{
+  b->kernel[ENG_OP_softmax] = softmax;
+  b->kernel[ENG_OP_softmax_grad] = softmax_grad;
+  b->kernel[ENG_OP_log_softmax] = log_softmax;
+  b->kernel[ENG_OP_log_softmax_grad] = log_softmax_grad;
+  b->kernel[ENG_OP_logsumexp] = logsumexp;
+}
