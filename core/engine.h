@@ -463,6 +463,9 @@ eng_status eng_file_mkdir(const char *path);
 eng_status eng_file_sync(const char *path);
 /// Renames within a file system and brings the new name to the disk. A file replaces a file.
 eng_status eng_file_rename(const char *from, const char *to);
+/// Swaps two names of one file system at once, so that there is no moment without either.
+/// Errors: IO, also where the file system cannot.
+eng_status eng_file_exchange(const char *a, const char *b);
 /// Removes a file or an empty directory; fine when nothing is there.
 eng_status eng_file_remove(const char *path);
 /// The names in a directory, sorted by bytes, "." and ".." left out.

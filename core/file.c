@@ -1,5 +1,6 @@
 // Files and directories: read-only maps, atomic writes, listings, checksums. See file.h and the
 // section "files" of engine.h.
+#define _GNU_SOURCE   // renameat2
 #include "file.h"
 
 #include "error.h"
@@ -239,6 +240,15 @@ eng_status eng_file_rename(const char *from, const char *to)
     return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(code));
   }
   return sync_parent(to);
+}
+
+eng_status eng_file_exchange(const char *a, const char *b)
+{
+  if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0) {
+    int code = errno;
+    return error_set(ENG_ERR_IO, "%s: cannot swap with %s: %s", a, b, strerror(code));
+  }
+  return sync_parent(b);
 }
 
 eng_status eng_file_remove(const char *path)
