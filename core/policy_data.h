@@ -1,0 +1,47 @@
+// Plain data outside of Lua: numbers, strings, booleans and trees of tables as a flat run of bytes (a
+// blob), and blobs as canonical text. A blob is what a policy's state is copied into after every decision;
+// the text is what checkpoints hold. Knows nothing of Lua states.
+// Called by policy_state.c.
+#ifndef ENG_POLICY_DATA_H
+#define ENG_POLICY_DATA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { DATA_DEPTH = 32 };       // tables inside tables
+
+// Tags: 'n' double, 's' uint32 length and bytes, 't', 'f', '{' (key value)* '}'.
+typedef struct data_blob {
+  char  *bytes;
+  size_t size, capacity;
+  bool   failed;                // memory ran out; what follows is dropped
+} data_blob;
+
+void data_free(data_blob *b);
+void data_number(data_blob *b, double x);
+void data_string(data_blob *b, const char *s, size_t length);
+void data_tag(data_blob *b, char tag);                  // '{', '}', 't', 'f'
+void data_append(data_blob *b, const char *bytes, size_t size);
+
+/// One value read from a blob. A table's item is its '{'; its contents follow.
+typedef struct data_item { char tag; uint32_t length; double number; const char *string; } data_item;
+/// Reads the item at `at`; gives what follows it.
+const char *data_read(data_item *out, const char *at);
+/// Past the value at `at`, with all a table holds.
+const char *data_skip(const char *at);
+/// The value of the string key `key` in the table at `at`, or NULL.
+const char *data_find(const char *at, const char *key);
+
+/// Appends the canonical text of the value at `at`: 1..n first, then other keys in order (numbers,
+/// strings by bytes, booleans); doubles with the fewest digits that give them back; inf, nan, -0.
+void data_text(data_blob *text, const char *at);
+/// Reads such a text (spaces allowed). False with a sentence in `error`.
+bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);
+
+/// Writes the shortest decimal that reads back as x, whatever the locale.
+void data_format_number(char out[32], double x);
+/// Reads the number that is the whole of text[0..size), whatever the locale: decimal, "inf", "-inf", "nan".
+bool data_read_number(double *out, const char *text, size_t size);
+
+#endif

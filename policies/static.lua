@@ -1,0 +1,28 @@
+-- A loss scale that never changes, for people who know their training.
+return {
+  name = "static",
+  doc  = "A fixed loss scale. Steps with inf or nan gradients are skipped unless skip_on_overflow=false.",
+
+  options = {
+    loss_scale       = 1,      -- multiplies the loss; a power of two loses no bits
+    skip_on_overflow = true,   -- false: the update happens whatever the gradients hold
+  },
+
+  init = function(options)
+    if not (options.loss_scale > 0 and options.loss_scale < math.huge) then
+      error("loss_scale must be a positive finite number, got " .. options.loss_scale, 0)
+    end
+    return { scale = options.loss_scale }
+  end,
+
+  decide = function(state, record, options)
+    if record.overflow and not options.skip_on_overflow then
+      return { scale = state.scale, action = "step", reason = "overflow, but skip_on_overflow=false" }
+    end
+    return state.scale
+  end,
+
+  migrate = function(_, _, options)
+    return { scale = options.loss_scale }    -- a fixed scale is not taken over
+  end,
+}
