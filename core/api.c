@@ -6,11 +6,11 @@
 
 #include <string.h>
 
-eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, bool keep)
+eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home)
 {
   tensor *x;
   *out = (eng_tensor){0, 0};
-  ENG_TRY(tensor_make(&x, keep ? ARENA_KEPT : tensor_home(true), dtype, ndim, shape));
+  ENG_TRY(tensor_make(&x, home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : tensor_home(true), dtype, ndim, shape));
   memset(x->data, 0, (size_t)(x->count * eng_dtype_size(dtype)));
   *out = tensor_handle(x);
   return ENG_OK;
@@ -135,7 +135,8 @@ eng_status eng_fill(const eng_tensor *handle, double value)
   char cell[8];
   tensor_store(cell, x->dtype, 0, value);
   storage nobody = {.memory = cell, .bytes = 8, .references = 1, .arena = -1};
-  tensor one = {.data = cell, .count = 1, .dtype = x->dtype, .store = &nobody, .live = true, .node = -1};
+  tensor one = {.data = cell, .count = x->count, .ndim = x->ndim, .dtype = x->dtype, .store = &nobody, .live = true, .node = -1};
+  memcpy(one.shape, x->shape, sizeof one.shape);   // strides stay 0: the one element everywhere
   return copy(x, &one);
 }
 
@@ -157,4 +158,14 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
     ENG_TRY(status);
   }
   return copy(y, x);
+}
+
+const char *eng_version(void)
+{
+  return ENG_VERSION;
+}
+
+int eng_abi_size(void)
+{
+  return (int)sizeof(eng_op_call);
 }

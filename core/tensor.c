@@ -15,7 +15,8 @@ enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers sta
 
 static tensor **blocks;
 static int n_blocks;
-static tensor *free_slots;        // linked through .gradient
+static tensor *free_slots;        // linked through .gradient, first in, first out: a stale handle finds its
+static tensor *free_slots_end;    // own remains for as long as possible, for a better message
 static storage *free_storages;    // linked through .memory
 
 static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
@@ -38,6 +39,7 @@ static bool add_block(void)
     block[i].generation = 1;
     if (block[i].slot == 0) continue;   // slot 0 means "no tensor"
     block[i].gradient = free_slots;
+    if (!free_slots) free_slots_end = &block[i];
     free_slots = &block[i];
   }
   n_blocks++;
@@ -49,6 +51,7 @@ static tensor *slot_take(void)
   if (!free_slots && !add_block()) return NULL;
   tensor *x = free_slots;
   free_slots = x->gradient;
+  if (!free_slots) free_slots_end = NULL;
   uint32_t slot = x->slot, generation = x->generation;
   memset(x, 0, sizeof *x);
   x->slot = slot;
@@ -151,8 +154,10 @@ static void slot_return(tensor *x)
   x->step_index = -1;
   x->live = false;
   x->generation++;
-  x->gradient = free_slots;
-  free_slots = x;
+  x->gradient = NULL;
+  if (free_slots_end) free_slots_end->gradient = x;
+  else free_slots = x;
+  free_slots_end = x;
 }
 
 static eng_status make(tensor **out, int arena, void *memory, int dtype, int ndim, const int64_t *shape)

@@ -1,0 +1,89 @@
+-- backward(), switching recording off, and gradients written in Lua.
+--
+-- A Lua gradient is pull-style: the core's backward pass stops at the node, Lua computes, the pass goes on. Nothing in C
+-- ever calls into Lua.
+local M_ffi = require "engine.ffi"
+local tensor = require "engine.tensor"
+
+local C, check, Tensor = M_ffi.C, M_ffi.check, M_ffi.Tensor
+
+local M = {}
+local rules, next_id = {}, 0   -- id -> { backward =, saved = } of the Lua nodes on the tape
+
+local function finish(good, ...)
+  if not good then
+    C.eng_backward_abort()
+    rules = {}
+    error((...), 0)
+  end
+  return ...
+end
+
+local function answer(rule)
+  local dy = {}
+  for k = 1, rule.n_out do
+    dy[k] = Tensor()
+    check(C.eng_backward_output(dy[k], k - 1))
+  end
+  local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
+  for k = 1, rule.n_in do
+    if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
+  end
+end
+
+--- Gradients of a loss of one element; options: scale (1), retain.
+local function backward(loss, options)
+  options = options or {}
+  check(C.eng_backward(loss, options.scale or 1, options.retain or false), 2)
+  while true do
+    local id = tonumber(C.eng_backward_pending())
+    if id < 0 then break end
+    local rule = rules[id]
+    if not rule then C.eng_backward_abort() error("backward: the tape holds a Lua gradient of an aborted pass", 2) end
+    finish(pcall(answer, rule))
+    check(C.eng_backward_resume(), 2)
+  end
+  if not options.retain then rules = {} end
+end
+tensor.methods.backward = backward
+M.backward = backward
+
+local function restore(before, good, ...)
+  C.eng_grad_enabled(before)
+  if not good then error((...), 0) end
+  return ...
+end
+
+--- Runs f without recording and returns its results.
+function M.no_grad(f, ...)
+  local before = C.eng_grad_enabled(false)
+  return restore(before, xpcall(f, function(message)
+    return type(message) == "string" and debug.traceback(message, 2) or message
+  end, ...))
+end
+
+--- An operation with a gradient written in Lua:
+---   local square = engine.custom { forward = function(saved, x) saved.x = x; return x * x end,
+---                                  backward = function(saved, dy) return dy * saved.x * 2 end }
+--- forward runs unrecorded; backward gets the gradients of its results and returns those of its inputs (nil: none).
+function M.custom(rule)
+  if type(rule) ~= "table" or type(rule.forward) ~= "function" or type(rule.backward) ~= "function" then
+    error("custom: expected { forward = function(saved, ...), backward = function(saved, ...) }", 2)
+  end
+  return function(...)
+    local inputs, saved = {}, {}
+    for _, x in ipairs { ... } do
+      if tensor.is_tensor(x) then inputs[#inputs + 1] = x end
+    end
+    local results = { M.no_grad(rule.forward, saved, ...) }
+    local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)), M_ffi.new("eng_tensor[?]", math.max(#results, 1))
+    for k, x in ipairs(inputs) do xs[k - 1] = x end
+    for k, y in ipairs(results) do ys[k - 1] = y end
+    next_id = next_id + 1
+    check(C.eng_record_lua(next_id, xs, #inputs, ys, #results), 2)
+    rules[next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
+    return unpack(results)
+  end
+end
+
+return M

@@ -1,0 +1,128 @@
+-- The border to the core: the only file that names ffi.load. It finds the library and the
+-- declarations the build made from core/engine.h, checks that both are of one build, and turns
+-- status codes into Lua errors.
+local ffi = require "ffi"
+
+local M = { ffi = ffi }
+
+local here = debug.getinfo(1, "S").source:match("^@(.*)[/\\][^/\\]*$") or "."
+
+--- Folders where libengine.so and cdef.h may stand: beside the library the binary runs with, in the tree, installed.
+local function places()
+  local list = {}
+  local host = package.preload["engine.host"] and require "engine.host" or package.loaded["engine.host"]
+  if type(host) == "table" and host.library then list[#list + 1] = host.library:match("^(.*)/[^/]*$") end
+  list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
+  for _, relative in ipairs { "/../../build", "/../../../../lib", "/../../lib" } do list[#list + 1] = here .. relative end
+  return list
+end
+
+local function read(path)
+  local file = io.open(path, "r")
+  if not file then return nil end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+local function load_library()
+  local tried = {}
+  for _, place in ipairs(places()) do
+    local declarations = read(place .. "/cdef.h")
+    if declarations then
+      ffi.cdef(declarations)
+      return ffi.load(place .. "/libengine.so"), place
+    end
+    tried[#tried + 1] = "  " .. place
+  end
+  error("the engine's library was not found; looked in\n" .. table.concat(tried, "\n") .. "\nhint: run make, or set ENGINE_LIBRARY_DIR", 0)
+end
+
+local C, place = load_library()
+M.C = C
+M.library_dir = place
+
+if C.eng_abi_size() ~= ffi.sizeof("eng_op_call") then
+  error(("libengine.so in %s and its cdef.h are of different builds; hint: make clean && make"):format(place), 0)
+end
+
+M.version = ffi.string(C.eng_version())
+M.new = ffi.new
+M.string = ffi.string
+
+--- The text of the last error.
+function M.message()
+  return ffi.string(C.eng_error_message())
+end
+
+--- Raises the core's error text unless status is 0. `level` as in error(): 2 blames the caller's caller.
+function M.check(status, level)
+  if status ~= 0 then error(M.message(), (level or 2) + 1) end
+end
+
+-- ------------------------------------------------------------------ dtypes and operations by name
+
+M.dtype = {}       -- "f16" -> number
+M.dtype_name = {}  -- number -> "f16"
+for number = 0, C.ENG_DTYPE_COUNT - 1 do
+  local name = ffi.string(C.eng_dtype_name(number))
+  M.dtype[name], M.dtype_name[number] = number, name
+end
+
+--- The number of a dtype given by name; raises with the list of names.
+function M.dtype_number(name, level)
+  local number = M.dtype[name]
+  if not number then
+    local names = {}
+    for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
+    error(("there is no dtype '%s'; dtypes: %s"):format(tostring(name), table.concat(names, " ")), (level or 1) + 1)
+  end
+  return number
+end
+
+M.op = {}          -- "matmul" -> number
+M.op_names = {}    -- in order of ops.def
+for number = 0, C.ENG_OP_COUNT - 1 do
+  local name = ffi.string(C.eng_op_name(number))
+  M.op[name], M.op_names[number + 1] = number, name
+end
+
+M.Tensor = ffi.typeof("eng_tensor")
+
+-- One call structure serves every operation: the core copies what it keeps.
+local call = ffi.new("eng_op_call")
+M.call = call
+
+--- Runs the operation in M.call, whose inputs and attributes the caller has set, and returns its first
+--- outputs as new handles (up to three).
+function M.run_call(level)
+  local status = C.eng_run(call)
+  if status ~= 0 then error(M.message(), (level or 2) + 1) end
+  local Tensor = M.Tensor
+  local first = Tensor(call.out[0])
+  if call.n_out == 1 then return first end
+  local second = Tensor(call.out[1])
+  if call.n_out == 2 then return first, second end
+  return first, second, Tensor(call.out[2])
+end
+
+--- Runs any operation by name: inputs are tensors (false for an absent one), ints and floats its attributes as ops.def
+--- gives them. Returns its outputs; an absent output is nil.
+function M.run(name, inputs, ints, floats, n_out)
+  local op = M.op[name] or error("there is no operation '" .. tostring(name) .. "'", 2)
+  ffi.fill(call, ffi.sizeof(call))
+  call.op, call.n_in, call.n_out = op, #inputs, n_out or 1
+  for k, x in ipairs(inputs) do
+    if x then call["in"][k - 1] = x end
+  end
+  for k, v in ipairs(ints or {}) do call.ints[k - 1] = v end
+  for k, v in ipairs(floats or {}) do call.floats[k - 1] = v end
+  M.check(C.eng_run(call))
+  local out = {}
+  for k = 0, call.n_out - 1 do
+    if call.out[k].slot ~= 0 then out[k + 1] = M.Tensor(call.out[k]) end
+  end
+  return unpack(out, 1, call.n_out)
+end
+
+return M

@@ -1,0 +1,141 @@
+-- The Lua front: `local engine = require "engine"`. Tensors and steps are here at once; the larger
+-- parts (nn, optim, trainer, data ...) load when they are first named.
+local M_ffi = require "engine.ffi"
+local tensor = require "engine.tensor"
+local autograd = require "engine.autograd"
+local nearest = require "engine.nearest"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local engine = { version = M_ffi.version }
+
+for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "from_memory", "concat", "stack",
+  "attention", "cross_entropy", "mse", "is_tensor" } do
+  engine[name] = tensor[name]
+end
+for _, name in ipairs { "matmul", "linear", "layer_norm", "rms_norm", "swiglu", "where", "maximum", "minimum", "dropout", "gelu", "relu",
+  "silu", "softmax", "log_softmax", "exp", "log", "tanh", "sigmoid", "log_sigmoid" } do
+  engine[name] = tensor.methods[name]
+end
+engine.no_grad, engine.custom = autograd.no_grad, autograd.custom
+
+-- ------------------------------------------------------------------ steps
+
+--- Opens a step: what is made from now on lives until end_step().
+function engine.begin_step() check(C.eng_step_begin()) end
+
+--- Ends the step: its tensors become stale and their memory is used again.
+function engine.end_step() check(C.eng_step_end()) end
+
+--- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
+function engine.steps(n)
+  local turn, open = 0, false
+  return function()
+    if open then check(C.eng_step_end()) end
+    open = false
+    if turn >= n or C.eng_interrupted() > 0 then return nil end
+    turn = turn + 1
+    check(C.eng_step_begin())
+    open = true
+    return turn
+  end
+end
+
+--- Number of the step now, from 0.
+function engine.step_count() return tonumber(C.eng_step_count()) end
+
+local mark = M_ffi.new("int64_t[1]")
+--- Runs f unrecorded and drops the tensors it made, but for kept ones; returns its results. For evaluation and sampling.
+function engine.scope(f, ...)
+  check(C.eng_scope_begin(mark))
+  local at = mark[0]
+  local function close(good, ...)
+    local status = C.eng_scope_end(at)
+    if not good then error((...), 0) end
+    check(status, 3)
+    return ...
+  end
+  return close(pcall(autograd.no_grad, f, ...))
+end
+
+-- ------------------------------------------------------------------ machine
+
+--- Seeds the generator; the same seed gives the same numbers on every device.
+function engine.seed(seed)
+  if type(seed) ~= "number" or seed % 1 ~= 0 or seed < 0 then error("seed: expected a whole number of 0 or more, got " .. tostring(seed), 2) end
+  C.eng_seed(seed)
+end
+
+--- Sets the number of threads (nil only asks); returns the number in force.
+function engine.threads(n) return C.eng_threads(n or 0) end
+
+--- Chooses the device by name (nil only asks); returns the name in force.
+function engine.device(name)
+  if name then check(C.eng_device_set(name)) end
+  return M_ffi.string(C.eng_device_name())
+end
+
+local MIB = 2 ^ 20
+local memory_meta = {
+  __tostring = function(rows)
+    local lines = { ("%-12s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB", "reserved MiB", "requests") }
+    for _, row in ipairs(rows) do
+      lines[#lines + 1] = ("%-12s %12.1f %12.1f %12.1f %8d"):format(row.name, row.used / MIB, row.peak / MIB, row.reserved / MIB, row.allocations)
+    end
+    return table.concat(lines, "\n")
+  end,
+}
+
+--- Bytes by purpose: a list of { name, used, peak, reserved, allocations }, also reachable by name. memory{ limit = bytes } sets a limit.
+function engine.memory(options)
+  if options and options.limit then C.eng_memory_limit(options.limit) end
+  local rows = M_ffi.new("eng_memory_row[16]")
+  local list = {}
+  for i = 0, C.eng_memory(rows, 16) - 1 do
+    local row = { name = M_ffi.string(rows[i].name), used = tonumber(rows[i].used), peak = tonumber(rows[i].peak),
+      reserved = tonumber(rows[i].reserved), allocations = tonumber(rows[i].allocations) }
+    list[#list + 1], list[row.name] = row, row
+  end
+  return setmetatable(list, memory_meta)
+end
+
+-- ------------------------------------------------------------------ parts that load on demand
+
+-- name -> { module, field of it or nil for the module itself }
+local parts = {
+  nn = { "engine.nn" },
+  optim = { "engine.optim" },
+  schedule = { "engine.schedule" },
+  data = { "engine.data" },
+  plot = { "engine.plot" },
+  precision = { "engine.precision" },
+  autocast = { "engine.precision", "autocast" },
+  trainer = { "engine.trainer", "new" },
+  signal = { "engine.trainer", "signal" },
+  scaler = { "engine.scaler", "new" },
+  register_loss_scaler = { "engine.scaler", "register" },
+  policy = { "engine.policy" },
+  config = { "engine.config", "read" },
+  progress = { "engine.progress" },
+  checkpoint = { "engine.checkpoint" },
+  history = { "engine.history" },
+  load = { "engine.safetensors", "load" },
+  save = { "engine.safetensors", "save" },
+  gradcheck = { "engine.gradcheck", "check" },
+}
+
+return setmetatable(engine, {
+  __index = function(t, key)
+    local part = parts[key]
+    if not part then
+      local names = {}
+      for name in pairs(parts) do names[#names + 1] = name end
+      for name in pairs(t) do names[#names + 1] = name end
+      error(("engine has no '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
+    end
+    local module = require(part[1])
+    local value = part[2] and module[part[2]] or module
+    rawset(t, key, value)
+    return value
+  end,
+})

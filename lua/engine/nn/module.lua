@@ -1,0 +1,224 @@
+-- The module: a table of parameters and child modules, in the order they were assigned, with a
+-- forward method. Assigning is registering:
+--   local Net = nn.class("Net")
+--   function Net:init(width) self.up = nn.linear(width, 4 * width) end
+--   function Net:forward(x) return self.up(x):gelu() end
+--   local net = Net(32); net(x)
+-- Parameters get the path of the assignments as their name: "blocks.3.attn.qkv.weight".
+local M_ffi = require "engine.ffi"
+local tensor = require "engine.tensor"
+local nearest = require "engine.nearest"
+
+local C, is_tensor = M_ffi.C, tensor.is_tensor
+
+local M = {}
+
+-- ------------------------------------------------------------------ calling: errors tell the module path
+
+local depth = 0   -- modules being called; the outermost one adds the path to errors
+
+local function results(...) return ... end
+
+-- Not a tail call of self:forward: this frame must stay on the stack for path_on_stack to find.
+local function forward(self, ...)
+  return results(self:forward(...))
+end
+
+--- The names of the modules on the stack, from the outermost in.
+local function path_on_stack()
+  local names = {}
+  for level = 2, 200 do
+    local frame = debug.getinfo(level, "f")
+    if not frame then break end
+    if frame.func == forward then
+      local _, self = debug.getlocal(level, 1)
+      local name = type(self) == "table" and rawget(self, "_name")
+      if name then table.insert(names, 1, name) end
+    end
+  end
+  return table.concat(names, ".")
+end
+
+local function explain(message)
+  if type(message) ~= "string" then return message end
+  local path = path_on_stack()
+  if path == "" then return message end
+  return ("In %s: %s"):format(path, message)
+end
+
+local function leave(good, ...)
+  depth = depth - 1
+  if not good then error((...), 0) end
+  return ...
+end
+
+local function call(self, ...)
+  if depth > 0 then return forward(self, ...) end
+  depth = 1
+  return leave(xpcall(forward, explain, self, ...))
+end
+
+-- ------------------------------------------------------------------ the class
+
+local Module = {}
+M.Module = Module
+
+local function is_module(x)
+  return type(x) == "table" and rawget(x, "_children") ~= nil
+end
+M.is_module = is_module
+
+local function assign(self, key, value)
+  if is_module(value) then
+    self._order[#self._order + 1] = key
+    self._children[key] = value
+    rawset(value, "_name", tostring(key))
+  elseif is_tensor(value) then
+    self._order[#self._order + 1] = key
+    self._tensors[key] = value
+  end
+  rawset(self, key, value)
+end
+
+--- A new kind of module: nn.class("Name") gives a constructor; write init and forward into it.
+function M.class(name)
+  local class = { _class = name }
+  local instance = { __call = call, __newindex = assign, __index = function(_, key)
+    local value = class[key]
+    if value ~= nil then return value end
+    return Module[key]
+  end, __tostring = function(self) return Module.describe(self) end }
+  return setmetatable(class, { __call = function(_, ...)
+    local self = setmetatable({ _order = {}, _children = {}, _tensors = {}, _roles = {}, _training = true, _class = name }, instance)
+    if class.init then class.init(self, ...) end
+    return self
+  end })
+end
+
+--- Registers a parameter under `key`. role: "linear", "embedding" or "norm", by which a precision recipe chooses its formats.
+function Module:parameter(key, value, role)
+  self[key] = value:requires_grad(true)
+  self._roles[key] = role
+  return value
+end
+
+local function walk(self, prefix, visit)
+  for _, key in ipairs(self._order) do
+    local child = self._children[key]
+    local path = prefix .. tostring(key)
+    if child then walk(child, path .. ".", visit)
+    else visit(path, self._tensors[key], self._roles[key]) end
+  end
+end
+
+--- All tensors in order: a list of { name =, tensor =, role = }. A tensor reached twice (tied weights) stands once.
+function Module:parameters()
+  local list, seen = {}, {}
+  walk(self, "", function(name, value, role)
+    local slot = tonumber(value.slot)
+    if not seen[slot] then
+      seen[slot] = true
+      list[#list + 1] = { name = name, tensor = value, role = role or "linear" }
+    end
+  end)
+  return list
+end
+
+--- Number of elements in all parameters.
+function Module:count()
+  local n = 0
+  for _, p in ipairs(self:parameters()) do n = n + p.tensor.count end
+  return n
+end
+
+--- Every module below and this one: visit(module, path).
+function Module:apply(visit, path)
+  visit(self, path or "")
+  for _, key in ipairs(self._order) do
+    local child = self._children[key]
+    if child then child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key)) end
+  end
+  return self
+end
+
+--- Training mode switches dropout on; eval() switches it off.
+function Module:train(on)
+  return self:apply(function(module) rawset(module, "_training", on ~= false) end)
+end
+function Module:eval() return self:train(false) end
+function Module:is_training() return self._training end
+
+--- Freezes (or unfreezes) every parameter below.
+function Module:freeze(on)
+  for _, p in ipairs(self:parameters()) do p.tensor:requires_grad(on == false) end
+  return self
+end
+
+--- { name = tensor } for engine.save and checkpoints.
+function Module:state()
+  local state = {}
+  for _, p in ipairs(self:parameters()) do state[p.name] = p.tensor end
+  return state
+end
+
+--- Copies values from { name = tensor }. Missing, unknown or ill-shaped names are errors, all listed; strict=false takes what fits.
+function Module:load_state(state, options)
+  local strict = not (options and options.strict == false)
+  local problems, known = {}, {}
+  local list = self:parameters()
+  for _, p in ipairs(list) do
+    known[p.name] = true
+    local value = state[p.name]
+    if value == nil then problems[#problems + 1] = "missing: " .. p.name
+    elseif tensor.shape_text(value.shape) ~= tensor.shape_text(p.tensor.shape) then
+      problems[#problems + 1] = ("%s: expected %s, got %s"):format(p.name, tensor.shape_text(p.tensor.shape), tensor.shape_text(value.shape))
+    end
+  end
+  local names = {}
+  for name in pairs(known) do names[#names + 1] = name end
+  for name in pairs(state) do
+    if not known[name] then problems[#problems + 1] = "unknown: " .. tostring(name) .. nearest.hint(tostring(name), names) end
+  end
+  if strict and #problems > 0 then
+    table.sort(problems)
+    local shown = { unpack(problems, 1, 12) }
+    if #problems > 12 then shown[#shown + 1] = ("... and %d more"):format(#problems - 12) end
+    error("load_state: the weights do not fit this model:\n  " .. table.concat(shown, "\n  "), 2)
+  end
+  for _, p in ipairs(list) do
+    local value = state[p.name]
+    if value and tensor.shape_text(value.shape) == tensor.shape_text(p.tensor.shape) then p.tensor:copy(value) end
+  end
+  if self._set then M_ffi.check(C.eng_params_refresh(self._set)) end
+  return self, problems
+end
+
+function Module:zero_grad()
+  for _, p in ipairs(self:parameters()) do M_ffi.check(C.eng_clear_gradient(p.tensor)) end
+end
+
+-- ------------------------------------------------------------------ text
+
+local function describe(self, indent, lines)
+  for _, key in ipairs(self._order) do
+    local child = self._children[key]
+    if child then
+      lines[#lines + 1] = ("%s%s: %s"):format(indent, tostring(key), child._class .. (child.extra and "(" .. child:extra() .. ")" or ""))
+      describe(child, indent .. "  ", lines)
+    end
+  end
+end
+
+--- The tree of modules, and how many parameters it has.
+function Module:describe()
+  local lines = { self._class .. (self.extra and "(" .. self:extra() .. ")" or "") }
+  describe(self, "  ", lines)
+  lines[#lines + 1] = ("%s parameters"):format(tostring(self:count()):reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", ""))
+  return table.concat(lines, "\n")
+end
+
+function Module.forward(self)
+  error(("%s has no forward method"):format(self._class), 2)
+end
+
+return M

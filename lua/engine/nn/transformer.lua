@@ -1,0 +1,253 @@
+-- Transformers: attention, feed-forward blocks, and the three models the examples use:
+--   nn.gpt    decoder with learned positions, layer norm, GELU (GPT-2's shape)
+--   nn.llama  decoder with rotary positions, RMS norm, SwiGLU, grouped queries
+--   nn.bert   encoder with a masked-token head
+-- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H, V vocabulary.
+local tensor = require "engine.tensor"
+local module = require "engine.nn.module"
+local layers = require "engine.nn.layers"
+
+local M = {}
+local class = module.class
+
+local function defaults(name, options, known)
+  local config = {}
+  for key, value in pairs(known) do config[key] = value end
+  for key, value in pairs(options or {}) do
+    if known[key] == nil then
+      local names = {}
+      for n in pairs(known) do names[#names + 1] = n end
+      error(("nn.%s: unknown option '%s'%s"):format(name, tostring(key), require("engine.nearest").hint(tostring(key), names)), 3)
+    end
+    config[key] = value
+  end
+  for _, key in ipairs { "vocab", "width", "heads", "layers", "context" } do
+    if known[key] ~= nil and (type(config[key]) ~= "number" or config[key] < 1 or config[key] % 1 ~= 0) then
+      error(("nn.%s: expected %s as a whole number of 1 or more, got %s"):format(name, key, tostring(config[key])), 3)
+    end
+  end
+  if known.heads and config.width % config.heads ~= 0 then
+    error(("nn.%s: the width %d does not divide by %d heads"):format(name, config.width, config.heads), 3)
+  end
+  return config
+end
+
+-- ------------------------------------------------------------------ blocks
+
+--- Self-attention: x [B x T x C] -> [B x T x C]. options: causal, kv_heads, rope (base) and position, bias, std, out_std, dropout.
+local Attention = class("attention")
+function Attention:init(width, heads, options)
+  options = options or {}
+  rawset(self, "heads", heads)
+  rawset(self, "kv_heads", options.kv_heads or heads)
+  rawset(self, "head_width", width / heads)
+  rawset(self, "causal", options.causal ~= false)
+  rawset(self, "rope", options.rope)
+  rawset(self, "entropy", nil)   -- set by forward when watch_entropy is on: [B x H x T] nats
+  rawset(self, "watch_entropy", false)
+  local kv = self.kv_heads * self.head_width
+  self.qkv = layers.linear(width, width + 2 * kv, { bias = options.bias, std = options.std })
+  self.out = layers.linear(width, width, { bias = options.bias, std = options.out_std or options.std })
+end
+function Attention:forward(x)
+  local B, T, C = x:size()
+  local H, G, D = self.heads, self.kv_heads, self.head_width
+  local q, k, v = self.qkv(x):split({ C, G * D, G * D }, -1)               -- [B x T x C], [B x T x GD] twice
+  q, k, v = q:view(B, T, H, D), k:view(B, T, G, D), v:view(B, T, G, D)
+  if self.rope then q, k = q:rope { base = self.rope }, k:rope { base = self.rope } end
+  local y, entropy = tensor.attention(q, k, v, { causal = self.causal, entropy = self.watch_entropy })   -- [B x T x H x D]
+  rawset(self, "entropy", entropy)
+  return self.out(y:view(B, T, C))
+end
+function Attention:extra() return ("%d heads%s"):format(self.heads, self.causal and ", causal" or "") end
+M.attention = Attention
+
+--- Feed-forward with GELU (tanh form): C -> hidden -> C.
+local MLP = class("mlp")
+function MLP:init(width, hidden, options)
+  options = options or {}
+  self.up = layers.linear(width, hidden, { bias = options.bias, std = options.std })
+  self.down = layers.linear(hidden, width, { bias = options.bias, std = options.out_std or options.std })
+  rawset(self, "form", options.gelu or "tanh")
+end
+function MLP:forward(x) return self.down(self.up(x):gelu(self.form)) end
+M.mlp = MLP
+
+--- Feed-forward with SwiGLU: silu(gate x) * (up x), then down.
+local SwiGLU = class("swiglu")
+function SwiGLU:init(width, hidden, options)
+  options = options or {}
+  self.gate = layers.linear(width, hidden, { bias = false, std = options.std })
+  self.up = layers.linear(width, hidden, { bias = false, std = options.std })
+  self.down = layers.linear(hidden, width, { bias = false, std = options.out_std or options.std })
+end
+function SwiGLU:forward(x) return self.down(self.gate(x):swiglu(self.up(x))) end
+M.swiglu = SwiGLU
+
+--- A pre-norm residual block around an attention and a feed-forward module.
+local Block = class("block")
+function Block:init(norm1, attention, norm2, feed_forward, dropout)
+  self.norm1 = norm1
+  self.attn = attention
+  self.norm2 = norm2
+  self.mlp = feed_forward
+  self.drop = layers.dropout(dropout or 0)
+end
+function Block:forward(x)
+  x = x + self.drop(self.attn(self.norm1(x)))
+  return x + self.drop(self.mlp(self.norm2(x)))
+end
+M.block = Block
+
+-- ------------------------------------------------------------------ decoders
+
+--- Appends `count` sampled tokens to ids (a list of numbers). options: temperature (1), top_k, and random numbers from the engine's generator.
+local function generate(self, ids, count, options)
+  options = options or {}
+  local temperature, k = options.temperature or 1, options.top_k
+  local list, was_training = { unpack(ids) }, self._training
+  if #list == 0 then error("generate: expected at least one token to begin with", 2) end
+  self:eval()
+  local engine = require "engine"
+  local good, message = pcall(function()
+    for _ = 1, count do
+      list[#list + 1] = engine.scope(function()
+        local window = { unpack(list, math.max(1, #list - self.context + 1)) }
+        local logits = self(tensor.tensor({ window }, "i32")):select(2, -1):to("f32")       -- [1 x V]
+        if temperature == 0 then return logits:argmax(-1):item() end
+        local ids_of, p = nil, nil
+        local top = logits
+        if k and k < logits:size(-1) then top, ids_of = logits:topk(k) end
+        p = (top / temperature):softmax():view(-1):totable()
+        local u, sum, pick = tensor.rand(1):item(), 0, #p
+        for i = 1, #p do
+          sum = sum + p[i]
+          if u < sum then pick = i break end
+        end
+        return ids_of and ids_of:view(-1):totable()[pick] or pick - 1
+      end)
+    end
+  end)
+  self:train(was_training)
+  if not good then error(message, 0) end
+  return list
+end
+
+--- Mean cross entropy of next tokens: x [B x T] ids, y [B x T] ids one further.
+local function next_token_loss(self, x, y, options)
+  return tensor.cross_entropy(self(x), y, options)
+end
+
+--- nn.gpt{ vocab, context, width, heads, layers, dropout, bias, tied }: logits [B x T x V]. The output head shares the token embedding
+--- unless tied = false.
+local GPT = class("gpt")
+function GPT:init(options)
+  local c = defaults("gpt", options, { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, dropout = 0, bias = true, tied = true, eps = 1e-5 })
+  rawset(self, "config", c)
+  rawset(self, "context", c.context)
+  local std, out_std = 0.02, 0.02 / math.sqrt(2 * c.layers)   -- GPT-2's: residual projections shrink with depth
+  self.wte = layers.embedding(c.vocab, c.width, { std = std })
+  self.wpe = layers.embedding(c.context, c.width, { std = std })
+  self.drop = layers.dropout(c.dropout)
+  local blocks = {}
+  for i = 1, c.layers do
+    blocks[i] = Block(layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }),
+      Attention(c.width, c.heads, { bias = c.bias, std = std, out_std = out_std }),
+      layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }),
+      MLP(c.width, 4 * c.width, { bias = c.bias, std = std, out_std = out_std }), c.dropout)
+  end
+  self.blocks = layers.list(blocks)
+  self.norm = layers.layer_norm(c.width, { bias = c.bias, eps = c.eps })
+  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+end
+function GPT:forward(ids)
+  local T = ids:size(-1)
+  if T > self.context then error(("gpt: expected up to %d tokens of context, got %d"):format(self.context, T), 2) end
+  local x = self.drop(self.wte(ids) + self.wpe(tensor.arange(0, T - 1, 1, "i32")))         -- [B x T x C]
+  for _, block in ipairs(self.blocks) do x = block(x) end
+  x = self.norm(x)
+  local head = rawget(self, "head")
+  if head then return head(x) end
+  return x:linear(self.wte.weight)
+end
+GPT.loss, GPT.generate = next_token_loss, generate
+function GPT:extra() local c = self.config return ("%d layers, width %d, %d heads, context %d, vocab %d"):format(c.layers, c.width, c.heads, c.context, c.vocab) end
+M.gpt = GPT
+
+--- nn.llama{ vocab, context, width, heads, kv_heads, layers, hidden, rope, eps, tied }
+local Llama = class("llama")
+function Llama:init(options)
+  local c = defaults("llama", options, { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000,
+    eps = 1e-6, tied = false, dropout = 0 })
+  if c.heads % c.kv_heads ~= 0 then error(("nn.llama: %d heads do not divide by %d kv_heads"):format(c.heads, c.kv_heads), 3) end
+  rawset(self, "config", c)
+  rawset(self, "context", c.context)
+  local std, out_std = 0.02, 0.02 / math.sqrt(2 * c.layers)
+  self.embed = layers.embedding(c.vocab, c.width, { std = std })
+  local blocks = {}
+  for i = 1, c.layers do
+    blocks[i] = Block(layers.rms_norm(c.width, { eps = c.eps }),
+      Attention(c.width, c.heads, { bias = false, kv_heads = c.kv_heads, rope = c.rope, std = std, out_std = out_std }),
+      layers.rms_norm(c.width, { eps = c.eps }), SwiGLU(c.width, c.hidden, { std = std, out_std = out_std }), c.dropout)
+  end
+  self.blocks = layers.list(blocks)
+  self.norm = layers.rms_norm(c.width, { eps = c.eps })
+  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+end
+function Llama:forward(ids)
+  local x = self.embed(ids)
+  for _, block in ipairs(self.blocks) do x = block(x) end
+  x = self.norm(x)
+  local head = rawget(self, "head")
+  if head then return head(x) end
+  return x:linear(self.embed.weight)
+end
+Llama.loss, Llama.generate = next_token_loss, generate
+function Llama:extra() local c = self.config return ("%d layers, width %d, %d heads over %d, vocab %d"):format(c.layers, c.width, c.heads, c.kv_heads, c.vocab) end
+M.llama = Llama
+
+-- ------------------------------------------------------------------ encoder
+
+--- nn.bert{ vocab, context, width, heads, layers, dropout }: logits [B x T x V] for masked tokens. Post-norm residuals as in BERT.
+local BertBlock = class("bert_block")
+function BertBlock:init(c)
+  self.attn = Attention(c.width, c.heads, { causal = false, std = 0.02 })
+  self.norm1 = layers.layer_norm(c.width, { eps = c.eps })
+  self.mlp = MLP(c.width, 4 * c.width, { std = 0.02, gelu = "erf" })
+  self.norm2 = layers.layer_norm(c.width, { eps = c.eps })
+  self.drop = layers.dropout(c.dropout)
+end
+function BertBlock:forward(x)
+  x = self.norm1(x + self.drop(self.attn(x)))
+  return self.norm2(x + self.drop(self.mlp(x)))
+end
+
+local Bert = class("bert")
+function Bert:init(options)
+  local c = defaults("bert", options, { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, dropout = 0, eps = 1e-12 })
+  rawset(self, "config", c)
+  rawset(self, "context", c.context)
+  self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
+  self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
+  self.norm = layers.layer_norm(c.width, { eps = c.eps })
+  self.drop = layers.dropout(c.dropout)
+  local blocks = {}
+  for i = 1, c.layers do blocks[i] = BertBlock(c) end
+  self.blocks = layers.list(blocks)
+  self.transform = layers.linear(c.width, c.width, { std = 0.02 })
+  self.transform_norm = layers.layer_norm(c.width, { eps = c.eps })
+  self:parameter("head_bias", tensor.zeros(c.vocab, { keep = true }), "linear")
+end
+function Bert:forward(ids)
+  local T = ids:size(-1)
+  local x = self.drop(self.norm(self.wte(ids) + self.wpe(tensor.arange(0, T - 1, 1, "i32"))))
+  for _, block in ipairs(self.blocks) do x = block(x) end
+  x = self.transform_norm(self.transform(x):gelu())
+  return x:linear(self.wte.weight, self.head_bias)
+end
+--- Mean cross entropy over the masked places: targets are -100 everywhere else.
+function Bert:loss(ids, targets) return tensor.cross_entropy(self(ids), targets) end
+function Bert:extra() local c = self.config return ("%d layers, width %d, %d heads, vocab %d"):format(c.layers, c.width, c.heads, c.vocab) end
+M.bert = Bert
+
+return M
