@@ -30,6 +30,7 @@ typedef struct param_span {
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
+  int32_t  starts;      // 1: no update has reached moment1 yet; SGD's momentum then starts as the gradient itself
 } param_span;
 
 typedef struct backend {
@@ -44,6 +45,10 @@ typedef struct backend {
 
   /// One pass: gradient (times gradient_factor: unscale and clip), update, shadow refresh.
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
+
+  /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient itself
+  /// where that is f32) and tells whether any product is inf or nan.
+  eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
 } backend;
 
 /// The device in force, the reference, and one by name (NULL when unknown).

@@ -7,7 +7,6 @@
 #include "params.h"
 
 #include "error.h"
-#include "numerics.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -385,23 +384,6 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   return ENG_OK;
 }
 
-/// target = gradient * factor in f32, element by element; true when some product is inf or nan.
-static bool unscale_span(const param_span *span, double factor, float *target)
-{
-  bool found = false;
-  float direct = (float)factor;
-  // Where the factor itself has no good f32, double carries it: the product may be in range all the same.
-  bool wide = !f32_is_finite(direct) || (direct < 1.17549435e-38f && direct > -1.17549435e-38f);
-  for (int64_t i = 0; i < span->count; i++) {
-    float g = span->gradient_dtype == ENG_f32 ? ((const float *)span->gradient)[i]
-            : span->gradient_dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)span->gradient)[i])
-                                              : bf16_to_f32(((const uint16_t *)span->gradient)[i]);
-    target[i] = wide ? (float)(g * factor) : g * direct;
-    found |= !f32_is_finite(target[i]);
-  }
-  return found;
-}
-
 /// Makes the f32 buffer beside the low-precision gradients, once.
 static eng_status unscaled_buffer(eng_params *set)
 {
@@ -414,19 +396,15 @@ static eng_status unscaled_buffer(eng_params *set)
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
 {
   *found_inf = 0;
+  const backend *device = backend_current();
+  if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(unscaled_buffer(set));
   int m = params_spans(set);
   for (int k = 0; k < m; k++) {
     const parameter *p = &set->member[set->which[k]];
     set->target[k] = p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
   }
-  const backend *device = backend_current();
-  if (device->unscale) {
-    ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
-  } else {
-    for (int k = 0; k < m; k++)
-      if (unscale_span(&set->span[k], factor, set->target[k])) *found_inf = 1;
-  }
+  ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
   for (int k = 0; k < m; k++) {
     parameter *p = &set->member[set->which[k]];
     if (p->gradient->dtype != ENG_f32) p->gradient = set->unscaled->part[p->index];

@@ -175,6 +175,7 @@ double row_logsumexp(const double *x, int64_t n)
 
 double silu_slope(double x)
 {
+  if (isinf(x)) return x > 0;   // the limits
   double s = sigmoid_of(x);
   return s * (1.0 + x * (1.0 - s));
 }
@@ -192,6 +193,7 @@ static const backend table = {
   },
   .gradstats = reference_gradstats,
   .optimize = reference_optimize,
+  .unscale = reference_unscale,
 };
 #undef ENG_OP
 

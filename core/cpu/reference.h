@@ -97,5 +97,6 @@ double silu_slope(double x);
 
 eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update);
+eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
 
 #endif

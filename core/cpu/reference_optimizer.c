@@ -47,25 +47,47 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, e
   return ENG_OK;
 }
 
+// ------------------------------------------------------------------ unscaling
+
+// The factor is an f32 like the gradients; one that is no normal f32 stays a double, since its product
+// with a gradient may be in range all the same.
+static float times_factor(float g, double factor)
+{
+  double size = fabs(factor);
+  return size >= 0x1p127 || size < 0x1p-126 ? (float)(g * factor) : g * (float)factor;
+}
+
+eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+{
+  *found_inf = 0;
+  for (int k = 0; k < n; k++)
+    for (int64_t i = 0; i < spans[k].count; i++) {
+      float product = times_factor((float)tensor_load(spans[k].gradient, spans[k].gradient_dtype, i), factor);
+      if (!f32_is_finite(product)) *found_inf = 1;
+      target[k][i] = product;
+    }
+  return ENG_OK;
+}
+
 // ------------------------------------------------------------------ optimizers
 
 // The two moments of one element; those an optimizer has no use for stay as they are.
 typedef struct moments { float first, second; } moments;
 
-// g += decay * w; the momentum buffer is g at the first update, then momentum * buffer + (1 - dampening) * g;
+// g += decay * w; the momentum buffer starts as g, then it is momentum * buffer + (1 - dampening) * g;
 // w -= lr * (nesterov ? g + momentum * buffer : buffer).
-static float sgd(float w, float g, moments *m, const eng_hyper *h, int64_t t)
+static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 {
   float momentum = (float)h->momentum;
   if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
   if (h->momentum != 0) {
-    m->first = t == 1 ? g : momentum * m->first + (float)(1.0 - h->dampening) * g;
+    m->first = starts ? g : momentum * m->first + (float)(1.0 - h->dampening) * g;
     g = h->nesterov ? g + momentum * m->first : m->first;
   }
   return w - (float)h->lr * g;
 }
 
-// m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+// m = beta1 m + (1 - beta1) g, computed as a step from m toward g, v = beta2 v + (1 - beta2) g^2,
 // w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
 // Weight decay: added to the gradient (Adam), or w shrunk by 1 - lr * decay first (AdamW).
 static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled)
@@ -74,9 +96,10 @@ static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, b
   float root = (float)sqrt(1.0 - pow(h->beta2, (double)t));
   if (decoupled) w = w * (float)(1.0 - h->lr * h->weight_decay);
   else if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
-  m->first = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;
-  m->second = (float)h->beta2 * m->second + (float)(1.0 - h->beta2) * (g * g);
-  return w - step * (m->first / (sqrtf(m->second) / root + (float)h->eps));
+  float gain = (float)(1.0 - h->beta1);
+  m->first = gain < 0.5f ? m->first + gain * (g - m->first) : g + (gain - 1.0f) * (g - m->first);
+  m->second = m->second * (float)h->beta2 + (float)(1.0 - h->beta2) * g * g;
+  return w + -step * m->first / (sqrtf(m->second) / root + (float)h->eps);
 }
 
 // w shrunk by 1 - lr * decay, then w -= lr * sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
@@ -92,18 +115,19 @@ static float lion(float w, float g, moments *m, const eng_hyper *h)
 
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  float factor = (float)update->gradient_factor, limit = (float)update->clip_value;
+  float limit = (float)update->clip_value;
   for (int k = 0; k < n; k++) {
     const param_span *span = &spans[k];
     const eng_hyper *h = &update->groups[span->group];
     for (int64_t i = 0; i < span->count; i++) {
-      float w = span->master[i], g = (float)tensor_load(span->gradient, span->gradient_dtype, i) * factor;
+      float w = span->master[i];
+      float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i), update->gradient_factor);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
       moments m = {0};
       if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);
       if (span->moment2) m.second = (float)tensor_load(span->moment2, span->moment_dtype, i);
       switch (update->kind) {
-        case ENG_SGD:   w = sgd(w, g, &m, h, update->t); break;
+        case ENG_SGD:   w = sgd(w, g, &m, h, span->starts != 0); break;
         case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false); break;
         case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true); break;
         case ENG_LION:  w = lion(w, g, &m, h); break;

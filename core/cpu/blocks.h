@@ -1,0 +1,63 @@
+// Cuts a pass over all parameters into blocks of at most BLOCK_ELEMENTS, so that threads share long
+// and short tensors alike and no tensor costs a parallel region of its own. The cut depends on the
+// tensors alone: what is summed per block does not depend on the number of threads.
+// Included by gradstats.c and optimizer.c.
+#ifndef ENG_CPU_BLOCKS_H
+#define ENG_CPU_BLOCKS_H
+
+#include "../backend.h"
+#include "../error.h"
+
+#include <omp.h>
+
+enum { BLOCK_ELEMENTS = 65536, PARALLEL_ELEMENTS = 32768 /* below this a parallel region costs more than it saves */ };
+
+typedef struct block {
+  int64_t first;     // element of the span it starts at
+  int64_t before;    // elements in all blocks before it
+  int32_t span, count;
+} block;
+
+typedef struct block_list {
+  block  *at;
+  int64_t n, elements, bytes;
+} block_list;
+
+/// The blocks of all spans, in order, in scratch memory.
+static inline eng_status blocks_open(block_list *list, const param_span *spans, int n)
+{
+  *list = (block_list){0};
+  for (int k = 0; k < n; k++) list->n += (spans[k].count + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
+  list->bytes = list->n * (int64_t)sizeof(block);
+  list->at = arena_alloc(ARENA_SCRATCH, list->bytes);
+  if (!list->at) return ENG_ERR_MEMORY;
+  block *b = list->at;
+  for (int k = 0; k < n; k++) {
+    for (int64_t first = 0; first < spans[k].count; first += BLOCK_ELEMENTS, b++) {
+      int64_t left = spans[k].count - first;
+      *b = (block){first, list->elements, k, (int32_t)(left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS)};
+      list->elements += b->count;
+    }
+  }
+  return ENG_OK;
+}
+
+static inline void blocks_close(block_list *list)
+{
+  arena_free(ARENA_SCRATCH, list->at, list->bytes);
+}
+
+/// The first block of part `part` of `parts`, cut so that each has about as many elements.
+static inline int64_t blocks_part(const block_list *list, int part, int parts)
+{
+  int64_t bound = list->elements / parts * part + list->elements % parts * part / parts;
+  int64_t low = 0, high = list->n;
+  while (low < high) {
+    int64_t middle = (low + high) / 2;
+    if (list->at[middle].before < bound) low = middle + 1;
+    else high = middle;
+  }
+  return part >= parts ? list->n : low;
+}
+
+#endif

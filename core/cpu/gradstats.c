@@ -1,0 +1,526 @@
+// Gradient statistics: one read-only pass over every gradient, as fast as memory can be read.
+// Fills backend.gradstats; the slow twin stands in reference_*.c.
+//
+// A block (blocks.h) is read in chunks that fit the first cache. The common chunk has no inf or nan
+// and magnitudes whose squares f32 can hold; it is finished in one go. The integer maximum of the
+// magnitudes' bits tells when it was not: then the chunk, still in cache, is read again with care.
+//   squares    32 lanes of f32 per chunk (element i goes to lane i mod 32 on every instruction set),
+//              folded to a double per chunk; in double where magnitudes are extreme
+//   order      lanes, chunks, blocks, always the same, whatever the number of threads
+//   histogram  exponents become bytes, and each binade between the chunk's smallest and largest is
+//              counted by comparison; integer counts, so any order
+#include "simd.h"
+
+#include "blocks.h"
+
+enum { CHUNK = 4064, LANES = 32 };   // CHUNK / 16 stays below 256
+enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
+
+/// What a block or chunk holds.
+typedef struct tally {
+  double   sum_squares;
+  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros among them
+  uint32_t amax;                     // bits of the largest finite magnitude, as f32
+} tally;
+
+// What decides about a 16- or 32-bit magnitude's bits.
+#define F32_INF   0x7F800000
+#define F32_TINY  0x00800000
+#define F16_INF   0x7C00
+#define F16_TINY  0x0400
+#define BF16_INF  0x7F80
+#define BF16_TINY 0x0080
+// Magnitudes below 2^-63 have squares below f32's normal range. Where the chunk's amax is at least
+// 2^-50 they cannot be seen in the sum; leaving them out keeps slow subnormal arithmetic away.
+#define F32_FAINT  0x20000000
+#define BF16_FAINT 0x2000
+// From 2^60 on 64 squares per lane could overflow.
+#define F32_SQUARES_FROM 0x26800000   // 2^-50
+#define F32_SQUARES_TO   0x5D800000   // 2^60
+
+// ------------------------------------------------------------------ integer lanes
+
+enum { VH_LANES = 2 * VF_LANES };
+typedef int16_t vh __attribute__((vector_size(2 * VH_LANES), may_alias));
+
+VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
+
+#if defined(ENG_ISA_avx512)
+typedef __mmask32 vhm;
+VF_INLINE vi vi_max(vi a, vi b)         { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+VF_INLINE vm vi_below(vi a, int32_t x)  { return _mm512_cmplt_epi32_mask((__m512i)a, _mm512_set1_epi32(x)); }
+VF_INLINE vm vi_equal(vi a, int32_t x)  { return _mm512_cmpeq_epi32_mask((__m512i)a, _mm512_set1_epi32(x)); }
+VF_INLINE vi vi_keep(vm m, vi a)        { return (vi)_mm512_maskz_mov_epi32(m, (__m512i)a); }
+VF_INLINE vi vi_tick(vi count, vm m)    { return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1)); }
+VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm512_max_epi16((__m512i)a, (__m512i)b); }
+VF_INLINE vhm vh_below(vh a, int16_t x) { return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
+VF_INLINE vhm vh_equal(vh a, int16_t x) { return _mm512_cmpeq_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
+VF_INLINE vh vh_keep(vhm m, vh a)       { return (vh)_mm512_maskz_mov_epi16(m, (__m512i)a); }
+VF_INLINE vh vh_tick(vh count, vhm m)   { return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1)); }
+VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
+#else
+typedef vh vhm;
+#if defined(ENG_ISA_avx2)
+VF_INLINE vi vi_max(vi a, vi b)         { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm256_max_epi16((__m256i)a, (__m256i)b); }
+#else
+VF_INLINE vi vi_max(vi a, vi b)         { vi m = a > b; return (m & a) | (~m & b); }
+VF_INLINE vh vh_max(vh a, vh b)         { vh m = a > b; return (m & a) | (~m & b); }
+#endif
+VF_INLINE vm vi_below(vi a, int32_t x)  { return a < x; }
+VF_INLINE vm vi_equal(vi a, int32_t x)  { return a == x; }
+VF_INLINE vi vi_keep(vm m, vi a)        { return m & a; }
+VF_INLINE vi vi_tick(vi count, vm m)    { return count - m; }
+VF_INLINE vhm vh_below(vh a, int16_t x) { return a < x; }
+VF_INLINE vhm vh_equal(vh a, int16_t x) { return a == x; }
+VF_INLINE vh vh_keep(vhm m, vh a)       { return m & a; }
+VF_INLINE vh vh_tick(vh count, vhm m)   { return count - m; }
+VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
+#endif
+
+VF_INLINE int32_t vi_total(vi a)
+{
+  int32_t lane[VF_LANES], sum = 0;
+  vi_store(lane, a);
+  for (int i = 0; i < VF_LANES; i++) sum += lane[i];
+  return sum;
+}
+
+VF_INLINE int32_t vi_largest(vi a)
+{
+  int32_t lane[VF_LANES], largest = 0;
+  vi_store(lane, a);
+  for (int i = 0; i < VF_LANES; i++) largest = lane[i] > largest ? lane[i] : largest;
+  return largest;
+}
+
+/// Counts and maxima of 16-bit lanes as 32-bit ones; all of them are below 2^15.
+VF_INLINE vi vh_pairs_sum(vh a) { return ((vi)a & 0xFFFF) + vi_shr((vi)a, 16); }
+VF_INLINE vi vh_pairs_max(vh a) { return vi_max((vi)a & 0xFFFF, vi_shr((vi)a, 16)); }
+
+// ------------------------------------------------------------------ chunks
+
+/// Sum of 32 f32 lanes in double, halves folded onto each other.
+VF_INLINE double fold(const float *lane)
+{
+  double sum[LANES / 2];
+  for (int i = 0; i < LANES / 2; i++) sum[i] = (double)lane[i] + (double)lane[i + LANES / 2];
+  for (int half = LANES / 4; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+  return sum[0];
+}
+
+/// Asks for the cache line a page further on; without it reading and computing hardly overlap. An
+/// address past the end does no harm, hence the detour through an integer.
+VF_INLINE void prefetch(const void *p)
+{
+  __builtin_prefetch((const void *)((uintptr_t)p + 4096));
+}
+
+// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and left out;
+// without, they only show in amax.
+VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
+{
+  enum { V = LANES / VF_LANES };
+  vf square[V];
+  vi top[V], zeros = {0}, tiny = {0}, inf = {0}, finite = {0};
+  for (int v = 0; v < V; v++) {
+    square[v] = vf_zero();
+    top[v] = vi_set1(0);
+  }
+  for (int i = 0; i < n; i += LANES) {
+    prefetch(g + i);
+    prefetch(g + i + LANES / 2);
+    for (int v = 0; v < V; v++) {
+      vi a = vi_load((const int32_t *)(g + i) + v * VF_LANES) & 0x7FFFFFFF;
+      zeros = vi_tick(zeros, vi_equal(a, 0));
+      tiny = vi_tick(tiny, vi_below(a, F32_TINY));
+      if (careful) {
+        vm sound = vi_below(a, F32_INF);
+        finite = vi_tick(finite, sound);
+        inf = vi_tick(inf, vi_equal(a, F32_INF));
+        a = vi_keep(sound, a);
+      }
+      top[v] = vi_max(top[v], a);
+      vf x = (vf)vi_keep(vm_not(vi_below(a, F32_FAINT)), a);
+      square[v] = vf_add(square[v], vf_mul(x, x));
+    }
+  }
+  float lane[LANES];
+  for (int v = 0; v < V; v++) {
+    vf_store(lane + v * VF_LANES, square[v]);
+    top[0] = vi_max(top[0], top[v]);
+  }
+  tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny), .amax = (uint32_t)vi_largest(top[0])};
+  if (careful) {
+    t.inf = vi_total(inf);
+    t.nan = n - vi_total(finite) - t.inf;
+  }
+  return t;
+}
+
+/// The same for f16 and bf16; amax comes back as the 16 bits of its format.
+VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
+{
+  enum { V = LANES / VH_LANES };
+  const int16_t infinity = bf16 ? BF16_INF : F16_INF, smallest = bf16 ? BF16_TINY : F16_TINY;
+  vf square[2 * V];
+  vh top[V], zeros = {0}, tiny = {0}, inf = {0}, finite = {0};
+  for (int v = 0; v < V; v++) {
+    square[2 * v] = square[2 * v + 1] = vf_zero();
+    top[v] = (vh){0};
+  }
+  for (int i = 0; i < n; i += LANES) {
+    prefetch(g + i);
+    for (int v = 0; v < V; v++) {
+      const uint16_t *p = g + i + v * VH_LANES;
+      vh a = vh_load(p) & 0x7FFF;
+      zeros = vh_tick(zeros, vh_equal(a, 0));
+      tiny = vh_tick(tiny, vh_below(a, smallest));
+      if (careful) {
+        vhm sound = vh_below(a, infinity);
+        finite = vh_tick(finite, sound);
+        inf = vh_tick(inf, vh_equal(a, infinity));
+        a = vh_keep(sound, a);
+      }
+      top[v] = vh_max(top[v], a);
+      vf x, y;
+      if (bf16) {   // x: the even elements, y: the odd ones
+        vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
+        x = (vf)vi_shl((vi)seen, 16);
+        y = (vf)((vi)seen & (int32_t)0xFFFF0000);
+      } else if (careful) {
+        uint16_t kept[VH_LANES];
+        memcpy(kept, &a, sizeof a);
+        x = vf_load_f16(kept);
+        y = vf_load_f16(kept + VF_LANES);
+      } else {
+        x = vf_load_f16(p);
+        y = vf_load_f16(p + VF_LANES);
+      }
+      square[2 * v] = vf_add(square[2 * v], vf_mul(x, x));
+      square[2 * v + 1] = vf_add(square[2 * v + 1], vf_mul(y, y));
+    }
+  }
+  float lane[LANES];
+  for (int v = 0; v < V; v++) {
+    float *to = lane + v * VH_LANES, x[VF_LANES], y[VF_LANES];
+    vf_store(x, square[2 * v]);
+    vf_store(y, square[2 * v + 1]);
+    for (int k = 0; k < VF_LANES; k++) {
+      to[bf16 ? 2 * k : k] = x[k];
+      to[bf16 ? 2 * k + 1 : VF_LANES + k] = y[k];
+    }
+    top[0] = vh_max(top[0], top[v]);
+  }
+  tally t = {.sum_squares = fold(lane), .zeros = vi_total(vh_pairs_sum(zeros)), .tiny = vi_total(vh_pairs_sum(tiny)),
+             .amax = (uint32_t)vi_largest(vh_pairs_max(top[0]))};
+  if (careful) {
+    t.inf = vi_total(vh_pairs_sum(inf));
+    t.nan = n - vi_total(vh_pairs_sum(finite)) - t.inf;
+  }
+  return t;
+}
+
+/// Squares in double, for chunks whose magnitudes f32 squares cannot hold; inf and nan are left out.
+static __attribute__((noinline)) double squares_wide(const void *g, int n, bool bf16)
+{
+  double lane[LANES] = {0};
+  for (int i = 0; i < n; i += LANES) {
+    for (int k = 0; k < LANES; k++) {
+      float x = bf16 ? bf16_to_f32(((const uint16_t *)g)[i + k]) : ((const float *)g)[i + k];
+      if (!f32_is_finite(x)) x = 0;
+      lane[k] += (double)x * (double)x;
+    }
+  }
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; k++) lane[k] += lane[k + half];
+  return lane[0];
+}
+
+static __attribute__((noinline)) tally careful_f32(const float *g, int n)     { return chunk_f32(g, n, true); }
+static __attribute__((noinline)) tally careful_f16(const uint16_t *g, int n)  { return chunk_half(g, n, false, true); }
+static __attribute__((noinline)) tally careful_bf16(const uint16_t *g, int n) { return chunk_half(g, n, true, true); }
+
+/// One chunk, whatever it holds; amax in f32 bits.
+VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
+{
+  tally t;
+  if (dtype == ENG_f16) {
+    t = chunk_half(g, n, false, false);
+    if (t.amax >= F16_INF) t = careful_f16(g, n);
+    t.amax = f32_bits(f16_to_f32((uint16_t)t.amax));
+    return t;
+  }
+  if (dtype == ENG_bf16) {
+    t = chunk_half(g, n, true, false);
+    if (t.amax >= BF16_INF) t = careful_bf16(g, n);
+    t.amax <<= 16;
+  } else {
+    t = chunk_f32(g, n, false);
+    if (t.amax >= F32_INF) t = careful_f32(g, n);
+  }
+  bool extreme = t.amax >= F32_SQUARES_TO || (t.amax < F32_SQUARES_FROM && t.amax > 0);
+  if (extreme) t.sum_squares = squares_wide(g, n, dtype == ENG_bf16);
+  return t;
+}
+
+// ------------------------------------------------------------------ histogram
+
+typedef uint32_t word __attribute__((may_alias));
+typedef uint8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
+enum { VB_LANES = 4 * VF_LANES };
+
+VF_INLINE vb vb_load(const uint8_t *p) { vb a; memcpy(&a, p, sizeof a); return a; }
+
+#if defined(ENG_ISA_avx512)
+/// One more in each lane where key is x.
+VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
+{
+  __mmask64 m = _mm512_cmpeq_epi8_mask((__m512i)key, _mm512_set1_epi8((char)x));
+  return (vb)_mm512_mask_add_epi8((__m512i)count, m, (__m512i)count, _mm512_set1_epi8(1));
+}
+/// A bit for each lane whose key is in 1..high.
+VF_INLINE uint64_t vb_find(vb key, uint8_t high)
+{
+  return _mm512_cmplt_epu8_mask(_mm512_sub_epi8((__m512i)key, _mm512_set1_epi8(1)), _mm512_set1_epi8((char)high));
+}
+VF_INLINE int32_t vb_total(vb a)
+{
+  return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
+}
+/// Exponent bits of four vectors of f32, in any order.
+VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
+{
+  __m512i low = _mm512_packus_epi32(_mm512_srli_epi32((__m512i)a, 23), _mm512_srli_epi32((__m512i)b, 23));
+  __m512i high = _mm512_packus_epi32(_mm512_srli_epi32((__m512i)c, 23), _mm512_srli_epi32((__m512i)d, 23));
+  __m512i unsign = _mm512_set1_epi16(0xFF);
+  return (vb)_mm512_packus_epi16(_mm512_and_si512(low, unsign), _mm512_and_si512(high, unsign));
+}
+#elif defined(ENG_ISA_avx2)
+VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
+VF_INLINE uint64_t vb_find(vb key, uint8_t high)
+{
+  return (uint32_t)_mm256_movemask_epi8((__m256i)(vb)((key - 1) < high));
+}
+VF_INLINE int32_t vb_total(vb a)
+{
+  __m256i four = _mm256_sad_epu8((__m256i)a, _mm256_setzero_si256());
+  __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+  return (int32_t)(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
+}
+VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
+{
+  __m256i low = _mm256_packus_epi32(_mm256_srli_epi32((__m256i)a, 23), _mm256_srli_epi32((__m256i)b, 23));
+  __m256i high = _mm256_packus_epi32(_mm256_srli_epi32((__m256i)c, 23), _mm256_srli_epi32((__m256i)d, 23));
+  __m256i unsign = _mm256_set1_epi16(0xFF);
+  return (vb)_mm256_packus_epi16(_mm256_and_si256(low, unsign), _mm256_and_si256(high, unsign));
+}
+#else
+VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
+VF_INLINE uint64_t vb_find(vb key, uint8_t high)
+{
+  uint64_t found = 0;
+  for (int i = 0; i < VB_LANES; i++) found |= (uint64_t)((uint8_t)(key[i] - 1) < high) << i;
+  return found;
+}
+VF_INLINE int32_t vb_total(vb a)
+{
+  int32_t sum = 0;
+  for (int i = 0; i < VB_LANES; i++) sum += a[i];
+  return sum;
+}
+VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
+{
+  word bits[VB_LANES];
+  memcpy(bits, (vf[4]){a, b, c, d}, sizeof bits);
+  vb key;
+  for (int i = 0; i < VB_LANES; i++) key[i] = (uint8_t)(bits[i] >> 23);
+  return key;
+}
+#endif
+
+/// The exponent bits of n numbers as f32, in any order, filled up with zeros to whole vectors; gives
+/// the number of keys with the filling. f16 is widened exactly: its subnormals are normal f32.
+VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
+{
+  const int size = dtype == ENG_f32 ? 4 : 2;
+  int whole = n / VB_LANES * VB_LANES, filled = (n + VB_LANES - 1) / VB_LANES * VB_LANES;
+  char rest[VB_LANES * 4] = {0};
+  if (filled > whole) memcpy(rest, (const char *)g + (int64_t)whole * size, (size_t)(n - whole) * (size_t)size);
+  for (int i = 0; i < filled; i += VB_LANES) {
+    const void *from = i < whole ? (const char *)g + (int64_t)i * size : rest;
+    vf x[4];
+    for (int k = 0; k < 4; k++) {
+      x[k] = dtype == ENG_f16  ? vf_load_f16((const uint16_t *)from + k * VF_LANES)
+           : dtype == ENG_bf16 ? vf_load_bf16((const uint16_t *)from + k * VF_LANES)
+                               : vf_load((const float *)from + k * VF_LANES);
+    }
+    vb keys = vb_exponents(x[0], x[1], x[2], x[3]);
+    memcpy(key + i, &keys, sizeof keys);
+  }
+  return filled;
+}
+
+/// Counts the keys with values high, high - 1, .. (bins of them, down to 1) into bin[key]; gives how many.
+VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *bin)
+{
+  vb count[8] = {0};   // n / VB_LANES stays below 256, so that no byte overflows
+  int found = 0;
+  for (int i = 0; i < n; i += VB_LANES) {
+    vb k = vb_load(key + i);
+    for (int b = 0; b < bins; b++) count[b] = vb_tick(count[b], k, (uint8_t)(high - b));
+  }
+  for (int b = 0; b < bins && high - b > 0; b++) {
+    int total = vb_total(count[b]);
+    bin[high - b] += total;
+    found += total;
+  }
+  return found;
+}
+
+/// Counts n keys, none of which is above `high` but 255, into bin[key]; keys 0 and 255 are left out.
+/// `left` is how many keys there are between. The top values are counted by comparison, until so few
+/// keys are left that looking for them one by one is faster.
+static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
+{
+  enum { FEW = 24 };
+  if (left > FEW) {
+    left -= count_top(key, n, high, 8, bin);
+    high -= 8;
+  }
+  for (; left > FEW; high -= 4) left -= count_top(key, n, high, 4, bin);
+  for (int i = 0; i < n && left > 0; i += VB_LANES) {
+    for (uint64_t found = vb_find(vb_load(key + i), (uint8_t)high); found; found &= found - 1) {
+      bin[key[i + __builtin_ctzll(found)]]++;
+      left--;
+    }
+  }
+}
+
+/// Subnormals of f32 or bf16: their exponent bits are zero, the leading one tells the binade.
+static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16, int64_t *hist)
+{
+  for (int i = 0; i < n; i++) {
+    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16 : ((const word *)g)[i] & 0x7FFFFFFF;
+    if (a != 0 && a < F32_TINY) hist[160 - 149 + 31 - __builtin_clz(a)]++;
+  }
+}
+
+/// n as in chunk_tally; t is the chunk's tally.
+VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
+{
+  uint8_t key[CHUNK + VB_LANES] __attribute__((aligned(64)));
+  int filled = exponents(key, g, dtype, n);
+  // Key 0: zeros and f32 subnormals.
+  int subnormal = dtype == ENG_f16 ? 0 : t->tiny - t->zeros;
+  count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan, hist + HIST_F32);
+  if (subnormal > 0) count_subnormals(g, n, dtype == ENG_bf16, hist);
+}
+
+// ------------------------------------------------------------------ blocks, tensors
+
+VF_INLINE void tally_add(tally *sum, const tally *t)
+{
+  sum->sum_squares += t->sum_squares;
+  sum->inf += t->inf;
+  sum->nan += t->nan;
+  sum->zeros += t->zeros;
+  sum->tiny += t->tiny;
+  if (t->amax > sum->amax) sum->amax = t->amax;
+}
+
+VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int count, int64_t *hist)
+{
+  const int size = dtype == ENG_f32 ? 4 : 2;
+  const char *g = (const char *)gradient + first * size;
+  tally sum = {0};
+  int i = 0, whole = count / LANES * LANES;
+  while (i < whole) {
+    int n = whole - i < CHUNK ? whole - i : CHUNK;
+    tally t = chunk_tally(g + (int64_t)i * size, dtype, n);
+    tally_add(&sum, &t);
+    if (hist) chunk_histogram(g + (int64_t)i * size, dtype, n, &t, hist);
+    i += n;
+  }
+  if (i < count) {   // the last few, filled up with zeros
+    char rest[LANES * 4] = {0};
+    memcpy(rest, g + (int64_t)i * size, (size_t)(count - i) * (size_t)size);
+    tally t = chunk_tally(rest, dtype, LANES);
+    t.zeros -= LANES - (count - i);
+    t.tiny -= LANES - (count - i);
+    tally_add(&sum, &t);
+    if (hist) chunk_histogram(rest, dtype, LANES, &t, hist);
+  }
+  return sum;
+}
+
+static tally block_f32(const void *g, int64_t first, int n, int64_t *hist)  { return block_tally(g, ENG_f32, first, n, hist); }
+static tally block_f16(const void *g, int64_t first, int n, int64_t *hist)  { return block_tally(g, ENG_f16, first, n, hist); }
+static tally block_bf16(const void *g, int64_t first, int n, int64_t *hist) { return block_tally(g, ENG_bf16, first, n, hist); }
+
+/// Moves a thread's counts into a tensor's, which other threads may be doing, too.
+static void flush_histogram(int64_t *from, int64_t *to)
+{
+  for (int b = 0; b < ENG_HIST_BINS; b++) {
+    if (!from[b]) continue;
+    __atomic_fetch_add(&to[b], from[b], __ATOMIC_RELAXED);
+    from[b] = 0;
+  }
+}
+
+static void work(const block_list *list, int64_t from, int64_t to, const param_span *spans, tally *result, eng_tensor_stats *stats, bool histogram)
+{
+  int64_t hist[ENG_HIST_BINS] = {0};
+  for (int64_t b = from; b < to; b++) {
+    const block *at = &list->at[b];
+    const param_span *span = &spans[at->span];
+    int64_t *bins = histogram ? hist : NULL;
+    if (span->gradient_dtype == ENG_f16) result[b] = block_f16(span->gradient, at->first, at->count, bins);
+    else if (span->gradient_dtype == ENG_bf16) result[b] = block_bf16(span->gradient, at->first, at->count, bins);
+    else result[b] = block_f32(span->gradient, at->first, at->count, bins);
+    if (histogram && (b + 1 == to || list->at[b + 1].span != at->span)) flush_histogram(hist, stats[at->span].hist);
+  }
+}
+
+static void stats_add(eng_tensor_stats *s, const tally *t, unsigned needs)
+{
+  s->inf += t->inf;
+  s->nan += t->nan;
+  if (needs & ENG_NEED_ZEROS) s->zeros += t->zeros;
+  if (needs & ENG_NEED_UNDERFLOW) s->underflow += t->tiny - t->zeros;
+  if (needs & ENG_NEED_NORM) s->sum_squares += t->sum_squares;
+  double amax = (double)f32_from(t->amax);
+  if ((needs & ENG_NEED_AMAX) && amax > s->amax) s->amax = amax;
+}
+
+static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+{
+  for (int k = 0; k < n; k++) {
+    if (!dtype_is_fast(spans[k].gradient_dtype)) return backend_reference()->gradstats(spans, n, needs, stats);
+    stats[k] = (eng_tensor_stats){.count = spans[k].count};
+  }
+  block_list list;
+  ENG_TRY(blocks_open(&list, spans, n));
+  int64_t bytes = list.n * (int64_t)sizeof(tally);
+  tally *result = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!result) {
+    blocks_close(&list);
+    return ENG_ERR_MEMORY;
+  }
+  const bool histogram = needs & ENG_NEED_HIST;
+#pragma omp parallel if (list.elements > PARALLEL_ELEMENTS)
+  {
+    int part = omp_get_thread_num(), parts = omp_get_num_threads();
+    work(&list, blocks_part(&list, part, parts), blocks_part(&list, part + 1, parts), spans, result, stats, histogram);
+  }
+  for (int64_t b = 0; b < list.n; b++) stats_add(&stats[list.at[b].span], &result[b], needs);
+  arena_free(ARENA_SCRATCH, result, bytes);
+  blocks_close(&list);
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_gradstats)(backend *b)
+{
+  b->gradstats = gradstats;
+}
