@@ -115,11 +115,18 @@ static eng_status index_select(const op_call *call)
   return ENG_OK;
 }
 
-/// Sums the rows order[0..n) of dy (each `inner` apart), columns [at, at + length), into sum.
-static void sum_rows(float *sum, const tensor *dy, int64_t base, const int64_t *order, int64_t n, int64_t inner,
-                     int64_t at, int length)
+static void set_zero(const tensor *x, int64_t first, int64_t n)
 {
-  float run[TILE] __attribute__((aligned(64))), buffer[TILE] __attribute__((aligned(64)));
+  int64_t size = eng_dtype_size(x->dtype);
+  memset((char *)x->data + first * size, 0, (size_t)(n * size));
+}
+
+/// dx[first..] = sum over k < n of dy[base + order[k], at..at + length), rows `inner` apart; added when `add`.
+static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base, const int64_t *order, int64_t n,
+                     int64_t inner, int64_t at, int length, bool add)
+{
+  float sum[TILE] __attribute__((aligned(64))), run[TILE] __attribute__((aligned(64)));
+  float buffer[TILE] __attribute__((aligned(64)));
   memset(sum, 0, (size_t)length * sizeof(float));
   for (int64_t k = 0; k < n; ) {
     int64_t end = smaller(n, k + SUM_RUN);
@@ -131,6 +138,11 @@ static void sum_rows(float *sum, const tensor *dy, int64_t base, const int64_t *
     }
     if (into == run) for (int i = 0; i < length; i++) sum[i] += run[i];
   }
+  if (add) {
+    const float *before = tile_load(buffer, dx->data, dx->dtype, first, length);
+    for (int i = 0; i < length; i++) sum[i] = before[i] + sum[i];
+  }
+  tile_store(dx->data, dx->dtype, first, sum, length);
 }
 
 /// dx[o, v, :] = sum of dy[o, k, :] over the k with ids[k] = v, added to what dx holds when `add`.
@@ -149,20 +161,26 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;   // and ends become starts
 
   // Few rows are cut into narrow columns, so that a common one does not keep a single thread busy.
-  int64_t rows = a.outer * a.size, width = rows < 1024 ? 64 : TILE, chunks = (a.inner + width - 1) / width;
-#pragma omp parallel for schedule(dynamic, 16) if (dx->count > PARALLEL_ELEMENTS || dy->count > PARALLEL_ELEMENTS)
-  for (int64_t item = 0; item < rows * chunks; item++) {
-    float sum[TILE] __attribute__((aligned(64))), buffer[TILE] __attribute__((aligned(64)));
-    int64_t row = item / chunks, at = item % chunks * width, v = row % a.size, first = row * a.inner + at;
-    int64_t picks = start[v + 1] - start[v];
-    int length = (int)smaller(width, a.inner - at);
-    if (picks == 0 && add) continue;
-    sum_rows(sum, dy, row / a.size * ids->n, order + start[v], picks, a.inner, at, length);
-    if (add) {
-      const float *before = tile_load(buffer, dx->data, dx->dtype, first, length);
-      for (int i = 0; i < length; i++) sum[i] = before[i] + sum[i];
+  bool few = a.outer * a.size < 1024;
+  int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
+  int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;
+#pragma omp parallel for schedule(dynamic, 4) if (dx->count > PARALLEL_ELEMENTS || dy->count > PARALLEL_ELEMENTS)
+  for (int64_t item = 0; item < a.outer * blocks * chunks; item++) {
+    int64_t outer = item / chunks / blocks, v = item / chunks % blocks * step, left = item % chunks * width;
+    int64_t end = smaller(a.size, v + step), right = smaller(a.inner, left + width);
+    while (v < end) {
+      int64_t first = (outer * a.size + v) * a.inner, same = v;
+      while (same < end && start[same] == start[same + 1]) same++;
+      if (same > v) {   // rows nobody picked, which lie together unless they are cut into columns
+        if (!add) set_zero(dx, first + left, (same - v - 1) * a.inner + right - left);
+        v = same;
+        continue;
+      }
+      for (int64_t at = left; at < right; at += TILE)
+        sum_rows(dx, first + at, dy, outer * ids->n, order + start[v], start[v + 1] - start[v], a.inner, at,
+                 (int)smaller(TILE, right - at), add);
+      v++;
     }
-    tile_store(dx->data, dx->dtype, first, sum, length);
   }
   arena_free(ARENA_SCRATCH, start, bytes);
   return ENG_OK;
@@ -294,10 +312,8 @@ static eng_status gather_grad(const op_call *call)
       memset(sums, 0, (size_t)bytes);
 #pragma omp parallel if (dx->count > PARALLEL_ELEMENTS)
       {
-        size_t size = (size_t)eng_dtype_size(dx->dtype);
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < dx->count; at += span)
-          memset((char *)dx->data + (size_t)at * size, 0, (size_t)smaller(span, dx->count - at) * size);
+        for (int64_t at = 0; at < dx->count; at += span) set_zero(dx, at, smaller(span, dx->count - at));
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < columns; c++)
           scatter_column(dx, dy, &ids, &p, c / p.index.inner, c % p.index.inner, sums + omp_get_thread_num() * room);
@@ -355,8 +371,10 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
       // Hardly ever does one of the lanes beat the least of the k.
       int lanes = (int)smaller(VF_LANES, length - i);
       vf v = lanes == VF_LANES ? vf_load(tile + i) : vf_load_n(tile + i, lanes);
-      if (!vm_any(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))))) continue;
-      for (int j = i; j < i + lanes; j++) {
+      uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))));
+      if (!better) continue;
+      for (; better; better &= better - 1) {
+        int j = i + __builtin_ctz(better);
         uint64_t rank = rank_of(tile[j], at + j);
         if (rank > heap[0]) heap_sink(heap, k, 0, rank);
       }
