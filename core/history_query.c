@@ -9,6 +9,7 @@
 
 struct eng_query {
   sqlite3_stmt *statement;
+  sqlite3      *own;            // its own connection, or NULL
   char         *path;
 };
 
@@ -99,6 +100,30 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
 
 // ---- queries
 
+// A connection sees the file as it was when the oldest of its unfinished statements began. An iterator
+// that somebody abandoned must not freeze the view of all later queries.
+static bool busy(sqlite3 *db)
+{
+  sqlite3_stmt *statement = NULL;
+  while ((statement = sqlite3_next_stmt(db, statement)) != NULL)
+    if (sqlite3_stmt_busy(statement)) return true;
+  return false;
+}
+
+static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
+{
+  const char *rest = "";
+  if (sqlite3_prepare_v2(db, sql, -1, &query->statement, &rest) != SQLITE_OK)
+    return error_set(ENG_ERR_VALUE, "history %s: %s, in: %s", query->path, sqlite3_errmsg(db), sql);
+  if (query->statement == NULL)
+    return error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing", query->path);
+  if (rest[strspn(rest, " \t\r\n;")] != 0)
+    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %s", query->path, rest);
+  if (!sqlite3_stmt_readonly(query->statement))
+    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %s", query->path, sql);
+  return ENG_OK;
+}
+
 eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql)
 {
   *out = NULL;
@@ -110,16 +135,9 @@ eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql
     free(query);
     return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   }
-  const char *rest = "";
   eng_status status = ENG_OK;
-  if (sqlite3_prepare_v2(history->reader, sql, -1, &query->statement, &rest) != SQLITE_OK)
-    status = error_set(ENG_ERR_VALUE, "history %s: %s, in: %s", history->path, sqlite3_errmsg(history->reader), sql);
-  else if (query->statement == NULL)
-    status = error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing", history->path);
-  else if (rest[strspn(rest, " \t\r\n;")] != 0)
-    status = error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %s", history->path, rest);
-  else if (!sqlite3_stmt_readonly(query->statement))
-    status = error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %s", history->path, sql);
+  if (busy(history->reader)) status = history_reader_open(&query->own, history->path);
+  if (status == ENG_OK) status = prepare(query, query->own ? query->own : history->reader, sql);
   if (status != ENG_OK) eng_query_close(query);
   else *out = query;
   return status;
@@ -129,6 +147,7 @@ void eng_query_close(eng_query *query)
 {
   if (query == NULL) return;
   sqlite3_finalize(query->statement);
+  sqlite3_close_v2(query->own);
   free(query->path);
   free(query);
 }

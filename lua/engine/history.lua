@@ -1,0 +1,401 @@
+-- The history of a run: one row a step, statistics per tensor, events, policies, settings, in
+-- runs/<name>/history.db. Anyone can read it while the run writes it.
+--
+--   local h = engine.history.open("runs/a")        also: open("runs/a/history.db")
+--   print(h)                                       what it holds
+--   print(h:last(20))                              rows are tables: row.step, row.loss, row.scale, row.action ...
+--   print(h:why(412))                              what happened at step 412, in words
+--   for row in h:each("SELECT step, loss FROM steps WHERE scale < ?", 1024) do ... end
+--
+-- A run opens it with { write = true } and appends; appending costs about a microsecond, since a thread of
+-- the core does the writing.
+local M_ffi = require "engine.ffi"
+
+local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+
+local M = {}
+
+local History = {}
+History.__index = History
+
+-- ------------------------------------------------------------------ opening
+
+--- Opens the history of a run's directory or a database file; options.write: to append, made when missing.
+function M.open(path, options)
+  local write = options and options.write or false
+  local file = C.eng_file_kind(path) == 2 and path .. "/history.db" or path
+  local out = ffi.new("eng_history *[1]")
+  check(C.eng_history_open(out, file, write), 2)
+  return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, History)
+end
+
+local function handle(h, level)
+  return h.handle or error(("history %s is closed"):format(h.path), (level or 2) + 1)
+end
+
+--- Commits what was appended and closes.
+function History:close()
+  local open = self.handle
+  self.handle = nil
+  if open then check(C.eng_history_close(ffi.gc(open, nil)), 2) end
+end
+
+-- ------------------------------------------------------------------ appending
+
+-- Appending never stops a run. A failure (disk full) comes back once as nil and a message; rows then wait
+-- in memory until there is room.
+local function told(status)
+  if status == 0 then return true end
+  return nil, M_ffi.message()
+end
+
+--- One step: eng_record and eng_verdict as the core has them, and the tokens it trained on.
+function History:append(record, verdict, tokens)
+  return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
+end
+
+--- Statistics per tensor of a step: an array of n eng_tensor_stats.
+function History:append_tensors(step, stats, n)
+  return told(C.eng_history_tensors(handle(self), step, stats, n))
+end
+
+--- kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs, or nil.
+function History:event(step, kind, text, data)
+  return told(C.eng_history_event(handle(self), step, kind, text, data))
+end
+
+--- Remembers a fact of the run, or a setting.
+function History:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
+function History:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
+
+function History:add_policy(hash, name, source) return told(C.eng_history_policy(handle(self), hash, name, source)) end
+
+--- The model's parameters in order: a list of { name = ..., shape = { ... } }.
+function History:set_parameters(list)
+  for i, p in ipairs(list) do
+    local shape = ffi.new("int64_t[6]", p.shape)
+    local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape, shape))
+    if not good then return nil, message end
+  end
+  return true
+end
+
+--- The run goes on at `step`: recorded rows from there on are dropped, and an event 'resumed' is noted.
+function History:resume(step) return told(C.eng_history_resume(handle(self), step)) end
+
+--- Waits until everything appended is committed.
+function History:flush() return told(C.eng_history_flush(handle(self))) end
+
+-- ------------------------------------------------------------------ reading
+
+local INTEGER, REAL, NULL = 1, 2, 5
+local out_bool, out_size = ffi.new("bool[1]"), ffi.new("int64_t[1]")
+
+local function value_of(q, column)
+  local kind = C.eng_query_type(q, column)
+  if kind == INTEGER then
+    local value = C.eng_query_int(q, column)
+    local number = tonumber(value)
+    return number > -2 ^ 53 and number < 2 ^ 53 and number or value
+  end
+  if kind == REAL then return C.eng_query_double(q, column) end
+  if kind == NULL then return nil end
+  local bytes = C.eng_query_bytes(out_size, q, column)
+  return ffi.string(bytes, out_size[0])
+end
+
+local function bind(q, index, value, level)
+  local kind = type(value)
+  if kind == "boolean" then value, kind = value and 1 or 0, "number" end
+  if kind == "string" then
+    check(C.eng_query_bind_text(q, index, value, #value), level)
+  elseif kind == "number" and value % 1 == 0 and value > -2 ^ 53 and value < 2 ^ 53 then
+    check(C.eng_query_bind_int(q, index, value), level)
+  elseif kind == "number" then
+    check(C.eng_query_bind_double(q, index, value), level)
+  elseif kind ~= "nil" then
+    error(("query: expected numbers, strings and booleans for the parameters, got a %s"):format(kind), level + 1)
+  end
+end
+
+-- An iterator over rows, each a new table that `make` finishes, and the names of the columns.
+local function each(h, level, make, sql, ...)
+  local out = ffi.new("eng_query *[1]")
+  check(C.eng_query_open(out, handle(h, level + 1), sql), level + 1)
+  local q = ffi.gc(out[0], C.eng_query_close)
+  local wanted, given = C.eng_query_parameters(q), select("#", ...)
+  if wanted ~= given then error(("query: the statement has %d parameters, got %d values"):format(wanted, given), level + 1) end
+  for i = 1, given do bind(q, i - 1, (select(i, ...)), level + 1) end
+  local names = {}
+  for i = 1, C.eng_query_columns(q) do names[i] = ffi.string(C.eng_query_name(q, i - 1)) end
+  local function following()
+    if not q then return nil end
+    local status = C.eng_query_next(out_bool, q)
+    if status ~= 0 or not out_bool[0] then
+      C.eng_query_close(ffi.gc(q, nil))
+      q = nil
+      check(status)
+      return nil
+    end
+    local row = {}
+    for i, name in ipairs(names) do row[name] = value_of(q, i - 1) end
+    return make and make(row) or row
+  end
+  return following, names
+end
+
+-- The first row or nil.
+local function one(h, sql, ...)
+  local following = each(h, 4, nil, sql, ...)
+  local row = following()
+  while following() do end
+  return row
+end
+
+local function short(value)
+  if type(value) == "number" then return ("%.6g"):format(value) end
+  return value == nil and "-" or (tostring(value):gsub("%s+", " "))
+end
+
+-- Rows as a table of columns.
+local function table_text(rows, columns)
+  local lines, width = {}, {}
+  for i, name in ipairs(columns) do
+    width[i] = #name
+    for _, row in ipairs(rows) do width[i] = math.max(width[i], math.min(60, #short(row[name]))) end
+  end
+  local function line(cell)
+    local cells = {}
+    for i, name in ipairs(columns) do
+      local text = cell(name)
+      cells[i] = (" "):rep(width[i] - #text) .. text
+    end
+    lines[#lines + 1] = (table.concat(cells, "  "):gsub("%s+$", ""))
+  end
+  line(function(name) return name end)
+  for _, row in ipairs(rows) do line(function(name) return short(row[name]):sub(1, 60) end) end
+  if #rows == 0 then lines[#lines + 1] = "(no rows)" end
+  return table.concat(lines, "\n")
+end
+
+local function collect(iterator, columns)
+  local rows = {}
+  for row in iterator do rows[#rows + 1] = row end
+  return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
+end
+
+--- Rows of any SELECT as tables by column name; values for `?` follow. NULL is nil.
+function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
+
+--- The same one row at a time, for large results.
+function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
+
+local NAN = 0 / 0
+local step_meta = {}
+local reals = { "loss", "lr", "scale", "next_scale", "amax", "norm", "clip", "lr_mul", "elapsed", "tokens" }
+
+function step_meta.__tostring(row)
+  local parts = { ("step %d  loss %.4f  scale %g"):format(row.step, row.loss, row.scale) }
+  if row.next_scale ~= row.scale then parts[1] = parts[1] .. (" -> %g"):format(row.next_scale) end
+  parts[2] = row.action ~= "step" and row.action or nil
+  if row.overflow then parts[#parts + 1] = ("overflow (%d inf, %d nan)"):format(row.inf, row.nan) end
+  parts[#parts + 1] = row.reason
+  return table.concat(parts, "  ")
+end
+
+-- NaN is stored as NULL; norm_ref stays nil, for most steps have none.
+local function step_row(row)
+  for _, name in ipairs(reals) do
+    if row[name] == nil then row[name] = NAN end
+  end
+  row.overflow = row.overflow ~= 0
+  row.policy_failed = row.policy_failed ~= 0
+  return setmetatable(row, step_meta)
+end
+
+local STEP_COLUMNS = "step, attempt, updates, loss, lr, scale, next_scale, action, overflow, inf, nan, count, zeros, underflow, amax, norm, " ..
+  "norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens"
+local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action", "inf", "nan", "amax", "norm", "reason" }
+
+local function select_steps(h, rest, ...)
+  return collect(each(h, 3, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...), SHOWN)
+end
+
+--- The rows of steps from..to (both included; nil: no limit).
+function History:steps(from, to)
+  return select_steps(self, "WHERE step BETWEEN ? AND ? ORDER BY step, attempt", from or 0, to or 2 ^ 53 - 1)
+end
+
+--- The last n rows (20), oldest first.
+function History:last(n)
+  local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n or 20)
+  for i = 1, math.floor(#rows / 2) do rows[i], rows[#rows + 1 - i] = rows[#rows + 1 - i], rows[i] end
+  return rows
+end
+
+--- The steps whose gradients held inf or nan.
+function History:overflows() return select_steps(self, "WHERE overflow ORDER BY step, attempt") end
+
+--- Events, oldest first, of one kind or all: { step, time, kind, text, data }.
+function History:events(kind)
+  return collect(each(self, 2, nil, "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind, kind),
+    { "step", "kind", "text" })
+end
+
+-- A table of key and value columns as a Lua table.
+local function pairs_of(h, name)
+  local t = {}
+  for row in each(h, 3, nil, "SELECT key, value FROM " .. name) do t[row.key] = row.value end
+  return t
+end
+
+--- Facts of the run, and its settings, as text by name.
+function History:meta() return pairs_of(self, "meta") end
+function History:config() return pairs_of(self, "config") end
+
+--- The policies the run has used: { hash, name, source }.
+function History:policies() return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" }) end
+
+--- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
+function History:parameters()
+  return collect(each(self, 2, nil, "SELECT id, name, shape FROM parameters ORDER BY id"), { "id", "name", "shape" })
+end
+
+-- ------------------------------------------------------------------ statistics
+
+local function unpack_stats(blob)
+  local n = ffi.new("int[1]")
+  check(C.eng_history_unpack(n, nil, 0, blob, #blob), 3)
+  local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))
+  check(C.eng_history_unpack(n, stats, n[0], blob, #blob), 3)
+  return stats, n[0]
+end
+
+-- { [exponent] = count }: gradients with floor(log2|g|) = exponent.
+local function hist_table(bins)
+  local hist = {}
+  for b = 0, 319 do
+    if bins[b] ~= 0 then hist[b - 160] = tonumber(bins[b]) end
+  end
+  return hist
+end
+
+--- Statistics per tensor of a step, nil when none were recorded then: a list of { name, count, inf, nan, zeros,
+--- underflow, amax, norm, hist } of the gradients as the backward pass left them, that is times the loss scale.
+function History:tensors(step)
+  local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
+  if not row then return nil end
+  local stats, n = unpack_stats(row.stats)
+  local names = {}
+  for p in each(self, 2, nil, "SELECT id, name FROM parameters") do names[p.id] = p.name end
+  local rows = {}
+  for i = 0, n - 1 do
+    local s = stats[i]
+    rows[i + 1] = { name = names[i] or tostring(i), count = tonumber(s.count), inf = tonumber(s.inf), nan = tonumber(s.nan),
+      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = hist_table(s.hist) }
+  end
+  local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
+  return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
+end
+
+--- The exponent histogram of a step as { [exponent] = count }, nil when none was recorded.
+function History:hist(step)
+  local row = one(self, "SELECT hist FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1", step)
+  if not row or not row.hist then return nil end
+  return hist_table((unpack_stats(row.hist))[0].hist)
+end
+
+-- ------------------------------------------------------------------ why
+
+local outcomes = {
+  step = "the weights were updated",
+  skip = "skipped, the weights did not change",
+  retry = "to be tried again on the same batch, the weights did not change",
+  stop = "the policy ended the run",
+}
+
+local function percent(part, whole) return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none" end
+
+local function parameter_name(h, id)
+  local row = one(h, "SELECT name, shape FROM parameters WHERE id = ?", id)
+  return row and ("%s %s"):format(row.name, row.shape) or "parameter " .. id
+end
+
+local function say_gradients(h, row, say)
+  if row.overflow then
+    say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
+      row.first_bad >= 0 and ", first in " .. parameter_name(h, row.first_bad) or "")
+  else
+    say("All %d gradients were finite; %s were zero, %s subnormal.", row.count, percent(row.zeros, row.count), percent(row.underflow, row.count))
+  end
+  if row.amax == row.amax and row.amax > 0 then
+    say("The largest finite one was %.4g, times the loss scale %.4g (f16 reaches 65504); their norm was %.4g.", row.amax,
+      row.amax * row.scale, row.norm)
+  end
+  local tensors = row.overflow and h:tensors(row.step)
+  for i = 1, tensors and #tensors or 0 do
+    local t = tensors[i]
+    if t.inf + t.nan > 0 then say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count) end
+  end
+end
+
+local function say_context(h, row, say)
+  local before = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND overflow", row.step).step
+  local first = one(h, "SELECT min(step) AS step FROM steps").step
+  if before == row.step - 1 and row.overflow then
+    local good = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND NOT overflow", row.step).step
+    say("It is overflow number %d in a row.", row.step - (good or first - 1))
+  elseif before then
+    say("The overflow before it was at step %d, %d steps earlier.", before, row.step - before)
+  else
+    say("No overflow is recorded before it (from step %d on).", first)
+  end
+  local last = one(h, "SELECT loss FROM steps WHERE step < ? ORDER BY step DESC, attempt DESC LIMIT 1", row.step)
+  say("The loss was %.6g%s.", row.loss, last and last.loss and (", %.6g the step before"):format(last.loss) or "")
+end
+
+local function say_policy(row, say)
+  local change
+  if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
+  else change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale, row.next_scale / row.scale) end
+  say("The policy %s%s.", change, row.reason and ": " .. row.reason or " and gave no reason")
+  if row.policy_failed then say("It failed at this step; its last good verdict stood in.") end
+  if row.clip > 0 then say("It asked to clip the gradient norm at %g.", row.clip) end
+  if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then say("It asked for %g times the learning rate.", row.lr_mul) end
+end
+
+--- What happened at a step, in words.
+function History:why(step)
+  if type(step) ~= "number" then error("why: expected the number of a step, got " .. tostring(step), 2) end
+  local rows = select_steps(self, "WHERE step = ? ORDER BY attempt", step)
+  local lines = {}
+  local function say(format, ...) lines[#lines + 1] = format:format(...) end
+  if #rows == 0 then
+    local range = one(self, "SELECT min(step) AS first, max(step) AS last FROM steps")
+    if not range.first then return "the history has no steps" end
+    return ("step %d is not recorded: the history has steps %d to %d"):format(step, range.first, range.last)
+  end
+  for _, row in ipairs(rows) do
+    say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates, row.attempt > 1 and ", attempt " .. row.attempt or "",
+      row.elapsed, outcomes[row.action] or row.action)
+    say_gradients(self, row, say)
+    say_policy(row, say)
+    say_context(self, row, say)
+  end
+  for event in each(self, 2, nil, "SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do
+    say("Event %s: %s", event.kind, event.text or "")
+  end
+  return table.concat(lines, "\n")
+end
+
+function History:__tostring()
+  if not self.handle then return ("history %s (closed)"):format(self.path) end
+  local sums = one(self, "SELECT count(*) AS rows, min(step) AS first, max(step) AS last, sum(overflow) AS overflows, " ..
+    "sum(action = 'skip') AS skipped, max(updates) AS updates FROM steps")
+  if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
+  local last = self:last(1)[1]
+  return ("history %s: %d steps (%d to %d), %d overflows, %d skipped\nlast: %s"):format(self.path, sums.rows, sums.first, sums.last,
+    sums.overflows, sums.skipped, tostring(last))
+end
+
+return M

@@ -1,0 +1,168 @@
+-- Plain Lua data as JSON and back, exactly: what decode returns equals what encode was given, numbers to
+-- the last bit. For checkpoints; other people's JSON goes to lua-cjson directly.
+--
+-- What JSON lacks is written as an object of one key: { "$number": "inf" } (also "-inf", "nan"),
+-- { "$int64": "..." }, { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for strings that are
+-- not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than strings.
+local ffi = require "ffi"
+local cjson = require "cjson"
+
+local M = {}
+
+-- The shortest of %.15g to %.17g that reads back as the same number.
+local function number_text(x)
+  if x ~= x then return '{"$number":"nan"}' end
+  if x == math.huge then return '{"$number":"inf"}' end
+  if x == -math.huge then return '{"$number":"-inf"}' end
+  if x == 0 then return 1 / x < 0 and "-0.0" or "0" end
+  for digits = 15, 16 do
+    local text = ("%." .. digits .. "g"):format(x)
+    if tonumber(text) == x then return text end
+  end
+  return ("%.17g"):format(x)
+end
+
+local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t" }
+
+-- Whether s is UTF-8, without overlong forms and surrogates.
+local function is_utf8(s)
+  if not s:find("[\128-\255]") then return true end
+  local i, n = 1, #s
+  while i <= n do
+    local c = s:byte(i)
+    if c < 0x80 then
+      i = i + 1
+    else
+      local length = c >= 0xC2 and c < 0xE0 and 2 or c >= 0xE0 and c < 0xF0 and 3 or c >= 0xF0 and c < 0xF5 and 4
+      if not length or not s:find("^" .. ("[\128-\191]"):rep(length - 1), i + 1) then return false end
+      local second = s:byte(i + 1)
+      if c == 0xE0 and second < 0xA0 or c == 0xED and second > 0x9F then return false end
+      if c == 0xF0 and second < 0x90 or c == 0xF4 and second > 0x8F then return false end
+      i = i + length
+    end
+  end
+  return true
+end
+
+local function string_text(s)
+  if not is_utf8(s) then
+    return '{"$bytes":"' .. s:gsub(".", function(c) return ("%02x"):format(c:byte()) end) .. '"}'
+  end
+  return '"' .. s:gsub('[%z\1-\31"\\\127]', function(c) return escapes[c] or ("\\u%04x"):format(c:byte()) end) .. '"'
+end
+
+local encode_value
+
+local function sorted_keys(t)
+  local keys, plain, count = {}, true, 0
+  for key in pairs(t) do
+    count = count + 1
+    keys[count] = key
+    if type(key) ~= "string" or key:sub(1, 1) == "$" or not is_utf8(key) then plain = false end
+  end
+  table.sort(keys, function(a, b)
+    if type(a) ~= type(b) then return type(a) < type(b) end
+    if type(a) == "boolean" then return a and not b end
+    return a < b
+  end)
+  return keys, plain
+end
+
+local function is_array(t)
+  local count = 0
+  for _ in pairs(t) do count = count + 1 end
+  if count == 0 then return false end
+  for i = 1, count do
+    if t[i] == nil then return false end
+  end
+  return true
+end
+
+local function encode_table(t, path, above)
+  if above[t] then error(("%s: the table contains itself"):format(path), 0) end
+  above[t] = true
+  local parts = {}
+  local text
+  if is_array(t) then
+    for i, value in ipairs(t) do parts[i] = encode_value(value, path .. "[" .. i .. "]", above) end
+    text = "[" .. table.concat(parts, ",") .. "]"
+  else
+    for key in pairs(t) do
+      local kind = type(key)
+      if kind ~= "string" and kind ~= "number" and kind ~= "boolean" then error(("%s: a %s cannot be a key"):format(path, kind), 0) end
+    end
+    local keys, plain = sorted_keys(t)
+    for i, key in ipairs(keys) do
+      local value = encode_value(t[key], path .. "." .. tostring(key), above)
+      parts[i] = plain and string_text(key) .. ":" .. value or "[" .. encode_value(key, path, above) .. "," .. value .. "]"
+    end
+    text = plain and "{" .. table.concat(parts, ",") .. "}" or '{"$pairs":[' .. table.concat(parts, ",") .. "]}"
+  end
+  above[t] = nil
+  return text
+end
+
+function encode_value(value, path, above)
+  local kind = type(value)
+  if kind == "number" then return number_text(value) end
+  if kind == "string" then return string_text(value) end
+  if kind == "boolean" then return tostring(value) end
+  if kind == "table" then return encode_table(value, path, above) end
+  if kind == "cdata" then
+    if ffi.istype("int64_t", value) then return '{"$int64":"' .. tostring(value):gsub("LL$", "") .. '"}' end
+    if ffi.istype("uint64_t", value) then return '{"$uint64":"' .. tostring(value):gsub("ULL$", "") .. '"}' end
+  end
+  error(("%s: expected numbers, strings, booleans and tables, got a %s"):format(path, kind), 0)
+end
+
+--- Plain data as JSON text. `name` stands for the value in messages: "state.policy: ... got a function".
+function M.encode(value, name)
+  return encode_value(value, name or "value", {})
+end
+
+-- Digits to a 64-bit number; sign separate, so that -2^63 needs no negation.
+local function integer(text, kind)
+  local negative, digits = text:match("^(%-?)(%d+)$")
+  if not digits then error("malformed 64-bit number '" .. text .. "'", 0) end
+  local value = 0ULL
+  for d in digits:gmatch("%d") do value = value * 10 + (d:byte() - 48) end
+  if negative == "-" then value = 0ULL - value end
+  return kind == "$int64" and ffi.cast("int64_t", value) or value
+end
+
+local restore
+
+local tags = {
+  ["$number"] = function(text)
+    local value = ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]
+    return value or error("malformed number '" .. tostring(text) .. "'", 0)
+  end,
+  ["$int64"] = function(text) return integer(text, "$int64") end,
+  ["$uint64"] = function(text) return integer(text, "$uint64") end,
+  ["$bytes"] = function(text) return (text:gsub("%x%x", function(hex) return string.char(tonumber(hex, 16)) end)) end,
+  ["$pairs"] = function(list)
+    local t = {}
+    for _, entry in ipairs(list) do t[restore(entry[1])] = restore(entry[2]) end
+    return t
+  end,
+}
+
+function restore(value)
+  if type(value) ~= "table" then return value end
+  local key, content = next(value)
+  if tags[key] and next(value, key) == nil then return tags[key](content) end
+  for k, v in pairs(value) do
+    if type(v) == "table" then value[k] = restore(v) end
+  end
+  return value
+end
+
+local strict = cjson.new()
+strict.decode_invalid_numbers(false)
+
+--- The data behind JSON text; raises what is wrong with it.
+function M.decode(text)
+  return restore(strict.decode(text))
+end
+
+return M
