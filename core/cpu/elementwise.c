@@ -8,6 +8,7 @@
 //   dropout            a dropped element is 0, NaN and Inf included
 #include "../rng.h"
 #include "operand.h"
+#include "philox.h"
 #include "simd.h"
 
 // ------------------------------------------------------------------ two inputs
@@ -170,33 +171,6 @@ static eng_status pow_scalar(const op_call *call)
 
 // ------------------------------------------------------------------ dropout
 
-enum { BLOCKS = TILE / 4 };   // Philox blocks of a tile
-
-// The words of BLOCKS consecutive blocks, word k of block j at [k][j]: the rounds run over vectors.
-static inline void philox_tile(uint32_t word[4][BLOCKS], uint64_t seed, uint64_t counter)
-{
-  for (int j = 0; j < BLOCKS; j++) {
-    uint64_t at = counter + (uint64_t)j;
-    word[0][j] = (uint32_t)at;
-    word[1][j] = (uint32_t)(at >> 32);
-    word[2][j] = word[3][j] = 0;
-  }
-  for (int j = 0; j < BLOCKS; j += 16) {
-    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-      for (int l = j; l < j + 16; l++) {
-        uint64_t a = (uint64_t)0xD2511F53u * word[0][l], b = (uint64_t)0xCD9E8D57u * word[2][l];
-        word[0][l] = (uint32_t)(b >> 32) ^ word[1][l] ^ key0;
-        word[2][l] = (uint32_t)(a >> 32) ^ word[3][l] ^ key1;
-        word[1][l] = (uint32_t)b;
-        word[3][l] = (uint32_t)a;
-      }
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-  }
-}
-
 static eng_status dropout(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
@@ -209,17 +183,14 @@ static eng_status dropout(const op_call *call)
   float factor = (float)(1.0 / (1.0 - p));
   FOR_TILES(first, n, y->count) {
     float tx[TILE], ty[TILE];
-    uint32_t word[4][BLOCKS];
+    uint32_t word[TILE];
     const float *px = operand_load(&x, tx, first, n);
     float *to = tile_target(ty, y->data, y->dtype, first);
-    philox_tile(word, seed, counter + (uint64_t)first / 4);
-    int i = 0;
-    for (; i + 4 <= n; i += 4)
-      for (int k = 0; k < 4; k++) {
-        float kept = px[i + k] * factor;
-        to[i + k] = (int32_t)(word[k][i / 4] >> 8) >= least ? kept : 0.0f;
-      }
-    for (; i < n; i++) to[i] = (int32_t)(word[i % 4][i / 4] >> 8) >= least ? px[i] * factor : 0.0f;
+    for (int i = 0; i < n; i += 4 * VF_LANES) philox_vectors(word + i, seed, counter + (uint64_t)(first + i) / 4);
+    for (int i = 0; i < n; i++) {
+      float kept = px[i] * factor;
+      to[i] = (int32_t)(word[i] >> 8) >= least ? kept : 0.0f;
+    }
     tile_store(y->data, y->dtype, first, to, n);
   }
   return ENG_OK;

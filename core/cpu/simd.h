@@ -275,14 +275,42 @@ VF_INLINE float vf_maxall(vf a)
   return x > y ? x : y;
 }
 
-VF_INLINE vf vf_load_f16(const uint16_t *p)              { return (vf){f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])}; }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)     { vf a = {0}; for (int i = 0; i < n; i++) a[i] = f16_to_f32(p[i]); return a; }
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)  { for (int i = 0; i < n; i++) p[i] = f16_from_f32(a[i]); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)           { vf_store_f16_n(p, a, VF_LANES); }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)             { return (vf)(vi){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16}; }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)    { vf a = {0}; for (int i = 0; i < n; i++) a[i] = bf16_to_f32(p[i]); return a; }
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = bf16_from_f32(a[i]); }
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)          { vf_store_bf16_n(p, a, VF_LANES); }
+VF_INLINE vi vf_halves_(const uint16_t *p)               { return (vi){p[0], p[1], p[2], p[3]}; }
+VF_INLINE void vf_put_halves_(uint16_t *p, vi h)         { for (int l = 0; l < VF_LANES; l++) p[l] = (uint16_t)h[l]; }
+VF_INLINE vf vf_widen_f16_(vi h)
+{
+  vi magnitude = h & 0x7FFF, sign = vi_shl(h & 0x8000, 16);
+  vi normal = vi_shl(magnitude, 13) + 0x38000000;
+  vi special = vi_shl(magnitude, 13) | 0x7F800000;
+  special = vi_select(magnitude > 0x7C00, special | 0x00400000, special);
+  vf subnormal = vi_to_vf(magnitude) * 0x1p-24f;
+  vi result = vi_select(magnitude < 0x0400, (vi)subnormal, vi_select(magnitude >= 0x7C00, special, normal));
+  return (vf)(result | sign);
+}
+VF_INLINE vi vf_narrow_f16_(vf a)
+{
+  vi bits = (vi)a, magnitude = bits & 0x7FFFFFFF, sign = vi_shr(bits, 16) & 0x8000;
+  vi normal = vi_shr(magnitude - 0x38000000 + 0xFFF + (vi_shr(magnitude, 13) & 1), 13);
+  vi subnormal = (vi)((vf)magnitude + 0.5f) - 0x3F000000;    // 0.5 has 2^-24 as its last place: the sum rounds there
+  vi nan = (vi_shr(magnitude, 13) & 0x3FF) | 0x7E00;
+  vi result = vi_select(magnitude < 0x38800000, subnormal, vi_select(magnitude >= 0x477FF000, (vi){0x7C00, 0x7C00, 0x7C00, 0x7C00}, normal));
+  return vi_select(magnitude > 0x7F800000, nan, result) | sign;
+}
+VF_INLINE vi vf_narrow_bf16_(vf a)
+{
+  vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(bits + ((top & 1) + 0x7FFF), 16);
+  return vi_select((bits & 0x7FFFFFFF) > 0x7F800000, top | 0x40, rounded);
+}
+VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)      { vi h = {0}; for (int l = 0; l < n; l++) h[l] = p[l]; return h; }
+
+VF_INLINE vf vf_load_f16(const uint16_t *p)              { return vf_widen_f16_(vf_halves_(p)); }
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)     { return vf_widen_f16_(vf_halves_n_(p, n)); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)           { vf_put_halves_(p, vf_narrow_f16_(a)); }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)  { vi h = vf_narrow_f16_(a); for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }
+VF_INLINE vf vf_load_bf16(const uint16_t *p)             { return (vf)vi_shl(vf_halves_(p), 16); }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)    { return (vf)vi_shl(vf_halves_n_(p, n), 16); }
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)          { vf_put_halves_(p, vf_narrow_bf16_(a)); }
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n) { vi h = vf_narrow_bf16_(a); for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }
 #endif
 
 VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }

@@ -1,0 +1,74 @@
+// Philox 4x32-10 (rng.h) over vectors: the words of consecutive blocks, in the order of the elements
+// that take them. Included by elementwise.c, once per instruction set. Owns nothing.
+#ifndef ENG_PHILOX_H
+#define ENG_PHILOX_H
+
+#include "simd.h"
+
+// Products of 32-bit lanes with a constant, low and high halves apart.
+VF_INLINE void multiply_(vu a, uint32_t factor, vu *low, vu *high)
+{
+#if defined(ENG_ISA_avx512)
+  __m512i c = _mm512_set1_epi32((int32_t)factor), even = _mm512_mul_epu32((__m512i)a, c);
+  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), c);
+  *low = (vu)_mm512_mask_shuffle_epi32(even, 0xAAAA, odd, 0xA0);
+  *high = (vu)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
+#elif defined(ENG_ISA_avx2)
+  __m256i c = _mm256_set1_epi32((int32_t)factor), even = _mm256_mul_epu32((__m256i)a, c);
+  __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), c);
+  *low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  *high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+  for (int l = 0; l < VF_LANES; l++) {
+    uint64_t product = (uint64_t)a[l] * factor;
+    (*low)[l] = (uint32_t)product;
+    (*high)[l] = (uint32_t)(product >> 32);
+  }
+#endif
+}
+
+// Interleaving within 128-bit parts.
+#if defined(ENG_ISA_avx512)
+VF_INLINE vu low32_(vu a, vu b)  { return (vu)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+VF_INLINE vu high32_(vu a, vu b) { return (vu)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+VF_INLINE vu low64_(vu a, vu b)  { return (vu)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+VF_INLINE vu high64_(vu a, vu b) { return (vu)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+#elif defined(ENG_ISA_avx2)
+VF_INLINE vu low32_(vu a, vu b)  { return (vu)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
+VF_INLINE vu high32_(vu a, vu b) { return (vu)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
+VF_INLINE vu low64_(vu a, vu b)  { return (vu)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+VF_INLINE vu high64_(vu a, vu b) { return (vu)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+#else
+VF_INLINE vu low32_(vu a, vu b)  { return (vu){a[0], b[0], a[1], b[1]}; }
+VF_INLINE vu high32_(vu a, vu b) { return (vu){a[2], b[2], a[3], b[3]}; }
+VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
+VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
+#endif
+
+/// The words of VF_LANES blocks from `counter` on, 4 * VF_LANES of them in order.
+VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
+{
+  // Lane l computes the block that the interleaving at the end puts in its place.
+  enum { PARTS = VF_LANES / 4 };
+  vu place;
+  for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);
+  vu w0 = place + (uint32_t)counter, w2 = {0}, w3 = {0};
+  vu w1 = (uint32_t)(counter >> 32) - (vu)(w0 < (uint32_t)counter);   // a carry is -1
+  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    vu low_a, high_a, low_b, high_b;
+    multiply_(w0, 0xD2511F53u, &low_a, &high_a);
+    multiply_(w2, 0xCD9E8D57u, &low_b, &high_b);
+    w0 = high_b ^ w1 ^ key0;
+    w2 = high_a ^ w3 ^ key1;
+    w1 = low_b;
+    w3 = low_a;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  vu a = low32_(w0, w1), b = high32_(w0, w1), c = low32_(w2, w3), d = high32_(w2, w3);
+  vu out[4] = {low64_(a, c), high64_(a, c), low64_(b, d), high64_(b, d)};
+  memcpy(word, out, sizeof out);
+}
+
+#endif
