@@ -1,12 +1,14 @@
 std = "luajit"
-max_line_length = 150
+max_line_length = 160
 -- `self` and arguments that a fixed signature asks for may stay unused.
 unused_args = false
 self = false
 globals = { "arg" }
+-- `not (x > y)` is no `x <= y` when NaN may come.
+ignore = { "581" }
 exclude_files = { "build", "runs" }
 
-files["spec"] = { std = "+busted" }
+files["spec"] = { std = "+busted", max_line_length = 180 }
 -- Policies run in a sandbox: no io, os, require or ffi.
 files["policies"] = {
   std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next", "pairs", "pcall", "select",

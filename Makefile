@@ -164,12 +164,16 @@ sanitize:
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
 
-# Each fuzzer is a C program with a main of its own, linked with the objects of the core, or a Lua script.
+# Each fuzzer is a C program with a main of its own, or a Lua script. It is linked with the core as an
+# archive, so that a fuzzer may put functions of its own in the place of what lies around its subject.
 FUZZ_C   := $(wildcard spec/fuzz/*.c)
 FUZZ_LUA := $(wildcard spec/fuzz/*.lua)
-$(BUILD)/fuzz/%: spec/fuzz/%.c $(OBJECTS)
+$(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
+	rm -f $@
+	ar rcs $@ $(OBJECTS)
+$(BUILD)/fuzz/%: spec/fuzz/%.c $(BUILD)/libengine.a
 	@mkdir -p $(@D)
-	$(COMPILE) -MF $@.d -o $@ $< $(OBJECTS) $(LDFLAGS) $(LIBS)
+	$(COMPILE) -o $@ $< $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
 
 fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
 	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done

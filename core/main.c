@@ -95,7 +95,7 @@ static int on_error(lua_State *L)
   }
   if (!lua_isstring(L, 1)) {
     if (lua_isnoneornil(L, 1)) {
-      lua_pushliteral(L, "error without a message");
+      return 1;                          // error(): how a tool such as busted leaves without a word
     } else if (luaL_callmeta(L, 1, "__tostring") && lua_isstring(L, -1)) {
       // the text is on top
     } else {
@@ -117,7 +117,7 @@ static bool call(lua_State *L, int n_args, int n_results)
   int status = lua_pcall(L, n_args, n_results, base);
   lua_remove(L, base);
   if (status == 0) return true;
-  complain(lua_isstring(L, -1) ? lua_tostring(L, -1) : "error in error handling");
+  if (!lua_isnil(L, -1)) complain(lua_isstring(L, -1) ? lua_tostring(L, -1) : "error in error handling");
   lua_pop(L, 1);
   return false;
 }

@@ -62,7 +62,8 @@ local function points_of(options)
   for i, value in ipairs(options.y) do
     local x = options.x and options.x[i] or i
     if finite(value) and finite(x) and (not log or value > 0) then
-      points[#points + 1] = { x, log and math.log(value) / log or value }
+      value = log and math.log(value) / log or value
+      points[#points + 1] = { x, math.max(-8e307, math.min(8e307, value)) }     -- so that high - low is finite
     else
       left_out = left_out + 1
     end
@@ -142,7 +143,8 @@ end
 
 local function x_axis(columns, x_low, x_high)
   local left, right = number_text(x_low), number_text(x_high)
-  local middle = number_text(math.floor((x_low + x_high) / 2 + 0.5))
+  local middle = (x_low + x_high) / 2
+  middle = number_text(x_high - x_low >= 10 and math.floor(middle + 0.5) or middle)
   local gap = columns - #left - #right - #middle
   if gap < 4 then return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right end
   local before = math.floor(columns / 2 - #middle / 2) - #left
@@ -179,7 +181,8 @@ function plot.draw(options)
   local y_low, y_high = range_of(points, 2)
   if x_low == x_high then x_high = x_low + 1 end
   if y_low == y_high then
-    local margin = options.log and 1 or y_low == 0 and 1 or math.abs(y_low) * 0.1
+    local margin = options.log and 1 or math.abs(y_low) * 0.1
+    if margin < 1e-300 then margin = 1 end
     y_low, y_high = y_low - margin, y_high + margin
   end
   local rows = options.height or 12

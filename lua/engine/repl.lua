@@ -24,7 +24,7 @@ local function sorted_keys(t, length)
   end
   table.sort(keys, function(a, b)
     if type(a) == type(b) and (type(a) == "number" or type(a) == "string") then return a < b end
-    return type(a) < type(b)
+    return type(a) > type(b)           -- strings before numbers before booleans
   end)
   return keys
 end
@@ -213,6 +213,7 @@ local function run()
       if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
       local chunk, problem = repl.compile(text)
       if chunk then
+        jit.off(chunk)                     -- Ctrl-C cannot stop a compiled loop; what the entry calls is compiled as ever
         finish(xpcall(chunk, traceback))
       else
         io.stderr:write(problem, "\n")

@@ -75,7 +75,8 @@ end
 
 local function lua()
   local gc64 = require("ffi").abi("gc64")
-  need(gc64, "LuaJIT", jit.version .. ", GC64, JIT " .. (jit.status() and "on" or "off"), "this LuaJIT lacks GC64: install libluajit-5.1-2 of Debian 12 or newer")
+  need(gc64, "LuaJIT", jit.version .. ", GC64, JIT " .. (jit.status() and "on" or "off"),
+       "this LuaJIT lacks GC64: install libluajit-5.1-2 of Debian 12 or newer")
   for _, pair in ipairs { { "cjson", "lua-cjson" }, { "argparse", "lua-argparse" } } do
     need(pcall(require, pair[1]), pair[2], "there", "apt install " .. pair[2])
   end

@@ -1,0 +1,66 @@
+-- For specs: running the engine and other programs, files to write into.
+local helper = {}
+
+local has_host, host = pcall(require, "engine.host")
+-- The binary under test: the one that runs this spec, else the one in the tree.
+helper.engine = has_host and host.executable or "./engine"
+
+-- Built with sanitizers: slower, and no place for time limits.
+helper.sanitized = os.getenv("ENGINE_SANITIZED") ~= nil
+
+function helper.quote(text)
+  return "'" .. tostring(text):gsub("'", "'\\''") .. "'"
+end
+
+function helper.read(path)
+  local file = io.open(path, "rb")
+  if not file then return nil end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+function helper.write(path, text)
+  local file = assert(io.open(path, "wb"))
+  file:write(text)
+  file:close()
+  return path
+end
+
+-- A new empty folder; the spec removes it with helper.remove.
+function helper.folder()
+  local pipe = assert(io.popen("mktemp -d"))
+  local path = pipe:read("*l")
+  pipe:close()
+  return path
+end
+
+function helper.remove(path)
+  assert(path and #path > 4 and path:sub(1, 1) == "/")
+  os.execute("rm -rf " .. helper.quote(path))
+end
+
+-- Runs a shell command. Gives { code, out, err }; a signal n is code 128 + n.
+function helper.shell(command, input)
+  local out, err, feed = os.tmpname(), os.tmpname(), nil
+  local source = "</dev/null"
+  if input then
+    feed = helper.write(os.tmpname(), input)
+    source = "<" .. feed
+  end
+  local status = os.execute(("{ %s\n} %s >%s 2>%s"):format(command, source, out, err))
+  local result = { code = status >= 256 and math.floor(status / 256) or status, out = helper.read(out), err = helper.read(err) }
+  os.remove(out)
+  os.remove(err)
+  if feed then os.remove(feed) end
+  return result
+end
+
+-- Runs the engine with arguments, each quoted. `input` is its stdin.
+function helper.run(arguments, input)
+  local words = { helper.quote(helper.engine) }
+  for _, argument in ipairs(arguments) do words[#words + 1] = helper.quote(argument) end
+  return helper.shell(table.concat(words, " "), input)
+end
+
+return helper
