@@ -1,0 +1,185 @@
+// The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel, and laying
+// matrices of any format and stride out as f32 in the shape it reads. Included by those two; owns nothing.
+//
+// A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]; unused columns up to the next
+// whole vector hold zeros, those beyond it are never read.
+#ifndef ENG_GEMM_MICRO_H
+#define ENG_GEMM_MICRO_H
+
+#include "simd.h"
+
+// The tile of C held in registers: MR rows of NV vectors, beside NV registers for B and one for A.
+#if defined(ENG_ISA_avx512)
+enum { GEMM_MR = 8, GEMM_NV = 3 };
+#elif defined(ENG_ISA_avx2)
+enum { GEMM_MR = 6, GEMM_NV = 2 };
+#else
+enum { GEMM_MR = 4, GEMM_NV = 2 };
+#endif
+enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
+
+// ------------------------------------------------------------------ micro-kernel
+
+// c[mr x nv*VF_LANES] (rows ldc apart) = or += a b over k steps. a: element (i, p) at i*a_row + p*a_step,
+// b: a packed panel, GEMM_NR floats a step.
+VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a, int64_t a_row, int64_t a_step,
+                          const float *b, float *c, int64_t ldc, bool resume)
+{
+  vf sum[GEMM_MR][GEMM_NV];
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) sum[i][j] = vf_zero();
+  }
+  for (int64_t p = 0; p < k; p++) {
+    vf row[GEMM_NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) row[j] = vf_load(b + j * VF_LANES);
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; i++) {
+      vf x = vf_set1(a[i * a_row]);
+#pragma GCC unroll 4
+      for (int j = 0; j < nv; j++) sum[i][j] = vf_fma(x, row[j], sum[i][j]);
+    }
+    a += a_step;
+    b += GEMM_NR;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; j++) {
+      float *at = c + i * ldc + j * VF_LANES;
+      vf_store(at, resume ? vf_add(vf_load(at), sum[i][j]) : sum[i][j]);
+    }
+  }
+}
+
+typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, int64_t ldc, bool resume);
+
+#define MICRO(mr, nv)                                                                                           \
+  static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, \
+                                int64_t ldc, bool resume)                                                       \
+  { micro_body(mr, nv, k, a, a_row, a_step, b, c, ldc, resume); }
+#if defined(ENG_ISA_avx512)
+#define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2) MICRO(mr, 3)
+#define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2, micro_##mr##x3}
+MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4) MICRO_ROW(5) MICRO_ROW(6) MICRO_ROW(7) MICRO_ROW(8)
+static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
+  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4), MICRO_NAMES(5), MICRO_NAMES(6), MICRO_NAMES(7), MICRO_NAMES(8)};
+#else
+#define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2)
+#define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2}
+MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4)
+#if defined(ENG_ISA_avx2)
+MICRO_ROW(5) MICRO_ROW(6)
+#endif
+static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
+  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4),
+#if defined(ENG_ISA_avx2)
+  MICRO_NAMES(5), MICRO_NAMES(6),
+#endif
+};
+#endif
+
+// ------------------------------------------------------------------ reading operands
+
+VF_INLINE float element(const void *data, int dtype, int64_t at)
+{
+  if (dtype == ENG_f32) return ((const float *)data)[at];
+  uint16_t half = ((const uint16_t *)data)[at];
+  return dtype == ENG_f16 ? f16_to_f32(half) : bf16_to_f32(half);
+}
+
+VF_INLINE vf vector(const void *data, int dtype, int64_t at, int n)
+{
+  if (n == VF_LANES) {
+    if (dtype == ENG_f32) return vf_load((const float *)data + at);
+    if (dtype == ENG_f16) return vf_load_f16((const uint16_t *)data + at);
+    return vf_load_bf16((const uint16_t *)data + at);
+  }
+  if (dtype == ENG_f32) return vf_load_n((const float *)data + at, n);
+  if (dtype == ENG_f16) return vf_load_f16_n((const uint16_t *)data + at, n);
+  return vf_load_bf16_n((const uint16_t *)data + at, n);
+}
+
+VF_INLINE int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
+
+// Turns VF_LANES vectors, seen as a square, about its diagonal: log2(lanes) rounds in which two rows
+// `step` apart exchange their odd and even groups of `step` lanes. The patterns are literals, so that
+// the compiler finds shuffle instructions for them; numbers from VF_LANES on mean the second row.
+#define EXCHANGE(step, low, high)                       \
+  for (int i = 0; i < VF_LANES; i++) {                  \
+    if (i & step) continue;                             \
+    vf x = row[i], y = row[i + step];                   \
+    row[i] = __builtin_shuffle(x, y, low);      \
+    row[i + step] = __builtin_shuffle(x, y, high); \
+  }
+VF_INLINE void turn_square(vf *row)
+{
+#if defined(ENG_ISA_avx512)
+  EXCHANGE(1, ((vi){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}),
+              ((vi){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31}))
+  EXCHANGE(2, ((vi){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}),
+              ((vi){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31}))
+  EXCHANGE(4, ((vi){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}),
+              ((vi){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31}))
+  EXCHANGE(8, ((vi){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}),
+              ((vi){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
+#elif defined(ENG_ISA_avx2)
+  EXCHANGE(1, ((vi){0, 8, 2, 10, 4, 12, 6, 14}), ((vi){1, 9, 3, 11, 5, 13, 7, 15}))
+  EXCHANGE(2, ((vi){0, 1, 8, 9, 4, 5, 12, 13}), ((vi){2, 3, 10, 11, 6, 7, 14, 15}))
+  EXCHANGE(4, ((vi){0, 1, 2, 3, 8, 9, 10, 11}), ((vi){4, 5, 6, 7, 12, 13, 14, 15}))
+#else
+  EXCHANGE(1, ((vi){0, 4, 2, 6}), ((vi){1, 5, 3, 7}))
+  EXCHANGE(2, ((vi){0, 1, 4, 5}), ((vi){2, 3, 6, 7}))
+#endif
+}
+
+// to[p*to_row + j] = source[p*row + j*column] for p < rows, j < columns; `columns` up to GEMM_NR and
+// padded with zeros to whole vectors. dtype is constant where this is inlined.
+VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype, int64_t first,
+                             int64_t row, int64_t column, int64_t rows, int64_t columns)
+{
+  if (column == 1) {
+    for (int64_t p = 0; p < rows; p++)
+      for (int64_t j = 0; j < columns; j += VF_LANES)
+        vf_store(to + p * to_row + j, vector(source, dtype, first + p * row + j, least(columns - j, VF_LANES)));
+    return;
+  }
+  if (row == 1) {
+    for (int64_t j = 0; j < columns; j += VF_LANES) {
+      int wide = least(columns - j, VF_LANES);
+      for (int64_t p = 0; p < rows; p += VF_LANES) {
+        int deep = least(rows - p, VF_LANES);
+        vf square[VF_LANES];
+        if (wide == VF_LANES && deep == VF_LANES) {
+#pragma GCC unroll 16
+          for (int i = 0; i < VF_LANES; i++) square[i] = vector(source, dtype, first + p + (j + i) * column, VF_LANES);
+          turn_square(square);
+#pragma GCC unroll 16
+          for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+        } else {
+          for (int i = 0; i < VF_LANES; i++)
+            square[i] = i < wide ? vector(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
+          turn_square(square);
+          for (int i = 0; i < deep; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+        }
+      }
+    }
+    return;
+  }
+  int64_t padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES;
+  for (int64_t p = 0; p < rows; p++)
+    for (int64_t j = 0; j < padded; j++)
+      to[p * to_row + j] = j < columns ? element(source, dtype, first + p * row + j * column) : 0.0f;
+}
+
+static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row, int64_t column,
+                    int64_t rows, int64_t columns)
+{
+  if (dtype == ENG_f32) lay_out_typed(to, to_row, source, ENG_f32, first, row, column, rows, columns);
+  else if (dtype == ENG_f16) lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);
+  else lay_out_typed(to, to_row, source, ENG_bf16, first, row, column, rows, columns);
+}
+
+#endif
