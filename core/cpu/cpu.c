@@ -7,6 +7,7 @@
 #include "../backend.h"
 #include "../error.h"
 
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -115,4 +116,10 @@ const char *eng_cpu_isa(const char *force)
     use(isa);
   }
   return in_force->name;
+}
+
+int eng_threads(int n)
+{
+  if (n > 0) omp_set_num_threads(n);
+  return omp_get_max_threads();
 }
