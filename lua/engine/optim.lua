@@ -59,6 +59,7 @@ local function make_groups(name, list, options, defaults)
     for key, value in pairs(defaults) do values[key] = value end
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
+        if key == "lr" then error(("optim.%s: a group sets lr_mul, a factor on the common rate, not lr"):format(name), 0) end
         if defaults[key] == nil and key ~= "lr_mul" then
           error(("optim.%s: unknown option '%s' in a group%s"):format(name, tostring(key), nearest.hint(tostring(key), names_of(defaults))), 0)
         end
@@ -180,7 +181,7 @@ end
 
 --- Limits the global norm of the gradients at the next step(); returns the norm. The clipping happens inside the update.
 function Optimizer:clip_grad_norm(limit)
-  if type(limit) ~= "number" or not (limit > 0) then error("clip_grad_norm: expected a limit > 0, got " .. tostring(limit), 2) end
+  if type(limit) ~= "number" or limit ~= limit or limit <= 0 then error("clip_grad_norm: expected a limit > 0, got " .. tostring(limit), 2) end
   local norm = self:grad_norm()
   self._clip = norm > limit and limit / (norm + 1e-6) or nil
   return norm
@@ -188,7 +189,7 @@ end
 
 --- Limits every gradient element to +-limit at the next step().
 function Optimizer:clip_grad_value(limit)
-  if type(limit) ~= "number" or not (limit > 0) then error("clip_grad_value: expected a limit > 0, got " .. tostring(limit), 2) end
+  if type(limit) ~= "number" or limit ~= limit or limit <= 0 then error("clip_grad_value: expected a limit > 0, got " .. tostring(limit), 2) end
   self._clip_value = limit
 end
 
@@ -198,7 +199,7 @@ function Optimizer:step(options)
   local lr = self.lr * (options.lr_mul or 1)
   for i, group in ipairs(self.groups) do
     local h = self._hyper[i - 1]
-    h.lr = lr * group.lr_mul * (group.lr / self.groups[1].lr)
+    h.lr = lr * group.lr_mul
     h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0, group.weight_decay
     h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov and 1 or 0
   end

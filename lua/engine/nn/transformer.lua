@@ -115,10 +115,9 @@ local function generate(self, ids, count, options)
         local window = { unpack(list, math.max(1, #list - self.context + 1)) }
         local logits = self(tensor.tensor({ window }, "i32")):select(2, -1):to("f32")       -- [1 x V]
         if temperature == 0 then return logits:argmax(-1):item() end
-        local ids_of, p = nil, nil
-        local top = logits
+        local top, ids_of = logits, nil
         if k and k < logits:size(-1) then top, ids_of = logits:topk(k) end
-        p = (top / temperature):softmax():view(-1):totable()
+        local p = (top / temperature):softmax():view(-1):totable()
         local u, sum, pick = tensor.rand(1):item(), 0, #p
         for i = 1, #p do
           sum = sum + p[i]
