@@ -5,7 +5,7 @@
 //   maximum, minimum   a NaN on either side gives NaN; -0 and +0 are equal, the first one is taken
 //   relu               NaN stays NaN; its slope at 0 and below is 0, at NaN dy passes through
 //   gelu, silu         the formulas as written: at -inf they are -inf * 0 = NaN, as in PyTorch
-//   slopes             of finite x are finite for activations; of infinite x what the formula gives
+//   their slopes       at -inf and +inf are the limits 0 and 1, and finite wherever x is
 //   integers           wrap; affine with whole-numbered factors is exact, else it goes through double
 #include "reference.h"
 
@@ -189,14 +189,15 @@ eng_status reference_clamp(const op_call *call)
 
 static double gelu_slope(double x)
 {
+  if (isinf(x)) return x > 0;
   return 0.5 * erfc(-x * M_SQRT1_2) + x * exp(-0.5 * x * x) * (0.5 * M_2_SQRTPI * M_SQRT1_2);
 }
 
 static double gelu_tanh_slope(double x)
 {
   double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
-  // x^2 may overflow where tanh is flat; there the second term is 0 (inf * 0 only for infinite x)
-  double bend = rest == 0.0 && f64_is_finite(x) ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
+  // where tanh is flat the second term is 0, though x^2 may overflow
+  double bend = rest == 0.0 ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
   return 0.5 * (1.0 + t) + bend;
 }
 

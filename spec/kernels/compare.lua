@@ -1,0 +1,218 @@
+-- Runs one call of an operation on the reference and on the fast kernels of every instruction set this
+-- machine has (or the one that ENGINE_ISA names), and compares the outputs element by element:
+--   NaN where the reference has NaN, infinities where it has them (overflow is a rounding: a value
+--   within the tolerance of the threshold may fall on either side of it), and otherwise
+--   |got - want| <= ulp * (unit in the last place of `want` in the output's format) + eps * 2^-24 * bound
+--
+-- A call is a table: inputs (false: absent), ints, floats, outputs (their number), and
+--   ulp       units in the last place allowed; in f16 and bf16 it is 1 where it is not 0, for f32
+--             arithmetic that rounds may move a value to the neighbour in a narrower format
+--   ulp_low   the same for f16 and bf16 where that does not hold
+--   eps       times 2^-24 times `bound`: the magnitude at which the f32 arithmetic inside works, a function
+--             below by name or function(name, call, want) -> function(output, element) -> magnitude
+--   zeros     the signs of zeros agree, too
+--   fails     both raise an error that this pattern finds
+--   note      for the message
+local v = require "spec.kernels.values"
+local engine = require "engine.ffi"
+local C = engine.C
+local FORMATS, largest, ulp_of = v.FORMATS, v.largest, v.ulp_of
+local tensor_of, shape_of, dtype_of, values_of = v.tensor_of, v.shape_of, v.dtype_of, v.values_of
+local abs, inf = math.abs, math.huge
+
+local M = {}
+
+-- ------------------------------------------------------------------ devices
+
+--- The instruction sets to test, the one in force first.
+local function instruction_sets()
+  local now = engine.string(C.eng_cpu_isa(nil))
+  local sets = { now }
+  if not os.getenv("ENGINE_ISA") then
+    for _, name in ipairs { "avx512", "avx2", "plain" } do
+      if name ~= now and C.eng_cpu_isa(name) ~= nil then sets[#sets + 1] = name end
+    end
+    C.eng_cpu_isa(now)
+  end
+  return sets
+end
+
+local SETS = instruction_sets()
+M.SETS = SETS
+
+local function run(name, call)
+  return { pcall(engine.run, name, call.inputs, call.ints, call.floats, call.outputs or 1) }
+end
+
+--- Results on the reference: true and the outputs, or false and the message.
+local function on_reference(name, call)
+  engine.check(C.eng_device_set("reference"))
+  local results = run(name, call)
+  engine.check(C.eng_device_set("cpu"))
+  return results
+end
+
+local function on_cpu(set, name, call)
+  if #SETS > 1 then C.eng_cpu_isa(set) end
+  local results = run(name, call)
+  if #SETS > 1 then C.eng_cpu_isa(SETS[1]) end
+  return results
+end
+
+-- ------------------------------------------------------------------ bounds
+
+local bounds = {}
+
+--- The operation's outputs, in double, for the absolute values of its float inputs (0 for those that are
+--- not finite).
+function M.absolute_sums(name, call)
+  local inputs = {}
+  for k, x in ipairs(call.inputs) do
+    inputs[k] = x
+    if x and FORMATS[dtype_of(x)] then
+      local values, n = values_of(x)
+      for i = 0, n - 1 do
+        local magnitude = abs(values[i])
+        values[i] = magnitude < inf and magnitude or 0
+      end
+      inputs[k] = tensor_of("f64", shape_of(x), values)
+    end
+  end
+  local results = on_reference(name, { inputs = inputs, ints = call.ints, floats = call.floats, outputs = call.outputs })
+  assert(results[1], results[2])
+  return { unpack(results, 2, table.maxn(results)) }
+end
+
+--- What the sums of a kernel are made of.
+function bounds.sums(name, call)
+  local list = {}
+  for k, x in pairs(M.absolute_sums(name, call)) do list[k] = values_of(x) end
+  return function(output, i) return list[output][i] end
+end
+
+--- The magnitude of input number `bound_input` (of the output's shape) at the same place.
+function bounds.input(_, call)
+  local values = values_of(call.inputs[call.bound_input or 1])
+  return function(_, i) return abs(values[i]) end
+end
+
+--- The largest finite magnitude of the whole expected output.
+function bounds.largest(_, _, want)
+  local list = {}
+  for k = 2, table.maxn(want) do
+    if want[k] then
+      local values, n = values_of(want[k])
+      list[k - 1] = M.largest_of(values, 0, n - 1)
+    end
+  end
+  return function(output) return list[output] end
+end
+
+--- The largest finite magnitude among values[first..last].
+function M.largest_of(values, first, last)
+  local top = 0
+  for i = first, last do
+    local magnitude = abs(values[i])
+    if magnitude > top and magnitude < inf then top = magnitude end
+  end
+  return top
+end
+
+--- Of each row of a matrix, from row 0: its largest finite magnitude. And the length of its rows.
+function M.row_tops(x)
+  local values, n = values_of(x)
+  local shape = shape_of(x)
+  local columns = shape[#shape] or 1
+  local tops = {}
+  for row = 0, columns > 0 and n / columns - 1 or -1 do tops[row] = M.largest_of(values, row * columns, (row + 1) * columns - 1) end
+  return tops, columns
+end
+
+-- ------------------------------------------------------------------ comparing
+
+local function text_of(name, call)
+  local parts = {}
+  for k, x in ipairs(call.inputs) do
+    parts[k] = x and ("%s [%s]"):format(dtype_of(x), table.concat(shape_of(x), " x ")) or "-"
+  end
+  return ("%s(%s) ints {%s} floats {%s} %s"):format(name, table.concat(parts, ", "), table.concat(call.ints or {}, ", "),
+                                                   table.concat(call.floats or {}, ", "), call.note or "")
+end
+
+--- The first element out of tolerance, or nil.
+local function first_difference(call, output, dtype, expected, actual, n, bound)
+  local format = FORMATS[dtype]
+  local low = dtype == "f16" or dtype == "bf16"
+  local ulps = call.ulp or 0
+  if low then ulps = call.ulp_low or math.min(ulps, 1) end
+  local eps = bound and (call.eps or 0) * 2 ^ -24 or 0
+  for i = 0, n - 1 do
+    local a, b = expected[i], actual[i]
+    local fine
+    if a ~= a or b ~= b then
+      fine = a ~= a and b ~= b
+    elseif a == b then
+      fine = a ~= 0 or not call.zeros or 1 / a == 1 / b
+    elseif format then
+      local top = largest(format)
+      local function shrink(x) return abs(x) == inf and (x > 0 and top or -top) or x end
+      if abs(a) == inf or abs(b) == inf then a, b = shrink(a), shrink(b) end
+      if abs(a) == top and abs(b) == top and a == b then   -- one was infinite: the threshold lies half a unit above
+        fine = (ulps > 0 or eps > 0)
+      else
+        fine = abs(a - b) <= ulps * ulp_of(a, format) + (eps > 0 and eps * bound(output, i) or 0)
+      end
+    end
+    if not fine then return i end
+  end
+end
+
+local function fail(name, call, set, output, i, n, expected, actual)
+  local from = {}
+  for k, x in ipairs(call.inputs) do
+    if x then
+      local values, count = values_of(x)
+      if count == n then from[#from + 1] = ("in%d %.9g"):format(k, values[i]) end
+    end
+  end
+  error(("%s: %s\n  output %d element %d of %d: expected %.9g, got %.9g (%s)"):format(set, text_of(name, call), output, i, n, expected[i],
+        actual[i], table.concat(from, ", ")), 0)
+end
+
+--- Raises unless every instruction set agrees with the reference on this call.
+function M.check(name, call)
+  local want = on_reference(name, call)
+  if call.fails then
+    assert(not want[1], text_of(name, call) .. ": the reference accepted it")
+    assert(tostring(want[2]):find(call.fails), ("%s: '%s' is not in the message: %s"):format(text_of(name, call), call.fails, tostring(want[2])))
+  else
+    assert(want[1], want[2])
+  end
+  local bound = call.bound and not call.fails and (bounds[call.bound] or call.bound)(name, call, want)
+  local lists = {}
+  for k = 2, table.maxn(want) do
+    if want[1] and want[k] then lists[k] = values_of(want[k]) end
+  end
+  for _, set in ipairs(SETS) do
+    local got = on_cpu(set, name, call)
+    if call.fails then
+      assert(not got[1], set .. ": " .. text_of(name, call) .. ": the fast kernel accepted it")
+      assert(tostring(got[2]):find(call.fails),
+             ("%s: %s: '%s' is not in the message: %s"):format(set, text_of(name, call), call.fails, tostring(got[2])))
+    else
+      assert(got[1], got[2])
+      for k = 2, math.max(table.maxn(want), table.maxn(got)) do
+        assert((want[k] == nil) == (got[k] == nil), ("%s: %s: output %d is there on one device only"):format(set, text_of(name, call), k - 1))
+        if want[k] then
+          local actual, n = values_of(got[k])
+          assert(dtype_of(want[k]) == dtype_of(got[k]), "dtypes differ")
+          assert(table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "), "shapes differ")
+          local i = first_difference(call, k - 1, dtype_of(want[k]), lists[k], actual, n, bound)
+          if i then fail(name, call, set, k - 1, i, n, lists[k], actual) end
+        end
+      end
+    end
+  end
+end
+
+return M

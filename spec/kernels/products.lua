@@ -1,0 +1,90 @@
+-- Calls for matrix products. See spec/kernels_spec.lua.
+local engine = require "engine.ffi"
+local tensors = require "spec.kernels.values"
+local FLOATS, LAYOUTS, float, with = tensors.FLOATS, tensors.LAYOUTS, tensors.float, tensors.with
+
+local generators = {}
+
+local PRODUCT = { ulp = 1, eps = 16, bound = "sums" }
+
+generators.matmul = function(try)
+  local sizes = { { 1, 1, 1 }, { 1, 17, 33 }, { 3, 1, 65 }, { 17, 33, 1 }, { 33, 65, 129 }, { 65, 17, 3 }, { 7, 129, 260 }, { 130, 33, 17 },
+                  { 4, 3, 0 }, { 0, 3, 5 } }   -- M, N, K
+  for _, dtype in ipairs(FLOATS) do
+    for k, size in ipairs(sizes) do
+      local m, n, inner = unpack(size)
+      for transposed = 0, 3 do
+        local ta, tb = transposed % 2, math.floor(transposed / 2)
+        local layout = LAYOUTS[(k + transposed) % 3 + 1]
+        local a = float(dtype, ta == 1 and { inner, m } or { m, inner }, "normal", layout)
+        local b = float(dtype, tb == 1 and { n, inner } or { inner, n }, "normal", LAYOUTS[k % 3 + 1])
+        try(with({ inputs = { a, b }, ints = { ta, tb } }, PRODUCT))
+      end
+    end
+    -- batches, broadcast on either side
+    for _, shapes in ipairs { { { 3, 5, 17 }, { 3, 17, 9 } }, { { 3, 5, 17 }, { 17, 9 } }, { { 5, 17 }, { 3, 17, 9 } }, { { 2, 1, 5, 17 },
+          { 3, 17, 9 } },
+                              { { 2, 3, 5, 7 }, { 2, 3, 7, 4 } }, { { 0, 5, 17 }, { 17, 9 } } } do
+      for _, layout in ipairs(LAYOUTS) do
+        try(with({ inputs = { float(dtype, shapes[1], "normal", layout),
+              float(dtype, shapes[2], "normal", layout == "expanded" and "plain" or layout) } }, PRODUCT))
+      end
+    end
+    -- heads: [B x T x H x D] seen as [B x H x T x D]
+    local q = engine.run("permute", { float(dtype, { 2, 9, 3, 16 }, "normal") }, { 0, 2, 1, 3 })
+    local k = engine.run("permute", { float(dtype, { 2, 9, 3, 16 }, "normal") }, { 0, 2, 1, 3 })
+    try(with({ inputs = { q, k }, ints = { 0, 1 } }, PRODUCT))
+    -- every output format; overflow to infinity in f16; subnormals in, subnormals out; NaN and Inf
+    for _, out in ipairs(FLOATS) do
+      if (dtype == "f64") == (out == "f64") then
+        try(with({ inputs = { float(dtype, { 9, 33 }, "normal"), float(dtype, { 33, 17 }, "normal") },
+              ints = { 0, 0, engine.dtype[out] + 1 } }, PRODUCT))
+        try(with({ inputs = { float(dtype, { 9, 33 }, "large"), float(dtype, { 33, 17 }, "large") },
+              ints = { 0, 0, engine.dtype[out] + 1 } }, PRODUCT))
+      end
+    end
+    for _, size in ipairs { { 3, 5, 4 }, { 33, 65, 32 }, { 48, 64, 64 } } do
+      local m, n, inner = unpack(size)
+      try(with({ inputs = { float(dtype, { m, inner }, "tiny"), float(dtype, { inner, n }, "normal") }, note = "tiny" }, PRODUCT))
+      try(with({ inputs = { float(dtype, { m, inner }, "normal"), float(dtype, { inner, n }, "tiny") }, note = "tiny" }, PRODUCT))
+      try(with({ inputs = { float(dtype, { m, inner }, "rare"), float(dtype, { inner, n }, "normal") } }, PRODUCT))
+      try(with({ inputs = { float(dtype, { m, inner }, "normal"), float(dtype, { inner, n }, "rare") } }, PRODUCT))
+    end
+  end
+  for _, pair in ipairs { { "f32", "f16" }, { "f16", "bf16" }, { "bf16", "f32" } } do
+    try(with({ inputs = { float(pair[1], { 9, 33 }, "normal"), float(pair[2], { 33, 17 }, "normal") } }, PRODUCT))
+  end
+end
+
+generators.linear = function(try)
+  for _, dtype in ipairs(FLOATS) do
+    for k, size in ipairs { { 1, 1, 1 }, { 3, 17, 33 }, { 33, 65, 129 }, { 130, 7, 64 }, { 1, 129, 65 }, { 4, 3, 0 }, { 0, 5, 3 } } do
+      local rows, n, inner = unpack(size)
+      local layout = LAYOUTS[k % 3 + 1]
+      local x, w = float(dtype, { rows, inner }, "normal", layout), float(dtype, { n, inner }, "normal", LAYOUTS[(k + 1) % 3 + 1])
+      try(with({ inputs = { x, w, float(dtype, { n }, "normal") } }, PRODUCT))
+      try(with({ inputs = { x, w, false } }, PRODUCT))
+    end
+    try(with({ inputs = { float(dtype, { 2, 3, 33 }, "normal"), float(dtype, { 17, 33 }, "normal"), float(dtype, { 17 }, "large") } }, PRODUCT))
+    try(with({ inputs = { float(dtype, { 33 }, "normal"), float(dtype, { 17, 33 }, "normal"), false } }, PRODUCT))
+    try(with({ inputs = { float(dtype, { 9, 33 }, "large"), float(dtype, { 17, 33 }, "large"), float(dtype, { 17 }, "normal") } }, PRODUCT))
+    try(with({ inputs = { float(dtype, { 33, 64 }, "tiny"), float(dtype, { 65, 64 }, "normal"), float(dtype, { 65 }, "tiny") } }, PRODUCT))
+    try(with({ inputs = { float(dtype, { 9, 33 }, "rare"), float(dtype, { 17, 33 }, "normal"), float(dtype, { 17 }, "rare") } }, PRODUCT))
+  end
+  try(with({ inputs = { float("f16", { 9, 33 }, "normal"), float("f16", { 17, 33 }, "normal"), float("f32", { 17 }, "normal") } }, PRODUCT))
+  try(with({ inputs = { float("f32", { 9, 33 }, "normal"), float("bf16", { 17, 33 }, "normal"), false } }, PRODUCT))
+end
+
+generators.bias_grad = function(try)
+  for _, dtype in ipairs(FLOATS) do
+    for _, out in ipairs { dtype, dtype ~= "f64" and "f32" or "f64" } do
+      for k, shape in ipairs { { 1 }, { 17 }, { 3, 33 }, { 129, 65 }, { 5, 7, 130 }, { 1100, 3 }, { 0, 5 } } do
+        try(with({ inputs = { float(dtype, shape, "normal", LAYOUTS[k % 4 + 1]) }, ints = { engine.dtype[out], 0 } }, PRODUCT))
+      end
+      try(with({ inputs = { float(dtype, { 65, 33 }, "rare") }, ints = { engine.dtype[out], 0 } }, PRODUCT))
+      try(with({ inputs = { float(dtype, { 65, 33 }, "large") }, ints = { engine.dtype[out], 0 } }, PRODUCT))
+    end
+  end
+end
+
+return generators
