@@ -49,6 +49,7 @@ endif
 all: $(ENGINE) $(BUILD)/cdef.h
 
 # ------------------------------------------------------------------ building
+# Libraries and binaries are renamed into place, so that what runs while they are built keeps its own.
 
 # Rewritten only when they differ, so that other flags or a new set of files rebuild what they must.
 $(BUILD)/flags: FORCE
@@ -74,11 +75,13 @@ endef
 $(foreach isa,$(ISAS),$(eval $(call isa_rule,$(isa))))
 
 $(LIB): $(OBJECTS) $(BUILD)/objects
-	$(LINK) -shared -Wl,-soname,libengine.so -o $@ $(OBJECTS) $(LIBS)
+	$(LINK) -shared -Wl,-soname,libengine.so -o $@.new $(OBJECTS) $(LIBS)
+	@mv $@.new $@
 
 $(ENGINE): $(BINARY_OBJECTS) $(LIB)
-	$(LINK) -rdynamic -o $@ $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
+	$(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
 	  '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib'
+	@mv $@.new $@
 
 # The FFI declarations: the public header without preprocessor and comments.
 $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags

@@ -107,6 +107,20 @@ describe("the layers of the core", function()
   end)
 end)
 
+describe("the public header", function()
+  it("declares what the library has, and every declared name begins with eng", function()
+    local C = require("engine.ffi").C
+    local count = 0
+    for name in helper.read(require("engine.ffi").library_dir .. "/cdef.h"):gmatch("([%w_]+)%s*%(") do
+      count = count + 1
+      assert.matches("^eng_", name)
+      local ok = pcall(function() return C[name] end)
+      assert.is_true(ok, name .. " is declared in engine.h and not in the library")
+    end
+    assert.is_true(count > 50)
+  end)
+end)
+
 describe("the layers of Lua", function()
   local lua_files = {}
   for path in helper.shell("find lua -name '*.lua'").out:gmatch("[^\n]+") do lua_files[#lua_files + 1] = path end
