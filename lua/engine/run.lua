@@ -1,0 +1,199 @@
+-- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from them.
+--   runs/<name>/history.db       every step (history.lua)
+--   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
+-- Called by trainer.lua alone. Owns the order of things when a run is resumed.
+local M_ffi = require "engine.ffi"
+local checkpoint = require "engine.checkpoint"
+
+local ffi, C = M_ffi.ffi, M_ffi.C
+local DIRECTORY = 2   -- what eng_file_kind says
+
+local M = {}
+
+local Run = {}
+Run.__index = Run
+
+--- A name becomes runs/<name>; anything with a slash is a path.
+function M.directory(name)
+  return name:find("/", 1, true) and name or "runs/" .. name
+end
+
+-- ------------------------------------------------------------------ state of a run as plain data
+
+local function uint64_text(x) return (tostring(x):gsub("ULL$", "")) end
+local function uint64_of(text)
+  local x = 0ULL
+  for digit in text:gmatch("%d") do x = x * 10ULL + tonumber(digit) end
+  return x
+end
+
+local function state_of(trainer)
+  local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+  C.eng_rng_get(seed, counter)
+  local elapsed = require("engine.machine").clock() - trainer.began
+  return {
+    steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped, retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
+    optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
+    policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save() },
+    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
+    data = trainer.data.state and trainer.data:state() or nil,
+    precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
+    threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
+  }
+end
+
+--- Puts a loaded checkpoint into the trainer's parts; returns lines about what is not as it was.
+local function take_over(trainer, c)
+  local notes, state = {}, c.state
+  if state.optimizer.name ~= trainer.optimizer.name then
+    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
+  end
+  trainer.model:load_state(c.model)
+  trainer.optimizer:load_state(c.optimizer, state.optimizer.updates)
+  M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
+  if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
+  else notes[#notes + 1] = ("the policy is %s now, it was %s: it starts fresh"):format(trainer.policy.name, state.policy.name) end
+  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
+  C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
+  trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
+  trainer.retries, trainer.tokens = state.retries, state.tokens
+  trainer.began = trainer.began - state.elapsed
+  for _, what in ipairs { "precision", "schedule", "threads" } do
+    local now = ({ precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
+    if state[what] ~= now then notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what, tostring(now), tostring(state[what])) end
+  end
+  return notes
+end
+
+-- ------------------------------------------------------------------ opening
+
+local function free_name(path)
+  local n = 2
+  while C.eng_file_kind(path .. "-" .. n) ~= 0 do n = n + 1 end
+  return path .. "-" .. n
+end
+
+--- The checkpoint to go on from, or nil; raises when a named one is not there.
+local function find_checkpoint(self, resume)
+  local dir = self.path and self.path .. "/checkpoints"
+  if resume == "auto" or resume == true then
+    if not dir then error("resume: a run without a name has nothing to resume; hint: run=NAME", 0) end
+  else
+    dir = M.directory(resume)
+    if C.eng_file_kind(dir .. "/checkpoints") == DIRECTORY then dir = dir .. "/checkpoints" end
+    if C.eng_file_kind(dir) ~= DIRECTORY then error(("resume: there is no run or checkpoint %s"):format(dir), 0) end
+  end
+  if C.eng_file_kind(dir) ~= DIRECTORY then return nil end
+  local c, message = checkpoint.load(dir)
+  if not c and resume ~= "auto" and resume ~= true then error("resume: " .. tostring(message), 0) end
+  if c then
+    for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
+  elseif message then
+    self.notes[#self.notes + 1] = message
+  end
+  return c
+end
+
+--- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
+function M.open(trainer, options)
+  local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
+    stats_every = options.stats_every or 100 }, Run)
+  local resume = options.resume
+  if resume == "" or resume == "false" then resume = false end
+  if options.run and options.run ~= "" then self.path = M.directory(options.run) end
+  if self.path and not resume and C.eng_file_kind(self.path .. "/history.db") ~= 0 then
+    local new = free_name(self.path)
+    self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(self.path, new)
+    self.path = new
+  end
+  local c = resume and find_checkpoint(self, resume) or nil
+  if c then
+    for _, line in ipairs(take_over(trainer, c)) do self.notes[#self.notes + 1] = line end
+    self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path, trainer.steps_done, trainer.updates)
+  elseif resume then
+    self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
+  end
+  if not self.path then return self end
+  M_ffi.check(C.eng_file_mkdir(self.path .. "/checkpoints"))
+  if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
+  if options.history ~= false then
+    self.history = require("engine.history").open(self.path .. "/history.db", { write = true })
+    if c then self:complain(self.history:resume(trainer.steps_done)) end
+    self:describe(options)
+  end
+  return self
+end
+
+--- Writes down what this run is: parameters, settings, the policy's source.
+function Run:describe(options)
+  local history, trainer, list = self.history, self.trainer, {}
+  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = p.tensor.shape } end
+  history:set_parameters(list)
+  for key, value in pairs { precision = trainer.precision.name, optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"),
+    steps = trainer.steps, parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
+    history:set_meta(key, value)
+  end
+  for key, value in pairs(options.config and require("engine.config").flatten(options.config) or {}) do history:set_config(key, value) end
+  if trainer.policy.hash then history:add_policy(trainer.policy.hash, trainer.policy.name, trainer.policy.source) end
+end
+
+-- ------------------------------------------------------------------ while it runs
+
+--- A failure to write the history is told once and does not end the run.
+function Run:complain(good, message)
+  if good ~= nil and good ~= false then return end
+  local line = "history: " .. tostring(message)
+  if self.complained == line then return end
+  self.complained = line
+  if self.trainer.progress then self.trainer.progress:note(line) else self.notes[#self.notes + 1] = line end
+end
+
+function Run:append(record, verdict, stats, tokens)
+  local history = self.history
+  if not history then return end
+  self:complain(history:append(record, verdict, tokens))
+  local step = tonumber(record.step)
+  if record.overflow ~= 0 or step % self.stats_every == 0 then
+    self:complain(history:append_tensors(step, stats, #self.trainer.optimizer.list))
+  end
+  if record.overflow ~= 0 then
+    local first = self.trainer.optimizer.list[record.first_bad + 1]
+    self:complain(history:event(step, "overflow", ("%d inf, %d nan, first in %s; %s"):format(tonumber(record.inf), tonumber(record.nan),
+      first and first.name or "?", M_ffi.string(verdict.reason))))
+  end
+end
+
+function Run:event(step, kind, text)
+  if self.history then self:complain(self.history:event(step, kind, text or "")) end
+end
+
+--- Writes a checkpoint; returns its path, or nil and a message.
+function Run:save()
+  local trainer = self.trainer
+  local good, path, note = pcall(checkpoint.save, self.path .. "/checkpoints", trainer.steps_done,
+    { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(), state = state_of(trainer) }, { keep = self.keep })
+  if not good then
+    self:event(trainer.steps_done, "error", "checkpoint: " .. tostring(path))
+    return nil, "no checkpoint was written: " .. tostring(path)
+  end
+  self:event(trainer.steps_done, "checkpoint", path)
+  self.saved_at = trainer.steps_done
+  return path, note
+end
+
+--- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth showing, or nil.
+function Run:after_step(last)
+  if not self.path then return nil end
+  local every = self.checkpoint_every
+  if not (last or (every > 0 and self.trainer.steps_done % every == 0)) or self.saved_at == self.trainer.steps_done then return nil end
+  local path, message = self:save()
+  if not path or message then return message end
+end
+
+function Run:close()
+  if not self.history then return end
+  local good, message = pcall(self.history.close, self.history)
+  if not good then self:complain(nil, message) end
+end
+
+return M

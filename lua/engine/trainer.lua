@@ -1,0 +1,300 @@
+-- The trainer: one training step, in order, and the loop around it. Start reading at Trainer:step.
+--
+--   local trainer = engine.trainer {
+--     model = model, data = data, optimizer = opt, schedule = engine.schedule.cosine { ... },
+--     precision = "fp16", policy = "dynamic", steps = 1000, clip = 1.0, run = "gpt",
+--   }
+--   trainer:run()
+--
+-- What a run writes stands in run.lua (history, checkpoints, resuming); what it shows in progress.lua.
+local M_ffi = require "engine.ffi"
+local machine = require "engine.machine"
+local nearest = require "engine.nearest"
+local precision = require "engine.precision"
+local run_files = require "engine.run"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Trainer = {}
+Trainer.__index = Trainer
+
+-- ================================================================== TRAINING STEP
+
+--- One step. Returns the record and the verdict, which hold until the next one.
+function Trainer:step()
+  local record, opt, data, policy = self.record, self.optimizer, self.data, self.policy
+  local scale = policy:scale()
+  local lr = self.schedule and self.schedule(self.updates) or opt.lr
+  check(C.eng_step_begin())
+  opt:zero_grad()
+
+  local loss_sum, tokens = 0, 0
+  local place, rng_seed, rng_counter = self:remember_place()                     -- for a retry
+  for _ = 1, self.accumulate do
+    local batch = data:next()                                                    -- (0) a batch
+    local loss = precision.autocast(self.precision, self.loss, self.model, batch)  -- (1) forward, recorded on the tape
+    loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
+    loss_sum = loss_sum + loss:item()                                            -- (3) gradients stand in the flat buffer
+    tokens = tokens + (batch.tokens or batch.y.count)
+  end
+
+  record.step, record.updates, record.scale = self.steps_done, self.updates, scale
+  record.loss, record.lr, record.norm_ref = loss_sum / self.accumulate, lr, 0 / 0
+  record.elapsed = machine.clock() - self.began
+  local stats = self.stats
+  check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
+  policy:publish(M.signals)
+  local verdict = policy:decide(record, stats)                                   -- (6) the policy decides
+  if verdict.action == C.ENG_ACTION_STEP then
+    local factor = 1 / scale
+    local clip = verdict.clip > 0 and verdict.clip or self.clip
+    if clip and record.norm > clip then factor = factor * clip / (record.norm + 1e-6) end
+    opt.lr = lr
+    opt:step { gradient_factor = factor, clip_value = self.clip_value, lr_mul = verdict.lr_mul }  -- (7) unscale, clip, update: one pass
+    self.updates = self.updates + 1
+  else
+    self.skipped = self.skipped + 1
+    if verdict.action == C.ENG_ACTION_RETRY then self:go_back(place, rng_seed, rng_counter) end
+  end
+  self.steps_done = self.steps_done + 1
+  self.tokens = self.tokens + tokens
+  self.run_files:append(record, verdict, stats, tokens)                          -- (8) history; the step's memory is free again
+  check(C.eng_step_end())
+  return record, verdict
+end
+
+-- ==================================================================
+
+--- Where the data and the random numbers stand, so that a retry sees the same batch.
+function Trainer:remember_place()
+  local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
+  C.eng_rng_get(seed, counter)
+  return self.data.state and self.data:state(), seed, counter
+end
+
+function Trainer:go_back(place, seed, counter)
+  self.retries = self.retries + 1
+  if place then self.data:restore(place) end
+  C.eng_rng_set(seed[0], counter[0])
+end
+
+-- ------------------------------------------------------------------ settings
+
+local KNOWN = {
+  model = true, data = true, loss = true, optimizer = true, schedule = true, precision = true, policy = true, policy_options = true,
+  steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
+  log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true,
+}
+
+local function want(condition, key, expected, got)
+  if not condition then error(("trainer: expected %s as %s, got %s"):format(key, expected, tostring(got)), 0) end
+end
+
+local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 end
+
+local function check_options(o)
+  for key in pairs(o) do
+    if not KNOWN[key] then
+      local names = {}
+      for name in pairs(KNOWN) do names[#names + 1] = name end
+      error(("trainer: unknown option '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 0)
+    end
+  end
+  want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
+  want(type(o.data) == "table" and o.data.next, "data", "a loader with next()", o.data)
+  want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim", o.optimizer)
+  want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)
+  want(o.accumulate == nil or whole(o.accumulate), "accumulate", "a whole number of 1 or more", o.accumulate)
+  want(o.clip == nil or o.clip == 0 or (type(o.clip) == "number" and o.clip > 0), "clip", "a number (0: none)", o.clip)
+  want(o.clip_value == nil or (type(o.clip_value) == "number" and o.clip_value >= 0), "clip_value", "a number (0: none)", o.clip_value)
+  want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
+  want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
+  want(o.loss ~= nil or o.model.loss, "loss", "a function(model, batch), for this model has no loss of its own", o.loss)
+  want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
+end
+
+local function default_loss(model, batch)
+  return model:loss(batch.x, batch.y)
+end
+
+local function new(o)
+  check_options(o)
+  local full = precision.resolve(o.precision or o.optimizer.precision)
+  local self = setmetatable({
+    model = o.model, data = o.data, loss = o.loss or default_loss, optimizer = o.optimizer, schedule = o.schedule, precision = full,
+    steps = o.steps, accumulate = o.accumulate or 1, clip = o.clip and o.clip > 0 and o.clip or nil, clip_value = o.clip_value,
+    on_step = o.on_step, on_policy_error = o.on_policy_error or "hold", evaluate = o.evaluate, log = o.log or "line",
+    steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0, rows = {},
+    record = M_ffi.new("eng_record"), stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
+    began = machine.clock(),
+  }, Trainer)
+  if self.optimizer.precision.name ~= full.name then self.optimizer:set_precision(o.precision) end
+  -- without a scale to keep, the policy is static with a scale of 1: nothing talks of scaling then
+  local policy = o.policy or (full.scaled and "dynamic" or "static")
+  if type(policy) == "table" and policy.decide then self.policy = policy
+  else self.policy = require("engine.policy").load(policy, o.policy_options or (policy == "static" and not full.scaled and { scale = 1 } or nil)) end
+  self.policy:watch(self.optimizer.list)
+  self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
+  self.run_files = run_files.open(self, o)
+  return self
+end
+
+--- engine.trainer{ ... }. Options:
+---   model, data, optimizer       what to train, on what, how (required)
+---   steps                        attempts to make (required)
+---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y) by default
+---   schedule                     function(updates) -> learning rate
+---   precision                    recipe name or table; the optimizer's by default
+---   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, "static" otherwise
+---   clip, clip_value             limit on the gradients' norm, on each element
+---   accumulate                   micro-batches a step
+---   run                          name or directory of the run; nil: nothing is written
+---   resume                       "auto": go on from the newest checkpoint, if any; or the path of a run or checkpoint
+---   checkpoint_every, keep       steps between checkpoints (0: only at the end), how many to keep (3)
+---   log                          "line", "json" or "quiet"
+---   on_step                      function(trainer, record, verdict)
+---   on_policy_error              "hold": go on with the last good verdict; "stop": end the run
+---   stats_every                  steps between rows of per-tensor statistics (100; also at every overflow)
+---   evaluate                     { data =, every =, batches = }: loss on other data
+---   config                       the script's settings, to be remembered
+function M.new(options)
+  if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
+  local good, result = pcall(new, options)
+  if not good then error(result, type(result) == "string" and 2 or 0) end
+  return result
+end
+
+-- ------------------------------------------------------------------ signals
+
+M.signals = {}
+
+--- Publishes a number that policies read as record.signals[name], for example an attention entropy.
+function M.signal(name, value)
+  if type(name) ~= "string" or type(value) ~= "number" then
+    error(("signal: expected a name and a number, got %s and %s"):format(type(name), type(value)), 2)
+  end
+  M.signals[name] = value
+end
+
+-- ------------------------------------------------------------------ the loop
+
+--- Mean loss over `batches` of other data, unrecorded, dropout off.
+function Trainer:evaluate_on(data, batches)
+  local sum = 0
+  self.model:eval()
+  local good, message = pcall(function()
+    for _ = 1, batches do
+      sum = sum + require("engine").scope(function()
+        return precision.autocast(self.precision, self.loss, self.model, data:next()):item()
+      end)
+    end
+  end)
+  self.model:train()
+  if not good then error(message, 0) end
+  return sum / batches
+end
+
+local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer runs
+
+function Trainer:remember_row(record)
+  local every = self.row_every or 1
+  if self.steps_done % every ~= 0 and record.overflow == 0 then return end
+  self.rows[#self.rows + 1] = { step = self.steps_done, loss = record.loss, scale = record.scale, overflow = record.overflow ~= 0 }
+  if #self.rows > MAX_ROWS then
+    local thin = {}
+    for i = 1, #self.rows, 2 do thin[#thin + 1] = self.rows[i] end
+    self.rows, self.row_every = thin, every * 2
+  end
+end
+
+--- The message for a step the policy could not decide or did not like.
+local function verdict_note(self, record, verdict)
+  local reason = M_ffi.string(verdict.reason)
+  if verdict.failed ~= 0 then
+    self.policy_errors = self.policy_errors + 1
+    if self.policy_errors <= 5 then return ("step %d: the policy failed, the last good verdict holds: %s"):format(self.steps_done, reason) end
+  elseif verdict.action == C.ENG_ACTION_STOP then
+    return ("step %d: policy %s stops the run: %s"):format(self.steps_done, self.policy.name, reason ~= "" and reason or "no reason given")
+  end
+end
+
+--- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts. Returns a summary:
+--- { steps, updates, skipped, loss, scale, tokens_per_s, stopped = reason or nil, path }.
+function Trainer:run()
+  local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" }
+  self.progress = progress
+  local before = C.eng_interrupt_policy(1)
+  for _, line in ipairs(self.run_files.notes) do progress:note(line) end
+  self.model:train()
+  local loss, scale, speed, stopped = 0 / 0, self.policy:scale(), 0 / 0, nil
+
+  local function loop()
+    while self.steps_done < self.steps and not stopped do
+      local from = machine.clock()
+      local tokens_before = self.tokens
+      local record, verdict = self:step()
+      local now = machine.clock()
+      local rate = (self.tokens - tokens_before) / math.max(now - from, 1e-9)
+      speed = speed ~= speed and rate or 0.9 * speed + 0.1 * rate
+      loss, scale = record.loss, verdict.scale
+      self:remember_row(record)
+      progress:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr, scale = record.scale,
+        skipped = self.skipped, overflow = record.overflow ~= 0, amax = record.amax, norm = record.norm,
+        tokens_per_s = self.log == "json" and rate or speed }
+      local note = verdict_note(self, record, verdict)
+      if note then progress:note(note) end
+      if verdict.action == C.ENG_ACTION_STOP then stopped = M_ffi.string(verdict.reason)
+      elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then stopped = "the policy failed: " .. M_ffi.string(verdict.reason) end
+      if self.on_step then self.on_step(self, record, verdict) end
+      local e = self.evaluate
+      if e and self.steps_done % e.every == 0 then
+        local value = self:evaluate_on(e.data, e.batches or 10)
+        progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
+        self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
+      end
+      local interrupted = C.eng_interrupted() > 0
+      if interrupted then stopped = "interrupted" end
+      local message = self.run_files:after_step(self.steps_done >= self.steps or stopped ~= nil)
+      if message then progress:note(message) end
+    end
+  end
+
+  local good, message = xpcall(loop, function(m)
+    return type(m) == "string" and debug.traceback(m, 2) or m
+  end)
+  progress:finish()
+  C.eng_interrupt_policy(before)
+  if not good then
+    C.eng_step_end()
+    self.run_files:event(self.steps_done, "error", tostring(message):match("^[^\n]*"))
+    self.run_files:close()
+    error(message, 0)
+  end
+  local interrupted = stopped == "interrupted"
+  if interrupted then C.eng_interrupt(0) end
+  self.run_files:event(self.steps_done, stopped and "stopped" or "finished", stopped)
+  self.run_files:close()
+  local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped, retries = self.retries, loss = loss, scale = scale,
+    tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows }
+  progress:note(self:summary_text(summary))
+  return summary
+end
+
+function Trainer:summary_text(s)
+  local parts = { ("%s after %d steps: %d updates, %d skipped"):format(s.stopped and "stopped" or "done", s.steps, s.updates, s.skipped),
+    ("loss %.4f"):format(s.loss) }
+  if self.precision.scaled then parts[#parts + 1] = ("scale %g"):format(s.scale) end
+  local text = table.concat(parts, ", ")
+  if s.stopped then text = text .. "\nreason: " .. s.stopped end
+  if s.path then text = text .. "\nrun: " .. s.path .. (s.stopped == "interrupted" and "   (resume=auto goes on from here)" or "") end
+  return text
+end
+
+function Trainer:__tostring()
+  return ("trainer: %s, %d parameters, precision %s, policy %s, step %d of %d, %d updates, %d skipped"):format(self.model._class, self.model:count(),
+    self.precision.name, self.policy.name, self.steps_done, self.steps, self.updates, self.skipped)
+end
+
+return M
