@@ -181,7 +181,19 @@ static int box_random(lua_State *L)
   return 1;
 }
 
-// ------------------------------------------------------------------ table
+// ------------------------------------------------------------------ table and string
+
+enum { BYTES_PER_INSTRUCTION = 64 };
+
+// A library function whose work is the length of its result, which need not be new memory.
+static int box_charged(lua_State *L)                   // upvalue: LuaJIT's function
+{
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  lua_call(L, lua_gettop(L) - 1, 1);
+  policy_charge(policy_of(L), (int64_t)lua_objlen(L, -1) / BYTES_PER_INSTRUCTION);
+  return 1;
+}
 
 static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
 {
@@ -198,8 +210,6 @@ static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
   lua_call(L, lua_isnil(L, 2) ? 1 : 2, 0);
   return 0;
 }
-
-// ------------------------------------------------------------------ string
 
 static int box_format(lua_State *L)                    // upvalue: LuaJIT's format
 {
@@ -465,6 +475,7 @@ void policy_box_open(eng_policy *p)
   lua_getglobal(L, "table");
   take(L, table_names);
   wrap(L, "sort", box_sort);
+  wrap(L, "concat", box_charged);
   lua_setfield(L, -2, "table");
 
   lua_getglobal(L, "bit");
@@ -474,6 +485,10 @@ void policy_box_open(eng_policy *p)
   lua_getglobal(L, "string");
   take(L, string_names);
   wrap(L, "format", box_format);
+  wrap(L, "rep", box_charged);
+  wrap(L, "lower", box_charged);
+  wrap(L, "upper", box_charged);
+  wrap(L, "reverse", box_charged);
   set_function(L, "find", box_find);
   set_function(L, "match", box_match);
   set_function(L, "gmatch", box_gmatch);

@@ -17,53 +17,24 @@ void data_free(data_blob *b)
   *b = (data_blob){0};
 }
 
-static bool grow(data_blob *b, size_t room)
+bool data_grow(data_blob *b, size_t room)
 {
   size_t wanted = b->capacity ? b->capacity * 2 : 256;
   while (wanted < b->size + room) wanted *= 2;
-  char *bytes = b->failed ? NULL : realloc(b->bytes, wanted);
-  if (!bytes) { b->failed = true; return false; }
+  char *bytes = realloc(b->bytes, wanted);
+  if (!bytes) {
+    b->failed = true;
+    return false;
+  }
   b->bytes = bytes;
   b->capacity = wanted;
   return true;
 }
 
-static inline char *reserve(data_blob *b, size_t room)
-{
-  if (b->failed || (b->capacity - b->size < room && !grow(b, room))) return NULL;
-  char *at = b->bytes + b->size;
-  b->size += room;
-  return at;
-}
-
 void data_append(data_blob *b, const char *bytes, size_t size)
 {
-  char *at = reserve(b, size);
+  char *at = data_reserve(b, size);
   if (at && size) memcpy(at, bytes, size);
-}
-
-void data_tag(data_blob *b, char tag)
-{
-  char *at = reserve(b, 1);
-  if (at) *at = tag;
-}
-
-void data_number(data_blob *b, double x)
-{
-  char *at = reserve(b, 1 + sizeof x);
-  if (!at) return;
-  *at = 'n';
-  memcpy(at + 1, &x, sizeof x);
-}
-
-void data_string(data_blob *b, const char *s, size_t length)
-{
-  uint32_t n = (uint32_t)length;
-  char *at = reserve(b, 1 + sizeof n + length);
-  if (!at) return;
-  *at = 's';
-  memcpy(at + 1, &n, sizeof n);
-  memcpy(at + 1 + sizeof n, s, length);
 }
 
 const char *data_read(data_item *out, const char *at)

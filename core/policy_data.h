@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { DATA_DEPTH = 32 };       // tables inside tables
 
@@ -19,10 +20,41 @@ typedef struct data_blob {
 } data_blob;
 
 void data_free(data_blob *b);
-void data_number(data_blob *b, double x);
-void data_string(data_blob *b, const char *s, size_t length);
-void data_tag(data_blob *b, char tag);                  // '{', '}', 't', 'f'
+bool data_grow(data_blob *b, size_t room);
 void data_append(data_blob *b, const char *bytes, size_t size);
+
+// Inline, for they run at every decision of every policy.
+static inline char *data_reserve(data_blob *b, size_t room)
+{
+  if (b->capacity - b->size < room && !data_grow(b, room)) return NULL;
+  char *at = b->bytes + b->size;
+  b->size += room;
+  return at;
+}
+
+static inline void data_tag(data_blob *b, char tag)                  // '{', '}', 't', 'f'
+{
+  char *at = data_reserve(b, 1);
+  if (at) *at = tag;
+}
+
+static inline void data_number(data_blob *b, double x)
+{
+  char *at = data_reserve(b, 1 + sizeof x);
+  if (!at) return;
+  *at = 'n';
+  memcpy(at + 1, &x, sizeof x);
+}
+
+static inline void data_string(data_blob *b, const char *s, size_t length)
+{
+  uint32_t n = (uint32_t)length;
+  char *at = data_reserve(b, 1 + sizeof n + length);
+  if (!at) return;
+  *at = 's';
+  memcpy(at + 1, &n, sizeof n);
+  memcpy(at + 1 + sizeof n, s, length);
+}
 
 /// One value read from a blob. A table's item is its '{'; its contents follow.
 typedef struct data_item { char tag; uint32_t length; double number; const char *string; } data_item;

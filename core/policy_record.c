@@ -102,7 +102,8 @@ static int push_record_field(lua_State *L, eng_policy *p, int field)
 static int record_index(lua_State *L)                        // upvalue: views of hist, tensors, groups, signals
 {
   eng_policy *p = policy_of(L);
-  int field = lua_type(L, 2) == LUA_TSTRING ? field_map_find(&p->record_map, lua_tostring(L, 2)) : -1;
+  const char *key = lua_tostring(L, 2);
+  int field = key ? field_map_find(&p->record_map, key) : -1;
   if (field < 0) return unknown_field(L, "record", record_fields, F_END);
   if (record_needs[field] & ~p->needs) return not_needed(L, "record", record_fields[field]);
   return push_record_field(L, p, field);
@@ -166,7 +167,8 @@ static int stats_index(lua_State *L)
 {
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, 1);
-  int field = lua_type(L, 2) == LUA_TSTRING ? field_map_find(&p->stats_map, lua_tostring(L, 2)) : -1;
+  const char *key = lua_tostring(L, 2);
+  int field = key ? field_map_find(&p->stats_map, key) : -1;
   if (field < 0) return unknown_field(L, view_names[v->kind], stats_fields, S_END);
   if (stats_needs[field] & ~p->needs) return not_needed(L, view_names[v->kind], stats_fields[field]);
   return push_stats_field(L, p, v, field);

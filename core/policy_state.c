@@ -15,7 +15,7 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save puts the stat
 // ------------------------------------------------------------------ Lua tables to blobs
 
 // Tables met so far: a state must be a tree, for a copy would silently turn one shared table into two.
-typedef struct met { const void **table; size_t n, capacity; const void *few[16]; } met;
+typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;   // few is not cleared
 
 static bool meet(met *m, const void *table)
 {
@@ -53,9 +53,9 @@ static bool meet(met *m, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  met         met;
-  int         base;           // stack index of the outermost table
+  int         root, base;     // stack indices: the outermost table, and what lies below its keys
   const char *refusal;
+  met         met;
 } walk;
 
 static void room_task(eng_policy *p, void *argument)
@@ -64,11 +64,11 @@ static void room_task(eng_policy *p, void *argument)
   luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
 }
 
-// The table on top of the stack. On a refusal the stack stays, so that the path can be read off it.
-static bool encode(walk *w, int depth)
+// The table at index `table`; keys and values of all levels stand above w->base. On a refusal the stack
+// stays, so that the path can be read off it.
+static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
-  int table = lua_gettop(L);
   if (depth == 4) {                                          // Lua's small stack is enough up to here
     if (policy_protected(w->policy, room_task, NULL) != ENG_OK) { w->refusal = "out of memory"; return false; }
     lua_settop(L, table);
@@ -96,13 +96,9 @@ static bool encode(walk *w, int depth)
         break;
       case LUA_TTABLE:
         if (depth == STATE_DEPTH) { w->refusal = "tables nest too deeply"; return false; }
-        if (w->met.n == 0) {
-          lua_pushvalue(L, w->base);
-          meet(&w->met, lua_topointer(L, -1));
-          lua_pop(L, 1);
-        }
+        if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
         if (!meet(&w->met, lua_topointer(L, -1))) { w->refusal = "the same table stands in two places"; return false; }
-        if (!encode(w, depth + 1)) return false;
+        if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
         break;
       case LUA_TUSERDATA:
         w->refusal = "a part of the record cannot be kept; copy the numbers";
@@ -117,12 +113,12 @@ static bool encode(walk *w, int depth)
   return true;
 }
 
-// "state.groups["a b"][3]" from the keys that stand on the stack above `base`.
+// "state.groups["a b"][3]" from the keys that stand on the stack from `base` on.
 static void tell_path(char *out, size_t size, lua_State *L, int base, const char *root)
 {
   char number[32];
   size_t used = (size_t)snprintf(out, size, "%s", root);
-  for (int i = base + 1; i < lua_gettop(L) && used < size; i += 2) {
+  for (int i = base; i < lua_gettop(L) && used < size; i += 2) {
     if (lua_type(L, i) == LUA_TSTRING) used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
     else if (lua_type(L, i) == LUA_TNUMBER) {
       data_format_number(number, lua_tonumber(L, i));
@@ -136,23 +132,27 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
   lua_State *L = p->L;
   out->size = 0;
   out->failed = false;
-  lua_settop(L, SLOT_COUNT > index ? SLOT_COUNT : index);
-  int base = lua_gettop(L) + 1;
-  walk w = { .policy = p, .out = out, .base = base };
-  lua_pushvalue(L, index);
-  bool fine = encode(&w, 1);
+  walk w;
+  w.policy = p;
+  w.out = out;
+  w.root = index;
+  w.base = lua_gettop(L);
+  w.refusal = "";
+  w.met.n = w.met.capacity = 0;
+  w.met.table = NULL;
+  bool fine = encode(&w, index, 1);
   if (fine && out->failed) {
     fine = false;
     snprintf(error, error_size, "out of memory");
   } else if (!fine) {
     char path[160];
-    tell_path(path, sizeof path, L, base, root);
+    tell_path(path, sizeof path, L, w.base + 1, root);
     bool is_type = w.refusal[0] && strchr(w.refusal, ' ') == NULL;
     if (is_type) snprintf(error, error_size, "%s is a %s; only numbers, strings, booleans and tables can be saved", path, w.refusal);
     else snprintf(error, error_size, "%s: %s", path, w.refusal);
   }
+  if (!fine) lua_settop(L, w.base);
   free(w.met.table);
-  lua_settop(L, base - 1);
   return fine;
 }
 
@@ -320,6 +320,35 @@ eng_status eng_policy_init(eng_policy *p)
   eng_status status = check_options(p, "init");
   p->ready = status == ENG_OK;
   return status;
+}
+
+static void scale_task(eng_policy *p, void *scale)
+{
+  decode(p->L, p->good.bytes);
+  lua_pushliteral(p->L, "scale");
+  lua_pushnumber(p->L, *(double *)scale);
+  lua_rawset(p->L, -3);
+}
+
+eng_status eng_policy_set_scale(eng_policy *p, double scale)
+{
+  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
+  if (!is_scale(scale)) return error_set(ENG_ERR_VALUE, "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
+  double present;
+  if (find_number(&present, p->good.bytes, "scale")) {
+    char why[256];
+    ENG_TRY(policy_protected(p, scale_task, &scale));
+    if (!policy_encode(p, lua_gettop(p->L), "state", &p->next, why, sizeof why)) {
+      lua_settop(p->L, SLOT_COUNT);
+      return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, why);
+    }
+    data_blob swap = p->good;
+    p->good = p->next;
+    p->next = swap;
+    lua_replace(p->L, SLOT_STATE);
+  }
+  p->last.scale = scale;
+  return ENG_OK;
 }
 
 // ------------------------------------------------------------------ save and restore

@@ -111,8 +111,8 @@ void policy_enter(eng_policy *p)
   p->stack = __builtin_frame_address(0);
   p->budget = p->instructions;
   p->deadline = 0;
+  if (p->killed) lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   p->killed = NULL;
-  lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   p->running = true;
 }
 
@@ -127,14 +127,22 @@ const char *policy_error_text(eng_policy *p)
 {
   static _Thread_local char text[512];
   if (lua_type(p->L, -1) != LUA_TSTRING) {
-    snprintf(text, sizeof text, "%s: the error raised is a %s, not a text", p->file, luaL_typename(p->L, -1));
+    bool nothing = lua_isnoneornil(p->L, -1);
+    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file, nothing ? "without a text" : "that is no text but a ",
+             nothing ? "" : luaL_typename(p->L, -1));
     return text;
   }
   const char *raised = lua_tostring(p->L, -1);
+  lua_Debug where = {0};
+  lua_pushvalue(p->L, SLOT_DECIDE);
+  if (lua_isfunction(p->L, -1)) lua_getinfo(p->L, ">S", &where);
+  else lua_pop(p->L, 1);
   if (strcmp(raised, "not enough memory") == 0)
     snprintf(text, sizeof text, "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
              p->file, (long long)p->limit);
-  else snprintf(text, sizeof text, "%s", raised);
+  else if (strncmp(raised, p->file, strlen(p->file)) == 0 || strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
+    snprintf(text, sizeof text, "%s", raised);             // it carries file and line
+  else snprintf(text, sizeof text, "%s: %s", p->file, raised);
   return text;
 }
 
@@ -403,6 +411,7 @@ static void load_task(eng_policy *p, void *argument)
   policy_box_open(p);                                                    // 1: environment
   char chunk[512];
   snprintf(chunk, sizeof chunk, "@%s", p->file);
+  if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0]) fail(p, NULL, "compiled code; a policy is Lua text");
   policy_enter(p);
   if (luaL_loadbufferx(L, load->source, (size_t)load->bytes, chunk, "t") != 0) lua_error(L);
   lua_pushvalue(L, 1);
@@ -412,7 +421,8 @@ static void load_task(eng_policy *p, void *argument)
   if (p->killed) luaL_error(L, "%s: %s", p->file, p->killed);
   if (lua_gettop(L) != 2 || !lua_istable(L, 2))
     fail(p, "return", "the file must return one table with the policy's fields, it returned %s",
-         lua_gettop(L) == 1 ? "nothing" : lua_gettop(L) > 2 ? "several values" : luaL_typename(L, 2));
+         lua_gettop(L) == 1 ? "nothing" : lua_gettop(L) > 2 ? "several values" : lua_isnil(L, 2) ? "nil" :
+         lua_pushfstring(L, "a %s", luaL_typename(L, 2)));
   lua_remove(L, 1);
   read_identity(p);
   read_needs(p);
@@ -442,6 +452,7 @@ static int open_state(lua_State *L)
 {
   luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);            // hooks do not fire in compiled traces
   lua_gc(L, LUA_GCSETPAUSE, 150);
+  lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   lua_pushcfunction(L, run_task);
   lua_rawseti(L, LUA_REGISTRYINDEX, 1);
   return 0;
@@ -720,13 +731,13 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }
-  lua_settop(L, SLOT_COUNT);
   char field[256];
   if (!policy_encode(p, SLOT_STATE, "state", &p->next, field, sizeof field)) {
     snprintf(why, sizeof why, "a state that is no plain data: %s", field);
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }
+  lua_settop(L, SLOT_COUNT);
   data_blob swap = p->good;
   p->good = p->next;
   p->next = swap;
