@@ -23,10 +23,9 @@ local out_writer = ffi.new("eng_safetensors_writer *[1]")
 local out_text = ffi.new("const char *[2]")
 local out_crc = ffi.new("uint32_t[1]")
 
---- Opens a file and checks its header. The result has names (in file order), entries by name
---- ({ dtype, shape, bytes }) and metadata.
-function M.open(path)
-  check(C.eng_safetensors_open(out_file, tostring(path)), 2)
+local function open(path)
+  if type(path) ~= "string" then error("expected the path of a safetensors file, got " .. type(path), 3) end
+  check(C.eng_safetensors_open(out_file, path), 3)
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {}, entries = {}, metadata = {} }
   local entry = ffi.new("eng_safetensors_entry")
   for i = 0, tonumber(C.eng_safetensors_count(file.handle)) - 1 do
@@ -41,6 +40,13 @@ function M.open(path)
     file.metadata[ffi.string(out_text[0])] = ffi.string(out_text[1])
   end
   return setmetatable(file, File)
+end
+
+--- Opens a file and checks its header. The result has names (in file order), entries by name
+--- ({ dtype, shape, bytes }) and metadata.
+function M.open(path)
+  local file = open(path)          -- no tail call: error levels count frames
+  return file
 end
 
 --- One tensor by name, kept until freed.
@@ -70,7 +76,7 @@ end
 
 --- All tensors of a file as { name = tensor }, and its metadata.
 function M.load(path)
-  local file = M.open(path)
+  local file = open(path)
   local tensors = {}
   for _, name in ipairs(file.names) do
     local good, x = pcall(file.read, file, name)
