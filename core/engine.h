@@ -310,6 +310,9 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *polic
 eng_status eng_policy_init(eng_policy *policy);
 /// The loss scale in force: of the fresh state, then of the last good verdict.
 double     eng_policy_scale(const eng_policy *policy);
+/// Sets the scale by hand: the one in force and state.scale, where the state has such a number. All other
+/// state, counters above all, stays. Errors: VALUE (no positive finite number), STATE.
+eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
 /// Names the tensors that `stats` of eng_policy_decide speaks of and the group of each (group_of[i] < n_groups,
 /// or -1). `scalable`: this run can scale the groups separately, so a verdict may carry `scales`.
