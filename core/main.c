@@ -262,13 +262,6 @@ static void set_path(lua_State *L)
   lua_pushcfunction(L, open_host);
   lua_setfield(L, -2, "engine.host");
   lua_pop(L, 2);
-
-  char folder[PATH_MAX];                 // engine.ffi must load the library this binary runs with
-  snprintf(folder, sizeof folder, "%s", library);
-  char *slash = strrchr(folder, '/');
-  if (slash) *slash = 0;
-  lua_pushstring(L, folder);
-  lua_setglobal(L, "ENGINE_LIBRARY_DIR");
 }
 
 // ------------------------------------------------------------------ the command line

@@ -13,7 +13,7 @@ local function places()
   local host = package.preload["engine.host"] and require "engine.host" or package.loaded["engine.host"]
   if type(host) == "table" and host.library then list[#list + 1] = host.library:match("^(.*)/[^/]*$") end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
-  for _, relative in ipairs { "/../../build", "/../../../../lib", "/../../lib" } do list[#list + 1] = here .. relative end
+  for _, relative in ipairs { "/../../build", "/../../../../lib/engine", "/../../../../lib", "/../../lib" } do list[#list + 1] = here .. relative end
   return list
 end
 
