@@ -77,6 +77,13 @@ static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int
   }
 }
 
+// Asks for the lines of C that will be written, so that they arrive while the micro-kernel computes.
+VF_INLINE void announce(const void *c, int64_t row_bytes, int rows, int bytes)
+{
+  for (int i = 0; i < rows; i++)
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, 1);
+}
+
 // Rows [i0, i0+rows) of panels [first, end). a_copy: room for rows x k floats and a little more,
 // sums: rows x GEMM_NR.
 static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end, float *a_copy, float *sums)
@@ -115,8 +122,15 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
       c = p->carried + i0 * ldc + panel * GEMM_NR;
     }
     const float *b = p->packed + panel * p->k * GEMM_NR;
-    for (int64_t i = 0; i < rows; i += GEMM_MR)
-      micro[least(rows - i, GEMM_MR) - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * ldc, ldc, p->k0 > 0);
+    int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
+    const char *final = (const char *)g->c + (p->at.c + i0 * g->c_row + j0) * size;
+    int final_bytes = columns * (int)size;
+    for (int64_t i = 0; i < rows; i += GEMM_MR) {
+      int high = least(rows - i, GEMM_MR);
+      if (direct) announce(c + i * ldc, ldc * (int64_t)sizeof(float), high, columns * (int)sizeof(float));
+      else if (p->last) announce(final + i * final_row, final_row, high, final_bytes);
+      micro[high - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * ldc, ldc, p->k0 > 0);
+    }
     if (!direct && p->last) finish(p, c, ldc, i0, rows, j0, columns);
   }
 }
