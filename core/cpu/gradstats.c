@@ -4,8 +4,9 @@
 // A block (blocks.h) is read in chunks that fit the first cache. The common chunk has no inf or nan
 // and magnitudes whose squares f32 can hold; it is finished in one go. The integer maximum of the
 // magnitudes' bits tells when it was not: then the chunk, still in cache, is read again with care.
-//   squares    32 lanes of f32 per chunk (element i goes to lane i mod 32 on every instruction set),
-//              folded to a double per chunk; in double where magnitudes are extreme
+//   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed over
+//              stripes, those over the chunk, so that few roundings add up; the lanes of a chunk are
+//              folded to a double. All in double where magnitudes are extreme
 //   order      lanes, chunks, blocks, always the same, whatever the number of threads
 //   histogram  exponents become bytes, and each binade between the chunk's smallest and largest is
 //              counted by comparison; integer counts, so any order
@@ -13,7 +14,7 @@
 
 #include "blocks.h"
 
-enum { CHUNK = 4064, LANES = 32 };   // CHUNK / 16 stays below 256
+enum { CHUNK = 4064, STRIPE = 512, LANES = 32 };   // elements; CHUNK / 16 stays below 256
 enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
 
 /// What a block or chunk holds.
@@ -122,33 +123,38 @@ VF_INLINE void prefetch(const void *p)
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };
-  vf square[V];
+  vf total[V];
   vi top[V], zeros = {0}, tiny = {0}, inf = {0}, finite = {0};
   for (int v = 0; v < V; v++) {
-    square[v] = vf_zero();
+    total[v] = vf_zero();
     top[v] = vi_set1(0);
   }
-  for (int i = 0; i < n; i += LANES) {
-    prefetch(g + i);
-    prefetch(g + i + LANES / 2);
-    for (int v = 0; v < V; v++) {
-      vi a = vi_load((const int32_t *)(g + i) + v * VF_LANES) & 0x7FFFFFFF;
-      zeros = vi_tick(zeros, vi_equal(a, 0));
-      tiny = vi_tick(tiny, vi_below(a, F32_TINY));
-      if (careful) {
-        vm sound = vi_below(a, F32_INF);
-        finite = vi_tick(finite, sound);
-        inf = vi_tick(inf, vi_equal(a, F32_INF));
-        a = vi_keep(sound, a);
+  for (int i = 0; i < n;) {
+    vf square[V];
+    for (int v = 0; v < V; v++) square[v] = vf_zero();
+    for (int end = n - i < STRIPE ? n : i + STRIPE; i < end; i += LANES) {
+      prefetch(g + i);
+      prefetch(g + i + LANES / 2);
+      for (int v = 0; v < V; v++) {
+        vi a = vi_load((const int32_t *)(g + i) + v * VF_LANES) & 0x7FFFFFFF;
+        zeros = vi_tick(zeros, vi_equal(a, 0));
+        tiny = vi_tick(tiny, vi_below(a, F32_TINY));
+        if (careful) {
+          vm sound = vi_below(a, F32_INF);
+          finite = vi_tick(finite, sound);
+          inf = vi_tick(inf, vi_equal(a, F32_INF));
+          a = vi_keep(sound, a);
+        }
+        top[v] = vi_max(top[v], a);
+        vf x = (vf)vi_keep(vm_not(vi_below(a, F32_FAINT)), a);
+        square[v] = vf_add(square[v], vf_mul(x, x));
       }
-      top[v] = vi_max(top[v], a);
-      vf x = (vf)vi_keep(vm_not(vi_below(a, F32_FAINT)), a);
-      square[v] = vf_add(square[v], vf_mul(x, x));
     }
+    for (int v = 0; v < V; v++) total[v] = vf_add(total[v], square[v]);
   }
   float lane[LANES];
   for (int v = 0; v < V; v++) {
-    vf_store(lane + v * VF_LANES, square[v]);
+    vf_store(lane + v * VF_LANES, total[v]);
     top[0] = vi_max(top[0], top[v]);
   }
   tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny), .amax = (uint32_t)vi_largest(top[0])};
@@ -164,49 +170,54 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
 {
   enum { V = LANES / VH_LANES };
   const int16_t infinity = bf16 ? BF16_INF : F16_INF, smallest = bf16 ? BF16_TINY : F16_TINY;
-  vf square[2 * V];
+  vf total[2 * V];
   vh top[V], zeros = {0}, tiny = {0}, inf = {0}, finite = {0};
   for (int v = 0; v < V; v++) {
-    square[2 * v] = square[2 * v + 1] = vf_zero();
+    total[2 * v] = total[2 * v + 1] = vf_zero();
     top[v] = (vh){0};
   }
-  for (int i = 0; i < n; i += LANES) {
-    prefetch(g + i);
-    for (int v = 0; v < V; v++) {
-      const uint16_t *p = g + i + v * VH_LANES;
-      vh a = vh_load(p) & 0x7FFF;
-      zeros = vh_tick(zeros, vh_equal(a, 0));
-      tiny = vh_tick(tiny, vh_below(a, smallest));
-      if (careful) {
-        vhm sound = vh_below(a, infinity);
-        finite = vh_tick(finite, sound);
-        inf = vh_tick(inf, vh_equal(a, infinity));
-        a = vh_keep(sound, a);
+  for (int i = 0; i < n;) {
+    vf square[2 * V];
+    for (int v = 0; v < 2 * V; v++) square[v] = vf_zero();
+    for (int end = n - i < STRIPE ? n : i + STRIPE; i < end; i += LANES) {
+      prefetch(g + i);
+      for (int v = 0; v < V; v++) {
+        const uint16_t *p = g + i + v * VH_LANES;
+        vh a = vh_load(p) & 0x7FFF;
+        zeros = vh_tick(zeros, vh_equal(a, 0));
+        tiny = vh_tick(tiny, vh_below(a, smallest));
+        if (careful) {
+          vhm sound = vh_below(a, infinity);
+          finite = vh_tick(finite, sound);
+          inf = vh_tick(inf, vh_equal(a, infinity));
+          a = vh_keep(sound, a);
+        }
+        top[v] = vh_max(top[v], a);
+        vf x, y;
+        if (bf16) {   // x: the even elements, y: the odd ones
+          vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
+          x = (vf)vi_shl((vi)seen, 16);
+          y = (vf)((vi)seen & (int32_t)0xFFFF0000);
+        } else if (careful) {
+          uint16_t kept[VH_LANES];
+          memcpy(kept, &a, sizeof a);
+          x = vf_load_f16(kept);
+          y = vf_load_f16(kept + VF_LANES);
+        } else {
+          x = vf_load_f16(p);
+          y = vf_load_f16(p + VF_LANES);
+        }
+        square[2 * v] = vf_add(square[2 * v], vf_mul(x, x));
+        square[2 * v + 1] = vf_add(square[2 * v + 1], vf_mul(y, y));
       }
-      top[v] = vh_max(top[v], a);
-      vf x, y;
-      if (bf16) {   // x: the even elements, y: the odd ones
-        vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
-        x = (vf)vi_shl((vi)seen, 16);
-        y = (vf)((vi)seen & (int32_t)0xFFFF0000);
-      } else if (careful) {
-        uint16_t kept[VH_LANES];
-        memcpy(kept, &a, sizeof a);
-        x = vf_load_f16(kept);
-        y = vf_load_f16(kept + VF_LANES);
-      } else {
-        x = vf_load_f16(p);
-        y = vf_load_f16(p + VF_LANES);
-      }
-      square[2 * v] = vf_add(square[2 * v], vf_mul(x, x));
-      square[2 * v + 1] = vf_add(square[2 * v + 1], vf_mul(y, y));
     }
+    for (int v = 0; v < 2 * V; v++) total[v] = vf_add(total[v], square[v]);
   }
   float lane[LANES];
   for (int v = 0; v < V; v++) {
     float *to = lane + v * VH_LANES, x[VF_LANES], y[VF_LANES];
-    vf_store(x, square[2 * v]);
-    vf_store(y, square[2 * v + 1]);
+    vf_store(x, total[2 * v]);
+    vf_store(y, total[2 * v + 1]);
     for (int k = 0; k < VF_LANES; k++) {
       to[bf16 ? 2 * k : k] = x[k];
       to[bf16 ? 2 * k + 1 : VF_LANES + k] = y[k];
@@ -389,8 +400,8 @@ static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *b
     left -= count_top(key, n, high, 8, bin);
     high -= 8;
   }
-  for (; left > FEW; high -= 4) left -= count_top(key, n, high, 4, bin);
-  for (int i = 0; i < n && left > 0; i += VB_LANES) {
+  for (; left > FEW && high > 0; high -= 4) left -= count_top(key, n, high, 4, bin);
+  for (int i = 0; i < n && left > 0 && high > 0; i += VB_LANES) {
     for (uint64_t found = vb_find(vb_load(key + i), (uint8_t)high); found; found &= found - 1) {
       bin[key[i + __builtin_ctzll(found)]]++;
       left--;
@@ -447,10 +458,10 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
     char rest[LANES * 4] = {0};
     memcpy(rest, g + (int64_t)i * size, (size_t)(count - i) * (size_t)size);
     tally t = chunk_tally(rest, dtype, LANES);
+    if (hist) chunk_histogram(rest, dtype, LANES, &t, hist);
     t.zeros -= LANES - (count - i);
     t.tiny -= LANES - (count - i);
     tally_add(&sum, &t);
-    if (hist) chunk_histogram(rest, dtype, LANES, &t, hist);
   }
   return sum;
 }

@@ -45,11 +45,12 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
 {
   rule r = {
     .scale = scaling_of(u->gradient_factor), .limit = u->clip_value > 0 ? (float)u->clip_value : INFINITY,
-    .keep = (float)(1.0 - h->lr * h->weight_decay), .lr = (float)h->lr,
+    .keep = 1.0f, .lr = (float)h->lr,
     .beta1 = (float)h->beta1, .gain1 = (float)(1.0 - h->beta1), .beta2 = (float)h->beta2, .gain2 = (float)(1.0 - h->beta2),
     .eps = (float)h->eps, .momentum = (float)h->momentum, .gain = (float)(1.0 - h->dampening), .nesterov = h->nesterov != 0,
   };
   if (u->kind == ENG_SGD || u->kind == ENG_ADAM) r.coupled_decay = (float)h->weight_decay;
+  else r.keep = (float)(1.0 - h->lr * h->weight_decay);
   if (u->kind == ENG_ADAM || u->kind == ENG_ADAMW) {
     r.lr = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
     r.root = (float)sqrt(1.0 - pow(h->beta2, (double)u->t));
