@@ -134,7 +134,8 @@ function Run:describe(options)
     history:set_meta(key, value)
   end
   for key, value in pairs(options.config and require("engine.config").flatten(options.config) or {}) do history:set_config(key, value) end
-  if trainer.policy.hash then history:add_policy(trainer.policy.hash, trainer.policy.name, trainer.policy.source) end
+  local source = trainer.policy.source
+  if source then history:add_policy(("%08x"):format(C.eng_crc32c(0, source, #source)), trainer.policy.name, source) end
 end
 
 -- ------------------------------------------------------------------ while it runs

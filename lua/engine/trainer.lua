@@ -45,7 +45,7 @@ function Trainer:step()
   record.elapsed = machine.clock() - self.began
   local stats = self.stats
   check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
-  policy:publish(M.signals)
+  for name, value in pairs(M.signals) do policy:signal(name, value) end
   local verdict = policy:decide(record, stats)                                   -- (6) the policy decides
   if verdict.action == C.ENG_ACTION_STEP then
     local factor = 1 / scale
@@ -115,6 +115,20 @@ local function check_options(o)
   want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
 end
 
+--- Names of the parameters, the group of each, names of the groups. A group is a layer: "blocks.3" for "blocks.3.attn.qkv.weight".
+local function groups_of(list)
+  local names, group_of, groups, index = {}, {}, {}, {}
+  for i, p in ipairs(list) do
+    local group = p.name:match("^(.-%.%d+)%.") or p.name:match("^([^.]+)")
+    if not index[group] then
+      groups[#groups + 1] = group
+      index[group] = #groups
+    end
+    names[i], group_of[i] = p.name, index[group]
+  end
+  return names, group_of, groups
+end
+
 local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
 end
@@ -133,9 +147,8 @@ local function new(o)
   if self.optimizer.precision.name ~= full.name then self.optimizer:set_precision(o.precision) end
   -- without a scale to keep, the policy is static with a scale of 1: nothing talks of scaling then
   local policy = o.policy or (full.scaled and "dynamic" or "static")
-  if type(policy) == "table" and policy.decide then self.policy = policy
-  else self.policy = require("engine.policy").load(policy, o.policy_options or (policy == "static" and not full.scaled and { scale = 1 } or nil)) end
-  self.policy:watch(self.optimizer.list)
+  self.policy = require("engine.policy").load(policy, o.policy_options)
+  self.policy:tensors(groups_of(self.optimizer.list))
   self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
   self.run_files = run_files.open(self, o)
   return self

@@ -1,0 +1,53 @@
+-- BERT's masked-token pre-training on text: 15 % of the bytes are chosen; of these 80 % become the mask token, 10 %
+-- another byte, 10 % stay. The model sees both sides and fills the gaps; the loss counts the chosen places only.
+--
+--   engine examples/bert_mlm.lua
+--   engine examples/bert_mlm.lua data=book.txt steps=2000 width=256 heads=8 layers=4 precision=fp16
+local engine = require "engine"
+
+local cfg = engine.config({
+  data = "", steps = 300, batch = 16, context = 64, layers = 2, width = 128, heads = 4, dropout = 0.0, mask = 0.15,
+  lr = 1e-3, warmup = 30, weight_decay = 0.01, clip = 1.0, precision = "fp16", policy = "", seed = 1, run = "", resume = "", log = "line",
+}, {
+  data = "a text file; empty: this project's own source", mask = "share of the bytes to be guessed",
+  precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
+})
+engine.seed(cfg.seed)
+
+local text = cfg.data
+if text == "" then
+  local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
+  text = { root .. "core/engine.h", root .. "core/infer.c", root .. "core/tape.c", root .. "core/op.c", root .. "core/tensor.c" }
+end
+
+-- ------------------------------------------------------------------ masking
+
+local MASK, IGNORE = 256, -100      -- bytes are 0..255
+local windows = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed }
+
+-- Same batches as `windows`, with gaps. Which places are chosen comes from the engine's generator, so that a resumed or
+-- retried step masks the same ones.
+local masked = {}
+function masked.next()
+  local batch = windows:next()
+  local chosen = engine.rand(cfg.batch, cfg.context):lt(cfg.mask)
+  local fate = engine.rand(cfg.batch, cfg.context)
+  local other = engine.randint(0, 256, cfg.batch, cfg.context, "i32")
+  local gap = fate:lt(0.8):where(MASK, fate:lt(0.9):where(other, batch.x):to("i64")):to("i32")
+  return { x = chosen:where(gap, batch.x), y = chosen:where(batch.x, IGNORE), tokens = batch.tokens }
+end
+function masked.state() return windows:state() end
+function masked.restore(_, state) windows:restore(state) end
+
+-- ------------------------------------------------------------------ model and training
+
+local model = engine.nn.bert { vocab = 257, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers, dropout = cfg.dropout }
+if cfg.log == "line" then print(model) end
+
+local trainer = engine.trainer {
+  model = model, data = masked,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
+  schedule = engine.schedule.linear { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps },
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log, config = cfg,
+}
+return trainer:run()

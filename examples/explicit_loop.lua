@@ -1,0 +1,37 @@
+-- The loop written out, for those who come from PyTorch: a GradScaler-like scaler, autocast, unscaling before clipping,
+-- micro-batches. It does by hand what engine.trainer does in trainer.lua.
+--
+--   engine examples/explicit_loop.lua
+--   engine examples/explicit_loop.lua policy=policies/deepspeed.lua precision=fp16 accumulate=2
+local engine = require "engine"
+
+local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2, heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,
+  precision = "fp16", policy = "dynamic", seed = 1 },
+  { clip = "largest norm of the gradient", accumulate = "micro-batches an update", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+    policy = "loss-scaling policy, a name or a file" })
+engine.seed(cfg.seed)
+
+local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
+local data = engine.data.text { path = root .. "core/engine.h", batch = cfg.batch, context = cfg.context, seed = cfg.seed }
+local model = engine.nn.gpt { context = cfg.context, width = cfg.width, layers = cfg.layers, heads = cfg.heads }
+local opt = engine.optim.adamw(model, { lr = cfg.lr, precision = cfg.precision })
+local schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps }
+local scaler = engine.scaler { policy = cfg.policy }
+
+for step in engine.steps(cfg.steps) do
+  opt:zero_grad()
+  local loss
+  for _ = 1, cfg.accumulate do
+    local batch = data:next()
+    loss = engine.autocast(cfg.precision, function() return model:loss(batch.x, batch.y) end)
+    scaler:scale(loss / cfg.accumulate):backward()     -- gradients carry the loss scale
+  end
+  scaler:unscale(opt)                                  -- true gradients from here to step()
+  local norm = opt:clip_grad_norm(cfg.clip)
+  opt.lr = schedule(opt.updates)
+  local result = scaler:step(opt)                      -- skips when a gradient was inf or nan
+  scaler:update()                                      -- the policy moves the scale
+  if step % 10 == 0 or result.skipped then
+    print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm, scaler:get_scale(), result.skipped and "  skipped: " .. result.reason or ""))
+  end
+end

@@ -1,0 +1,72 @@
+-- A small GPT that learns to write what it reads, byte by byte, in fp16 with dynamic loss scaling. With no text of
+-- yours it reads this project's own source. The live line shows the loss, the loss scale and the skipped steps; at the
+-- end it writes a sample and draws the run.
+--
+--   engine examples/gpt.lua
+--   engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
+--   engine examples/gpt.lua precision=bf16 run=gpt checkpoint_every=200 resume=auto
+--   engine examples/gpt.lua policy=policies/deepspeed.lua
+local engine = require "engine"
+
+local cfg = engine.config({
+  data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4, dropout = 0.0,
+  lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
+  seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", sample = 200, temperature = 0.8, top_k = 40,
+}, {
+  data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
+  warmup = "updates until the full learning rate", floor = "last learning rate as a share of lr", clip = "largest norm of the gradient; 0: none",
+  accumulate = "micro-batches a step", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "0: all",
+  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
+  checkpoint_every = "steps between checkpoints; 0: at the end", log = { "what to show", choices = { "line", "json", "quiet" } },
+  sample = "bytes to write at the end; 0: none",
+})
+
+engine.seed(cfg.seed)
+if cfg.threads > 0 then engine.threads(cfg.threads) end
+
+-- ------------------------------------------------------------------ text
+
+local text = cfg.data
+if text == "" then
+  local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
+  text = {}
+  for _, name in ipairs { "core/op.c", "core/tape.c", "core/tensor.c", "core/infer.c", "core/grad_nn.c", "core/grad_shape.c", "core/grad_elementwise.c",
+    "core/arena.c", "core/api.c", "core/view.c", "core/safetensors.c", "core/params.c" } do
+    text[#text + 1] = root .. name
+  end
+end
+local data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed, to = 0.95 }
+local held_out = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, from = 0.95, shuffle = false }
+
+-- ------------------------------------------------------------------ model and training
+
+local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers, dropout = cfg.dropout }
+local trainer = engine.trainer {
+  model = model, data = data,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
+  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, config = cfg,
+}
+if cfg.log == "line" then
+  print(("%s, %d parameters, %s, policy %s, %d threads"):format(model._class .. "(" .. model:extra() .. ")", model:count(), cfg.precision,
+    trainer.policy.name, engine.threads()))
+  print(data)
+end
+
+local summary = trainer:run()
+
+-- ------------------------------------------------------------------ what came of it
+
+if cfg.log == "line" then
+  print(("loss on held-out text: %.4f"):format(trainer:evaluate_on(held_out, 8)))
+  if #summary.rows > 1 then print("\n" .. engine.plot.run(summary.rows)) end
+  if cfg.sample > 0 then
+    local prompt = "static eng_status "
+    local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) }, cfg.sample, { temperature = cfg.temperature, top_k = cfg.top_k })
+    for i, id in ipairs(ids) do ids[i] = string.char(id) end
+    print("\na sample:\n" .. table.concat(ids):gsub("[^\n\t -~]", "?"))
+  end
+end
+return summary

@@ -1,0 +1,41 @@
+-- A Llama-style decoder on text: rotary positions, RMS norm, SwiGLU, grouped queries (8 heads share 2 keys and
+-- values), untied head, in bf16. The same trainer as every other job; only the model differs from gpt.lua.
+--
+--   engine examples/llama.lua
+--   engine examples/llama.lua data=book.txt steps=1000 width=384 heads=6 kv_heads=2 hidden=1024 precision=fp16
+local engine = require "engine"
+
+local cfg = engine.config({
+  data = "", steps = 200, batch = 8, context = 64, layers = 4, width = 128, heads = 8, kv_heads = 2, hidden = 352, rope = 10000,
+  lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "", seed = 1, run = "", resume = "", log = "line", sample = 160,
+}, {
+  data = "a text file; empty: this project's own source", kv_heads = "heads of keys and values, shared by the query heads", hidden = "features inside SwiGLU",
+  rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
+})
+engine.seed(cfg.seed)
+
+local text = cfg.data
+if text == "" then
+  local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
+  text = { root .. "lua/engine/tensor.lua", root .. "lua/engine/trainer.lua", root .. "lua/engine/nn/transformer.lua", root .. "lua/engine/data/init.lua",
+    root .. "lua/engine/optim.lua", root .. "lua/engine/run.lua" }
+end
+
+local model = engine.nn.llama { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, kv_heads = cfg.kv_heads, layers = cfg.layers,
+  hidden = cfg.hidden, rope = cfg.rope }
+if cfg.log == "line" then print(model) end
+
+local trainer = engine.trainer {
+  model = model, data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed },
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
+  schedule = engine.schedule.wsd { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, decay = math.floor(cfg.steps / 5), floor = cfg.lr / 20 },
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log, config = cfg,
+}
+local summary = trainer:run()
+
+if cfg.log == "line" and cfg.sample > 0 then
+  local ids = engine.autocast(cfg.precision, model.generate, model, { ("local function "):byte(1, -1) }, cfg.sample, { temperature = 0.8, top_k = 40 })
+  for i, id in ipairs(ids) do ids[i] = string.char(id) end
+  print("\na sample:\n" .. table.concat(ids):gsub("[^\n\t -~]", "?"))
+end
+return summary
