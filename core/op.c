@@ -197,8 +197,3 @@ bool eng_op_supported(const char *device, int op)
   if (!b || op < 0 || op >= ENG_OP_COUNT) return false;
   return op_table[op].layout == LAYOUT_VIEW || b->kernel[op] != NULL;
 }
-
-int eng_abi_size(void)
-{
-  return (int)sizeof(eng_op_call);
-}
