@@ -66,6 +66,6 @@ return {
     state.hysteresis = options.hysteresis
     if scale * options.scale_factor == math.huge then return scale end
     state.scale = scale * options.scale_factor
-    return { scale = state.scale, reason = stable .. " good steps: scale " .. scale .. " -> " .. state.scale }
+    return { scale = state.scale, reason = "window of " .. options.scale_window .. " good: scale " .. scale .. " -> " .. state.scale }
   end,
 }

@@ -54,6 +54,6 @@ return {
     local larger = math.f32(scale * options.growth_factor)
     if larger == math.huge then return scale end
     state.scale = larger
-    return { scale = larger, reason = tracker .. " good steps: scale " .. scale .. " -> " .. larger }
+    return { scale = larger, reason = tracker .. " good in a row: scale " .. scale .. " -> " .. larger }
   end,
 }

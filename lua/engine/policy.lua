@@ -1,0 +1,254 @@
+-- Loss-scaling policies: sandboxed Lua files that choose the next loss scale from a step's record
+-- (policies/README.md is their contract), and classes a script registers itself (engine.class_scaler).
+--   local p = engine.policy.load("dynamic", { growth_interval = 500 })   -- or a path: "my/policy.lua"
+--   local verdict = p:decide(record)                                     -- an eng_verdict
+--   local text = p:save(); p:restore(text)
+local M_ffi = require "engine.ffi"
+local nearest = require "engine.nearest"
+
+local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+
+local M = {}
+
+-- ------------------------------------------------------------------ verdicts
+
+--- Names of actions by their number in a verdict.
+M.actions = { [0] = "step", "skip", "retry", "stop" }
+
+local verdict_methods = {}
+
+--- "step", "skip", "retry" or "stop".
+function verdict_methods.what(v) return M.actions[v.action] end
+
+--- The reason as text, "" when none was given.
+function verdict_methods.why(v) return ffi.string(v.reason) end
+
+ffi.metatype("eng_verdict", {
+  __index = verdict_methods,
+  __tostring = function(v)
+    local text = ("%s, scale %.10g"):format(v.failed ~= 0 and "failed, " .. v:what() or v:what(), v.scale)
+    if v.clip > 0 then text = text .. (", clip %g"):format(v.clip) end
+    if v.lr_mul ~= 1 then text = text .. (", lr x%g"):format(v.lr_mul) end
+    local why = v:why()
+    return why ~= "" and text .. ": " .. why or text
+  end,
+})
+
+-- ------------------------------------------------------------------ the object
+
+local Policy = {}
+Policy.__index = Policy
+
+--- The loss scale of the next step.
+function Policy:scale() return C.eng_policy_scale(self.handle) end
+
+--- Sets the scale; counters stay.
+function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale), 2) end
+
+--- Asks the policy about a step: an eng_record and, for a policy that needs them, the statistics per tensor
+--- (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
+function Policy:decide(record, stats)
+  local status = C.eng_policy_decide(self.verdict, self.handle, record, stats)
+  if status ~= 0 then error(M_ffi.message(), 2) end
+  return self.verdict
+end
+
+local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
+
+--- State and last verdict as text, canonical: equal states give equal bytes.
+function Policy:save()
+  check(C.eng_policy_save(out_text, out_bytes, self.handle), 2)
+  return ffi.string(out_text[0], out_bytes[0])
+end
+
+--- Takes back what save() gave; on an error nothing changes.
+function Policy:restore(text)
+  if type(text) ~= "string" then error("policy " .. self.name .. ": restore expects the text that save() gave, got a " .. type(text), 2) end
+  check(C.eng_policy_restore(self.handle, text, #text), 2)
+end
+
+--- Starts afresh.
+function Policy:reset() check(C.eng_policy_init(self.handle), 2) end
+
+--- Takes over from another policy (a Policy, or a registered class, of which the scale is taken).
+function Policy:take_over(old)
+  if old.handle then
+    check(C.eng_policy_migrate(self.handle, old.handle), 2)
+  else
+    self:reset()
+    self:set_scale(old:scale())
+  end
+end
+
+--- Names the tensors that decide's `stats` speak of: names, group of each (1-based, or nil), names of groups. `scalable`:
+--- the caller scales groups separately, so the policy may.
+function Policy:tensors(names, group_of, groups, scalable)
+  groups = groups or {}
+  local c_names, c_groups = ffi.new("const char *[?]", #names + 1), ffi.new("const char *[?]", #groups + 1)
+  local c_group_of = ffi.new("int32_t[?]", #names + 1)
+  for i, name in ipairs(names) do
+    c_names[i - 1] = name
+    c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1
+  end
+  for i, name in ipairs(groups) do c_groups[i - 1] = name end
+  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups, scalable or false), 2)
+end
+
+--- The scale the last verdict gives group i (from 1).
+function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
+
+--- Publishes record.signals[name]; it holds until set again.
+function Policy:signal(name, value)
+  if type(value) ~= "number" then error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2) end
+  check(C.eng_policy_signal(self.handle, name, value), 2)
+end
+
+local info = ffi.new("eng_policy_info")
+
+--- Decisions that failed since the start.
+function Policy:failures()
+  C.eng_policy_describe(info, self.handle)
+  return tonumber(info.failures)
+end
+
+function Policy:__tostring()
+  local options = {}
+  for _, name in ipairs(self.option_names) do
+    local value, preset = self.options[name], self.defaults[name]
+    if value ~= preset then options[#options + 1] = ("%s=%s"):format(name, tostring(value)) end
+  end
+  return ("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(), #options > 0 and ", " or "", table.concat(options, " "))
+end
+
+-- ------------------------------------------------------------------ loading
+
+local here = debug.getinfo(1, "S").source:match("^@(.*)[/\\][^/\\]*$") or "."
+-- In the tree and as `make install` lays it out; beside share/lua/5.1.
+local folders = { here .. "/../../policies", here .. "/../../../engine/policies" }
+
+--- Names of the policies that come with the engine, sorted.
+function M.names()
+  local names, listing = {}, ffi.new("eng_listing *[1]")
+  for _, folder in ipairs(folders) do
+    if C.eng_file_kind(folder) == 2 and C.eng_file_list(listing, folder) == 0 then
+      local i = 0
+      while true do
+        local entry = C.eng_listing_name(listing[0], i)
+        if entry == nil then break end
+        local name = ffi.string(entry):match("^(.+)%.lua$")
+        if name then names[#names + 1] = name end
+        i = i + 1
+      end
+      C.eng_listing_free(listing[0])
+      break
+    end
+  end
+  return names
+end
+
+local function read(path)
+  local file, why = io.open(path, "rb")
+  if not file then return nil, why end
+  local text = file:read("*a")
+  file:close()
+  if not text then return nil, path .. ": cannot be read (is it a folder?)" end
+  return text
+end
+
+-- Source and display name of a policy given by name or path.
+local function find(name)
+  if name:find("[/\\]") or name:find("%.lua$") then
+    local text, why = read(name)
+    if not text then error("policy: " .. why, 0) end
+    return text, name
+  end
+  for _, folder in ipairs(folders) do
+    local text = read(folder .. "/" .. name .. ".lua")
+    if text then return text, "policies/" .. name .. ".lua" end
+  end
+  local names = M.names()
+  for class in pairs(M.classes) do names[#names + 1] = class end
+  table.sort(names)
+  error(("there is no policy '%s'%s; policies: %s; a file of your own is named with its path, as ./%s.lua"):format(
+    name, nearest.hint(name, names), table.concat(names, " "), name), 0)
+end
+
+local function option_text(name, value)
+  local kind = type(value)
+  if kind == "number" then
+    if value ~= value then return "nan" end
+    if value == math.huge then return "inf" end
+    if value == -math.huge then return "-inf" end
+    return ("%.17g"):format(value)
+  end
+  if kind == "string" or kind == "boolean" then return tostring(value) end
+  error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(tostring(name), kind), 0)
+end
+
+local function compile(source, file, options)
+  local names = {}
+  for name in pairs(options) do names[#names + 1] = tostring(name) end
+  table.sort(names)
+  local n = #names
+  local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1), ffi.new("const char *[?]", n + 1)
+  for i, name in ipairs(names) do
+    values[i] = option_text(name, options[name])
+    c_names[i - 1], c_values[i - 1] = name, values[i]
+  end
+  local out = ffi.new("eng_policy *[1]")
+  if C.eng_policy_load(out, source, #source, file, c_names, c_values, n) ~= 0 then error(M_ffi.message(), 0) end
+  local handle = ffi.gc(out[0], C.eng_policy_free)
+  if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
+  C.eng_policy_describe(info, handle)
+  local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc), file = file, source = source,
+    needs = info.needs, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
+  local option = ffi.new("eng_policy_option")
+  local function typed(text)
+    text = ffi.string(text)
+    if option.type == C.ENG_OPTION_BOOLEAN then return text == "true" end
+    if option.type == C.ENG_OPTION_NUMBER then return tonumber(text) or ({ inf = math.huge, ["-inf"] = -math.huge })[text] or 0 / 0 end
+    return text
+  end
+  for i = 0, info.options - 1 do
+    check(C.eng_policy_option_get(option, handle, i))
+    local name = ffi.string(option.name)
+    self.option_names[i + 1], self.options[name], self.defaults[name] = name, typed(option.value), typed(option.preset)
+  end
+  return setmetatable(self, Policy)
+end
+
+--- Classes registered by name (engine.register_loss_scaler).
+M.classes = {}
+
+--- Registers a class-style loss scaler under a name; see engine.class_scaler for what a class may have.
+function M.register(name, class)
+  if type(name) ~= "string" or not name:find("^[%w_%-]+$") then
+    error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " .. tostring(name), 2)
+  end
+  require("engine.class_scaler").check(name, class, 2)
+  M.classes[name] = class
+end
+
+--- Loads a policy: the name of a shipped policy or of a registered class, a path, or { source = text, file = name }.
+--- options: values for the policy's options, as they are or as text. A policy object comes back as it is.
+function M.load(source, options)
+  if type(source) == "table" and source.decide and source.scale then return source end
+  options = options or {}
+  local good, result = pcall(function()
+    if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options) end
+    if type(source) ~= "string" then error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0) end
+    local class = M.classes[source]
+    if class then return require("engine.class_scaler").new(source, class, options) end
+    local text, file = find(source)
+    return compile(text, file, options)
+  end)
+  if not good then error(result, 2) end
+  return result
+end
+
+--- Limits of policies loaded from now on; a field left out stays: memory (bytes), instructions, seconds.
+function M.limits(limits)
+  C.eng_policy_limits(limits.memory or 0, limits.instructions or 0, limits.seconds or 0)
+end
+
+return M
