@@ -44,7 +44,9 @@ static int64_t whole_vectors(int64_t n)      { return ceiling(n, VF_LANES) * VF_
 static sizes sizes_of(const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
-  sizes s = {.batch = q->shape[0], .queries = q->shape[1], .keys = k->shape[1], .heads = q->shape[2], .groups = k->shape[2], .width = q->shape[3]};
+  sizes s = {.batch = q->shape[0], .queries = q->shape[1], .heads = q->shape[2], .width = q->shape[3]};
+  s.keys = k->shape[1];
+  s.groups = k->shape[2];
   s.shared = s.heads / s.groups;
   s.padded = whole_vectors(s.width);
   s.span = whole_vectors(ceiling(s.padded, ceiling(s.padded, GEMM_NR)));
@@ -64,7 +66,10 @@ static int64_t seen_by(const sizes *s, int64_t t)
 }
 
 // Floats that a matrix [steps x columns] takes as panels that use `span` columns each.
-static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span) { return ceiling(columns, span) * GEMM_NR * steps; }
+static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
+{
+  return ceiling(columns, span) * GEMM_NR * steps;
+}
 
 // ------------------------------------------------------------------ laying out
 
@@ -84,7 +89,8 @@ static slice slice_of(const tensor *x, int64_t b, int64_t head)
 static void pack_turned(float *to, slice x, int64_t times, int64_t width)
 {
   for (int64_t t = 0; t < times; t += GEMM_NR)
-    lay_out(to + t * width, GEMM_NR, x.data, x.dtype, x.first + t * x.row, x.column, x.row, width, least(times - t, GEMM_NR));
+    lay_out(to + t * width, GEMM_NR, x.data, x.dtype, x.first + t * x.row, x.column, x.row, width,
+            least(times - t, GEMM_NR));
 }
 
 // [times x width] as panels of width.
@@ -107,7 +113,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
 {
   for (int64_t d = 0; d < s->padded; d += s->span, to += n * GEMM_NR)
     for (int64_t i = 0; i < n; i++)
-      for (int64_t j = d; j < s->padded && j < d + s->span; j += VF_LANES) vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
+      for (int64_t j = d; j < s->padded && j < d + s->span; j += VF_LANES)
+        vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
 static bool all_finite(const float *x, int64_t n)
@@ -140,8 +147,9 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
       int n = least(rows - i, GEMM_MR);
       int64_t columns = seen_by(s, t0 + i + n - 1) - key;
       if (columns <= 0) continue;
-      micro[n - 1][ceiling(least(columns, GEMM_NR), VF_LANES) - 1](s->width, a + i * s->padded, s->padded, 1, panels + key * s->width,
-                                                                  scores + i * s->key_row + key, s->key_row, false);
+      micro_kernel *kernel = micro[n - 1][ceiling(least(columns, GEMM_NR), VF_LANES) - 1];
+      kernel(s->width, a + i * s->padded, s->padded, 1, panels + key * s->width, scores + i * s->key_row + key,
+             s->key_row, false);
     }
   }
 }
@@ -156,8 +164,9 @@ static void weighted_sums(float *to, const sizes *s, const float *p, const float
         int n = least(rows - i, GEMM_MR);
         int64_t steps = seen_by(s, t0 + i + n - 1) - key;
         if (steps <= 0 && key > 0) continue;   // the first visit clears
-        micro[n - 1][vectors - 1](least(steps, STEPS), p + i * s->key_row + key, s->key_row, 1, panels + key * GEMM_NR,
-                                  to + i * s->padded + d, s->padded, key > 0);
+        micro_kernel *kernel = micro[n - 1][vectors - 1];
+        kernel(least(steps, STEPS), p + i * s->key_row + key, s->key_row, 1, panels + key * GEMM_NR,
+               to + i * s->padded + d, s->padded, key > 0);
       }
     }
   }
@@ -172,8 +181,9 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
     for (int64_t key = 0; key < last; key += GEMM_MR) {
       int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;   // the first of the rows that sees this key
       if (from < 0) from = 0;
-      micro[least(last - key, GEMM_MR) - 1][vectors - 1](rows - from, p + from * s->key_row + key, 1, s->key_row, panels + from * GEMM_NR,
-                                                        to + key * s->padded + d, s->padded, true);
+      micro_kernel *kernel = micro[least(last - key, GEMM_MR) - 1][vectors - 1];
+      kernel(rows - from, p + from * s->key_row + key, 1, s->key_row, panels + from * GEMM_NR, to + key * s->padded + d,
+             s->padded, true);
     }
   }
 }
@@ -225,7 +235,8 @@ typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; } forward_ro
 
 static int64_t forward_floats(const sizes *s)
 {
-  return panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span) + ROWS * (2 * s->padded + s->key_row);
+  int64_t keys = panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
+  return keys + ROWS * (2 * s->padded + s->key_row);
 }
 
 static forward_room forward_room_at(const sizes *s, float *at)
@@ -239,7 +250,8 @@ static forward_room forward_room_at(const sizes *s, float *at)
   return r;
 }
 
-static void forward_tile(const op_call *call, const sizes *s, const forward_room *r, int64_t b, int64_t head, int64_t t0, int64_t rows)
+static void forward_tile(const op_call *call, const sizes *s, const forward_room *r, int64_t b, int64_t head, int64_t t0,
+                         int64_t rows)
 {
   const tensor *y = call->out[0];
   float *lse = call->out[1] ? (float *)call->out[1]->data : NULL;
@@ -295,7 +307,8 @@ static eng_status attention(const op_call *call)
     pack(r.v, &s, slice_of(call->in[2], b, group), s.keys);
     int64_t at_once = s.causal && !panels_finite(r.v, &s, s.keys) ? 1 : ROWS;
     for (int64_t unit = share * units / shares; unit < (share + 1) * units / shares; unit++) {
-      int64_t head = group * s.shared + unit / s.tiles, first = unit % s.tiles * ROWS, end = first + least(s.queries - first, ROWS);
+      int64_t head = group * s.shared + unit / s.tiles;
+      int64_t first = unit % s.tiles * ROWS, end = first + least(s.queries - first, ROWS);
       for (int64_t t = first; t < end; t += at_once) forward_tile(call, &s, &r, b, head, t, least(end - t, at_once));
     }
   }
@@ -313,8 +326,8 @@ typedef struct backward_room {
 
 static int64_t backward_floats(const sizes *s)
 {
-  return 2 * panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span) + ROWS * 3 * s->padded + 2 * panel_floats(ROWS, s->width, s->span) +
-         2 * ROWS * s->key_row;
+  int64_t keys = 2 * panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
+  return keys + 2 * panel_floats(ROWS, s->width, s->span) + ROWS * (3 * s->padded + 2 * s->key_row);
 }
 
 static backward_room backward_room_at(const sizes *s, float *at)
@@ -351,7 +364,8 @@ static void gradient_row(float *p, float *ds, int64_t n, float lse)
     sum = vf_fma(e, vf_load_n(ds + whole, rest), sum);
   }
   vf total = vf_set1(vf_sum(sum));
-  for (int64_t j = 0; j < whole; j += VF_LANES) vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
+  for (int64_t j = 0; j < whole; j += VF_LANES)
+    vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
   if (rest) {
     x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
     vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // 0 * NaN in the others
@@ -359,13 +373,14 @@ static void gradient_row(float *p, float *ds, int64_t n, float lse)
 }
 
 // Adds what queries [t0, t0+rows) give to dk and dv [S x padded], and stores their dq.
-static void backward_tile(const op_call *call, const sizes *s, const backward_room *r, float *dk, float *dv, bool keys_finite,
-                          int64_t b, int64_t head, int64_t t0, int64_t rows)
+static void backward_tile(const op_call *call, const sizes *s, const backward_room *r, float *dk, float *dv,
+                          bool keys_finite, int64_t b, int64_t head, int64_t t0, int64_t rows)
 {
   const tensor *lse = call->in[4], *dq = call->out[0];
   pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->factor);
   pack_rows(r->dy, s, slice_of(call->in[5], b, head), t0, rows, 1);
-  if (rows > 1 && s->causal && !(keys_finite && all_finite(r->q, rows * s->padded) && all_finite(r->dy, rows * s->padded))) {
+  bool finite = keys_finite && all_finite(r->q, rows * s->padded) && all_finite(r->dy, rows * s->padded);
+  if (rows > 1 && s->causal && !finite) {
     for (int64_t i = 0; i < rows; i++) backward_tile(call, s, r, dk, dv, keys_finite, b, head, t0 + i, 1);
     return;
   }
@@ -396,13 +411,15 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
 
 // Sums the shares of one key head in order and rounds the result into d [B x S x G x D]. sums: of the first
 // share [S x padded], the next ones `step` floats apart.
-static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step, int64_t b, int64_t group)
+static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step, int64_t b,
+                       int64_t group)
 {
   if (!d) return;
   for (int64_t t = 0; t < s->keys; t++) {
     float *row = sums + t * s->padded;
     for (int64_t share = 1; share < shares; share++)
-      for (int64_t j = 0; j < s->padded; j += VF_LANES) vf_store(row + j, vf_add(vf_load(row + j), vf_load(row + share * step + j)));
+      for (int64_t j = 0; j < s->padded; j += VF_LANES)
+        vf_store(row + j, vf_add(vf_load(row + j), vf_load(row + share * step + j)));
     floats_to(d->data, d->dtype, ((b * s->keys + t) * s->groups + group) * s->width, row, s->width);
   }
 }
@@ -440,7 +457,8 @@ static eng_status attention_grad(const op_call *call)
       bool finite = panels_finite(r.k, &s, s.keys);
       for (int64_t unit = share * units / shares; unit < (share + 1) * units / shares; unit++) {
         int64_t t0 = unit % s.tiles * ROWS;
-        backward_tile(call, &s, &r, dk, dv, finite, b, group * s.shared + unit / s.tiles, t0, least(s.queries - t0, ROWS));
+        int64_t head = group * s.shared + unit / s.tiles;
+        backward_tile(call, &s, &r, dk, dv, finite, b, head, t0, least(s.queries - t0, ROWS));
       }
       if (shares == 1) {
         store_keys(call->out[1], &s, dk, 1, 0, b, group);

@@ -54,7 +54,9 @@ static void simplify(gemm_call *g)
 static gemm_operand operand_of(const tensor *x, bool transposed, int batch_dims)
 {
   int64_t last = x->stride[x->ndim - 1], before = x->stride[x->ndim - 2];
-  gemm_operand o = {.data = x->data, .dtype = x->dtype, .row = transposed ? last : before, .column = transposed ? before : last};
+  gemm_operand o = {.data = x->data, .dtype = x->dtype};
+  o.row = transposed ? last : before;
+  o.column = transposed ? before : last;
   int own = x->ndim - 2;
   for (int d = 0; d < own; d++) o.batch[batch_dims - own + d] = x->shape[d] == 1 ? 0 : x->stride[d];
   return o;
@@ -64,7 +66,8 @@ static eng_status matmul(const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *c = call->out[0];
   int64_t c_column = c->stride[c->ndim - 1];
-  bool fast = dtype_is_fast(a->dtype) && dtype_is_fast(b->dtype) && dtype_is_fast(c->dtype) && (c_column == 1 || c->shape[c->ndim - 1] <= 1);
+  bool fast = dtype_is_fast(a->dtype) && dtype_is_fast(b->dtype) && dtype_is_fast(c->dtype) &&
+              (c_column == 1 || c->shape[c->ndim - 1] <= 1);
   if (!fast) return backend_reference()->kernel[call->op](call);
   gemm_call g = {.batch_dims = c->ndim - 2, .alpha = 1, .beta = call->ints[3] ? 1 : 0};
   g.m = c->shape[c->ndim - 2];
@@ -87,7 +90,8 @@ static eng_status matmul(const op_call *call)
 static eng_status linear(const op_call *call)
 {
   const tensor *x = call->in[0], *w = call->in[1], *bias = call->in[2], *y = call->out[0];
-  bool fast = dtype_is_fast(x->dtype) && dtype_is_fast(w->dtype) && dtype_is_fast(y->dtype) && (!bias || dtype_is_fast(bias->dtype));
+  bool fast = dtype_is_fast(x->dtype) && dtype_is_fast(w->dtype) && dtype_is_fast(y->dtype) &&
+              (!bias || dtype_is_fast(bias->dtype));
   if (!fast) return backend_reference()->kernel[call->op](call);
   gemm_call g = {.m = 1, .n = w->shape[0], .k = w->shape[1], .alpha = 1};
   for (int d = 0; d < x->ndim - 1; d++) g.m *= x->shape[d];
@@ -130,7 +134,8 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
     for (int v = 0; v < SUM_VECTORS; v++) sum[v] = vf_zero();
     for (int64_t i = first; i < first + rows; i++) {
 #pragma GCC unroll 4
-      for (int v = 0; v < SUM_VECTORS; v++) sum[v] = vf_add(sum[v], row_piece(dy, dtype, i * n + j + v * VF_LANES, VF_LANES));
+      for (int v = 0; v < SUM_VECTORS; v++)
+        sum[v] = vf_add(sum[v], row_piece(dy, dtype, i * n + j + v * VF_LANES, VF_LANES));
     }
 #pragma GCC unroll 4
     for (int v = 0; v < SUM_VECTORS; v++) vf_store(sums + j + v * VF_LANES, sum[v]);

@@ -54,7 +54,8 @@ VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a,
   }
 }
 
-typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, int64_t ldc, bool resume);
+typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, int64_t ldc,
+                          bool resume);
 
 #define MICRO(mr, nv)                                                                                           \
   static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, \
@@ -65,7 +66,8 @@ typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_st
 #define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2, micro_##mr##x3}
 MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4) MICRO_ROW(5) MICRO_ROW(6) MICRO_ROW(7) MICRO_ROW(8)
 static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
-  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4), MICRO_NAMES(5), MICRO_NAMES(6), MICRO_NAMES(7), MICRO_NAMES(8)};
+  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4),
+  MICRO_NAMES(5), MICRO_NAMES(6), MICRO_NAMES(7), MICRO_NAMES(8)};
 #else
 #define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2)
 #define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2}
@@ -174,8 +176,8 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
       to[p * to_row + j] = j < columns ? element(source, dtype, first + p * row + j * column) : 0.0f;
 }
 
-static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row, int64_t column,
-                    int64_t rows, int64_t columns)
+static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
+                    int64_t column, int64_t rows, int64_t columns)
 {
   if (dtype == ENG_f32) lay_out_typed(to, to_row, source, ENG_f32, first, row, column, rows, columns);
   else if (dtype == ENG_f16) lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);

@@ -130,8 +130,8 @@ static entry *find(const key *k)
 }
 
 // The description of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
-static dnnl_status_t describe(dnnl_memory_desc_t *md, const key *k, const int64_t *batch_stride, bool broadcast, int64_t rows, int64_t columns,
-                              int64_t row, int64_t column, int64_t dtype)
+static dnnl_status_t describe(dnnl_memory_desc_t *md, const key *k, const int64_t *batch_stride, bool broadcast,
+                              int64_t rows, int64_t columns, int64_t row, int64_t column, int64_t dtype)
 {
   dnnl_dims_t size, stride;
   int n = (int)k->batch_dims;
@@ -156,7 +156,8 @@ static eng_status build(entry *e, const key *k)
   DNNL_TRY("description of a", describe(&a, k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
   DNNL_TRY("description of b", describe(&b, k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
   DNNL_TRY("description of c", describe(&c, k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
-  if (k->bias_dtype >= 0) DNNL_TRY("description of the bias", describe(&bias, k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
+  if (k->bias_dtype >= 0)
+    DNNL_TRY("description of the bias", describe(&bias, k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
 
   dnnl_primitive_attr_t attributes;
   DNNL_TRY("attributes", dnnl_primitive_attr_create(&attributes));
@@ -187,7 +188,8 @@ static eng_status build(entry *e, const key *k)
   if (status == dnnl_success) status = dnnl_memory_create(&e->a, &a, engine, DNNL_MEMORY_NONE);
   if (status == dnnl_success) status = dnnl_memory_create(&e->b, &b, engine, DNNL_MEMORY_NONE);
   if (status == dnnl_success) status = dnnl_memory_create(&e->c, &c, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success && k->bias_dtype >= 0) status = dnnl_memory_create(&e->bias, &bias, engine, DNNL_MEMORY_NONE);
+  if (status == dnnl_success && k->bias_dtype >= 0)
+    status = dnnl_memory_create(&e->bias, &bias, engine, DNNL_MEMORY_NONE);
   if (status == dnnl_success) status = dnnl_primitive_create(&e->primitive, description);
   dnnl_primitive_desc_destroy(description);
   e->refused = status != dnnl_success;
@@ -200,7 +202,8 @@ static eng_status execute(const entry *e, const gemm_call *g, void *scratch)
   DNNL_TRY("memory b", dnnl_memory_set_data_handle_v2(e->b, (void *)g->b.data, stream));
   DNNL_TRY("memory c", dnnl_memory_set_data_handle_v2(e->c, g->c, stream));
   DNNL_TRY("scratchpad", dnnl_memory_set_data_handle_v2(e->scratch, scratch, stream));
-  dnnl_exec_arg_t arguments[ARGUMENTS] = {{DNNL_ARG_SRC, e->a}, {DNNL_ARG_WEIGHTS, e->b}, {DNNL_ARG_DST, e->c}, {DNNL_ARG_SCRATCHPAD, e->scratch}};
+  dnnl_exec_arg_t arguments[ARGUMENTS] = {
+    {DNNL_ARG_SRC, e->a}, {DNNL_ARG_WEIGHTS, e->b}, {DNNL_ARG_DST, e->c}, {DNNL_ARG_SCRATCHPAD, e->scratch}};
   int n = 4;
   if (e->bias) {
     DNNL_TRY("bias", dnnl_memory_set_data_handle_v2(e->bias, (void *)g->bias, stream));

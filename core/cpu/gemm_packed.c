@@ -42,8 +42,8 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
 {
   const gemm_operand *b = &p->call->b;
   int64_t j = p->n0 + panel * GEMM_NR;
-  lay_out(packed + panel * p->k * GEMM_NR, GEMM_NR, b->data, b->dtype, p->at.b + p->k0 * b->row + j * b->column, b->row, b->column,
-          p->k, least(p->n - panel * GEMM_NR, GEMM_NR));
+  lay_out(packed + panel * p->k * GEMM_NR, GEMM_NR, b->data, b->dtype, p->at.b + p->k0 * b->row + j * b->column,
+          b->row, b->column, p->k, least(p->n - panel * GEMM_NR, GEMM_NR));
 }
 
 // alpha * sums + bias + beta * C, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
@@ -51,7 +51,8 @@ static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int
 {
   const gemm_call *g = p->call;
   vf bias[GEMM_NV], alpha = vf_set1(g->alpha), beta = vf_set1(g->beta);
-  for (int j = 0; g->bias && j < columns; j += VF_LANES) bias[j / VF_LANES] = vector(g->bias, g->bias_dtype, j0 + j, least(columns - j, VF_LANES));
+  for (int j = 0; g->bias && j < columns; j += VF_LANES)
+    bias[j / VF_LANES] = vector(g->bias, g->bias_dtype, j0 + j, least(columns - j, VF_LANES));
   for (int64_t i = 0; i < rows; i++) {
     int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
     for (int j = 0; j < columns; j += VF_LANES) {
@@ -168,7 +169,8 @@ static layout plan(const gemm_call *g, int threads)
   l.rows = ceiling(ceiling(g->m, l.row_blocks), GEMM_MR) * GEMM_MR;
   l.row_blocks = ceiling(g->m, l.rows);
   if (!(g->a.dtype == ENG_f32 && g->a.column == 1)) {
-    int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES, by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;
+    int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES;   // multiply() lays A out one way
+    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // or the other
     l.a_floats = by_rows > by_steps ? by_rows : by_steps;
   }
   l.sum_floats = l.rows * GEMM_NR;
@@ -177,7 +179,8 @@ static layout plan(const gemm_call *g, int threads)
   return l;
 }
 
-static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t n0, int64_t k0, float *packed, float *carried)
+static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t n0, int64_t k0, float *packed,
+                    float *carried)
 {
   part p = {.call = g, .at = at, .n0 = n0, .k0 = k0, .packed = packed};
   p.n = g->n - n0 < l->n_span ? g->n - n0 : l->n_span;
@@ -189,7 +192,8 @@ static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t
 }
 
 // Threads share one product at a time: they pack B together, then take rectangles of C.
-static void run_shared(const gemm_call *g, const layout *l, int64_t members, int threads, float *packed, float *carried, float *room, int64_t room_floats)
+static void run_shared(const gemm_call *g, const layout *l, int64_t members, int threads, float *packed,
+                       float *carried, float *room, int64_t room_floats)
 {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -215,7 +219,8 @@ static void run_shared(const gemm_call *g, const layout *l, int64_t members, int
 }
 
 // Every thread takes whole members of the batch.
-static void run_batched(const gemm_call *g, const layout *l, int64_t members, int threads, float *room, int64_t room_floats)
+static void run_batched(const gemm_call *g, const layout *l, int64_t members, int threads, float *room,
+                        int64_t room_floats)
 {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t z = 0; z < members; z++) {
