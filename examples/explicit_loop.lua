@@ -32,6 +32,7 @@ for step in engine.steps(cfg.steps) do
   local result = scaler:step(opt)                      -- skips when a gradient was inf or nan
   scaler:update()                                      -- the policy moves the scale
   if step % 10 == 0 or result.skipped then
-    print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm, scaler:get_scale(), result.skipped and "  skipped: " .. result.reason or ""))
+    print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm, scaler:get_scale(),
+      result.skipped and "  skipped: " .. result.reason or ""))
   end
 end

@@ -9,8 +9,10 @@ local cfg = engine.config({
   data = "", steps = 200, batch = 8, context = 64, layers = 4, width = 128, heads = 8, kv_heads = 2, hidden = 352, rope = 10000,
   lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "", seed = 1, run = "", resume = "", log = "line", sample = 160,
 }, {
-  data = "a text file; empty: this project's own source", kv_heads = "heads of keys and values, shared by the query heads", hidden = "features inside SwiGLU",
-  rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
+  data = "a text file; empty: this project's own source", kv_heads = "heads of keys and values, shared by the query heads",
+  hidden = "features inside SwiGLU",
+  rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+  log = { "what to show", choices = { "line", "json", "quiet" } },
 })
 engine.seed(cfg.seed)
 

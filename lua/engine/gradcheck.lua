@@ -46,7 +46,8 @@ function M.check(f, inputs, options)
         local got = analytic[i] or 0
         local difference = math.abs(got - numeric) / (1 + math.abs(numeric))
         if not (difference <= tolerance) then
-          error(("gradcheck: input %d, element %d of %s: backward gives %.10g, finite differences %.10g"):format(k, i, tensor.shape_text(shape), got, numeric), 2)
+          error(("gradcheck: input %d, element %d of %s: backward gives %.10g, finite differences %.10g"):format(k, i,
+            tensor.shape_text(shape), got, numeric), 2)
         end
         worst = math.max(worst, difference)
       end

@@ -125,7 +125,9 @@ local function new(name, model, options)
         nearest.hint(tostring(key), names_of(defaults)), table.concat(names_of(defaults), " ")), 0)
     end
   end
-  if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then error(("optim.%s: decay is 'all' or 'matrices', not '%s'"):format(name, tostring(options.decay)), 0) end
+  if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then
+    error(("optim.%s: decay is 'all' or 'matrices', not '%s'"):format(name, tostring(options.decay)), 0)
+  end
   check_hyper(name, defaults)
 
   local list = parameter_list(name, model)

@@ -44,7 +44,8 @@ function M.resolve(recipe, level)
   if type(recipe) == "string" then
     local found = M.recipes[recipe]
     if not found then
-      error(("there is no precision '%s'%s; precisions: %s"):format(recipe, nearest.hint(recipe, names_of(M.recipes)), table.concat(names_of(M.recipes), " ")), level)
+      local names = names_of(M.recipes)
+      error(("there is no precision '%s'%s; precisions: %s"):format(recipe, nearest.hint(recipe, names), table.concat(names, " ")), level)
     end
     recipe = { name = recipe, base = recipe }
   elseif type(recipe) ~= "table" then
@@ -56,7 +57,9 @@ function M.resolve(recipe, level)
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" then
-      if not FORMATS[key] then error(("precision '%s': unknown role '%s'%s"):format(full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS))), level) end
+      if not FORMATS[key] then
+        error(("precision '%s': unknown role '%s'%s"):format(full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS))), level)
+      end
       if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
         error(("precision '%s': %s cannot be '%s'; formats: %s"):format(full.name, key, tostring(value), FORMATS[key]), level)
       end

@@ -207,9 +207,9 @@ function M.tensors(given)
 end
 
 --- A CSV file of numbers. target: the column (name or number from 1) that becomes y, the last by default; classes = true makes y i64.
---- header: whether the first line names the columns; found out when nil.
+--- A first line that is no numbers names the columns.
 function M.csv(given)
-  local o = options_of("csv", given, { path = NEEDED, target = false, classes = false, header = false, separator = ",", batch = 32, shuffle = true, seed = 1234 })
+  local o = options_of("csv", given, { path = NEEDED, target = false, classes = false, separator = ",", batch = 32, shuffle = true, seed = 1234 })
   local file, message = io.open(o.path or "", "r")
   if not file then error("data.csv: " .. tostring(message), 2) end
   local values, names, columns, n, line_number = {}, nil, nil, 0, 0
