@@ -5,12 +5,13 @@
 // Called through backend.kernel[].
 #include "operand.h"
 #include "simd.h"
+#include "tasks.h"
 
 enum { SIDE = 32 };   // block of a transposed copy: SIDE x SIDE elements
 
 /// One shape seen by source and target; dimensions innermost (of the target) first.
 typedef struct relayout {
-  int     ndim;
+  int     ndim, turned;          // turned: see turned_dimension
   int64_t shape[ENG_MAX_DIMS], from[ENG_MAX_DIMS], to[ENG_MAX_DIMS];   // strides in elements
   const char *source;
   char       *target;
@@ -84,13 +85,55 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
   }
 }
 
+// Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words. Strides in elements.
+typedef uint32_t words __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
+
+static inline void turn_words(uint32_t *y, int64_t y_stride, const uint32_t *x, int64_t x_stride)
+{
+  words a = *(const words *)x, b = *(const words *)(x + x_stride);
+  words c = *(const words *)(x + 2 * x_stride), d = *(const words *)(x + 3 * x_stride);
+  words ab = __builtin_shuffle(a, b, (words){0, 4, 1, 5}), cd = __builtin_shuffle(c, d, (words){0, 4, 1, 5});
+  *(words *)y = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
+  *(words *)(y + y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
+  ab = __builtin_shuffle(a, b, (words){2, 6, 3, 7});
+  cd = __builtin_shuffle(c, d, (words){2, 6, 3, 7});
+  *(words *)(y + 2 * y_stride) = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
+  *(words *)(y + 3 * y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
+}
+
+static inline void turn_halves(uint16_t *y, int64_t y_stride, const uint16_t *x, int64_t x_stride)
+{
+  halves row[8], next[8];
+  for (int k = 0; k < 8; k++) row[k] = *(const halves *)(x + k * x_stride);
+  for (int round = 0; round < 3; round++) {   // each round interleaves rows k and k + 4
+    for (int k = 0; k < 4; k++) {
+      next[2 * k] = __builtin_shuffle(row[k], row[k + 4], (halves){0, 8, 1, 9, 2, 10, 3, 11});
+      next[2 * k + 1] = __builtin_shuffle(row[k], row[k + 4], (halves){4, 12, 5, 13, 6, 14, 7, 15});
+    }
+    for (int k = 0; k < 8; k++) row[k] = next[k];
+  }
+  for (int k = 0; k < 8; k++) *(halves *)(y + k * y_stride) = row[k];
+}
+
 // Block of m x n: m steps along dimension k, in which the source is contiguous, n along the innermost.
 static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m, int n)
 {
   if (r->source_dtype == r->target_dtype) {
-    for (int i = 0; i < m; i++)
-      move(r->target + (to + i * r->to[k]) * r->target_size, r->to[0], r->source + (from + i) * r->source_size, r->from[0], n,
-           r->source_size);
+    char *target = r->target + to * r->target_size;
+    const char *source = r->source + from * r->source_size;
+    int side = r->source_size == 4 ? 4 : 8, i = 0, j = 0;
+    int whole_m = r->source_size == 4 || r->source_size == 2 ? m / side * side : 0, whole_n = n / side * side;
+    for (i = 0; i < whole_m; i += side)
+      for (j = 0; j < whole_n; j += side) {
+        if (side == 4) turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k], (const uint32_t *)source + j * r->from[0] + i, r->from[0]);
+        else turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k], (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
+      }
+    for (i = 0; i < m; i++) {   // what is left at the edges
+      int done = i < whole_m ? whole_n : 0;
+      move(target + (i * r->to[k] + done) * r->target_size, r->to[0], source + (i + done * r->from[0]) * r->source_size, r->from[0],
+           n - done, r->source_size);
+    }
     return;
   }
   float rows[SIDE][SIDE + 1], line[SIDE];   // one more, so that columns do not share a cache set
@@ -101,18 +144,48 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
   }
 }
 
-static void copy_dense(const relayout *r)
+enum { DENSE = 16 * TILE };   // elements of a dense copy that make one task
+
+static void dense_task(const void *context, int64_t task)
 {
-  int64_t count = r->shape[0], piece = 16 * TILE;
-#pragma omp parallel for schedule(static) if (count >= PARALLEL_ELEMENTS)
-  for (int64_t first = 0; first < count; first += piece) {
-    int64_t n = smaller(piece, count - first);
-    if (r->source_dtype == r->target_dtype) {
-      memcpy(r->target + first * r->target_size, r->source + first * r->source_size, (size_t)(n * r->source_size));
-    } else {
-      for (int64_t at = first; at < first + n; at += TILE) copy_run(r, at, at, (int)smaller(TILE, first + n - at));
-    }
+  const relayout *r = context;
+  int64_t first = task * DENSE, n = smaller(DENSE, r->shape[0] - first);
+  if (r->source_dtype == r->target_dtype) {
+    memcpy(r->target + first * r->target_size, r->source + first * r->source_size, (size_t)(n * r->source_size));
+  } else {
+    for (int64_t at = first; at < first + n; at += TILE) copy_run(r, at, at, (int)smaller(TILE, first + n - at));
   }
+}
+
+// Offsets of place `at` in the row-major order of the dimensions from 1 on, without `skip`.
+static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
+{
+  for (int d = 1; d < r->ndim; d++) {
+    if (d == skip) continue;
+    *from += at % r->shape[d] * r->from[d];
+    *to += at % r->shape[d] * r->to[d];
+    at /= r->shape[d];
+  }
+}
+
+static void run_task(const void *context, int64_t task)
+{
+  const relayout *r = context;
+  int64_t across = (r->shape[0] + TILE - 1) / TILE;
+  int64_t j = task % across * TILE, from = j * r->from[0], to = j * r->to[0];
+  place(r, 0, task / across, &from, &to);
+  copy_run(r, to, from, (int)smaller(TILE, r->shape[0] - j));
+}
+
+static void block_task(const void *context, int64_t task)
+{
+  const relayout *r = context;
+  int k = r->turned;
+  int64_t across = (r->shape[0] + SIDE - 1) / SIDE, down = (r->shape[k] + SIDE - 1) / SIDE;
+  int64_t j = task % across * SIDE, i = task / across % down * SIDE;
+  int64_t from = i + j * r->from[0], to = i * r->to[k] + j;
+  place(r, k, task / across / down, &from, &to);
+  copy_block(r, k, to, from, (int)smaller(SIDE, r->shape[k] - i), (int)smaller(SIDE, r->shape[0] - j));
 }
 
 // The dimension in which the source is contiguous, when it is not the innermost one of the target and
@@ -125,45 +198,20 @@ static int turned_dimension(const relayout *r)
   return 0;
 }
 
-// Offsets of place `at` in the row-major order of the dimensions from `first` on, without `skip`.
-static void place(const relayout *r, int first, int skip, int64_t at, int64_t *from, int64_t *to)
+static void copy_relayout(relayout *r)
 {
-  for (int d = first; d < r->ndim; d++) {
-    if (d == skip) continue;
-    *from += at % r->shape[d] * r->from[d];
-    *to += at % r->shape[d] * r->to[d];
-    at /= r->shape[d];
-  }
-}
-
-static void copy_relayout(const relayout *r)
-{
-  if (r->ndim == 1 && r->from[0] == 1 && r->to[0] == 1) {
-    copy_dense(r);
-    return;
-  }
-  int turned = turned_dimension(r);
   int64_t count = 1;
   for (int d = 0; d < r->ndim; d++) count *= r->shape[d];
   if (count == 0) return;
-  if (turned) {
-    int64_t across = (r->shape[0] + SIDE - 1) / SIDE, down = (r->shape[turned] + SIDE - 1) / SIDE;
-    int64_t outer = count / (r->shape[0] * r->shape[turned]), units = outer * across * down;
-#pragma omp parallel for schedule(static) if (count >= PARALLEL_ELEMENTS)
-    for (int64_t unit = 0; unit < units; unit++) {
-      int64_t j = unit % across * SIDE, i = unit / across % down * SIDE;
-      int64_t from = i + j * r->from[0], to = i * r->to[turned] + j;
-      place(r, 1, turned, unit / across / down, &from, &to);
-      copy_block(r, turned, to, from, (int)smaller(SIDE, r->shape[turned] - i), (int)smaller(SIDE, r->shape[0] - j));
-    }
+  bool together = count >= PARALLEL_ELEMENTS;
+  r->turned = turned_dimension(r);
+  if (r->ndim == 1 && r->from[0] == 1 && r->to[0] == 1) {
+    run_tasks((count + DENSE - 1) / DENSE, together, dense_task, r);
+  } else if (r->turned) {
+    int64_t across = (r->shape[0] + SIDE - 1) / SIDE, down = (r->shape[r->turned] + SIDE - 1) / SIDE;
+    run_tasks(count / (r->shape[0] * r->shape[r->turned]) * across * down, together, block_task, r);
   } else {
-    int64_t across = (r->shape[0] + TILE - 1) / TILE, units = count / r->shape[0] * across;
-#pragma omp parallel for schedule(static) if (count >= PARALLEL_ELEMENTS)
-    for (int64_t unit = 0; unit < units; unit++) {
-      int64_t j = unit % across * TILE, from = j * r->from[0], to = j * r->to[0];
-      place(r, 1, 0, unit / across, &from, &to);
-      copy_run(r, to, from, (int)smaller(TILE, r->shape[0] - j));
-    }
+    run_tasks(count / r->shape[0] * ((r->shape[0] + TILE - 1) / TILE), together, run_task, r);
   }
 }
 

@@ -26,19 +26,21 @@ static inline void binary_tile(int op, float *y, const float *pa, const float *p
   }
 }
 
+static void binary_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float ta[TILE], tb[TILE], ty[TILE];
+  const float *pa = operand_load(&w->in[0], ta, first, n), *pb = operand_load(&w->in[1], tb, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  binary_tile(w->op, to, pa, pb, n);
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status binary(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand a = operand_of(call->in[0], y), b = operand_of(call->in[1], y);
-  int op = call->op;
-  FOR_TILES(first, n, y->count) {
-    float ta[TILE], tb[TILE], ty[TILE];
-    const float *pa = operand_load(&a, ta, first, n), *pb = operand_load(&b, tb, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    binary_tile(op, to, pa, pb, n);
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  for_tiles(&w, call->out[0]->count, binary_body);
   return ENG_OK;
 }
 
@@ -54,23 +56,39 @@ static inline void compare_tile(int op, uint8_t *restrict y, const float *restri
   }
 }
 
+static void compare_body(const work *w, int64_t first, int n)
+{
+  float ta[TILE], tb[TILE];
+  const float *pa = operand_load(&w->in[0], ta, first, n), *pb = operand_load(&w->in[1], tb, first, n);
+  compare_tile(w->op, (uint8_t *)w->out[0]->data + first, pa, pb, n);
+}
+
 static eng_status comparison(const op_call *call)
 {
   const tensor *y = call->out[0];
   if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->in[1]->dtype) || y->dtype != ENG_bool)
     return forward_to_reference(call);
-  operand a = operand_of(call->in[0], y), b = operand_of(call->in[1], y);
-  uint8_t *to = y->data;
-  int op = call->op;
-  FOR_TILES(first, n, y->count) {
-    float ta[TILE], tb[TILE];
-    const float *pa = operand_load(&a, ta, first, n), *pb = operand_load(&b, tb, first, n);
-    compare_tile(op, to + first, pa, pb, n);
-  }
+  work w = work_of(call, y);
+  for_tiles(&w, y->count, compare_body);
   return ENG_OK;
 }
 
 // ------------------------------------------------------------------ where
+
+static void where_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float ta[TILE], tb[TILE], ty[TILE];
+  uint8_t tc[TILE];
+  const uint8_t *pc = operand_load_bytes(&w->in[0], tc, first, n);
+  const float *pa = operand_load(&w->in[1], ta, first, n), *pb = operand_load(&w->in[2], tb, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  for (int i = 0; i < n; i++) {
+    float yes = pa[i], no = pb[i];   // both are loaded, so that this is a blend
+    to[i] = pc[i] ? yes : no;
+  }
+  tile_store(y->data, y->dtype, first, to, n);
+}
 
 static eng_status where(const op_call *call)
 {
@@ -78,19 +96,8 @@ static eng_status where(const op_call *call)
   if (!dtype_is_fast(call->in[1]->dtype) || !dtype_is_fast(call->in[2]->dtype) || !dtype_is_fast(y->dtype) ||
       call->in[0]->dtype != ENG_bool)
     return forward_to_reference(call);
-  operand condition = operand_of(call->in[0], y), a = operand_of(call->in[1], y), b = operand_of(call->in[2], y);
-  FOR_TILES(first, n, y->count) {
-    float ta[TILE], tb[TILE], ty[TILE];
-    uint8_t tc[TILE];
-    const float *pa = operand_load(&a, ta, first, n), *pb = operand_load(&b, tb, first, n);
-    const uint8_t *pc = operand_load_bytes(&condition, tc, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    for (int i = 0; i < n; i++) {
-      float yes = pa[i], no = pb[i];
-      to[i] = pc[i] ? yes : no;
-    }
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, y);
+  for_tiles(&w, y->count, where_body);
   return ENG_OK;
 }
 
@@ -103,35 +110,45 @@ static inline bool beyond_f32(double x)
   return f64_is_finite(x) && x != 0 && (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
 }
 
+static void affine_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  vf factor = vf_set1(w->a), shift = vf_set1(w->b);
+  float tx[TILE], ty[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  MAP1(to, px, n, vf_fma(a, factor, shift));
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status affine(const op_call *call)
 {
   if (!all_fast(call) || beyond_f32(call->floats[0]) || beyond_f32(call->floats[1])) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand x = operand_of(call->in[0], y);
-  vf factor = vf_set1((float)call->floats[0]), shift = vf_set1((float)call->floats[1]);
-  FOR_TILES(first, n, y->count) {
-    float tx[TILE], ty[TILE];
-    const float *px = operand_load(&x, tx, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    MAP1(to, px, n, vf_fma(a, factor, shift));
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  w.a = (float)call->floats[0];
+  w.b = (float)call->floats[1];
+  for_tiles(&w, call->out[0]->count, affine_body);
   return ENG_OK;
+}
+
+static void clamp_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  vf low = vf_set1(w->a), high = vf_set1(w->b);
+  float tx[TILE], ty[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  MAP1(to, px, n, vf_min(high, vf_max(low, a)));
+  tile_store(y->data, y->dtype, first, to, n);
 }
 
 static eng_status clamp(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand x = operand_of(call->in[0], y);
-  vf low = vf_set1((float)call->floats[0]), high = vf_set1((float)call->floats[1]);
-  FOR_TILES(first, n, y->count) {
-    float tx[TILE], ty[TILE];
-    const float *px = operand_load(&x, tx, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    MAP1(to, px, n, vf_min(high, vf_max(low, a)));
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  w.a = (float)call->floats[0];
+  w.b = (float)call->floats[1];
+  for_tiles(&w, call->out[0]->count, clamp_body);
   return ENG_OK;
 }
 
@@ -153,46 +170,52 @@ static inline void pow_tile(float *y, const float *x, int n, double exponent)
   else for (int i = 0; i < n; i++) y[i] = (float)pow(x[i], exponent);
 }
 
+static void pow_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float tx[TILE], ty[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  pow_tile(to, px, n, w->exponent);
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status pow_scalar(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand x = operand_of(call->in[0], y);
-  double exponent = call->floats[0];
-  FOR_TILES(first, n, y->count) {
-    float tx[TILE], ty[TILE];
-    const float *px = operand_load(&x, tx, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    pow_tile(to, px, n, exponent);
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  w.exponent = call->floats[0];
+  for_tiles(&w, call->out[0]->count, pow_body);
   return ENG_OK;
 }
 
 // ------------------------------------------------------------------ dropout
 
+static void dropout_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float tx[TILE], ty[TILE];
+  uint32_t word[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  for (int i = 0; i < n; i += 4 * VF_LANES) philox_vectors(word + i, w->seed, w->counter + (uint64_t)(first + i) / 4);
+  for (int i = 0; i < n; i++) {
+    float kept = px[i] * w->a;
+    to[i] = (int32_t)(word[i] >> 8) >= w->least ? kept : 0.0f;
+  }
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status dropout(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand x = operand_of(call->in[0], y);
   double p = call->floats[0];
-  uint64_t seed = rng_seed(), counter = (uint64_t)call->ints[0];
-  // word >> 8 over 2^24 is at least p, in integers
-  int32_t least = (int32_t)ceil(p * 0x1p24);
-  float factor = (float)(1.0 / (1.0 - p));
-  FOR_TILES(first, n, y->count) {
-    float tx[TILE], ty[TILE];
-    uint32_t word[TILE];
-    const float *px = operand_load(&x, tx, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    for (int i = 0; i < n; i += 4 * VF_LANES) philox_vectors(word + i, seed, counter + (uint64_t)(first + i) / 4);
-    for (int i = 0; i < n; i++) {
-      float kept = px[i] * factor;
-      to[i] = (int32_t)(word[i] >> 8) >= least ? kept : 0.0f;
-    }
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  w.seed = rng_seed();
+  w.counter = (uint64_t)call->ints[0];
+  w.least = (int32_t)ceil(p * 0x1p24);   // word >> 8 over 2^24 is at least p, in integers
+  w.a = (float)(1.0 / (1.0 - p));
+  for_tiles(&w, call->out[0]->count, dropout_body);
   return ENG_OK;
 }
 

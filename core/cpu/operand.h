@@ -102,13 +102,38 @@ static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const op
   return buffer;
 }
 
-/// A loop over the tiles of an output of `count` elements, shared among the threads: `first` and `n`
-/// (both named by the caller) tell each tile's elements.
-#define PRAGMA_(text) _Pragma(#text)
-#define FOR_TILES(first, n, count)                                                          \
-  PRAGMA_(omp parallel for schedule(static) if ((count) >= PARALLEL_ELEMENTS))              \
-  for (int64_t first = 0; first < (count); first += TILE)                                   \
-    for (int n = (int)smaller(TILE, (count) - first), once_ = 1; once_; once_ = 0)
+/// An elementwise call: operands, outputs, and the numbers that its formula needs.
+typedef struct work {
+  operand  in[3];
+  const tensor *out[2];
+  int      op;
+  float    a, b;
+  double   exponent;
+  uint64_t seed, counter;    // Philox
+  int32_t  least;            // smallest word >> 8 that keeps its element
+} work;
+
+/// Computes output elements [first, first + n), n <= TILE.
+typedef void tile_body(const work *w, int64_t first, int n);
+
+/// The inputs of a call as seen from a tensor of the outputs' shape.
+static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
+{
+  work w = {.op = call->op, .out = {call->out[0], call->out[1]}};
+  for (int k = 0; k < call->n_in && k < 3; k++) w.in[k] = operand_of(call->in[k], shape);
+  return w;
+}
+
+/// Runs a body over all tiles of `count` elements, on all threads when that pays.
+static inline __attribute__((unused)) void for_tiles(const work *w, int64_t count, tile_body *body)
+{
+  if (count < PARALLEL_ELEMENTS) {   // not even a region whose `if` says no: see tasks.h
+    for (int64_t first = 0; first < count; first += TILE) body(w, first, (int)smaller(TILE, count - first));
+    return;
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t first = 0; first < count; first += TILE) body(w, first, (int)smaller(TILE, count - first));
+}
 
 /// y[0..n) = expression of a (and b), vectors named `a` and `b` inside it.
 #define MAP1(y, pa, n, expression)                                                          \

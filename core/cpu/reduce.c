@@ -7,6 +7,7 @@
 // Max and min: NaN wins; which of -0 and +0 is not decided.
 #include "operand.h"
 #include "simd.h"
+#include "tasks.h"
 
 enum {
   PIECE = 64 * TILE,   // elements of one result that one task reduces
@@ -23,6 +24,8 @@ typedef struct reduction {
   rule    rule;
   double  divisor;               // of a mean, else 1
   const tensor *y;
+  int64_t rows, pieces;          // elements or rows that make one piece; pieces of a result
+  double *part;                  // results of the pieces, when there are several
 } reduction;
 
 static void append(operand *o, int64_t size, int64_t stride)
@@ -114,29 +117,27 @@ static double reduce_piece(const reduction *r, int64_t base, int64_t first, int6
   return total;
 }
 
-static eng_status reduce_single(const reduction *r)
+static void single_task(const void *context, int64_t task)
 {
-  const tensor *y = r->y;
-  int64_t pieces = (r->each + PIECE - 1) / PIECE, tasks = r->results * pieces;
-  int64_t bytes = tasks * (int64_t)sizeof(double);
-  double *part = pieces > 1 ? arena_alloc(ARENA_SCRATCH, bytes) : NULL;
-  if (pieces > 1 && !part) return ENG_ERR_MEMORY;
-#pragma omp parallel for schedule(static) if (r->results * r->each >= PARALLEL_ELEMENTS)
-  for (int64_t task = 0; task < tasks; task++) {
-    int64_t result = task / pieces, first = task % pieces * PIECE;
-    double total = reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(PIECE, r->each - first));
-    if (part) part[task] = total;
-    else put(y->data, y->dtype, result, total / r->divisor);
-  }
-  if (part) {
-    for (int64_t result = 0; result < r->results; result++) {
-      double total = part[result * pieces];
-      for (int64_t k = 1; k < pieces; k++) total = combine(total, part[result * pieces + k], r->rule);
-      put(y->data, y->dtype, result, total / r->divisor);
-    }
-    arena_free(ARENA_SCRATCH, part, bytes);
-  }
-  return ENG_OK;
+  const reduction *r = context;
+  int64_t result = task / r->pieces, first = task % r->pieces * r->rows;
+  double total = reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(r->rows, r->each - first));
+  if (r->part) r->part[task] = total;
+  else put(r->y->data, r->y->dtype, result, total / r->divisor);
+}
+
+// The pieces of a result lie `apart` in part, those of neighbouring results `next`.
+static void combine_pieces(const reduction *r, int64_t result, int64_t next, int64_t apart)
+{
+  double total = r->part[result * next];
+  for (int64_t k = 1; k < r->pieces; k++) total = combine(total, r->part[result * next + k * apart], r->rule);
+  put(r->y->data, r->y->dtype, result, total / r->divisor);
+}
+
+static void single_combine(const void *context, int64_t result)
+{
+  const reduction *r = context;
+  combine_pieces(r, result, r->pieces, 1);
 }
 
 // ------------------------------------------------------------------ results side by side in x: a tile of columns at a time
@@ -165,33 +166,39 @@ static void reduce_columns(const reduction *r, int64_t base, int width, int64_t 
   }
 }
 
-static eng_status reduce_side_by_side(const reduction *r)
+static void columns_task(const void *context, int64_t task)
 {
-  const tensor *y = r->y;
-  int64_t columns = r->kept.shape[0], across = (columns + TILE - 1) / TILE, outer = r->results / columns;
-  int64_t rows = outer * across >= 64 ? larger(r->each, 1) : PIECE_ROWS;   // enough tasks without cutting
-  int64_t pieces = (r->each + rows - 1) / rows, tasks = outer * across * pieces;
-  int64_t bytes = pieces * r->results * (int64_t)sizeof(double);
-  double *part = pieces > 1 ? arena_alloc(ARENA_SCRATCH, bytes) : NULL;
-  if (pieces > 1 && !part) return ENG_ERR_MEMORY;
-#pragma omp parallel for schedule(static) if (r->results * r->each >= PARALLEL_ELEMENTS)
-  for (int64_t task = 0; task < tasks; task++) {
-    int64_t column = task % across * TILE, piece = task / across % pieces;
-    int64_t result = task / across / pieces * columns + column, first = piece * rows;
-    int width = (int)smaller(TILE, columns - column);
-    double own[TILE], *total = part ? part + piece * r->results + result : own;
-    reduce_columns(r, cursor_at(&r->kept, result).offset, width, first, smaller(rows, r->each - first), total);
-    if (!part)
-      for (int i = 0; i < width; i++) put(y->data, y->dtype, result + i, total[i] / r->divisor);
-  }
-  if (part) {
-#pragma omp parallel for schedule(static) if (r->results * pieces >= PARALLEL_ELEMENTS)
-    for (int64_t result = 0; result < r->results; result++) {
-      double total = part[result];
-      for (int64_t k = 1; k < pieces; k++) total = combine(total, part[k * r->results + result], r->rule);
-      put(y->data, y->dtype, result, total / r->divisor);
-    }
-    arena_free(ARENA_SCRATCH, part, bytes);
+  const reduction *r = context;
+  int64_t columns = r->kept.shape[0], across = (columns + TILE - 1) / TILE;
+  int64_t column = task % across * TILE, piece = task / across % r->pieces;
+  int64_t result = task / across / r->pieces * columns + column, first = piece * r->rows;
+  int width = (int)smaller(TILE, columns - column);
+  double own[TILE], *total = r->part ? r->part + piece * r->results + result : own;
+  reduce_columns(r, cursor_at(&r->kept, result).offset, width, first, smaller(r->rows, r->each - first), total);
+  if (!r->part)
+    for (int i = 0; i < width; i++) put(r->y->data, r->y->dtype, result + i, total[i] / r->divisor);
+}
+
+static void columns_combine(const void *context, int64_t result)
+{
+  const reduction *r = context;
+  combine_pieces(r, result, 1, r->results);
+}
+
+// ------------------------------------------------------------------ both
+
+static eng_status reduce_by(reduction *r, bool columns)
+{
+  int64_t groups = columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
+  bool together = r->results * r->each >= PARALLEL_ELEMENTS;
+  r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;   // 64: enough tasks without cutting
+  r->pieces = (r->each + r->rows - 1) / r->rows;
+  int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);
+  if (r->pieces > 1 && !(r->part = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  run_tasks(groups * r->pieces, together, columns ? columns_task : single_task, r);
+  if (r->part) {
+    run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS, columns ? columns_combine : single_combine, r);
+    arena_free(ARENA_SCRATCH, r->part, bytes);
   }
   return ENG_OK;
 }
@@ -210,7 +217,7 @@ static eng_status reduce(const op_call *call)
   r.rule = call->op == ENG_OP_max ? MAX : call->op == ENG_OP_min ? MIN : SUM;
   if (call->op == ENG_OP_mean) r.divisor = (double)r.each;
   bool beside = r.kept.stride[0] == 1 && r.kept.shape[0] >= VF_LANES && (r.gone.stride[0] != 1 || r.each == 1);
-  return beside ? reduce_side_by_side(&r) : reduce_single(&r);
+  return reduce_by(&r, beside);
 }
 
 // ------------------------------------------------------------------ gradient of max and min
@@ -230,38 +237,46 @@ static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, in
   return offset;
 }
 
+/// A call of extreme_grad: the walks over x, and those over dx, which has its shape.
+typedef struct extreme_call {
+  const op_call *call;
+  reduction from, into;
+} extreme_call;
+
 // dy is shared equally among the elements that equal y; NaN equals NaN here.
+static void extreme_grad_task(const void *context, int64_t result)
+{
+  const extreme_call *e = context;
+  const tensor *x = e->call->in[0], *y = e->call->in[1], *dy = e->call->in[2], *dx = e->call->out[0];
+  uint64_t mask = (uint64_t)e->call->ints[0];
+  float extreme = get(y->data, y->dtype, result_offset(y, x, mask, result));
+  double slope = get(dy->data, dy->dtype, result_offset(dy, x, mask, result));
+  int64_t from = cursor_at(&e->from.kept, result).offset, into = cursor_at(&e->into.kept, result).offset, equals = 0;
+  bool nan = f32_is_nan(extreme);
+  for (int pass = 0; pass < 2; pass++) {   // count, then share
+    cursor cx = cursor_at(&e->from.gone, 0), cdx = cursor_at(&e->into.gone, 0);
+    for (int64_t i = 0; i < e->from.each; i++) {
+      float value = get(x->data, x->dtype, from + cx.offset);
+      bool equal = value == extreme || (nan && f32_is_nan(value));
+      if (pass == 0) {
+        equals += equal;
+      } else {
+        put(dx->data, dx->dtype, into + cdx.offset, equal ? slope / (double)equals : 0.0);
+        cursor_advance(&cdx, &e->into.gone, 1);
+      }
+      cursor_advance(&cx, &e->from.gone, 1);
+    }
+  }
+}
+
 static eng_status extreme_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
-  uint64_t mask = (uint64_t)call->ints[0];
-  reduction r = reduction_of(call);
   op_call target = *call;
   target.in[0] = call->out[0];
-  reduction to = reduction_of(&target);   // walks dx, which has the shape of x
-  if (r.results * r.each == 0) return ENG_OK;
-#pragma omp parallel for schedule(static) if (r.results * r.each >= PARALLEL_ELEMENTS)
-  for (int64_t result = 0; result < r.results; result++) {
-    float extreme = get(y->data, y->dtype, result_offset(y, x, mask, result));
-    double slope = get(dy->data, dy->dtype, result_offset(dy, x, mask, result));
-    int64_t from = cursor_at(&r.kept, result).offset, into = cursor_at(&to.kept, result).offset, equals = 0;
-    bool nan = f32_is_nan(extreme);
-    for (int pass = 0; pass < 2; pass++) {   // count, then share
-      cursor cx = cursor_at(&r.gone, 0), cdx = cursor_at(&to.gone, 0);
-      for (int64_t i = 0; i < r.each; i++) {
-        float value = get(x->data, x->dtype, from + cx.offset);
-        bool equal = value == extreme || (nan && f32_is_nan(value));
-        if (pass == 0) {
-          equals += equal;
-        } else {
-          put(dx->data, dx->dtype, into + cdx.offset, equal ? slope / (double)equals : 0.0);
-          cursor_advance(&cdx, &to.gone, 1);
-        }
-        cursor_advance(&cx, &r.gone, 1);
-      }
-    }
-  }
+  extreme_call e = {.call = call, .from = reduction_of(call), .into = reduction_of(&target)};
+  int64_t count = e.from.results * e.from.each;
+  if (count > 0) run_tasks(e.from.results, count >= PARALLEL_ELEMENTS, extreme_grad_task, &e);
   return ENG_OK;
 }
 

@@ -5,44 +5,52 @@
 // Called through backend.kernel[].
 #include "operand.h"
 #include "simd.h"
+#include "tasks.h"
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// cos and sin of every angle, [T x D/2] each; the sine carries the direction.
+/// One call: the angles' cosines and sines, [T x D/2] each (the sine carries the direction), and
+/// for each pair its angle per position with the cosine and sine of that.
 typedef struct rotation {
-  float  *cosine, *sine;
-  int64_t positions, half;
+  const tensor *x, *y;
+  float   *cosine, *sine;
+  double  *frequency, *step_cosine, *step_sine;   // [D/2]
+  int64_t  first, positions, half;                // position of row 0; T; D/2
+  double   direction;
+  bool     interleaved;
 } rotation;
 
-static void fill_rotation(const rotation *r, double *frequency, int64_t first, double base, double direction)
+static void fill_frequencies(const rotation *r, double base)
 {
-  int64_t half = r->half, blocks = (r->positions + RESTART - 1) / RESTART;
-  double *step_cos = frequency + half, *step_sin = frequency + 2 * half;
-  for (int64_t i = 0; i < half; i++) {
-    frequency[i] = pow(base, -(double)i / (double)half);
-    step_cos[i] = cos(frequency[i]);
-    step_sin[i] = sin(frequency[i]);
+  for (int64_t i = 0; i < r->half; i++) {
+    r->frequency[i] = pow(base, -(double)i / (double)r->half);
+    r->step_cosine[i] = cos(r->frequency[i]);
+    r->step_sine[i] = sin(r->frequency[i]);
   }
-#pragma omp parallel for schedule(static) if (r->positions * half >= PARALLEL_ELEMENTS / 4)
-  for (int64_t block = 0; block < blocks; block++) {
-    int64_t start = block * RESTART, stop = smaller(start + RESTART, r->positions);
-    for (int64_t i0 = 0; i0 < half; i0 += PAIRS) {
-      int n = (int)smaller(PAIRS, half - i0);
-      double c[PAIRS], s[PAIRS];
+}
+
+// The angles of RESTART positions.
+static void angle_task(const void *context, int64_t task)
+{
+  const rotation *r = context;
+  int64_t start = task * RESTART, stop = smaller(start + RESTART, r->positions);
+  for (int64_t i0 = 0; i0 < r->half; i0 += PAIRS) {
+    const double *step_cosine = r->step_cosine + i0, *step_sine = r->step_sine + i0;
+    int n = (int)smaller(PAIRS, r->half - i0);
+    double c[PAIRS], s[PAIRS];
+    for (int i = 0; i < n; i++) {
+      double angle = (double)(r->first + start) * r->frequency[i0 + i];
+      c[i] = cos(angle);
+      s[i] = sin(angle);
+    }
+    for (int64_t t = start; t < stop; t++) {
+      float *cosine = r->cosine + t * r->half + i0, *sine = r->sine + t * r->half + i0;
       for (int i = 0; i < n; i++) {
-        double angle = (double)(first + start) * frequency[i0 + i];
-        c[i] = cos(angle);
-        s[i] = sin(angle);
-      }
-      for (int64_t t = start; t < stop; t++) {
-        float *to_cos = r->cosine + t * half + i0, *to_sin = r->sine + t * half + i0;
-        for (int i = 0; i < n; i++) {
-          to_cos[i] = (float)c[i];
-          to_sin[i] = (float)(direction * s[i]);
-          double turned = c[i] * step_cos[i0 + i] - s[i] * step_sin[i0 + i];
-          s[i] = s[i] * step_cos[i0 + i] + c[i] * step_sin[i0 + i];
-          c[i] = turned;
-        }
+        cosine[i] = (float)c[i];
+        sine[i] = (float)(r->direction * s[i]);
+        double turned = c[i] * step_cosine[i] - s[i] * step_sine[i];
+        s[i] = s[i] * step_cosine[i] + c[i] * step_sine[i];
+        c[i] = turned;
       }
     }
   }
@@ -67,46 +75,53 @@ static void rotate(float *ya, float *yb, const float *xa, const float *xb, const
   }
 }
 
+// All heads of one position of one sequence.
+static void rotate_task(const void *context, int64_t row)
+{
+  const rotation *r = context;
+  const tensor *x = r->x, *y = r->y;
+  int64_t half = r->half, heads = x->shape[2], t = row % r->positions;
+  int64_t from = row / r->positions * x->stride[0] + t * x->stride[1], to = row * heads * 2 * half;
+  // members of a pair: half a row apart, or side by side
+  int64_t apart = (r->interleaved ? 1 : half) * x->stride[3], pair = r->interleaved ? 2 : 1;
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < half; i += PAIRS) {
+      int n = (int)smaller(PAIRS, half - i);
+      float xa[PAIRS], xb[PAIRS], ya[PAIRS], yb[PAIRS], line[TILE];
+      int64_t source = from + h * x->stride[2] + i * pair * x->stride[3], target = to + h * 2 * half + i * pair;
+      const float *a = tile_gather(xa, x->data, x->dtype, source, pair * x->stride[3], n);
+      const float *b = tile_gather(xb, x->data, x->dtype, source + apart, pair * x->stride[3], n);
+      rotate(ya, yb, a, b, r->cosine + t * half + i, r->sine + t * half + i, n);
+      if (r->interleaved) {
+        for (int k = 0; k < n; k++) {
+          line[2 * k] = ya[k];
+          line[2 * k + 1] = yb[k];
+        }
+        floats_to(y->data, y->dtype, target, line, 2 * n);
+      } else {
+        floats_to(y->data, y->dtype, target, ya, n);
+        floats_to(y->data, y->dtype, target + half, yb, n);
+      }
+    }
+}
+
 static eng_status rope(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
   if (y->count == 0) return ENG_OK;
-  int64_t T = x->shape[1], H = x->shape[2], D = x->shape[3], half = D / 2, rows = x->shape[0] * T;
-  bool interleaved = call->ints[1] != 0;
+  int64_t T = x->shape[1], half = x->shape[3] / 2;
   int64_t bytes = 3 * half * (int64_t)sizeof(double) + 2 * T * half * (int64_t)sizeof(float);
   double *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
-  rotation r = {.positions = T, .half = half};
+  rotation r = {.x = x, .y = y, .first = call->ints[0], .positions = T, .half = half,
+                .interleaved = call->ints[1] != 0, .direction = call->ints[2] ? -1.0 : 1.0,
+                .frequency = scratch, .step_cosine = scratch + half, .step_sine = scratch + 2 * half};
   r.cosine = (float *)(scratch + 3 * half);
   r.sine = r.cosine + T * half;
-  fill_rotation(&r, scratch, call->ints[0], call->floats[0], call->ints[2] ? -1.0 : 1.0);
-
-  // members of a pair: half a row apart, or side by side
-  int64_t apart = interleaved ? 1 : half, step = interleaved ? 2 : 1;
-#pragma omp parallel for schedule(static) if (y->count >= PARALLEL_ELEMENTS)
-  for (int64_t row = 0; row < rows; row++) {
-    int64_t t = row % T, from = row / T * x->stride[0] + t * x->stride[1], to = row * H * D;
-    for (int64_t h = 0; h < H; h++)
-      for (int64_t i = 0; i < half; i += PAIRS) {
-        int n = (int)smaller(PAIRS, half - i);
-        float xa[PAIRS], xb[PAIRS], ya[PAIRS], yb[PAIRS], line[TILE];
-        int64_t first = from + h * x->stride[2] + i * step * x->stride[3], target = to + h * D + i * step;
-        const float *a = tile_gather(xa, x->data, x->dtype, first, step * x->stride[3], n);
-        const float *b = tile_gather(xb, x->data, x->dtype, first + apart * x->stride[3], step * x->stride[3], n);
-        rotate(ya, yb, a, b, r.cosine + t * half + i, r.sine + t * half + i, n);
-        if (interleaved) {
-          for (int k = 0; k < n; k++) {
-            line[2 * k] = ya[k];
-            line[2 * k + 1] = yb[k];
-          }
-          floats_to(y->data, y->dtype, target, line, 2 * n);
-        } else {
-          floats_to(y->data, y->dtype, target, ya, n);
-          floats_to(y->data, y->dtype, target + half, yb, n);
-        }
-      }
-  }
+  fill_frequencies(&r, call->floats[0]);
+  run_tasks((T + RESTART - 1) / RESTART, T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
+  run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
   arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }

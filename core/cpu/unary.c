@@ -45,7 +45,7 @@ static __attribute__((noinline)) void slope_tile(int op, float *y, const float *
     case ENG_OP_exp:         MAP2(y, x, dy, n, vf_mul(vf_exp(a), b)); break;
     case ENG_OP_log:         MAP2(y, x, dy, n, vf_div(b, a)); break;
     case ENG_OP_sqrt:        MAP2(y, x, dy, n, vf_mul(vf_div(half, vf_sqrt(a)), b)); break;
-    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_div(vf_div(vf_neg(half), vf_sqrt(a)), a), b)); break;
+    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_neg(half), vf_div(vf_div(b, vf_sqrt(a)), a))); break;
     case ENG_OP_sin:         for (int i = 0; i < n; i++) y[i] = cosf(x[i]) * dy[i]; break;
     case ENG_OP_cos:         for (int i = 0; i < n; i++) y[i] = -sinf(x[i]) * dy[i]; break;
     case ENG_OP_tanh:        MAP2(y, x, dy, n, vf_mul(vf_tanh_derivative(a), b)); break;
@@ -59,20 +59,32 @@ static __attribute__((noinline)) void slope_tile(int op, float *y, const float *
   }
 }
 
+static void unary_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float tx[TILE], ty[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  unary_tile(w->op, to, px, n);
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status unary(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand x = operand_of(call->in[0], y);
-  int op = call->op;
-  FOR_TILES(first, n, y->count) {
-    float tx[TILE], ty[TILE];
-    const float *px = operand_load(&x, tx, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    unary_tile(op, to, px, n);
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  for_tiles(&w, call->out[0]->count, unary_body);
   return ENG_OK;
+}
+
+static void slope_body(const work *w, int64_t first, int n)
+{
+  const tensor *dx = w->out[0];
+  float tx[TILE], tdy[TILE], tdx[TILE];
+  const float *px = operand_load(&w->in[0], tx, first, n), *pdy = operand_load(&w->in[1], tdy, first, n);
+  float *to = tile_target(tdx, dx->data, dx->dtype, first);
+  slope_tile(w->op, to, px, pdy, n);
+  tile_store(dx->data, dx->dtype, first, to, n);
 }
 
 static eng_status unary_grad(const op_call *call)
@@ -80,57 +92,57 @@ static eng_status unary_grad(const op_call *call)
   int op = (int)call->ints[0];
   bool known = op >= ENG_OP_neg && op <= ENG_OP_silu;   // others: the reference has the words
   if (!known || !all_fast(call)) return forward_to_reference(call);
-  const tensor *dx = call->out[0];
-  operand x = operand_of(call->in[0], dx), dy = operand_of(call->in[1], dx);
-  FOR_TILES(first, n, dx->count) {
-    float tx[TILE], tdy[TILE], tdx[TILE];
-    const float *px = operand_load(&x, tx, first, n), *pdy = operand_load(&dy, tdy, first, n);
-    float *to = tile_target(tdx, dx->data, dx->dtype, first);
-    slope_tile(op, to, px, pdy, n);
-    tile_store(dx->data, dx->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  w.op = op;
+  for_tiles(&w, call->out[0]->count, slope_body);
   return ENG_OK;
 }
 
 // ------------------------------------------------------------------ swiglu
 
+static void swiglu_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float tgate[TILE], tup[TILE], ty[TILE];
+  const float *gate = operand_load(&w->in[0], tgate, first, n), *up = operand_load(&w->in[1], tup, first, n);
+  float *to = tile_target(ty, y->data, y->dtype, first);
+  MAP2(to, gate, up, n, vf_mul(vf_silu(a), b));
+  tile_store(y->data, y->dtype, first, to, n);
+}
+
 static eng_status swiglu(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->out[0];
-  operand gate = operand_of(call->in[0], y), up = operand_of(call->in[1], y);
-  FOR_TILES(first, n, y->count) {
-    float tgate[TILE], tup[TILE], ty[TILE];
-    const float *pgate = operand_load(&gate, tgate, first, n), *pup = operand_load(&up, tup, first, n);
-    float *to = tile_target(ty, y->data, y->dtype, first);
-    MAP2(to, pgate, pup, n, vf_mul(vf_silu(a), b));
-    tile_store(y->data, y->dtype, first, to, n);
-  }
+  work w = work_of(call, call->out[0]);
+  for_tiles(&w, call->out[0]->count, swiglu_body);
   return ENG_OK;
+}
+
+static void swiglu_grad_body(const work *w, int64_t first, int n)
+{
+  const tensor *dgate = w->out[0], *dup = w->out[1];
+  float tgate[TILE], tup[TILE], tdy[TILE], tout[TILE];
+  const float *gate = operand_load(&w->in[0], tgate, first, n), *dy = operand_load(&w->in[2], tdy, first, n);
+  if (dup) {
+    float *to = tile_target(tout, dup->data, dup->dtype, first);
+    MAP2(to, gate, dy, n, vf_mul(vf_silu(a), b));
+    tile_store(dup->data, dup->dtype, first, to, n);
+  }
+  if (dgate) {
+    const float *up = operand_load(&w->in[1], tup, first, n);
+    float slope[TILE], *to = tile_target(tout, dgate->data, dgate->dtype, first);
+    MAP1(slope, gate, n, vf_silu_derivative(a));
+    MAP2(slope, slope, dy, n, vf_mul(b, a));
+    MAP2(to, slope, up, n, vf_mul(a, b));
+    tile_store(dgate->data, dgate->dtype, first, to, n);
+  }
 }
 
 static eng_status swiglu_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *dgate = call->out[0], *dup = call->out[1], *shape = call->in[0];
-  operand gate = operand_of(call->in[0], shape), up = operand_of(call->in[1], shape), dy = operand_of(call->in[2], shape);
-  FOR_TILES(first, n, shape->count) {
-    float tgate[TILE], tup[TILE], tdy[TILE], tout[TILE];
-    const float *pgate = operand_load(&gate, tgate, first, n), *pdy = operand_load(&dy, tdy, first, n);
-    if (dup) {
-      float *to = tile_target(tout, dup->data, dup->dtype, first);
-      MAP2(to, pgate, pdy, n, vf_mul(vf_silu(a), b));
-      tile_store(dup->data, dup->dtype, first, to, n);
-    }
-    if (dgate) {
-      const float *pup = operand_load(&up, tup, first, n);
-      float slope[TILE], *to = tile_target(tout, dgate->data, dgate->dtype, first);
-      MAP1(slope, pgate, n, vf_silu_derivative(a));
-      MAP2(slope, slope, pdy, n, vf_mul(b, a));
-      MAP2(to, slope, pup, n, vf_mul(a, b));
-      tile_store(dgate->data, dgate->dtype, first, to, n);
-    }
-  }
+  work w = work_of(call, call->in[0]);
+  for_tiles(&w, call->in[0]->count, swiglu_grad_body);
   return ENG_OK;
 }
 
