@@ -34,7 +34,8 @@ end
 
 -- ------------------------------------------------------------------ blocks
 
---- Self-attention: x [B x T x C] -> [B x T x C]. options: causal, kv_heads, rope (base) and position, bias, std, out_std, dropout.
+--- Self-attention: x [B x T x C] -> [B x T x C]. options: causal, kv_heads, rope (base), bias, std, out_std, dropout (of the
+--- attention weights, in training mode; the weights are then formed in full instead of row by row).
 local Attention = class("attention")
 function Attention:init(width, heads, options)
   options = options or {}
@@ -43,11 +44,23 @@ function Attention:init(width, heads, options)
   rawset(self, "head_width", width / heads)
   rawset(self, "causal", options.causal ~= false)
   rawset(self, "rope", options.rope)
+  rawset(self, "dropout", options.dropout or 0)
+  if self.dropout > 0 and self.kv_heads ~= heads then error("nn.attention: dropout of the weights needs as many kv_heads as heads", 3) end
   rawset(self, "entropy", nil)   -- set by forward when watch_entropy is on: [B x H x T] nats
   rawset(self, "watch_entropy", false)
   local kv = self.kv_heads * self.head_width
   self.qkv = layers.linear(width, width + 2 * kv, { bias = options.bias, std = options.std })
   self.out = layers.linear(width, width, { bias = options.bias, std = options.out_std or options.std })
+end
+-- q, k, v [B x T x H x D] -> [B x T x H x D], with the weights as a tensor that dropout can act on.
+local function attention_with_dropout(q, k, v, causal, p)
+  local T, D = q:size(2), q:size(4)
+  local scores = q:permute(1, 3, 2, 4):matmul(k:permute(1, 3, 2, 4), false, true):to("f32") / math.sqrt(D)   -- [B x H x T x T]
+  if causal then
+    local row, column = tensor.arange(1, T, 1, "i32"):view(T, 1), tensor.arange(1, T, 1, "i32"):view(1, T)
+    scores = column:le(row):where(scores, -math.huge)
+  end
+  return scores:softmax():dropout(p):matmul(v:permute(1, 3, 2, 4)):permute(1, 3, 2, 4)
 end
 function Attention:forward(x)
   local B, T, C = x:size()
@@ -55,7 +68,9 @@ function Attention:forward(x)
   local q, k, v = self.qkv(x):split({ C, G * D, G * D }, -1)               -- [B x T x C], [B x T x GD] twice
   q, k, v = q:view(B, T, H, D), k:view(B, T, G, D), v:view(B, T, G, D)
   if self.rope then q, k = q:rope { base = self.rope }, k:rope { base = self.rope } end
-  local y, entropy = tensor.attention(q, k, v, { causal = self.causal, entropy = self.watch_entropy })   -- [B x T x H x D]
+  local y, entropy
+  if self.dropout > 0 and self._training then y = attention_with_dropout(q, k, v, self.causal, self.dropout)
+  else y, entropy = tensor.attention(q, k, v, { causal = self.causal, entropy = self.watch_entropy }) end   -- [B x T x H x D]
   rawset(self, "entropy", entropy)
   return self.out(y:view(B, T, C))
 end
@@ -137,23 +152,25 @@ local function next_token_loss(self, x, y, options)
   return tensor.cross_entropy(self(x), y, options)
 end
 
---- nn.gpt{ vocab, context, width, heads, layers, dropout, bias, tied }: logits [B x T x V]. The output head shares the token embedding
---- unless tied = false.
+--- nn.gpt{ vocab, context, width, heads, layers, hidden, gelu, dropout, embedding_dropout, attention_dropout, bias, tied, eps }: logits
+--- [B x T x V]. The output head shares the token embedding unless tied = false. `dropout` is that of the residuals, and of the
+--- embeddings unless embedding_dropout says otherwise.
 local GPT = class("gpt")
 function GPT:init(options)
-  local c = defaults("gpt", options, { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, dropout = 0, bias = true, tied = true, eps = 1e-5 })
+  local c = defaults("gpt", options, { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = false, gelu = "tanh", dropout = 0,
+    embedding_dropout = false, attention_dropout = 0, bias = true, tied = true, eps = 1e-5 })
   rawset(self, "config", c)
   rawset(self, "context", c.context)
   local std, out_std = 0.02, 0.02 / math.sqrt(2 * c.layers)   -- GPT-2's: residual projections shrink with depth
   self.wte = layers.embedding(c.vocab, c.width, { std = std })
   self.wpe = layers.embedding(c.context, c.width, { std = std })
-  self.drop = layers.dropout(c.dropout)
+  self.drop = layers.dropout(c.embedding_dropout or c.dropout)
   local blocks = {}
   for i = 1, c.layers do
     blocks[i] = Block(layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }),
-      Attention(c.width, c.heads, { bias = c.bias, std = std, out_std = out_std }),
+      Attention(c.width, c.heads, { bias = c.bias, std = std, out_std = out_std, dropout = c.attention_dropout }),
       layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }),
-      MLP(c.width, 4 * c.width, { bias = c.bias, std = std, out_std = out_std }), c.dropout)
+      MLP(c.width, c.hidden or 4 * c.width, { bias = c.bias, std = std, out_std = out_std, gelu = c.gelu }), c.dropout)
   end
   self.blocks = layers.list(blocks)
   self.norm = layers.layer_norm(c.width, { bias = c.bias, eps = c.eps })
@@ -170,7 +187,10 @@ function GPT:forward(ids)
   return x:linear(self.wte.weight)
 end
 GPT.loss, GPT.generate = next_token_loss, generate
-function GPT:extra() local c = self.config return ("%d layers, width %d, %d heads, context %d, vocab %d"):format(c.layers, c.width, c.heads, c.context, c.vocab) end
+function GPT:extra()
+  local c = self.config
+  return ("%d layers, width %d, %d heads, context %d, vocab %d"):format(c.layers, c.width, c.heads, c.context, c.vocab)
+end
 M.gpt = GPT
 
 --- nn.llama{ vocab, context, width, heads, kv_heads, layers, hidden, rope, eps, tied }
@@ -202,7 +222,10 @@ function Llama:forward(ids)
   return x:linear(self.embed.weight)
 end
 Llama.loss, Llama.generate = next_token_loss, generate
-function Llama:extra() local c = self.config return ("%d layers, width %d, %d heads over %d, vocab %d"):format(c.layers, c.width, c.heads, c.kv_heads, c.vocab) end
+function Llama:extra()
+  local c = self.config
+  return ("%d layers, width %d, %d heads over %d, vocab %d"):format(c.layers, c.width, c.heads, c.kv_heads, c.vocab)
+end
 M.llama = Llama
 
 -- ------------------------------------------------------------------ encoder

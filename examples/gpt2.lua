@@ -1,0 +1,80 @@
+-- Fine-tunes a GPT-2 from Hugging Face's files, or trains one from scratch, on a .bin file of uint16 tokens as
+-- nanoGPT and llm.c write them. save= writes the same two files back, so that transformers loads what came out.
+--
+--   engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
+--   engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 schedule=cosine warmup=20 run=tune
+--   engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 vocab=50257 precision=fp16 policy=dynamic
+--   engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json      the same windows as llm.c's loader
+--
+-- Weight decay acts on matrices and embeddings only. The output head is the token embedding, as in GPT-2.
+local engine = require "engine"
+
+local cfg = engine.config({
+  model = "", data = "", layers = 12, width = 768, heads = 12, vocab = 50257, dropout = 0.0,
+  steps = 100, batch = 4, context = 64, accumulate = 1, shuffle = true, seed = 1,
+  lr = 3e-4, schedule = "constant", warmup = 0, floor = 0.0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, clip = 1.0,
+  precision = "fp32", policy = "", threads = 0,
+  run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line",
+}, {
+  model = "folder with config.json and model.safetensors; empty: from scratch, by layers, width, heads, vocab",
+  data = "a .bin file of uint16 tokens", layers = "from scratch: blocks", width = "from scratch: features per token",
+  heads = "from scratch: attention heads", vocab = "from scratch: tokens the model knows", dropout = "in embeddings, attention and residuals",
+  steps = "training steps", batch = "rows of a batch", context = "tokens a row", accumulate = "micro-batches a step",
+  shuffle = "false: consecutive windows, row b of step i from token (i*batch + b)*context", seed = "of weights, dropout and order",
+  lr = "learning rate", schedule = { "after the warm-up", choices = { "constant", "linear", "cosine" } },
+  warmup = "updates until the full learning rate", floor = "last learning rate of linear and cosine",
+  weight_decay = "of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
+  precision = "recipe: " .. table.concat({ "fp32", "bf16", "fp16" }, ", "),
+  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "0: all",
+  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
+  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", save = "folder to write the trained model to",
+  log = { "what to show", choices = { "line", "json", "quiet" } },
+})
+if cfg.data == "" then
+  io.stderr:write("gpt2.lua: expected data=FILE.bin, uint16 tokens; hint: nanoGPT's data/*/prepare.py writes such files\n")
+  os.exit(2)
+end
+
+engine.seed(cfg.seed)
+if cfg.threads > 0 then engine.threads(cfg.threads) end
+
+-- ------------------------------------------------------------------ model and data
+
+local model
+if cfg.model ~= "" then
+  model = engine.nn.gpt2.load(cfg.model, { dropout = cfg.dropout })
+else
+  model = engine.nn.gpt2 { n_layer = cfg.layers, n_embd = cfg.width, n_head = cfg.heads, vocab_size = cfg.vocab, n_positions = math.max(1024, cfg.context),
+    resid_pdrop = cfg.dropout, embd_pdrop = cfg.dropout, attn_pdrop = cfg.dropout }
+end
+local data = engine.data.tokens { path = cfg.data, batch = cfg.batch, context = cfg.context, shuffle = cfg.shuffle, seed = cfg.seed,
+  vocab = model.config.vocab }
+
+-- ------------------------------------------------------------------ training
+
+local rate = { lr = cfg.lr, warmup = cfg.warmup }
+if cfg.schedule ~= "constant" then rate.total, rate.floor = cfg.steps, cfg.floor end
+
+local trainer = engine.trainer {
+  model = model, data = data,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta1 = cfg.beta1, beta2 = cfg.beta2, eps = cfg.eps, weight_decay = cfg.weight_decay,
+    decay = "matrices", precision = cfg.precision }),
+  schedule = engine.schedule[cfg.schedule](rate),
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, config = cfg,
+}
+if cfg.log == "line" then
+  print(("gpt2(%s), %d parameters, %s, policy %s, %d threads"):format(model:extra(), model:count(), cfg.precision, trainer.policy.name, engine.threads()))
+  print(data)
+end
+
+local summary = trainer:run()
+
+-- ------------------------------------------------------------------ what came of it
+
+if cfg.save ~= "" then
+  model:save(cfg.save)
+  if cfg.log == "line" then print("saved: " .. cfg.save) end
+end
+if cfg.log == "line" and #summary.rows > 1 then print("\n" .. engine.plot.run(summary.rows)) end
+return summary
