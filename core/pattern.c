@@ -121,7 +121,8 @@ static ptrdiff_t same_again(pattern_state *m, size_t s, int index)   // %1
 {
   if (index < 0 || index >= m->captures || m->capture[index].length == PATTERN_OPEN)
     return refuse(m, "invalid capture index");
-  size_t length = m->capture[index].length < 0 ? 0 : (size_t)m->capture[index].length;
+  if (m->capture[index].length == PATTERN_POSITION) return NO_MATCH;
+  size_t length = (size_t)m->capture[index].length;
   m->work -= (int64_t)length;
   if (m->work < 0) return refuse(m, pattern_exhausted);
   if (m->subject_length - s < length || memcmp(m->subject + m->capture[index].begin, m->subject + s, length) != 0)
