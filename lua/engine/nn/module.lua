@@ -24,26 +24,36 @@ local function forward(self, ...)
   return results(self:forward(...))
 end
 
---- The names of the modules on the stack, from the outermost in.
+--- The path from `root` to `wanted` in the tree of modules, or nil.
+local function path_to(root, wanted)
+  if root == wanted then return "" end
+  for _, key in ipairs(root._order) do
+    local child = rawget(root, key)
+    local rest = type(child) == "table" and path_to(child, wanted)
+    if rest then return rest == "" and tostring(key) or tostring(key) .. "." .. rest end
+  end
+end
+
+--- Where the innermost module on the stack stands in the outermost one: "blocks.3.attn.qkv".
 local function path_on_stack()
-  local names = {}
+  local innermost, outermost
   for level = 2, 200 do
     local frame = debug.getinfo(level, "f")
     if not frame then break end
     if frame.func == forward then
       local _, self = debug.getlocal(level, 1)
-      local name = type(self) == "table" and rawget(self, "_name")
-      if name then table.insert(names, 1, name) end
+      innermost, outermost = innermost or self, self
     end
   end
-  return table.concat(names, ".")
+  return outermost and path_to(outermost, innermost) or "", outermost
 end
 
+-- A position inside the layers' own files says nothing to the user: the path does.
 local function explain(message)
   if type(message) ~= "string" then return message end
-  local path = path_on_stack()
-  if path == "" then return message end
-  return ("In %s: %s"):format(path, message)
+  local path, root = path_on_stack()
+  message = message:gsub("^[^\n]-engine/nn/%w+%.lua:%d+: ", "")
+  return ("In %s: %s"):format(path ~= "" and path or root and root._class or "?", message)
 end
 
 local function leave(good, ...)
@@ -64,19 +74,13 @@ local Module = {}
 M.Module = Module
 
 local function is_module(x)
-  return type(x) == "table" and rawget(x, "_children") ~= nil
+  return type(x) == "table" and rawget(x, "_order") ~= nil
 end
 M.is_module = is_module
 
+-- Remembers the order in which modules and tensors were first assigned; their values stand in the module itself.
 local function assign(self, key, value)
-  if is_module(value) then
-    self._order[#self._order + 1] = key
-    self._children[key] = value
-    rawset(value, "_name", tostring(key))
-  elseif is_tensor(value) then
-    self._order[#self._order + 1] = key
-    self._tensors[key] = value
-  end
+  if is_module(value) or is_tensor(value) then self._order[#self._order + 1] = key end
   rawset(self, key, value)
 end
 
@@ -89,7 +93,7 @@ function M.class(name)
     return Module[key]
   end, __tostring = function(self) return Module.describe(self) end }
   return setmetatable(class, { __call = function(_, ...)
-    local self = setmetatable({ _order = {}, _children = {}, _tensors = {}, _roles = {}, _training = true, _class = name }, instance)
+    local self = setmetatable({ _order = {}, _roles = {}, _training = true, _class = name }, instance)
     if class.init then class.init(self, ...) end
     return self
   end })
@@ -104,10 +108,9 @@ end
 
 local function walk(self, prefix, visit)
   for _, key in ipairs(self._order) do
-    local child = self._children[key]
-    local path = prefix .. tostring(key)
-    if child then walk(child, path .. ".", visit)
-    else visit(path, self._tensors[key], self._roles[key]) end
+    local value, path = rawget(self, key), prefix .. tostring(key)
+    if is_module(value) then walk(value, path .. ".", visit)
+    elseif is_tensor(value) then visit(path, value, self._roles[key]) end
   end
 end
 
@@ -135,8 +138,8 @@ end
 function Module:apply(visit, path)
   visit(self, path or "")
   for _, key in ipairs(self._order) do
-    local child = self._children[key]
-    if child then child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key)) end
+    local child = rawget(self, key)
+    if is_module(child) then child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key)) end
   end
   return self
 end
@@ -201,8 +204,8 @@ end
 
 local function describe(self, indent, lines)
   for _, key in ipairs(self._order) do
-    local child = self._children[key]
-    if child then
+    local child = rawget(self, key)
+    if is_module(child) then
       lines[#lines + 1] = ("%s%s: %s"):format(indent, tostring(key), child._class .. (child.extra and "(" .. child:extra() .. ")" or ""))
       describe(child, indent .. "  ", lines)
     end
