@@ -3,7 +3,7 @@
 // their limits, and underflow gradually. Largest errors seen, in units in the last place (ulp), over
 // 70 million f32 (spec/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2,
 // sigmoid 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30:
-// silu 3.1, gelu 6, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh)
+// silu 3.1, gelu 8, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh)
 // in f32 would have no digit left there). Derivatives of these three cross zero; absolute error 2e-7.
 // Included by simd.h at its end; not to be included alone.
 #ifndef ENG_VMATH_H
