@@ -291,9 +291,6 @@ static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, con
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
   release_waiting();
-  if (eng_tape_length() > 0)
-    return error_set(ENG_ERR_STATE, "the precision of parameters cannot change while operations stand on the tape; "
-                     "hint: do it between steps");
   for (int i = 0; i < set->n; i++) {
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
@@ -303,6 +300,9 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   int32_t *wanted = set->which;   // free between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
+  if (new_shadows && set->shadows && eng_tape_length() > 0)
+    return error_set(ENG_ERR_STATE, "low-precision weights cannot change their format while operations stand on the tape; "
+                     "hint: change the precision between steps");
   if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
   for (int i = 0; i < set->n; i++) wanted[i] = gradient ? gradient[i] : ENG_f32;
   bool new_gradients = !same_formats(set->gradients, wanted, set->n);
