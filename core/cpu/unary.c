@@ -45,7 +45,7 @@ static __attribute__((noinline)) void slope_tile(int op, float *y, const float *
     case ENG_OP_exp:         MAP2(y, x, dy, n, vf_mul(vf_exp(a), b)); break;
     case ENG_OP_log:         MAP2(y, x, dy, n, vf_div(b, a)); break;
     case ENG_OP_sqrt:        MAP2(y, x, dy, n, vf_mul(vf_div(half, vf_sqrt(a)), b)); break;
-    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_neg(half), vf_div(vf_div(b, vf_sqrt(a)), a))); break;
+    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_div(vf_div(vf_neg(half), vf_sqrt(a)), a), b)); break;
     case ENG_OP_sin:         for (int i = 0; i < n; i++) y[i] = cosf(x[i]) * dy[i]; break;
     case ENG_OP_cos:         for (int i = 0; i < n; i++) y[i] = -sinf(x[i]) * dy[i]; break;
     case ENG_OP_tanh:        MAP2(y, x, dy, n, vf_mul(vf_tanh_derivative(a), b)); break;

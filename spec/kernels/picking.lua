@@ -22,6 +22,9 @@ generators.concat = function(try)
   try { inputs = { float("f16", { 2, 33 }, "special"), float("f32", { 2, 5 }, "special"), float("bf16", { 2, 7 }, "special", "sliced") },
         ints = { 1 }, zeros = true }
   try { inputs = { whole("i32", { 4 }, -9, 9), float("f32", { 5 }, "normal") }, ints = { 0 } }
+  for dimension = 0, 1 do
+    try { inputs = { float("f16", { 130, 130 }, "normal"), float("f16", { 130, 130 }, "normal", "transposed") }, ints = { dimension }, zeros = true }
+  end
 end
 
 generators.gather = function(try)
@@ -35,6 +38,7 @@ generators.gather = function(try)
       try { inputs = { values({ 3, 17, 2 }, "plain"), whole(index_dtype, { 2, 40, 2 }, 0, 16, "sliced") }, ints = { -2 }, zeros = true }
       try { inputs = { values({ 9 }, "sliced"), whole(index_dtype, { 65 }, 0, 8, "plain") }, ints = { 0 }, zeros = true }
     end
+    if dtype == "bf16" then try { inputs = { float(dtype, { 300, 70 }, "normal"), whole("i64", { 300, 70 }, 0, 69) }, ints = { 1 }, zeros = true } end
     try { inputs = { float("f32", { 4, 3 }, "normal"), listed("i64", { 4, 2 }, { 0, 1, 2, 0, 1, 3, 2, 2 }) }, ints = { 1 }, fails = "3" }
     try { inputs = { float("f32", { 4, 3 }, "normal"), listed("i32", { 4, 2 }, { 0, 1, 2, 0, 1, 0, -1, 2 }) }, ints = { 1 }, fails = "%-1" }
   end
@@ -61,6 +65,10 @@ generators.gather_grad = function(try)
       end
     end
   end
+  for dimension = 0, 1 do
+    try { inputs = { float("f16", { 300, 70 }, "normal"), whole("i64", { 300, 70 }, 0, 69) }, ints = scatter_ints(dimension, { 300, 70 }), ulp = 1, eps = 8,
+          bound = "sums" }
+  end
   try { inputs = { float("f32", { 3 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }) }, ints = scatter_ints(0, { 5 }), fails = "5" }
 end
 
@@ -80,6 +88,7 @@ generators.index_select = function(try)
 end
 
 generators.index_select_grad = function(try)
+  try { inputs = { float("bf16", { 300, 65 }, "normal"), whole("i64", { 300 }, 0, 32) }, ints = scatter_ints(0, { 33, 65 }), ulp = 1, eps = 8, bound = "sums" }
   for _, dtype in ipairs(FLOATS) do
     for _, kind in ipairs { "normal", "rare" } do
       local options = { ulp = 1, eps = 8, bound = "sums" }
@@ -99,6 +108,7 @@ generators.embedding = function(try)
       try { inputs = { float(dtype, { 33, 1 }, "normal", "transposed"), whole(id_dtype, { 5 }, 0, 32, "sliced") }, zeros = true }
       try { inputs = { float(dtype, { 7, 129 }, "normal"), whole(id_dtype, {}, 0, 6) }, zeros = true }
     end
+    try { inputs = { float(dtype, { 33, 65 }, "normal"), whole("i32", { 300 }, 0, 32) }, zeros = true }
   end
   try { inputs = { float("f32", { 4, 3 }, "normal"), listed("i64", { 2, 2 }, { 0, 1, 4, 2 }) }, fails = "4" }
   try { inputs = { float("f32", { 4, 3 }, "normal"), listed("i64", { 2, 2 }, { 0, 1, -100, 2 }) }, fails = "%-100" }
@@ -114,6 +124,10 @@ generators.embedding_grad = function(try)
               ints = { 5, engine.dtype[out], 0 } }, options))
       end
     end
+  end
+  for _, rows in ipairs { 7, 1000 } do
+    try { inputs = { float("f16", { 300, 65 }, "normal"), whole("i64", { 300 }, 0, rows - 1) }, ints = { rows, engine.dtype.f32, 0 }, ulp = 1, eps = 8,
+          bound = "sums" }
   end
   try { inputs = { float("f32", { 3, 2 }, "normal"), listed("i32", { 3 }, { 0, 9, 1 }) }, ints = { 5, engine.dtype.f32, 0 }, fails = "9" }
 end
@@ -147,6 +161,9 @@ local function find_extreme(try)
       end
     end
     try { inputs = { FORMATS[dtype] and float(dtype, { 1100 }, "normal") or whole(dtype, { 1100 }, 0, 100) }, ints = { 0, 0 } }
+    if dtype == "bf16" then
+      for dimension = 0, 1 do try { inputs = { float(dtype, { 300, 65 }, "normal") }, ints = { dimension, 0 } } end
+    end
   end
   try { inputs = { float("f32", { 3, 0 }, "normal") }, ints = { 1, 0 }, fails = "arg" }
 end

@@ -201,7 +201,7 @@ M.seed = seed
 M.uniform, M.integer, M.sign, M.kinds, M.corners = uniform, integer, sign, kinds, corners
 M.FORMATS, M.INTEGERS, M.FLOATS, M.ALL_INTEGERS, M.LAYOUTS = FORMATS, INTEGERS, FLOATS, ALL_INTEGERS, LAYOUTS
 M.largest, M.ulp_of, M.count_of = largest, ulp_of, count_of
-M.tensor_of, M.shape_of, M.dtype_of, M.values_of = tensor_of, shape_of, dtype_of, values_of
+M.tensor_of, M.info_of, M.shape_of, M.dtype_of, M.values_of = tensor_of, info_of, shape_of, dtype_of, values_of
 M.lay, M.float, M.whole, M.listed, M.score_rows, M.with, M.both = lay, float, whole, listed, score_rows, with, both
 
 return M
