@@ -3,6 +3,7 @@
 PREFIX  ?= /usr/local
 BUILD   ?= build
 CFLAGS  ?= -g -O2
+KERNEL_CFLAGS ?= -O3
 VENV    ?= $(HOME)/.cache/engine/venv
 JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
 VERSION := $(shell sed -n 's/.*ENG_VERSION "\(.*\)"/\1/p' core/engine.h)
@@ -42,7 +43,8 @@ BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
-ifeq ($(filter -j%,$(MAKEFLAGS)),)
+# Builds in parallel by itself; -j on the command line wins, and makes below use their parent's.
+ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
 
@@ -54,7 +56,7 @@ all: $(ENGINE) $(BUILD)/cdef.h
 # Rewritten only when they differ, so that other flags or a new set of files rebuild what they must.
 $(BUILD)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(COMPILE) | $(LINK) | $(LIBS) | $(ISAS)' | cmp -s - $@ || echo '$(COMPILE) | $(LINK) | $(LIBS) | $(ISAS)' > $@
+	@echo '$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS)' | cmp -s - $@ || echo '$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS)' > $@
 $(BUILD)/objects: FORCE
 	@mkdir -p $(@D)
 	@echo '$(OBJECTS)' | cmp -s - $@ || echo '$(OBJECTS)' > $@
@@ -65,12 +67,12 @@ $(BUILD)/core/%.o: core/%.c $(BUILD)/flags
 
 $(BUILD)/core/cpu/%.o: core/cpu/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(COMPILE) -O3 -c $< -o $@
+	$(COMPILE) $(KERNEL_CFLAGS) -c $< -o $@
 
 define isa_rule
 $(BUILD)/core/cpu/%.$(1).o: core/cpu/%.c $(BUILD)/flags
 	@mkdir -p $$(@D)
-	$$(COMPILE) -O3 $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< -o $$@
+	$$(COMPILE) $$(KERNEL_CFLAGS) $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< -o $$@
 endef
 $(foreach isa,$(ISAS),$(eval $(call isa_rule,$(isa))))
 
@@ -163,7 +165,7 @@ lint:
 # Leaks are not looked for: what LuaJIT holds looks like one.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize:
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' all
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 all
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
 
@@ -183,7 +185,7 @@ fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
 	@for f in $(FUZZ_LUA); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $(ENGINE) $$f || exit 1; done
 
 fuzz:
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' fuzzers
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 fuzzers
 
 # PyTorch and what goes with it, for comparison, outside the tree.
 $(VENV)/ready:

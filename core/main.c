@@ -24,7 +24,7 @@
 static lua_State *main_state;
 static pthread_t main_thread;
 static volatile sig_atomic_t last_signal;
-static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX];   // root: the folder of Lua modules
+static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];   // root: the folder of Lua modules
 
 // ------------------------------------------------------------------ signals
 
