@@ -260,17 +260,3 @@ describe("signals", function()
     assert.matches("level\t1", text, 1, true)
   end)
 end)
-
-describe("start-up", function()
-  it("takes under 20 ms", function()
-    if helper.sanitized then return end
-    local clock = require("engine.machine").clock
-    local best = math.huge
-    for _ = 1, 5 do                                   -- ten starts at a time, so that the shell's own does not count
-      local start = clock()
-      os.execute(("for i in 1 2 3 4 5 6 7 8 9 10; do %s -e ''; done"):format(engine))
-      best = math.min(best, (clock() - start) * 1000 / 10)
-    end
-    assert.is_true(best < 20, best .. " ms")
-  end)
-end)

@@ -8,12 +8,15 @@ local tensor = require "engine.tensor"
 local C, check, Tensor = M_ffi.C, M_ffi.check, M_ffi.Tensor
 
 local M = {}
-local rules, next_id = {}, 0   -- id -> { backward =, saved = } of the Lua nodes on the tape
+-- The Lua nodes on the tape: id -> { backward =, saved = }. Kept with the tensors, of which there is one module in a
+-- process whatever a test runner unloads.
+tensor.lua_nodes = tensor.lua_nodes or { rules = {}, next_id = 0 }
+local nodes = tensor.lua_nodes
 
 local function finish(good, ...)
   if not good then
     C.eng_backward_abort()
-    rules = {}
+    nodes.rules = {}
     error((...), 0)
   end
   return ...
@@ -34,16 +37,16 @@ end
 --- Gradients of a loss of one element; options: scale (1), retain.
 local function backward(loss, options)
   options = options or {}
-  check(C.eng_backward(loss, options.scale or 1, options.retain or false), 2)
+  check(C.eng_backward(loss, options.scale or 1, options.retain or false))
   while true do
     local id = tonumber(C.eng_backward_pending())
     if id < 0 then break end
-    local rule = rules[id]
+    local rule = nodes.rules[id]
     if not rule then C.eng_backward_abort() error("backward: the tape holds a Lua gradient of an aborted pass", 2) end
     finish(pcall(answer, rule))
-    check(C.eng_backward_resume(), 2)
+    check(C.eng_backward_resume())
   end
-  if not options.retain then rules = {} end
+  if not options.retain then nodes.rules = {} end
 end
 tensor.methods.backward = backward
 M.backward = backward
@@ -79,9 +82,9 @@ function M.custom(rule)
     local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)), M_ffi.new("eng_tensor[?]", math.max(#results, 1))
     for k, x in ipairs(inputs) do xs[k - 1] = x end
     for k, y in ipairs(results) do ys[k - 1] = y end
-    next_id = next_id + 1
-    check(C.eng_record_lua(next_id, xs, #inputs, ys, #results), 2)
-    rules[next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
+    nodes.next_id = nodes.next_id + 1
+    check(C.eng_record_lua(nodes.next_id, xs, #inputs, ys, #results))
+    nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
     return unpack(results)
   end
 end
