@@ -3,7 +3,8 @@
 // the table; what none fills is the reference's.
 // Owns the table. Called by backend.c.
 //
-// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time.
+// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time; a set
+// that is unknown or not supported here is passed over.
 #include "../backend.h"
 #include "../error.h"
 

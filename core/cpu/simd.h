@@ -67,8 +67,8 @@ VF_INLINE vf vf_abs(vf a)        { return (vf)((vi)a & 0x7FFFFFFF); }
 /// Magnitude of a, sign of b.
 VF_INLINE vf vf_copysign(vf a, vf b) { return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000)); }
 
-VF_INLINE vi vi_add(vi a, vi b)  { return a + b; }
-VF_INLINE vi vi_sub(vi a, vi b)  { return a - b; }
+VF_INLINE vi vi_add(vi a, vi b)  { return (vi)((vu)a + (vu)b); }   // wraps
+VF_INLINE vi vi_sub(vi a, vi b)  { return (vi)((vu)a - (vu)b); }
 VF_INLINE vi vi_and(vi a, vi b)  { return a & b; }
 VF_INLINE vi vi_or(vi a, vi b)   { return a | b; }
 VF_INLINE vi vi_xor(vi a, vi b)  { return a ^ b; }
@@ -221,7 +221,7 @@ VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)     { return vf_widen_bf16
 VF_INLINE __m128i vf_narrow_bf16_(vf a)
 {
   vi u = (vi)a, top = vi_shr(u, 16);
-  vi rounded = vi_shr(u + ((top & 1) + 0x7FFF), 16);
+  vi rounded = vi_shr(vi_add(u, (top & 1) + 0x7FFF), 16);
   vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
   rounded = vi_select(nan, top | 0x40, rounded);
   __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);   // lanes 0123 0123 | 4567 4567
@@ -290,7 +290,7 @@ VF_INLINE vf vf_widen_f16_(vi h)
 VF_INLINE vi vf_narrow_f16_(vf a)
 {
   vi bits = (vi)a, magnitude = bits & 0x7FFFFFFF, sign = vi_shr(bits, 16) & 0x8000;
-  vi normal = vi_shr(magnitude - 0x38000000 + 0xFFF + (vi_shr(magnitude, 13) & 1), 13);
+  vi normal = vi_shr(vi_add(magnitude, (vi_shr(magnitude, 13) & 1) + (0xFFF - 0x38000000)), 13);
   vi subnormal = (vi)((vf)magnitude + 0.5f) - 0x3F000000;    // 0.5 has 2^-24 as its last place: the sum rounds there
   vi nan = (vi_shr(magnitude, 13) & 0x3FF) | 0x7E00;
   vi result = vi_select(magnitude < 0x38800000, subnormal, vi_select(magnitude >= 0x477FF000, (vi){0x7C00, 0x7C00, 0x7C00, 0x7C00}, normal));
@@ -298,7 +298,7 @@ VF_INLINE vi vf_narrow_f16_(vf a)
 }
 VF_INLINE vi vf_narrow_bf16_(vf a)
 {
-  vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(bits + ((top & 1) + 0x7FFF), 16);
+  vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(vi_add(bits, (top & 1) + 0x7FFF), 16);
   return vi_select((bits & 0x7FFFFFFF) > 0x7F800000, top | 0x40, rounded);
 }
 VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)      { vi h = {0}; for (int l = 0; l < n; l++) h[l] = p[l]; return h; }
