@@ -133,17 +133,20 @@ built: deps
 
 # ------------------------------------------------------------------ trying, testing, measuring
 
+# About a minute on two cores of a laptop.
 DEMO ?= examples/gpt.lua
+DEMO_ARGS ?= steps=1000
 
 demo: built
-	./engine $(DEMO)
+	./engine $(DEMO) $(DEMO_ARGS)
 	@echo
 	@echo "What to try next:"
-	@echo "  ./engine $(DEMO) help                     its settings; all of them go on the command line"
-	@echo "  ./engine $(DEMO) precision=fp32           the same in fp32"
-	@echo "  ./engine -i $(DEMO)                       a REPL with the trained model"
-	@echo "  ./engine doctor                                  what this machine offers"
-	@echo "  README.md                                        a reading order that ends at the training step"
+	@echo "  ./engine $(DEMO) help              its settings; all of them go on the command line"
+	@echo "  ./engine $(DEMO) precision=fp32    the same without loss scaling; or bf16"
+	@echo "  ./engine $(DEMO) data=FILE.txt     learn another text"
+	@echo "  ./engine -i $(DEMO)                stay in the REPL with what it made"
+	@echo "  ./engine doctor                           what this machine offers"
+	@echo "  README.md                                 a reading order that ends at the training step"
 
 # `make test SPEC=spec/cli_spec.lua` runs one file.
 SPEC ?= spec

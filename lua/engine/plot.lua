@@ -125,7 +125,7 @@ local function y_labels(rows, y_low, y_high, log)
     labels[row] = label(value, log)
     width = math.max(width, #labels[row])
   end
-  local step = round_step(y_high - y_low, math.max(2, rows / 3))
+  local step = round_step(y_high - y_low, math.max(2, rows / 2))
   if log then step = math.max(1, math.floor(step + 0.5)) end
   local value = math.ceil(y_low / step - 1e-9) * step
   local count = 0
