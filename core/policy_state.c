@@ -156,6 +156,93 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
   return fine;
 }
 
+// ------------------------------------------------------------------ the copy after every decision
+
+enum { KEEP_FLAT_KEYS = 7 };       // place in the registry; below are those of policy_vm.c and policy_record.c
+
+static void swap_blobs(eng_policy *p)
+{
+  data_blob swap = p->good;
+  p->good = p->next;
+  p->next = swap;
+}
+
+// Holds on to the keys, so that an address goes on meaning the same string.
+static void keep_keys_task(eng_policy *p, void *argument)
+{
+  (void)argument;
+  lua_State *L = p->L;
+  lua_createtable(L, FLAT_FIELDS, 0);
+  int n = 0;
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) {
+    lua_pushvalue(L, -2);
+    lua_rawseti(L, 2, ++n);
+  }
+  lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
+}
+
+// Learns the layout of `good` when the state is a small flat table; `next` then gets the same bytes, of which
+// the following snapshots only write the numbers.
+static void learn_layout(eng_policy *p)
+{
+  lua_State *L = p->L;
+  int n = 0;
+  const char *at = p->good.bytes + 1;
+  while (*at != '}') {
+    data_item item;
+    at = data_read(&item, at);
+    if (n == FLAT_FIELDS || item.tag != 's' || !strchr("ntf", *at)) return;
+    p->flat[n].is_boolean = *at != 'n';
+    p->flat[n++].offset = (uint32_t)(at - p->good.bytes) + (*at == 'n');
+    at = data_skip(at);
+  }
+  if (policy_protected_on_state(p, keep_keys_task, NULL) != ENG_OK) return;
+  lua_settop(L, SLOT_COUNT);
+  int i = 0;
+  for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1)) p->flat[i++].key = lua_topointer(L, -2);
+  p->next.size = 0;
+  p->next.failed = false;
+  data_append(&p->next, p->good.bytes, p->good.size);
+  if (!p->next.failed) p->n_flat = n;
+}
+
+// As long as the state keeps its fields and their types, only values are copied.
+static bool snapshot_flat(eng_policy *p)
+{
+  lua_State *L = p->L;
+  char *bytes = p->next.bytes;
+  int i = 0;
+  lua_pushnil(L);
+  for (; lua_next(L, SLOT_STATE); ++i) {
+    if (i == p->n_flat || lua_topointer(L, -2) != p->flat[i].key) return false;
+    int type = lua_type(L, -1);
+    if (type == LUA_TNUMBER && !p->flat[i].is_boolean) {
+      double x = lua_tonumber(L, -1);
+      memcpy(bytes + p->flat[i].offset, &x, sizeof x);
+    } else if (type == LUA_TBOOLEAN && p->flat[i].is_boolean) {
+      bytes[p->flat[i].offset] = lua_toboolean(L, -1) ? 't' : 'f';
+    } else return false;
+    lua_settop(L, -2);
+  }
+  return i == p->n_flat;
+}
+
+bool policy_snapshot(eng_policy *p, char *error, size_t error_size)
+{
+  if (p->n_flat > 0) {
+    if (snapshot_flat(p)) {
+      swap_blobs(p);
+      return true;
+    }
+    p->n_flat = 0;
+  }
+  lua_settop(p->L, SLOT_COUNT);
+  if (!policy_encode(p, SLOT_STATE, "state", &p->next, error, error_size)) return false;
+  swap_blobs(p);
+  learn_layout(p);
+  return true;
+}
+
 // ------------------------------------------------------------------ blobs to Lua tables
 
 static const char *decode(lua_State *L, const char *at)
@@ -194,6 +281,7 @@ static void state_task(eng_policy *p, void *at)
 
 static eng_status set_state(eng_policy *p, const data_blob *blob)
 {
+  p->n_flat = 0;
   lua_pushnil(p->L);
   lua_replace(p->L, SLOT_STATE);
   ENG_TRY(policy_protected(p, state_task, blob->bytes));
@@ -224,10 +312,23 @@ static bool find_number(double *out, const char *at, const char *key)
   return item.tag == 'n';
 }
 
-static void default_state_task(eng_policy *p, void *argument)
+static double option_number(const eng_policy *p, const char *name)
+{
+  double number;
+  for (int i = 0; i < p->n_options; ++i)
+    if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER
+        && data_read_number(&number, p->options[i].value, strlen(p->options[i].value))) return number;
+  return 0;
+}
+
+static void default_state_task(eng_policy *p, void *argument)   // { scale = options.init_scale }
 {
   (void)argument;
+  double scale = option_number(p, "init_scale");
   lua_newtable(p->L);
+  if (scale == 0) return;
+  lua_pushnumber(p->L, scale);
+  lua_setfield(p->L, -2, "scale");
 }
 
 // Leaves the state that init makes on top of the stack.
@@ -249,21 +350,13 @@ static eng_status fresh_state(eng_policy *p)
   return ENG_ERR_POLICY;
 }
 
-static double option_number(const eng_policy *p, const char *name)
-{
-  double number;
-  for (int i = 0; i < p->n_options; ++i)
-    if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER
-        && data_read_number(&number, p->options[i].value, strlen(p->options[i].value))) return number;
-  return 0;
-}
-
 // Takes the state on top of the stack into force: copy, scale, verdict. `scale` is used where the state names none.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   lua_State *L = p->L;
   int top = lua_gettop(L);
   char why[256];
+  p->n_flat = 0;
   if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file, maker, why);
@@ -276,9 +369,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
     return error_set(ENG_ERR_POLICY, "%s: %s gives no loss scale to begin with: expected a positive finite number in state.scale%s, got %s",
                      p->file, maker, p->has_init ? "" : " or the option init_scale", number);
   }
-  data_blob swap = p->good;
-  p->good = p->next;
-  p->next = swap;
+  swap_blobs(p);
+  p->n_flat = 0;
   lua_replace(L, SLOT_STATE);
   lua_settop(L, SLOT_COUNT);
   p->last = (eng_verdict){ .scale = scale, .lr_mul = 1 };
@@ -337,14 +429,14 @@ eng_status eng_policy_set_scale(eng_policy *p, double scale)
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
     char why[256];
+    p->n_flat = 0;
     ENG_TRY(policy_protected(p, scale_task, &scale));
     if (!policy_encode(p, lua_gettop(p->L), "state", &p->next, why, sizeof why)) {
       lua_settop(p->L, SLOT_COUNT);
       return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, why);
     }
-    data_blob swap = p->good;
-    p->good = p->next;
-    p->next = swap;
+    swap_blobs(p);
+    p->n_flat = 0;
     lua_replace(p->L, SLOT_STATE);
   }
   p->last.scale = scale;
@@ -362,7 +454,7 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
   if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save before init or restore", p->name);
   ENG_TRY(check_options(p, "decide"));
-  data_blob *b = &p->next;
+  data_blob *b = &p->envelope;
   b->size = 0;
   b->failed = false;
   data_tag(b, '{');
@@ -423,6 +515,7 @@ static eng_status take_back(eng_policy *p, const char *at)
   lua_replace(p->L, SLOT_STATE);
   data_free(&p->good);
   p->good = blob;
+  p->n_flat = 0;
   p->last = (eng_verdict){ .scale = scale, .clip = clip, .lr_mul = lr_mul };
   p->failures = (int64_t)failures;
   for (int i = 0; i < p->n_groups; ++i) {
@@ -512,6 +605,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   }
   char why[256];
   ENG_TRY(fresh_state(p));
+  p->n_flat = 0;
   if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY, "%s: init made a state that is no plain data: %s", p->file, why);

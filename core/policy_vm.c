@@ -153,18 +153,29 @@ static int run_task(lua_State *L)
   return lua_gettop(L) > 0 ? 1 : 0;
 }
 
-eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *), void *argument)
 {
   p->task = task;
   p->task_argument = argument;
   lua_pushvalue(p->L, SLOT_TASK);
-  int failed = lua_pcall(p->L, 0, 1, 0);
+  if (with_state) lua_pushvalue(p->L, SLOT_STATE);
+  int failed = lua_pcall(p->L, with_state, 1, 0);
   policy_leave(p);
   if (!failed) return ENG_OK;
   eng_status status = failed == LUA_ERRMEM && p->used < p->limit ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
   error_set(status, "%s", policy_error_text(p));
   lua_settop(p->L, SLOT_COUNT);
   return status;
+}
+
+eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 0, task, argument);
+}
+
+eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 1, task, argument);
 }
 
 eng_status policy_call(eng_policy *p, int n)
@@ -509,6 +520,7 @@ void eng_policy_free(eng_policy *p)
   data_free(&p->good);
   data_free(&p->next);
   data_free(&p->text);
+  data_free(&p->envelope);
   data_free(&p->options_blob);
   free(p->name);
   free(p->doc);
@@ -732,15 +744,12 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     return ENG_OK;
   }
   char field[256];
-  if (!policy_encode(p, SLOT_STATE, "state", &p->next, field, sizeof field)) {
+  if (!policy_snapshot(p, field, sizeof field)) {
     snprintf(why, sizeof why, "a state that is no plain data: %s", field);
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }
   lua_settop(L, SLOT_COUNT);
-  data_blob swap = p->good;
-  p->good = p->next;
-  p->next = swap;
   if (p->n_groups) memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
   p->last.scale = out->scale;
   p->last.clip = out->clip;

@@ -16,7 +16,7 @@
 // Fixed places on the policy's Lua stack, so that a decision pushes copies and looks nothing up.
 enum { SLOT_POLICY = 1, SLOT_DECIDE, SLOT_STATE, SLOT_OPTIONS, SLOT_RECORD, SLOT_TASK, SLOT_COUNT = SLOT_TASK };
 
-enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 6 };
+enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 6, FLAT_FIELDS = 24 };
 
 typedef struct policy_option {
   char *name, *value, *preset;
@@ -27,6 +27,9 @@ typedef struct policy_signal { char *name; double value; } policy_signal;
 
 /// Interned names by address: Lua keeps one copy of each string, so a field is found without comparing text.
 typedef struct field_map { const char *key[FIELD_BUCKETS]; int8_t field[FIELD_BUCKETS]; } field_map;
+
+/// Where in the state's blob the value of a field stands, when the state is a flat table of numbers and booleans.
+typedef struct flat_field { const void *key; uint32_t offset; bool is_boolean; } flat_field;
 
 struct eng_policy {
   lua_State *L;
@@ -65,7 +68,9 @@ struct eng_policy {
   // State and verdict.
   bool     ready;                // init or restore made a state
   data_blob good, next;          // the state after the last good call, and room for the next
-  data_blob text;                // what save gave out
+  flat_field flat[FLAT_FIELDS];  // their common layout, in the order Lua walks the table
+  int      n_flat;               // 0: not known, or not flat
+  data_blob text, envelope;      // what save gave out, and what it is made from
   data_blob options_blob;        // the options as init got them
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good one
@@ -82,6 +87,8 @@ struct eng_policy {
 /// Runs `task` in protected mode, free of limits: it may raise Lua errors and leave one result on the
 /// stack. ENG_ERR_POLICY with the Lua message; MEMORY when there is none.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
+/// The same with the state at stack index 1 of the task.
+eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// Before and after the policy's own code runs (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
@@ -124,6 +131,8 @@ static inline int field_map_find(const field_map *map, const char *key)
 /// Copies the table at `index` into `out`. False with the offending field's path in `error`: a
 /// function, a table in two places, nesting past DATA_DEPTH.
 bool policy_encode(eng_policy *policy, int index, const char *root, data_blob *out, char *error, size_t error_size);
+/// Copies the state after a good call into `good`. False, with `good` as it was, when it is no plain data.
+bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
 /// Pushes the value that a blob holds. Raises on lack of memory: call it under policy_protected.
 void policy_decode(eng_policy *policy, const char *at);
 /// The state as it was after the last good call.

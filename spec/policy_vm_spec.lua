@@ -88,6 +88,12 @@ describe("a policy file", function()
     assert.are.equal("policy n (p.lua): scale 4096, init_scale=4096 mode=b soft=true", tostring(p))
   end)
 
+  it("may do without init", function()
+    local p = load("return { options = { init_scale = 32 }, decide = function(state) state.scale = state.scale / 2 return state.scale end }")
+    assert.are.equal(32, p:scale())
+    assert.are.equal(16, decide(p).scale)
+  end)
+
   it("takes options by the type of their default", function()
     local source = "return { options = {\n init_scale = 1, on = true }, decide = function(s) return s.scale end }"
     assert.has_error(function() load(source, { init_scle = 2 }) end, "p.lua: policy 'p' has no option 'init_scle'; did you mean 'init_scale'?")
@@ -324,6 +330,40 @@ describe("a verdict", function()
     local v = decide(p)
     assert.are.same({ 1, 4, 2, 0.5, "step" }, { v.failed, v.scale, v.clip, v.lr_mul, v:what() })
     assert.truthy(p:save():find("state={n=1,scale=8}", 1, true))
+  end)
+
+  it("undoes exactly what a failed call did, whatever the state looked like before", function()
+    -- fields come, go and change their type, in flat and nested states; every third call does damage and fails
+    local p = with([[
+      state.calls = (state.calls or 0) + 1
+      local turn = state.calls
+      if turn % 7 == 0 then state.flag = turn % 2 == 0 end
+      if turn % 5 == 0 then state.extra = turn end
+      if turn % 11 == 0 then state.extra = "text" end
+      if turn % 13 == 0 then state.extra = nil end
+      if turn % 17 == 0 then state.list = { turn, { turn } } end
+      if turn % 19 == 0 then state.list = nil end
+      if record.inf > 0 then
+        state.n, state.flag, state.extra, state.list, state.scale, state.more = 0 / 0, nil, {}, function() end, nil, "junk"
+        error("damage")
+      end
+      state.n = turn
+      return turn]])
+    local last, good = 8, 0
+    for i = 1, 300 do
+      record.inf = i % 3 == 0 and 1 or 0
+      local before = p:save():match("state=.*")
+      local v = decide(p)
+      if i % 3 == 0 then
+        assert.are.same({ 1, last }, { v.failed, v.scale })
+        assert.are.equal(before, p:save():match("state=.*"))
+      else
+        good = good + 1
+        assert.are.same({ 0, good }, { v.failed, v.scale }, v:why())
+        last = v.scale
+      end
+    end
+    assert.are.equal(200, last)
   end)
 
   it("cuts a long reason between characters", function()
