@@ -276,7 +276,7 @@ describe("the trainer", function()
     local model = engine.nn.gpt { vocab = 64, context = 8, width = 16, heads = 2, layers = 2 }
     model.blocks[2].mlp.down = engine.nn.linear(7, 16)
     local _, message = pcall(model, engine.zeros(1, 8, "i32"))
-    assert.equal("In blocks.2.mlp.down: linear: expected x [.. x K] and a weight [N x K], got f32 [1 x 8 x 64] and f32 [16 x 7]", message)
+    assert.matches("In blocks.2.mlp.down: linear: expected x [.. x K] and a weight [N x K], got f32 [1 x 8 x 64] and f32 [16 x 7]", message, 1, true)
     engine.end_step()
   end)
 

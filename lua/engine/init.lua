@@ -27,16 +27,18 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is used again.
 function engine.end_step() check(C.eng_step_end()) end
 
+local loop_is_open = false   -- a step that engine.steps opened and did not end: the loop was left by break or an error
+
 --- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
 function engine.steps(n)
-  local turn, open = 0, false
+  local turn = 0
   return function()
-    if open then check(C.eng_step_end()) end
-    open = false
+    if loop_is_open then check(C.eng_step_end()) end
+    loop_is_open = false
     if turn >= n or C.eng_interrupted() > 0 then return nil end
     turn = turn + 1
     check(C.eng_step_begin())
-    open = true
+    loop_is_open = true
     return turn
   end
 end
@@ -52,7 +54,7 @@ function engine.scope(f, ...)
   local function close(good, ...)
     local status = C.eng_scope_end(at)
     if not good then error((...), 0) end
-    check(status, 3)
+    check(status)
     return ...
   end
   return close(pcall(autograd.no_grad, f, ...))

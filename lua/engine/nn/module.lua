@@ -48,12 +48,13 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
--- A position inside the layers' own files says nothing to the user: the path does.
+-- "file:line: In blocks.3.mlp: message". A position inside the layers' own files says nothing to the user: the path does.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()
-  message = message:gsub("^[^\n]-engine/nn/%w+%.lua:%d+: ", "")
-  return ("In %s: %s"):format(path ~= "" and path or root and root._class or "?", message)
+  local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
+  if not position or position:find("engine/nn/%w+%.lua:") then position = "" end
+  return ("%sIn %s: %s"):format(position, path ~= "" and path or root and root._class or "?", text or message)
 end
 
 local function leave(good, ...)
