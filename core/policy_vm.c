@@ -573,43 +573,70 @@ static void copy_reason(char *out, size_t size, const char *text, size_t length)
   out[length] = '\0';
 }
 
-// "scale = nan", "scale is a string": how a bad value of `field` on top of the stack reads.
-static void tell_value(char *out, size_t size, lua_State *L, const char *field)
+// Says in `why` that the value on top of the stack does not do for `field`: "scale = nan; expected ...". Gives false.
+static bool bad_value(lua_State *L, char *why, size_t size, const char *field, const char *expected)
 {
   char number[32];
-  if (lua_type(L, -1) == LUA_TNUMBER) {
-    data_format_number(number, lua_tonumber(L, -1));
-    snprintf(out, size, "%s = %s", field, number);
-  } else if (lua_type(L, -1) == LUA_TSTRING) snprintf(out, size, "%s = '%.40s'", field, lua_tostring(L, -1));
-  else snprintf(out, size, "%s = %s", field, lua_isboolean(L, -1) ? (lua_toboolean(L, -1) ? "true" : "false") : luaL_typename(L, -1));
+  switch (lua_type(L, -1)) {
+    case LUA_TNUMBER:
+      data_format_number(number, lua_tonumber(L, -1));
+      snprintf(why, size, "%s = %s; expected %s", field, number, expected);
+      break;
+    case LUA_TSTRING:  snprintf(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected); break;
+    case LUA_TBOOLEAN: snprintf(why, size, "%s = %s; expected %s", field, lua_toboolean(L, -1) ? "true" : "false", expected); break;
+    default:           snprintf(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
+  }
+  return false;
 }
 
 static bool read_scales(eng_policy *p, char *why, size_t size)
 {
   lua_State *L = p->L;
-  char value[96];
-  if (!lua_istable(L, -1)) { tell_value(value, sizeof value, L, "scales"); snprintf(why, size, "%s; expected a table { group = scale }", value); return false; }
-  if (!p->scalable) { snprintf(why, size, "'scales', but this run scales all gradients alike"); return false; }
+  if (!lua_istable(L, -1)) return bad_value(L, why, size, "scales", "a table { group = scale }");
+  if (!p->scalable) {
+    snprintf(why, size, "'scales', but this run scales all gradients alike");
+    return false;
+  }
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) { snprintf(why, size, "'scales' with a %s as a key; expected names of groups", luaL_typename(L, -2)); return false; }
+    if (lua_type(L, -2) != LUA_TSTRING) {
+      snprintf(why, size, "'scales' with a %s as a key; expected names of groups", luaL_typename(L, -2));
+      return false;
+    }
     const char *name = lua_tostring(L, -2);
     int group = 0;
     while (group < p->n_groups && strcmp(p->groups[group], name) != 0) ++group;
     if (group == p->n_groups) {
-      snprintf(why, size, "a scale for group '%.60s', which this run has not%s", name, nearest_hint(name, (const char *const *)p->groups, p->n_groups));
+      snprintf(why, size, "a scale for group '%.60s', which this run has not%s", name,
+               nearest_hint(name, (const char *const *)p->groups, p->n_groups));
       return false;
     }
     if (lua_type(L, -1) != LUA_TNUMBER || !is_scale(lua_tonumber(L, -1))) {
       char field[80];
       snprintf(field, sizeof field, "scales.%.60s", name);
-      tell_value(value, sizeof value, L, field);
-      snprintf(why, size, "%s; expected a positive finite number", value);
-      return false;
+      return bad_value(L, why, size, field, "a positive finite number");
     }
     p->group_next[group] = lua_tonumber(L, -1);
   }
   return true;
 }
+
+static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
+{
+  const char *expected = "'step', 'skip', 'retry' or 'stop'";
+  if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "action", expected);
+  const char *action = lua_tostring(L, -1);
+  for (int i = 0; i < COUNT(actions); ++i)
+    if (strcmp(action, actions[i]) == 0) {
+      out->action = i;
+      return true;
+    }
+  const char *hint = nearest_hint(action, actions, COUNT(actions));
+  if (!*hint) return bad_value(L, why, size, "action", expected);
+  snprintf(why, size, "action = '%.40s'%s", action, hint);
+  return false;
+}
+
+enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES };      // in the order of verdict_fields
 
 // Reads the table on top of the stack. False with the reason in `why`.
 static bool read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
@@ -617,49 +644,40 @@ static bool read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
   lua_State *L = p->L;
   int table = lua_gettop(L);
   bool has_scale = false;
-  char value[96];
-  lua_pushnil(L);
-  for (; lua_next(L, table); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) { snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }", luaL_typename(L, -2)); return false; }
+  for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
+    if (lua_type(L, -2) != LUA_TSTRING) {
+      snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }", luaL_typename(L, -2));
+      return false;
+    }
     const char *key = lua_tostring(L, -2);
-    int field = 0, type = lua_type(L, -1);
+    int field = 0;
     while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
-    double number = type == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
+    double number = lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
     switch (field) {
-      case 0:
-        if (!is_scale(number)) { tell_value(value, sizeof value, L, "scale"); snprintf(why, size, "%s; expected a positive finite number", value); return false; }
+      case V_SCALE:
+        if (!is_scale(number)) return bad_value(L, why, size, "scale", "a positive finite number");
         out->scale = number;
         has_scale = true;
         break;
-      case 1: {
-        if (type != LUA_TSTRING) { tell_value(value, sizeof value, L, "action"); snprintf(why, size, "%s; expected \"step\", \"skip\", \"retry\" or \"stop\"", value); return false; }
-        const char *action = lua_tostring(L, -1);
-        int i = 0;
-        while (i < COUNT(actions) && strcmp(action, actions[i]) != 0) ++i;
-        if (i == COUNT(actions)) {
-          const char *hint = nearest_hint(action, actions, COUNT(actions));
-          snprintf(why, size, "action = '%.40s'%s", action, *hint ? hint : "; expected 'step', 'skip', 'retry' or 'stop'");
-          return false;
-        }
-        out->action = i;
+      case V_ACTION:
+        if (!read_action(out, L, why, size)) return false;
         break;
-      }
-      case 2:
-        if (f64_is_nan(number) || !(number > 0)) { tell_value(value, sizeof value, L, "clip"); snprintf(why, size, "%s; expected a positive number, the largest gradient norm", value); return false; }
+      case V_CLIP:
+        if (f64_is_nan(number) || !(number > 0)) return bad_value(L, why, size, "clip", "a positive number, the largest gradient norm");
         out->clip = f64_is_finite(number) ? number : 0;
         break;
-      case 3:
-        if (!f64_is_finite(number) || number < 0) { tell_value(value, sizeof value, L, "lr_mul"); snprintf(why, size, "%s; expected a finite factor, 0 or more", value); return false; }
+      case V_LR_MUL:
+        if (!f64_is_finite(number) || number < 0) return bad_value(L, why, size, "lr_mul", "a finite factor, 0 or more");
         out->lr_mul = number;
         break;
-      case 4: {
-        if (type != LUA_TSTRING) { tell_value(value, sizeof value, L, "reason"); snprintf(why, size, "%s; expected a text", value); return false; }
+      case V_REASON: {
+        if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "reason", "a text");
         size_t length;
         const char *reason = lua_tolstring(L, -1, &length);
         copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));
         break;
       }
-      case 5:
+      case V_SCALES:
         if (!read_scales(p, why, size)) return false;
         break;
       default:
@@ -667,8 +685,8 @@ static bool read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         return false;
     }
   }
-  if (!has_scale) { snprintf(why, size, "a table without 'scale', the loss scale of the next step"); return false; }
-  return true;
+  if (!has_scale) snprintf(why, size, "a table without 'scale', the loss scale of the next step");
+  return has_scale;
 }
 
 // The answer to a failed call: what held before it, and the state as it was.

@@ -1,0 +1,2 @@
+# What a policy decision costs.
+exec ./engine spec/bench/policy.lua
