@@ -5,7 +5,7 @@
 local M_ffi = require "engine.ffi"
 local tensor = require "engine.tensor"
 
-local C, check, Tensor = M_ffi.C, M_ffi.check, M_ffi.Tensor
+local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
 
 local M = {}
 -- The Lua nodes on the tape: id -> { backward =, saved = }. Kept with the tensors, of which there is one module in a
@@ -34,15 +34,20 @@ local function answer(rule)
   end
 end
 
+local OPTIONS = { scale = true, retain = true }
+
 --- Gradients of a loss of one element; options: scale (1), retain.
 local function backward(loss, options)
-  options = options or {}
-  check(C.eng_backward(loss, options.scale or 1, options.retain or false))
+  if not tensor.is_tensor(loss) then raise("backward: expected a tensor, got %s", M_ffi.value_text(loss)) end
+  options = tensor.read_named(options, "backward", OPTIONS)
+  local scale = options.scale or 1
+  if type(scale) ~= "number" then raise("backward: expected scale as a number, got %s", M_ffi.value_text(scale)) end
+  check(C.eng_backward(loss, scale, options.retain or false))
   while true do
     local id = tonumber(C.eng_backward_pending())
     if id < 0 then break end
     local rule = nodes.rules[id]
-    if not rule then C.eng_backward_abort() error("backward: the tape holds a Lua gradient of an aborted pass", 2) end
+    if not rule then C.eng_backward_abort() raise("backward: the tape holds a Lua gradient of an aborted pass") end
     finish(pcall(answer, rule))
     check(C.eng_backward_resume())
   end
@@ -71,7 +76,7 @@ end
 --- forward runs unrecorded; backward gets the gradients of its results and returns those of its inputs (nil: none).
 function M.custom(rule)
   if type(rule) ~= "table" or type(rule.forward) ~= "function" or type(rule.backward) ~= "function" then
-    error("custom: expected { forward = function(saved, ...), backward = function(saved, ...) }", 2)
+    raise("custom: expected { forward = function(saved, ...), backward = function(saved, ...) }")
   end
   return function(...)
     local inputs, saved = {}, {}
@@ -83,8 +88,12 @@ function M.custom(rule)
     for k, x in ipairs(inputs) do xs[k - 1] = x end
     for k, y in ipairs(results) do ys[k - 1] = y end
     nodes.next_id = nodes.next_id + 1
+    local length = C.eng_tape_length()
+    if length == 0 then nodes.rules = {} end   -- of a tape that a step's end emptied
     check(C.eng_record_lua(nodes.next_id, xs, #inputs, ys, #results))
-    nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
+    if C.eng_tape_length() > length then
+      nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
+    end
     return unpack(results)
   end
 end

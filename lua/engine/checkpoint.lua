@@ -22,7 +22,7 @@ local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
 
 local function names_in(directory)
   local out = ffi.new("eng_listing *[1]")
-  check(C.eng_file_list(out, directory), 3)
+  check(C.eng_file_list(out, directory))
   local names, i = {}, 0
   while C.eng_listing_name(out[0], i) ~= nil do
     names[i + 1] = ffi.string(C.eng_listing_name(out[0], i))
@@ -110,7 +110,7 @@ function M.save(dir, step, parts, options)
   if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2) end
   local keep = options and options.keep
   if keep and (type(keep) ~= "number" or keep < 1) then error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2) end
-  check(C.eng_file_mkdir(dir), 2)
+  check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
     if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
   end

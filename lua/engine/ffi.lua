@@ -55,9 +55,31 @@ function M.message()
   return ffi.string(C.eng_error_message())
 end
 
---- Raises the core's error text unless status is 0. `level` as in error(): 2 blames the caller's caller.
-function M.check(status, level)
-  if status ~= 0 then error(M.message(), (level or 2) + 1) end
+--- Raises an error, formatted when there are arguments, at the script's line that called into the engine, however deep
+--- below the mistake was seen.
+function M.raise(message, ...)
+  if select("#", ...) > 0 then message = message:format(...) end
+  for level = 2, 200 do
+    local frame = debug.getinfo(level, "S")
+    if not frame then break end
+    if frame.what ~= "C" and frame.source:sub(2, #here + 1) ~= here then error(message, level) end
+  end
+  error(message, 0)
+end
+
+--- Raises the core's error text unless status is 0; `bare`: without a line.
+function M.check(status, bare)
+  if status == 0 then return end
+  if bare then error(M.message(), 0) end
+  M.raise(M.message())
+end
+
+--- What a value is, for messages: "'text'", "5", "a table", "nothing".
+function M.value_text(v)
+  if v == nil then return "nothing" end
+  if type(v) == "string" then return "'" .. v .. "'" end
+  if type(v) == "number" or type(v) == "boolean" then return tostring(v) end
+  return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
 end
 
 -- ------------------------------------------------------------------ dtypes and operations by name
@@ -70,12 +92,12 @@ for number = 0, C.ENG_DTYPE_COUNT - 1 do
 end
 
 --- The number of a dtype given by name; raises with the list of names.
-function M.dtype_number(name, level)
+function M.dtype_number(name)
   local number = M.dtype[name]
   if not number then
     local names = {}
     for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
-    error(("there is no dtype '%s'; dtypes: %s"):format(tostring(name), table.concat(names, " ")), (level or 1) + 1)
+    M.raise("there is no dtype '%s'; dtypes: %s", tostring(name), table.concat(names, " "))
   end
   return number
 end
@@ -95,9 +117,9 @@ M.call = call
 
 --- Runs the operation in M.call, whose inputs and attributes the caller has set, and returns its first
 --- outputs as new handles (up to three).
-function M.run_call(level)
+function M.run_call()
   local status = C.eng_run(call)
-  if status ~= 0 then error(M.message(), (level or 2) + 1) end
+  if status ~= 0 then M.raise(M.message()) end
   local Tensor = M.Tensor
   local first = Tensor(call.out[0])
   if call.n_out == 1 then return first end

@@ -25,7 +25,7 @@ function M.open(path, options)
   local write = options and options.write or false
   local file = C.eng_file_kind(path) == 2 and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
-  check(C.eng_history_open(out, file, write), 2)
+  check(C.eng_history_open(out, file, write))
   return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, History)
 end
 
@@ -37,7 +37,7 @@ end
 function History:close()
   local open = self.handle
   self.handle = nil
-  if open then check(C.eng_history_close(ffi.gc(open, nil)), 2) end
+  if open then check(C.eng_history_close(ffi.gc(open, nil))) end
 end
 
 -- ------------------------------------------------------------------ appending
@@ -265,9 +265,9 @@ end
 
 local function unpack_stats(blob)
   local n = ffi.new("int[1]")
-  check(C.eng_history_unpack(n, nil, 0, blob, #blob), 3)
+  check(C.eng_history_unpack(n, nil, 0, blob, #blob))
   local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))
-  check(C.eng_history_unpack(n, stats, n[0], blob, #blob), 3)
+  check(C.eng_history_unpack(n, stats, n[0], blob, #blob))
   return stats, n[0]
 end
 

@@ -210,7 +210,7 @@ function Optimizer:step(options)
   update.gradient_factor = (options.gradient_factor or 1) * (self._clip or 1)
   update.clip_value = options.clip_value or self._clip_value or 0
   update.t = self.updates + 1
-  check(C.eng_optimizer_step(self.state, update), 2)
+  check(C.eng_optimizer_step(self.state, update))
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil
 end

@@ -43,7 +43,7 @@ Policy.__index = Policy
 function Policy:scale() return C.eng_policy_scale(self.handle) end
 
 --- Sets the scale; counters stay.
-function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale), 2) end
+function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
 --- Asks the policy about a step: an eng_record and, for a policy that needs them, the statistics per tensor
 --- (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
@@ -57,23 +57,23 @@ local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
 
 --- State and last verdict as text, canonical: equal states give equal bytes.
 function Policy:save()
-  check(C.eng_policy_save(out_text, out_bytes, self.handle), 2)
+  check(C.eng_policy_save(out_text, out_bytes, self.handle))
   return ffi.string(out_text[0], out_bytes[0])
 end
 
 --- Takes back what save() gave; on an error nothing changes.
 function Policy:restore(text)
   if type(text) ~= "string" then error("policy " .. self.name .. ": restore expects the text that save() gave, got a " .. type(text), 2) end
-  check(C.eng_policy_restore(self.handle, text, #text), 2)
+  check(C.eng_policy_restore(self.handle, text, #text))
 end
 
 --- Starts afresh.
-function Policy:reset() check(C.eng_policy_init(self.handle), 2) end
+function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
 --- Takes over from another policy (a Policy, or a registered class, of which the scale is taken).
 function Policy:take_over(old)
   if old.handle then
-    check(C.eng_policy_migrate(self.handle, old.handle), 2)
+    check(C.eng_policy_migrate(self.handle, old.handle))
   else
     self:reset()
     self:set_scale(old:scale())
@@ -91,7 +91,7 @@ function Policy:tensors(names, group_of, groups, scalable)
     c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1
   end
   for i, name in ipairs(groups) do c_groups[i - 1] = name end
-  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups, scalable or false), 2)
+  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups, scalable or false))
 end
 
 --- The scale the last verdict gives group i (from 1).
@@ -100,7 +100,7 @@ function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 
 --- Publishes record.signals[name]; it holds until set again.
 function Policy:signal(name, value)
   if type(value) ~= "number" then error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2) end
-  check(C.eng_policy_signal(self.handle, name, value), 2)
+  check(C.eng_policy_signal(self.handle, name, value))
 end
 
 local info = ffi.new("eng_policy_info")

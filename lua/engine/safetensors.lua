@@ -25,7 +25,7 @@ local out_crc = ffi.new("uint32_t[1]")
 
 local function open(path)
   if type(path) ~= "string" then error("expected the path of a safetensors file, got " .. type(path), 3) end
-  check(C.eng_safetensors_open(out_file, path), 3)
+  check(C.eng_safetensors_open(out_file, path))
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {}, entries = {}, metadata = {} }
   local entry = ffi.new("eng_safetensors_entry")
   for i = 0, tonumber(C.eng_safetensors_count(file.handle)) - 1 do
@@ -55,7 +55,7 @@ function File:read(name)
   local entry = self.entries[name]
   if not entry then error(("%s has no tensor '%s'"):format(self.path, tostring(name)), 2) end
   local x = M_ffi.Tensor()
-  check(C.eng_safetensors_read(x, self.handle, entry.index, true), 2)
+  check(C.eng_safetensors_read(x, self.handle, entry.index, true))
   return x
 end
 
@@ -120,8 +120,8 @@ local function fill(writer, path, names, tensors, metadata)
     keys[#keys + 1] = key
   end
   table.sort(keys)
-  for _, key in ipairs(keys) do check(C.eng_safetensors_annotate(writer, key, metadata[key]), 0) end
-  for _, name in ipairs(names) do check(C.eng_safetensors_add(writer, name, tensors[name]), 0) end
+  for _, key in ipairs(keys) do check(C.eng_safetensors_annotate(writer, key, metadata[key]), true) end
+  for _, name in ipairs(names) do check(C.eng_safetensors_add(writer, name, tensors[name]), true) end
 end
 
 --- Writes { name = tensor } and metadata { key = text }: beside, then renamed into place, so that the
@@ -130,14 +130,14 @@ function M.save(path, tensors, metadata)
   if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
   if type(tensors) ~= "table" then error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2) end
   local names = ordered(path, tensors)
-  check(C.eng_safetensors_begin(out_writer, path), 2)
+  check(C.eng_safetensors_begin(out_writer, path))
   local writer = out_writer[0]
   local good, message = pcall(fill, writer, path, names, tensors, metadata)
   if not good then
     C.eng_safetensors_abort(writer)
     error(message, 2)
   end
-  check(C.eng_safetensors_commit(writer, out_crc), 2)
+  check(C.eng_safetensors_commit(writer, out_crc))
   return out_crc[0]
 end
 

@@ -107,7 +107,7 @@ local function inspect(self, entry)
   if bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0 and not entry.stats then
     entry.stats = ffi.new("eng_tensor_stats[?]", #opt.list)
   end
-  check(C.eng_params_stats(entry.record, entry.stats, opt.params, scale, self.policy.needs), 3)
+  check(C.eng_params_stats(entry.record, entry.stats, opt.params, scale, self.policy.needs))
   entry.checked = tonumber(entry.record.count) > 0
   entry.found = entry.record.overflow ~= 0
   if not entry.listed then
@@ -134,7 +134,7 @@ function Scaler:unscale(opt)
   if object and object.unscale_gradients then
     object:unscale_gradients(opt)
   else
-    check(C.eng_params_unscale(out_found, opt.params, f32(1 / self:get_scale())), 2)
+    check(C.eng_params_unscale(out_found, opt.params, f32(1 / self:get_scale())))
     entry.found = entry.found or out_found[0] ~= 0
   end
   entry.stage = UNSCALED

@@ -6,9 +6,9 @@
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.Tensor
-local dtype_number, dtype_name = M_ffi.dtype_number, M_ffi.dtype_name
+local dtype_number, dtype_name, value_text = M_ffi.dtype_number, M_ffi.dtype_name, M_ffi.value_text
 local inputs, ints, floats = call["in"], call.ints, call.floats
 local NONE = Tensor(0, 0)
 local huge = math.huge
@@ -23,30 +23,81 @@ local function is_tensor(x)
 end
 M.is_tensor = is_tensor
 
-local function info(x, level)
-  check(C.eng_info(info_buffer, x), (level or 1) + 1)
+local function info(x)
+  check(C.eng_info(info_buffer, x))
   return info_buffer
 end
 
+local function shape_table(what)
+  local shape = {}
+  for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
+  return shape
+end
+
+--- shape as text, "[64 x 768]"
+function M.shape_text(shape)
+  return "[" .. table.concat(shape, " x ") .. "]"
+end
+
+-- ------------------------------------------------------------------ arguments
+
+local function want(x, name)
+  if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
+end
+
+local function want_number(v, name, what)
+  if type(v) ~= "number" then raise("%s: expected %s as a number, got %s", name, what, value_text(v)) end
+  return v
+end
+
+local function want_whole(v, name, what, least)
+  if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
+    raise("%s: expected %s as a whole number%s, got %s", name, what, least and (" of %d or more"):format(least) or "", value_text(v))
+  end
+  return v
+end
+
+--- Dimension d of x (from 1, negative from the end) counted from 0; and the info of x.
+local function dimension(x, d, name)
+  local what = info(x)
+  want_whole(d, name, "a dimension")
+  local k = d < 0 and d + what.ndim or d - 1
+  if k < 0 or k >= what.ndim then
+    raise("%s: there is no dimension %d in %s; dimensions count from 1, or from -1 backward", name, d, M.shape_text(shape_table(what)))
+  end
+  return k, what
+end
+
+--- A table of options whose every name must be known.
+local NO_OPTIONS = {}
+function M.read_named(options, name, known)
+  if options == nil then return NO_OPTIONS end
+  if type(options) ~= "table" then raise("%s: expected a table of options, got %s", name, value_text(options)) end
+  for key in pairs(options) do
+    if not known[key] then
+      local names = {}
+      for n in pairs(known) do names[#names + 1] = n end
+      table.sort(names)
+      raise("%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
+    end
+  end
+  return options
+end
+local read_named = M.read_named
+
 -- ------------------------------------------------------------------ calling operations
 
-local function want(x, name, level)
-  if not is_tensor(x) then
-    error(("%s: expected a tensor, got %s"):format(name, type(x) == "nil" and "nothing" or type(x)), (level or 2) + 1)
-  end
-end
-
-local function run1(name, a, level)
-  want(a, name, (level or 2) + 1)
+local function run1(name, a)
+  want(a, name)
   call.op, call.n_in, call.n_out, inputs[0] = op[name], 1, 1, a
-  return run_call((level or 2) + 1)
+  return run_call()
 end
 
-local function run2(name, a, b, level)
-  want(a, name, (level or 2) + 1)
-  want(b, name, (level or 2) + 1)
+local function run2(name, a, b)
+  want(a, name)
+  want(b, name)
   call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op[name], 2, 1, a, b
-  return run_call((level or 2) + 1)
+  return run_call()
 end
 
 -- ------------------------------------------------------------------ making tensors
@@ -54,88 +105,85 @@ end
 local shape_buffer = ffi.new("int64_t[6]")
 
 --- Shape arguments: new(2, 3), new{2, 3} -> count of dimensions, in shape_buffer; what follows the shape.
-local function read_shape(name, level, first, ...)
+local function read_shape(name, first, ...)
   local list, rest
   if type(first) == "table" then
-    list, rest = first, { ... }
+    list, rest = first, ...
+    if #list == 0 and next(list) ~= nil then raise("%s: expected a shape first, got a table without numbers", name) end
   else
-    list, rest = {}, {}
-    for i, v in ipairs { first, ... } do
-      if type(v) == "number" then list[i] = v else rest[#rest + 1] = v end
-    end
+    list = { first, ... }
+    local last = list[#list]
+    if type(last) ~= "number" then rest, list[#list] = last, nil end
   end
-  if #list > C.ENG_MAX_DIMS then error(("%s: expected up to %d dimensions, got %d"):format(name, tonumber(C.ENG_MAX_DIMS), #list), level + 1) end
-  for i, v in ipairs(list) do
-    if type(v) ~= "number" or v % 1 ~= 0 or v < 0 then
-      error(("%s: a dimension must be a whole number of 0 or more, got %s"):format(name, tostring(v)), level + 1)
-    end
-    shape_buffer[i - 1] = v
-  end
-  return #list, rest[1]
+  if #list > C.ENG_MAX_DIMS then raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list) end
+  for i, v in ipairs(list) do shape_buffer[i - 1] = want_whole(v, name, "a dimension", 0) end
+  return #list, rest
 end
 
---- options: a dtype name, or { dtype =, keep =, requires_grad = }
-local function read_options(name, options, level)
-  if options == nil then return M_ffi.dtype.f32, false, false end
-  if type(options) == "string" then return dtype_number(options, level + 1), false, false end
-  if type(options) ~= "table" then error(("%s: expected options as a dtype name or a table, got %s"):format(name, type(options)), level + 1) end
-  for key in pairs(options) do
-    if key ~= "dtype" and key ~= "keep" and key ~= "requires_grad" then
-      error(("%s: unknown option '%s'; options: dtype keep requires_grad"):format(name, tostring(key)), level + 1)
-    end
-  end
-  return dtype_number(options.dtype or "f32", level + 1), options.keep or false, options.requires_grad or false
-end
+local OPTIONS = { dtype = true, keep = true, requires_grad = true }
 
-local function make(name, ndim, options, level)
-  local dtype, keep, requires_grad = read_options(name, options, level + 1)
+--- options: a dtype name, or { dtype =, keep =, requires_grad = }. keep = true: lives until freed; false: belongs to the step
+--- also where none is open; otherwise the step that is open decides.
+local function make(name, ndim, options, preset)
+  local dtype, home, requires_grad = preset or "f32", AUTO, false
+  if type(options) == "string" then dtype = options
+  elseif options ~= nil then
+    if type(options) ~= "table" then raise("%s: expected options as a dtype name or a table, got %s", name, value_text(options)) end
+    read_named(options, name, OPTIONS)
+    dtype, requires_grad = options.dtype or dtype, options.requires_grad
+    if options.keep ~= nil then home = options.keep and KEEP or STEP end
+  end
   local x = Tensor()
-  check(C.eng_new(x, dtype, ndim, shape_buffer, keep and KEEP or AUTO), level + 1)
-  if requires_grad then check(C.eng_requires_grad(x, true), level + 1) end
+  check(C.eng_new(x, dtype_number(dtype), ndim, shape_buffer, home))
+  if requires_grad then check(C.eng_requires_grad(x, true)) end
+  return x
+end
+
+local function fill(x, value, name)
+  if type(value) == "boolean" then value = value and 1 or 0 end
+  check(C.eng_fill(x, want_number(value, name, "the value")))
   return x
 end
 
 --- engine.zeros(2, 3 [, "f16" | {dtype=, keep=, requires_grad=}]); the others likewise.
 function M.zeros(...)
-  local ndim, options = read_shape("zeros", 2, ...)
-  return make("zeros", ndim, options, 2)
+  local ndim, options = read_shape("zeros", ...)
+  return (make("zeros", ndim, options))
 end
 
 function M.ones(...)
-  local ndim, options = read_shape("ones", 2, ...)
-  local x = make("ones", ndim, options, 2)
-  check(C.eng_fill(x, 1))
-  return x
+  local ndim, options = read_shape("ones", ...)
+  return (fill(make("ones", ndim, options), 1, "ones"))
 end
 
 --- engine.full({2, 3}, 7)
 function M.full(shape, value, options)
-  local ndim = read_shape("full", 2, shape)
-  local x = make("full", ndim, options, 2)
-  check(C.eng_fill(x, value))
-  return x
+  local ndim = read_shape("full", shape)
+  return (fill(make("full", ndim, options), value, "full"))
 end
 
 --- Uniform in [0, 1), from the engine's generator.
 function M.rand(...)
-  local ndim, options = read_shape("rand", 2, ...)
-  local x = make("rand", ndim, options, 2)
+  local ndim, options = read_shape("rand", ...)
+  local x = make("rand", ndim, options)
   check(C.eng_uniform(x, 0, 1))
   return x
 end
 
 --- Normal with mean 0 and standard deviation 1.
 function M.randn(...)
-  local ndim, options = read_shape("randn", 2, ...)
-  local x = make("randn", ndim, options, 2)
+  local ndim, options = read_shape("randn", ...)
+  local x = make("randn", ndim, options)
   check(C.eng_normal(x, 0, 1))
   return x
 end
 
---- Whole numbers low, low+1, ... high-1 drawn uniformly, i64.
+--- Whole numbers low, low+1, ... high-1 drawn uniformly, i64: engine.randint(0, 10, 2, 3).
 function M.randint(low, high, ...)
-  local ndim, options = read_shape("randint", 2, ...)
-  local x = make("randint", ndim, options or "i64", 2)
+  want_whole(low, "randint", "the lower bound")
+  if want_whole(high, "randint", "the upper bound") <= low then raise("randint: expected low < high, got %d and %d", low, high) end
+  local ndim, options = read_shape("randint", ...)
+  local x = make("randint", ndim, options, "i64")
   local count = tonumber(info(x).count)
   local values = ffi.new("double[?]", count)
   local draw = Tensor()
@@ -150,11 +198,13 @@ end
 
 --- start, start+step, ... up to and including stop (as Lua's for); i64 unless options say otherwise.
 function M.arange(start, stop, step, options)
-  step = step or 1
-  if step == 0 then error("arange: expected a step that is not 0", 2) end
+  step = want_number(step or 1, "arange", "the step")
+  want_number(start, "arange", "the first value")
+  want_number(stop, "arange", "the last value")
+  if step == 0 then raise("arange: expected a step that is not 0") end
   local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
   shape_buffer[0] = count
-  local x = make("arange", 1, options or "i64", 2)
+  local x = make("arange", 1, options, "i64")
   local values = ffi.new("double[?]", count)
   for i = 0, count - 1 do values[i] = start + i * step end
   check(C.eng_write(x, values, M_ffi.dtype.f64, count))
@@ -167,18 +217,18 @@ local function table_shape(value, shape, depth)
   if #value > 0 then table_shape(value[1], shape, depth + 1) end
 end
 
-local function flatten(value, shape, depth, out, at, name)
+local function flatten(value, shape, depth, out, at)
   if depth > #shape then
     if type(value) == "boolean" then value = value and 1 or 0 end
-    if type(value) ~= "number" then error(("%s: expected numbers, got %s"):format(name, type(value)), 0) end
+    if type(value) ~= "number" then raise("tensor: expected a number%s, got %s", depth == 1 and " or a table of numbers" or "", value_text(value)) end
     out[at] = value
     return at + 1
   end
   if type(value) ~= "table" or #value ~= shape[depth] then
-    error(("%s: the table is ragged: expected %d entries at depth %d, got %s"):format(name, shape[depth], depth,
-      type(value) == "table" and tostring(#value) or type(value)), 0)
+    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s", shape[depth], depth,
+      type(value) == "table" and tostring(#value) or value_text(value))
   end
-  for i = 1, #value do at = flatten(value[i], shape, depth + 1, out, at, name) end
+  for i = 1, #value do at = flatten(value[i], shape, depth + 1, out, at) end
   return at
 end
 
@@ -186,66 +236,52 @@ end
 function M.tensor(value, options)
   local shape, count = {}, 1
   table_shape(value, shape, 1)
-  for i, n in ipairs(shape) do count = count * n; if i <= 6 then shape_buffer[i - 1] = n end end
-  if #shape > 6 then error("tensor: expected up to 6 dimensions", 2) end
+  if #shape > C.ENG_MAX_DIMS then raise("tensor: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS), #shape) end
+  for i, n in ipairs(shape) do count, shape_buffer[i - 1] = count * n, n end
   local values = ffi.new("double[?]", math.max(count, 1))
-  local good, message = pcall(flatten, value, shape, 1, values, 0, "tensor")
-  if not good then error(message, 2) end
-  local x = make("tensor", #shape, options, 2)
+  flatten(value, shape, 1, values, 0)
+  local x = make("tensor", #shape, options)
   check(C.eng_write(x, values, M_ffi.dtype.f64, count))
   return x
 end
 
 --- A tensor of `dtype` and `shape` filled from memory (a cdata pointer) in format `from`.
 function M.from_memory(pointer, from, shape, options)
-  local ndim = read_shape("from_memory", 2, shape)
-  local x = make("from_memory", ndim, options or from, 2)
+  local ndim = read_shape("from_memory", shape)
+  local x = make("from_memory", ndim, options, from)
   check(C.eng_write(x, pointer, dtype_number(from), info(x).count))
   return x
 end
 
 -- ------------------------------------------------------------------ what a tensor is
 
-local function shape_table(what)
-  local shape = {}
-  for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
-  return shape
-end
-
-function getters.shape(x) return shape_table(info(x, 3)) end
-function getters.ndim(x) return info(x, 3).ndim end
-function getters.count(x) return tonumber(info(x, 3).count) end
-function getters.dtype(x) return dtype_name[info(x, 3).dtype] end
-function getters.is_leaf(x) return info(x, 3).is_leaf ~= 0 end
+function getters.shape(x) return shape_table(info(x)) end
+function getters.ndim(x) return info(x).ndim end
+function getters.count(x) return tonumber(info(x).count) end
+function getters.dtype(x) return dtype_name[info(x).dtype] end
+function getters.is_leaf(x) return info(x).is_leaf ~= 0 end
 function getters.device() return M_ffi.string(C.eng_device_name()) end
 --- The gradient after backward(), or nil.
 function getters.grad(x)
   local g = Tensor()
-  check(C.eng_gradient(g, x), 3)
+  check(C.eng_gradient(g, x))
   if g.slot ~= 0 then return g end
-end
-
---- shape as text, "[64 x 768]"
-function M.shape_text(shape)
-  return "[" .. table.concat(shape, " x ") .. "]"
 end
 
 --- Size of dimension d, or all sizes.
 function methods.size(x, d)
-  local what = info(x)
   if d == nil then
-    local sizes = shape_table(what)
+    local sizes = shape_table(info(x))
     return unpack(sizes)
   end
-  local k = d < 0 and d + what.ndim or d - 1
-  if k < 0 or k >= what.ndim then error(("size: there is no dimension %d in %s"):format(d, M.shape_text(shape_table(what))), 2) end
+  local k, what = dimension(x, d, "size")
   return tonumber(what.shape[k])
 end
 
 function methods.is_contiguous(x) return info(x).contiguous ~= 0 end
 
---- The value of a tensor with one element.
 local item_buffer = ffi.new("double[1]")
+--- The value of a tensor with one element.
 function methods.item(x)
   check(C.eng_item(item_buffer, x))
   return item_buffer[0]
@@ -295,83 +331,126 @@ end
 
 --- The same values, cut from the tape.
 function methods.detach(x)
+  want(x, "detach")
+  local shape = shape_table(info(x))   -- before recording goes off: a stale handle raises here
   local before = C.eng_grad_enabled(false)
-  local y = methods.view(x, info(x).ndim == 0 and {} or shape_table(info_buffer))
+  local y = methods.view(x, shape)
   C.eng_grad_enabled(before)
   return y
 end
 
 --- In place, not recorded: fill, copy from another tensor or nested table, random numbers.
-function methods.fill(x, value) check(C.eng_fill(x, value)); return x end
-function methods.zero(x) check(C.eng_fill(x, 0)); return x end
+function methods.fill(x, value) return (fill(x, value, "fill")) end
+function methods.zero(x) return (fill(x, 0, "zero")) end
 function methods.copy(x, source)
-  if not is_tensor(source) then source = M.tensor(source, dtype_name[info(x).dtype]) end
+  if not is_tensor(source) then source = M.tensor(source, { dtype = dtype_name[info(x).dtype], keep = false }) end
   check(C.eng_copy(x, source))
   return x
 end
-function methods.uniform(x, low, high) check(C.eng_uniform(x, low or 0, high or 1)); return x end
-function methods.normal(x, mean, std) check(C.eng_normal(x, mean or 0, std or 1)); return x end
+function methods.uniform(x, low, high)
+  check(C.eng_uniform(x, want_number(low or 0, "uniform", "the lower bound"), want_number(high or 1, "uniform", "the upper bound")))
+  return x
+end
+function methods.normal(x, mean, std)
+  check(C.eng_normal(x, want_number(mean or 0, "normal", "the mean"), want_number(std or 1, "normal", "the standard deviation")))
+  return x
+end
 
 -- ------------------------------------------------------------------ elementwise operations
 
-local function affine(x, factor, term, level)
-  floats[0], floats[1] = factor, term
-  return run1("affine", x, (level or 2) + 1)
+local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
+local LOW = { [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
+-- the integer dtypes a number may need, smallest first
+local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 }, { "i32", -2 ^ 31, 2 ^ 31 - 1 }, { "i64", -2 ^ 63, 2 ^ 63 - 1024 } }
+local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
+for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
+
+--- The dtype in which a number stands beside a tensor of `dtype`. With floats the number takes theirs; an integer tensor keeps
+--- its dtype for whole numbers that fit it, else the smallest integer dtype that holds the number, else f32.
+local function dtype_beside(dtype, value)
+  if FLOAT[dtype] then return dtype end
+  if value % 1 ~= 0 then return M_ffi.dtype.f32 end   -- also inf and nan
+  local range = RANGE[dtype]
+  if value >= range[1] and value <= range[2] then return dtype end
+  for _, row in ipairs(INTEGERS) do
+    if value >= row[2] and value <= row[3] then return M_ffi.dtype[row[1]] end
+  end
+  return M_ffi.dtype.f32
 end
 
-local function scalar_like(x, value)
+local function scalar(value, dtype)
   local y = Tensor()
-  local dtype = info(x, 3).dtype
-  if value % 1 ~= 0 and dtype ~= M_ffi.dtype.f64 and dtype ~= M_ffi.dtype.f16 and dtype ~= M_ffi.dtype.bf16 then dtype = M_ffi.dtype.f32 end
-  check(C.eng_new(y, dtype, 0, shape_buffer, STEP), 3)
-  check(C.eng_fill(y, value), 3)
+  check(C.eng_new(y, dtype, 0, shape_buffer, STEP))
+  check(C.eng_fill(y, value))
   return y
 end
 
---- Both sides as tensors; a number becomes a scalar tensor of the other side's dtype.
-local function pair(name, a, b, level)
-  if type(b) == "number" then b = scalar_like(a, b)
-  elseif type(a) == "number" then a = scalar_like(b, a) end
-  return run2(name, a, b, (level or 2) + 1)
+--- A number as a tensor beside x. A number that f16 or bf16 would round comes as f32: second result true.
+local function scalar_beside(x, value)
+  local dtype = info(x).dtype
+  local y = scalar(value, dtype_beside(dtype, value))
+  if not LOW[dtype] then return y, false end
+  check(C.eng_item(item_buffer, y))
+  if item_buffer[0] == value or value ~= value then return y, false end
+  return scalar(value, M_ffi.dtype.f32), true
 end
 
-local function is_integer(x)
-  local d = info(x, 3).dtype
-  return d ~= M_ffi.dtype.f32 and d ~= M_ffi.dtype.f64 and d ~= M_ffi.dtype.f16 and d ~= M_ffi.dtype.bf16
+--- A tensor with a tensor or a number. A number never widens a float result: where it had to stand in f32 beside an f16
+--- tensor, the result is rounded back (but for comparisons, which are exact that way).
+local function pair(name, a, b, compares)
+  local wide, dtype
+  if type(b) == "number" and is_tensor(a) then
+    dtype = info(a).dtype
+    b, wide = scalar_beside(a, b)
+  elseif type(a) == "number" and is_tensor(b) then
+    dtype = info(b).dtype
+    a, wide = scalar_beside(b, a)
+  end
+  local y = run2(name, a, b)
+  if not wide or compares then return y end
+  ints[0] = dtype
+  return run1("cast", y)
 end
 
-local function add(a, b, level)
-  level = (level or 2) + 1
-  if type(b) == "number" and not is_integer(a) then return affine(a, 1, b, level) end
-  if type(a) == "number" and not is_integer(b) then return affine(b, 1, a, level) end
-  return pair("add", a, b, level)
+local function is_float(x)
+  return is_tensor(x) and FLOAT[info(x).dtype]
 end
-local function sub(a, b, level)
-  level = (level or 2) + 1
-  if type(b) == "number" and not is_integer(a) then return affine(a, 1, -b, level) end
-  if type(a) == "number" and not is_integer(b) then return affine(b, -1, a, level) end
-  return pair("sub", a, b, level)
+
+-- y = x * factor + term in one pass, rounded once: what arithmetic of a float tensor with a number comes to
+local function affine(x, factor, term)
+  floats[0], floats[1] = factor, term
+  return run1("affine", x)
 end
-local function mul(a, b, level)
-  level = (level or 2) + 1
-  if type(b) == "number" and not is_integer(a) then return affine(a, b, 0, level) end
-  if type(a) == "number" and not is_integer(b) then return affine(b, a, 0, level) end
-  return pair("mul", a, b, level)
+
+local function add(a, b)
+  if type(b) == "number" and is_float(a) then return affine(a, 1, b) end
+  if type(a) == "number" and is_float(b) then return affine(b, 1, a) end
+  return pair("add", a, b)
 end
-local function div(a, b, level)
-  return pair("div", a, b, (level or 2) + 1)
+local function sub(a, b)
+  if type(b) == "number" and is_float(a) then return affine(a, 1, -b) end
+  if type(a) == "number" and is_float(b) then return affine(b, -1, a) end
+  return pair("sub", a, b)
 end
-local function pow(a, b, level)
-  level = (level or 2) + 1
-  if type(b) ~= "number" then return pair("pow", a, b, level) end
+local function mul(a, b)
+  if type(b) == "number" and is_float(a) then return affine(a, b, 0) end
+  if type(a) == "number" and is_float(b) then return affine(b, a, 0) end
+  return pair("mul", a, b)
+end
+local function div(a, b)
+  return pair("div", a, b)
+end
+local function pow(a, b)
+  if type(b) ~= "number" or not is_float(a) then return pair("pow", a, b) end
   floats[0], floats[1] = b, 0
-  return run1("pow_scalar", a, level)
+  return run1("pow_scalar", a)
 end
 
 methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
 for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
-  methods[name] = function(a, b) return pair(name, a, b) end
+  local compares = #name == 2
+  methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "log_sigmoid", "softplus",
@@ -381,7 +460,7 @@ end
 
 --- gelu(x) is the erf form, gelu(x, "tanh") the tanh form (GPT-2's).
 function methods.gelu(x, form)
-  if form ~= nil and form ~= "tanh" and form ~= "erf" then error(("gelu: expected 'erf' or 'tanh', got '%s'"):format(tostring(form)), 2) end
+  if form ~= nil and form ~= "tanh" and form ~= "erf" then raise("gelu: expected 'erf' or 'tanh', got %s", value_text(form)) end
   return run1(form == "tanh" and "gelu_tanh" or "gelu", x)
 end
 
@@ -392,16 +471,17 @@ function methods.swiglu(gate, up) return run2("swiglu", gate, up) end
 
 function methods.clamp(x, low, high)
   want(x, "clamp")
-  floats[0], floats[1] = low or -huge, high or huge
+  floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"), want_number(high or huge, "clamp", "the upper limit")
   return run1("clamp", x)
 end
 
 --- condition:where(a, b): a where true, else b; a and b may be numbers.
 function methods.where(condition, a, b)
-  if type(a) == "number" and type(b) == "number" then a = M.full({}, a) end
-  if type(a) == "number" then a = scalar_like(b, a) end
-  if type(b) == "number" then b = scalar_like(a, b) end
-  want(condition, "where"); want(a, "where"); want(b, "where")
+  if type(a) == "number" then a = scalar(a, is_tensor(b) and dtype_beside(info(b).dtype, a) or M_ffi.dtype.f32) end
+  if type(b) == "number" then b = scalar(b, is_tensor(a) and dtype_beside(info(a).dtype, b) or M_ffi.dtype.f32) end
+  want(condition, "where")
+  want(a, "where")
+  want(b, "where")
   call.op, call.n_in, call.n_out, inputs[0], inputs[1], inputs[2] = op.where, 3, 1, condition, a, b
   return run_call()
 end
@@ -409,13 +489,14 @@ end
 --- Zeroes elements with probability p and scales the others by 1/(1-p).
 function methods.dropout(x, p)
   want(x, "dropout")
-  floats[0], ints[0], ints[1] = p, 0, 0
+  floats[0], ints[0], ints[1] = want_number(p, "dropout", "the probability"), 0, 0
   return run1("dropout", x)
 end
 
 --- x in another dtype; x itself when it already has it.
 function methods.to(x, dtype)
-  local number = dtype_number(dtype, 2)
+  want(x, "to")
+  local number = dtype_number(dtype)
   if info(x).dtype == number then return x end
   ints[0] = number
   return run1("cast", x)
@@ -423,22 +504,17 @@ end
 
 -- ------------------------------------------------------------------ views and joins
 
-local function zero_based(d) return d > 0 and d - 1 or d end
-
-local function shape_ints(name, level, ...)
+local function shape_ints(name, ...)
   local list = type((...)) == "table" and (...) or { ... }
-  if #list > 6 then error(("%s: expected up to 6 dimensions, got %d"):format(name, #list), level + 1) end
+  if #list > C.ENG_MAX_DIMS then raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list) end
   ints[0] = #list
-  for i, v in ipairs(list) do
-    if type(v) ~= "number" or v % 1 ~= 0 then error(("%s: a dimension must be a whole number, got %s"):format(name, tostring(v)), level + 1) end
-    ints[i] = v
-  end
+  for i, v in ipairs(list) do ints[i] = want_whole(v, name, "a dimension") end
 end
 
 --- x:view(2, -1) or x:view{2, -1}: the same elements in a new shape; one dimension may be -1.
 function methods.view(x, ...)
   want(x, "view")
-  shape_ints("view", 2, ...)
+  shape_ints("view", ...)
   return run1("reshape", x)
 end
 methods.reshape = methods.view
@@ -448,8 +524,8 @@ function methods.permute(x, ...)
   want(x, "permute")
   local n = info(x).ndim
   local order = type((...)) == "table" and (...) or { ... }
-  if #order ~= n then error(("permute: expected %d dimensions, got %d"):format(n, #order), 2) end
-  for i, d in ipairs(order) do ints[i - 1] = zero_based(d) end
+  if #order ~= n then raise("permute: expected %d dimensions, got %d", n, #order) end
+  for i, d in ipairs(order) do ints[i - 1] = dimension(x, d, "permute") end
   return run1("permute", x)
 end
 
@@ -457,9 +533,8 @@ end
 function methods.transpose(x, a, b)
   want(x, "transpose")
   local n = info(x).ndim
-  a, b = a or -2, b or -1
-  a, b = a < 0 and a + n or a - 1, b < 0 and b + n or b - 1
-  if a < 0 or b < 0 or a >= n or b >= n then error("transpose: there is no such dimension in " .. M.shape_text(shape_table(info(x))), 2) end
+  if n < 2 and not a then raise("transpose: expected at least 2 dimensions, got %s", M.shape_text(shape_table(info_buffer))) end
+  a, b = dimension(x, a or -2, "transpose"), dimension(x, b or -1, "transpose")
   for d = 0, n - 1 do ints[d] = d end
   ints[a], ints[b] = b, a
   return run1("permute", x)
@@ -467,57 +542,54 @@ end
 
 function methods.expand(x, ...)
   want(x, "expand")
-  shape_ints("expand", 2, ...)
+  shape_ints("expand", ...)
   return run1("expand", x)
 end
 
---- Positions start..stop of dimension d (inclusive, from 1, negative from the end), every step-th.
+--- Positions start..stop of dimension d, every step-th; inclusive, from 1, negative from the end, as in string.sub: what lies
+--- past the end is not there, and a range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
-  start, stop = start or 1, stop or -1
-  ints[0], ints[1], ints[3] = zero_based(d), zero_based(start), step or 1
-  if stop < 0 then
-    local what = info(x)
-    local k = d < 0 and d + what.ndim or d - 1
-    if k >= 0 and k < what.ndim then stop = tonumber(what.shape[k]) + stop + 1 end
-    stop = math.max(stop, 0)
-  end
-  ints[2] = stop
+  local k, what = dimension(x, d, "slice")
+  local n = tonumber(what.shape[k])
+  start, stop = want_whole(start or 1, "slice", "the first position"), want_whole(stop or -1, "slice", "the last position")
+  if start == 0 then raise("slice: positions count from 1, or from -1 backward; got 0") end
+  if start < 0 then start = math.max(start + n + 1, 1) end
+  if stop < 0 then stop = stop + n + 1 end
+  ints[0], ints[1], ints[2], ints[3] = k, start - 1, math.max(stop, 0), want_whole(step or 1, "slice", "the step", 1)
   return run1("slice", x)
 end
 
 --- Position i of dimension d, without that dimension.
 function methods.select(x, d, i)
   want(x, "select")
-  local shape = shape_table(info(x))
-  local k = d < 0 and d + #shape + 1 or d
-  local n = shape[k] or error(("select: there is no dimension %d in %s"):format(d, M.shape_text(shape)), 2)
-  local at = i < 0 and i + n + 1 or i
-  if at < 1 or at > n then error(("select: there is no position %d in dimension %d of %s"):format(i, d, M.shape_text(shape)), 2) end
-  table.remove(shape, k)
-  return methods.slice(x, k, at, at):view(shape)
+  local k, what = dimension(x, d, "select")
+  local shape, n = shape_table(what), tonumber(what.shape[k])
+  local at = want_whole(i, "select", "a position") < 0 and i + n + 1 or i
+  if at < 1 or at > n then raise("select: there is no position %d in dimension %d of %s; positions count from 1", i, k + 1, M.shape_text(shape)) end
+  table.remove(shape, k + 1)
+  return methods.slice(x, d, at, at):view(shape)
 end
 
---- Parts of the given sizes along d (a number: equal parts of that size), as several results.
+--- Parts of the given sizes along d (a number: parts of that size, the last may be smaller), as several results.
 function methods.split(x, sizes, d)
   want(x, "split")
-  local shape = shape_table(info(x))
-  local k = (d or -1) < 0 and (d or -1) + #shape + 1 or d
-  local n = shape[k] or error(("split: there is no dimension %d in %s"):format(d or -1, M.shape_text(shape)), 2)
-  if type(sizes) == "number" then
-    local size, list = sizes, {}
-    if size < 1 then error("split: expected parts of at least 1", 2) end
+  local k, what = dimension(x, d or -1, "split")
+  local n = tonumber(what.shape[k])
+  if type(sizes) ~= "table" then
+    local size, list = want_whole(sizes, "split", "the size of a part", 1), {}
     for at = 1, n, size do list[#list + 1] = math.min(size, n - at + 1) end
-    sizes = list
+    sizes = #list > 0 and list or { 0 }
   end
-  if #sizes > 8 then
-    -- more parts than one operation yields: slices do the same
+  local sum = 0
+  for _, size in ipairs(sizes) do sum = sum + want_whole(size, "split", "the size of a part", 0) end
+  if sum ~= n then raise("split: the parts make %d, dimension %d of %s has %d", sum, k + 1, M.shape_text(shape_table(what)), n) end
+  if #sizes > C.ENG_OP_OUTPUTS then   -- more parts than one operation yields: slices do the same
     local parts, at = {}, 1
-    for i, size in ipairs(sizes) do parts[i], at = methods.slice(x, k, at, at + size - 1), at + size end
-    if at ~= n + 1 then error(("split: the parts make %d, dimension %d of %s has %d"):format(at - 1, k, M.shape_text(shape), n), 2) end
+    for i, size in ipairs(sizes) do parts[i], at = methods.slice(x, k + 1, at, at + size - 1), at + size end
     return unpack(parts)
   end
-  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.split, 1, #sizes, x, k - 1
+  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.split, 1, #sizes, x, k
   for i, size in ipairs(sizes) do ints[i] = size end
   check(C.eng_run(call))
   local parts = {}
@@ -527,59 +599,79 @@ end
 
 --- n equal parts along d.
 function methods.chunk(x, n, d)
-  local size = methods.size(x, d or -1)
-  if size % n ~= 0 then error(("chunk: %d does not divide into %d equal parts"):format(size, n), 2) end
-  return methods.split(x, size / n, d or -1)
+  want(x, "chunk")
+  want_whole(n, "chunk", "the number of parts", 1)
+  local k, what = dimension(x, d or -1, "chunk")
+  local size, sizes = tonumber(what.shape[k]), {}
+  if size % n ~= 0 then raise("chunk: dimension %d of %s does not divide into %d equal parts", k + 1, M.shape_text(shape_table(what)), n) end
+  for i = 1, n do sizes[i] = size / n end
+  return methods.split(x, sizes, k + 1)
 end
 
+--- Without the dimensions of size 1, or without dimension d if it is one.
 function methods.squeeze(x, d)
-  local shape = shape_table(info(x))
+  want(x, "squeeze")
+  local k = d and dimension(x, d, "squeeze") + 1
   local kept = {}
-  local k = d and (d < 0 and d + #shape + 1 or d)
-  for i, n in ipairs(shape) do
+  for i, n in ipairs(shape_table(info(x))) do
     if not (n == 1 and (k == nil or k == i)) then kept[#kept + 1] = n end
   end
   return methods.view(x, kept)
 end
 
+--- With a new dimension of size 1 that becomes dimension d.
 function methods.unsqueeze(x, d)
+  want(x, "unsqueeze")
   local shape = shape_table(info(x))
-  table.insert(shape, d < 0 and d + #shape + 2 or d, 1)
+  local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + #shape + 2 or d
+  if k < 1 or k > #shape + 1 then raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", #shape + 1, M.shape_text(shape), d) end
+  table.insert(shape, k, 1)
   return methods.view(x, shape)
+end
+
+local function want_list(list, name)
+  if type(list) ~= "table" then raise("%s: expected a list of tensors, got %s", name, value_text(list)) end
+  if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
+  for _, x in ipairs(list) do want(x, name) end
 end
 
 --- Joins a list of tensors along dimension d (1 by default).
 function M.concat(list, d)
-  if type(list) ~= "table" or #list == 0 then error("concat: expected a list of tensors", 2) end
-  d = d or 1
-  while #list > 16 do   -- one operation joins up to 16
-    local joined = {}
-    for i = 1, #list, 16 do joined[#joined + 1] = M.concat({ unpack(list, i, math.min(i + 15, #list)) }, d) end
+  want_list(list, "concat")
+  local k = dimension(list[1], d or 1, "concat")
+  while #list > C.ENG_OP_INPUTS do   -- more than one operation joins
+    local joined, most = {}, tonumber(C.ENG_OP_INPUTS)
+    for i = 1, #list, most do joined[#joined + 1] = M.concat({ unpack(list, i, math.min(i + most - 1, #list)) }, k + 1) end
     list = joined
   end
-  for k, x in ipairs(list) do want(x, "concat"); inputs[k - 1] = x end
-  call.op, call.n_in, call.n_out, ints[0] = op.concat, #list, 1, zero_based(d)
+  for i, x in ipairs(list) do inputs[i - 1] = x end
+  call.op, call.n_in, call.n_out, ints[0] = op.concat, #list, 1, k
   return run_call()
 end
 
 --- Joins tensors of one shape along a new dimension d (1 by default).
 function M.stack(list, d)
-  local raised = {}
-  for i, x in ipairs(list) do raised[i] = methods.unsqueeze(x, d or 1) end
+  want_list(list, "stack")
+  local raised, first = {}, M.shape_text(list[1].shape)
+  for i, x in ipairs(list) do
+    local shape = M.shape_text(x.shape)
+    if shape ~= first then raise("stack: expected tensors of one shape, got %s and %s", first, shape) end
+    raised[i] = methods.unsqueeze(x, d or 1)
+  end
   return M.concat(raised, d or 1)
 end
 
 -- ------------------------------------------------------------------ picking
 
-local function pick(name)
-  return function(x, d, index)
-    want(x, name); want(index, name)
-    ints[0] = zero_based(d)
+for _, name in ipairs { "gather", "index_select" } do
+  --- x:gather(d, index), x:index_select(d, index): the numbers in index count from 0.
+  methods[name] = function(x, d, index)
+    want(x, name)
+    want(index, name)
+    ints[0] = dimension(x, d, name)
     return run2(name, x, index)
   end
 end
-methods.gather = pick "gather"
-methods.index_select = pick "index_select"
 
 --- weight:embedding(ids): rows of [V x C] by ids counted from 0.
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
@@ -587,14 +679,15 @@ function methods.embedding(weight, ids) return run2("embedding", weight, ids) en
 --- The k largest of the last dimension: values, indices from 0.
 function methods.topk(x, k)
   want(x, "topk")
-  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x, k
+  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x, want_whole(k, "topk", "k", 0)
   return run_call()
 end
 
 for _, name in ipairs { "argmax", "argmin" } do
+  --- Index (from 0) of the extreme of dimension d, the last by default.
   methods[name] = function(x, d, keepdim)
     want(x, name)
-    ints[0], ints[1] = zero_based(d or -1), keepdim and 1 or 0
+    ints[0], ints[1] = dimension(x, d or -1, name), keepdim and 1 or 0
     return run1(name, x)
   end
 end
@@ -605,14 +698,10 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
   --- x:sum(), x:sum(d), x:sum({d, e}), with keepdim as the second argument.
   methods[name] = function(x, d, keepdim)
     want(x, name)
-    local n, mask = info(x).ndim, 0
-    if d == nil then mask = 2 ^ n - 1
+    local mask = 0
+    if d == nil then mask = 2 ^ info(x).ndim - 1
     else
-      for _, k in ipairs(type(d) == "table" and d or { d }) do
-        local at = k < 0 and k + n or k - 1
-        if at < 0 or at >= n then error(("%s: there is no dimension %d in %s"):format(name, k, M.shape_text(shape_table(info(x)))), 2) end
-        mask = bit.bor(mask, bit.lshift(1, at))
-      end
+      for _, k in ipairs(type(d) == "table" and d or { d }) do mask = bit.bor(mask, bit.lshift(1, (dimension(x, k, name)))) end
     end
     ints[0], ints[1] = mask, keepdim and 1 or 0
     return run1(name, x)
@@ -626,7 +715,8 @@ function methods.norm(x) return methods.sum(mul(methods.to(x, info(x).dtype == M
 
 --- a:matmul(b [, transpose_a, transpose_b]); vectors are taken as one row or one column.
 function methods.matmul(a, b, transpose_a, transpose_b)
-  want(a, "matmul"); want(b, "matmul")
+  want(a, "matmul")
+  want(b, "matmul")
   local na, nb = info(a).ndim, info(b).ndim
   if na == 1 then
     local y = methods.matmul(methods.unsqueeze(a, 1), b, false, transpose_b)
@@ -638,58 +728,64 @@ function methods.matmul(a, b, transpose_a, transpose_b)
   return run2("matmul", a, b)
 end
 
---- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]
-function methods.linear(x, weight, bias)
-  want(x, "linear"); want(weight, "linear")
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1], inputs[2] = op.linear, 3, 1, x, weight, bias or NONE
+--- Runs an operation of several inputs; those in `optional` may be nil.
+local function run_many(name, n_out, required, ...)
+  for k = 1, select("#", ...) do
+    local x = select(k, ...)
+    if x ~= nil or k <= required then want(x, name) end
+    inputs[k - 1] = x or NONE
+  end
+  call.op, call.n_in, call.n_out = op[name], select("#", ...), n_out
   return run_call()
 end
 
+--- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]
+function methods.linear(x, weight, bias) return run_many("linear", 1, 2, x, weight, bias) end
+
 function methods.layer_norm(x, weight, bias, eps)
-  want(x, "layer_norm")
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1], inputs[2] = op.layer_norm, 3, 3, x, weight or NONE, bias or NONE
-  floats[0] = eps or 1e-5
-  return (run_call())
+  floats[0] = want_number(eps or 1e-5, "layer_norm", "eps")
+  return (run_many("layer_norm", 3, 1, x, weight, bias))
 end
 
 function methods.rms_norm(x, weight, eps)
-  want(x, "rms_norm")
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op.rms_norm, 2, 2, x, weight or NONE
-  floats[0] = eps or 1e-6
-  return (run_call())
+  floats[0] = want_number(eps or 1e-6, "rms_norm", "eps")
+  return (run_many("rms_norm", 2, 1, x, weight))
 end
+
+local ATTENTION = { causal = true, scale = true, entropy = true }
 
 --- q [B x T x H x D], k, v [B x S x G x D] -> [B x T x H x D]; options: causal, scale, entropy. With entropy=true a second
 --- result gives each row's attention entropy in nats, [B x H x T].
 function M.attention(q, k, v, options)
-  want(q, "attention"); want(k, "attention"); want(v, "attention")
-  options = options or {}
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1], inputs[2] = op.attention, 3, 3, q, k, v
-  ints[0], ints[1], floats[0] = options.causal and 1 or 0, options.entropy and 1 or 0, options.scale or 0
-  local y, _, entropy = run_call()
+  options = read_named(options, "attention", ATTENTION)
+  ints[0], ints[1], floats[0] = options.causal and 1 or 0, options.entropy and 1 or 0, want_number(options.scale or 0, "attention", "scale")
+  local y, _, entropy = run_many("attention", 3, 3, q, k, v)
   if options.entropy then return y, entropy end
   return y
 end
 
+local ROPE = { position = true, base = true, interleaved = true }
+
 --- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, from 0), base, interleaved.
 function methods.rope(x, options)
-  want(x, "rope")
-  options = options or {}
-  ints[0], ints[1], ints[2], floats[0] = options.position or 0, options.interleaved and 1 or 0, 0, options.base or 10000
+  options = read_named(options, "rope", ROPE)
+  floats[0] = want_number(options.base or 10000, "rope", "base")
+  ints[0], ints[1], ints[2] = want_whole(options.position or 0, "rope", "position", 0), options.interleaved and 1 or 0, 0
   return run1("rope", x)
 end
 
 local REDUCTION = { none = 0, mean = 1, sum = 2 }
 
+local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction = true }
+
 --- logits [.. x V], targets [..] of class ids from 0; options: label_smoothing, ignore_index (-100), reduction "mean" | "sum" | "none".
 function M.cross_entropy(logits, targets, options)
-  want(logits, "cross_entropy"); want(targets, "cross_entropy")
-  options = options or {}
+  options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]
-  if not reduction then error(("cross_entropy: expected reduction mean, sum or none, got '%s'"):format(tostring(options.reduction)), 2) end
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op.cross_entropy, 2, 2, logits, targets
-  ints[0], ints[1], floats[0] = options.ignore_index or -100, reduction, options.label_smoothing or 0
-  return (run_call())
+  if not reduction then raise("cross_entropy: expected reduction mean, sum or none, got %s", value_text(options.reduction)) end
+  ints[0], ints[1] = want_whole(options.ignore_index or -100, "cross_entropy", "ignore_index"), reduction
+  floats[0] = want_number(options.label_smoothing or 0, "cross_entropy", "label_smoothing")
+  return (run_many("cross_entropy", 2, 2, logits, targets))
 end
 
 --- mean of (a - b)^2
@@ -701,6 +797,7 @@ local function number_text(v, dtype)
   if dtype == "bool" then return v ~= 0 and "true" or "false" end
   if v ~= v then return "nan" end
   if v == huge or v == -huge then return v > 0 and "inf" or "-inf" end
+  if v == 0 and 1 / v < 0 then return "-0" end
   if v % 1 == 0 and math.abs(v) < 1e7 then return ("%d"):format(v) end
   return ("%.4g"):format(v)
 end
@@ -747,28 +844,32 @@ end
 
 M.methods, M.getters = methods, getters
 
+local function no_order(a, b)
+  raise("tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got %s and %s", value_text(a), value_text(b))
+end
+
 ffi.metatype(Tensor, {
   __index = function(x, key)
     local method = methods[key]
     if method then return method end
     local getter = getters[key]
     if getter then return getter(x) end
+    if type(key) == "number" then raise("a tensor is not indexed by numbers; hint: x:select(1, %g), x:slice(1, %g, %g)", key, key, key) end
     local names = {}
     for name in pairs(methods) do names[#names + 1] = name end
     for name in pairs(getters) do names[#names + 1] = name end
-    error(("a tensor has no method '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
+    table.sort(names)
+    raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), names))
   end,
-  __newindex = function(_, key) error(("a tensor's field '%s' cannot be set"):format(tostring(key)), 2) end,
+  __newindex = function(_, key) raise("a tensor's field '%s' cannot be set; hint: x:fill(), x:copy() write elements", tostring(key)) end,
   __tostring = M.describe,
-  __add = function(a, b) return add(a, b, 2) end,
-  __sub = function(a, b) return sub(a, b, 2) end,
-  __mul = function(a, b) return mul(a, b, 2) end,
-  __div = function(a, b) return div(a, b, 2) end,
-  __pow = function(a, b) return pow(a, b, 2) end,
+  __concat = function(a, b) return tostring(a) .. tostring(b) end,
+  __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,
   __unm = function(a) return run1("neg", a) end,
   __eq = function(a, b)   -- the same handle; values are compared by a:eq(b)
     return is_tensor(a) and is_tensor(b) and tonumber(a.slot) == tonumber(b.slot) and tonumber(a.generation) == tonumber(b.generation)
   end,
+  __lt = no_order, __le = no_order,
 })
 
 return M

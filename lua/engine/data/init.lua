@@ -40,7 +40,7 @@ end
 
 local function map(path)
   local mapping = ffi.new("eng_mapping")
-  check(C.eng_file_map(mapping, path), 4)
+  check(C.eng_file_map(mapping, path))
   return ffi.gc(mapping, C.eng_file_unmap)
 end
 

@@ -208,7 +208,7 @@ local function config_text(model)
 end
 
 local function save(model, dir)
-  check(C.eng_file_mkdir(dir), 0)
+  check(C.eng_file_mkdir(dir), true)
   local source = model.source or { prefix = "transformer." }
   require("engine").scope(function()
     local tensors = {}
@@ -217,7 +217,7 @@ local function save(model, dir)
     safetensors.save(dir .. "/model.safetensors", tensors, { format = "pt" })
   end)
   local text = config_text(model)
-  check(C.eng_file_write(dir .. "/config.json", text, #text), 0)
+  check(C.eng_file_write(dir .. "/config.json", text, #text), true)
 end
 
 --- model:save(DIR): config.json and model.safetensors, f32, for engine and transformers alike.
