@@ -62,30 +62,47 @@ end
 local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function", "goto", "if", "in", "local",
                    "nil", "not", "or", "repeat", "return", "then", "true", "until", "while" }
 
--- Calls visit(name, value) for the string keys of a value and of what its metatable leads to.
+local function each_key(t, visit)
+  for key, field in next, t do
+    if type(key) == "string" then visit(key, field) end
+  end
+end
+
+-- Calls visit(name, value) for the string keys of a value and of what its metatable leads to. Where
+-- __index is a function, as in modules, the tables that it looks into are its upvalues.
 local function each_name(value, visit)
-  for _ = 1, 10 do
-    if type(value) == "table" then
-      for key, field in next, value do
-        if type(key) == "string" then visit(key, field) end
-      end
+  if type(value) == "cdata" then
+    local tensor = package.loaded["engine.tensor"]
+    if tensor and tensor.is_tensor(value) then
+      each_key(tensor.methods, visit)
+      each_key(tensor.getters, visit)
     end
+    return
+  end
+  for _ = 1, 10 do
+    if type(value) == "table" then each_key(value, visit) end
     local meta = debug.getmetatable(value)
-    if type(value) == "cdata" then meta = { __index = package.loaded["engine.tensor"] } end
     value = type(meta) == "table" and rawget(meta, "__index") or nil
+    if type(value) == "function" then
+      for i = 1, 20 do
+        local name, upvalue = debug.getupvalue(value, i)
+        if not name then break end
+        if type(upvalue) == "table" and debug.getmetatable(upvalue) == nil or name:match("^[Cc]lass$") then each_key(upvalue, visit) end
+      end
+      return
+    end
     if type(value) ~= "table" then return end
   end
 end
 
--- Walks `a.b.c` without calling anything but __index tables.
+local function index(value, name) return value[name] end
+
+-- The value of `a.b.c`; nil when there is none.
 local function resolve(path)
   local value = _G
   for name in path:gmatch("[%a_][%w_]*") do
-    local found
-    each_name(value, function(key, field)
-      if key == name and found == nil then found = field end
-    end)
-    if found == nil then return nil end
+    local ok, found = pcall(index, value, name)
+    if not ok or found == nil then return nil end
     value = found
   end
   return value
