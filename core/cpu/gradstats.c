@@ -8,13 +8,13 @@
 //              stripes, those over the chunk, so that few roundings add up; the lanes of a chunk are
 //              folded to a double. All in double where magnitudes are extreme
 //   order      lanes, chunks, blocks, always the same, whatever the number of threads
-//   histogram  exponents become bytes, and each binade between the chunk's smallest and largest is
-//              counted by comparison; integer counts, so any order
+//   histogram  exponents become bytes; the binades that hold most elements are counted by comparison,
+//              the few elements below them one by one; integer counts, so any order
 #include "simd.h"
 
 #include "blocks.h"
 
-enum { CHUNK = 4064, STRIPE = 512, LANES = 32 };   // elements; CHUNK / 16 stays below 256
+enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };   // elements; CHUNK / 32 stays below 256, the range of a byte
 enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
 
 /// What a block or chunk holds.
@@ -111,11 +111,11 @@ VF_INLINE double fold(const float *lane)
   return sum[0];
 }
 
-/// Asks for the cache line a page further on; without it reading and computing hardly overlap. An
+/// Asks for the cache line two pages further on; without it reading and computing hardly overlap. An
 /// address past the end does no harm, hence the detour through an integer.
 VF_INLINE void prefetch(const void *p)
 {
-  __builtin_prefetch((const void *)((uintptr_t)p + 4096));
+  __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
 // n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and left out;
@@ -279,6 +279,37 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 // ------------------------------------------------------------------ histogram
 
 typedef uint32_t word __attribute__((may_alias));
+
+/// Subnormals of f32 or bf16: their exponent bits are zero, the leading one tells the binade.
+static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16, int64_t *hist)
+{
+  for (int i = 0; i < n; i++) {
+    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16 : ((const word *)g)[i] & 0x7FFFFFFF;
+    if (a != 0 && a < F32_TINY) hist[160 - 149 + 31 - __builtin_clz(a)]++;
+  }
+}
+
+#if defined(ENG_ISA_plain)
+/// Exponent bits of an f16 as f32; 0 for zero.
+VF_INLINE uint32_t exponent_f16(uint32_t a)
+{
+  return a >= F16_TINY ? (a >= F16_INF ? 255 : (a >> 10) + 112) : a ? 134 - (uint32_t)__builtin_clz(a) : 0;
+}
+
+/// n as in chunk_tally; t is the chunk's tally. Four tables, because neighbours often share a bin.
+static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
+{
+  uint32_t table[4][256] = {0};
+  const uint16_t *half = g;
+  for (int i = 0; i < n; i++) {
+    uint32_t key = dtype == ENG_f16 ? exponent_f16(half[i] & 0x7FFF) : dtype == ENG_bf16 ? half[i] >> 7 : ((const word *)g)[i] >> 23;
+    table[i & 3][key & 255]++;
+  }
+  // Key 0: zeros and f32 subnormals; 255: inf and nan.
+  for (int k = 1; k < 255; k++) hist[HIST_F32 + k] += table[0][k] + table[1][k] + table[2][k] + table[3][k];
+  if (dtype != ENG_f16 && t->tiny > t->zeros) count_subnormals(g, n, dtype == ENG_bf16, hist);
+}
+#else
 typedef uint8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
 enum { VB_LANES = 4 * VF_LANES };
 
@@ -308,6 +339,13 @@ VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
   __m512i unsign = _mm512_set1_epi16(0xFF);
   return (vb)_mm512_packus_epi16(_mm512_and_si512(low, unsign), _mm512_and_si512(high, unsign));
 }
+/// The same of two vectors of bf16.
+VF_INLINE vb vb_exponents_bf16(vh a, vh b)
+{
+  __m512i unsign = _mm512_set1_epi16(0xFF);
+  return (vb)_mm512_packus_epi16(_mm512_and_si512(_mm512_srli_epi16((__m512i)a, 7), unsign),
+                                 _mm512_and_si512(_mm512_srli_epi16((__m512i)b, 7), unsign));
+}
 #elif defined(ENG_ISA_avx2)
 VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
@@ -327,27 +365,11 @@ VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
   __m256i unsign = _mm256_set1_epi16(0xFF);
   return (vb)_mm256_packus_epi16(_mm256_and_si256(low, unsign), _mm256_and_si256(high, unsign));
 }
-#else
-VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
-VF_INLINE uint64_t vb_find(vb key, uint8_t high)
+VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 {
-  uint64_t found = 0;
-  for (int i = 0; i < VB_LANES; i++) found |= (uint64_t)((uint8_t)(key[i] - 1) < high) << i;
-  return found;
-}
-VF_INLINE int32_t vb_total(vb a)
-{
-  int32_t sum = 0;
-  for (int i = 0; i < VB_LANES; i++) sum += a[i];
-  return sum;
-}
-VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
-{
-  word bits[VB_LANES];
-  memcpy(bits, (vf[4]){a, b, c, d}, sizeof bits);
-  vb key;
-  for (int i = 0; i < VB_LANES; i++) key[i] = (uint8_t)(bits[i] >> 23);
-  return key;
+  __m256i unsign = _mm256_set1_epi16(0xFF);
+  return (vb)_mm256_packus_epi16(_mm256_and_si256(_mm256_srli_epi16((__m256i)a, 7), unsign),
+                                 _mm256_and_si256(_mm256_srli_epi16((__m256i)b, 7), unsign));
 }
 #endif
 
@@ -361,13 +383,15 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
   if (filled > whole) memcpy(rest, (const char *)g + (int64_t)whole * size, (size_t)(n - whole) * (size_t)size);
   for (int i = 0; i < filled; i += VB_LANES) {
     const void *from = i < whole ? (const char *)g + (int64_t)i * size : rest;
-    vf x[4];
-    for (int k = 0; k < 4; k++) {
-      x[k] = dtype == ENG_f16  ? vf_load_f16((const uint16_t *)from + k * VF_LANES)
-           : dtype == ENG_bf16 ? vf_load_bf16((const uint16_t *)from + k * VF_LANES)
-                               : vf_load((const float *)from + k * VF_LANES);
+    vb keys;
+    if (dtype == ENG_bf16) {
+      keys = vb_exponents_bf16(vh_load(from), vh_load((const uint16_t *)from + VH_LANES));
+    } else {
+      vf x[4];
+      for (int k = 0; k < 4; k++)
+        x[k] = dtype == ENG_f16 ? vf_load_f16((const uint16_t *)from + k * VF_LANES) : vf_load((const float *)from + k * VF_LANES);
+      keys = vb_exponents(x[0], x[1], x[2], x[3]);
     }
-    vb keys = vb_exponents(x[0], x[1], x[2], x[3]);
     memcpy(key + i, &keys, sizeof keys);
   }
   return filled;
@@ -409,15 +433,6 @@ static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *b
   }
 }
 
-/// Subnormals of f32 or bf16: their exponent bits are zero, the leading one tells the binade.
-static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16, int64_t *hist)
-{
-  for (int i = 0; i < n; i++) {
-    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16 : ((const word *)g)[i] & 0x7FFFFFFF;
-    if (a != 0 && a < F32_TINY) hist[160 - 149 + 31 - __builtin_clz(a)]++;
-  }
-}
-
 /// n as in chunk_tally; t is the chunk's tally.
 VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
@@ -428,6 +443,7 @@ VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, 
   count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan, hist + HIST_F32);
   if (subnormal > 0) count_subnormals(g, n, dtype == ENG_bf16, hist);
 }
+#endif
 
 // ------------------------------------------------------------------ blocks, tensors
 

@@ -95,7 +95,7 @@ VF_INLINE void advance(int loop, const rule *r, vf *p, vf g, vf *m, vf *v)
   }
 }
 
-/// The streams of an update run through memory a page ahead of the arithmetic.
+/// The streams of an update are asked for a kilobyte ahead of the arithmetic.
 VF_INLINE void ahead(const void *p)
 {
   __builtin_prefetch((const void *)((uintptr_t)p + 1024));
