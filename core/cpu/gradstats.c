@@ -379,13 +379,13 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;
   int whole = n / VB_LANES * VB_LANES, filled = (n + VB_LANES - 1) / VB_LANES * VB_LANES;
-  char rest[VB_LANES * 4] = {0};
+  vb rest[4] = {0};
   if (filled > whole) memcpy(rest, (const char *)g + (int64_t)whole * size, (size_t)(n - whole) * (size_t)size);
   for (int i = 0; i < filled; i += VB_LANES) {
-    const void *from = i < whole ? (const char *)g + (int64_t)i * size : rest;
+    const char *from = i < whole ? (const char *)g + (int64_t)i * size : (const char *)rest;
     vb keys;
     if (dtype == ENG_bf16) {
-      keys = vb_exponents_bf16(vh_load(from), vh_load((const uint16_t *)from + VH_LANES));
+      keys = vb_exponents_bf16(vh_load((const uint16_t *)from), vh_load((const uint16_t *)from + VH_LANES));
     } else {
       vf x[4];
       for (int k = 0; k < 4; k++)
