@@ -133,7 +133,7 @@ function Run:describe(options)
     steps = trainer.steps, parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
     history:set_meta(key, value)
   end
-  for key, value in pairs(options.config and require("engine.config").flatten(options.config) or {}) do history:set_config(key, value) end
+  for _, setting in ipairs(options.config and require("engine.config").flatten(options.config) or {}) do history:set_config(setting[1], setting[2]) end
   local source = trainer.policy.source
   if source then history:add_policy(("%08x"):format(C.eng_crc32c(0, source, #source)), trainer.policy.name, source) end
 end
