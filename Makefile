@@ -95,7 +95,7 @@ $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BU
 # ------------------------------------------------------------------ what must be installed
 
 # Debian's names. gnuplot is wanted by image plots alone and not in the list.
-PACKAGES := gcc make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
+PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
             lua-cjson lua-argparse lua-busted lua-check
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
@@ -112,7 +112,7 @@ deps:
 	    command -v sudo >/dev/null || { echo "missing packages; as root: apt-get install$$missing"; exit 1; }; sudo=sudo; \
 	  fi; \
 	  echo "installing:$$missing"; \
-	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq update && \
+	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq update; \
 	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null; \
 	else \
 	  missing=; \
