@@ -23,6 +23,7 @@ static eng_status copy(tensor *y, tensor *x)
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .in = {x}, .out = {y}, .ints = {y->dtype}};
   eng_status status = op_run(&c);
   eng_grad_enabled(recording);
+  y->store->writes++;
   return status;
 }
 
@@ -107,6 +108,7 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, from, count));
   transfer((void *)source, from, x, true);
+  x->store->writes++;
   return ENG_OK;
 }
 

@@ -77,7 +77,7 @@ typedef struct eng_tensor_info {
   void   *data;               // first element, in host memory
 } eng_tensor_info;
 
-/// Where a new tensor lives: AUTO, inside a step (see eng_step_begin) in the step, outside until
+/// Where a new tensor lives: AUTO, inside a step or scope (see eng_step_begin) in the step, outside until
 /// eng_free; KEEP, until eng_free; STEP, in the step, as the results of operations do.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
@@ -126,8 +126,8 @@ eng_status eng_step_end(void);
 /// The number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling).
-/// Nothing on the tape may lie after the mark. Scopes nest.
+/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling), but for
+/// kept tensors. Nothing on the tape may lie after the mark. Scopes nest; each begin needs its end, also after an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
@@ -356,7 +356,8 @@ void eng_params_free(eng_params *set);
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
 /// used) and gradients of format gradient[i]. Gradients are cleared.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
-/// Rounds the masters into the low-precision weights again (after loading or editing weights).
+/// Rounds the masters into the low-precision weights again. Only who writes through eng_tensor_info.data needs it:
+/// writes by eng_write, eng_fill, eng_copy and random numbers are noticed by the next operation.
 eng_status eng_params_refresh(eng_params *set);
 /// Forgets all gradients; costs nothing.
 eng_status eng_params_zero_grad(eng_params *set);

@@ -36,10 +36,7 @@ eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
 /// x in `dtype`: a parameter's low-precision copy where it has one, else a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
-  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype) {
-    *x = (*x)->parameter->shadow;
-    return ENG_OK;
-  }
+  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype) return params_shadow(x, (*x)->parameter);
   bool made;
   return op_cast_to(x, &made, *x, dtype);
 }
@@ -60,7 +57,7 @@ static eng_status apply_precision(op_call *c, int *yields)
       break;
     case CAST_EMBED:
       if (precision.residual >= 0 && c->in[0]->parameter && c->in[0]->parameter->shadow && c->in[0]->parameter->shadow->dtype == precision.residual)
-        c->in[0] = c->in[0]->parameter->shadow;
+        ENG_TRY(params_shadow(&c->in[0], c->in[0]->parameter));
       *yields = precision.residual;
       break;
     case CAST_NORM: *yields = precision.norm; break;
@@ -85,8 +82,8 @@ static eng_status check_arity(const op_call *c)
 static eng_status check_present(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++) {
-    bool optional = (c->op == ENG_OP_linear && k == 2) || ((c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad ||
-                     c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad) && k > 0);
+    bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad;
+    bool optional = (norm && k == 1) || (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm));
     if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
   }
   return ENG_OK;

@@ -103,7 +103,8 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
   if (status != ENG_OK) return error_prefix(status, "parameter %s", name);
   const tensor *x = *out;
   if (x->parameter)
-    return error_set(ENG_ERR_VALUE, "parameter %s: this tensor %s is parameter %s of a set already; hint: list a shared weight once",
+    return error_set(ENG_ERR_VALUE, "parameter %s: this tensor %s is parameter %s of a set already; hint: a second "
+                     "optimizer of a model must train the same parameters, all of them",
                      name, tensor_text(x), x->parameter->name);
   if (x->dtype != ENG_f32)
     return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
@@ -327,15 +328,25 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   return new_shadows ? eng_params_refresh(set) : ENG_OK;
 }
 
+static eng_status refresh(parameter *p)
+{
+  eng_tensor shadow = tensor_handle(p->shadow), value = tensor_handle(p->value);
+  ENG_TRY(eng_copy(&shadow, &value));
+  p->seen = p->value->store->writes;
+  return ENG_OK;
+}
+
 eng_status eng_params_refresh(eng_params *set)
 {
-  for (int i = 0; i < set->n; i++) {
-    const parameter *p = &set->member[i];
-    if (!p->shadow) continue;
-    eng_tensor shadow = tensor_handle(p->shadow), value = tensor_handle(p->value);
-    ENG_TRY(eng_copy(&shadow, &value));
-  }
+  for (int i = 0; i < set->n; i++)
+    if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
   return ENG_OK;
+}
+
+eng_status params_shadow(tensor **out, parameter *p)
+{
+  *out = p->shadow;
+  return p->seen == p->value->store->writes ? ENG_OK : refresh(p);
 }
 
 // ---- gradients

@@ -14,6 +14,7 @@ typedef struct parameter {
   tensor     *shadow;         // low-precision weights, or NULL; a leaf whose gradient is this parameter's
   tensor     *gradient;       // view of the flat gradient buffer, in gradient dtype (f32 once unscaled)
   bool        has_gradient;   // something was accumulated since the last zero_grad
+  uint32_t    seen;           // value's storage.writes when the shadow was last rounded from it
 } parameter;
 
 /// One piece of memory cut into a tensor per parameter, each starting on a 64-byte boundary.
@@ -44,6 +45,9 @@ struct eng_params {
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
 /// Gives memory and tensors back, or does so later when the tape or a view still looks at them. NULL is fine.
 void flat_release(flat_buffer *flat);
+
+/// The low-precision weights of a member that has some, rounded again if a script wrote into the master since.
+eng_status params_shadow(tensor **out, parameter *p);
 
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.
 int params_spans(eng_params *set);

@@ -94,6 +94,7 @@ static void draw(double value[4], const distribution *law, uint64_t counter)
 
 static void fill(const tensor *x, const distribution *law)
 {
+  x->store->writes++;
   int64_t blocks = (x->count + 3) / 4;
   uint64_t first = rng_take(blocks);
   bool contiguous = tensor_contiguous(x), integer = !dtype_is_float(x->dtype);

@@ -13,6 +13,7 @@ typedef struct storage {
   int64_t  bytes;
   int32_t  references;      // tensors that look at it
   int32_t  arena;           // arena_id
+  uint32_t writes;          // how often a script wrote into it (fill, copy, random numbers)
 } storage;
 
 typedef struct tensor {
@@ -28,6 +29,7 @@ typedef struct tensor {
   bool      requires_grad;
   bool      of_step;                 // belongs to the current step
   bool      held;                    // a flat buffer's: only its parameter set may drop it
+  bool      hung;                    // is the gradient of some tensor
   int32_t   node;                    // tape node that made it; -1: none
   int32_t   output;                  // which output of that node
   int32_t   step_index;              // place in the step's list
@@ -51,7 +53,7 @@ void tensor_rehome(tensor *x, void *memory);
 /// Forgets a tensor; memory returns to its arena with the last view.
 void tensor_drop(tensor *x);
 
-/// Inside a step: ARENA_STEP; outside: `factory` decides between ARENA_KEPT and ARENA_STEP.
+/// Inside a step or scope: ARENA_STEP; outside: `factory` decides between ARENA_KEPT and ARENA_STEP.
 arena_id tensor_home(bool factory);
 
 bool tensor_contiguous(const tensor *x);

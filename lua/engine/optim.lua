@@ -5,10 +5,11 @@
 --   opt:step()
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
+local module = require "engine.nn.module"
 local precision = require "engine.precision"
 local tensor = require "engine.tensor"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 
 local M = {}
 
@@ -27,8 +28,8 @@ local function names_of(t)
 end
 
 local function check_hyper(name, values)
-  local function bad(key, expected) error(("optim.%s: expected %s %s, got %s"):format(name, key, expected, tostring(values[key])), 0) end
-  for _, key in ipairs { "lr", "weight_decay", "momentum", "dampening" } do
+  local function bad(key, expected) raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key])) end
+  for _, key in ipairs { "lr", "lr_mul", "weight_decay", "momentum", "dampening" } do
     local v = values[key]
     if v ~= nil and not (type(v) == "number" and v >= 0 and v < math.huge) then bad(key, "as a number >= 0") end
   end
@@ -40,8 +41,9 @@ local function check_hyper(name, values)
   if eps ~= nil and not (type(eps) == "number" and eps >= 2 ^ -126 and eps < math.huge) then
     bad("eps", "as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)")
   end
+  if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then bad("nesterov", "as true or false") end
   if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
-    error(("optim.%s: nesterov needs a momentum and no dampening"):format(name), 0)
+    raise("optim.%s: nesterov needs a momentum and no dampening", name)
   end
 end
 
@@ -59,9 +61,9 @@ local function make_groups(name, list, options, defaults)
     for key, value in pairs(defaults) do values[key] = value end
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
-        if key == "lr" then error(("optim.%s: a group sets lr_mul, a factor on the common rate, not lr"):format(name), 0) end
+        if key == "lr" then raise("optim.%s: a group sets lr_mul, a factor on the common rate, not lr", name) end
         if defaults[key] == nil and key ~= "lr_mul" then
-          error(("optim.%s: unknown option '%s' in a group%s"):format(name, tostring(key), nearest.hint(tostring(key), names_of(defaults))), 0)
+          raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key), nearest.hint(tostring(key), names_of(defaults)))
         end
         values[key] = value
       end
@@ -75,7 +77,7 @@ local function make_groups(name, list, options, defaults)
   local user = {}
   for i, group in ipairs(options.groups or {}) do
     if type(group) ~= "table" or (type(group.match) ~= "string" and type(group.match) ~= "function") then
-      error(("optim.%s: group %d needs match = a pattern or a function(name, tensor)"):format(name, i), 0)
+      raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
     end
     user[i] = add(group, group.label or ("group " .. i))
   end
@@ -92,16 +94,37 @@ local function make_groups(name, list, options, defaults)
 end
 
 local function parameter_list(name, model)
-  local list = type(model) == "table" and model.parameters and model:parameters() or model
-  if type(list) ~= "table" then error(("optim.%s: expected a module or a list of { name =, tensor = }"):format(name), 0) end
+  local list = module.is_module(model) and model:parameters() or model
+  if type(list) ~= "table" then
+    raise("optim.%s: expected a module or a list of tensors or of { name =, tensor = }, got %s", name, M_ffi.value_text(model))
+  end
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
-    if p.tensor == nil then error(("optim.%s: entry %d has no tensor"):format(name, i), 0) end
+    if type(p) ~= "table" or not tensor.is_tensor(p.tensor) then raise("optim.%s: entry %d has no tensor", name, i) end
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
-  if #trainable == 0 then error(("optim.%s: nothing to train: no parameter requires a gradient"):format(name), 0) end
+  if #trainable == 0 then raise("optim.%s: nothing to train: no parameter requires a gradient", name) end
   return trainable
+end
+
+--- The set that an earlier optimizer of these very parameters made, or a new one. The modules hold it, so that their weights
+--- outlive the optimizer and another one can follow.
+local function parameter_set(list)
+  local n, found = #list, list[1].owner and rawget(list[1].owner, "_set")
+  for i = 1, n do
+    if found and not (list[i].owner and rawget(list[i].owner, "_set") == found and found.slots[i] == tonumber(list[i].tensor.slot)) then found = nil end
+  end
+  if found and #found.slots == n then return found end
+  local tensors, names, slots = M_ffi.new("eng_tensor[?]", n), M_ffi.new("const char *[?]", n), {}
+  for i, p in ipairs(list) do tensors[i - 1], names[i - 1], slots[i] = p.tensor, p.name or "p" .. i, tonumber(p.tensor.slot) end
+  local out = M_ffi.new("eng_params *[1]")
+  check(C.eng_params_new(out, tensors, names, n))
+  local set = { params = ffi.gc(out[0], C.eng_params_free), slots = slots }
+  for _, p in ipairs(list) do
+    if p.owner then rawset(p.owner, "_set", set) end
+  end
+  return set
 end
 
 local info = M_ffi.new("eng_tensor_info")
@@ -113,58 +136,58 @@ end
 local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
+  if type(options) ~= "table" then raise("optim.%s: expected a table of options, got %s", name, M_ffi.value_text(options)) end
   local defaults = {}
   for key, value in pairs(kind.defaults) do defaults[key] = value end
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
+      if type(value) ~= "table" then raise("optim.%s: expected betas as a list of two numbers, got %s", name, M_ffi.value_text(value)) end
       defaults.beta1, defaults.beta2 = value[1], value[2]
     elseif defaults[key] ~= nil then
       defaults[key] = value
     elseif key ~= "groups" and key ~= "decay" and key ~= "precision" and key ~= "moments" then
-      error(("optim.%s: unknown option '%s'%s; options: %s groups decay precision moments"):format(name, tostring(key),
-        nearest.hint(tostring(key), names_of(defaults)), table.concat(names_of(defaults), " ")), 0)
+      raise("optim.%s: unknown option '%s'%s; options: %s groups decay precision moments", name, tostring(key),
+        nearest.hint(tostring(key), names_of(defaults)), table.concat(names_of(defaults), " "))
     end
   end
   if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then
-    error(("optim.%s: decay is 'all' or 'matrices', not '%s'"):format(name, tostring(options.decay)), 0)
+    raise("optim.%s: decay is 'all' or 'matrices', not '%s'", name, tostring(options.decay))
   end
   check_hyper(name, defaults)
 
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
-  local n = #list
-  local tensors, names = M_ffi.new("eng_tensor[?]", n), M_ffi.new("const char *[?]", n)
-  for i, p in ipairs(list) do tensors[i - 1], names[i - 1] = p.tensor, p.name end
-  local set = M_ffi.new("eng_params *[1]")
-  check(C.eng_params_new(set, tensors, names, n))
+  local moments = options.moments or full.moments
+  if moments ~= "f32" and moments ~= "bf16" then raise("optim.%s: expected moments in f32 or bf16, got %s", name, M_ffi.value_text(moments)) end
   local groups, group_of = make_groups(name, list, options, defaults)
+  local set = parameter_set(list)
 
   local self = setmetatable({
     name = name, list = list, groups = groups, updates = 0, lr = defaults.lr, precision = full,
-    params = ffi.gc(set[0], C.eng_params_free),
+    params = set.params,
     _hyper = M_ffi.new("eng_hyper[?]", #groups), _update = M_ffi.new("eng_update"),
     _record = M_ffi.new("eng_record"), _kind = kind.kind, _group_of = group_of, _clip = nil,
   }, Optimizer)
   local shadow, gradient = precision.parameter_formats(full, list)
   check(C.eng_params_precision(self.params, shadow, gradient))
   local state = M_ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(state, self.params, kind.kind, M_ffi.dtype_number(options.moments or full.moments), group_of))
+  check(C.eng_optimizer_new(state, self.params, kind.kind, M_ffi.dtype_number(moments), group_of))
   self.state = ffi.gc(state[0], C.eng_optimizer_free)
-  if type(model) == "table" and model.parameters then rawset(model, "_set", self.params) end
   return self
 end
 
 for name in pairs(KINDS) do
-  M[name] = function(model, options)
-    local good, result = pcall(new, name, model, options)
-    if not good then error(result, 2) end
-    return result
-  end
+  M[name] = function(model, options) return new(name, model, options) end
 end
 
 --- Gives the parameters the formats of a precision recipe; gradients are cleared.
 function Optimizer:set_precision(recipe)
-  self.precision = precision.resolve(recipe, 2)
+  local full = precision.resolve(recipe)
+  if full.moments ~= self.precision.moments then
+    raise("set_precision: the recipe '%s' wants moments in %s, this optimizer was made for %s; hint: give the recipe to engine.optim.%s",
+      full.name, full.moments, self.precision.moments, self.name)
+  end
+  self.precision = full
   local shadow, gradient = precision.parameter_formats(self.precision, self.list)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
@@ -181,9 +204,13 @@ function Optimizer:grad_norm(scale)
   return self._record.norm
 end
 
+local function want_limit(name, limit)
+  if type(limit) ~= "number" or not (limit > 0) then raise("%s: expected a limit > 0, got %s", name, M_ffi.value_text(limit)) end
+end
+
 --- Limits the global norm of the gradients at the next step(); returns the norm. The clipping happens inside the update.
 function Optimizer:clip_grad_norm(limit)
-  if type(limit) ~= "number" or limit ~= limit or limit <= 0 then error("clip_grad_norm: expected a limit > 0, got " .. tostring(limit), 2) end
+  want_limit("clip_grad_norm", limit)
   local norm = self:grad_norm()
   self._clip = norm > limit and limit / (norm + 1e-6) or nil
   return norm
@@ -191,13 +218,18 @@ end
 
 --- Limits every gradient element to +-limit at the next step().
 function Optimizer:clip_grad_value(limit)
-  if type(limit) ~= "number" or limit ~= limit or limit <= 0 then error("clip_grad_value: expected a limit > 0, got " .. tostring(limit), 2) end
+  want_limit("clip_grad_value", limit)
   self._clip_value = limit
 end
 
+local STEP = { gradient_factor = true, clip_value = true, lr_mul = true }
+
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul. A clip set by clip_grad_norm applies too.
 function Optimizer:step(options)
-  options = options or {}
+  options = tensor.read_named(options, "step", STEP)
+  if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
+    raise("optim.%s: expected lr as a finite number >= 0, got %s", self.name, M_ffi.value_text(self.lr))
+  end
   local lr = self.lr * (options.lr_mul or 1)
   for i, group in ipairs(self.groups) do
     local h = self._hyper[i - 1]
@@ -217,9 +249,12 @@ end
 
 --- Moments as { ["name.moment1"] = tensor } over the optimizer's own memory, and its counters, for checkpoints.
 function Optimizer:state_tensors()
-  local state = {}
+  local state, most = {}, self.name == "sgd" and 0 or 2
+  for _, group in ipairs(self.groups) do
+    if (group.momentum or 0) > 0 then most = 1 end     -- SGD without momentum keeps nothing
+  end
   for i, p in ipairs(self.list) do
-    for which = 1, 2 do
+    for which = 1, most do
       local m = M_ffi.Tensor()
       check(C.eng_optimizer_moment(m, self.state, which, i - 1))
       if m.slot ~= 0 then state[("%s.moment%d"):format(p.name, which)] = m end
@@ -228,16 +263,24 @@ function Optimizer:state_tensors()
   return state
 end
 
---- Takes moments and counters back.
+--- Takes moments and the number of updates back. What does not fit is an error before anything has changed.
 function Optimizer:load_state(tensors, updates)
-  local own = self:state_tensors()
-  for name, target in pairs(own) do
-    local source = tensors[name] or error(("optimizer state: '%s' is missing"):format(name), 2)
-    if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
-      error(("optimizer state: '%s' is %s, expected %s"):format(name, tensor.shape_text(source.shape), tensor.shape_text(target.shape)), 2)
-    end
-    target:copy(source)
+  if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
+    raise("optimizer state: expected the number of updates as a whole number of 0 or more, got %s", M_ffi.value_text(updates))
   end
+  local own, names = self:state_tensors(), {}
+  for name, target in pairs(own) do
+    names[#names + 1] = name
+    local source = tensors[name]
+    if not source then raise("optimizer state: '%s' is missing", name) end
+    if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
+      raise("optimizer state: expected '%s' as %s, got %s", name, tensor.shape_text(target.shape), tensor.shape_text(source.shape))
+    end
+  end
+  for name in pairs(tensors) do
+    if not own[name] then raise("optimizer state: '%s' belongs to no parameter%s", tostring(name), nearest.hint(tostring(name), names)) end
+  end
+  for name, target in pairs(own) do target:copy(tensors[name]) end
   self.updates = updates
 end
 

@@ -3,7 +3,7 @@
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
 
-local C, dtype = M_ffi.C, M_ffi.dtype
+local C, dtype, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -37,35 +37,50 @@ local function names_of(t)
   return names
 end
 
+local function find(name)
+  local found = M.recipes[name]
+  if found then return found end
+  local names = names_of(M.recipes)
+  raise("there is no precision '%s'%s; precisions: %s", tostring(name), nearest.hint(tostring(name), names), table.concat(names, " "))
+end
+
+local full_recipes = setmetatable({}, { __mode = "k" })   -- what resolve made
+
 --- The full recipe for a name or a table (missing fields come from its `base`, fp32 by default).
-function M.resolve(recipe, level)
-  level = (level or 1) + 1
+function M.resolve(recipe)
+  if full_recipes[recipe] then return recipe end
   if recipe == nil then recipe = "fp32" end
   if type(recipe) == "string" then
-    local found = M.recipes[recipe]
-    if not found then
-      local names = names_of(M.recipes)
-      error(("there is no precision '%s'%s; precisions: %s"):format(recipe, nearest.hint(recipe, names), table.concat(names, " ")), level)
-    end
+    find(recipe)
     recipe = { name = recipe, base = recipe }
   elseif type(recipe) ~= "table" then
-    error("precision: expected a name or a recipe table, got " .. type(recipe), level)
+    raise("precision: expected a name or a recipe table, got %s", value_text(recipe))
   end
-  local base = M.recipes[recipe.base or "fp32"] or error(("precision: there is no recipe '%s' to build on"):format(tostring(recipe.base)), level)
+  local base = find(recipe.base or "fp32")
   local full = { name = recipe.name or "custom", scaled = base.scaled }
   if recipe.scaled ~= nil then full.scaled = recipe.scaled end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" then
       if not FORMATS[key] then
-        error(("precision '%s': unknown role '%s'%s"):format(full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS))), level)
+        raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS)),
+          table.concat(names_of(FORMATS), " "))
       end
       if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
-        error(("precision '%s': %s cannot be '%s'; formats: %s"):format(full.name, key, tostring(value), FORMATS[key]), level)
+        raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value), FORMATS[key])
       end
     end
   end
+  full_recipes[full] = true
   return full
+end
+
+--- Whether two full recipes give every role the same format.
+function M.same(a, b)
+  for role in pairs(FORMATS) do
+    if a[role] ~= b[role] then return false end
+  end
+  return true
 end
 
 --- Whether a full recipe leaves every operation as it is.
@@ -86,7 +101,8 @@ end
 
 --- Runs f(...) with a recipe in force and returns its results. Scopes nest.
 function M.autocast(recipe, f, ...)
-  local full = type(recipe) == "table" and recipe.norm_gradients and recipe or M.resolve(recipe, 2)
+  local full = M.resolve(recipe)
+  if f == nil then raise("autocast: expected a recipe and a function, got no function") end
   local previous = M_ffi.new("eng_precision")
   C.eng_autocast(structure(full), previous)
   return restore(previous, pcall(f, ...))

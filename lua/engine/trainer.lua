@@ -144,7 +144,7 @@ local function new(o)
     record = M_ffi.new("eng_record"), stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
     began = machine.clock(),
   }, Trainer)
-  if self.optimizer.precision.name ~= full.name then self.optimizer:set_precision(o.precision) end
+  if not precision.same(self.optimizer.precision, full) then self.optimizer:set_precision(full) end
   -- without a scale to keep, the policy is static with a scale of 1: nothing talks of scaling then
   local policy = o.policy or (full.scaled and "dynamic" or "static")
   self.policy = require("engine.policy").load(policy, o.policy_options)

@@ -111,18 +111,19 @@ local function walk(self, prefix, visit)
   for _, key in ipairs(self._order) do
     local value, path = rawget(self, key), prefix .. tostring(key)
     if is_module(value) then walk(value, path .. ".", visit)
-    elseif is_tensor(value) then visit(path, value, self._roles[key]) end
+    elseif is_tensor(value) then visit(path, value, self, key) end
   end
 end
 
---- All tensors in order: a list of { name =, tensor =, role = }. A tensor reached twice (tied weights) stands once.
+--- All tensors in order: a list of { name =, tensor =, role =, owner = }, owner being the module that holds it. A tensor reached
+--- twice (tied weights) stands once.
 function Module:parameters()
   local list, seen = {}, {}
-  walk(self, "", function(name, value, role)
+  walk(self, "", function(name, value, owner, key)
     local slot = tonumber(value.slot)
     if not seen[slot] then
       seen[slot] = true
-      list[#list + 1] = { name = name, tensor = value, role = role or "linear" }
+      list[#list + 1] = { name = name, tensor = value, role = owner._roles[key] or "linear", owner = owner }
     end
   end)
   return list
@@ -193,7 +194,6 @@ function Module:load_state(state, options)
     local value = state[p.name]
     if value and tensor.shape_text(value.shape) == tensor.shape_text(p.tensor.shape) then p.tensor:copy(value) end
   end
-  if self._set then M_ffi.check(C.eng_params_refresh(self._set)) end
   return self, problems
 end
 
