@@ -49,7 +49,7 @@ local OPERATIONS = {
 }
 
 describe("a precision recipe", function()
-  local mine = { name = "mine", base = "fp16", residual = "f32", norm = "f32" }
+  local mine = { name = "mine", base = "fp16", residual = "f32", norm = "bf16" }
   for _, recipe in ipairs { "bf16", "fp16", mine } do
     local full = engine.precision.resolve(recipe)
     it(full.name .. " gives every operation its format", step(function()

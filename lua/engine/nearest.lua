@@ -44,6 +44,16 @@ function nearest.hint(name, names)
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
+--- A module in which a name that is not there is an error that suggests the nearest one.
+function nearest.guard(module, what)
+  return setmetatable(module, { __index = function(t, key)
+    local names = {}
+    for name in pairs(t) do names[#names + 1] = name end
+    table.sort(names)
+    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(key, names)), 2)
+  end })
+end
+
 nearest.distance = distance
 
 return setmetatable(nearest, { __call = function(_, name, names) return nearest.find(name, names) end })

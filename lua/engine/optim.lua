@@ -299,4 +299,4 @@ function Optimizer:__tostring()
   return table.concat(lines, "\n")
 end
 
-return M
+return nearest.guard(M, "engine.optim")

@@ -93,4 +93,4 @@ define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, f
   end)
 end)
 
-return M
+return nearest.guard(M, "engine.schedule")

@@ -286,4 +286,4 @@ function M.idx(given)
   return self
 end
 
-return M
+return nearest.guard(M, "engine.data")
