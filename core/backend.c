@@ -20,6 +20,11 @@ const backend *backend_current(void)
   return current;
 }
 
+void backend_use(const backend *device)
+{
+  current = device;
+}
+
 eng_status eng_device_set(const char *name)
 {
   const backend *found = backend_find(strcmp(name, "auto") == 0 ? "cpu" : name);

@@ -54,6 +54,8 @@ typedef struct backend {
 /// The device in force, the reference, and one by name (NULL when unknown).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
+/// Puts a device in force that is not in the list (profile.c's).
+void backend_use(const backend *device);
 
 /// Defined in cpu/: fills its table, choosing the instruction set once.
 const backend *backend_cpu(void);

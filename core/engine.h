@@ -412,6 +412,20 @@ const char *eng_device_name(void);
 /// Threads the kernels use; 0 keeps what is set. Gives the number in force.
 int eng_threads(int n);
 
+/// Where the time goes, by operation, formats and shapes. `on` forgets what was measured and begins;
+/// off ends it, and the rows stay. Choosing a device ends it too.
+void eng_profile(bool on);
+/// One kind of call: `seconds` of all its calls together, the bytes of all its inputs and outputs, and
+/// the floating-point operations of its products (0: none). `detail` tells formats and shapes.
+typedef struct eng_profile_row {
+  const char *op;
+  char    detail[104];
+  int64_t calls;
+  double  seconds, bytes, flops;
+} eng_profile_row;
+/// Fills up to `capacity` rows, in order of first use, and gives their number.
+int eng_profile_rows(eng_profile_row *rows, int capacity);
+
 /// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; a name forces one
 /// (an error if the machine lacks it), NULL only asks.
 const char *eng_cpu_isa(const char *force);

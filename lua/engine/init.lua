@@ -124,6 +124,7 @@ local parts = {
   load = { "engine.safetensors", "load" },
   save = { "engine.safetensors", "save" },
   gradcheck = { "engine.gradcheck", "check" },
+  profile = { "engine.profile", "run" },
 }
 
 return setmetatable(engine, {
