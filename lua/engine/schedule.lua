@@ -2,7 +2,10 @@
 -- the rate; s:values(n) and engine.plot draw it.
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
+local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -29,6 +32,7 @@ local function define(name, defaults, build)
   M[name] = function(options)
     options = options or {}
     if type(options) == "number" then options = { lr = options } end
+    if type(options) ~= "table" then raise("schedule.%s: expected a table of options or a rate, got %s", name, value_text(options)) end
     local o = {}
     for key, value in pairs(defaults) do o[key] = value end
     for key, value in pairs(options) do
@@ -36,10 +40,11 @@ local function define(name, defaults, build)
         local names = {}
         for n in pairs(defaults) do names[#names + 1] = n end
         table.sort(names)
-        error(("schedule.%s: unknown option '%s'%s; options: %s"):format(name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " ")), 2)
+        raise("schedule.%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
       end
-      if type(value) ~= "number" or value ~= value or value < 0 then
-        error(("schedule.%s: expected %s as a number >= 0, got %s"):format(name, key, tostring(value)), 2)
+      local least = key == "every" and 1 or 0
+      if type(value) ~= "number" or not (value >= least and value < math.huge) then
+        raise("schedule.%s: expected %s as a finite number >= %d, got %s", name, key, least, value_text(value))
       end
       o[key] = value
     end

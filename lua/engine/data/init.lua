@@ -8,15 +8,16 @@ local nearest = require "engine.nearest"
 local order = require "engine.data.order"
 local tensor = require "engine.tensor"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 local NEEDED = {}   -- an option without a default
 
 -- ------------------------------------------------------------------ options and files
 
+-- known: option -> default, or NEEDED. An option has the type of its default, where that is a number or a boolean.
 local function options_of(name, given, known)
-  if type(given) ~= "table" then error(("data.%s: expected a table of options, got %s"):format(name, type(given)), 3) end
+  if type(given) ~= "table" then raise("data.%s: expected a table of options, got %s", name, value_text(given)) end
   local o = {}
   for key, value in pairs(known) do
     if value ~= NEEDED then o[key] = value end
@@ -25,20 +26,25 @@ local function options_of(name, given, known)
     if known[key] == nil then
       local names = {}
       for n in pairs(known) do names[#names + 1] = n end
-      error(("data.%s: unknown option '%s'%s"):format(name, tostring(key), nearest.hint(tostring(key), names)), 3)
+      table.sort(names)
+      raise("data.%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
     end
     o[key] = value
   end
-  for _, key in ipairs { "batch", "context" } do
-    local v = o[key]
-    if known[key] and (type(v) ~= "number" or v < 1 or v % 1 ~= 0) then
-      error(("data.%s: expected %s as a whole number of 1 or more, got %s"):format(name, key, tostring(v)), 3)
+  for _, key in ipairs { "batch", "context", "seed" } do
+    local v, least = o[key], key == "seed" and 0 or 1
+    if known[key] and (type(v) ~= "number" or v < least or v % 1 ~= 0) then
+      raise("data.%s: expected %s as a whole number of %d or more, got %s", name, key, least, value_text(v))
     end
+  end
+  for _, key in ipairs { "shuffle", "classes" } do
+    if known[key] ~= nil and type(o[key]) ~= "boolean" then raise("data.%s: expected %s as true or false, got %s", name, key, value_text(o[key])) end
   end
   return o
 end
 
-local function map(path)
+local function map(path, what)
+  if type(path) ~= "string" then raise("data.%s: expected the path of a file, got %s", what, value_text(path)) end
   local mapping = ffi.new("eng_mapping")
   check(C.eng_file_map(mapping, path))
   return ffi.gc(mapping, C.eng_file_unmap)
@@ -56,14 +62,24 @@ function Loader:next()
   return batch
 end
 
---- Where the loader stands, as plain data.
-function Loader:state() return { at = self.at, kind = self.kind, seed = self.seed, batch = self.batch } end
+-- What must be the same for a place to mean the same batches.
+local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
---- Goes back (or on) to a place. A loader of another batch size or order refuses: the batches would not be the same.
+--- Where the loader stands, as plain data.
+function Loader:state()
+  local state = { at = self.at }
+  for _, key in ipairs(IDENTITY) do state[key] = self[key] end
+  return state
+end
+
+--- Goes back (or on) to a place. A loader of other data, another batch size or order refuses: the batches would not be the same.
 function Loader:restore(state)
-  for _, key in ipairs { "kind", "seed", "batch" } do
+  if type(state) ~= "table" or type(state.at) ~= "number" or state.at < 0 or state.at % 1 ~= 0 then
+    raise("data: expected a place as state() gives it, got %s", value_text(state))
+  end
+  for _, key in ipairs(IDENTITY) do
     if state[key] ~= self[key] then
-      error(("data: this place was saved with %s %s, the loader has %s"):format(key, tostring(state[key]), tostring(self[key])), 2)
+      raise("data: this place was saved with %s %s, the loader has %s; the batches would not be the same", key, tostring(state[key]), tostring(self[key]))
     end
   end
   self.at = state.at
@@ -93,17 +109,19 @@ end
 
 -- ------------------------------------------------------------------ windows of tokens
 
+local OF_STEP = { keep = false }   -- a batch goes with the step, also where none is open
+
 -- Windows of T+1 tokens from `tokens` (a pointer, n of them). Shuffled, each epoch cuts the file at another offset and
 -- visits the pieces in another order; in order, step i row b starts at token (i*B + b)*T, starting over when the next
 -- batch would not fit, as llm.c's loader does.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
-  if n < T + 1 then error(("data.%s: %d tokens are too few for a context of %d: it takes %d"):format(kind, n, T, T + 1), 3) end
+  if n < T + 1 then raise("data.%s: %d tokens are too few for a context of %d: it takes %d", kind, n, T, T + 1) end
   local pieces = math.floor((n - 1) / T)
   local slack = n - 1 - pieces * T                     -- tokens left over, among which an epoch may begin
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
   return loader {
-    kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = pieces, keep = keep, tokens = n,
+    kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces, keep = keep, tokens = n,
     text = ("%s: %d tokens in windows of %d"):format(kind, n, T),
     read = function(self, at)
       for b = 0, B - 1 do
@@ -112,7 +130,7 @@ local function windows(o, kind, tokens, n, keep)
         local source, row = tokens + start, b * T
         for t = 0, T - 1 do x[row + t], y[row + t] = source[t], source[t + 1] end
       end
-      return { x = tensor.from_memory(x, "i32", { B, T }), y = tensor.from_memory(y, "i32", { B, T }), tokens = B * T }
+      return { x = tensor.from_memory(x, "i32", { B, T }, OF_STEP), y = tensor.from_memory(y, "i32", { B, T }, OF_STEP), tokens = B * T }
     end,
   }
 end
@@ -125,47 +143,54 @@ function M.text(given)
   if type(o.text) == "string" then
     keep, pointer, size = o.text, ffi.cast("const uint8_t *", o.text), #o.text
   elseif type(o.path) == "string" then
-    keep = map(o.path)
+    keep = map(o.path, "text")
     pointer, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   elseif type(o.path) == "table" then
     local parts = {}
     for i, path in ipairs(o.path) do
-      local m = map(path)
+      local m = map(path, "text")
       parts[i] = ffi.string(m.data, m.size)
     end
     keep = table.concat(parts, "\n")
     pointer, size = ffi.cast("const uint8_t *", keep), #keep
   else
-    error("data.text: expected path = a file or a list of files, or text = a string", 2)
+    raise("data.text: expected path = a file or a list of files, or text = a string")
   end
-  if not (o.from >= 0 and o.from < o.to and o.to <= 1) then error(("data.text: expected 0 <= from < to <= 1, got %s and %s"):format(o.from, o.to), 2) end
+  if type(o.from) ~= "number" or type(o.to) ~= "number" or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
+    raise("data.text: expected 0 <= from < to <= 1, got %s and %s", value_text(o.from), value_text(o.to))
+  end
   local first, last = math.floor(size * o.from), math.floor(size * o.to)
   return windows(o, "text", pointer + first, last - first, keep)
 end
 
-local LLMC_MAGIC = 20240520
+local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
 
 --- A .bin file of uint16 tokens: bare as nanoGPT writes it, or with llm.c's header of 256 int32.
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true, seed = 1234, vocab = false })
-  if type(o.path) ~= "string" then error("data.tokens: expected path = a .bin file of uint16 tokens", 2) end
-  local keep = map(o.path)
+  if type(o.path) ~= "string" then raise("data.tokens: expected path = a .bin file of uint16 tokens, got %s", value_text(o.path)) end
+  if o.vocab and (type(o.vocab) ~= "number" or o.vocab < 1) then raise("data.tokens: expected vocab as a number of tokens, got %s", value_text(o.vocab)) end
+  local keep = map(o.path, "tokens")
   local bytes, base = tonumber(keep.size), ffi.cast("const uint8_t *", keep.data)
   local offset = 0
+  if bytes >= 1024 and ffi.cast("const int32_t *", base)[0] == LLMC_MAGIC_32 then
+    raise("data.tokens: %s holds llm.c's tokens of 32 bits, expected uint16", o.path)
+  end
   if bytes >= 1024 and ffi.cast("const int32_t *", base)[0] == LLMC_MAGIC then
     local header = ffi.cast("const int32_t *", base)
-    if header[1] ~= 1 then error(("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)"):format(o.path, header[1]), 2) end
+    if header[1] ~= 1 then raise("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)", o.path, header[1]) end
     offset = 1024
     if header[2] * 2 + 1024 ~= bytes then
-      error(("data.tokens: the header of %s names %d tokens, the file holds %d; hint: it is truncated"):format(o.path, header[2], (bytes - 1024) / 2), 2)
+      raise("data.tokens: the header of %s names %d tokens, the file holds %d%s", o.path, header[2], (bytes - 1024) / 2,
+        header[2] * 2 + 1024 > bytes and "; hint: it is truncated" or "")
     end
   end
-  if (bytes - offset) % 2 ~= 0 then error(("data.tokens: %s has an odd number of bytes (%d): these are no uint16 tokens"):format(o.path, bytes), 2) end
+  if (bytes - offset) % 2 ~= 0 then raise("data.tokens: %s has an odd number of bytes (%d): these are no uint16 tokens", o.path, bytes) end
   local tokens, n = ffi.cast("const uint16_t *", base + offset), (bytes - offset) / 2
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then
-        error(("data.tokens: token %d at place %d of %s is past the vocabulary of %d"):format(tokens[i], i, o.path, o.vocab), 2)
+        raise("data.tokens: token %d at place %d of %s is past the vocabulary of %d", tokens[i], i, o.path, o.vocab)
       end
     end
   end
@@ -174,62 +199,72 @@ end
 
 -- ------------------------------------------------------------------ rows of features
 
---- Rows held in host memory: x (a table of rows or a tensor), y likewise; batches of `batch` rows.
-local function rows(o, kind, x, width, y, y_width, y_dtype, n, shape)
-  local B = o.batch
-  if n < 1 then error(("data.%s: there are no rows"):format(kind), 3) end
-  local bx, by = ffi.new("float[?]", B * width), ffi.new("double[?]", B * y_width)
+--- Batches of `batch` rows. x and y: { get = function(i) -> element i, shape = of a row, dtype = }.
+local function rows(o, kind, x, y, n)
+  local B, width, y_width = o.batch, 1, 1
+  for _, size in ipairs(x.shape) do width = width * size end
+  for _, size in ipairs(y.shape) do y_width = y_width * size end
+  if n < 1 then raise("data.%s: there are no rows", kind) end
+  local bx, by = ffi.new("double[?]", B * width), ffi.new("double[?]", B * y_width)
+  local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
     kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width, text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do
         local i = example(self, at, b)
-        for k = 0, width - 1 do bx[b * width + k] = x(i * width + k) end
-        for k = 0, y_width - 1 do by[b * y_width + k] = y(i * y_width + k) end
+        for k = 0, width - 1 do bx[b * width + k] = x.get(i * width + k) end
+        for k = 0, y_width - 1 do by[b * y_width + k] = y.get(i * y_width + k) end
       end
-      return { x = tensor.from_memory(bx, "f32", shape and { B, unpack(shape) } or { B, width }),
-        y = tensor.from_memory(by, "f64", y_width == 1 and { B } or { B, y_width }, y_dtype), tokens = B }
+      return { x = tensor.from_memory(bx, "f64", { B, unpack(x.shape) }, x_options), y = tensor.from_memory(by, "f64", { B, unpack(y.shape) }, y_options),
+        tokens = B }
     end,
   }
 end
 
---- Tensors in memory: data.tensors{ x = [N x F], y = [N] or [N x K], batch = }.
+--- Tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }; a batch has their dtypes and the shapes of their rows.
 function M.tensors(given)
   local o = options_of("tensors", given, { x = NEEDED, y = NEEDED, batch = 32, shuffle = true, seed = 1234 })
-  if not (tensor.is_tensor(o.x) and tensor.is_tensor(o.y)) then error("data.tensors: expected x and y as tensors", 2) end
-  local n = o.x:size(1)
-  if o.y:size(1) ~= n then error(("data.tensors: x has %d rows, y has %d"):format(n, o.y:size(1)), 2) end
-  local xs, count = o.x:read("f32")
-  local ys, y_count = o.y:read("f64")
-  local shape = o.x.shape
-  table.remove(shape, 1)
-  return rows(o, "tensors", function(i) return xs[i] end, count / n, function(i) return ys[i] end, y_count / n, o.y.dtype, n, #shape > 1 and shape or nil)
+  local sides, n = {}, nil
+  for _, key in ipairs { "x", "y" } do
+    local side = o[key]
+    if not tensor.is_tensor(side) then raise("data.tensors: expected %s as a tensor, got %s", key, value_text(side)) end
+    if side.ndim < 1 then raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape)) end
+    if n and side:size(1) ~= n then raise("data.tensors: x has %d rows, y has %d", n, side:size(1)) end
+    n = side:size(1)
+    local values, shape = side:read("f64"), side.shape
+    table.remove(shape, 1)
+    sides[key] = { get = function(i) return values[i] end, shape = shape, dtype = side.dtype }
+  end
+  return rows(o, "tensors", sides.x, sides.y, n)
 end
 
 --- A CSV file of numbers. target: the column (name or number from 1) that becomes y, the last by default; classes = true makes y i64.
 --- A first line that is no numbers names the columns.
 function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false, separator = ",", batch = 32, shuffle = true, seed = 1234 })
-  local file, message = io.open(o.path or "", "r")
-  if not file then error("data.csv: " .. tostring(message), 2) end
+  if type(o.path) ~= "string" then raise("data.csv: expected the path of a file, got %s", value_text(o.path)) end
+  if type(o.separator) ~= "string" or #o.separator ~= 1 then raise("data.csv: expected separator as one character, got %s", value_text(o.separator)) end
+  local file, message = io.open(o.path, "r")
+  if not file then raise("data.csv: %s", message) end
   local values, names, columns, n, line_number = {}, nil, nil, 0, 0
   for line in file:lines() do
     line_number = line_number + 1
     line = line:gsub("\r$", "")
+    if line_number == 1 then line = line:gsub("^\239\187\191", "") end   -- a byte order mark
     if line:find("%S") then
       local cells = {}
       for cell in (line .. o.separator):gmatch("(.-)" .. o.separator:gsub("%p", "%%%0")) do
         cells[#cells + 1] = cell:match('^%s*"?(.-)"?%s*$')
       end
       columns = columns or #cells
-      if #cells ~= columns then error(("data.csv: %s:%d has %d columns, expected %d"):format(o.path, line_number, #cells, columns), 2) end
+      if #cells ~= columns then raise("data.csv: %s:%d has %d columns, expected %d", o.path, line_number, #cells, columns) end
       local numbers, bad = {}, nil
       for i, cell in ipairs(cells) do
         numbers[i] = tonumber(cell)
         if not numbers[i] and not bad then bad = i end
       end
       if bad and not names and n == 0 then names = cells
-      elseif bad then error(("data.csv: %s:%d column %d is no number: '%s'"):format(o.path, line_number, bad, cells[bad]), 2)
+      elseif bad then raise("data.csv: %s:%d column %d is no number: '%s'", o.path, line_number, bad, cells[bad])
       else
         for i = 1, columns do values[n * columns + i] = numbers[i] end
         n = n + 1
@@ -237,20 +272,28 @@ function M.csv(given)
     end
   end
   file:close()
-  if n == 0 then error(("data.csv: %s has no rows of numbers"):format(o.path), 2) end
+  if n == 0 then raise("data.csv: %s has no rows of numbers", o.path) end
   local target = o.target or columns
   if type(target) == "string" then
     local found
     for i, name in ipairs(names or {}) do if name == target then found = i end end
-    if not found then error(("data.csv: %s has no column '%s'%s"):format(o.path, target, nearest.hint(target, names or {})), 2) end
+    if not found then raise("data.csv: %s has no column '%s'%s", o.path, target, nearest.hint(target, names or {})) end
     target = found
   end
-  if target < 1 or target > columns then error(("data.csv: there is no column %s among %d"):format(tostring(target), columns), 2) end
+  if type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns then
+    raise("data.csv: there is no column %s among the %d of %s", tostring(target), columns, o.path)
+  end
+  if columns < 2 then raise("data.csv: %s has one column; expected features and a target", o.path) end
+  for r = 0, o.classes and n - 1 or -1 do
+    local class = values[r * columns + target]
+    if class % 1 ~= 0 or class < 0 then raise("data.csv: row %d of %s has the class %s, expected a whole number of 0 or more", r + 1, o.path, class) end
+  end
   local width = columns - 1
-  local self = rows(o, "csv", function(i)
+  local self = rows(o, "csv", { get = function(i)
     local r, k = math.floor(i / width), i % width + 1
     return values[r * columns + (k >= target and k + 1 or k)]
-  end, width, function(i) return values[i * columns + target] end, 1, o.classes and "i64" or "f32", n)
+  end, shape = { width }, dtype = "f32" },
+    { get = function(i) return values[i * columns + target] end, shape = {}, dtype = o.classes and "i64" or "f32" }, n)
   self.columns = names
   return self
 end
@@ -258,10 +301,10 @@ end
 -- ------------------------------------------------------------------ idx images (MNIST's format)
 
 local function idx(path, what, ndim)
-  local keep = map(path)
+  local keep = map(path, "idx")
   local bytes, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   if size < 4 + 4 * ndim or bytes[0] ~= 0 or bytes[1] ~= 0 or bytes[2] ~= 8 or bytes[3] ~= ndim then
-    error(("data.idx: %s is no idx file of %s (unsigned bytes, %d dimensions)"):format(path, what, ndim), 3)
+    raise("data.idx: %s is no idx file of %s (unsigned bytes, %d dimensions)", path, what, ndim)
   end
   local shape, count = {}, 1
   for d = 1, ndim do
@@ -270,7 +313,7 @@ local function idx(path, what, ndim)
     count = count * shape[d]
   end
   if size ~= 4 + 4 * ndim + count then
-    error(("data.idx: %s should hold %d bytes after its header, it holds %d"):format(path, count, size - 4 - 4 * ndim), 3)
+    raise("data.idx: %s should hold %d bytes after its header, it holds %d", path, count, size - 4 - 4 * ndim)
   end
   return bytes + 4 + 4 * ndim, shape, keep
 end
@@ -280,8 +323,9 @@ function M.idx(given)
   local o = options_of("idx", given, { images = NEEDED, labels = NEEDED, batch = 32, shuffle = true, seed = 1234 })
   local pixels, shape, keep1 = idx(o.images, "images", 3)
   local labels, label_shape, keep2 = idx(o.labels, "labels", 1)
-  if label_shape[1] ~= shape[1] then error(("data.idx: %d images but %d labels"):format(shape[1], label_shape[1]), 2) end
-  local self = rows(o, "idx", function(i) return pixels[i] / 255 end, shape[2] * shape[3], function(i) return labels[i] end, 1, "i64", shape[1])
+  if label_shape[1] ~= shape[1] then raise("data.idx: %d images but %d labels", shape[1], label_shape[1]) end
+  local self = rows(o, "idx", { get = function(i) return pixels[i] / 255 end, shape = { shape[2] * shape[3] }, dtype = "f32" },
+    { get = function(i) return labels[i] end, shape = {}, dtype = "i64" }, shape[1])
   self.keep = { keep1, keep2 }
   return self
 end
