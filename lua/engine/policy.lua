@@ -169,8 +169,9 @@ local function find(name)
   local names = M.names()
   for class in pairs(M.classes) do names[#names + 1] = class end
   table.sort(names)
-  error(("there is no policy '%s'%s; policies: %s; a file of your own is named with its path, as ./%s.lua"):format(
-    name, nearest.hint(name, names), table.concat(names, " "), name), 0)
+  local hint = nearest.hint(name, names)
+  error(("there is no policy '%s'%s Policies: %s. A file of your own is named with its path, as ./mine.lua"):format(
+    name, hint ~= "" and hint or ".", table.concat(names, " ")), 0)
 end
 
 local function option_text(name, value)
@@ -242,7 +243,10 @@ function M.load(source, options)
     local text, file = find(source)
     return compile(text, file, options)
   end)
-  if not good then error(result, 2) end
+  if not good then
+    if type(result) ~= "string" or result:find("^[^\n:]+:%d+: ") then error(result, 0) end    -- the policy file's own line
+    M_ffi.raise(result)
+  end
   return result
 end
 

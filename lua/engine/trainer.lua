@@ -109,6 +109,13 @@ local function check_options(o)
   want(o.accumulate == nil or whole(o.accumulate), "accumulate", "a whole number of 1 or more", o.accumulate)
   want(o.clip == nil or o.clip == 0 or (type(o.clip) == "number" and o.clip > 0), "clip", "a number (0: none)", o.clip)
   want(o.clip_value == nil or (type(o.clip_value) == "number" and o.clip_value >= 0), "clip_value", "a number (0: none)", o.clip_value)
+  want(o.checkpoint_every == nil or o.checkpoint_every == 0 or whole(o.checkpoint_every), "checkpoint_every", "a whole number of steps (0: at the end)",
+    o.checkpoint_every)
+  want(o.keep == nil or whole(o.keep), "keep", "a whole number of 1 or more", o.keep)
+  want(o.stats_every == nil or whole(o.stats_every), "stats_every", "a whole number of 1 or more", o.stats_every)
+  want(o.on_step == nil or type(o.on_step) == "function", "on_step", "a function", o.on_step)
+  want(o.evaluate == nil or (type(o.evaluate) == "table" and type(o.evaluate.data) == "table" and whole(o.evaluate.every)), "evaluate",
+    "{ data = a loader, every = steps }", o.evaluate)
   want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
   want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
   want(o.loss ~= nil or o.model.loss, "loss", "a function(model, batch), for this model has no loss of its own", o.loss)
@@ -175,7 +182,10 @@ end
 function M.new(options)
   if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
   local good, result = pcall(new, options)
-  if not good then error(result, type(result) == "string" and 2 or 0) end
+  if not good then
+    if type(result) ~= "string" or result:find("^[^\n:]+:%d+: ") then error(result, 0) end
+    M_ffi.raise(result)
+  end
   return result
 end
 

@@ -1,5 +1,6 @@
 -- Basic layers: linear, embedding, norms, dropout, activations, containers. Initial values are
 -- PyTorch's defaults unless the caller says otherwise.
+local raise = require("engine.ffi").raise
 local tensor = require "engine.tensor"
 local module = require "engine.nn.module"
 
@@ -13,7 +14,7 @@ end
 
 local function want_size(name, what, n)
   if type(n) ~= "number" or n % 1 ~= 0 or n < 1 then
-    error(("nn.%s: expected %s as a whole number of 1 or more, got %s"):format(name, what, tostring(n)), 3)
+    raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, what, tostring(n))
   end
 end
 
@@ -87,7 +88,7 @@ M.rms_norm = RMSNorm
 local Dropout = class("dropout")
 function Dropout:init(p)
   p = p or 0.5
-  if type(p) ~= "number" or not (p >= 0 and p <= 1) then error(("nn.dropout: expected a probability in [0, 1], got %s"):format(tostring(p)), 3) end
+  if type(p) ~= "number" or not (p >= 0 and p <= 1) then raise("nn.dropout: expected a probability in [0, 1], got %s", tostring(p)) end
   rawset(self, "p", p)
 end
 function Dropout:forward(x)
@@ -116,7 +117,7 @@ local Sequential = class("sequential")
 function Sequential:init(...)
   local list = module.is_module((...)) and { ... } or (...) or {}
   for i, child in ipairs(list) do
-    if not module.is_module(child) then error(("nn.sequential: entry %d is no module but a %s"):format(i, type(child)), 3) end
+    if not module.is_module(child) then raise("nn.sequential: entry %d is no module but a %s", i, type(child)) end
     self[i] = child
   end
 end

@@ -3,6 +3,7 @@
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU, grouped queries
 --   nn.bert   encoder with a masked-token head
 -- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H, V vocabulary.
+local raise = require("engine.ffi").raise
 local tensor = require "engine.tensor"
 local module = require "engine.nn.module"
 local layers = require "engine.nn.layers"
@@ -17,17 +18,17 @@ local function defaults(name, options, known)
     if known[key] == nil then
       local names = {}
       for n in pairs(known) do names[#names + 1] = n end
-      error(("nn.%s: unknown option '%s'%s"):format(name, tostring(key), require("engine.nearest").hint(tostring(key), names)), 3)
+      raise("nn.%s: unknown option '%s'%s", name, tostring(key), require("engine.nearest").hint(tostring(key), names))
     end
     config[key] = value
   end
   for _, key in ipairs { "vocab", "width", "heads", "layers", "context" } do
     if known[key] ~= nil and (type(config[key]) ~= "number" or config[key] < 1 or config[key] % 1 ~= 0) then
-      error(("nn.%s: expected %s as a whole number of 1 or more, got %s"):format(name, key, tostring(config[key])), 3)
+      raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, key, tostring(config[key]))
     end
   end
   if known.heads and config.width % config.heads ~= 0 then
-    error(("nn.%s: the width %d does not divide by %d heads"):format(name, config.width, config.heads), 3)
+    raise("nn.%s: the width %d does not divide by %d heads", name, config.width, config.heads)
   end
   return config
 end
@@ -45,7 +46,7 @@ function Attention:init(width, heads, options)
   rawset(self, "causal", options.causal ~= false)
   rawset(self, "rope", options.rope)
   rawset(self, "dropout", options.dropout or 0)
-  if self.dropout > 0 and self.kv_heads ~= heads then error("nn.attention: dropout of the weights needs as many kv_heads as heads", 3) end
+  if self.dropout > 0 and self.kv_heads ~= heads then raise "nn.attention: dropout of the weights needs as many kv_heads as heads" end
   rawset(self, "entropy", nil)   -- set by forward when watch_entropy is on: [B x H x T] nats
   rawset(self, "watch_entropy", false)
   local kv = self.kv_heads * self.head_width
@@ -198,7 +199,7 @@ local Llama = class("llama")
 function Llama:init(options)
   local c = defaults("llama", options, { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000,
     eps = 1e-6, tied = false, dropout = 0 })
-  if c.heads % c.kv_heads ~= 0 then error(("nn.llama: %d heads do not divide by %d kv_heads"):format(c.heads, c.kv_heads), 3) end
+  if c.heads % c.kv_heads ~= 0 then raise("nn.llama: %d heads do not divide by %d kv_heads", c.heads, c.kv_heads) end
   rawset(self, "config", c)
   rawset(self, "context", c.context)
   local std, out_std = 0.02, 0.02 / math.sqrt(2 * c.layers)
