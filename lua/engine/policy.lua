@@ -243,10 +243,7 @@ function M.load(source, options)
     local text, file = find(source)
     return compile(text, file, options)
   end)
-  if not good then
-    if type(result) ~= "string" or result:find("^[^\n:]+:%d+: ") then error(result, 0) end    -- the policy file's own line
-    M_ffi.raise(result)
-  end
+  if not good then error(result, 2) end
   return result
 end
 

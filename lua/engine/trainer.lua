@@ -89,7 +89,12 @@ local KNOWN = {
 }
 
 local function want(condition, key, expected, got)
-  if not condition then error(("trainer: expected %s as %s, got %s"):format(key, expected, tostring(got)), 0) end
+  if not condition then error(("trainer: expected %s as %s, got %s"):format(key, expected, M_ffi.value_text(got)), 0) end
+end
+
+local function callable(v)
+  local meta = type(v) == "table" and getmetatable(v)
+  return type(v) == "function" or (meta and meta.__call ~= nil)
 end
 
 local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 end
@@ -118,6 +123,10 @@ local function check_options(o)
     "{ data = a loader, every = steps }", o.evaluate)
   want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
   want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
+  want(o.schedule == nil or callable(o.schedule), "schedule", "one of engine.schedule or a function(updates)", o.schedule)
+  want(o.policy_options == nil or type(o.policy_options) == "table", "policy_options", "a table", o.policy_options)
+  want(o.run == nil or type(o.run) == "string", "run", "a name or a path", o.run)
+  want(o.loss == nil or callable(o.loss), "loss", "a function(model, batch)", o.loss)
   want(o.loss ~= nil or o.model.loss, "loss", "a function(model, batch), for this model has no loss of its own", o.loss)
   want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
 end
@@ -154,7 +163,9 @@ local function new(o)
   if not precision.same(self.optimizer.precision, full) then self.optimizer:set_precision(full) end
   -- without a scale to keep, the policy is static with a scale of 1: nothing talks of scaling then
   local policy = o.policy or (full.scaled and "dynamic" or "static")
-  self.policy = require("engine.policy").load(policy, o.policy_options)
+  local loaded, message = pcall(require("engine.policy").load, policy, o.policy_options)
+  if not loaded then error(message, 0) end
+  self.policy = message
   self.policy:tensors(groups_of(self.optimizer.list))
   self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
   self.run_files = run_files.open(self, o)
