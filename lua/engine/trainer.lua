@@ -217,16 +217,13 @@ end
 --- Mean loss over `batches` of other data, unrecorded, dropout off.
 function Trainer:evaluate_on(data, batches)
   local sum = 0
-  self.model:eval()
-  local good, message = pcall(function()
+  self.model:evaluating(function()
     for _ = 1, batches do
       sum = sum + require("engine").scope(function()
         return precision.autocast(self.precision, self.loss, self.model, data:next()):item()
       end)
     end
   end)
-  self.model:train()
-  if not good then error(message, 0) end
   return sum / batches
 end
 

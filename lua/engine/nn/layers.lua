@@ -1,9 +1,10 @@
 -- Basic layers: linear, embedding, norms, dropout, activations, containers. Initial values are
 -- PyTorch's defaults unless the caller says otherwise.
-local raise = require("engine.ffi").raise
+local M_ffi = require "engine.ffi"
 local tensor = require "engine.tensor"
 local module = require "engine.nn.module"
 
+local raise, value_text = M_ffi.raise, M_ffi.value_text
 local M = {}
 local class = module.class
 
@@ -12,9 +13,15 @@ local function parameter_tensor(...)
   return tensor.zeros(shape, { keep = true })
 end
 
+local function read_options(options, name, ...)
+  local known = {}
+  for _, key in ipairs { ... } do known[key] = true end
+  return tensor.read_named(options, "nn." .. name, known)
+end
+
 local function want_size(name, what, n)
   if type(n) ~= "number" or n % 1 ~= 0 or n < 1 then
-    raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, what, tostring(n))
+    raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, what, value_text(n))
   end
 end
 
@@ -26,7 +33,7 @@ local Linear = class("linear")
 function Linear:init(inputs, outputs, options)
   want_size("linear", "inputs", inputs)
   want_size("linear", "outputs", outputs)
-  options = options or {}
+  options = read_options(options, "linear", "bias", "std")
   rawset(self, "inputs", inputs)
   rawset(self, "outputs", outputs)
   local bound = 1 / math.sqrt(inputs)
@@ -48,9 +55,10 @@ local Embedding = class("embedding")
 function Embedding:init(count, width, options)
   want_size("embedding", "the number of rows", count)
   want_size("embedding", "the width", width)
+  options = read_options(options, "embedding", "std")
   rawset(self, "rows", count)
   rawset(self, "width", width)
-  self:parameter("weight", parameter_tensor(count, width):normal(0, options and options.std or 1), "embedding")
+  self:parameter("weight", parameter_tensor(count, width):normal(0, options.std or 1), "embedding")
 end
 function Embedding:forward(ids) return self.weight:embedding(ids) end
 function Embedding:extra() return ("%d x %d"):format(self.rows, self.width) end
@@ -62,7 +70,7 @@ M.embedding = Embedding
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_size("layer_norm", "the width", width)
-  options = options or {}
+  options = read_options(options, "layer_norm", "eps", "bias")
   rawset(self, "eps", options.eps or 1e-5)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
   if options.bias ~= false then self:parameter("bias", parameter_tensor(width), "norm") end
@@ -75,7 +83,7 @@ M.layer_norm = LayerNorm
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_size("rms_norm", "the width", width)
-  rawset(self, "eps", options and options.eps or 1e-6)
+  rawset(self, "eps", read_options(options, "rms_norm", "eps").eps or 1e-6)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
 end
 function RMSNorm:forward(x) return x:rms_norm(self.weight, self.eps) end
@@ -88,7 +96,7 @@ M.rms_norm = RMSNorm
 local Dropout = class("dropout")
 function Dropout:init(p)
   p = p or 0.5
-  if type(p) ~= "number" or not (p >= 0 and p <= 1) then raise("nn.dropout: expected a probability in [0, 1], got %s", tostring(p)) end
+  if type(p) ~= "number" or not (p >= 0 and p <= 1) then raise("nn.dropout: expected a probability in [0, 1], got %s", value_text(p)) end
   rawset(self, "p", p)
 end
 function Dropout:forward(x)
@@ -106,7 +114,10 @@ end
 
 --- nn.gelu() is the erf form, nn.gelu("tanh") the tanh form.
 local GELU = class("gelu")
-function GELU:init(form) rawset(self, "form", form) end
+function GELU:init(form)
+  if form ~= nil and form ~= "tanh" and form ~= "erf" then raise("nn.gelu: expected 'erf' or 'tanh', got %s", value_text(form)) end
+  rawset(self, "form", form)
+end
 function GELU:forward(x) return x:gelu(self.form) end
 M.gelu = GELU
 
@@ -116,8 +127,9 @@ M.gelu = GELU
 local Sequential = class("sequential")
 function Sequential:init(...)
   local list = module.is_module((...)) and { ... } or (...) or {}
+  if type(list) ~= "table" then raise("nn.%s: expected modules, got %s", self._class, value_text(list)) end
   for i, child in ipairs(list) do
-    if not module.is_module(child) then raise("nn.sequential: entry %d is no module but a %s", i, type(child)) end
+    if not module.is_module(child) then raise("nn.%s: expected entry %d to be a module, got %s", self._class, i, value_text(child)) end
     self[i] = child
   end
 end

@@ -9,7 +9,7 @@ local M_ffi = require "engine.ffi"
 local tensor = require "engine.tensor"
 local nearest = require "engine.nearest"
 
-local C, is_tensor = M_ffi.C, tensor.is_tensor
+local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
 
 local M = {}
 
@@ -81,7 +81,13 @@ M.is_module = is_module
 
 -- Remembers the order in which modules and tensors were first assigned; their values stand in the module itself.
 local function assign(self, key, value)
-  if is_module(value) or is_tensor(value) then self._order[#self._order + 1] = key end
+  if is_module(value) or is_tensor(value) then
+    local order, known = self._order, false
+    for _, k in ipairs(order) do known = known or k == key end      -- taken away and assigned again
+    if not known then order[#order + 1] = key end
+  elseif type(value) == "table" and is_module(value[1]) then
+    raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }", self._class, tostring(key))
+  end
   rawset(self, key, value)
 end
 
@@ -102,6 +108,7 @@ end
 
 --- Registers a parameter under `key`. role: "linear", "embedding" or "norm", by which a precision recipe chooses its formats.
 function Module:parameter(key, value, role)
+  if not is_tensor(value) then raise("parameter: expected a tensor for '%s', got %s", tostring(key), M_ffi.value_text(value)) end
   self[key] = value:requires_grad(true)
   self._roles[key] = role
   return value
@@ -153,6 +160,18 @@ end
 function Module:eval() return self:train(false) end
 function Module:is_training() return self._training end
 
+--- Runs f in evaluation mode and gives every module its own mode back; returns what f returns.
+function Module:evaluating(f, ...)
+  local was = {}
+  self:apply(function(module) was[module] = module._training end)
+  self:eval()
+  return (function(good, ...)
+    for module, training in pairs(was) do rawset(module, "_training", training) end
+    if not good then error((...), 0) end
+    return ...
+  end)(pcall(f, ...))
+end
+
 --- Freezes (or unfreezes) every parameter below.
 function Module:freeze(on)
   for _, p in ipairs(self:parameters()) do p.tensor:requires_grad(on == false) end
@@ -168,13 +187,15 @@ end
 
 --- Copies values from { name = tensor }. Missing, unknown or ill-shaped names are errors, all listed; strict=false takes what fits.
 function Module:load_state(state, options)
-  local strict = not (options and options.strict == false)
+  if type(state) ~= "table" then raise("load_state: expected a table of tensors by name, got %s", M_ffi.value_text(state)) end
+  local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
   local problems, known = {}, {}
   local list = self:parameters()
   for _, p in ipairs(list) do
     known[p.name] = true
     local value = state[p.name]
     if value == nil then problems[#problems + 1] = "missing: " .. p.name
+    elseif not is_tensor(value) then problems[#problems + 1] = ("%s: expected a tensor, got %s"):format(p.name, M_ffi.value_text(value))
     elseif tensor.shape_text(value.shape) ~= tensor.shape_text(p.tensor.shape) then
       problems[#problems + 1] = ("%s: expected %s, got %s"):format(p.name, tensor.shape_text(p.tensor.shape), tensor.shape_text(value.shape))
     end
@@ -188,11 +209,11 @@ function Module:load_state(state, options)
     table.sort(problems)
     local shown = { unpack(problems, 1, 12) }
     if #problems > 12 then shown[#shown + 1] = ("... and %d more"):format(#problems - 12) end
-    error("load_state: the weights do not fit this model:\n  " .. table.concat(shown, "\n  "), 2)
+    raise("load_state: the weights do not fit this model:\n  %s", table.concat(shown, "\n  "))
   end
   for _, p in ipairs(list) do
     local value = state[p.name]
-    if value and tensor.shape_text(value.shape) == tensor.shape_text(p.tensor.shape) then p.tensor:copy(value) end
+    if is_tensor(value) and tensor.shape_text(value.shape) == tensor.shape_text(p.tensor.shape) then p.tensor:copy(value) end
   end
   return self, problems
 end
@@ -222,7 +243,7 @@ function Module:describe()
 end
 
 function Module.forward(self)
-  error(("%s has no forward method"):format(self._class), 2)
+  raise("%s has no forward method", self._class)
 end
 
 return M

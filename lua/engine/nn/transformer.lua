@@ -3,34 +3,51 @@
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU, grouped queries
 --   nn.bert   encoder with a masked-token head
 -- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H, V vocabulary.
-local raise = require("engine.ffi").raise
+local M_ffi = require "engine.ffi"
 local tensor = require "engine.tensor"
 local module = require "engine.nn.module"
 local layers = require "engine.nn.layers"
 
+local raise, value_text = M_ffi.raise, M_ffi.value_text
 local M = {}
 local class = module.class
 
+local function known_names(...)
+  local known = {}
+  for _, key in ipairs { ... } do known[key] = true end
+  return known
+end
+
+local function want_whole(name, what, n)
+  if type(n) ~= "number" or n % 1 ~= 0 or n < 1 then raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, what, value_text(n)) end
+end
+
+local function want_heads(name, width, heads, kv_heads)
+  if width % heads ~= 0 then raise("nn.%s: the width %d does not divide by %d heads", name, width, heads) end
+  if heads % kv_heads ~= 0 then raise("nn.%s: %d heads do not divide by %d kv_heads", name, heads, kv_heads) end
+end
+
+-- The options of a model; `known` gives the defaults.
 local function defaults(name, options, known)
-  local config = {}
-  for key, value in pairs(known) do config[key] = value end
-  for key, value in pairs(options or {}) do
-    if known[key] == nil then
-      local names = {}
-      for n in pairs(known) do names[#names + 1] = n end
-      raise("nn.%s: unknown option '%s'%s", name, tostring(key), require("engine.nearest").hint(tostring(key), names))
-    end
-    config[key] = value
+  local config, names = {}, {}
+  for key, value in pairs(known) do config[key], names[key] = value, true end
+  for key, value in pairs(tensor.read_named(options, "nn." .. name, names)) do config[key] = value end
+  for _, key in ipairs { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" } do
+    if known[key] or config[key] then want_whole(name, key, config[key]) end
   end
-  for _, key in ipairs { "vocab", "width", "heads", "layers", "context" } do
-    if known[key] ~= nil and (type(config[key]) ~= "number" or config[key] < 1 or config[key] % 1 ~= 0) then
-      raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, key, tostring(config[key]))
-    end
-  end
-  if known.heads and config.width % config.heads ~= 0 then
-    raise("nn.%s: the width %d does not divide by %d heads", name, config.width, config.heads)
+  want_heads(name, config.width, config.heads, config.kv_heads or config.heads)
+  for _, key in ipairs { "dropout", "embedding_dropout", "attention_dropout" } do
+    local p = config[key]
+    if p and not (type(p) == "number" and p >= 0 and p < 1) then raise("nn.%s: expected %s in [0, 1), got %s", name, key, value_text(p)) end
   end
   return config
+end
+
+-- 0, 1 ... T-1, of the step also where none is open
+local function places(T) return tensor.arange(0, T - 1, 1, { dtype = "i32", keep = false }) end
+
+local function want_context(self, T)
+  if T > self.context then raise("expected up to %d tokens of context, got %d", self.context, T) end
 end
 
 -- ------------------------------------------------------------------ blocks
@@ -38,15 +55,20 @@ end
 --- Self-attention: x [B x T x C] -> [B x T x C]. options: causal, kv_heads, rope (base), bias, std, out_std, dropout (of the
 --- attention weights, in training mode; the weights are then formed in full instead of row by row).
 local Attention = class("attention")
+local ATTENTION = known_names("causal", "kv_heads", "rope", "bias", "std", "out_std", "dropout")
 function Attention:init(width, heads, options)
-  options = options or {}
+  options = tensor.read_named(options, "nn.attention", ATTENTION)
+  want_whole("attention", "the width", width)
+  want_whole("attention", "heads", heads)
+  want_whole("attention", "kv_heads", options.kv_heads or heads)
+  want_heads("attention", width, heads, options.kv_heads or heads)
   rawset(self, "heads", heads)
   rawset(self, "kv_heads", options.kv_heads or heads)
   rawset(self, "head_width", width / heads)
   rawset(self, "causal", options.causal ~= false)
   rawset(self, "rope", options.rope)
   rawset(self, "dropout", options.dropout or 0)
-  if self.dropout > 0 and self.kv_heads ~= heads then raise "nn.attention: dropout of the weights needs as many kv_heads as heads" end
+  if self.dropout > 0 and self.kv_heads ~= heads then raise("nn.attention: dropout of the weights needs as many kv_heads as heads") end
   rawset(self, "entropy", nil)   -- set by forward when watch_entropy is on: [B x H x T] nats
   rawset(self, "watch_entropy", false)
   local kv = self.kv_heads * self.head_width
@@ -58,7 +80,7 @@ local function attention_with_dropout(q, k, v, causal, p)
   local T, D = q:size(2), q:size(4)
   local scores = q:permute(1, 3, 2, 4):matmul(k:permute(1, 3, 2, 4), false, true):to("f32") / math.sqrt(D)   -- [B x H x T x T]
   if causal then
-    local row, column = tensor.arange(1, T, 1, "i32"):view(T, 1), tensor.arange(1, T, 1, "i32"):view(1, T)
+    local row, column = places(T):view(T, 1), places(T):view(1, T)
     scores = column:le(row):where(scores, -math.huge)
   end
   return scores:softmax():dropout(p):matmul(v:permute(1, 3, 2, 4)):permute(1, 3, 2, 4)
@@ -80,8 +102,9 @@ M.attention = Attention
 
 --- Feed-forward with GELU (tanh form): C -> hidden -> C.
 local MLP = class("mlp")
+local FEED_FORWARD = known_names("bias", "std", "out_std", "gelu")
 function MLP:init(width, hidden, options)
-  options = options or {}
+  options = tensor.read_named(options, "nn.mlp", FEED_FORWARD)
   self.up = layers.linear(width, hidden, { bias = options.bias, std = options.std })
   self.down = layers.linear(hidden, width, { bias = options.bias, std = options.out_std or options.std })
   rawset(self, "form", options.gelu or "tanh")
@@ -92,7 +115,7 @@ M.mlp = MLP
 --- Feed-forward with SwiGLU: silu(gate x) * (up x), then down.
 local SwiGLU = class("swiglu")
 function SwiGLU:init(width, hidden, options)
-  options = options or {}
+  options = tensor.read_named(options, "nn.swiglu", FEED_FORWARD)
   self.gate = layers.linear(width, hidden, { bias = false, std = options.std })
   self.up = layers.linear(width, hidden, { bias = false, std = options.std })
   self.down = layers.linear(hidden, width, { bias = false, std = options.out_std or options.std })
@@ -117,15 +140,23 @@ M.block = Block
 
 -- ------------------------------------------------------------------ decoders
 
---- Appends `count` sampled tokens to ids (a list of numbers). options: temperature (1), top_k, and random numbers from the engine's generator.
+local GENERATE = known_names("temperature", "top_k")
+
+--- The list `ids` (of numbers) and `count` sampled tokens more. options: temperature (1; 0: always the likeliest), top_k. Random
+--- numbers come from the engine's generator.
 local function generate(self, ids, count, options)
-  options = options or {}
+  options = tensor.read_named(options, "generate", GENERATE)
   local temperature, k = options.temperature or 1, options.top_k
-  local list, was_training = { unpack(ids) }, self._training
-  if #list == 0 then error("generate: expected at least one token to begin with", 2) end
-  self:eval()
-  local engine = require "engine"
-  local good, message = pcall(function()
+  if type(ids) ~= "table" or #ids == 0 then raise("generate: expected a list of at least one token to begin with, got %s", value_text(ids)) end
+  if type(count) ~= "number" or count < 0 or count % 1 ~= 0 then
+    raise("generate: expected the number of tokens as a whole number of 0 or more, got %s", value_text(count))
+  end
+  if type(temperature) ~= "number" or not (temperature >= 0 and temperature < math.huge) then
+    raise("generate: expected temperature as a number >= 0, got %s", value_text(temperature))
+  end
+  if k ~= nil and (type(k) ~= "number" or k < 1 or k % 1 ~= 0) then raise("generate: expected top_k as a whole number of 1 or more, got %s", value_text(k)) end
+  local engine, list = require "engine", { unpack(ids) }
+  self:evaluating(function()
     for _ = 1, count do
       list[#list + 1] = engine.scope(function()
         local window = { unpack(list, math.max(1, #list - self.context + 1)) }
@@ -143,8 +174,6 @@ local function generate(self, ids, count, options)
       end)
     end
   end)
-  self:train(was_training)
-  if not good then error(message, 0) end
   return list
 end
 
@@ -179,8 +208,8 @@ function GPT:init(options)
 end
 function GPT:forward(ids)
   local T = ids:size(-1)
-  if T > self.context then error(("gpt: expected up to %d tokens of context, got %d"):format(self.context, T), 2) end
-  local x = self.drop(self.wte(ids) + self.wpe(tensor.arange(0, T - 1, 1, "i32")))         -- [B x T x C]
+  want_context(self, T)
+  local x = self.drop(self.wte(ids) + self.wpe(places(T)))         -- [B x T x C]
   for _, block in ipairs(self.blocks) do x = block(x) end
   x = self.norm(x)
   local head = rawget(self, "head")
@@ -199,7 +228,6 @@ local Llama = class("llama")
 function Llama:init(options)
   local c = defaults("llama", options, { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000,
     eps = 1e-6, tied = false, dropout = 0 })
-  if c.heads % c.kv_heads ~= 0 then raise("nn.llama: %d heads do not divide by %d kv_heads", c.heads, c.kv_heads) end
   rawset(self, "config", c)
   rawset(self, "context", c.context)
   local std, out_std = 0.02, 0.02 / math.sqrt(2 * c.layers)
@@ -263,7 +291,8 @@ function Bert:init(options)
 end
 function Bert:forward(ids)
   local T = ids:size(-1)
-  local x = self.drop(self.norm(self.wte(ids) + self.wpe(tensor.arange(0, T - 1, 1, "i32"))))
+  want_context(self, T)
+  local x = self.drop(self.norm(self.wte(ids) + self.wpe(places(T))))
   for _, block in ipairs(self.blocks) do x = block(x) end
   x = self.transform_norm(self.transform(x):gelu())
   return x:linear(self.wte.weight, self.head_bias)
