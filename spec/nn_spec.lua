@@ -50,6 +50,7 @@ describe("a module", function()
     assert.same(6, #names(net))
     net.head = nn.embedding(4, 3)
     assert.same({ 7, "head.weight" }, { #names(net), names(net)[6] })
+    assert.equal(1, select(2, tostring(net):gsub("head: embedding", "")))
   end)
 
   it("counts a tied weight once, and its gradient has both parts", step(function()
@@ -364,6 +365,36 @@ describe("the model", function()
     local expected = -logits:log_softmax():select(2, 3):select(2, 8):item()
     assert.near(expected, model:loss(x, ids { { -100, -100, 7, -100 } }):item(), 1e-5)
   end))
+
+  it("blocks carry the residual as their papers say: pre-norm x + f(norm x), post-norm norm(x + f x)", step(function()
+    local x = engine.randn(2, 5, 16)
+    for _, kind in ipairs(KINDS) do
+      local block = nn[kind](with()).blocks[1]
+      local function near(expected, y) assert.is_true((expected - y):abs():max():item() < 1e-6, kind) end
+      for _, last in ipairs { block.attn.out, block.mlp.down } do last.weight:fill(0) end      -- biases are 0 at first
+      if kind ~= "llama" then
+        assert.equal(0, block.attn.out.bias:abs():max():item())
+        assert.equal(0, block.mlp.down.bias:abs():max():item())
+      end
+      near(kind == "bert" and block.norm2(block.norm1(x)) or x, block(x))
+      local fresh = nn[kind](with()).blocks[1]
+      local middle = kind == "bert" and fresh.norm1(x + fresh.attn(x)) or x + fresh.attn(fresh.norm1(x))
+      near(kind == "bert" and fresh.norm2(middle + fresh.mlp(middle)) or middle + fresh.mlp(fresh.norm2(middle)), fresh(x))
+    end
+  end))
+
+  it("leaves nothing behind where no step is open", function()
+    local models = {}
+    for i, kind in ipairs(KINDS) do models[i] = nn[kind](with { attention_dropout = kind == "gpt" and 0.1 or nil }) end
+    local before
+    for turn = 1, 5 do
+      for _, model in ipairs(models) do model(ids { { 1, 2, 3 } }) end
+      engine.end_step()
+      local used = engine.memory().kept.used
+      if turn == 1 then before = used end
+      assert.equal(before, used)
+    end
+  end)
 
   it("gpt with dropout differs from call to call in training, not in evaluation", step(function()
     local model = nn.gpt(with { dropout = 0.2, attention_dropout = 0.2 })
