@@ -51,6 +51,8 @@ endif
 all: $(ENGINE) $(BUILD)/cdef.h
 
 # ------------------------------------------------------------------ building
+# One short line a file; `make V=1` shows the commands.
+say = $(if $(V),,@echo '  $(1)  $(2)';)
 # Libraries and binaries are renamed into place, so that what runs while they are built keeps its own.
 
 # Rewritten only when they differ, so that other flags or a new set of files rebuild what they must.
@@ -63,32 +65,32 @@ $(BUILD)/objects: FORCE
 
 $(BUILD)/core/%.o: core/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(COMPILE) -c $< -o $@
+	$(call say,CC,$<) $(COMPILE) -c $< -o $@
 
 $(BUILD)/core/cpu/%.o: core/cpu/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(COMPILE) $(KERNEL_CFLAGS) -c $< -o $@
+	$(call say,CC,$<) $(COMPILE) $(KERNEL_CFLAGS) -c $< -o $@
 
 define isa_rule
 $(BUILD)/core/cpu/%.$(1).o: core/cpu/%.c $(BUILD)/flags
 	@mkdir -p $$(@D)
-	$$(COMPILE) $$(KERNEL_CFLAGS) $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< -o $$@
+	$$(call say,CC,$$< ($(1))) $$(COMPILE) $$(KERNEL_CFLAGS) $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< -o $$@
 endef
 $(foreach isa,$(ISAS),$(eval $(call isa_rule,$(isa))))
 
 $(LIB): $(OBJECTS) $(BUILD)/objects
-	$(LINK) -shared -Wl,-soname,libengine.so -o $@.new $(OBJECTS) $(LIBS)
+	$(call say,LD,$@) $(LINK) -shared -Wl,-soname,libengine.so -o $@.new $(OBJECTS) $(LIBS)
 	@mv $@.new $@
 
 $(ENGINE): $(BINARY_OBJECTS) $(LIB)
-	$(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
+	$(call say,LD,$@) $(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
 	  '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib'
 	@mv $@.new $@
 
 # The FFI declarations: the public header without preprocessor and comments.
 $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) -E -P -DENG_CDEF core/engine.h > $@
+	$(call say,CC,$@) $(CC) -E -P -DENG_CDEF core/engine.h > $@
 
 -include $(shell find $(BUILD)/core -name '*.d' 2>/dev/null)
 
