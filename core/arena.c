@@ -13,6 +13,20 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
+
+// Under AddressSanitizer whatever is not handed out is poisoned, and pieces stand apart, so that a kernel
+// that leaves its tensors is caught although all memory comes in big chunks.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
+#define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
+enum { APART = 64 };
+#else
+#define CLOSE(memory, bytes) ((void)(memory))
+#define OPEN(memory, bytes)  ((void)(memory))
+enum { APART = 0 };
+#endif
 
 enum { ALIGNMENT = 64, FREE_LISTS = 1024 /* a power of two */ };
 
@@ -53,7 +67,7 @@ static bool lasting(arena_id id)
 
 static int64_t rounded(int64_t bytes)
 {
-  return bytes <= 0 ? ALIGNMENT : (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  return (bytes <= 0 ? ALIGNMENT : (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT) + APART;
 }
 
 /// The list for `size`, or the empty entry where it would go; NULL when the table is full.
@@ -67,6 +81,57 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
+/// A number of bytes in a file of the kernel's; `otherwise` when there is none.
+static int64_t number_in(const char *path, int64_t otherwise)
+{
+  FILE *file = fopen(path, "r");
+  long long value;
+  if (!file) return otherwise;
+  if (fscanf(file, "%lld", &value) != 1 || value <= 0) value = otherwise;
+  fclose(file);
+  return value;
+}
+
+/// Memory of the machine, or what its container may use. Beyond it the system would not refuse: it kills.
+static int64_t machine_memory(void)
+{
+  static int64_t known;
+  if (known) return known;
+  int64_t all = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  if (all <= 0) all = INT64_MAX;
+  int64_t group = number_in("/sys/fs/cgroup/memory.max", number_in("/sys/fs/cgroup/memory/memory.limit_in_bytes", all));
+  known = group < all ? group : all;
+  return known;
+}
+
+static int64_t reserved_in_all(void)
+{
+  int64_t total = 0;
+  for (int i = 0; i < ARENA_COUNT; i++) total += arenas[i].reserved;
+  return total;
+}
+
+static void chunk_return(arena *a, chunk **at)
+{
+  chunk *c = *at;
+  *at = c->next;
+  if (a->current == c) a->current = a->first;
+  OPEN(c->memory, c->size);   // another mapping may take the place
+  munmap(c->memory, (size_t)c->size);
+  a->reserved -= c->size;
+  free(c);
+}
+
+/// Returns chunks that hold nothing to the system: what an earlier, larger step took.
+static void return_empty_chunks(void)
+{
+  for (int i = 0; i < ARENA_COUNT; i++)
+    for (chunk **at = &arenas[i].first; *at;) {
+      if ((*at)->used == 0) chunk_return(&arenas[i], at);
+      else at = &(*at)->next;
+    }
+}
+
 static void complain(const arena *wanting, int64_t bytes)
 {
   char table[768];
@@ -76,6 +141,7 @@ static void complain(const arena *wanting, int64_t bytes)
                    arenas[i].name, (double)arenas[i].used / (1 << 20), (double)arenas[i].reserved / (1 << 20));
   char bound[64] = "";
   if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));
+  else snprintf(bound, sizeof bound, " (this machine has %.1f MiB)", (double)machine_memory() / (1 << 20));
   error_set(ENG_ERR_MEMORY, "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
             "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
             wanting->name, (double)bytes / (1 << 20), bound, table);
@@ -86,11 +152,12 @@ static chunk *chunk_new(arena_id id, int64_t bytes)
   arena *a = &arenas[id];
   bool dedicated = lasting(id) && bytes >= a->chunk_size / 2;
   int64_t size = dedicated || bytes > a->chunk_size ? bytes : a->chunk_size;
-  int64_t total = 0;
-  for (int i = 0; i < ARENA_COUNT; i++) total += arenas[i].reserved;
-  if (limit && total + size > limit) {   // a smaller chunk may still do
-    size = bytes;
-    if (total + size > limit) { complain(a, bytes); return NULL; }
+  int64_t most = limit && limit < machine_memory() ? limit : machine_memory();
+  if (reserved_in_all() > most - size) size = bytes;   // a smaller chunk may still do
+  if (reserved_in_all() > most - size) return_empty_chunks();
+  if (reserved_in_all() > most - size) {
+    complain(a, bytes);
+    return NULL;
   }
   size = (size + 4095) / 4096 * 4096;
   void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -101,6 +168,7 @@ static chunk *chunk_new(arena_id id, int64_t bytes)
     return NULL;
   }
   if (size >= 4 << 20) madvise(memory, (size_t)size, MADV_HUGEPAGE);
+  CLOSE(memory, size);
   *c = (chunk){.memory = memory, .size = size, .dedicated = dedicated};
   a->reserved += size;
   a->allocations++;
@@ -110,12 +178,16 @@ static chunk *chunk_new(arena_id id, int64_t bytes)
 void *arena_alloc(arena_id id, int64_t bytes)
 {
   arena *a = &arenas[id];
-  if (bytes > INT64_MAX / 2) { complain(a, bytes); return NULL; }
+  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have wrapped
+    complain(a, INT64_MAX);
+    return NULL;
+  }
   int64_t size = rounded(bytes);
   void *piece = NULL;
   free_list *list = list_for(a, size);
   if (list && list->size == size && list->first) {
     piece = list->first;
+    OPEN(piece, sizeof list->first);
     memcpy(&list->first, piece, sizeof list->first);
   } else {
     chunk *c = a->current;
@@ -132,6 +204,7 @@ void *arena_alloc(arena_id id, int64_t bytes)
     piece = c->memory + c->used;
     c->used += size;
   }
+  OPEN(piece, bytes);
   a->used += size;
   a->pieces++;
   if (a->used > a->peak) a->peak = a->used;
@@ -141,7 +214,10 @@ void *arena_alloc(arena_id id, int64_t bytes)
 static void rewind_chunks(arena *a)
 {
   memset(a->lists, 0, sizeof a->lists);
-  for (chunk *c = a->first; c; c = c->next) c->used = 0;
+  for (chunk *c = a->first; c; c = c->next) {
+    CLOSE(c->memory, c->used);
+    c->used = 0;
+  }
   a->current = a->first;
   a->used = a->pieces = 0;
 }
@@ -158,19 +234,19 @@ void arena_free(arena_id id, void *piece, int64_t bytes)
   }
   if (lasting(id) && size >= a->chunk_size / 2) {
     for (chunk **at = &a->first; *at; at = &(*at)->next) {
-      chunk *c = *at;
-      if (c->memory != piece || !c->dedicated) continue;
-      *at = c->next;
-      if (a->current == c) a->current = a->first;
-      munmap(c->memory, (size_t)c->size);
-      a->reserved -= c->size;
-      free(c);
+      if ((*at)->memory != piece || !(*at)->dedicated) continue;
+      chunk_return(a, at);
       return;
     }
   }
   free_list *list = list_for(a, size);
-  if (!list) return;   // more sizes than lists: the piece waits for the reset
+  if (!list) {   // more sizes than lists: the piece waits for the reset
+    CLOSE(piece, size);
+    return;
+  }
+  OPEN(piece, sizeof list->first);
   memcpy(piece, &list->first, sizeof list->first);
+  CLOSE(piece, size);
   list->size = size;
   list->first = piece;
 }

@@ -8,6 +8,14 @@
 
 // ---- products
 
+/// Runs what may write `direct`ly into the buffer of input k.
+static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool accumulate)
+{
+  eng_status status = op_run(c);
+  if (status != ENG_OK && direct) grad_target_failed(g, k, accumulate);
+  return status;
+}
+
 /// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer if it has one.
 static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a, bool transpose_b)
 {
@@ -17,7 +25,7 @@ static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool tra
   if (!batched) c.out[0] = grad_target(g, k, &accumulate);
   bool direct = c.out[0] != NULL;
   c.ints[3] = accumulate;
-  ENG_TRY(op_run(&c));
+  ENG_TRY(run_into(&c, g, k, direct, accumulate));
   return direct ? ENG_OK : grad_emit(g, k, c.out[0]);
 }
 
@@ -64,7 +72,7 @@ eng_status grad_linear(grad_call *g)
     op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {grad_target(g, 2, &accumulate)}, .ints = {g->call->in[2]->dtype, 0}};
     bool direct = c.out[0] != NULL;
     c.ints[1] = accumulate;
-    ENG_TRY(op_run(&c));
+    ENG_TRY(run_into(&c, g, 2, direct, accumulate));
     if (!direct) ENG_TRY(grad_emit(g, 2, c.out[0]));
   }
   tensor_drop(x);
@@ -81,7 +89,7 @@ eng_status grad_embedding(grad_call *g)
                .ints = {w->shape[0], w->dtype, 0}};
   bool direct = c.out[0] != NULL;
   c.ints[2] = accumulate;
-  ENG_TRY(op_run(&c));
+  ENG_TRY(run_into(&c, g, 0, direct, accumulate));
   return direct ? ENG_OK : grad_emit(g, 0, c.out[0]);
 }
 

@@ -1,4 +1,5 @@
 // Shape and dtype rules: what each operation accepts and what comes out. See op.h.
+// Messages count dimensions from 1, as scripts do.
 #include "error.h"
 #include "op.h"
 
@@ -43,7 +44,7 @@ static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 {
   s->out[k].dtype = dtype;
   s->out[k].ndim = ndim;
-  memcpy(s->out[k].shape, shape, (size_t)ndim * sizeof *shape);
+  if (ndim > 0) memcpy(s->out[k].shape, shape, (size_t)ndim * sizeof *shape);
 }
 
 static void put_like(op_shape *s, int k, int dtype, const tensor *x)
@@ -76,6 +77,29 @@ static eng_status want_same(const op_call *c, int j, int k)
   return error_set(ENG_ERR_SHAPE, "%s: expected two tensors of one shape, got %s and %s", name_of(c), tensor_text(c->in[j]), tensor_text(c->in[k]));
 }
 
+/// A dtype given as an attribute: that of a gradient, hence a float.
+static eng_status want_float_attribute(const op_call *c, int64_t dtype)
+{
+  if (dtype >= 0 && dtype < ENG_DTYPE_COUNT && dtype_is_float((int)dtype)) return ENG_OK;
+  return error_set(ENG_ERR_DTYPE, "%s: expected the number of a floating-point dtype, got %lld (%s)", name_of(c), (long long)dtype,
+                   dtype >= 0 && dtype < ENG_DTYPE_COUNT ? eng_dtype_name((int)dtype) : "no dtype");
+}
+
+/// An attribute that asks to add onto the output: there must be one.
+static eng_status want_target(const op_call *c, int64_t adds)
+{
+  if (!adds || c->out[0]) return ENG_OK;
+  return error_set(ENG_ERR_VALUE, "%s: cannot add onto an output that is not given", name_of(c));
+}
+
+/// Input k must have this shape, that of `what`.
+static eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape, const char *what)
+{
+  const tensor *x = c->in[k];
+  if (x->ndim == ndim && memcmp(x->shape, shape, (size_t)ndim * sizeof *shape) == 0) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE, "%s: expected input %d in the shape of %s, %s, got %s", name_of(c), k + 1, what, tensor_shape_text(ndim, shape), tensor_text(x));
+}
+
 static eng_status want_ndim(const op_call *c, int k, int least)
 {
   if (c->in[k]->ndim >= least) return ENG_OK;
@@ -86,7 +110,9 @@ static eng_status want_ndim(const op_call *c, int k, int least)
 static eng_status want_vector(const op_call *c, int k, const char *what, int64_t n)
 {
   const tensor *v = c->in[k];
-  if (!v || (v->ndim == 1 && v->shape[0] == n)) return ENG_OK;
+  if (!v) return ENG_OK;
+  ENG_TRY(want_float(c, k));
+  if (v->ndim == 1 && v->shape[0] == n) return ENG_OK;
   return error_set(ENG_ERR_SHAPE, "%s: expected %s of shape [%lld], got %s", name_of(c), what, (long long)n, tensor_text(v));
 }
 
@@ -94,7 +120,7 @@ static eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x)
 {
   int64_t d = *dim < 0 ? *dim + x->ndim : *dim;
   if (d < 0 || d >= x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: there is no dimension %lld in %s", name_of(c), (long long)*dim, tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "%s: there is no dimension %lld in %s", name_of(c), (long long)(*dim < 0 || *dim == INT64_MAX ? *dim : *dim + 1), tensor_text(x));
   *dim = d;
   return ENG_OK;
 }
@@ -148,17 +174,17 @@ static eng_status infer_shape_list(op_call *c, int *ndim, int64_t *shape)
 static eng_status infer_reshape(op_call *c, op_shape *s)
 {
   int ndim, hole = -1;
-  int64_t shape[ENG_MAX_DIMS], known = 1;
+  int64_t shape[ENG_MAX_DIMS], known = 1, bound = 1;   // bound: the product without empty dimensions
   ENG_TRY(infer_shape_list(c, &ndim, shape));
   for (int d = 0; d < ndim; d++) {
     if (shape[d] == -1 && hole < 0) hole = d;
-    else if (shape[d] < 0 || __builtin_mul_overflow(known, shape[d], &known))
-      return error_set(ENG_ERR_VALUE, "reshape: %s is no shape; one dimension may be -1", tensor_shape_text(ndim, shape));
+    else if (shape[d] < 0 || __builtin_mul_overflow(bound, shape[d] ? shape[d] : 1, &bound) || __builtin_mul_overflow(known, shape[d], &known))
+      return error_set(ENG_ERR_VALUE, "view: %s is no shape; one dimension may be -1", tensor_shape_text(ndim, shape));
   }
   int64_t count = c->in[0]->count;
   if (hole >= 0 && known > 0 && count % known == 0) shape[hole] = count / known;
   else if (hole >= 0 || known != count)
-    return error_set(ENG_ERR_SHAPE, "reshape: %s has %lld elements, which do not make %s", tensor_text(c->in[0]), (long long)count, tensor_shape_text(ndim, shape));
+    return error_set(ENG_ERR_SHAPE, "view: %s has %lld elements, which do not make %s", tensor_text(c->in[0]), (long long)count, tensor_shape_text(ndim, shape));
   put(s, 0, c->in[0]->dtype, ndim, shape);
   return ENG_OK;
 }
@@ -202,6 +228,7 @@ static eng_status infer_slice(op_call *c, op_shape *s)
   ENG_TRY(fix_dim(c, &c->ints[0], x));
   int64_t n = x->shape[c->ints[0]], start = c->ints[1], stop = c->ints[2], step = c->ints[3];
   if (step < 1) return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld", (long long)step);
+  if (step > n) c->ints[3] = step = n > 0 ? n : 1;   // none is longer than the dimension
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
   start = start < 0 ? 0 : start > n ? n : start;
@@ -221,13 +248,15 @@ static eng_status infer_split(op_call *c, op_shape *s)
   if (c->n_out < 1 || c->n_out > ENG_OP_OUTPUTS)
     return error_set(ENG_ERR_VALUE, "split: expected 1 to %d parts, got %d", ENG_OP_OUTPUTS, c->n_out);
   for (int k = 0; k < c->n_out; k++) {
-    if (c->ints[1 + k] < 0) return error_set(ENG_ERR_VALUE, "split: a part cannot have %lld elements", (long long)c->ints[1 + k]);
-    sum += c->ints[1 + k];
+    int64_t size = c->ints[1 + k];
+    if (size < 0 || size > x->shape[c->ints[0]])
+      return error_set(ENG_ERR_VALUE, "split: a part of dimension %lld of %s cannot have %lld elements", (long long)c->ints[0] + 1, tensor_text(x), (long long)size);
+    sum += size;
     put_like(s, k, x->dtype, x);
     s->out[k].shape[c->ints[0]] = c->ints[1 + k];
   }
   if (sum != x->shape[c->ints[0]])
-    return error_set(ENG_ERR_SHAPE, "split: the parts make %lld, dimension %lld of %s has %lld", (long long)sum, (long long)c->ints[0], tensor_text(x), (long long)x->shape[c->ints[0]]);
+    return error_set(ENG_ERR_SHAPE, "split: the parts make %lld, dimension %lld of %s has %lld", (long long)sum, (long long)c->ints[0] + 1, tensor_text(x), (long long)x->shape[c->ints[0]]);
   return ENG_OK;
 }
 
@@ -242,7 +271,7 @@ static eng_status infer_concat(op_call *c, op_shape *s)
     const tensor *y = c->in[k];
     bool fits = y->ndim == x->ndim;
     for (int d = 0; fits && d < x->ndim; d++) fits = d == c->ints[0] || x->shape[d] == y->shape[d];
-    if (!fits) return error_set(ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x), tensor_text(y), (long long)c->ints[0]);
+    if (!fits) return error_set(ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x), tensor_text(y), (long long)c->ints[0] + 1);
     size += y->shape[c->ints[0]];
     dtype = dtype_promote(dtype, y->dtype);
   }
@@ -265,7 +294,7 @@ static eng_status infer_pick(op_call *c, op_shape *s)
   }
   bool fits = index->ndim == x->ndim;
   for (int d = 0; fits && d < x->ndim; d++) fits = d == c->ints[0] || index->shape[d] <= x->shape[d];
-  if (!fits) return error_set(ENG_ERR_SHAPE, "gather: the index %s must have the dimensions of %s and no larger sizes outside dimension %lld", tensor_text(index), tensor_text(x), (long long)c->ints[0]);
+  if (!fits) return error_set(ENG_ERR_SHAPE, "gather: the index %s must have the dimensions of %s and no larger sizes outside dimension %lld", tensor_text(index), tensor_text(x), (long long)c->ints[0] + 1);
   put_like(s, 0, x->dtype, index);
   return ENG_OK;
 }
@@ -326,8 +355,9 @@ static eng_status infer_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE, "matmul: the batch dimensions of %s and %s do not broadcast", tensor_text(a), tensor_text(b));
   shape[ndim++] = m;
   shape[ndim++] = n;
-  int dtype = c->ints[2] ? (int)c->ints[2] - 1 : dtype_promote(a->dtype, b->dtype);
-  put(s, 0, dtype, ndim, shape);
+  if (c->ints[2]) ENG_TRY(want_float_attribute(c, c->ints[2] - 1));
+  ENG_TRY(want_target(c, c->ints[3]));
+  put(s, 0, c->ints[2] ? (int)c->ints[2] - 1 : dtype_promote(a->dtype, b->dtype), ndim, shape);
   return ENG_OK;
 }
 
@@ -367,27 +397,57 @@ static eng_status infer_norm(op_call *c, op_shape *s)
 static eng_status infer_norm_grad(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
+  bool layer = c->op == ENG_OP_layer_norm_grad;
+  ENG_TRY(want_ndim(c, 0, 1));
   int64_t n[1] = {x->shape[x->ndim - 1]};
+  ENG_TRY(want_vector(c, 1, "a weight", n[0]));
+  for (int k = 2; k < c->n_in - 1; k++) ENG_TRY(want_shape(c, k, x->ndim - 1, x->shape, "x without its last dimension"));
+  ENG_TRY(want_shape(c, c->n_in - 1, x->ndim, x->shape, "x"));
+  for (int k = 0; k < c->n_in; k++)
+    if (c->in[k]) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_float_attribute(c, c->ints[0]));
   put_like(s, 0, x->dtype, x);
   put(s, 1, (int)c->ints[0], 1, n);
-  if (c->op == ENG_OP_layer_norm_grad) put(s, 2, (int)c->ints[0], 1, n);
+  if (layer) put(s, 2, (int)c->ints[0], 1, n);
   return ENG_OK;
 }
 
-static eng_status infer_attention(op_call *c, op_shape *s)
+static eng_status want_attention(const op_call *c)
 {
   const tensor *q = c->in[0], *k = c->in[1], *v = c->in[2];
   for (int i = 0; i < 3; i++) ENG_TRY(want_float(c, i));
   bool fits = q->ndim == 4 && k->ndim == 4 && v->ndim == 4 && tensor_same_shape(k, v) && q->shape[0] == k->shape[0] && q->shape[3] == k->shape[3]
               && k->shape[2] > 0 && q->shape[2] % k->shape[2] == 0;
   if (!fits)
-    return error_set(ENG_ERR_SHAPE, "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, got %s, %s and %s",
+    return error_set(ENG_ERR_SHAPE, "%s: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, got %s, %s and %s", name_of(c),
                      tensor_text(q), tensor_text(k), tensor_text(v));
+  return ENG_OK;
+}
+
+static eng_status infer_attention(op_call *c, op_shape *s)
+{
+  const tensor *q = c->in[0];
+  ENG_TRY(want_attention(c));
   int statistics = q->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   int64_t rows[3] = {q->shape[0], q->shape[2], q->shape[1]};
   put_like(s, 0, q->dtype, q);
   put(s, 1, statistics, 3, rows);
   put(s, 2, statistics, 3, rows);
+  return ENG_OK;
+}
+
+static eng_status infer_attention_grad(op_call *c, op_shape *s)
+{
+  const tensor *q = c->in[0];
+  ENG_TRY(want_attention(c));
+  for (int k = 3; k < 6; k++) ENG_TRY(want_float(c, k));
+  int64_t rows[3] = {q->shape[0], q->shape[2], q->shape[1]};
+  ENG_TRY(want_shape(c, 3, 4, q->shape, "q"));
+  ENG_TRY(want_shape(c, 4, 3, rows, "the rows of q"));
+  ENG_TRY(want_shape(c, 5, 4, q->shape, "q"));
+  if (c->in[4]->dtype != (q->dtype == ENG_f64 ? ENG_f64 : ENG_f32) || !tensor_contiguous(c->in[4]))
+    return error_set(ENG_ERR_DTYPE, "attention_grad: expected lse as attention yields it, got %s", tensor_text(c->in[4]));
+  for (int k = 0; k < 3; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
   return ENG_OK;
 }
 
@@ -397,11 +457,13 @@ static eng_status infer_rope(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 0));
   if (x->ndim != 4 || x->shape[3] % 2) return error_set(ENG_ERR_SHAPE, "rope: expected [B x T x H x D] with an even D, got %s", tensor_text(x));
   if (!(c->floats[0] > 0)) return error_set(ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->floats[0]);
+  if (c->ints[0] > 1ll << 52 || c->ints[0] < -(1ll << 52))   // positions are counted in double
+    return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld", (long long)c->ints[0]);
   put_like(s, 0, x->dtype, x);
   return ENG_OK;
 }
 
-static eng_status infer_cross_entropy(op_call *c, op_shape *s)
+static eng_status want_classes(const op_call *c)
 {
   const tensor *x = c->in[0], *t = c->in[1];
   ENG_TRY(want_float(c, 0));
@@ -410,10 +472,17 @@ static eng_status infer_cross_entropy(op_call *c, op_shape *s)
   tensor rows = *x;
   rows.ndim--;
   if (!tensor_same_shape(&rows, t) || x->shape[x->ndim - 1] < 1)
-    return error_set(ENG_ERR_SHAPE, "cross_entropy: expected logits [.. x V] and targets of shape %s, got %s and %s",
+    return error_set(ENG_ERR_SHAPE, "%s: expected logits [.. x V] and targets of shape %s, got %s and %s", name_of(c),
                      tensor_shape_text(rows.ndim, rows.shape), tensor_text(x), tensor_text(t));
   if (!(c->floats[0] >= 0 && c->floats[0] < 1))
-    return error_set(ENG_ERR_VALUE, "cross_entropy: expected label smoothing in [0, 1), got %g", c->floats[0]);
+    return error_set(ENG_ERR_VALUE, "%s: expected label smoothing in [0, 1), got %g", name_of(c), c->floats[0]);
+  return ENG_OK;
+}
+
+static eng_status infer_cross_entropy(op_call *c, op_shape *s)
+{
+  const tensor *x = c->in[0];
+  ENG_TRY(want_classes(c));
   int dtype = wide_of(x->dtype);
   if (c->ints[1]) put(s, 0, dtype, 0, NULL);
   else put_outer(s, 0, dtype, x, 1);
@@ -421,10 +490,89 @@ static eng_status infer_cross_entropy(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// [.. x C] columns, ints[0] rows kept at the front etc.: shapes given in the attributes.
-static void put_listed(op_call *c, op_shape *s, int dtype)
+static eng_status infer_cross_entropy_grad(op_call *c, op_shape *s)
 {
-  put(s, 0, dtype, (int)c->ints[13], &c->ints[1]);
+  const tensor *x = c->in[0], *dloss = c->in[3];
+  ENG_TRY(want_classes(c));
+  ENG_TRY(want_float(c, 2));
+  ENG_TRY(want_float(c, 3));
+  ENG_TRY(want_shape(c, 2, x->ndim - 1, x->shape, "the rows of the logits"));
+  if (!c->ints[1]) ENG_TRY(want_shape(c, 3, x->ndim - 1, x->shape, "the rows of the logits"));
+  else if (dloss->count != 1) return error_set(ENG_ERR_SHAPE, "cross_entropy_grad: expected the gradient of one loss, got %s", tensor_text(dloss));
+  put_like(s, 0, x->dtype, x);
+  return ENG_OK;
+}
+
+// ---- gradients whose rules are not those of the way forward
+
+/// gather_grad, index_select_grad: dy and index, back to dx of the shape in the attributes.
+static eng_status infer_pick_grad(op_call *c, op_shape *s)
+{
+  const tensor *dy = c->in[0], *index = c->in[1];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_index(c, 1, "index"));
+  if (c->ints[13] < 1 || c->ints[13] > ENG_MAX_DIMS)
+    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d dimensions, got %lld", name_of(c), ENG_MAX_DIMS, (long long)c->ints[13]);
+  tensor dx = {.dtype = dy->dtype, .ndim = (int)c->ints[13]};
+  memcpy(dx.shape, &c->ints[1], sizeof dx.shape);
+  ENG_TRY(fix_dim(c, &c->ints[0], &dx));
+  bool selects = c->op == ENG_OP_index_select_grad, fits = dy->ndim == dx.ndim && (selects ? index->ndim == 1 : tensor_same_shape(dy, index));
+  for (int d = 0; fits && d < dx.ndim; d++) {
+    if (selects) fits = dy->shape[d] == (d == c->ints[0] ? index->shape[0] : dx.shape[d]);
+    else fits = d == c->ints[0] || dy->shape[d] <= dx.shape[d];
+  }
+  if (!fits)
+    return error_set(ENG_ERR_SHAPE, "%s: %s and the index %s do not belong to %s along dimension %lld", name_of(c), tensor_text(dy), tensor_text(index),
+                     tensor_shape_text(dx.ndim, dx.shape), (long long)c->ints[0]);
+  put_like(s, 0, dy->dtype, &dx);
+  return ENG_OK;
+}
+
+static eng_status infer_embedding_grad(op_call *c, op_shape *s)
+{
+  const tensor *dy = c->in[0], *ids = c->in[1];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_index(c, 1, "ids"));
+  if (dy->ndim != ids->ndim + 1 || memcmp(dy->shape, ids->shape, (size_t)ids->ndim * sizeof *ids->shape) != 0)
+    return error_set(ENG_ERR_SHAPE, "embedding_grad: expected dy [.. x C] and ids [..], got %s and %s", tensor_text(dy), tensor_text(ids));
+  ENG_TRY(want_float_attribute(c, c->ints[1]));
+  ENG_TRY(want_target(c, c->ints[2]));
+  put(s, 0, (int)c->ints[1], 2, (int64_t[]){c->ints[0], dy->shape[dy->ndim - 1]});
+  return ENG_OK;
+}
+
+static eng_status infer_extreme_grad(op_call *c, op_shape *s)
+{
+  const tensor *x = c->in[0];
+  op_call forward = *c;
+  op_shape reduced;
+  forward.op = ENG_OP_max;
+  forward.ints[1] = c->in[1]->ndim == x->ndim;
+  ENG_TRY(infer_reduce(&forward, &reduced));
+  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  for (int k = 1; k < 3; k++) ENG_TRY(want_shape(c, k, reduced.out[0].ndim, reduced.out[0].shape, "the reduced x"));
+  put_like(s, 0, x->dtype, x);
+  return ENG_OK;
+}
+
+/// unary_grad, softmax_grad, log_softmax_grad: two tensors of one shape, into a dtype.
+static eng_status infer_pair_grad(op_call *c, op_shape *s, int64_t dtype)
+{
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_same(c, 0, 1));
+  ENG_TRY(want_float_attribute(c, dtype));
+  put_like(s, 0, (int)dtype, c->in[0]);
+  return ENG_OK;
+}
+
+static eng_status infer_swiglu_grad(op_call *c, op_shape *s)
+{
+  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_same(c, 0, 1));
+  ENG_TRY(want_same(c, 0, 2));
+  for (int k = 0; k < 2; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
+  return ENG_OK;
 }
 
 eng_status op_infer(op_call *c, op_shape *s)
@@ -452,18 +600,17 @@ eng_status op_infer(op_call *c, op_shape *s)
       put_like(s, 0, x->dtype, x);
       return ENG_OK;
     case ENG_OP_unary_grad:
-      ENG_TRY(want_same(c, 0, 1));
-      put_like(s, 0, (int)c->ints[1], x);
-      return ENG_OK;
+      if (c->ints[0] < ENG_OP_neg || c->ints[0] > ENG_OP_silu)
+        return error_set(ENG_ERR_VALUE, "unary_grad: expected the number of an operation of one input, got %lld", (long long)c->ints[0]);
+      return infer_pair_grad(c, s, c->ints[1]);
     case ENG_OP_swiglu:
       ENG_TRY(want_float(c, 0));
+      ENG_TRY(want_float(c, 1));
       ENG_TRY(want_same(c, 0, 1));
       put_like(s, 0, dtype_promote(x->dtype, c->in[1]->dtype), x);
       return ENG_OK;
     case ENG_OP_swiglu_grad:
-      put_like(s, 0, x->dtype, x);
-      put_like(s, 1, c->in[1]->dtype, x);
-      return ENG_OK;
+      return infer_swiglu_grad(c, s);
     case ENG_OP_cast:
       if (c->ints[0] < 0 || c->ints[0] >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "cast: there is no dtype number %lld", (long long)c->ints[0]);
       put_like(s, 0, (int)c->ints[0], x);
@@ -477,8 +624,7 @@ eng_status op_infer(op_call *c, op_shape *s)
     case ENG_OP_gather: case ENG_OP_index_select:
       return infer_pick(c, s);
     case ENG_OP_gather_grad: case ENG_OP_index_select_grad:
-      put_listed(c, s, x->dtype);
-      return ENG_OK;
+      return infer_pick_grad(c, s);
     case ENG_OP_embedding: {
       const tensor *ids = c->in[1];
       ENG_TRY(want_index(c, 1, "ids"));
@@ -488,11 +634,7 @@ eng_status op_infer(op_call *c, op_shape *s)
       s->out[0].shape[s->out[0].ndim++] = x->shape[1];
       return ENG_OK;
     }
-    case ENG_OP_embedding_grad: {
-      int64_t shape[2] = {c->ints[0], x->shape[x->ndim - 1]};
-      put(s, 0, (int)c->ints[1], 2, shape);
-      return ENG_OK;
-    }
+    case ENG_OP_embedding_grad: return infer_embedding_grad(c, s);
     case ENG_OP_topk: {
       ENG_TRY(want_ndim(c, 0, 1));
       int64_t n = x->shape[x->ndim - 1];
@@ -506,9 +648,7 @@ eng_status op_infer(op_call *c, op_shape *s)
       return infer_arg(c, s);
     case ENG_OP_sum: case ENG_OP_mean: case ENG_OP_max: case ENG_OP_min:
       return infer_reduce(c, s);
-    case ENG_OP_extreme_grad:
-      put_like(s, 0, x->dtype, x);
-      return ENG_OK;
+    case ENG_OP_extreme_grad: return infer_extreme_grad(c, s);
     case ENG_OP_softmax: case ENG_OP_log_softmax: case ENG_OP_logsumexp:
       ENG_TRY(want_float(c, 0));
       ENG_TRY(want_ndim(c, 0, 1));
@@ -516,13 +656,15 @@ eng_status op_infer(op_call *c, op_shape *s)
       else put_like(s, 0, x->dtype, x);
       return ENG_OK;
     case ENG_OP_softmax_grad: case ENG_OP_log_softmax_grad:
-      ENG_TRY(want_same(c, 0, 1));
-      put_like(s, 0, (int)c->ints[0], x);
-      return ENG_OK;
+      ENG_TRY(want_ndim(c, 0, 1));
+      return infer_pair_grad(c, s, c->ints[0]);
     case ENG_OP_matmul: return infer_matmul(c, s);
     case ENG_OP_linear: return infer_linear(c, s);
     case ENG_OP_bias_grad:
+      ENG_TRY(want_float(c, 0));
       ENG_TRY(want_ndim(c, 0, 1));
+      ENG_TRY(want_float_attribute(c, c->ints[0]));
+      ENG_TRY(want_target(c, c->ints[1]));
       put(s, 0, (int)c->ints[0], 1, &x->shape[x->ndim - 1]);
       return ENG_OK;
     case ENG_OP_layer_norm: case ENG_OP_rms_norm:
@@ -530,14 +672,10 @@ eng_status op_infer(op_call *c, op_shape *s)
     case ENG_OP_layer_norm_grad: case ENG_OP_rms_norm_grad:
       return infer_norm_grad(c, s);
     case ENG_OP_attention: return infer_attention(c, s);
-    case ENG_OP_attention_grad:
-      for (int k = 0; k < 3; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
-      return ENG_OK;
+    case ENG_OP_attention_grad: return infer_attention_grad(c, s);
     case ENG_OP_rope: return infer_rope(c, s);
     case ENG_OP_cross_entropy: return infer_cross_entropy(c, s);
-    case ENG_OP_cross_entropy_grad:
-      put_like(s, 0, x->dtype, x);
-      return ENG_OK;
+    case ENG_OP_cross_entropy_grad: return infer_cross_entropy_grad(c, s);
     case ENG_OP_mse:
       ENG_TRY(want_float(c, 0));
       ENG_TRY(want_float(c, 1));

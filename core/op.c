@@ -105,6 +105,14 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
   return ENG_OK;
 }
 
+/// Whether there is nothing to compute: kernels need not think of outputs without elements.
+static bool outputs_empty(const op_call *c)
+{
+  for (int k = 0; k < c->n_out; k++)
+    if (c->out[k] && c->out[k]->count > 0) return false;
+  return true;
+}
+
 /// Drops the outputs this call made (not those it was given) after a failure.
 static void drop_outputs(op_call *c, const bool *given)
 {
@@ -147,7 +155,7 @@ eng_status op_run(op_call *c)
   bool given[ENG_OP_OUTPUTS];
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) given[k] = c->out[k] != NULL;
   eng_status status = make_outputs(c, &shape);
-  if (status == ENG_OK) status = kernel(c);
+  if (status == ENG_OK && !outputs_empty(c)) status = kernel(c);
   if (status == ENG_OK && record) status = tape_record(c);
   if (status != ENG_OK) drop_outputs(c, given);
   return status;

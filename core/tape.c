@@ -64,9 +64,10 @@ static eng_status grow(void **items, int length, int *capacity, size_t size)
 
 // ---- recording
 
+// While backward runs nothing is recorded, whoever switches recording on: the pass points into the nodes.
 bool tape_wants(const op_call *call)
 {
-  if (tape.off || rules[call->op] == grad_none) return false;
+  if (tape.off || pass.running || rules[call->op] == grad_none) return false;
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k] && call->in[k]->requires_grad) return true;
   return false;
@@ -107,7 +108,7 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
     if (!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad)
       return error_set(ENG_ERR_GRADIENT, "output %d of a Lua gradient must be a new tensor of this step, computed under engine.no_grad()", k + 1);
   }
-  return wanted && !tape.off ? record(&call, id) : ENG_OK;
+  return wanted && !tape.off && !pass.running ? record(&call, id) : ENG_OK;
 }
 
 bool tape_holds(const tensor *x)
@@ -118,6 +119,18 @@ bool tape_holds(const tensor *x)
 bool tape_empty(void)
 {
   return tape.length == 0;
+}
+
+bool tape_reaches(int mark)
+{
+  for (int i = 0; i < tape.length; i++) {
+    const op_call *call = &tape.nodes[i].call;
+    for (int k = 0; k < call->n_in; k++)
+      if (call->in[k] && call->in[k]->step_index >= mark) return true;
+    for (int k = 0; k < call->n_out; k++)
+      if (call->out[k] && call->out[k]->step_index >= mark) return true;
+  }
+  return false;
 }
 
 int eng_tape_length(void)
@@ -133,6 +146,12 @@ bool eng_grad_enabled(bool on)
 }
 
 // ---- gradients on their way
+
+static void hang(tensor *x, tensor *dx)
+{
+  x->gradient = dx;
+  dx->hung = true;
+}
 
 static void let_go(tensor *x)
 {
@@ -176,6 +195,11 @@ tensor *grad_target(grad_call *g, int k, bool *accumulate)
   return p->gradient;
 }
 
+void grad_target_failed(grad_call *g, int k, bool accumulate)
+{
+  g->call->in[k]->parameter->has_gradient = accumulate;
+}
+
 /// Sums dx over the dimensions in which x was broadcast; takes dx, gives a tensor of x's shape.
 static eng_status unbroadcast(tensor **dx, const tensor *x)
 {
@@ -206,7 +230,7 @@ static eng_status add_to_parameter(parameter *p, tensor *dx)
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient}, .ints = {p->gradient->dtype}};
   if (p->has_gradient) c = (op_call){.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
   eng_status status = op_run(&c);
-  p->has_gradient = true;
+  if (status == ENG_OK) p->has_gradient = true;
   tensor_drop(dx);
   return status;
 }
@@ -215,9 +239,15 @@ static eng_status accumulate(tensor *x, tensor *dx)
 {
   if (x->parameter && x->parameter->gradient) return add_to_parameter(x->parameter, dx);
   if (!x->gradient) {
-    x->gradient = dx;
+    if (x->node < 0) {
+      eng_status status = grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
+      if (status != ENG_OK) {
+        tensor_drop(dx);
+        return status;
+      }
+    }
+    hang(x, dx);
     if (x->node >= 0) return ENG_OK;
-    ENG_TRY(grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items));
     leaves.items[leaves.length++] = (leaf){x, x->generation};
     return ENG_OK;
   }
@@ -226,7 +256,7 @@ static eng_status accumulate(tensor *x, tensor *dx)
   tensor_drop(dx);
   if (status != ENG_OK) return status;
   tensor_drop(x->gradient);
-  x->gradient = sum;
+  hang(x, sum);
   return ENG_OK;
 }
 
@@ -316,7 +346,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
   tensor_store(dy->data, dy->dtype, 0, seed);
   let_go(loss);
-  loss->gradient = dy;
+  hang(loss, dy);
   pass.running = true;
   pass.retain = retain;
   pass.cursor = loss->node + 1;
@@ -345,9 +375,11 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
   if (output < 0 || output >= call->n_out) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out, output + 1);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
-    ENG_TRY(tensor_make(&y->gradient, ARENA_STEP, y->dtype, y->ndim, y->shape));
-    memset(y->gradient->data, 0, (size_t)(y->count * eng_dtype_size(y->dtype)));
-    pass.pending.dy[output] = y->gradient;
+    tensor *zero;
+    ENG_TRY(tensor_make(&zero, ARENA_STEP, y->dtype, y->ndim, y->shape));
+    memset(zero->data, 0, (size_t)(y->count * eng_dtype_size(y->dtype)));
+    hang(y, zero);
+    pass.pending.dy[output] = zero;
   }
   tensor *shared;
   ENG_TRY(grad_share(&shared, pass.pending.dy[output]));

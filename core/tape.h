@@ -27,6 +27,8 @@ eng_status tape_record(const op_call *call);
 /// Whether the tape has the operation that made x.
 bool tape_holds(const tensor *x);
 bool tape_empty(void);
+/// Whether the tape names a tensor from place `mark` of the step's list on.
+bool tape_reaches(int mark);
 /// Empties the tape and lets go of the gradients of leaves: the step is over.
 void tape_end_step(void);
 
@@ -40,6 +42,9 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx);
 /// The memory where input k's gradient finally belongs, when it is a parameter: a rule can write
 /// there directly (adding when *accumulate) instead of emitting. NULL otherwise.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
+
+/// Takes that back when the rule failed to write there: a gradient exists only where there was one before.
+void grad_target_failed(grad_call *g, int k, bool accumulate);
 
 /// Another tensor over the same memory, for a gradient that goes to two places.
 eng_status grad_share(tensor **out, tensor *x);

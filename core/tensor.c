@@ -12,6 +12,7 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
+static const int64_t MOST_ELEMENTS = 1ll << 48;   // so that kernels may count bytes of work space without fear of overflow
 
 static tensor **blocks;
 static int n_blocks;
@@ -22,6 +23,7 @@ static storage *free_storages;    // linked through .memory
 static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
 static int step_length, step_capacity;
 static bool in_step;
+static int n_scopes;              // open scopes: what is made in one goes with it
 static int64_t step_count;
 
 // ---- slots
@@ -138,11 +140,11 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
   int64_t count = 1, bound = 1;   // bound: the product without empty dimensions
   for (int d = ndim - 1; d >= 0; d--) {
     if (shape[d] < 0) return error_set(ENG_ERR_VALUE, "a dimension cannot be negative: %s", tensor_shape_text(ndim, shape));
+    if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > MOST_ELEMENTS)
+      return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));
     x->shape[d] = shape[d];
     x->stride[d] = count;
     count *= shape[d];
-    if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > INT64_MAX / 16)
-      return error_set(ENG_ERR_VALUE, "a tensor %s has more elements than memory has bytes", tensor_shape_text(ndim, shape));
   }
   x->count = count;
   return ENG_OK;
@@ -223,6 +225,7 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 void tensor_drop(tensor *x)
 {
   if (!x || !x->live) return;
+  tensor_drop(x->gradient);
   storage_release(x->store);
   slot_return(x);
 }
@@ -247,16 +250,22 @@ void tensor_rehome(tensor *x, void *memory)
 
 arena_id tensor_home(bool factory)
 {
-  return in_step || !factory ? ARENA_STEP : ARENA_KEPT;
+  return in_step || n_scopes > 0 || !factory ? ARENA_STEP : ARENA_KEPT;
 }
 
 // ---- steps and scopes
 
-static void drop_since(int mark)
+static void drop_since(int mark, bool hung_too)
 {
   for (int i = step_length - 1; i >= mark; i--)
-    if (step_list[i]) tensor_drop(step_list[i]);
-  step_length = mark;
+    if (step_list[i] && (hung_too || !step_list[i]->hung)) tensor_drop(step_list[i]);
+  int kept = mark;
+  for (int i = mark; i < step_length; i++)
+    if (step_list[i]) {
+      step_list[i]->step_index = kept;
+      step_list[kept++] = step_list[i];
+    }
+  step_length = kept;
 }
 
 eng_status eng_step_begin(void)
@@ -269,7 +278,7 @@ eng_status eng_step_begin(void)
 eng_status eng_step_end(void)
 {
   tape_end_step();
-  drop_since(0);
+  drop_since(0, true);
   step_count++;
   in_step = false;
   return ENG_OK;
@@ -280,21 +289,25 @@ int64_t eng_step_count(void)
   return step_count;
 }
 
+// A mark is the step and the place in its list.
 eng_status eng_scope_begin(int64_t *mark)
 {
-  *mark = step_length;
+  *mark = step_count << 31 | step_length;
+  n_scopes++;
   return ENG_OK;
 }
 
+// Gradients of tensors from before the scope stay, for backward() may have run inside.
 eng_status eng_scope_end(int64_t mark)
 {
-  if (mark < 0 || mark > step_length)
+  int place = (int)(mark & INT32_MAX);
+  if (n_scopes > 0) n_scopes--;
+  if (mark >> 31 != step_count || place > step_length)
     return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
-  for (int i = (int)mark; i < step_length; i++)
-    if (step_list[i] && tape_holds(step_list[i]))
-      return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
-                       "run backward() before the scope ends");
-  drop_since((int)mark);
+  if (tape_reaches(place))
+    return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
+                     "run backward() before the scope ends");
+  drop_since(place, false);
   return ENG_OK;
 }
 

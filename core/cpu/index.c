@@ -214,6 +214,8 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
 {
   int64_t n = 1;
   places[0] = 0;
+  for (int d = from; d < to; d++)
+    if (small->shape[d] == 0) return;   // no place at all: the table has room for one alone
   for (int d = from; d < to; d++) {   // widens the table dimension by dimension, from its end
     for (int64_t i = n - 1; i >= 0; i--)
       for (int64_t j = small->shape[d] - 1; j >= 0; j--) places[i * small->shape[d] + j] = places[i] * large->shape[d] + j;

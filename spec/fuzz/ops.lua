@@ -1,0 +1,508 @@
+-- Runs random operations: random shapes (empty, 1, six dimensions, mismatched), all dtypes, sliced, turned and
+-- expanded inputs, wild attributes, absent and stale inputs, garbage operation numbers; through engine.ffi's run, raw
+-- calls and tensor methods; with and without recording and backward; on both devices and every instruction set.
+-- What must hold: a call succeeds or raises a text; both devices agree on which, and on shape and dtype of what
+-- comes out; the step's memory is empty after every step. What a kernel does to memory that is not its own, the
+-- sanitizer build of `make check` sees.
+-- Round i depends on the seed and i alone. Usage: engine spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
+local engine = require "engine"
+local M_ffi = require "engine.ffi"
+local tensor = require "engine.tensor"
+
+local ffi, C, call = M_ffi.ffi, M_ffi.C, M_ffi.call
+local seconds, seed, first, rounds = tonumber(arg[1]) or 20, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1, tonumber(arg[4]) or 1e9
+
+-- ------------------------------------------------------------------ chance
+
+local state = 0
+
+--- 0 to n - 1.
+local function draw(n)
+  state = (state * 1103515245 + 12345) % 2 ^ 31
+  return math.floor(state / 2 ^ 8) % n
+end
+local function chance(percent) return draw(100) < percent end
+local function one_of(list) return list[draw(#list) + 1] end
+
+local WILD_INTS = { 0LL, 1LL, -1LL, 2LL, -2LL, 3LL, 5LL, 6LL, 7LL, 8LL, 9LL, 31LL, 32LL, 63LL, 64LL, 255LL, 256LL, 2147483647LL, 2147483648LL, -2147483648LL,
+  4294967296LL, 9007199254740992LL, 4611686018427387904LL, 9223372036854775807LL, -9223372036854775807LL - 1LL }
+local WILD_FLOATS = { 0, -0.0, 0.5, 1, -1, 2, 3, -0.5, 1e-8, 1e30, -1e30, 1e300, 5e-324, 1e-40, math.huge, -math.huge, 0 / 0, 2 ^ 31, 2 ^ 53, 2 ^ 63 }
+local VALUES = { 0, -0.0, 1, -1, 2, 3, 0.5, -2.5, 65504, 65520, 1e-7, 6e-8, 3.4e38, -3.4e38, 1e-45, math.huge, -math.huge, 0 / 0, 127, 128, 255, 2 ^ 31, -2 ^ 63 }
+local DTYPES = { "f32", "f32", "f32", "f16", "bf16", "f64", "u8", "i8", "i16", "i32", "i64", "bool" }
+local FLOATS = { "f32", "f32", "f16", "bf16", "f64" }
+local INTEGERS = { "i64", "i32", "i64", "u8", "i16", "i8" }
+local SIZES = { 1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 0, 1, 2, 3 }
+
+local function shape_of(least, most)
+  local shape, count = {}, 1
+  for d = 1, least + draw(most - least + 1) do
+    local n = one_of(SIZES)
+    if count * n > 5000 then n = 1 end
+    shape[d], count = n, count * n
+  end
+  return shape
+end
+
+-- ------------------------------------------------------------------ tensors
+
+--- Fills with ordinary numbers, sometimes with odd ones among them, sometimes with odd ones alone.
+local function fill(x)
+  local kind = draw(4)
+  if x.count == 0 then return x end
+  if kind == 3 then
+    local values = ffi.new("double[?]", x.count)
+    for i = 0, x.count - 1 do values[i] = one_of(VALUES) end
+    M_ffi.check(C.eng_write(x, values, M_ffi.dtype.f64, x.count))
+  else
+    x:uniform(-2, 2 + 4 * kind)
+  end
+  return x
+end
+
+--- A tensor of this shape that may lie in memory in any way.
+local function tensor_of(shape, dtype)
+  local n = #shape
+  local how = draw(8)
+  if how == 0 and n > 0 then                                  -- every other element of a larger one
+    local d, larger = draw(n) + 1, {}
+    for i = 1, n do larger[i] = shape[i] end
+    larger[d] = 2 * shape[d] + 1
+    if larger[d] > 1 then
+      local x = fill(engine.zeros(larger, dtype))
+      return M_ffi.run("slice", { x }, { d - 1, 1, 2 * shape[d] + (shape[d] > 0 and 0 or 1), 2 })
+    end
+  elseif how == 1 and n > 1 then                              -- turned
+    local turned = { unpack(shape) }
+    turned[1], turned[n] = shape[n], shape[1]
+    local order = {}
+    for d = 1, n do order[d] = d - 1 end
+    order[1], order[n] = n - 1, 0
+    return M_ffi.run("permute", { fill(engine.zeros(turned, dtype)) }, order)
+  elseif how == 2 and n > 0 then                              -- stride 0
+    local small, list, d = { unpack(shape) }, { n }, draw(n) + 1
+    small[d] = 1
+    for i = 1, n do list[i + 1] = shape[i] end
+    return M_ffi.run("expand", { fill(engine.zeros(small, dtype)) }, list)
+  end
+  return fill(engine.zeros(shape, dtype))
+end
+
+--- Integers in 0 .. n-1, now and then one outside.
+local function index_of(shape, n, dtype)
+  local x = engine.zeros(shape, dtype or one_of(INTEGERS))
+  local values = ffi.new("double[?]", math.max(x.count, 1))
+  for i = 0, x.count - 1 do values[i] = n > 0 and draw(n) or 0 end
+  if x.count > 0 and chance(8) then values[draw(x.count)] = one_of { -1, n, n + 1, 2 ^ 31, 2 ^ 62, -2 ^ 63, -100 } end
+  M_ffi.check(C.eng_write(x, values, M_ffi.dtype.f64, x.count))
+  return x
+end
+
+local function dim_of(shape) return chance(20) and draw(#shape) - #shape or draw(#shape) end
+local function with(shape, d, n)
+  local other = { unpack(shape) }
+  other[d] = n
+  return other
+end
+local function appended(shape, ...)
+  local other = { unpack(shape) }
+  for _, n in ipairs { ... } do other[#other + 1] = n end
+  return other
+end
+local function outer(shape) return { unpack(shape, 1, #shape - 1) } end
+
+-- ------------------------------------------------------------------ a sensible call of each operation: inputs, ints, floats, outputs
+
+local function float(shape) return tensor_of(shape, one_of(FLOATS)) end
+local function any(shape) return tensor_of(shape, one_of(DTYPES)) end
+local function float_number() return M_ffi.dtype[one_of(FLOATS)] end
+
+--- A shape that broadcasts with `shape`.
+local function partner(shape)
+  local other = { unpack(shape, 1 + draw(#shape + 1)) }
+  for d = 1, #other do if chance(30) then other[d] = 1 end end
+  return other
+end
+
+local plans = {}
+
+local function binary() local s = shape_of(0, 6) return { any(s), any(partner(s)) } end
+for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do plans[name] = binary end
+local function unary() return { float(shape_of(0, 6)) } end
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "log_sigmoid", "softplus", "gelu", "gelu_tanh", "silu" } do
+  plans[name] = unary
+end
+for _, name in ipairs { "neg", "abs", "relu", "contiguous" } do plans[name] = function() return { any(shape_of(0, 6)) } end end
+local function rows() return { float(shape_of(1, 6)) } end
+for _, name in ipairs { "softmax", "log_softmax", "logsumexp" } do plans[name] = rows end
+for _, name in ipairs { "affine", "clamp" } do
+  plans[name] = function() return { any(shape_of(0, 6)) }, {}, { one_of(WILD_FLOATS), one_of(WILD_FLOATS) } end
+end
+function plans.pow_scalar() return unary(), {}, { one_of(WILD_FLOATS) } end
+function plans.dropout() return unary(), { draw(100), draw(2) }, { one_of { 0, 0.1, 0.5, 1 } } end
+function plans.where() local s = shape_of(0, 6) return { tensor_of(partner(s), "bool"), any(s), any(partner(s)) } end
+local function pair() local s = shape_of(0, 6) return { float(s), float(s) } end
+function plans.unary_grad()
+  return pair(), { M_ffi.op[one_of { "neg", "abs", "exp", "tanh", "gelu", "silu", "relu", "rsqrt" }], float_number() }
+end
+plans.swiglu, plans.mse = pair, pair
+function plans.swiglu_grad() local s = shape_of(0, 6) return { float(s), float(s), float(s) } end
+function plans.softmax_grad() local s = shape_of(1, 6) return { float(s), float(s) }, { float_number() } end
+plans.log_softmax_grad = plans.softmax_grad
+function plans.cast() return { any(shape_of(0, 6)) }, { M_ffi.dtype[one_of(DTYPES)] } end
+
+function plans.reshape()
+  local s = shape_of(0, 6)
+  local count = 1
+  for _, n in ipairs(s) do count = count * n end
+  local to = chance(50) and { count } or { 1, -1, 1 }
+  if #s > 1 and chance(50) then to = { s[1] * s[2], unpack(s, 3) } end
+  return { any(s) }, { #to, unpack(to) }
+end
+function plans.permute()
+  local s, order = shape_of(0, 6), {}
+  for d = 1, #s do order[d] = d - 1 end
+  for d = #s, 2, -1 do local k = draw(d) + 1; order[d], order[k] = order[k], order[d] end
+  return { any(s) }, order
+end
+function plans.expand()
+  local s = shape_of(0, 6)
+  return { any(partner(s)) }, { #s, unpack(s) }
+end
+function plans.slice()
+  local s = shape_of(1, 6)
+  return { any(s) }, { dim_of(s), draw(6) - 2, draw(12) - 2, 1 + draw(3) }
+end
+function plans.split()
+  local s = shape_of(1, 6)
+  local d, n = draw(#s), 1 + draw(4)
+  local sizes, sum = {}, 0
+  for k = 1, n do sizes[k] = draw(4); sum = sum + sizes[k] end
+  return { any(with(s, d + 1, sum)) }, { d, unpack(sizes) }, {}, n
+end
+function plans.concat()
+  local s = shape_of(1, 6)
+  local d, list = draw(#s), {}
+  for k = 1, 1 + draw(5) do list[k] = any(with(s, d + 1, draw(4))) end
+  return list, { d }
+end
+function plans.gather()
+  local s = shape_of(1, 5)
+  local d = draw(#s)
+  return { any(s), index_of(with(s, d + 1, draw(5)), s[d + 1]) }, { d }
+end
+function plans.gather_grad()
+  local s = shape_of(1, 5)
+  local d = draw(#s)
+  local picked = with(s, d + 1, draw(5))
+  local ints = { d, unpack(s) }
+  for k = #ints + 1, 14 do ints[k] = 0 end
+  ints[14] = #s
+  return { float(picked), index_of(picked, s[d + 1]) }, ints
+end
+function plans.index_select()
+  local s = shape_of(1, 5)
+  local d = draw(#s)
+  return { any(s), index_of({ draw(6) }, s[d + 1]) }, { d }
+end
+function plans.index_select_grad()
+  local s, n = shape_of(1, 5), draw(6)
+  local d = draw(#s)
+  local ints = { d, unpack(s) }
+  for k = #ints + 1, 14 do ints[k] = 0 end
+  ints[14] = #s
+  return { float(with(s, d + 1, n)), index_of({ n }, s[d + 1]) }, ints
+end
+function plans.embedding()
+  local v, c = 1 + draw(9), one_of(SIZES)
+  return { any { v, c }, index_of(shape_of(0, 3), v) }
+end
+function plans.embedding_grad()
+  local s, v = shape_of(0, 3), 1 + draw(9)
+  return { float(appended(s, one_of(SIZES))), index_of(s, v) }, { v, float_number(), 0 }
+end
+function plans.topk() local s = shape_of(1, 6) return { any(s) }, { draw(s[#s] + 1) } end
+function plans.argmax() local s = shape_of(1, 6) return { any(s) }, { dim_of(s), draw(2) } end
+plans.argmin = plans.argmax
+local function reduce() local s = shape_of(0, 6) return { any(s) }, { draw(2 ^ #s), draw(2) } end
+plans.sum, plans.mean, plans.max, plans.min = reduce, reduce, reduce, reduce
+function plans.extreme_grad()
+  local s, mask, kept, keep = shape_of(0, 6), draw(64), {}, chance(50)
+  mask = mask % 2 ^ #s
+  for d, n in ipairs(s) do
+    if bit.band(mask, 2 ^ (d - 1)) == 0 then kept[#kept + 1] = n elseif keep then kept[#kept + 1] = 1 end
+  end
+  return { float(s), float(kept), float(kept) }, { mask, 0 }
+end
+function plans.matmul()
+  local batch, m, n, k = shape_of(0, 3), one_of(SIZES), one_of(SIZES), one_of(SIZES)
+  local ta, tb = draw(2), draw(2)
+  local a, b = appended(batch, m, k), appended(partner(batch), k, n)
+  if ta == 1 then a[#a], a[#a - 1] = m, k end
+  if tb == 1 then b[#b], b[#b - 1] = k, n end
+  return { float(a), float(b) }, { ta, tb, chance(30) and float_number() + 1 or 0, 0 }
+end
+function plans.linear()
+  local k, n = one_of(SIZES), one_of(SIZES)
+  return { float(appended(shape_of(0, 4), k)), float { n, k }, chance(50) and float { n } or false }
+end
+function plans.bias_grad() return { float(shape_of(1, 5)) }, { float_number(), 0 } end
+function plans.layer_norm()
+  local s = shape_of(1, 5)
+  return { float(s), chance(60) and float { s[#s] } or false, chance(60) and float { s[#s] } or false }, {}, { one_of { 0, 1e-5, 1 } }, 3
+end
+function plans.layer_norm_grad()
+  local s = shape_of(1, 5)
+  return { float(s), chance(60) and float { s[#s] } or false, float(outer(s)), float(outer(s)), float(s) }, { float_number(), draw(2) }, {}, 3
+end
+function plans.rms_norm()
+  local s = shape_of(1, 5)
+  return { float(s), chance(60) and float { s[#s] } or false }, {}, { one_of { 0, 1e-5, 1 } }, 2
+end
+function plans.rms_norm_grad()
+  local s = shape_of(1, 5)
+  return { float(s), chance(60) and float { s[#s] } or false, float(outer(s)), float(s) }, { float_number(), draw(2) }, {}, 2
+end
+local function attention_inputs()
+  local b, t, s, g, d = draw(3), one_of { 0, 1, 2, 5, 17, 40 }, one_of { 0, 1, 3, 5, 18, 50 }, 1 + draw(3), one_of { 1, 2, 4, 7, 16, 20 }
+  local h = g * draw(3)
+  return float { b, t, h, d }, float { b, s, g, d }, float { b, s, g, d }, { b, t, h, d }
+end
+function plans.attention()
+  local q, k, v = attention_inputs()
+  return { q, k, v }, { draw(2), draw(2) }, { one_of { 0, 0, 0.3, 1e30, -1 } }, 3
+end
+function plans.attention_grad()
+  local q, k, v, s = attention_inputs()
+  return { q, k, v, float(s), float { s[1], s[3], s[2] }, float(s) }, { draw(2), 0 }, { one_of { 0, 0, 0.3 } }, 3
+end
+function plans.rope()
+  return { float { draw(3), one_of { 0, 1, 3, 70 }, draw(4), 2 * draw(9) } }, { one_of(WILD_INTS), draw(2), draw(2) }, { one_of { 10000, 1, 0.5, 1e300 } }
+end
+function plans.cross_entropy()
+  local s, v = shape_of(0, 3), 1 + draw(12)
+  return { float(appended(s, v)), index_of(s, v) }, { one_of { -100, 0, 1 }, draw(3) }, { one_of { 0, 0.1, 0.9 } }, 2
+end
+function plans.cross_entropy_grad()
+  local s, v, reduction = shape_of(0, 3), 1 + draw(12), draw(3)
+  return { float(appended(s, v)), index_of(s, v), float(s), float(reduction == 0 and s or {}) }, { one_of { -100, 0, 1 }, reduction }, { one_of { 0, 0.1 } }
+end
+
+for _, name in ipairs(M_ffi.op_names) do
+  if not plans[name] then error("spec/fuzz/ops.lua has no plan for the operation " .. name) end
+end
+
+-- ------------------------------------------------------------------ spoiling a call
+
+local stale
+
+local function spoil(inputs, ints, floats)
+  local what = #inputs > 0 and draw(7) or 3
+  if what == 0 then inputs[draw(#inputs) + 1] = any(shape_of(0, 6))
+  elseif what == 1 then inputs[draw(#inputs) + 1] = false
+  elseif what == 2 then inputs[draw(#inputs) + 1] = one_of { stale, M_ffi.Tensor(draw(2 ^ 20), draw(9)), M_ffi.Tensor(2 ^ 32 - 1, 2 ^ 32 - 1) }
+  elseif what == 3 then inputs[#inputs + 1] = any(shape_of(0, 3))
+  elseif what == 4 then inputs[#inputs] = nil
+  elseif what == 5 then
+    local at = draw(8) + 1
+    for k = #ints + 1, at do ints[k] = 0 end
+    ints[at] = one_of(WILD_INTS)
+  else
+    local at = draw(4) + 1
+    for k = #floats + 1, at do floats[k] = 0 end
+    floats[at] = one_of(WILD_FLOATS)
+  end
+end
+
+-- ------------------------------------------------------------------ running one on every device
+
+local isas = {}
+for _, name in ipairs { "plain", "avx2", "avx512" } do
+  if C.eng_cpu_isa(name) ~= nil then isas[#isas + 1] = name end
+end
+
+local function describe(name, inputs, ints, floats)
+  local parts = {}
+  for k = 1, 16 do
+    local x = inputs[k]
+    if x == nil then break end
+    local good, text = pcall(function() return x and x.dtype .. " " .. tensor.shape_text(x.shape) or "absent" end)
+    parts[#parts + 1] = good and text or "stale"
+  end
+  local numbers = {}
+  for _, v in ipairs(ints) do numbers[#numbers + 1] = tostring(v):gsub("LL$", "") end
+  for _, v in ipairs(floats) do numbers[#numbers + 1] = tostring(v) end
+  return ("%s(%s; %s)"):format(name, table.concat(parts, ", "), table.concat(numbers, " "))
+end
+
+local function bug(...) error({ bug = table.concat({ ... }, " ") }, 0) end
+
+--- What came out as text: shapes and dtypes, or "error". Also the outputs, and whether memory ran out, which devices need not agree on.
+local function attempt(f, ...)
+  local results = { pcall(f, ...) }
+  if results[1] then
+    local texts = {}
+    for k = 2, 9 do
+      local y = results[k]
+      texts[#texts + 1] = y and y.dtype .. tensor.shape_text(y.shape) or "-"
+    end
+    return table.concat(texts, " "), results
+  end
+  local message = results[2]
+  if type(message) ~= "string" or #message < 8 then bug("an error that is no text:", tostring(message)) end
+  return "error", nil, message:find("out of memory", 1, true) ~= nil, message
+end
+
+local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
+
+local function backward(y)
+  if not y or not FLOAT[y.dtype] or y.count > 1e5 then return end
+  y:sum():backward { scale = one_of { 1, 65536, 1e300, 0 / 0 }, retain = chance(10) }
+end
+
+local function compare(name, inputs, ints, floats, n_out)
+  local recorded = chance(40)
+  if recorded then
+    for _, x in ipairs(inputs) do
+      if x and chance(70) then pcall(x.requires_grad, x, true) end
+    end
+  end
+  local precision = chance(25) and one_of { "fp16", "bf16" } or nil
+  local function run()
+    if precision then return engine.autocast(precision, M_ffi.run, name, inputs, ints, floats, n_out) end
+    return M_ffi.run(name, inputs, ints, floats, n_out)
+  end
+  local isa = one_of(isas)
+  C.eng_cpu_isa(isa)
+  local seen, texts = {}, {}
+  local random = state
+  for i, device in ipairs { "cpu", "reference" } do
+    engine.device(device)
+    state = random
+    local text, results, no_memory, message = attempt(run)
+    if results and recorded then
+      local more, _, lacking, problem = attempt(backward, results[2])
+      text, no_memory, message = text .. " backward " .. more, lacking, problem
+      for _, x in ipairs(inputs) do
+        local good, grad = pcall(function() return x and x.grad end)
+        if good and grad then text = text .. " " .. grad.dtype .. tensor.shape_text(grad.shape) end
+      end
+    end
+    if no_memory then engine.device("cpu") return end
+    seen[i], texts[i] = text, message or text
+    C.eng_backward_abort()
+  end
+  engine.device("cpu")
+  if seen[1] ~= seen[2] then
+    bug(("cpu (%s) and reference differ on %s%s\n  cpu:       %s\n  reference: %s"):format(isa, describe(name, inputs, ints, floats),
+      precision and " under " .. precision or "", texts[1], texts[2]))
+  end
+end
+
+--- A call structure of noise, straight into the core.
+local function garbage()
+  ffi.fill(call, ffi.sizeof(call))
+  local function number(most) return chance(60) and draw(most) or tonumber(one_of(WILD_INTS)) % 2 ^ 31 - (chance(20) and 2 ^ 31 or 0) end
+  call.op, call.n_in, call.n_out = number(tonumber(C.ENG_OP_COUNT)), number(18), number(10)
+  for k = 0, 15 do
+    if chance(70) then call["in"][k] = chance(80) and any(shape_of(0, 4)) or M_ffi.Tensor(draw(5000), draw(4)) end
+  end
+  for k = 0, 13 do call.ints[k] = chance(70) and draw(5) or one_of(WILD_INTS) end
+  for k = 0, 3 do call.floats[k] = one_of(WILD_FLOATS) end
+  if C.eng_run(call) ~= 0 and #M_ffi.message() < 8 then bug("no message") end
+end
+
+-- ------------------------------------------------------------------ tensor methods with anything as arguments
+
+local names = {}
+for name in pairs(tensor.methods) do names[#names + 1] = name end
+table.sort(names)
+
+local function argument()
+  local kind = draw(12)
+  if kind < 4 then return any(shape_of(0, 4))
+  elseif kind < 7 then return draw(6) - 2
+  elseif kind == 7 then return one_of(WILD_FLOATS)
+  elseif kind == 8 then return one_of { "f16", "f64", "i32", "bool", "tanh", "", "nonsense", {}, { 1 }, { 2, -1 }, { "x" }, { -3, 1e18 }, print }
+  elseif kind == 9 then return one_of { true, false }
+  elseif kind == 10 then return shape_of(0, 4)
+  end
+  return nil
+end
+
+local FACTORIES = { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "concat", "stack", "attention", "cross_entropy", "mse" }
+
+local function method()
+  local name, f, shown
+  if chance(85) then
+    name = one_of(names)
+    f = tensor.methods[name]
+  else
+    name = one_of(FACTORIES)
+    f = engine[name]
+  end
+  local arguments = {}
+  for k = 1, 5 do arguments[k] = argument() end
+  if chance(90) and tensor.methods[name] == f then arguments[1] = any(shape_of(0, 4)) end
+  if chance(30) and tensor.is_tensor(arguments[1]) then pcall(arguments[1].requires_grad, arguments[1], true) end
+  shown = arguments[1]
+  local good, y = pcall(f, unpack(arguments, 1, 1 + draw(5)))
+  if not good and (type(y) ~= "string" or #y < 4) then bug("an error that is no text:", name, tostring(y)) end
+  if good and tensor.is_tensor(y) then
+    local alive, count = pcall(function() return y.count end)
+    if alive and count < 1e5 then
+      tostring(y)
+      if chance(30) then pcall(backward, y) end
+    end
+  end
+  return shown
+end
+
+-- ------------------------------------------------------------------ the rounds
+
+local function used(name) return engine.memory()[name].used end
+
+local function round(i)
+  state = (seed * 7919 + i * 104729) % 2 ^ 31
+  draw(2)
+  engine.seed(i)
+  engine.begin_step()
+  for _ = 1, 1 + draw(3) do
+    local kind = draw(10)
+    if kind < 7 then
+      local name = one_of(M_ffi.op_names)
+      local inputs, ints, floats, n_out = plans[name]()
+      ints, floats = ints or {}, floats or {}
+      for _ = 1, one_of { 0, 0, 1, 1, 2, 4 } do spoil(inputs, ints, floats) end
+      compare(name, inputs, ints, floats, n_out)
+    elseif kind < 9 then
+      method()
+    else
+      garbage()
+    end
+  end
+  stale = engine.zeros(2)
+  engine.end_step()
+  if C.eng_tape_length() ~= 0 then bug("operations stayed on the tape") end
+  for _, arena in ipairs { "step", "scratch" } do
+    if used(arena) ~= 0 then bug(("%d bytes of the %s arena stayed in use"):format(used(arena), arena)) end
+  end
+end
+
+engine.memory { limit = 192 * 2 ^ 20 }
+stale = engine.zeros(1)
+local kept = used("kept")
+local from, done = C.eng_clock(), 0
+while done < rounds and C.eng_clock() - from < seconds do
+  local i = first + done
+  local good, problem = xpcall(round, function(e) return type(e) == "table" and e or debug.traceback(tostring(e), 2) end, i)
+  if not good then
+    io.stderr:write(("round %d, seed %d: %s\n  again: engine spec/fuzz/ops.lua 600 %d %d 1\n"):format(i, seed,
+      type(problem) == "table" and problem.bug or problem, seed, i))
+    os.exit(1)
+  end
+  done = done + 1
+  if used("kept") > kept + 2 ^ 20 then   -- :keep() of the methods is the only one that may
+    kept = used("kept")
+  end
+end
+print(("operations: %d rounds, seed %d, %s"):format(done, seed, table.concat(isas, " ")))
