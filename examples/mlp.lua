@@ -3,10 +3,10 @@
 -- precision, then tested on digits it never saw.
 --
 --   engine examples/mlp.lua
---   engine examples/mlp.lua precision=fp16 steps=600 noise=0.5
+--   engine examples/mlp.lua precision=fp16 steps=1600 noise=0.4
 local engine = require "engine"
 
-local cfg = engine.config({ steps = 300, batch = 64, lr = 2e-3, hidden = 128, noise = 0.35, count = 4000, precision = "fp32", policy = "",
+local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25, count = 16000, precision = "fp32", policy = "",
   seed = 1, log = "line" },
   { steps = "training steps", hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, policy = "loss-scaling policy; empty: what the precision wants",

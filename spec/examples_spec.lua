@@ -1,0 +1,163 @@
+-- Every file of examples/ at reduced size through the real binary: it ends well, the loss falls, and a wrong argument is
+-- answered in one line. A new example needs an entry here.
+local helper = require "spec.helper"
+
+local folder, root
+
+local function u16(list)
+  local bytes = {}
+  for i, v in ipairs(list) do bytes[i] = string.char(v % 256, math.floor(v / 256)) end
+  return table.concat(bytes)
+end
+
+-- A file of tokens below 64 with something to learn: counting up and down.
+local function tokens()
+  local list = {}
+  for i = 0, 2999 do
+    local k = i % 100
+    list[i + 1] = k < 50 and k or 100 - k
+  end
+  return helper.write(folder .. "/tokens.bin", u16(list))
+end
+
+-- Fields of every line of log=json, in the contract's words.
+local FIELDS = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm", "tokens_per_s" }
+
+-- Losses of a run with log=json.
+local function json_losses(result)
+  local losses = {}
+  for line in result.out:gmatch("[^\n]+") do
+    local object = require("cjson").decode(line)
+    for _, field in ipairs(FIELDS) do assert(object[field] ~= nil, "no field " .. field .. " in " .. line) end
+    losses[#losses + 1] = object.loss
+    assert.equal(#losses, object.step)
+  end
+  return losses
+end
+
+-- Losses a script prints itself: "step 10  loss 1.5".
+local function printed_losses(result)
+  local losses = {}
+  for value in result.out:gmatch("step +%d+ +loss ([%d.]+)") do losses[#losses + 1] = tonumber(value) end
+  return losses
+end
+
+local SMALL = { "layers=2", "width=48", "heads=4", "context=32", "batch=8" }
+local function small(...)
+  local list = { unpack(SMALL) }
+  for _, word in ipairs { ... } do list[#list + 1] = word end
+  return list
+end
+
+-- file -> arguments; losses = how to read them; falls = by how much at least from the first to the last few;
+-- words = what must stand in the output of a run for people, with `talk` as its arguments
+local entries = {
+  ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses, falls = 0,
+    check = function(result)
+      local losses = printed_losses(result)
+      assert.is_true(losses[#losses] < 0.01)
+      for a, b, value in result.out:gmatch("(%d) xor (%d) = (%S+)") do assert.near(a == b and 0 or 1, tonumber(value), 0.2) end
+    end },
+  ["mlp.lua"] = { arguments = function() return { "steps=150", "count=2000", "log=json" } end, losses = json_losses, falls = 1,
+    talk = function() return { "steps=600", "count=8000", "precision=fp16" } end,
+    words = { "sequential", "3: linear%(128 %-> 128%)", "36,362 parameters", "done after 600 steps: 600 updates", "accuracy on %d+ new digits: 9%d" } },
+  ["gpt.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
+    talk = function() return small("steps=5", "sample=20", "precision=bf16") end,
+    words = { "gpt%(2 layers, width 48", "policy static", "done after 5 steps: 5 updates, 0 skipped", "loss on held%-out text: %d", "a sample:\nstatic eng_status " } },
+  ["gpt2.lua"] = { arguments = function()
+    return { "data=" .. tokens(), "layers=2", "width=32", "heads=4", "vocab=64", "context=32", "batch=4", "steps=60", "lr=5e-3", "log=json",
+      "shuffle=false", "save=" .. folder .. "/tuned", "precision=fp16" }
+  end, losses = json_losses, falls = 1.5,
+    talk = function() return { "data=" .. folder .. "/tokens.bin", "model=" .. folder .. "/tuned", "steps=3", "batch=4", "context=32" } end,
+    words = { "gpt2%(2 layers, width 32, 4 heads, context 1024, vocab 64%)", "done after 3 steps" },
+    check = function(result)
+      local losses = json_losses(result)
+      for _, name in ipairs { "config.json", "model.safetensors" } do assert.is_string(helper.read(folder .. "/tuned/" .. name)) end
+      local again = helper.run { root .. "/examples/gpt2.lua", "model=" .. folder .. "/tuned", "data=" .. folder .. "/tokens.bin", "context=32", "batch=4",
+        "steps=2", "shuffle=false", "log=json" }
+      assert.equal(0, again.code, again.err)
+      assert.near(losses[#losses], json_losses(again)[1], 0.3)       -- it goes on where the other ended
+    end },
+  ["llama.lua"] = { arguments = function() return small("kv_heads=2", "hidden=96", "steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
+    talk = function() return small("kv_heads=2", "hidden=96", "steps=3", "sample=10", "precision=fp16") end,
+    words = { "llama%(2 layers, width 48, 4 heads over 2", "1: block", "done after 3 steps", "a sample:\nlocal function " } },
+  ["bert_mlm.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1,
+    talk = function() return small("steps=3") end, words = { "bert%(2 layers", "done after 3 steps" } },
+  ["explicit_loop.lua"] = { arguments = function() return small("steps=80", "lr=4e-3") end, losses = printed_losses, falls = 0.3,
+    talk = function() return small("steps=10", "accumulate=2", "policy=" .. root .. "/policies/deepspeed.lua") end, words = { "step  10  loss %d.*scale %d" } },
+}
+
+local function mean(list, from, to)
+  local sum = 0
+  for i = from, to do sum = sum + list[i] end
+  return sum / (to - from + 1)
+end
+
+describe("the example", function()
+  setup(function()
+    folder = helper.folder()
+    root = helper.shell("pwd").out:match("[^\n]+")
+  end)
+  teardown(function() helper.remove(folder) end)
+
+  for name in helper.shell("ls examples/*.lua").out:gmatch("([^/\n]+%.lua)") do
+    local entry = entries[name]
+    local function run(arguments) return helper.run { root .. "/examples/" .. name, unpack(arguments) } end
+
+    it(name .. " runs and learns", function()
+      assert(entry, "examples/" .. name .. " has no entry in spec/examples_spec.lua")
+      local result = run(entry.arguments())
+      assert.equal(0, result.code, result.err)
+      local losses = entry.losses(result)
+      assert.is_true(#losses >= 3, "it printed no losses: " .. result.out)
+      local few = math.min(5, math.floor(#losses / 3))
+      local first, last = mean(losses, 1, few), mean(losses, #losses - few + 1, #losses)
+      assert.is_true(last < first - entry.falls, ("the loss went from %g to %g"):format(first, last))
+      if entry.check then entry.check(result) end
+    end)
+
+    if entry and entry.words then
+      it(name .. " tells people what they want to know", function()
+        local result = run(entry.talk())
+        assert.equal(0, result.code, result.err)
+        for _, words in ipairs(entry.words) do assert.matches(words, result.out .. result.err) end
+      end)
+    end
+
+    it(name .. " answers a wrong argument in one line, and help with its settings", function()
+      local result = run { "stpes=3" }
+      assert.not_equal(0, result.code)
+      assert.equal("", result.out)
+      assert.matches("^engine: config: no field 'stpes'; did you mean 'steps'%?[^\n]*\n$", result.err)
+      result = run { "steps=many" }
+      assert.not_equal(0, result.code)
+      assert.matches("^engine: config: [^\n]*steps[^\n]*'many'[^\n]*\n$", result.err)
+      result = run { "help" }
+      assert.equal(0, result.code)
+      assert.matches("steps", result.out)
+    end)
+  end
+
+  it("files stand where the script stands, whatever the working directory is", function()
+    local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
+    local result = helper.shell(("cd %s && %s %s/examples/explicit_loop.lua steps=10 width=16 layers=1 heads=2 batch=2 context=8")
+      :format(helper.quote(folder), helper.quote(engine), helper.quote(root)))
+    assert.equal(0, result.code, result.err)
+    assert.matches("step  10", result.out)
+  end)
+
+  it("keep a run and go on with it under the name they were given", function()
+    local path = folder .. "/kept"
+    local function gpt(...)
+      return helper.run { root .. "/examples/gpt.lua", "layers=1", "width=16", "heads=2", "context=8", "batch=2", "log=json", ... }
+    end
+    local first = gpt("steps=6", "checkpoint_every=2", "run=" .. path)
+    assert.equal(0, first.code, first.err)
+    assert.same(json_losses(gpt "steps=6"), json_losses(first))
+    assert.is_string(helper.read(path .. "/history.db"))
+    local again = gpt("steps=8", "resume=auto", "run=" .. path)
+    assert.equal(0, again.code, again.err)
+    assert.matches("resumed from .* step 6", again.err)
+    assert.equal(2, select(2, again.out:gsub("\n", "")))
+  end)
+end)
