@@ -2,6 +2,7 @@
 // op.c, gradients through tape.c. Contracts in engine.h.
 #include "error.h"
 #include "op.h"
+#include "step.h"
 #include "tape.h"
 
 #include <string.h>
@@ -10,7 +11,7 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 {
   tensor *x;
   *out = (eng_tensor){0, 0};
-  ENG_TRY(tensor_make(&x, home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : tensor_home(true), dtype, ndim, shape));
+  ENG_TRY(tensor_make(&x, home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : step_home(true), dtype, ndim, shape));
   memset(x->data, 0, (size_t)(x->count * eng_dtype_size(dtype)));
   *out = tensor_handle(x);
   return ENG_OK;

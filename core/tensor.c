@@ -1,11 +1,10 @@
 // The slot table and the life of tensors. See tensor.h.
 //
-// Tensors of a step stand in a list; ending the step drops them all and resets the step arena.
+// Tensors of a step stand in a list, by which step.c drops them; the last one gone, the step arena starts over.
 // A slot's generation grows whenever its tensor goes, so an old handle is recognised.
 #include "tensor.h"
 
 #include "error.h"
-#include "tape.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,8 +21,6 @@ static storage *free_storages;    // linked through .memory
 
 static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
 static int step_length, step_capacity;
-static bool in_step;
-static int n_scopes;              // open scopes: what is made in one goes with it
 static int64_t step_count;
 
 // ---- slots
@@ -248,14 +245,24 @@ void tensor_rehome(tensor *x, void *memory)
   x->of_step = false;
 }
 
-arena_id tensor_home(bool factory)
+// ---- the step's list
+
+int64_t tensor_step_number(void)
 {
-  return in_step || n_scopes > 0 || !factory ? ARENA_STEP : ARENA_KEPT;
+  return step_count;
 }
 
-// ---- steps and scopes
+void tensor_next_step(void)
+{
+  step_count++;
+}
 
-static void drop_since(int mark, bool hung_too)
+int tensor_mark(void)
+{
+  return step_length;
+}
+
+void tensor_drop_since(int mark, bool hung_too)
 {
   for (int i = step_length - 1; i >= mark; i--)
     if (step_list[i] && (hung_too || !step_list[i]->hung)) tensor_drop(step_list[i]);
@@ -266,49 +273,6 @@ static void drop_since(int mark, bool hung_too)
       step_list[kept++] = step_list[i];
     }
   step_length = kept;
-}
-
-eng_status eng_step_begin(void)
-{
-  if (in_step) return error_set(ENG_ERR_STATE, "step %lld is still open: call end_step() first, steps do not nest", (long long)step_count);
-  in_step = true;
-  return ENG_OK;
-}
-
-eng_status eng_step_end(void)
-{
-  tape_end_step();
-  drop_since(0, true);
-  step_count++;
-  in_step = false;
-  return ENG_OK;
-}
-
-int64_t eng_step_count(void)
-{
-  return step_count;
-}
-
-// A mark is the step and the place in its list.
-eng_status eng_scope_begin(int64_t *mark)
-{
-  *mark = step_count << 31 | step_length;
-  n_scopes++;
-  return ENG_OK;
-}
-
-// Gradients of tensors from before the scope stay, for backward() may have run inside.
-eng_status eng_scope_end(int64_t mark)
-{
-  int place = (int)(mark & INT32_MAX);
-  if (n_scopes > 0) n_scopes--;
-  if (mark >> 31 != step_count || place > step_length)
-    return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
-  if (tape_reaches(place))
-    return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
-                     "run backward() before the scope ends");
-  drop_since(place, false);
-  return ENG_OK;
 }
 
 // ---- shapes and text

@@ -53,8 +53,12 @@ void tensor_rehome(tensor *x, void *memory);
 /// Forgets a tensor; memory returns to its arena with the last view.
 void tensor_drop(tensor *x);
 
-/// Inside a step or scope: ARENA_STEP; outside: `factory` decides between ARENA_KEPT and ARENA_STEP.
-arena_id tensor_home(bool factory);
+/// The step's tensors stand in a list, in order of making: where it ends now, dropping what was made since a mark
+/// (`hung_too`: also gradients that hang at a tensor from before it), and counting to the next step. See step.c.
+int tensor_mark(void);
+void tensor_drop_since(int mark, bool hung_too);
+void tensor_next_step(void);
+int64_t tensor_step_number(void);
 
 bool tensor_contiguous(const tensor *x);
 bool tensor_same_shape(const tensor *a, const tensor *b);
