@@ -65,9 +65,7 @@ end
 --- Runs f without recording and returns its results.
 function M.no_grad(f, ...)
   local before = C.eng_grad_enabled(false)
-  return restore(before, xpcall(f, function(message)
-    return type(message) == "string" and debug.traceback(message, 2) or message
-  end, ...))
+  return restore(before, pcall(f, ...))
 end
 
 --- An operation with a gradient written in Lua:

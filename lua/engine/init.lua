@@ -5,7 +5,7 @@ local tensor = require "engine.tensor"
 local autograd = require "engine.autograd"
 local nearest = require "engine.nearest"
 
-local C, check = M_ffi.C, M_ffi.check
+local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
 
 local engine = { version = M_ffi.version }
 
@@ -64,20 +64,28 @@ end
 
 --- Seeds the generator; the same seed gives the same numbers on every device.
 function engine.seed(seed)
-  if type(seed) ~= "number" or seed % 1 ~= 0 or seed < 0 then error("seed: expected a whole number of 0 or more, got " .. tostring(seed), 2) end
+  if type(seed) ~= "number" or seed % 1 ~= 0 or seed < 0 or seed > 2 ^ 53 then
+    raise("seed: expected a whole number of 0 to 2^53, got %s", M_ffi.value_text(seed))
+  end
   C.eng_seed(seed)
 end
 
 --- Sets the number of threads (nil only asks); returns the number in force.
-function engine.threads(n) return C.eng_threads(n or 0) end
+function engine.threads(n)
+  if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > 4096) then
+    raise("threads: expected a whole number of 0 to 4096 (0: as it is), got %s", M_ffi.value_text(n))
+  end
+  return C.eng_threads(n or 0)
+end
 
 --- Chooses the device by name (nil only asks); returns the name in force.
 function engine.device(name)
+  if name ~= nil and type(name) ~= "string" then raise("device: expected a name, got %s", M_ffi.value_text(name)) end
   if name then check(C.eng_device_set(name)) end
   return M_ffi.string(C.eng_device_name())
 end
 
-local MIB = 2 ^ 20
+local MIB, MEMORY = 2 ^ 20, { limit = true }
 local memory_meta = {
   __tostring = function(rows)
     local lines = { ("%-12s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB", "reserved MiB", "requests") }
@@ -90,7 +98,11 @@ local memory_meta = {
 
 --- Bytes by purpose: a list of { name, used, peak, reserved, allocations }, also reachable by name. memory{ limit = bytes } sets a limit.
 function engine.memory(options)
-  if options and options.limit then C.eng_memory_limit(options.limit) end
+  local limit = tensor.read_named(options, "memory", MEMORY).limit
+  if limit ~= nil then
+    if type(limit) ~= "number" or not (limit >= 0) then raise("memory: expected limit as a number of bytes (0: none), got %s", M_ffi.value_text(limit)) end
+    C.eng_memory_limit(math.min(limit, 2 ^ 62))
+  end
   local rows = M_ffi.new("eng_memory_row[16]")
   local list = {}
   for i = 0, C.eng_memory(rows, 16) - 1 do
