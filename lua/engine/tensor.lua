@@ -4,6 +4,9 @@
 -- Counting follows Lua: dimensions and positions from 1, ranges inclusive, negative from the end
 -- (dimension -1 is the last). The numbers inside index tensors (token ids, classes) are data and count from 0.
 local M_ffi = require "engine.ffi"
+local arguments = require "engine.arguments"
+local create = require "engine.create"
+local describe = require "engine.describe"
 local nearest = require "engine.nearest"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
@@ -12,78 +15,15 @@ local dtype_number, dtype_name, value_text = M_ffi.dtype_number, M_ffi.dtype_nam
 local inputs, ints, floats = call["in"], call.ints, call.floats
 local NONE = Tensor(0, 0)
 local huge = math.huge
-local AUTO, KEEP, STEP = C.ENG_AUTO, C.ENG_KEEP, C.ENG_STEP
+local STEP = C.ENG_STEP
+local is_tensor, info, shape_table = arguments.is_tensor, arguments.info, arguments.shape_table
+local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
+local dimension, read_named = arguments.dimension, arguments.read_named
+local fill = create.fill_with
 
-local M = { Tensor = Tensor }
+local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape_text, read_named = read_named, describe = describe }
+for _, name in ipairs { "zeros", "ones", "full", "rand", "randn", "randint", "arange", "tensor", "from_memory" } do M[name] = create[name] end
 local methods, getters = {}, {}
-local info_buffer = ffi.new("eng_tensor_info")
-
-local function is_tensor(x)
-  return ffi.istype(Tensor, x)
-end
-M.is_tensor = is_tensor
-
-local function info(x)
-  check(C.eng_info(info_buffer, x))
-  return info_buffer
-end
-
-local function shape_table(what)
-  local shape = {}
-  for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
-  return shape
-end
-
---- shape as text, "[64 x 768]"
-function M.shape_text(shape)
-  return "[" .. table.concat(shape, " x ") .. "]"
-end
-
--- ------------------------------------------------------------------ arguments
-
-local function want(x, name)
-  if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
-end
-
-local function want_number(v, name, what)
-  if type(v) ~= "number" then raise("%s: expected %s as a number, got %s", name, what, value_text(v)) end
-  return v
-end
-
-local function want_whole(v, name, what, least)
-  if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
-    raise("%s: expected %s as a whole number%s, got %s", name, what, least and (" of %d or more"):format(least) or "", value_text(v))
-  end
-  return v
-end
-
---- Dimension d of x (from 1, negative from the end) counted from 0; and the info of x.
-local function dimension(x, d, name)
-  local what = info(x)
-  want_whole(d, name, "a dimension")
-  local k = d < 0 and d + what.ndim or d - 1
-  if k < 0 or k >= what.ndim then
-    raise("%s: there is no dimension %d in %s; dimensions count from 1, or from -1 backward", name, d, M.shape_text(shape_table(what)))
-  end
-  return k, what
-end
-
---- A table of options whose every name must be known.
-local NO_OPTIONS = {}
-function M.read_named(options, name, known)
-  if options == nil then return NO_OPTIONS end
-  if type(options) ~= "table" then raise("%s: expected a table of options, got %s", name, value_text(options)) end
-  for key in pairs(options) do
-    if not known[key] then
-      local names = {}
-      for n in pairs(known) do names[#names + 1] = n end
-      table.sort(names)
-      raise("%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
-    end
-  end
-  return options
-end
-local read_named = M.read_named
 
 -- ------------------------------------------------------------------ calling operations
 
@@ -98,159 +38,6 @@ local function run2(name, a, b)
   want(b, name)
   call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op[name], 2, 1, a, b
   return run_call()
-end
-
--- ------------------------------------------------------------------ making tensors
-
-local shape_buffer = ffi.new("int64_t[6]")
-
---- Shape arguments: new(2, 3), new{2, 3} -> count of dimensions, in shape_buffer; what follows the shape.
-local function read_shape(name, first, ...)
-  local list, rest
-  if type(first) == "table" then
-    list, rest = first, ...
-    if #list == 0 and next(list) ~= nil then raise("%s: expected a shape first, got a table without numbers", name) end
-  else
-    list = { first, ... }
-    local last = list[#list]
-    if type(last) ~= "number" then rest, list[#list] = last, nil end
-  end
-  if #list > C.ENG_MAX_DIMS then raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list) end
-  for i, v in ipairs(list) do shape_buffer[i - 1] = want_whole(v, name, "a dimension", 0) end
-  return #list, rest
-end
-
-local OPTIONS = { dtype = true, keep = true, requires_grad = true }
-
---- options: a dtype name, or { dtype =, keep =, requires_grad = }. keep = true: lives until freed; false: belongs to the step
---- also where none is open; otherwise the step that is open decides.
-local function make(name, ndim, options, preset)
-  local dtype, home, requires_grad = preset or "f32", AUTO, false
-  if type(options) == "string" then dtype = options
-  elseif options ~= nil then
-    if type(options) ~= "table" then raise("%s: expected options as a dtype name or a table, got %s", name, value_text(options)) end
-    read_named(options, name, OPTIONS)
-    dtype, requires_grad = options.dtype or dtype, options.requires_grad
-    if options.keep ~= nil then home = options.keep and KEEP or STEP end
-  end
-  local x = Tensor()
-  check(C.eng_new(x, dtype_number(dtype), ndim, shape_buffer, home))
-  if requires_grad then check(C.eng_requires_grad(x, true)) end
-  return x
-end
-
-local function fill(x, value, name)
-  if type(value) == "boolean" then value = value and 1 or 0 end
-  check(C.eng_fill(x, want_number(value, name, "the value")))
-  return x
-end
-
---- engine.zeros(2, 3 [, "f16" | {dtype=, keep=, requires_grad=}]); the others likewise.
-function M.zeros(...)
-  local ndim, options = read_shape("zeros", ...)
-  return (make("zeros", ndim, options))
-end
-
-function M.ones(...)
-  local ndim, options = read_shape("ones", ...)
-  return (fill(make("ones", ndim, options), 1, "ones"))
-end
-
---- engine.full({2, 3}, 7)
-function M.full(shape, value, options)
-  local ndim = read_shape("full", shape)
-  return (fill(make("full", ndim, options), value, "full"))
-end
-
---- Uniform in [0, 1), from the engine's generator.
-function M.rand(...)
-  local ndim, options = read_shape("rand", ...)
-  local x = make("rand", ndim, options)
-  check(C.eng_uniform(x, 0, 1))
-  return x
-end
-
---- Normal with mean 0 and standard deviation 1.
-function M.randn(...)
-  local ndim, options = read_shape("randn", ...)
-  local x = make("randn", ndim, options)
-  check(C.eng_normal(x, 0, 1))
-  return x
-end
-
---- Whole numbers low, low+1, ... high-1 drawn uniformly, i64: engine.randint(0, 10, 2, 3).
-function M.randint(low, high, ...)
-  want_whole(low, "randint", "the lower bound")
-  if want_whole(high, "randint", "the upper bound") <= low then raise("randint: expected low < high, got %d and %d", low, high) end
-  local ndim, options = read_shape("randint", ...)
-  local x = make("randint", ndim, options, "i64")
-  local count = tonumber(info(x).count)
-  local values = ffi.new("double[?]", count)
-  local draw = Tensor()
-  shape_buffer[0] = count
-  check(C.eng_new(draw, M_ffi.dtype.f64, 1, shape_buffer, STEP))
-  check(C.eng_uniform(draw, low, high))
-  check(C.eng_read(values, M_ffi.dtype.f64, count, draw))
-  for i = 0, count - 1 do values[i] = math.floor(values[i]) end
-  check(C.eng_write(x, values, M_ffi.dtype.f64, count))
-  return x
-end
-
---- start, start+step, ... up to and including stop (as Lua's for); i64 unless options say otherwise.
-function M.arange(start, stop, step, options)
-  step = want_number(step or 1, "arange", "the step")
-  want_number(start, "arange", "the first value")
-  want_number(stop, "arange", "the last value")
-  if step == 0 then raise("arange: expected a step that is not 0") end
-  local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
-  shape_buffer[0] = count
-  local x = make("arange", 1, options, "i64")
-  local values = ffi.new("double[?]", count)
-  for i = 0, count - 1 do values[i] = start + i * step end
-  check(C.eng_write(x, values, M_ffi.dtype.f64, count))
-  return x
-end
-
-local function table_shape(value, shape, depth)
-  if type(value) ~= "table" then return end
-  if shape[depth] == nil then shape[depth] = #value end
-  if #value > 0 then table_shape(value[1], shape, depth + 1) end
-end
-
-local function flatten(value, shape, depth, out, at)
-  if depth > #shape then
-    if type(value) == "boolean" then value = value and 1 or 0 end
-    if type(value) ~= "number" then raise("tensor: expected a number%s, got %s", depth == 1 and " or a table of numbers" or "", value_text(value)) end
-    out[at] = value
-    return at + 1
-  end
-  if type(value) ~= "table" or #value ~= shape[depth] then
-    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s", shape[depth], depth,
-      type(value) == "table" and tostring(#value) or value_text(value))
-  end
-  for i = 1, #value do at = flatten(value[i], shape, depth + 1, out, at) end
-  return at
-end
-
---- engine.tensor{{1, 2}, {3, 4}} or engine.tensor(5); options as above.
-function M.tensor(value, options)
-  local shape, count = {}, 1
-  table_shape(value, shape, 1)
-  if #shape > C.ENG_MAX_DIMS then raise("tensor: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS), #shape) end
-  for i, n in ipairs(shape) do count, shape_buffer[i - 1] = count * n, n end
-  local values = ffi.new("double[?]", math.max(count, 1))
-  flatten(value, shape, 1, values, 0)
-  local x = make("tensor", #shape, options)
-  check(C.eng_write(x, values, M_ffi.dtype.f64, count))
-  return x
-end
-
---- A tensor of `dtype` and `shape` filled from memory (a cdata pointer) in format `from`.
-function M.from_memory(pointer, from, shape, options)
-  local ndim = read_shape("from_memory", shape)
-  local x = make("from_memory", ndim, options, from)
-  check(C.eng_write(x, pointer, dtype_number(from), info(x).count))
-  return x
 end
 
 -- ------------------------------------------------------------------ what a tensor is
@@ -380,7 +167,7 @@ end
 
 local function scalar(value, dtype)
   local y = Tensor()
-  check(C.eng_new(y, dtype, 0, shape_buffer, STEP))
+  check(C.eng_new(y, dtype, 0, nil, STEP))
   check(C.eng_fill(y, value))
   return y
 end
@@ -533,7 +320,7 @@ end
 function methods.transpose(x, a, b)
   want(x, "transpose")
   local n = info(x).ndim
-  if n < 2 and not a then raise("transpose: expected at least 2 dimensions, got %s", M.shape_text(shape_table(info_buffer))) end
+  if n < 2 and not a then raise("transpose: expected at least 2 dimensions, got %s", M.shape_text(shape_table(info(x)))) end
   a, b = dimension(x, a or -2, "transpose"), dimension(x, b or -1, "transpose")
   for d = 0, n - 1 do ints[d] = d end
   ints[a], ints[b] = b, a
@@ -791,55 +578,6 @@ end
 --- mean of (a - b)^2
 function M.mse(a, b) return run2("mse", a, b) end
 
--- ------------------------------------------------------------------ text
-
-local function number_text(v, dtype)
-  if dtype == "bool" then return v ~= 0 and "true" or "false" end
-  if v ~= v then return "nan" end
-  if v == huge or v == -huge then return v > 0 and "inf" or "-inf" end
-  if v == 0 and 1 / v < 0 then return "-0" end
-  if v % 1 == 0 and math.abs(v) < 1e7 then return ("%d"):format(v) end
-  return ("%.4g"):format(v)
-end
-
---- What a person wants to see: dtype, shape, range, non-finite counts and a corner of the values.
-function M.describe(x)
-  local status = C.eng_info(info_buffer, x)
-  if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
-  local shape, dtype = shape_table(info_buffer), dtype_name[info_buffer.dtype]
-  local count, grad = tonumber(info_buffer.count), info_buffer.requires_grad ~= 0
-  local head = ("%s %s %s%s"):format(dtype, M.shape_text(shape), M_ffi.string(C.eng_device_name()), grad and " requires_grad" or "")
-  if count == 0 then return head .. " (empty)" end
-  local values = ffi.new("double[?]", count)
-  check(C.eng_read(values, M_ffi.dtype.f64, count, x))
-  if count == 1 and #shape == 0 then return ("%s: %s"):format(head, number_text(values[0], dtype)) end
-  local least, most, sum, finite, inf, nan = huge, -huge, 0, 0, 0, 0
-  for i = 0, count - 1 do
-    local v = values[i]
-    if v ~= v then nan = nan + 1
-    elseif v == huge or v == -huge then inf = inf + 1
-    else
-      finite, sum = finite + 1, sum + v
-      if v < least then least = v end
-      if v > most then most = v end
-    end
-  end
-  local lines = { head }
-  if dtype ~= "bool" then
-    lines[1] = head .. (finite > 0 and ("  min %s max %s mean %s"):format(number_text(least), number_text(most), number_text(sum / finite)) or "")
-      .. (inf > 0 and ("  inf %d"):format(inf) or "") .. (nan > 0 and ("  nan %d"):format(nan) or "")
-  end
-  local columns = shape[#shape]
-  local rows = count / columns
-  for r = 0, math.min(rows, 6) - 1 do
-    local row = {}
-    for c = 0, math.min(columns, 8) - 1 do row[#row + 1] = ("%10s"):format(number_text(values[r * columns + c], dtype)) end
-    lines[#lines + 1] = table.concat(row, " ") .. (columns > 8 and "  ..." or "")
-  end
-  if rows > 6 then lines[#lines + 1] = "       ..." end
-  return table.concat(lines, "\n")
-end
-
 -- ------------------------------------------------------------------ the metatype
 
 M.methods, M.getters = methods, getters
@@ -862,7 +600,7 @@ ffi.metatype(Tensor, {
     raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), names))
   end,
   __newindex = function(_, key) raise("a tensor's field '%s' cannot be set; hint: x:fill(), x:copy() write elements", tostring(key)) end,
-  __tostring = M.describe,
+  __tostring = describe,
   __concat = function(a, b) return tostring(a) .. tostring(b) end,
   __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,
   __unm = function(a) return run1("neg", a) end,
