@@ -174,8 +174,9 @@ function Run:save()
   local good, path, note = pcall(checkpoint.save, self.path .. "/checkpoints", trainer.steps_done,
     { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(), state = state_of(trainer) }, { keep = self.keep })
   if not good then
-    self:event(trainer.steps_done, "error", "checkpoint: " .. tostring(path))
-    return nil, "no checkpoint was written: " .. tostring(path)
+    local why = tostring(path):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
+    self:event(trainer.steps_done, "error", "checkpoint: " .. why)
+    return nil, "no checkpoint was written: " .. why
   end
   self:event(trainer.steps_done, "checkpoint", path)
   self.saved_at = trainer.steps_done
