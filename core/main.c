@@ -85,6 +85,50 @@ static void complain(const char *text)
   fflush(stderr);
 }
 
+// Whether a place, "file:line: ...", is in the engine's own Lua files. Lua cuts long paths at the front.
+static bool is_own_place(const char *place, size_t length)
+{
+  size_t n = strlen(root);
+  if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0) return true;
+  return length > 3 && memcmp(place, "...", 3) == 0 && memmem(place, length, "/lua/engine/", 12);
+}
+
+static bool is_plumbing(const char *frame, size_t length)
+{
+  static const char *const names[] = {"[C]: in function 'error'", "[C]: in function 'pcall'", "[C]: in function 'xpcall'"};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (length == strlen(names[i]) && memcmp(frame, names[i], length) == 0) return true;
+  return false;
+}
+
+// Pushes `text`, a message and its traceback, for those who wrote the script: without the engine's own frames, and without
+// a traceback that would only name the message's place again. A message that names the engine's files keeps everything.
+static void push_trimmed(lua_State *L, const char *text)
+{
+  static const char head[] = "\nstack traceback:";
+  const char *trace = strstr(text, head), *end = text + strlen(text);
+  if (!trace || is_own_place(text, strcspn(text, "\n"))) { lua_pushstring(L, text); return; }
+  luaL_Buffer kept;
+  luaL_buffinit(L, &kept);
+  luaL_addlstring(&kept, text, (size_t)(trace - text) + strlen(head));
+  size_t dropped = 0, others = 0;
+  for (const char *line = trace + strlen(head); line < end;) {
+    const char *frame = line + strspn(line, "\n\t"), *stop = frame + strcspn(frame, "\n");
+    size_t length = (size_t)(stop - frame), place = strcspn(frame, " ");     // "file:line:"
+    if (is_own_place(frame, length)) {
+      dropped++;
+    } else if (!is_plumbing(frame, length)) {
+      if (others > 0 || strncmp(text, frame, place) != 0) others++;
+      luaL_addlstring(&kept, line, (size_t)(stop - line));
+    }
+    line = stop;
+  }
+  luaL_pushresult(&kept);
+  if (dropped > 0 && others > 0) return;
+  lua_pop(L, 1);
+  lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
+}
+
 // Any error value as text, with a traceback below.
 static int on_error(lua_State *L)
 {
@@ -104,7 +148,8 @@ static int on_error(lua_State *L)
     lua_replace(L, 1);
     lua_settop(L, 1);
   }
-  luaL_traceback(L, L, lua_tostring(L, 1), 1);
+  if (!strstr(lua_tostring(L, 1), "\nstack traceback:")) luaL_traceback(L, L, lua_tostring(L, 1), 1);
+  push_trimmed(L, lua_tostring(L, -1));
   return 1;
 }
 
@@ -190,6 +235,13 @@ static int l_history_add(lua_State *L)
   return 0;
 }
 
+// trim(text) -> a message and its traceback without what is the engine's own.
+static int l_trim(lua_State *L)
+{
+  push_trimmed(L, luaL_checkstring(L, 1));
+  return 1;
+}
+
 // settle() -> whether an interrupt was pending; it is forgotten.
 static int l_settle(lua_State *L)
 {
@@ -202,7 +254,7 @@ static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
     {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
-    {"settle", l_settle}, {NULL, NULL},
+    {"settle", l_settle}, {"trim", l_trim}, {NULL, NULL},
   };
   lua_createtable(L, 0, 12);
   luaL_register(L, NULL, functions);

@@ -89,6 +89,16 @@ describe("the command line", function()
     assert.matches(path .. ":3: in main chunk", result.err, 1, true)
   end)
 
+  it("leaves the engine's own frames out of a traceback", function()
+    local path = script "local engine = require 'engine'\nlocal function deep() local x = engine.ones(2):item() return x end\ndeep()"
+    local err = run({ path }).err
+    assert.matches("engine: " .. path .. ":2: item: expected", err, 1, true)
+    assert.matches(path .. ":3: in main chunk", err, 1, true)
+    assert.is_nil(err:find("ffi.lua", 1, true))
+    assert.equal("engine: " .. path .. ":1: item: expected a tensor of one element, got f32 [2]\n",
+      run({ script "local x = require('engine').ones(2):item()" }).err)
+  end)
+
   it("names file and line of a syntax error", function()
     local result = run { script "print(1)\nprint((" }
     assert.equal(1, result.code)

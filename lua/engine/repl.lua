@@ -179,7 +179,8 @@ local function traceback(problem)
     problem = tostring(problem)
   end
   local trace = debug.traceback(problem, 2)
-  return (trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", ""))      -- the REPL's own frames say nothing
+  trace = trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", "")      -- the REPL's own frames say nothing
+  return host.trim(trace)
 end
 
 local function finish(ok, ...)
