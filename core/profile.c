@@ -89,8 +89,9 @@ static eng_status timed_kernel(const op_call *c)
     if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
   }
   kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
-  for (int k = 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
-  for (int k = 0; k < c->n_out; k++) bytes += bytes_of(c->out[k]);
+  bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;   // few of its rows are read
+  for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
+  for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);
   add(&kind, seconds, bytes, status == ENG_OK ? flops_of(c) : 0);
   return status;
 }

@@ -1,0 +1,71 @@
+-- engine.profile: what it counts, and that it leaves the device as it was.
+local engine = require "engine"
+
+describe("engine.profile", function()
+  local function work()
+    engine.scope(function()
+      local a, b = engine.ones(8, 16), engine.ones(16, 4, "f32")
+      for _ = 1, 3 do a:matmul(b) end
+      engine.ones(4, 16):linear(engine.ones(2, 16)):exp()
+    end)
+  end
+
+  it("counts calls, bytes and floating-point operations by operation, formats and shapes", function()
+    local profile = engine.profile(work)
+    local by_name = {}
+    for _, r in ipairs(profile.rows) do by_name[r.op] = r end
+    local m = by_name.matmul
+    assert.equal(3, m.calls)
+    assert.equal(3 * 2 * 8 * 16 * 4, m.flops)
+    assert.equal(3 * 4 * (8 * 16 + 16 * 4 + 8 * 4), m.bytes)
+    assert.equal("f32 [8 x 16], f32 [16 x 4] -> f32", m.detail)
+    assert.equal(2 * 4 * 16 * 2, by_name.linear.flops)
+    assert.equal(1, by_name.exp.calls)
+    assert.equal(0, by_name.exp.flops)
+    local inside = 0
+    for _, r in ipairs(profile.operations) do inside = inside + r.seconds end
+    assert.near(profile.seconds, inside, 1e-6)
+  end)
+
+  it("tells transposed products and the passes over the parameters apart", function()
+    local w = engine.randn(4, 3, { keep = true })
+    local opt = engine.optim.adamw { { name = "w", tensor = w:requires_grad() } }
+    local profile = engine.profile(function()
+      for _ in engine.steps(2) do
+        opt:zero_grad()
+        w:matmul(engine.ones(4, 2), true):sum():backward()
+        opt:clip_grad_norm(1)
+        opt:step()
+      end
+    end)
+    local seen = {}
+    for _, r in ipairs(profile.rows) do seen[r.op .. " " .. r.detail] = r.calls end
+    assert.equal(2, seen["matmul f32 [4 x 3]', f32 [4 x 2] -> f32"])
+    assert.equal(2, seen["(optimizer) "])
+    assert.equal(2, seen["(gradient statistics) "])
+  end)
+
+  it("shows operations and their kinds as text", function()
+    local text = tostring(engine.profile(work))
+    assert.is_truthy(text:find("matmul%s+3%s+[%d.]+%s+[%d.]+%%%s+[%d.]+ GFLOP/s"))
+    assert.is_truthy(text:find("(outside kernels)", 1, true))
+  end)
+
+  it("begins anew each time and leaves the device in force", function()
+    local before = engine.device()
+    engine.profile(work)
+    local profile = engine.profile(function() engine.scope(function() engine.ones(2):exp() end) end)
+    for _, r in ipairs(profile.rows) do assert.are_not.equal("matmul", r.op) end
+    assert.equal(before, engine.device())
+    engine.profile(function() engine.device("reference") end)
+    assert.equal("reference", engine.device())
+    engine.device(before)
+  end)
+
+  it("passes errors on and ends", function()
+    assert.error_matches(function() engine.profile(function() error("oh", 0) end) end, "^oh$")
+    assert.error_matches(function() engine.profile(3) end, "expected a function, got number")
+    local before = #engine.profile(function() end).rows
+    assert.equal(0, before)
+  end)
+end)
