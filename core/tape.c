@@ -84,7 +84,12 @@ static eng_status record(const op_call *call, int64_t lua_id)
     y->node = tape.length;
     y->output = k;
   }
-  tape.nodes[tape.length++] = (tape_node){.call = *call, .lua_id = lua_id};
+  tape_node *node = &tape.nodes[tape.length++];
+  *node = (tape_node){.call = *call, .lua_id = lua_id};
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k]) node->in_writes[k] = call->in[k]->store->writes;
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k]) node->out_writes[k] = call->out[k]->store->writes;
   return ENG_OK;
 }
 
@@ -310,6 +315,33 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) let_go(call->out[k]);
 }
 
+/// Rules that need no values of inputs and outputs: whoever wrote into those changes nothing.
+static bool reads_no_values(int op)
+{
+  switch (op) {
+    case ENG_OP_add: case ENG_OP_sub: case ENG_OP_affine: case ENG_OP_neg: case ENG_OP_cast: case ENG_OP_contiguous: case ENG_OP_dropout:
+    case ENG_OP_reshape: case ENG_OP_permute: case ENG_OP_expand: case ENG_OP_slice: case ENG_OP_split: case ENG_OP_concat:
+    case ENG_OP_sum: case ENG_OP_mean:
+      return true;
+    default:
+      return false;
+  }
+}
+
+/// The rule would see other values than the operation did: an error, not a wrong gradient.
+static eng_status check_unwritten(const tape_node *node)
+{
+  const op_call *call = &node->call;
+  if (reads_no_values(call->op)) return ENG_OK;
+  const tensor *changed = NULL;
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k] && call->in[k]->store->writes != node->in_writes[k]) changed = call->in[k];
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && call->out[k]->store->writes != node->out_writes[k]) changed = call->out[k];
+  if (!changed) return ENG_OK;
+  return error_set(ENG_ERR_GRADIENT, "%s was written into after it was computed with; hint: write into a copy, x:keep()", tensor_text(changed));
+}
+
 static eng_status walk(void)
 {
   eng_status status = ENG_OK;
@@ -322,7 +354,8 @@ static eng_status walk(void)
       pass.pending_id = node->lua_id;
       return ENG_OK;
     }
-    status = rules[node->call.op](&g);
+    status = check_unwritten(node);
+    if (status == ENG_OK) status = rules[node->call.op](&g);
     if (status != ENG_OK) error_prefix(status, "backward of %s", eng_op_name(node->call.op));
     drop_collected(&node->call);
   }

@@ -10,6 +10,7 @@
 typedef struct tape_node {
   op_call call;
   int64_t lua_id;       // >= 0: a gradient that Lua computes; call.op is -1
+  uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];   // storage.writes when it was recorded
 } tape_node;
 
 /// What a gradient rule works on: the node and the gradient of each of its outputs (NULL: none came).

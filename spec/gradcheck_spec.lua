@@ -188,6 +188,20 @@ describe("the gradient of", function()
     assert.error_matches(function() engine.gradcheck(wrong, { random(3) }) end, "finite differences")
   end)
 
+  it("a tensor written into after its use is found, not differentiated wrongly", function()
+    local x = engine.tensor({ 1, 2, 3 }, { requires_grad = true })
+    local y = x:exp()
+    local loss = (y * y):sum()
+    y:fill(7)
+    assert.error_matches(function() loss:backward() end, "backward of mul: f32 [3] was written into after it was computed with", 1, true)
+    engine.end_step()
+    local z = x + 1          -- an addition needs no values
+    loss = z:sum()
+    z:fill(7)
+    loss:backward()
+    assert.same({ 1, 1, 1 }, x.grad:totable())
+  end)
+
   it("an error inside a Lua gradient leaves the engine usable", function()
     local broken = engine.custom { forward = function(_, x) return x * 2 end, backward = function() error("boom") end }
     local x = engine.tensor({ 1, 2 }, { requires_grad = true })
