@@ -220,6 +220,25 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
+  it("resumed with another policy, that one takes over from the old", function()
+    local run, mine = folder .. "/a", folder .. "/mine.lua"
+    helper.write(mine, [[return { options = { init_scale = 1 }, migrate = function(old, name) return { scale = old.scale / 4, from = name } end,
+      decide = function(state) return { scale = state.scale, reason = state.from } end }]])
+    local first = job { run = run, steps = 3, precision = "fp16" }
+    first:run()
+    local scale = first.policy:scale()
+    local trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = "deepspeed" }
+    assert.equal(scale, trainer.policy:scale())
+    trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = mine }
+    assert.matches("it takes over at the scale " .. scale / 4, table.concat(trainer.run_files.notes, "\n"), 1, true)
+    trainer:run()
+    assert.equal("dynamic", engine.history.open(run):last(1)[1].reason)
+    trainer = job { run = run, steps = 6, precision = "fp16", resume = "auto" }
+    assert.equal(scale / 4, trainer.policy:scale())
+    trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = mine }
+    assert.matches("nothing to do: 5 of 5 steps", trainer:summary_text(trainer:run()), 1, true)
+  end)
+
   it("a corrupt checkpoint is passed over for the one before, and said so", function()
     local run = folder .. "/a"
     local _, _, summary = trace { run = run, steps = 6, checkpoint_every = 2 }

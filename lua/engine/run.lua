@@ -42,6 +42,14 @@ local function state_of(trainer)
   }
 end
 
+--- Lets `policy` take over from the one a checkpoint was written with; false when that one is not to be had any more.
+local function follow(policy, saved)
+  local load = require("engine.policy").load
+  local good, old = pcall(load, saved.name)
+  if not good or old.file ~= saved.file then good, old = pcall(load, saved.file) end
+  return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
+end
+
 --- Puts a loaded checkpoint into the trainer's parts; returns lines about what is not as it was.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
@@ -52,7 +60,11 @@ local function take_over(trainer, c)
   trainer.optimizer:load_state(c.optimizer, state.optimizer.updates)
   M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
-  else notes[#notes + 1] = ("the policy is %s now, it was %s: it starts fresh"):format(trainer.policy.name, state.policy.name) end
+  else
+    local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
+    notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name, state.policy.name,
+      took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
+  end
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped

@@ -252,7 +252,7 @@ local function verdict_note(self, record, verdict)
 end
 
 --- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts. Returns a summary:
---- { steps, updates, skipped, loss, scale, tokens_per_s, stopped = reason or nil, path }.
+--- { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s, stopped = reason or nil, path }.
 function Trainer:run()
   local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" }
   self.progress = progress
@@ -261,6 +261,7 @@ function Trainer:run()
   self.model:train()
   check(C.eng_step_end())   -- what was computed before the run, or in a loop left by break, is over
   local loss, scale, speed, stopped = 0 / 0, self.policy:scale(), 0 / 0, nil
+  local first = self.steps_done
 
   local function loop()
     while self.steps_done < self.steps and not stopped do
@@ -309,16 +310,20 @@ function Trainer:run()
   self.run_files:event(self.steps_done, stopped and "stopped" or "finished", stopped)
   self.run_files:close()
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped, retries = self.retries, loss = loss, scale = scale,
-    tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows }
+    tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows, made = self.steps_done - first }
   progress:note(self:summary_text(summary))
   return summary
 end
 
+local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
+
 function Trainer:summary_text(s)
-  local parts = { ("%s after %d steps: %d updates, %d skipped"):format(s.stopped and "stopped" or "done", s.steps, s.updates, s.skipped),
-    ("loss %.4f"):format(s.loss) }
-  if self.precision.scaled then parts[#parts + 1] = ("scale %g"):format(s.scale) end
+  local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done", counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }
+  if s.made > 0 then parts[#parts + 1] = ("loss %.4f"):format(s.loss)
+  else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
+  if self.precision.scaled then parts[#parts + 1] = "scale " .. require("engine.progress").scale_text(s.scale) end
   local text = table.concat(parts, ", ")
+  if self.policy_errors > 0 then text = text .. ("\nthe policy failed in %s of this run"):format(counted(self.policy_errors, "step")) end
   if s.stopped then text = text .. "\nreason: " .. s.stopped end
   if s.path then text = text .. "\nrun: " .. s.path .. (s.stopped == "interrupted" and "   (resume=auto goes on from here)" or "") end
   return text
