@@ -108,11 +108,11 @@ local function bind(q, index, value, level)
   local kind = type(value)
   if kind == "boolean" then value, kind = value and 1 or 0, "number" end
   if kind == "string" then
-    check(C.eng_query_bind_text(q, index, value, #value), level)
+    check(C.eng_query_bind_text(q, index, value, #value))
   elseif kind == "number" and value % 1 == 0 and value > -2 ^ 53 and value < 2 ^ 53 then
-    check(C.eng_query_bind_int(q, index, value), level)
+    check(C.eng_query_bind_int(q, index, value))
   elseif kind == "number" then
-    check(C.eng_query_bind_double(q, index, value), level)
+    check(C.eng_query_bind_double(q, index, value))
   elseif kind ~= "nil" then
     error(("query: expected numbers, strings and booleans for the parameters, got a %s"):format(kind), level + 1)
   end
@@ -121,7 +121,7 @@ end
 -- An iterator over rows, each a new table that `make` finishes, and the names of the columns.
 local function each(h, level, make, sql, ...)
   local out = ffi.new("eng_query *[1]")
-  check(C.eng_query_open(out, handle(h, level + 1), sql), level + 1)
+  check(C.eng_query_open(out, handle(h, level + 1), sql))
   local q = ffi.gc(out[0], C.eng_query_close)
   local wanted, given = C.eng_query_parameters(q), select("#", ...)
   if wanted ~= given then error(("query: the statement has %d parameters, got %d values"):format(wanted, given), level + 1) end
@@ -157,23 +157,32 @@ local function short(value)
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table of columns.
+-- Rows as a table of columns: texts to the left, numbers to the right, texts cut at 60 but in the last column.
 local function table_text(rows, columns)
-  local lines, width = {}, {}
+  local lines, width, texts = {}, {}, {}
+  local function cell(i, row)
+    local text = short(row[columns[i]])
+    if i < #columns and #text > 60 then text = text:sub(1, 57) .. "..." end
+    return text
+  end
   for i, name in ipairs(columns) do
     width[i] = #name
-    for _, row in ipairs(rows) do width[i] = math.max(width[i], math.min(60, #short(row[name]))) end
+    for _, row in ipairs(rows) do
+      width[i] = math.max(width[i], #cell(i, row))
+      texts[i] = texts[i] or type(row[name]) == "string"
+    end
   end
-  local function line(cell)
+  local function line(text_of)
     local cells = {}
-    for i, name in ipairs(columns) do
-      local text = cell(name)
-      cells[i] = (" "):rep(width[i] - #text) .. text
+    for i in ipairs(columns) do
+      local text = text_of(i)
+      local gap = (" "):rep(width[i] - #text)
+      cells[i] = texts[i] and text .. gap or gap .. text
     end
     lines[#lines + 1] = (table.concat(cells, "  "):gsub("%s+$", ""))
   end
-  line(function(name) return name end)
-  for _, row in ipairs(rows) do line(function(name) return short(row[name]):sub(1, 60) end) end
+  line(function(i) return columns[i] end)
+  for _, row in ipairs(rows) do line(function(i) return cell(i, row) end) end
   if #rows == 0 then lines[#lines + 1] = "(no rows)" end
   return table.concat(lines, "\n")
 end
@@ -394,8 +403,8 @@ function History:__tostring()
     "sum(action = 'skip') AS skipped, max(updates) AS updates FROM steps")
   if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
   local last = self:last(1)[1]
-  return ("history %s: %d steps (%d to %d), %d overflows, %d skipped\nlast: %s"):format(self.path, sums.rows, sums.first, sums.last,
-    sums.overflows, sums.skipped, tostring(last))
+  return ("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(self.path, sums.rows, sums.first, sums.last,
+    sums.overflows, sums.overflows == 1 and "" or "s", sums.skipped, tostring(last))
 end
 
 return M
