@@ -152,15 +152,25 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   int64_t shape[ENG_MAX_DIMS];
   if (!shape_broadcast(&ndim, shape, x, y) || ndim != y->ndim || memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0)
     return error_set(ENG_ERR_SHAPE, "copy: %s does not broadcast into %s", tensor_text(x), tensor_text(y));
-  if (!tensor_same_shape(x, y)) {
+  tensor *between = NULL, *spread = NULL;
+  eng_status status = ENG_OK;
+  bool recording = eng_grad_enabled(false);
+  // Kernels copy in parallel and in blocks: one memory read and written at once needs a copy between.
+  if (x != y && x->store == y->store) {
+    status = op_run1(&between, ENG_OP_contiguous, x, NULL, NULL, NULL, 0, 0, 0);
+    x = between;
+  }
+  if (status == ENG_OK && !tensor_same_shape(x, y)) {
     int64_t ints[1 + ENG_MAX_DIMS] = {y->ndim};
     memcpy(ints + 1, y->shape, (size_t)y->ndim * sizeof *ints);
-    bool recording = eng_grad_enabled(false);
-    eng_status status = op_run1(&x, ENG_OP_expand, x, NULL, NULL, ints, 1 + y->ndim, 0, 0);
-    eng_grad_enabled(recording);
-    ENG_TRY(status);
+    status = op_run1(&spread, ENG_OP_expand, x, NULL, NULL, ints, 1 + y->ndim, 0, 0);
+    x = spread;
   }
-  return copy(y, x);
+  eng_grad_enabled(recording);
+  if (status == ENG_OK) status = copy(y, x);
+  tensor_drop(spread);
+  tensor_drop(between);
+  return status;
 }
 
 const char *eng_version(void)

@@ -124,7 +124,9 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     // Without dampening the first update needs no exception: momentum * 0 + gradient is the gradient.
     span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && untouched(state->moment[0]->part[i]);
   }
-  return device->optimize(set->span, m, update);
+  ENG_TRY(device->optimize(set->span, m, update));
+  for (int k = 0; k < m; k++) params_written(&set->member[set->which[k]]);
+  return ENG_OK;
 }
 
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index)

@@ -349,6 +349,13 @@ eng_status params_shadow(tensor **out, parameter *p)
   return p->seen == p->value->store->writes ? ENG_OK : refresh(p);
 }
 
+void params_written(parameter *p)
+{
+  if (p->shadow) p->shadow->store->writes++;
+  if (p->seen == p->value->store->writes) p->seen++;
+  p->value->store->writes++;
+}
+
 // ---- gradients
 
 eng_status eng_params_zero_grad(eng_params *set)

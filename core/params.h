@@ -49,6 +49,9 @@ void flat_release(flat_buffer *flat);
 /// The low-precision weights of a member that has some, rounded again if a script wrote into the master since.
 eng_status params_shadow(tensor **out, parameter *p);
 
+/// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
+void params_written(parameter *p);
+
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.
 int params_spans(eng_params *set);
 /// Gives one reference back; the last one ends the set.

@@ -48,7 +48,15 @@ function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
     raise("%s: expected %s as a whole number%s, got %s", name, what, least and (" of %d or more"):format(least) or "", value_text(v))
   end
+  if v > 2 ^ 53 or v < -2 ^ 53 then raise("%s: expected %s within +-2^53, got %s", name, what, value_text(v)) end
   return v
+end
+
+--- An array on Lua's heap with room for `count` numbers.
+function M.host_array(ctype, count, name)
+  local good, values = pcall(ffi.new, ctype, math.max(count, 1))
+  if not good then raise("%s: %.0f elements are more than Lua can hold; hint: a slice of the tensor", name, count) end
+  return values
 end
 
 --- Dimension d of x (from 1, negative from the end) counted from 0; and the info of x.

@@ -30,6 +30,9 @@ local function answer(rule)
   end
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   for k = 1, rule.n_in do
+    if dx[k] and not tensor.is_tensor(dx[k]) then
+      error(("custom: backward must give the gradient of input %d as a tensor or nil, got %s"):format(k, M_ffi.value_text(dx[k])), 0)
+    end
     if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
   end
 end
@@ -82,6 +85,10 @@ function M.custom(rule)
       if tensor.is_tensor(x) then inputs[#inputs + 1] = x end
     end
     local results = { M.no_grad(rule.forward, saved, ...) }
+    if #results == 0 then raise("custom: forward must give back a tensor, got nothing") end
+    for k, y in ipairs(results) do
+      if not tensor.is_tensor(y) then raise("custom: forward must give back tensors, got %s as result %d", M_ffi.value_text(y), k) end
+    end
     local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)), M_ffi.new("eng_tensor[?]", math.max(#results, 1))
     for k, x in ipairs(inputs) do xs[k - 1] = x end
     for k, y in ipairs(results) do ys[k - 1] = y end

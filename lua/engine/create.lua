@@ -94,7 +94,7 @@ function M.randint(low, high, ...)
   local ndim, options = read_shape("randint", ...)
   local x = make("randint", ndim, options, "i64")
   local count = tonumber(info(x).count)
-  local values = ffi.new("double[?]", count)
+  local values = arguments.host_array("double[?]", count, "randint")
   local draw = Tensor()
   shape_buffer[0] = count
   check(C.eng_new(draw, M_ffi.dtype.f64, 1, shape_buffer, STEP))
@@ -112,16 +112,17 @@ function M.arange(start, stop, step, options)
   want_number(stop, "arange", "the last value")
   if step == 0 then raise("arange: expected a step that is not 0") end
   local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
+  if not (count <= 2 ^ 53) then raise("arange: expected finite numbers, got %s to %s by %s", value_text(start), value_text(stop), value_text(step)) end
   shape_buffer[0] = count
   local x = make("arange", 1, options, "i64")
-  local values = ffi.new("double[?]", count)
+  local values = arguments.host_array("double[?]", count, "arange")
   for i = 0, count - 1 do values[i] = start + i * step end
   check(C.eng_write(x, values, M_ffi.dtype.f64, count))
   return x
 end
 
 local function table_shape(value, shape, depth)
-  if type(value) ~= "table" then return end
+  if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end   -- too deep, or a table that holds itself
   if shape[depth] == nil then shape[depth] = #value end
   if #value > 0 then table_shape(value[1], shape, depth + 1) end
 end

@@ -4,6 +4,7 @@ local arguments = require "engine.arguments"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 local huge = math.huge
+local MOST = 2 ^ 26   -- elements worth a look at each
 local info_buffer = ffi.new("eng_tensor_info")
 
 local function number_text(v, dtype)
@@ -23,6 +24,7 @@ return function(x)
   local count, grad = tonumber(info_buffer.count), info_buffer.requires_grad ~= 0
   local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), M_ffi.string(C.eng_device_name()), grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
+  if count > MOST then return head .. " (too many elements to look at)" end
   local values = ffi.new("double[?]", count)
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))
   if count == 1 and #shape == 0 then return ("%s: %s"):format(head, number_text(values[0], dtype)) end

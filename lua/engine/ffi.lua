@@ -131,14 +131,19 @@ end
 --- Runs any operation by name: inputs are tensors (false for an absent one), ints and floats its attributes as ops.def
 --- gives them. Returns its outputs; an absent output is nil.
 function M.run(name, inputs, ints, floats, n_out)
-  local op = M.op[name] or error("there is no operation '" .. tostring(name) .. "'", 2)
+  local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
+  ints, floats = ints or {}, floats or {}
+  if #inputs > C.ENG_OP_INPUTS or #ints > C.ENG_OP_INTS or #floats > C.ENG_OP_FLOATS then
+    M.raise("%s: expected up to %d inputs, %d ints and %d floats, got %d, %d and %d", name, tonumber(C.ENG_OP_INPUTS), tonumber(C.ENG_OP_INTS),
+      tonumber(C.ENG_OP_FLOATS), #inputs, #ints, #floats)
+  end
   ffi.fill(call, ffi.sizeof(call))
   call.op, call.n_in, call.n_out = op, #inputs, n_out or 1
   for k, x in ipairs(inputs) do
     if x then call["in"][k - 1] = x end
   end
-  for k, v in ipairs(ints or {}) do call.ints[k - 1] = v end
-  for k, v in ipairs(floats or {}) do call.floats[k - 1] = v end
+  for k, v in ipairs(ints) do call.ints[k - 1] = v end
+  for k, v in ipairs(floats) do call.floats[k - 1] = v end
   M.check(C.eng_run(call))
   local out = {}
   for k = 0, call.n_out - 1 do

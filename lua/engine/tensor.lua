@@ -85,7 +85,7 @@ end
 function methods.totable(x)
   local what = info(x)
   local shape, count = shape_table(what), tonumber(what.count)
-  local values = ffi.new("double[?]", math.max(count, 1))
+  local values = arguments.host_array("double[?]", count, "totable")
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))
   return (nest(values, shape, 1, 0))
 end
@@ -96,7 +96,7 @@ function methods.read(x, dtype)
   local count, number = tonumber(what.count), dtype and dtype_number(dtype) or what.dtype
   local ctype = ({ f32 = "float", f64 = "double", f16 = "uint16_t", bf16 = "uint16_t", u8 = "uint8_t", i8 = "int8_t", i16 = "int16_t",
     i32 = "int32_t", i64 = "int64_t", bool = "uint8_t" })[dtype_name[number]]
-  local values = ffi.new(ctype .. "[?]", math.max(count, 1))
+  local values = arguments.host_array(ctype .. "[?]", count, "read")
   check(C.eng_read(values, number, count, x))
   return values, count
 end
