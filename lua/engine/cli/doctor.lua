@@ -44,7 +44,7 @@ local function cpu()
   end
   line("ok", "instructions", #sets > 0 and table.concat(sets, ", ") or "baseline only")
   if not flags:find(" amx_bf16 ", 1, true) then
-    line("note", "AMX", "not here; bf16 products run " .. (flags:find(" avx512_bf16 ", 1, true) and "on AVX-512 BF16" or "in f32"))
+    line("note", "AMX", "not here; bf16 products run in f32, which is faster than AVX-512 BF16 and keeps subnormals")
   end
 end
 
@@ -65,11 +65,11 @@ local function library()
 
   local count, text = machine.gpus()
   if count > 0 then
-    for gpu in text:gmatch("[^\n]+") do line("ok", "GPU", gpu) end
+    for gpu in text:gmatch("[^\n]+") do line("note", "GPU", gpu .. "; this version computes on the CPU") end
   elseif count == 0 then
     line("note", "GPU", "a CUDA driver, but no GPU; training runs on the CPU")
   else
-    line("note", "GPU", "no CUDA driver; training runs on the CPU. With an NVIDIA GPU: install its driver")
+    line("note", "GPU", "no CUDA driver; training runs on the CPU")
   end
 end
 
@@ -86,8 +86,6 @@ end
 local optional = {
   { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
   { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },
-  { "mpirun", "openmpi-bin", "to train on several machines" }, { "nvcc", nil, "the CUDA toolkit, to build for GPUs" },
-  { "gnuplot", "gnuplot-nox", "for plots as PNG and SVG; plots in the terminal need nothing" },
 }
 
 local function programs()
@@ -97,10 +95,12 @@ local function programs()
     if path then
       line("ok", row[1], path)
     else
-      line("missing", row[1], row[3] .. (row[2] and "" or ": https://developer.nvidia.com/cuda-downloads"))
-      if row[2] then missing[#missing + 1] = row[2] end
+      line("missing", row[1], row[3])
+      missing[#missing + 1] = row[2]
     end
   end
+  local mpi = output("command -v mpirun")
+  line("note", "MPI", (mpi and mpi .. "; " or "not here; ") .. "this version trains in one process")
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
     print(("\nTo install what is missing: %sapt-get install %s"):format(sudo, table.concat(missing, " ")))
