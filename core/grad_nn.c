@@ -126,12 +126,41 @@ eng_status grad_rms_norm(grad_call *g)
 
 // ---- attention
 
+/// Where q, k and v are cut from one projection [B x T x (H+2G)D] along its last dimension, their gradients get memory cut
+/// in the same way, so that the gradient of split has nothing to copy.
+static eng_status joint_gradients(op_call *c)
+{
+  const tensor *q = c->in[0], *last = NULL;
+  int64_t T = q->shape[1], D = q->shape[3], width = 0, size = eng_dtype_size(q->dtype);
+  for (int k = 0; k < 3; k++) width += c->in[k]->shape[2] * D;
+  const int64_t stride[4] = {T * width, width, D, 1};
+  for (int k = 0; k < 3; k++) {
+    const tensor *x = c->in[k];
+    bool beside = !last || (char *)x->data == (char *)last->data + last->shape[2] * D * size;
+    if (x->store != q->store || x->dtype != q->dtype || x->shape[1] != T || memcmp(x->stride, stride, sizeof stride) != 0 || !beside) return ENG_OK;
+    last = x;
+  }
+  tensor *joint;
+  ENG_TRY(tensor_make(&joint, ARENA_STEP, q->dtype, 3, (int64_t[]){q->shape[0], T, width}));
+  eng_status status = ENG_OK;
+  for (int64_t k = 0, at = 0; k < 3 && status == ENG_OK; at += c->in[k]->shape[2] * D, k++)
+    status = tensor_view(&c->out[k], joint, at, 4, c->in[k]->shape, stride);
+  tensor_drop(joint);
+  return status;
+}
+
 eng_status grad_attention(grad_call *g)
 {
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], y->out[0], y->out[1], g->dy[0]},
                .ints = {y->ints[0]}, .floats = {y->floats[0]}};
-  ENG_TRY(op_run(&c));
+  eng_status status = ENG_OK;
+  if (grad_wants(g, 0) && grad_wants(g, 1) && grad_wants(g, 2)) status = joint_gradients(&c);
+  if (status == ENG_OK) status = op_run(&c);
+  if (status != ENG_OK) {
+    for (int k = 0; k < 3; k++) tensor_drop(c.out[k]);
+    return status;
+  }
   for (int k = 0; k < 3; k++) {
     if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
     else tensor_drop(c.out[k]);

@@ -405,7 +405,7 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   for (int64_t i = 0; i < rows; i++) {
     float *row = r->dq + i * s->padded;
     for (int64_t d = 0; d < s->padded; d += VF_LANES) vf_store(row + d, vf_mul(vf_load(row + d), vf_set1(s->factor)));
-    floats_to(dq->data, dq->dtype, ((b * s->queries + t0 + i) * s->heads + head) * s->width, row, s->width);
+    floats_to(dq->data, dq->dtype, b * dq->stride[0] + (t0 + i) * dq->stride[1] + head * dq->stride[2], row, s->width);
   }
 }
 
@@ -420,7 +420,7 @@ static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t sha
     for (int64_t share = 1; share < shares; share++)
       for (int64_t j = 0; j < s->padded; j += VF_LANES)
         vf_store(row + j, vf_add(vf_load(row + j), vf_load(row + share * step + j)));
-    floats_to(d->data, d->dtype, ((b * s->keys + t) * s->groups + group) * s->width, row, s->width);
+    floats_to(d->data, d->dtype, b * d->stride[0] + t * d->stride[1] + group * d->stride[2], row, s->width);
   }
 }
 
