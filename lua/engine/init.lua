@@ -31,6 +31,7 @@ local loop_is_open = false   -- a step that engine.steps opened and did not end:
 
 --- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
 function engine.steps(n)
+  if type(n) ~= "number" then raise("steps: expected a number of steps, got %s", M_ffi.value_text(n)) end
   local turn = 0
   return function()
     if loop_is_open then check(C.eng_step_end()) end

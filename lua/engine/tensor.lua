@@ -608,6 +608,7 @@ ffi.metatype(Tensor, {
     return is_tensor(a) and is_tensor(b) and tonumber(a.slot) == tonumber(b.slot) and tonumber(a.generation) == tonumber(b.generation)
   end,
   __lt = no_order, __le = no_order,
+  __len = function(a) raise("a tensor has no length; hint: a:size(1), a.ndim, a.count; this one is [%s]", table.concat(a.shape, " x ")) end,
 })
 
 return M

@@ -12,6 +12,7 @@ local machine = require "engine.machine"
 local nearest = require "engine.nearest"
 local precision = require "engine.precision"
 local run_files = require "engine.run"
+local tensor = require "engine.tensor"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -34,10 +35,10 @@ function Trainer:step()
   local place, rng_seed, rng_counter = self:remember_place()                     -- for a retry
   for _ = 1, self.accumulate do
     local batch = data:next()                                                    -- (0) a batch
-    local loss = precision.autocast(self.precision, self.loss, self.model, batch)  -- (1) forward, recorded on the tape
+    local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
     loss_sum = loss_sum + loss:item()                                            -- (3) gradients stand in the flat buffer
-    tokens = tokens + (batch.tokens or batch.y.count)
+    tokens = tokens + (batch.tokens or batch.y and batch.y.count or 0)
   end
 
   record.step, record.updates, record.scale = self.steps_done, self.updates, scale
@@ -46,13 +47,13 @@ function Trainer:step()
   local stats = self.stats
   check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
   for name, value in pairs(M.signals) do policy:signal(name, value) end
-  local verdict = policy:decide(record, stats)                                   -- (6) the policy decides
+  local verdict = policy:decide(record, stats)                                   -- (5) the policy decides
   if verdict.action == C.ENG_ACTION_STEP then
     local factor = 1 / scale
     local clip = verdict.clip > 0 and verdict.clip or self.clip
     if clip and record.norm > clip then factor = factor * clip / (record.norm + 1e-6) end
     opt.lr = lr
-    opt:step { gradient_factor = factor, clip_value = self.clip_value, lr_mul = verdict.lr_mul }  -- (7) unscale, clip, update: one pass
+    opt:step { gradient_factor = factor, clip_value = self.clip_value, lr_mul = verdict.lr_mul }  -- (6) unscale, clip, update: one pass
     self.updates = self.updates + 1
   else
     self.skipped = self.skipped + 1
@@ -60,12 +61,20 @@ function Trainer:step()
   end
   self.steps_done = self.steps_done + 1
   self.tokens = self.tokens + tokens
-  self.run_files:append(record, verdict, stats, tokens)                          -- (8) history; the step's memory is free again
+  self.run_files:append(record, verdict, stats, tokens)                          -- (7) history; the step's memory is free again
   check(C.eng_step_end())
   return record, verdict
 end
 
 -- ==================================================================
+
+--- The loss of a batch, in the run's precision.
+function Trainer:forward(batch)
+  if type(batch) ~= "table" then M_ffi.raise("trainer: expected a batch as a table { x =, y =, ... }, the data's next() gave %s", M_ffi.value_text(batch)) end
+  local loss = precision.autocast(self.precision, self.loss, self.model, batch)
+  if not tensor.is_tensor(loss) then M_ffi.raise("trainer: expected the loss as a tensor of one element, got %s", M_ffi.value_text(loss)) end
+  return loss
+end
 
 --- Where the data and the random numbers stand, so that a retry sees the same batch.
 function Trainer:remember_place()
@@ -220,7 +229,7 @@ function Trainer:evaluate_on(data, batches)
   self.model:evaluating(function()
     for _ = 1, batches do
       sum = sum + require("engine").scope(function()
-        return precision.autocast(self.precision, self.loss, self.model, data:next()):item()
+        return self:forward(data:next()):item()
       end)
     end
   end)
