@@ -129,9 +129,34 @@ static void push_trimmed(lua_State *L, const char *text)
   lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
 }
 
+static bool keeps_locals;      // -i: the REPL that follows sees what the script's main chunk called its own
+
+// Makes the locals of the main chunk global, but for names that are taken.
+static void keep_locals(lua_State *L)
+{
+  lua_Debug chunk, frame;
+  bool found = false;
+  for (int level = 0; lua_getstack(L, level, &frame); level++) {
+    lua_getinfo(L, "S", &frame);
+    if (strcmp(frame.what, "main") == 0) { chunk = frame; found = true; }
+  }
+  const char *name;
+  for (int i = 1; found && (name = lua_getlocal(L, &chunk, i)); i++) {
+    lua_pushstring(L, name);
+    lua_rawget(L, LUA_GLOBALSINDEX);
+    bool taken = !lua_isnil(L, -1) || name[0] == '(';
+    lua_pop(L, 1);
+    if (taken) { lua_pop(L, 1); continue; }
+    lua_pushstring(L, name);
+    lua_insert(L, -2);
+    lua_rawset(L, LUA_GLOBALSINDEX);
+  }
+}
+
 // Any error value as text, with a traceback below.
 static int on_error(lua_State *L)
 {
+  if (keeps_locals) keep_locals(L);
   if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {   // false: what the user typed is wrong, not the script
     bool plain = !lua_toboolean(L, -1);
     lua_settop(L, 1);
@@ -242,6 +267,13 @@ static int l_trim(lua_State *L)
   return 1;
 }
 
+// keep(): what a script under -i ends with.
+static int l_keep(lua_State *L)
+{
+  keep_locals(L);
+  return 0;
+}
+
 // settle() -> whether an interrupt was pending; it is forgotten.
 static int l_settle(lua_State *L)
 {
@@ -254,7 +286,7 @@ static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
     {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
-    {"settle", l_settle}, {"trim", l_trim}, {NULL, NULL},
+    {"settle", l_settle}, {"trim", l_trim}, {"keep", l_keep}, {NULL, NULL},
   };
   lua_createtable(L, 0, 12);
   luaL_register(L, NULL, functions);
@@ -426,11 +458,43 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
   lua_setglobal(L, "arg");
 }
 
+typedef struct kept_file {
+  FILE *file;
+  bool ended;
+  char text[4096];
+} kept_file;
+
+static const char *read_kept(lua_State *L, void *data, size_t *size)
+{
+  (void)L;
+  static const char last[] = "\nrequire('engine.host').keep()";
+  kept_file *f = data;
+  *size = fread(f->text, 1, sizeof f->text, f->file);
+  if (*size > 0) return f->text;
+  if (f->ended) return NULL;
+  f->ended = true;
+  *size = sizeof last - 1;
+  return last;
+}
+
+// Loads a script that leaves its locals to the REPL; false where it ends in a `return`, which nothing can follow.
+static bool load_kept(lua_State *L, const char *name)
+{
+  kept_file f = {.file = fopen(name, "rb")};
+  if (!f.file) return false;
+  lua_pushfstring(L, "@%s", name);
+  bool good = lua_load(L, read_kept, &f, lua_tostring(L, -1)) == 0;
+  fclose(f.file);
+  lua_remove(L, -2);
+  if (!good) lua_pop(L, 1);
+  return good;
+}
+
 static bool run_script(lua_State *L, int argc, char **argv, int script)
 {
   const char *name = argv[script];
   if (strcmp(name, "-") == 0 && strcmp(argv[script - 1], "--") != 0) name = NULL;
-  if (luaL_loadfile(L, name) != 0) return call_loaded(L, 1);
+  if (!(keeps_locals && name && load_kept(L, name)) && luaL_loadfile(L, name) != 0) return call_loaded(L, 1);
   for (int i = script + 1; i < argc; i++) lua_pushstring(L, argv[i]);
   return call(L, argc - script - 1, 0);
 }
@@ -497,7 +561,9 @@ static int run(lua_State *L, int argc, char **argv)
   bool ok = run_options(L, &o, argv);
   if (ok && o.script < argc) {
     if (is_command(argv[o.script])) return run_command(L, argv[o.script], argc, argv, o.script + 1);
+    keeps_locals = o.interactive;
     ok = run_script(L, argc, argv, o.script);
+    keeps_locals = false;
   } else if (ok && !o.executes && !o.version) {
     if (isatty(STDIN_FILENO)) o.interactive = true;
     else ok = call_loaded(L, luaL_loadfile(L, NULL));

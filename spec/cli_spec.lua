@@ -176,11 +176,22 @@ describe("the REPL", function()
 
   it("keeps what a script made, also one that failed", function()
     local folder = helper.folder()
-    local path = helper.write(folder .. "/s.lua", "kept = 41 error('stop')")
-    local result = run({ "-i", path }, "kept + 1\n")
-    helper.remove(folder)
-    assert.matches("> 42\n", result.out, 1, true)
+    local path = helper.write(folder .. "/s.lua", "kept = 41 local own, string = 6, 'mine' local function twice(x) return 2 * x end error('stop')")
+    local result = run({ "-i", path }, "kept + 1\nown + 1\ntype(string)\n")
+    assert.matches("> 42\n> 7\n> \"table\"\n", result.out, 1, true)     -- its locals, too, but never in place of what is there
     assert.matches("stop", result.err, 1, true)
+    helper.write(path, "#!/usr/bin/env engine\nlocal own = 41\nlocal function twice(x) return x + own end -- no line end")
+    assert.matches("> 42\n", run({ "-i", path }, "twice(1)\n").out, 1, true)
+    helper.write(path, "local own = 41\nkept = own + 1\nreturn own")       -- nothing can be put behind a return
+    assert.matches("> 42\n", run({ "-i", path }, "kept\n").out, 1, true)
+    helper.remove(folder)
+  end)
+
+  it("answers help, and leaves at exit and quit", function()
+    assert.matches("Tab completes", run({ "-i" }, "help\n").out, 1, true)
+    assert.is_nil(run({ "-i" }, "exit\n1 + 41\n").out:find("42", 1, true))
+    assert.is_nil(run({ "-i" }, "quit()\n1 + 41\n").out:find("42", 1, true))
+    assert.matches("> 7\n", run({ "-i" }, "exit = 7\nexit\n").out, 1, true)
   end)
 
   it("shows tables, strings and cycles", function()

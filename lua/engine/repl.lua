@@ -33,6 +33,7 @@ end
 local function show(value, indent, depth, seen)
   if type(value) == "string" then return ("%q"):format(value):gsub("\\\n", "\\n") end
   local meta = debug.getmetatable(value)
+  if type(value) == "cdata" and depth > 1 then return (tostring(value):gsub("\n.*", "")) end    -- a tensor inside a table: its first line
   if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value] or depth > MOST_DEPTH then
     return tostring(value)
   end
@@ -211,6 +212,13 @@ local function read_entry()
   end
 end
 
+-- Words that people try, as long as they are no globals.
+local words = {
+  help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
+    "Ctrl-C drops the line or stops what runs, Ctrl-D leaves. The library's parts are listed in lua/README.md.",
+  exit = false, quit = false,
+}
+
 local function run()
   local home = os.getenv("HOME")
   local history_file = host.edited and home and home .. "/.engine_history" or nil
@@ -227,7 +235,11 @@ local function run()
     print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(host.version, host.luajit))
   end
   for text in read_entry do
-    if text ~= "" then
+    local word = text:match("^%s*(%a+)[%s%(%)]*$")
+    if words[word] ~= nil and rawget(_G, word) == nil then
+      if not words[word] then return end
+      print(words[word])
+    elseif text ~= "" then
       if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
       local chunk, problem = repl.compile(text)
       if chunk then
