@@ -143,9 +143,11 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
                              int64_t row, int64_t column, int64_t rows, int64_t columns)
 {
   if (column == 1) {
-    for (int64_t p = 0; p < rows; p++)
-      for (int64_t j = 0; j < columns; j += VF_LANES)
-        vf_store(to + p * to_row + j, vector(source, dtype, first + p * row + j, least(columns - j, VF_LANES)));
+    int64_t whole = columns / VF_LANES * VF_LANES;
+    for (int64_t p = 0; p < rows; p++, first += row, to += to_row) {
+      for (int64_t j = 0; j < whole; j += VF_LANES) vf_store(to + j, vector(source, dtype, first + j, VF_LANES));
+      if (whole < columns) vf_store(to + whole, vector(source, dtype, first + whole, (int)(columns - whole)));
+    }
     return;
   }
   if (row == 1) {

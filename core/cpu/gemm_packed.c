@@ -25,6 +25,8 @@ enum {
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they bring
 };
 
+static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // ------------------------------------------------------------------ one rectangle of C
 
 // The part of a product in work: columns [n0, n0+n) and steps [k0, k0+k) of it.
@@ -46,36 +48,63 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
           b->row, b->column, p->k, least(p->n - panel * GEMM_NR, GEMM_NR));
 }
 
-// alpha * sums + bias + beta * C, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
-static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+VF_INLINE void store(void *to, const int dtype, int64_t at, vf x, int n)
+{
+  if (dtype == ENG_f32) {
+    if (n == VF_LANES) vf_store((float *)to + at, x);
+    else vf_store_n((float *)to + at, x, n);
+  } else if (dtype == ENG_f16) {
+    if (n == VF_LANES) vf_store_f16((uint16_t *)to + at, x);
+    else vf_store_f16_n((uint16_t *)to + at, x, n);
+  } else {
+    if (n == VF_LANES) vf_store_bf16((uint16_t *)to + at, x);
+    else vf_store_bf16_n((uint16_t *)to + at, x, n);
+  }
+}
+
+// sums + bias, rounded into whole panels of C: what nearly every tile needs. dtype is constant where this is inlined.
+VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0)
 {
   const gemm_call *g = p->call;
-  vf bias[GEMM_NV], alpha = vf_set1(g->alpha), beta = vf_set1(g->beta);
-  for (int j = 0; g->bias && j < columns; j += VF_LANES)
-    bias[j / VF_LANES] = vector(g->bias, g->bias_dtype, j0 + j, least(columns - j, VF_LANES));
+  vf bias[GEMM_NV];
+#pragma GCC unroll 4
+  for (int j = 0; j < GEMM_NV; j++)   // -0: adding it changes nothing
+    bias[j] = g->bias ? vector(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
+  int64_t to = p->at.c + i0 * g->c_row + j0;
+  for (int64_t i = 0; i < rows; i++, to += g->c_row, sums += ld) {
+#pragma GCC unroll 4
+    for (int j = 0; j < GEMM_NV; j++)
+      store(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]), VF_LANES);
+  }
+}
+
+// alpha * sums + bias + beta * C, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
+static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+{
+  const gemm_call *g = p->call;
   for (int64_t i = 0; i < rows; i++) {
     int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
     for (int j = 0; j < columns; j += VF_LANES) {
       int n = least(columns - j, VF_LANES);
       vf x = vf_load(sums + i * ld + j);
-      if (g->alpha != 1) x = vf_mul(alpha, x);
-      if (g->bias) x = vf_add(x, bias[j / VF_LANES]);
+      if (g->alpha != 1) x = vf_mul(vf_set1(g->alpha), x);
+      if (g->bias) x = vf_add(x, vector(g->bias, g->bias_dtype, j0 + j, n));
       if (g->beta != 0) {
         vf old = vector(g->c, g->c_dtype, to + j, n);
-        x = g->beta == 1 ? vf_add(x, old) : vf_add(x, vf_mul(beta, old));
+        x = g->beta == 1 ? vf_add(x, old) : vf_add(x, vf_mul(vf_set1(g->beta), old));
       }
-      if (g->c_dtype == ENG_f32) {
-        if (n == VF_LANES) vf_store((float *)g->c + to + j, x);
-        else vf_store_n((float *)g->c + to + j, x, n);
-      } else if (g->c_dtype == ENG_f16) {
-        if (n == VF_LANES) vf_store_f16((uint16_t *)g->c + to + j, x);
-        else vf_store_f16_n((uint16_t *)g->c + to + j, x, n);
-      } else {
-        if (n == VF_LANES) vf_store_bf16((uint16_t *)g->c + to + j, x);
-        else vf_store_bf16_n((uint16_t *)g->c + to + j, x, n);
-      }
+      store(g->c, g->c_dtype, to + j, x, n);
     }
   }
+}
+
+static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+{
+  const gemm_call *g = p->call;
+  if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
+  else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
+  else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
+  else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
 }
 
 // Asks for the lines of C that will be written, so that they arrive while the micro-kernel computes.
@@ -85,9 +114,8 @@ VF_INLINE void announce(const void *c, int64_t row_bytes, int rows, int bytes)
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, 1);
 }
 
-// Rows [i0, i0+rows) of panels [first, end). a_copy: room for rows x k floats and a little more,
-// sums: rows x GEMM_NR.
-static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end, float *a_copy, float *sums)
+// Rows [i0, i0+rows) of panels [first, end). a_copy: room for rows x k floats and a little more.
+static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end, float *a_copy)
 {
   const gemm_call *g = p->call;
   const float *a;
@@ -107,46 +135,43 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     lay_out(a_copy, a_row, g->a.data, g->a.dtype, origin, g->a.row, g->a.column, rows, p->k);
     a = a_copy;
   }
-  // Whole panels of f32 with nothing to add go straight into C.
+  // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the first cache.
   bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias;
+  float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
     int64_t j0 = p->n0 + panel * GEMM_NR;
     int columns = least(p->n - panel * GEMM_NR, GEMM_NR), vectors = (columns + VF_LANES - 1) / VF_LANES;
     bool direct = plain && columns % VF_LANES == 0;
-    float *c = sums;
-    int64_t ldc = GEMM_NR;
+    float *c = tile;
+    int64_t ldc = GEMM_NR, step = 0;   // step: floats from one row of c to the next that is kept
     if (direct) {
       c = (float *)g->c + p->at.c + i0 * g->c_row + j0;
-      ldc = g->c_row;
+      ldc = step = g->c_row;
     } else if (p->carried) {
-      ldc = p->panels * GEMM_NR;
+      ldc = step = p->panels * GEMM_NR;
       c = p->carried + i0 * ldc + panel * GEMM_NR;
     }
     const float *b = p->packed + panel * p->k * GEMM_NR;
     int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
     const char *final = (const char *)g->c + (p->at.c + i0 * g->c_row + j0) * size;
-    int final_bytes = columns * (int)size;
     for (int64_t i = 0; i < rows; i += GEMM_MR) {
       int high = least(rows - i, GEMM_MR);
-      if (direct) announce(c + i * ldc, ldc * (int64_t)sizeof(float), high, columns * (int)sizeof(float));
-      else if (p->last) announce(final + i * final_row, final_row, high, final_bytes);
-      micro[high - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * ldc, ldc, p->k0 > 0);
+      if (direct || p->last) announce(final + i * final_row, final_row, high, columns * (int)size);
+      micro[high - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * step, ldc, p->k0 > 0);
+      if (!direct && p->last) finish(p, c + i * step, ldc, i0 + i, high, j0, columns);
     }
-    if (!direct && p->last) finish(p, c, ldc, i0, rows, j0, columns);
   }
 }
 
 // ------------------------------------------------------------------ the whole product
 
-// How a product is cut. Each thread has room for its part of A (a_floats) and a panel of results.
+// How a product is cut. Each thread has room for its part of A (a_floats).
 typedef struct layout {
   int64_t k_span, n_span;            // packed at once
   int64_t rows, row_blocks;          // rows of a rectangle, rectangles below each other
   int64_t column_groups;             // rectangles beside each other
-  int64_t a_floats, sum_floats, b_floats, carried_floats;
+  int64_t a_floats, b_floats, carried_floats;
 } layout;
-
-static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static layout plan(const gemm_call *g, int threads)
 {
@@ -173,7 +198,6 @@ static layout plan(const gemm_call *g, int threads)
     int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // or the other
     l.a_floats = by_rows > by_steps ? by_rows : by_steps;
   }
-  l.sum_floats = l.rows * GEMM_NR;
   l.b_floats = panels * GEMM_NR * l.k_span;
   if (l.k_span < g->k) l.carried_floats = g->m * panels * GEMM_NR;
   return l;
@@ -197,7 +221,7 @@ static void run_shared(const gemm_call *g, const layout *l, int64_t members, int
 {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float *a_copy = room + omp_get_thread_num() * room_floats, *sums = a_copy + l->a_floats;
+    float *a_copy = room + omp_get_thread_num() * room_floats;
     for (int64_t z = 0; z < members; z++) {
       gemm_offset at = gemm_offset_of(g, z);
       for (int64_t n0 = 0; n0 < g->n; n0 += l->n_span) {
@@ -210,7 +234,7 @@ static void run_shared(const gemm_call *g, const layout *l, int64_t members, int
           for (int64_t task = 0; task < l->row_blocks * l->column_groups; task++) {
             int64_t i0 = task / l->column_groups * l->rows, first = task % l->column_groups * group;
             int64_t end = first + group < p.panels ? first + group : p.panels;
-            multiply(&p, i0, g->m - i0 < l->rows ? g->m - i0 : l->rows, first, end, a_copy, sums);
+            multiply(&p, i0, g->m - i0 < l->rows ? g->m - i0 : l->rows, first, end, a_copy);
           }
         }
       }
@@ -224,15 +248,15 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
 {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t z = 0; z < members; z++) {
-    float *a_copy = room + omp_get_thread_num() * room_floats, *sums = a_copy + l->a_floats;
-    float *packed = sums + l->sum_floats, *carried = packed + l->b_floats;
+    float *a_copy = room + omp_get_thread_num() * room_floats;
+    float *packed = a_copy + l->a_floats, *carried = packed + l->b_floats;
     gemm_offset at = gemm_offset_of(g, z);
     for (int64_t n0 = 0; n0 < g->n; n0 += l->n_span) {
       for (int64_t k0 = 0; k0 < g->k; k0 += l->k_span) {
         part p = part_at(g, l, at, n0, k0, packed, carried);
         for (int64_t panel = 0; panel < p.panels; panel++) pack_panel(&p, panel, packed);
         for (int64_t i0 = 0; i0 < g->m; i0 += l->rows)
-          multiply(&p, i0, g->m - i0 < l->rows ? g->m - i0 : l->rows, 0, p.panels, a_copy, sums);
+          multiply(&p, i0, g->m - i0 < l->rows ? g->m - i0 : l->rows, 0, p.panels, a_copy);
       }
     }
   }
@@ -264,7 +288,7 @@ eng_status ISA_NAME(gemm_packed)(const gemm_call *g)
   layout l = plan(g, batched ? 1 : threads);
   if (batched && threads > members) threads = (int)members;
 
-  int64_t room_floats = ceiling(l.a_floats + l.sum_floats + (batched ? l.b_floats + l.carried_floats : 0), 16) * 16;
+  int64_t room_floats = ceiling(l.a_floats + (batched ? l.b_floats + l.carried_floats : 0), 16) * 16;
   int64_t shared_floats = batched ? 0 : ceiling(l.b_floats + l.carried_floats, 16) * 16;
   int64_t bytes = (int64_t)sizeof(float) * (threads * room_floats + shared_floats);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
