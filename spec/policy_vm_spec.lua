@@ -94,6 +94,16 @@ describe("a policy file", function()
     assert.are.equal(16, decide(p).scale)
   end)
 
+  it("takes options behind a colon", function()
+    local p = engine.policy.load("dynamic:init_scale=2^4,growth_interval=7", { init_scale = 2, growth_factor = 4 })
+    assert.are.same({ 16, 7, 4 }, { p.options.init_scale, p.options.growth_interval, p.options.growth_factor })
+    assert.are.equal(8, engine.policy.load("policies/dynamic.lua:init_scale=8"):scale())
+    assert.has_error(function() engine.policy.load "dynamic:init_scale=8,growth" end,
+      "policy dynamic: expected name=value after the colon, separated by commas, got 'growth'")
+    assert.has_error(function() engine.policy.load "dynamic:init_scle=8" end,
+      "policies/dynamic.lua: policy 'dynamic' has no option 'init_scle'; did you mean 'init_scale'?")
+  end)
+
   it("takes options by the type of their default", function()
     local source = "return { options = {\n init_scale = 1, on = true }, decide = function(s) return s.scale end }"
     assert.has_error(function() load(source, { init_scle = 2 }) end, "p.lua: policy 'p' has no option 'init_scle'; did you mean 'init_scale'?")

@@ -230,16 +230,45 @@ function M.register(name, class)
   M.classes[name] = class
 end
 
---- Loads a policy: the name of a shipped policy or of a registered class, a path, or { source = text, file = name }.
---- options: values for the policy's options, as they are or as text. A policy object comes back as it is.
+--- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic" and the options with these in place, as text.
+local function with_settings(source, options)
+  local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
+  if not name then return source, options end
+  local all = {}
+  for key, value in pairs(options) do all[key] = value end
+  for setting in settings:gmatch("[^,]+") do
+    local key, value = setting:match("^([%a_][%w_]*)=(.*)$")
+    if not key then error(("policy %s: expected name=value after the colon, separated by commas, got '%s'"):format(name, setting), 0) end
+    all[key] = value
+  end
+  return name, all
+end
+
+-- Options of a class, which has no defaults to read a text by: numbers and booleans where a text is one.
+local function values_of(options)
+  local all = {}
+  for key, value in pairs(options) do
+    if type(value) == "string" then
+      if value == "true" or value == "false" then value = value == "true"
+      else value = require("engine.expression")(value) or value end
+    end
+    all[key] = value
+  end
+  return all
+end
+
+--- Loads a policy: the name of a shipped policy or of a registered class, a path, or { source = text, file = name }. A name or a
+--- path may bring options: "dynamic:growth_interval=500". options: values for the policy's options, as they are or as text. A
+--- policy object comes back as it is.
 function M.load(source, options)
   if type(source) == "table" and source.decide and source.scale then return source end
   options = options or {}
   local good, result = pcall(function()
     if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options) end
     if type(source) ~= "string" then error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0) end
+    source, options = with_settings(source, options)
     local class = M.classes[source]
-    if class then return require("engine.class_scaler").new(source, class, options) end
+    if class then return require("engine.class_scaler").new(source, class, values_of(options)) end
     local text, file = find(source)
     return compile(text, file, options)
   end)
