@@ -1,8 +1,8 @@
 -- BERT's masked-token pre-training on text: 15 % of the bytes are chosen; of these 80 % become the mask token, 10 %
 -- another byte, 10 % stay. The model sees both sides and fills the gaps; the loss counts the chosen places only.
 --
---   engine examples/bert_mlm.lua
---   engine examples/bert_mlm.lua data=book.txt steps=2000 width=256 heads=8 layers=4 precision=fp16
+--   ./engine examples/bert_mlm.lua
+--   ./engine examples/bert_mlm.lua data=book.txt steps=2000 width=256 heads=8 layers=4 precision=fp16
 local engine = require "engine"
 
 local cfg = engine.config({

@@ -1,8 +1,8 @@
 -- The loop written out, for those who come from PyTorch: a GradScaler-like scaler, autocast, unscaling before clipping,
 -- micro-batches. It does by hand what engine.trainer does in trainer.lua.
 --
---   engine examples/explicit_loop.lua
---   engine examples/explicit_loop.lua policy=policies/deepspeed.lua precision=fp16 accumulate=2
+--   ./engine examples/explicit_loop.lua
+--   ./engine examples/explicit_loop.lua policy=policies/deepspeed.lua precision=fp16 accumulate=2
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2, heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,

@@ -2,10 +2,10 @@
 -- yours it reads this project's own source. The live line shows the loss, the loss scale and the skipped steps; at the
 -- end it writes a sample and draws the run.
 --
---   engine examples/gpt.lua
---   engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
---   engine examples/gpt.lua precision=bf16 run=gpt checkpoint_every=200 resume=auto
---   engine examples/gpt.lua policy=policies/deepspeed.lua
+--   ./engine examples/gpt.lua
+--   ./engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
+--   ./engine examples/gpt.lua precision=bf16 run=gpt checkpoint_every=200 resume=auto
+--   ./engine examples/gpt.lua policy=policies/deepspeed.lua
 local engine = require "engine"
 
 local cfg = engine.config({

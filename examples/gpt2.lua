@@ -1,10 +1,10 @@
 -- Fine-tunes a GPT-2 from Hugging Face's files, or trains one from scratch, on a .bin file of uint16 tokens as
 -- nanoGPT and llm.c write them. save= writes the same two files back, so that transformers loads what came out.
 --
---   engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
---   engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 schedule=cosine warmup=20 run=tune
---   engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 vocab=50257 precision=fp16 policy=dynamic
---   engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json      the same windows as llm.c's loader
+--   ./engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
+--   ./engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 schedule=cosine warmup=20 run=tune
+--   ./engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 vocab=50257 precision=fp16 policy=dynamic
+--   ./engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json      the same windows as llm.c's loader
 --
 -- Weight decay acts on matrices and embeddings only. The output head is the token embedding, as in GPT-2.
 local engine = require "engine"

@@ -1,8 +1,8 @@
 -- A Llama-style decoder on text: rotary positions, RMS norm, SwiGLU, grouped queries (8 heads share 2 keys and
 -- values), untied head, in bf16. The same trainer as every other job; only the model differs from gpt.lua.
 --
---   engine examples/llama.lua
---   engine examples/llama.lua data=book.txt steps=1000 width=384 heads=6 kv_heads=2 hidden=1024 precision=fp16
+--   ./engine examples/llama.lua
+--   ./engine examples/llama.lua data=book.txt steps=1000 width=384 heads=6 kv_heads=2 hidden=1024 precision=fp16
 local engine = require "engine"
 
 local cfg = engine.config({

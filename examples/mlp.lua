@@ -2,8 +2,8 @@
 -- figures on a 12 x 12 grid, shifted, thickened and buried in noise. Trained by engine.trainer in any
 -- precision, then tested on digits it never saw.
 --
---   engine examples/mlp.lua
---   engine examples/mlp.lua precision=fp16 steps=1600 noise=0.4
+--   ./engine examples/mlp.lua
+--   ./engine examples/mlp.lua precision=fp16 steps=1600 noise=0.4
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25, count = 16000, precision = "fp32", policy = "",

@@ -1,8 +1,8 @@
 -- The smallest job: two inputs, one hidden layer, the XOR function, in f32. It shows a module, an
 -- optimizer and the plain loop in which every turn of engine.steps is one step.
 --
---   engine examples/xor.lua
---   engine examples/xor.lua steps=500 lr=0.03 hidden=8
+--   ./engine examples/xor.lua
+--   ./engine examples/xor.lua steps=500 lr=0.03 hidden=8
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 300, lr = 0.05, hidden = 8, seed = 1 },
