@@ -458,35 +458,34 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
   lua_setglobal(L, "arg");
 }
 
-typedef struct kept_file {
-  FILE *file;
-  bool ended;
-  char text[4096];
-} kept_file;
-
-static const char *read_kept(lua_State *L, void *data, size_t *size)
-{
-  (void)L;
-  static const char last[] = "\nrequire('engine.host').keep()";
-  kept_file *f = data;
-  *size = fread(f->text, 1, sizeof f->text, f->file);
-  if (*size > 0) return f->text;
-  if (f->ended) return NULL;
-  f->ended = true;
-  *size = sizeof last - 1;
-  return last;
-}
-
-// Loads a script that leaves its locals to the REPL; false where it ends in a `return`, which nothing can follow.
+// Loads a script that leaves its locals to the REPL: a call stands at its end, or before the `return` it ends with.
 static bool load_kept(lua_State *L, const char *name)
 {
-  kept_file f = {.file = fopen(name, "rb")};
-  if (!f.file) return false;
-  lua_pushfstring(L, "@%s", name);
-  bool good = lua_load(L, read_kept, &f, lua_tostring(L, -1)) == 0;
-  fclose(f.file);
-  lua_remove(L, -2);
-  if (!good) lua_pop(L, 1);
+  static const char keep[] = "\nrequire('engine.host').keep() ";
+  FILE *file = fopen(name, "rb");
+  if (!file) return false;
+  luaL_Buffer read;
+  luaL_buffinit(L, &read);
+  for (size_t n; (n = fread(luaL_prepbuffer(&read), 1, LUAL_BUFFERSIZE, file)) > 0;) luaL_addsize(&read, n);
+  fclose(file);
+  luaL_pushresult(&read);
+  int top = lua_gettop(L);
+  size_t length, before;
+  const char *text = lua_tolstring(L, top, &length), *chunk = lua_pushfstring(L, "@%s", name);
+  lua_pushvalue(L, top);
+  lua_pushstring(L, keep);
+  lua_concat(L, 2);
+  bool good = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), chunk) == 0;
+  for (before = length; !good && before > 0 && strncmp(text + before, "\nreturn", 7) != 0;) before--;
+  if (!good && before > 0) {
+    lua_pushlstring(L, text, before);
+    lua_pushstring(L, keep);
+    lua_pushstring(L, text + before + 1);
+    lua_concat(L, 3);
+    good = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), chunk) == 0;
+  }
+  if (good) lua_insert(L, top);
+  lua_settop(L, good ? top : top - 1);
   return good;
 }
 
