@@ -10,6 +10,11 @@ local cfg = engine.config({
   lr = 1e-3, warmup = 30, weight_decay = 0.01, clip = 1.0, precision = "fp16", policy = "", seed = 1, run = "", resume = "", log = "line",
 }, {
   data = "a text file; empty: this project's own source", mask = "share of the bytes to be guessed",
+  steps = "training steps", batch = "rows of a batch", context = "bytes a row", layers = "blocks", width = "features per byte", heads = "attention heads",
+  dropout = "in embeddings and residuals", lr = "largest learning rate", warmup = "updates until the full learning rate", weight_decay = "of matrices",
+  clip = "largest norm of the gradient; 0: none",
+  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", seed = "of weights, dropout, masks and order",
+  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
 })
 engine.seed(cfg.seed)

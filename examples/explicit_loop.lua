@@ -7,7 +7,9 @@ local engine = require "engine"
 
 local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2, heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,
   precision = "fp16", policy = "dynamic", seed = 1 },
-  { clip = "largest norm of the gradient", accumulate = "micro-batches an update", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+  { steps = "training steps", batch = "rows of a batch", context = "bytes a row", width = "features per byte", layers = "blocks", heads = "attention heads",
+    lr = "largest learning rate", seed = "of weights and order", clip = "largest norm of the gradient", accumulate = "micro-batches an update",
+    precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy, a name or a file" })
 engine.seed(cfg.seed)
 

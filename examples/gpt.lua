@@ -14,12 +14,14 @@ local cfg = engine.config({
   seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", sample = 200, temperature = 0.8, top_k = 40,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
+  layers = "blocks", width = "features per byte", heads = "attention heads", dropout = "in embeddings, attention and residuals",
+  lr = "largest learning rate", weight_decay = "of matrices", seed = "of weights, dropout, order and sample",
   warmup = "updates until the full learning rate", floor = "last learning rate as a share of lr", clip = "largest norm of the gradient; 0: none",
   accumulate = "micro-batches a step", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
-  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "0: all",
+  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
-  checkpoint_every = "steps between checkpoints; 0: at the end", log = { "what to show", choices = { "line", "json", "quiet" } },
-  sample = "bytes to write at the end; 0: none",
+  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", log = { "what to show", choices = { "line", "json", "quiet" } },
+  sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
 })
 
 engine.seed(cfg.seed)
@@ -64,7 +66,8 @@ if cfg.log == "line" then
   if #summary.rows > 1 then print("\n" .. engine.plot.run(summary.rows)) end
   if cfg.sample > 0 then
     local prompt = "static eng_status "
-    local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) }, cfg.sample, { temperature = cfg.temperature, top_k = cfg.top_k })
+    local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) }, cfg.sample,
+      { temperature = cfg.temperature, top_k = cfg.top_k > 0 and cfg.top_k or nil })
     for i, id in ipairs(ids) do ids[i] = string.char(id) end
     print("\na sample:\n" .. table.concat(ids):gsub("[^\n\t -~]", "?"))
   end

@@ -10,7 +10,11 @@ local cfg = engine.config({
   lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "", seed = 1, run = "", resume = "", log = "line", sample = 160,
 }, {
   data = "a text file; empty: this project's own source", kv_heads = "heads of keys and values, shared by the query heads",
-  hidden = "features inside SwiGLU",
+  steps = "training steps", batch = "rows of a batch", context = "bytes a row", layers = "blocks", width = "features per byte", heads = "attention heads",
+  hidden = "features inside SwiGLU", lr = "largest learning rate", warmup = "updates until the full learning rate", weight_decay = "of matrices",
+  clip = "largest norm of the gradient; 0: none", sample = "bytes to write at the end; 0: none",
+  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", seed = "of weights, order and sample",
+  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   log = { "what to show", choices = { "line", "json", "quiet" } },
 })

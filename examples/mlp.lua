@@ -8,7 +8,8 @@ local engine = require "engine"
 
 local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25, count = 16000, precision = "fp32", policy = "",
   seed = 1, log = "line" },
-  { steps = "training steps", hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
+  { steps = "training steps", batch = "digits a step", lr = "largest learning rate", seed = "of weights, digits and order",
+    hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, policy = "loss-scaling policy; empty: what the precision wants",
     log = { "what to show", choices = { "line", "json", "quiet" } } })
 

@@ -21,7 +21,7 @@ for step in engine.steps(cfg.steps) do
   local loss = engine.mse(net(x), y)
   loss:backward()
   opt:step()
-  if step % math.max(1, math.floor(cfg.steps / 6)) == 0 then print(("step %d  loss %.6f"):format(step, loss:item())) end
+  if step % math.ceil(cfg.steps / 6) == 0 or step == cfg.steps then print(("step %d  loss %.6f"):format(step, loss:item())) end
 end
 
 local guesses = engine.scope(function() return net(x):view(-1):totable() end)
