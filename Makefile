@@ -145,10 +145,11 @@ demo: built
 	@echo "What to try next:"
 	@echo "  ./engine $(DEMO) help              its settings; all of them go on the command line"
 	@echo "  ./engine $(DEMO) precision=fp32    the same without loss scaling; or bf16"
+	@echo "  ./engine $(DEMO) policy=deepspeed  another policy; policies/README.md: how to write one"
 	@echo "  ./engine $(DEMO) data=FILE.txt     learn another text"
 	@echo "  ./engine -i $(DEMO)                stay in the REPL with what it made"
-	@echo "  ./engine doctor                           what this machine offers"
-	@echo "  README.md                                 a reading order that ends at the training step"
+	@echo "  ./engine doctor                             what this machine offers"
+	@echo "  README.md                                   how to go on"
 
 # `make test SPEC=spec/cli_spec.lua` runs one file.
 SPEC ?= spec
@@ -213,7 +214,8 @@ install: all
 	install -m 755 $(ENGINE) $(DESTDIR)$(PREFIX)/bin/engine
 	install -m 755 $(LIB) $(DESTDIR)$(PREFIX)/lib/engine/libengine.so
 	install -m 644 $(BUILD)/cdef.h $(DESTDIR)$(PREFIX)/lib/engine/cdef.h
-	for f in $$(find lua policies examples -type f 2>/dev/null); do \
+	@# core/: the text that the examples learn
+	@for f in README.md core/*.[ch] $$(find lua policies examples -type f); do \
 	  install -D -m 644 $$f $(DESTDIR)$(PREFIX)/share/engine/$$f || exit 1; \
 	done
 
