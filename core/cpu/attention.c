@@ -195,7 +195,7 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
 VF_INLINE vf exp_first(vf *difference, const float *x, float shift, int n)
 {
   *difference = vf_select(vm_first(n), vf_sub(vf_load_n(x, n), vf_set1(shift)), vf_zero());
-  return vf_select(vm_first(n), vf_exp(*difference), vf_zero());
+  return vf_select(vm_first(n), vf_exp_low(*difference), vf_zero());
 }
 
 VF_INLINE vf entropy_part(vf e, vf x) { return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x)); }
@@ -214,7 +214,7 @@ VF_INLINE float softmax_row(float *row, int64_t n, float *lse, float *entropy, c
   vf sum = vf_zero(), weighted = vf_zero();
   for (int64_t j = 0; j < whole; j += VF_LANES) {
     x = vf_sub(vf_load(row + j), vf_set1(max));
-    vf e = vf_exp(x);
+    vf e = vf_exp_low(x);
     vf_store(row + j, e);
     sum = vf_add(sum, e);
     if (with_entropy) weighted = vf_add(weighted, entropy_part(e, x));
@@ -354,7 +354,7 @@ static void gradient_row(float *p, float *ds, int64_t n, float lse)
   int rest = (int)(n - whole);
   vf sum = vf_zero(), x;
   for (int64_t j = 0; j < whole; j += VF_LANES) {
-    vf e = vf_exp(vf_sub(vf_load(p + j), vf_set1(lse)));
+    vf e = vf_exp_low(vf_sub(vf_load(p + j), vf_set1(lse)));
     vf_store(p + j, e);
     sum = vf_fma(e, vf_load(ds + j), sum);
   }

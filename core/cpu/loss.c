@@ -91,8 +91,8 @@ static void gradient_tile(const float *x, float lse, float floor, float factor, 
   vf l = vf_set1(lse), u = vf_set1(floor), f = vf_set1(factor);
   int i = 0;
   for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store(out + i, vf_mul(vf_sub(exp_of_difference(vf_sub(vf_load(x + i), l)), u), f));
-  if (i < n) vf_store_n(out + i, vf_mul(vf_sub(exp_of_difference(vf_sub(vf_load_n(x + i, n - i), l)), u), f), n - i);
+    vf_store(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load(x + i), l)), u), f));
+  if (i < n) vf_store_n(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), l)), u), f), n - i);
 }
 
 static eng_status cross_entropy_grad(const op_call *call)

@@ -150,33 +150,13 @@ static inline float tile_max(const float *x, int n)
   return vf_maxall(vf_max(vf_max(a, b), vf_max(c, d)));
 }
 
-/// exp of a difference to a maximum or to a log sum: x is not far above 0, and never +inf. A third
-/// cheaper than vf_exp there, as accurate, and as gradual in underflow.
-VF_INLINE vf exp_of_difference(vf x)
-{
-#if defined(ENG_ISA_avx512)
-  x = vf_max(vf_set1(-106.0f), x);                        // below: zero; NaN stays
-  // Adding 1.5 * 2^23 leaves no bits for a fraction: x / ln 2 to the nearest integer.
-  vf n = vf_sub(vf_fma(x, vf_set1(1.44269504f), vf_set1(12582912.0f)), vf_set1(12582912.0f));
-  vf r = vf_fma(n, vf_set1(2.12194440e-4f), vf_fma(n, vf_set1(-0.693359375f), x));
-  vf p = vf_fma(vf_set1(0.001380887215f), r, vf_set1(0.008371494614f));   // coefficients of vf_exp
-  p = vf_fma(p, r, vf_set1(0.0416686674f));
-  p = vf_fma(p, r, vf_set1(0.1666649686f));
-  p = vf_fma(p, r, vf_set1(0.4999999179f));
-  p = vf_fma(vf_fma(p, r, vf_set1(1.0f)), r, vf_set1(1.0f));
-  return _mm512_scalef_ps(p, n);
-#else
-  return vf_exp(x);
-#endif
-}
-
 /// Sum of exp(x - shift) over a tile; exp of each element goes to `keep` [n] unless that is NULL.
 VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
 {
   vf m = vf_set1(shift), a = vf_set1(0.0f), b = a;
   int i = 0;
   for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    vf p = exp_of_difference(vf_sub(vf_load(x + i), m)), q = exp_of_difference(vf_sub(vf_load(x + i + VF_LANES), m));
+    vf p = vf_exp_low(vf_sub(vf_load(x + i), m)), q = vf_exp_low(vf_sub(vf_load(x + i + VF_LANES), m));
     if (keep) {
       vf_store(keep + i, p);
       vf_store(keep + i + VF_LANES, q);
@@ -186,7 +166,7 @@ VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
   }
   for (; i < n; i += VF_LANES) {   // twice at most: a whole vector, then the rest
     bool whole = i + VF_LANES <= n;
-    vf p = exp_of_difference(vf_sub(whole ? vf_load(x + i) : load_tail(x + i, n - i, -INFINITY), m));
+    vf p = vf_exp_low(vf_sub(whole ? vf_load(x + i) : load_tail(x + i, n - i, -INFINITY), m));
     if (keep) {
       if (whole) vf_store(keep + i, p);
       else vf_store_n(keep + i, p, n - i);

@@ -30,8 +30,8 @@ static void exp_tile(const float *x, float max, float factor, void *y, int dtype
   float *out = tile_target(buffer, y, dtype, first);
   vf m = vf_set1(max), f = vf_set1(factor);
   int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(exp_of_difference(vf_sub(vf_load(x + i), m)), f));
-  if (i < n) vf_store_n(out + i, vf_mul(exp_of_difference(vf_sub(vf_load_n(x + i, n - i), m)), f), n - i);
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_exp_low(vf_sub(vf_load(x + i), m)), f));
+  if (i < n) vf_store_n(out + i, vf_mul(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), m)), f), n - i);
   tile_store(y, dtype, first, out, n);
 }
 

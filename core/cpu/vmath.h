@@ -14,6 +14,7 @@
 /// exp(hi + lo) for |lo| far below 1: where an argument is known to more than 24 bits.
 VF_INLINE vf vf_exp_split(vf hi, vf lo)
 {
+  vm gone = vf_lt(hi, VF_C(-104.0f));
   hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond: infinity, zero
   vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
   // ln 2 in two parts, the first of 9 bits, so that n times it is exact without fma, too
@@ -25,6 +26,7 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
+  p = vf_select(gone, vf_zero(), p);                         // underflow in the last step would cost 30 times as much
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);
 #else
@@ -37,6 +39,27 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 }
 
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
+
+/// exp(x) for x that is not far above 0 and never +inf: minus a magnitude, a difference to a maximum or to a
+/// log sum. Cheaper than vf_exp there, as accurate, and as gradual in underflow.
+VF_INLINE vf vf_exp_low(vf x)
+{
+#if defined(ENG_ISA_avx512)
+  vm gone = vf_lt(x, VF_C(-104.0f));
+  x = vf_max(VF_C(-106.0f), x);
+  // Adding 1.5 * 2^23 leaves no bits for a fraction: x / ln 2 to the nearest integer.
+  vf n = vf_sub(vf_fma(x, VF_C(1.44269504f), VF_C(12582912.0f)), VF_C(12582912.0f));
+  vf r = vf_fma(n, VF_C(2.12194440e-4f), vf_fma(n, VF_C(-0.693359375f), x));
+  vf p = vf_fma(VF_C(0.001380887215f), r, VF_C(0.008371494614f));   // coefficients of vf_exp
+  p = vf_fma(p, r, VF_C(0.0416686674f));
+  p = vf_fma(p, r, VF_C(0.1666649686f));
+  p = vf_fma(p, r, VF_C(0.4999999179f));
+  p = vf_fma(vf_fma(p, r, VF_C(1.0f)), r, VF_C(1.0f));
+  return _mm512_scalef_ps(vf_select(gone, vf_zero(), p), n);
+#else
+  return vf_exp(x);
+#endif
+}
 
 /// log: -inf at 0, NaN below.
 VF_INLINE vf vf_log(vf x)
@@ -88,7 +111,7 @@ VF_INLINE vf vf_tanh(vf x)
 
 VF_INLINE vf vf_sigmoid(vf x)
 {
-  vf z = vf_exp(vf_neg(vf_abs(x)));
+  vf z = vf_exp_low(vf_neg(vf_abs(x)));
   return vf_div(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), vf_add(z, VF_C(1.0f)));
 }
 
@@ -197,7 +220,7 @@ VF_INLINE vf vf_gelu_tanh_derivative(vf x)
   vf square = vf_mul(x, x);
   vf v = vf_mul(x, vf_fma(square, VF_C(0.0713548163f), VF_C(1.59576912f)));
   vf slope = vf_fma(square, VF_C(0.214064449f), VF_C(1.59576912f));
-  vf z = vf_exp(vf_neg(vf_abs(v))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  vf z = vf_exp_low(vf_neg(vf_abs(v))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
   vf s = vf_mul(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), r);
   return vf_fma(vf_mul(x, slope), vf_mul(vf_mul(z, r), r), s);   // s (1 - s) = z / (1 + z)^2
 }
@@ -210,28 +233,28 @@ VF_INLINE vf vf_silu(vf x)
 VF_INLINE vf vf_silu_derivative(vf x)
 {
   x = vf_min(VF_C(120.0f), vf_max(VF_C(-120.0f), x));
-  vf z = vf_exp(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  vf z = vf_exp_low(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
   vf s = vf_mul(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), r);
   return vf_fma(x, vf_mul(vf_mul(z, r), r), s);
 }
 
 VF_INLINE vf vf_sigmoid_derivative(vf x)
 {
-  vf z = vf_exp(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
+  vf z = vf_exp_low(vf_neg(vf_abs(x))), r = vf_div(VF_C(1.0f), vf_add(z, VF_C(1.0f)));
   return vf_mul(vf_mul(z, r), r);
 }
 
 /// 1 - tanh^2, without the cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
 VF_INLINE vf vf_tanh_derivative(vf x)
 {
-  vf a = vf_abs(x), z = vf_exp(vf_neg(vf_add(a, a))), r = vf_div(VF_C(2.0f), vf_add(z, VF_C(1.0f)));
+  vf a = vf_abs(x), z = vf_exp_low(vf_neg(vf_add(a, a))), r = vf_div(VF_C(2.0f), vf_add(z, VF_C(1.0f)));
   return vf_mul(vf_mul(z, r), r);
 }
 
 /// log(1 + exp(x))
 VF_INLINE vf vf_softplus(vf x)
 {
-  return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp(vf_neg(vf_abs(x)))));
+  return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp_low(vf_neg(vf_abs(x)))));
 }
 
 #endif
