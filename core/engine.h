@@ -486,6 +486,11 @@ eng_status eng_file_rename(const char *from, const char *to);
 eng_status eng_file_exchange(const char *a, const char *b);
 /// Removes a file or an empty directory; fine when nothing is there.
 eng_status eng_file_remove(const char *path);
+/// Holds the file `path`, made when missing, against other holders until eng_file_unlock or the end of the process;
+/// it then contains the process's number. `lock` is -1 where the file system knows no locks.
+/// Errors: STATE (somebody holds it: the text says which process), IO.
+eng_status eng_file_lock(int *lock, const char *path);
+void       eng_file_unlock(int lock);
 /// The names in a directory, sorted by bytes, "." and ".." left out.
 typedef struct eng_listing eng_listing;
 eng_status  eng_file_list(eng_listing **out, const char *path);

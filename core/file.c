@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>   // flock
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -192,6 +193,34 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
   free(block);
   close(fd);
   return status;
+}
+
+// ---- locks
+
+eng_status eng_file_lock(int *lock, const char *path)
+{
+  *lock = -1;
+  int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (fd < 0) return io_error("open", path);
+  char holder[32] = "";
+  if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    bool taken = errno == EWOULDBLOCK;
+    if (taken && pread(fd, holder, sizeof holder - 1, 0) < 0) holder[0] = 0;
+    close(fd);
+    if (!taken) return ENG_OK;   // a file system without locks
+    long process = strtol(holder, NULL, 10);
+    if (process == (long)getpid()) return error_set(ENG_ERR_STATE, "%s is held by this process already", path);
+    return error_set(ENG_ERR_STATE, "%s is held by process %ld", path, process);
+  }
+  int length = snprintf(holder, sizeof holder, "%ld\n", (long)getpid());
+  if (ftruncate(fd, 0) != 0 || pwrite(fd, holder, (size_t)length, 0) != length) { /* the number is only for people */ }
+  *lock = fd;
+  return ENG_OK;
+}
+
+void eng_file_unlock(int lock)
+{
+  if (lock >= 0) close(lock);
 }
 
 // ---- names and directories

@@ -83,6 +83,11 @@ eng_status eng_history_open(eng_history **out, const char *path, bool write)
   return status;
 }
 
+static eng_status moved_error(const eng_history *history)
+{
+  return error_set(ENG_ERR_IO, "history %s: was removed or replaced while this run wrote it; its rows from then on are lost", history->path);
+}
+
 eng_status eng_history_close(eng_history *history)
 {
   if (history == NULL) return ENG_OK;
@@ -98,6 +103,7 @@ eng_status eng_history_close(eng_history *history)
     if (history->failing || history->dropped > 0)
       status = error_set(ENG_ERR_IO, "history %s: its last %lld rows are lost: %s", history->path,
                          (long long)(history->appended - history->committed) + (long long)history->dropped, history->trouble);
+    else if (history->moved && history->news) status = moved_error(history);
     pthread_cond_destroy(&history->wake);
     pthread_cond_destroy(&history->done);
     pthread_mutex_destroy(&history->lock);
@@ -114,6 +120,7 @@ typedef struct draft { history_message *message; uint8_t *at; } draft;
 static eng_status trouble_told(eng_history *history)
 {
   history->news = false;
+  if (history->moved) return moved_error(history);
   return error_set(ENG_ERR_IO, "history %s: %s; hint: is the disk full? rows wait in memory, the run can go on", history->path, history->trouble);
 }
 

@@ -48,6 +48,7 @@ struct eng_history {
   bool      stop, hurry;
   bool      failing;                // the last round failed
   bool      news;                   // and nobody was told yet
+  bool      moved;                  // the file is no longer where it was opened
   int64_t   dropped;                // rows lost to a full queue, not yet noted in the file
   char      trouble[400];           // ... to here
 

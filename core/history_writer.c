@@ -230,6 +230,13 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   return false;
 }
 
+/// Whether somebody removed or replaced the file, which would otherwise take our rows without a word.
+static bool has_moved(sqlite3 *db)
+{
+  int moved = 0;
+  return sqlite3_file_control(db, "main", SQLITE_FCNTL_HAS_MOVED, &moved) == SQLITE_OK && moved != 0;
+}
+
 // ---- the thread
 
 static void wait_for_work(eng_history *history)
@@ -258,11 +265,14 @@ void *history_writer_run(void *argument)
     const int64_t dropped = history->dropped;
     bool committed = true;
     char trouble[sizeof history->trouble] = "";
+    bool moved = false;
     if (tail != head || dropped > 0) {
       pthread_mutex_unlock(&history->lock);
       committed = commit_round(history, tail, head, dropped, trouble, sizeof trouble);
+      moved = has_moved(history->db);
       pthread_mutex_lock(&history->lock);
     }
+    if (moved && !history->moved) history->moved = history->news = true;
     if (trouble[0] != 0) {
       memcpy(history->trouble, trouble, sizeof trouble);
       history->news = history->news || !history->failing;

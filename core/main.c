@@ -54,8 +54,23 @@ static void on_signal(int signal_number)
     say("\nending at this step's end; again to stop at once\n");
   } else {
     eng_interrupt(2);
+    alarm(1);
     if (main_state) lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
   }
+}
+
+// A second later: compiled Lua loops and long operations look at no hook.
+static void on_alarm(int signal_number)
+{
+  (void)signal_number;
+  if (eng_interrupted()) say("\nstill at work in one call; again to stop at once\n");
+}
+
+// A mapped file was cut off while it was read. What was not in the file cannot be had: end with a reason.
+static void on_bus(int signal_number)
+{
+  say("\nengine: a data or weight file became shorter while it was in use; hint: resume=auto goes on from the last checkpoint\n");
+  _exit(128 + signal_number);
 }
 
 static void catch_signals(void)
@@ -65,12 +80,17 @@ static void catch_signals(void)
   main_thread = pthread_self();
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
+  action.sa_handler = on_alarm;
+  sigaction(SIGALRM, &action, NULL);
+  action.sa_handler = on_bus;
+  sigaction(SIGBUS, &action, NULL);
 }
 
 // Forgets an interrupt that has been answered. Gives whether there was one.
 static bool settle_interrupt(lua_State *L)
 {
   bool was = eng_interrupted() != 0;
+  alarm(0);
   lua_sethook(L, NULL, 0, 0);
   eng_interrupt(0);
   return was;

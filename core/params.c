@@ -115,6 +115,8 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
   return ENG_OK;
 }
 
+static void link_parts(eng_params *set);
+
 static void set_discard(eng_params *set)
 {
   for (int i = 0; set->member && i < set->n; i++) free(set->member[i].name);
@@ -205,18 +207,19 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
         status = error_set(ENG_ERR_VALUE, "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
                            set->member[k].name, p->name, tensor_text(p->value));
   }
+  // All memory first: a failure leaves the tensors to their owner.
   if (status == ENG_OK) status = flat_memory(&set->masters, ARENA_PARAMETER, n, bytes);
+  for (int i = 0; i < n; i++) set->which[i] = ENG_f32;
+  if (status == ENG_OK && n > 0) status = flat_new(&set->gradients, ARENA_PARAMETER, set, set->which);
   if (status != ENG_OK) {
+    if (set->masters) set->masters->n = 0;   // no part is there yet
+    flat_release(set->masters);
     set_discard(set);
     return status;
   }
   for (int i = 0; i < n; i++) eng_clear_gradient(&tensors[i]);
   adopt(set);
-  status = eng_params_precision(set, NULL, NULL);
-  if (status != ENG_OK) {
-    eng_params_free(set);
-    return status;
-  }
+  link_parts(set);
   *out = set;
   return ENG_OK;
 }

@@ -192,13 +192,15 @@ describe("the trainer", function()
       end
       return by_step, ended
     end
+    local began = C.eng_clock()
     helper.run { script, folder .. "/whole.txt", folder .. "/whole" }
+    local seconds = C.eng_clock() - began     -- that a whole run takes here
     local whole, whole_ended = losses(folder .. "/whole.txt")
     assert.is_true(whole_ended)
     local killed = 0
     math.randomseed(11)
     for _ = 1, 40 do
-      local delay = 0.12 + math.random() * 0.25
+      local delay = seconds * (0.35 + 0.5 * math.random())
       local result = helper.shell(("timeout -s KILL %.3f %s %s %s %s"):format(delay, helper.engine, script, folder .. "/killed.txt", folder .. "/killed"))
       local _, ended = losses(folder .. "/killed.txt")
       if ended then break end

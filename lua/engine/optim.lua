@@ -108,12 +108,19 @@ local function parameter_list(name, model)
   return trainable
 end
 
+local loose = {}   -- slot -> the set of a parameter that no module owns
+
+local function set_of(p)
+  if p.owner then return rawget(p.owner, "_set") end
+  return loose[tonumber(p.tensor.slot)]
+end
+
 --- The set that an earlier optimizer of these very parameters made, or a new one. The modules hold it, so that their weights
---- outlive the optimizer and another one can follow.
+--- outlive the optimizer and another one can follow; those of tensors without a module live on, too.
 local function parameter_set(list)
-  local n, found = #list, list[1].owner and rawget(list[1].owner, "_set")
+  local n, found = #list, set_of(list[1])
   for i = 1, n do
-    if found and not (list[i].owner and rawget(list[i].owner, "_set") == found and found.slots[i] == tonumber(list[i].tensor.slot)) then found = nil end
+    if found and not (set_of(list[i]) == found and found.slots[i] == tonumber(list[i].tensor.slot)) then found = nil end
   end
   if found and #found.slots == n then return found end
   local tensors, names, slots = M_ffi.new("eng_tensor[?]", n), M_ffi.new("const char *[?]", n), {}
@@ -122,7 +129,7 @@ local function parameter_set(list)
   check(C.eng_params_new(out, tensors, names, n))
   local set = { params = ffi.gc(out[0], C.eng_params_free), slots = slots }
   for _, p in ipairs(list) do
-    if p.owner then rawset(p.owner, "_set", set) end
+    if p.owner then rawset(p.owner, "_set", set) else loose[tonumber(p.tensor.slot)] = set end
   end
   return set
 end

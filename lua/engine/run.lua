@@ -50,9 +50,25 @@ local function follow(policy, saved)
   return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
 end
 
+-- What the state in a checkpoint must hold; a text about what it lacks.
+local function state_problem(state)
+  if type(state) ~= "table" then return "it has no state" end
+  for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
+    if type(state[key]) ~= "number" then return ("its state has no number '%s'"):format(key) end
+  end
+  for part, keys in pairs { optimizer = { name = "string", updates = "number" }, policy = { name = "string", state = "string" },
+    rng = { seed = "string", counter = "string" } } do
+    for key, kind in pairs(keys) do
+      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then return ("its state has no '%s.%s'"):format(part, key) end
+    end
+  end
+end
+
 --- Puts a loaded checkpoint into the trainer's parts; returns lines about what is not as it was.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
+  local problem = state_problem(state) or (not c.model and "it has no weights") or (not c.optimizer and "it has no optimizer state")
+  if problem then error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0) end
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
   end
@@ -79,10 +95,43 @@ end
 
 -- ------------------------------------------------------------------ opening
 
-local function free_name(path)
+local function exists(path) return C.eng_file_kind(path .. "/history.db") ~= 0 end
+
+local holders = setmetatable({}, { __mode = "v" })   -- path -> the Run of this process that holds it
+
+--- Makes the run's directory and holds it against other writers; false and a message when another one has it. A trainer of
+--- this process that never ran gives way.
+function Run:take(path)
+  local other = holders[path]
+  if other and not other.running then other:close() end
+  local lock = ffi.new("int[1]", -1)
+  M_ffi.check(C.eng_file_mkdir(path .. "/checkpoints"))
+  local status = C.eng_file_lock(lock, path .. "/lock")
+  if status == C.ENG_ERR_STATE then return false, M_ffi.message() end
+  M_ffi.check(status)
+  self.path, self.lock = path, ffi.gc(lock, function(l) C.eng_file_unlock(l[0]) end)
+  holders[path] = self
+  return true
+end
+
+function Run:give()
+  if self.lock then
+    C.eng_file_unlock(ffi.gc(self.lock, nil)[0])
+    holders[self.path] = nil
+  end
+  self.lock, self.running = nil, false
+end
+
+--- Takes the directory of a name, or, where a run is there already that shall not go on, of the next free one.
+function Run:find_place(path, resume)
+  if resume or not exists(path) then
+    local good, message = self:take(path)
+    if good then return end
+    if resume then error(("%s is being written by another run: %s; hint: wait for it, or run=ANOTHER_NAME"):format(path, message), 0) end
+  end
   local n = 2
-  while C.eng_file_kind(path .. "-" .. n) ~= 0 do n = n + 1 end
-  return path .. "-" .. n
+  while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
+  self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(path, self.path)
 end
 
 --- The checkpoint to go on from, or nil; raises when a named one is not there.
@@ -106,18 +155,18 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
-function M.open(trainer, options)
-  local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
-    stats_every = options.stats_every or 100 }, Run)
-  local resume = options.resume
-  if resume == "" or resume == "false" then resume = false end
-  if options.run and options.run ~= "" then self.path = M.directory(options.run) end
-  if self.path and not resume and C.eng_file_kind(self.path .. "/history.db") ~= 0 then
-    local new = free_name(self.path)
-    self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(self.path, new)
-    self.path = new
-  end
+--- Opens the history; what an earlier run recorded from this step on goes.
+function Run:open_history(cut)
+  if not self.wants_history then return end
+  local path = self.path .. "/history.db"
+  cut = cut and C.eng_file_kind(path) ~= 0
+  self.history = require("engine.history").open(path, { write = true })
+  if cut then self:complain(self.history:resume(self.trainer.steps_done)) end
+  self:describe()
+end
+
+local function open(self, resume)
+  local trainer = self.trainer
   local c = resume and find_checkpoint(self, resume) or nil
   if c then
     for _, line in ipairs(take_over(trainer, c)) do self.notes[#self.notes + 1] = line end
@@ -125,19 +174,37 @@ function M.open(trainer, options)
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
-  if not self.path then return self end
-  M_ffi.check(C.eng_file_mkdir(self.path .. "/checkpoints"))
+  if not self.path then return end
   if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
-  if options.history ~= false then
-    self.history = require("engine.history").open(self.path .. "/history.db", { write = true })
-    if c then self:complain(self.history:resume(trainer.steps_done)) end
-    self:describe(options)
+  self:open_history(resume)
+end
+
+--- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
+function M.open(trainer, options)
+  local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
+    stats_every = options.stats_every or 100, config = options.config, wants_history = options.history ~= false }, Run)
+  local resume = options.resume
+  if resume == "" or resume == "false" then resume = false end
+  if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
+  local good, message = pcall(open, self, resume)
+  if not good then
+    self:give()
+    error(message, 0)
   end
   return self
 end
 
+--- A trainer runs again: after an error, or for more steps.
+function Run:reopen()
+  self.running = true
+  if not self.path or self.lock then return end
+  local good, message = self:take(self.path)
+  if not good then error(("%s is being written by another run: %s"):format(self.path, message), 0) end
+  self:open_history(true)
+end
+
 --- Writes down what this run is: parameters, settings, the policy's source.
-function Run:describe(options)
+function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = p.tensor.shape } end
   history:set_parameters(list)
@@ -145,7 +212,7 @@ function Run:describe(options)
     steps = trainer.steps, parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
     history:set_meta(key, value)
   end
-  for _, setting in ipairs(options.config and require("engine.config").flatten(options.config) or {}) do history:set_config(setting[1], setting[2]) end
+  for _, setting in ipairs(self.config and require("engine.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
   local source = trainer.policy.source
   if source then history:add_policy(("%08x"):format(C.eng_crc32c(0, source, #source)), trainer.policy.name, source) end
 end
@@ -155,7 +222,7 @@ end
 --- A failure to write the history is told once and does not end the run.
 function Run:complain(good, message)
   if good ~= nil and good ~= false then return end
-  local line = "history: " .. tostring(message)
+  local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
   if self.complained == line then return end
   self.complained = line
   if self.trainer.progress then self.trainer.progress:note(line) else self.notes[#self.notes + 1] = line end
@@ -163,6 +230,7 @@ end
 
 function Run:append(record, verdict, stats, tokens)
   local history = self.history
+  self.running = true
   if not history then return end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
@@ -205,9 +273,12 @@ function Run:after_step(last)
 end
 
 function Run:close()
-  if not self.history then return end
-  local good, message = pcall(self.history.close, self.history)
-  if not good then self:complain(nil, message) end
+  if self.history then
+    local good, message = pcall(self.history.close, self.history)
+    self.history = nil
+    if not good then self:complain(nil, message) end
+  end
+  self:give()
 end
 
 return M

@@ -32,7 +32,7 @@ function Trainer:step()
   opt:zero_grad()
 
   local loss_sum, tokens = 0, 0
-  local place, rng_seed, rng_counter = self:remember_place()                     -- for a retry
+  self.place = self:remember_place()                                             -- for a retry, or when this step fails
   for _ = 1, self.accumulate do
     local batch = data:next()                                                    -- (0) a batch
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
@@ -57,9 +57,12 @@ function Trainer:step()
     self.updates = self.updates + 1
   else
     self.skipped = self.skipped + 1
-    if verdict.action == C.ENG_ACTION_RETRY then self:go_back(place, rng_seed, rng_counter) end
+    if verdict.action == C.ENG_ACTION_RETRY then
+      self.retries = self.retries + 1
+      self:go_back(self.place)
+    end
   end
-  self.steps_done = self.steps_done + 1
+  self.steps_done, self.place = self.steps_done + 1, nil
   self.tokens = self.tokens + tokens
   self.run_files:append(record, verdict, stats, tokens)                          -- (7) history; the step's memory is free again
   check(C.eng_step_end())
@@ -80,13 +83,12 @@ end
 function Trainer:remember_place()
   local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
   C.eng_rng_get(seed, counter)
-  return self.data.state and self.data:state(), seed, counter
+  return { data = self.data.state and self.data:state(), seed = seed[0], counter = counter[0] }
 end
 
-function Trainer:go_back(place, seed, counter)
-  self.retries = self.retries + 1
-  if place then self.data:restore(place) end
-  C.eng_rng_set(seed[0], counter[0])
+function Trainer:go_back(place)
+  if place.data then self.data:restore(place.data) end
+  C.eng_rng_set(place.seed, place.counter)
 end
 
 -- ------------------------------------------------------------------ settings
@@ -265,8 +267,10 @@ end
 function Trainer:run()
   local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" }
   self.progress = progress
+  self.run_files:reopen()
   local before = C.eng_interrupt_policy(1)
   for _, line in ipairs(self.run_files.notes) do progress:note(line) end
+  self.run_files.notes = {}
   self.model:train()
   check(C.eng_step_end())   -- what was computed before the run, or in a loop left by break, is over
   local loss, scale, speed, stopped = 0 / 0, self.policy:scale(), 0 / 0, nil
@@ -308,20 +312,31 @@ function Trainer:run()
   end)
   progress:finish()
   C.eng_interrupt_policy(before)
+  if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then
-    C.eng_step_end()
-    self.run_files:event(self.steps_done, "error", tostring(message):match("^[^\n]*"))
-    self.run_files:close()
+    self:rescue(message)
     error(message, 0)
   end
-  local interrupted = stopped == "interrupted"
-  if interrupted then C.eng_interrupt(0) end
   self.run_files:event(self.steps_done, stopped and "stopped" or "finished", stopped)
   self.run_files:close()
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped, retries = self.retries, loss = loss, scale = scale,
     tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows, made = self.steps_done - first }
   progress:note(self:summary_text(summary))
   return summary
+end
+
+--- After an error: the unfinished step is taken back and the steps before it go into a checkpoint.
+function Trainer:rescue(problem)
+  C.eng_step_end()
+  if self.place then pcall(self.go_back, self, self.place) end
+  self.place = nil
+  self.run_files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
+  local note = self.steps_done > 0 and self.run_files:after_step(true)
+  if note then self.progress:note(note)
+  elseif self.run_files.saved_at == self.steps_done then
+    self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(self.run_files.path, self.steps_done))
+  end
+  self.run_files:close()
 end
 
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
