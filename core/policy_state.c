@@ -379,8 +379,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// init must not have changed the options, nor decide: what is not in the state would be lost in a checkpoint.
-static eng_status check_options(eng_policy *p, const char *who)
+// Neither init nor decide may have changed them: what is not in the state would be lost in a checkpoint.
+eng_status policy_check_options(eng_policy *p, const char *who)
 {
   char why[256];
   data_blob now = {0}, text = {0}, before = {0};
@@ -405,11 +405,11 @@ static eng_status check_options(eng_policy *p, const char *who)
 eng_status eng_policy_init(eng_policy *p)
 {
   lua_settop(p->L, SLOT_COUNT);
-  ENG_TRY(check_options(p, "the file"));
+  ENG_TRY(policy_check_options(p, "the file"));
   ENG_TRY(fresh_state(p));
   ENG_TRY(adopt(p, "init", option_number(p, "init_scale")));
   p->failures = 0;
-  eng_status status = check_options(p, "init");
+  eng_status status = policy_check_options(p, "init");
   p->ready = status == ENG_OK;
   return status;
 }
@@ -453,7 +453,7 @@ static void put_field(data_blob *b, const char *name)
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
   if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save before init or restore", p->name);
-  ENG_TRY(check_options(p, "decide"));
+  ENG_TRY(policy_check_options(p, "decide"));
   data_blob *b = &p->envelope;
   b->size = 0;
   b->failed = false;
@@ -532,7 +532,7 @@ eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
   char why[128];
   data_blob blob = {0};
   lua_settop(p->L, SLOT_COUNT);
-  if (!p->options_blob.bytes) ENG_TRY(check_options(p, "the file"));
+  if (!p->options_blob.bytes) ENG_TRY(policy_check_options(p, "the file"));
   eng_status status;
   if (!data_parse(&blob, text, (size_t)bytes, why, sizeof why))
     status = error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
@@ -586,7 +586,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   lua_State *L = p->L;
   if (!old->ready) return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet", p->name, old->name);
   lua_settop(L, SLOT_COUNT);
-  ENG_TRY(check_options(p, "the file"));
+  ENG_TRY(policy_check_options(p, "the file"));
   double scale = old->last.scale;
   struct handing handing = { old, scale };
   if (p->has_migrate) {

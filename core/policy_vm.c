@@ -761,6 +761,11 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }
+  // The options are a plain table, for speed: looked at now and then, not at every call.
+  if ((record->step & (record->step - 1)) == 0 && policy_check_options(p, "decide") != ENG_OK) {
+    fall_back(out, p, record, eng_error_message(), false);
+    return ENG_OK;
+  }
   char field[256];
   if (!policy_snapshot(p, field, sizeof field)) {
     snprintf(why, sizeof why, "a state that is no plain data: %s", field);

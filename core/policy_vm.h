@@ -89,6 +89,8 @@ struct eng_policy {
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// The same with the state at stack index 1 of the task.
 eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
+/// An error when the policy's code, `who`, changed its options, which no checkpoint holds.
+eng_status policy_check_options(eng_policy *policy, const char *who);
 /// Before and after the policy's own code runs (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);

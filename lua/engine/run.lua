@@ -251,8 +251,10 @@ end
 --- Writes a checkpoint; returns its path, or nil and a message.
 function Run:save()
   local trainer = self.trainer
-  local good, path, note = pcall(checkpoint.save, self.path .. "/checkpoints", trainer.steps_done,
-    { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(), state = state_of(trainer) }, { keep = self.keep })
+  local good, path, note = pcall(function()
+    return checkpoint.save(self.path .. "/checkpoints", trainer.steps_done,
+      { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(), state = state_of(trainer) }, { keep = self.keep })
+  end)
   if not good then
     local why = tostring(path):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
     self:event(trainer.steps_done, "error", "checkpoint: " .. why)
