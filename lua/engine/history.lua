@@ -153,7 +153,7 @@ local function one(h, sql, ...)
 end
 
 local function short(value)
-  if type(value) == "number" then return ("%.6g"):format(value) end
+  if type(value) == "number" then return (value % 1 == 0 and math.abs(value) < 1e15 and "%.0f" or "%.6g"):format(value) end
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 

@@ -74,7 +74,7 @@ end
 
 progress.count_text, progress.scale_text, progress.duration_text = count_text, scale_text, duration_text
 
--- total: steps of the run (0 or nil: unknown); json: objects on stdout and nothing else there;
+-- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects on stdout and nothing else there;
 -- quiet: nothing at all. Tests give stream, columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
@@ -87,7 +87,7 @@ function progress.new(options)
   elseif options.stream then
     self.fixed_columns = false
   end
-  self.first_step, self.shown = nil, 0
+  self.first_step, self.shown, self.unscaled = nil, 0, options.unscaled
   return self
 end
 
@@ -101,10 +101,10 @@ function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total) or ("step %d"):format(row.step)
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
-  if row.scale then parts[#parts + 1] = "scale " .. scale_text(row.scale) end
+  if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. scale_text(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
   if row.tokens_per_s then parts[#parts + 1] = count_text(row.tokens_per_s) .. " tokens/s" end
-  if self.total and self.started and row.step > self.first_step then
+  if self.total and self.started and row.step > self.first_step and row.step < self.total then
     local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
     parts[#parts + 1] = "ETA " .. duration_text(math.max(0, left))
   end

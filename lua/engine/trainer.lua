@@ -265,7 +265,8 @@ end
 --- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts. Returns a summary:
 --- { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s, stopped = reason or nil, path }.
 function Trainer:run()
-  local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" }
+  local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet",
+    unscaled = not self.precision.scaled and self.policy.name == "static" and self.policy:scale() == 1 }
   self.progress = progress
   self.run_files:reopen()
   local before = C.eng_interrupt_policy(1)
@@ -345,7 +346,7 @@ function Trainer:summary_text(s)
   local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done", counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }
   if s.made > 0 then parts[#parts + 1] = ("loss %.4f"):format(s.loss)
   else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
-  if self.precision.scaled then parts[#parts + 1] = "scale " .. require("engine.progress").scale_text(s.scale) end
+  if self.precision.scaled or s.scale ~= 1 then parts[#parts + 1] = "scale " .. require("engine.progress").scale_text(s.scale) end
   local text = table.concat(parts, ", ")
   if self.policy_errors > 0 then text = text .. ("\nthe policy failed in %s of this run"):format(counted(self.policy_errors, "step")) end
   if s.stopped then text = text .. "\nreason: " .. s.stopped end
