@@ -1,6 +1,7 @@
 """torch_step.py PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH VARIANT: the twin of step.lua in PyTorch.
 
-VARIANT is eager or compile, with -half for a model whose weights themselves are fp16 (else fp16 and bf16 are autocast's).
+VARIANT is eager or compile, with -half for a model of fp16 weights beside fp32 masters that are updated and copied back (else fp16 and
+bf16 are autocast's). fp16 runs under GradScaler either way.
 Reads a number of steps from a line of stdin, makes them, answers with the seconds each took.
 """
 import sys
@@ -51,17 +52,19 @@ def main():
     torch.manual_seed(1)
     model = GPT(layers, width, heads, vocab, context).train()
     half = variant.endswith("-half")
+    masters = weights = list(model.parameters())
     if half:
+        masters = [p.detach().clone().requires_grad_() for p in weights]
         model = model.half()
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.ndim < 2]
+        weights = list(model.parameters())
+    decay = [p for p in masters if p.ndim >= 2]
+    plain = [p for p in masters if p.ndim < 2]
     x, y = torch.randint(0, vocab, (batch, context)), torch.randint(0, vocab, (batch, context))
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     run = torch.compile(model) if variant.startswith("compile") else model
 
     def optimizer(fused):
-        return torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-4, weight_decay=0.1, eps=1e-4 if half else 1e-8,
-                                 fused=fused)
+        return torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-4, weight_decay=0.1, fused=fused)
 
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
 
@@ -71,33 +74,37 @@ def main():
         scaler.scale(loss).backward()
         return loss
 
+    def hand_over():
+        if half:
+            for master, p in zip(masters, weights):
+                master.grad = p.grad.float()
+
     # whichever AdamW is faster here
     backward()
-    if half:
-        opt = optimizer(False)
-    else:
-        best, opt = float("inf"), None
-        for fused in (True, False):
-            candidate = optimizer(fused)
+    hand_over()
+    best, opt = float("inf"), None
+    for fused in (True, False):
+        candidate = optimizer(fused)
+        candidate.step()
+        start = time.perf_counter()
+        for _ in range(3):
             candidate.step()
-            start = time.perf_counter()
-            for _ in range(3):
-                candidate.step()
-            seconds = time.perf_counter() - start
-            if seconds < best:
-                best, opt = seconds, candidate
+        seconds = time.perf_counter() - start
+        if seconds < best:
+            best, opt = seconds, candidate
 
     def step():
-        opt.zero_grad(set_to_none=True)
+        for p in weights:
+            p.grad = None
         loss = backward()
-        if not half:                                     # GradScaler does not unscale fp16 gradients
-            scaler.unscale_(opt)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        hand_over()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        scaler.step(opt)
+        scaler.update()
         if half:
-            opt.step()
-        else:
-            scaler.step(opt)
-            scaler.update()
+            with torch.no_grad():
+                torch._foreach_copy_(weights, masters)
         return loss.item()
 
     step()
