@@ -143,7 +143,7 @@ describe("config files", function()
       return problem
     end
     assert.matches("no field 'lrr'; did you mean 'lr'", refused("a.lua", "return { lrr = 1 }"), 1, true)
-    assert.matches("lr: expected a number, got string", refused("b.lua", "return { lr = '1' }"), 1, true)
+    assert.matches("lr: expected a number, got the string '1'", refused("b.lua", "return { lr = '1' }"), 1, true)
     assert.matches("model: expected a table of fields, got a number", refused("c.lua", "return { model = 3 }"), 1, true)
     assert.matches("expected a table of fields, got a nil", refused("d.lua", "local x = 1"), 1, true)
     assert.matches("e.lua:1:", refused("e.lua", "return {"), 1, true)

@@ -222,6 +222,13 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
+  it("a run that failed before its first step leaves its name free", function()
+    local run = folder .. "/a"
+    assert.has_error(function() job { run = run, steps = 2, loss = function() error("at once") end }:run() end)
+    assert.equal(run, job { run = run, steps = 2 }:run().path)
+    assert.equal(2, #engine.history.open(run):steps())
+  end)
+
   it("resumed with another policy, that one takes over from the old", function()
     local run, mine = folder .. "/a", folder .. "/mine.lua"
     helper.write(mine, [[return { options = { init_scale = 1 }, migrate = function(old, name) return { scale = old.scale / 4, from = name } end,

@@ -144,7 +144,7 @@ end
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
-    fail("%s%s: expected a %s, got %s %s", where, name, field.kind, type(value), show(value))
+    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value), show(value))
   end
   if field.kind == "number" and value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
   if field.kind == "list" then

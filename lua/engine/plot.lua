@@ -210,6 +210,7 @@ end
 
 -- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each.
 function plot.run(rows, options)
+  if type(rows) ~= "table" then error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2) end
   options = options or {}
   local x, loss, scale, marks = {}, {}, {}, {}
   for i, row in ipairs(rows) do

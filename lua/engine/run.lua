@@ -95,7 +95,18 @@ end
 
 -- ------------------------------------------------------------------ opening
 
-local function exists(path) return C.eng_file_kind(path .. "/history.db") ~= 0 end
+-- Whether there is a run: one that failed before its first step is none, and its name is free.
+local function exists(path)
+  local file = path .. "/history.db"
+  if C.eng_file_kind(file) == 0 then return false end
+  local good, steps = pcall(function()
+    local h = require("engine.history").open(file)
+    local n = #h:query "SELECT 1 FROM steps LIMIT 1"
+    h:close()
+    return n
+  end)
+  return not good or steps > 0
+end
 
 local holders = setmetatable({}, { __mode = "v" })   -- path -> the Run of this process that holds it
 
