@@ -96,8 +96,9 @@ static void transfer(void *buffer, int format, tensor *x, bool into_tensor)
   }
 }
 
-static eng_status check_transfer(const tensor *x, int format, int64_t count)
+static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
+  if (!memory && count != 0) return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
   if (format < 0 || format >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", format);
   if (count != x->count) return error_set(ENG_ERR_SHAPE, "expected %lld values for %s, got %lld", (long long)x->count, tensor_text(x), (long long)count);
   return ENG_OK;
@@ -107,7 +108,7 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  ENG_TRY(check_transfer(x, from, count));
+  ENG_TRY(check_transfer(x, source, from, count));
   transfer((void *)source, from, x, true);
   x->store->writes++;
   return ENG_OK;
@@ -117,7 +118,7 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handl
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  ENG_TRY(check_transfer(x, to, count));
+  ENG_TRY(check_transfer(x, target, to, count));
   transfer(target, to, x, false);
   return ENG_OK;
 }

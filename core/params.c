@@ -291,9 +291,16 @@ static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, con
   return any_format(dtype, set->n) ? flat_new(out, ARENA_PARAMETER, set, dtype) : ENG_OK;
 }
 
+static eng_status check_alive(const eng_params *set)
+{
+  if (!set) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
+}
+
 // shadow or gradient NULL: f32 throughout.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
+  ENG_TRY(check_alive(set));
   release_waiting();
   for (int i = 0; i < set->n; i++) {
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
@@ -341,6 +348,7 @@ static eng_status refresh(parameter *p)
 
 eng_status eng_params_refresh(eng_params *set)
 {
+  ENG_TRY(check_alive(set));
   for (int i = 0; i < set->n; i++)
     if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
   return ENG_OK;
@@ -363,6 +371,7 @@ void params_written(parameter *p)
 
 eng_status eng_params_zero_grad(eng_params *set)
 {
+  ENG_TRY(check_alive(set));
   release_waiting();
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
@@ -392,6 +401,7 @@ int params_spans(eng_params *set)
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
 {
   const backend *device = backend_current();
+  ENG_TRY(check_alive(set));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
@@ -417,6 +427,7 @@ static eng_status unscaled_buffer(eng_params *set)
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
 {
   *found_inf = 0;
+  ENG_TRY(check_alive(set));
   const backend *device = backend_current();
   if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(unscaled_buffer(set));

@@ -273,6 +273,15 @@ describe("signals", function()
     assert.equal(143, (interrupted(busy, { "TERM" })))
   end)
 
+  it("a compiled loop, which nothing can stop, is told of; the second SIGINT ends it", function()
+    local pipe = io.popen(("exec 2>&1; %s -e %s & p=$!; sleep 0.4; kill -INT $p; sleep 1.6; kill -INT $p; wait $p; echo code $?"):format(helper.engine,
+      helper.quote "io.write('ready\\n') io.flush() local function spin() while true do end end spin()"))
+    local text = pipe:read("*a")
+    pipe:close()
+    assert.matches("still at work in one call; again to stop at once", text, 1, true)
+    assert.matches("code 130", text, 1, true)
+  end)
+
   it("a second SIGINT ends at once, even when the first is swallowed", function()
     local code = interrupted("io.write('ready\\n') io.flush() jit.off() while true do pcall(function() while true do end end) end", { "INT", "INT" })
     assert.equal(130, code)

@@ -231,6 +231,68 @@ describe("gradients in Lua", function()
   end)
 end)
 
+describe("modules and their parameters", function()
+  local nn = engine.nn
+
+  it("cannot hold themselves", function()
+    local Net = nn.class("Net")
+    local a, b = Net(), Net()
+    a.b = b
+    assert.matches("Net.a: a module cannot hold itself", message_of(function() b.a = a end), 1, true)
+    assert.matches("Net.me: a module cannot hold itself", message_of(function() a.me = a end), 1, true)
+    assert.equal(0, #a:parameters())
+  end)
+
+  it("that call themselves end in a text", function()
+    local Net = nn.class("Net")
+    function Net:forward(x) return self(x) end
+    assert.matches("stack overflow", message_of(Net(), engine.zeros({ 1 }, { keep = false })))
+    engine.end_step()
+  end)
+
+  it("outlive their optimizer, and it them", function()
+    local net = nn.linear(2, 2)
+    engine.optim.sgd(net)
+    local loose = engine.zeros({ 3 }, { keep = true, requires_grad = true })
+    engine.optim.sgd { loose }
+    local opt = engine.optim.adam(nn.linear(2, 2))
+    collectgarbage()
+    collectgarbage()
+    assert.equal(0, loose:sum():item())
+    assert.same({ 1, 2 }, net(engine.rand(1, 2)).shape)
+    opt:zero_grad()
+    opt:step()
+    engine.optim.adam { loose }
+    engine.end_step()
+  end)
+
+  it("of a set that was freed are not touched", function()
+    local opt = engine.optim.sgd(nn.linear(2, 2))
+    C.eng_params_free(M_ffi.ffi.gc(opt.params, nil))
+    assert.matches("were freed", message_of(opt.zero_grad, opt))
+    assert.matches("were freed", message_of(opt.step, opt))
+    assert.matches("were freed", message_of(opt.grad_norm, opt))
+    assert.matches("were freed", message_of(opt.set_precision, opt, "fp16"))
+    assert.not_equal(0, C.eng_params_refresh(opt.params))
+    assert.not_equal(0, C.eng_params_unscale(M_ffi.new("int[1]"), opt.params, 1))
+  end)
+
+  it("shared by two models stay with the first optimizer", function()
+    local a, b = nn.linear(2, 2), nn.linear(2, 2)
+    b.weight = a.weight
+    engine.optim.sgd(a)
+    assert.matches("parameter weight of a set already", message_of(engine.optim.sgd, b))
+    assert.matches("are the same tensor", message_of(engine.optim.sgd, { nn.linear(1, 1).weight, (function() local x = engine.zeros(2):requires_grad(true)
+      return x, x end)() }))
+  end)
+
+  it("are not read from nowhere", function()
+    assert.matches("got nothing", message_of(engine.from_memory, nil, "f32", { 4 }))
+    assert.matches("got 5", message_of(engine.from_memory, 5, "f32", { 4 }))
+    assert.matches("expected memory for f32 [4]", message_of(engine.from_memory, M_ffi.ffi.cast("float *", nil), "f32", { 4 }), 1, true)
+  end)
+end)
+
 describe("memory", function()
   after_each(function() engine.memory { limit = 0 } end)
 

@@ -157,6 +157,7 @@ end
 
 --- A tensor of `dtype` and `shape` filled from memory (a cdata pointer) in format `from`.
 function M.from_memory(pointer, from, shape, options)
+  if type(pointer) ~= "cdata" then raise("from_memory: expected a pointer or an array of ffi.new, got %s", value_text(pointer)) end
   local ndim = read_shape("from_memory", shape)
   local x = make("from_memory", ndim, options, from)
   check(C.eng_write(x, pointer, dtype_number(from), info(x).count))

@@ -81,6 +81,9 @@ M.is_module = is_module
 
 -- Remembers the order in which modules and tensors were first assigned; their values stand in the module itself.
 local function assign(self, key, value)
+  if is_module(value) and path_to(value, self) then
+    raise("%s.%s: a module cannot hold itself, be it deep inside", self._class, tostring(key))
+  end
   if is_module(value) or is_tensor(value) then
     local order, known = self._order, false
     for _, k in ipairs(order) do known = known or k == key end      -- taken away and assigned again
