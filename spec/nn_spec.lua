@@ -134,6 +134,10 @@ describe("a module", function()
     assert.equal(table.concat({ "sequential", "  1: linear(10 -> 200)", "  2: gelu", "  3: list", "    1: layer_norm(200)", "    2: dropout(0.25)",
       "    3: embedding(7 x 3)", "2,621 parameters" }, "\n"), tostring(net))
     assert.equal("linear(1 -> 2, no bias)\n2 parameters", tostring(nn.linear(1, 2, { bias = false })))
+    local function twin(n) return nn.sequential { nn.linear(n, 1) } end
+    assert.equal(table.concat({ "list", "  1: sequential", "    1: linear(2 -> 1)", "  2 to 3: the same", "  4: sequential", "    1: linear(3 -> 1)",
+      "  5: the same", "  6: sequential", "    1: linear(2 -> 1)", "20 parameters" }, "\n"),
+      tostring(nn.list { twin(2), twin(2), twin(2), twin(3), twin(3), twin(2) }))
   end)
 
   it("tells the path and the script's line of an error inside", step(function()

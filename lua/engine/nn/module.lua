@@ -227,19 +227,33 @@ end
 
 -- ------------------------------------------------------------------ text
 
+local function title(self) return self._class .. (self.extra and "(" .. self:extra() .. ")" or "") end
+
+-- Adds a line for every module inside `self`. Of numbered siblings in a row that read alike, as a model's blocks, one is told.
 local function describe(self, indent, lines)
+  local above, first
   for _, key in ipairs(self._order) do
     local child = rawget(self, key)
     if is_module(child) then
-      lines[#lines + 1] = ("%s%s: %s"):format(indent, tostring(key), child._class .. (child.extra and "(" .. child:extra() .. ")" or ""))
-      describe(child, indent .. "  ", lines)
+      local inner = {}
+      describe(child, indent .. "  ", inner)
+      local text = title(child) .. "\n" .. table.concat(inner, "\n")
+      if type(key) == "number" and #inner > 0 and text == above then
+        first = first or key
+        if first < key then lines[#lines] = nil end
+        lines[#lines + 1] = ("%s%s: the same"):format(indent, first < key and first .. " to " .. key or key)
+      else
+        lines[#lines + 1] = ("%s%s: %s"):format(indent, tostring(key), title(child))
+        for _, line in ipairs(inner) do lines[#lines + 1] = line end
+        above, first = text, nil
+      end
     end
   end
 end
 
 --- The tree of modules, and how many parameters it has.
 function Module:describe()
-  local lines = { self._class .. (self.extra and "(" .. self:extra() .. ")" or "") }
+  local lines = { title(self) }
   describe(self, "  ", lines)
   lines[#lines + 1] = ("%s parameters"):format(tostring(self:count()):reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", ""))
   return table.concat(lines, "\n")
