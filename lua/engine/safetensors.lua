@@ -129,6 +129,7 @@ end
 function M.save(path, tensors, metadata)
   if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
   if type(tensors) ~= "table" then error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2) end
+  if tensors.parameters and tensors.state then error(("save %s: expected a table { name = tensor }, got a module; hint: model:state()"):format(path), 2) end
   local names = ordered(path, tensors)
   check(C.eng_safetensors_begin(out_writer, path))
   local writer = out_writer[0]

@@ -190,7 +190,7 @@ end
 
 --- Copies values from { name = tensor }. Missing, unknown or ill-shaped names are errors, all listed; strict=false takes what fits.
 function Module:load_state(state, options)
-  if type(state) ~= "table" then raise("load_state: expected a table of tensors by name, got %s", M_ffi.value_text(state)) end
+  if type(state) ~= "table" then raise("load_state: expected a table of tensors by name, as engine.load(path) gives, got %s", M_ffi.value_text(state)) end
   local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
   local problems, known = {}, {}
   local list = self:parameters()
