@@ -91,7 +91,7 @@ describe("a module", function()
     local _, problems = net:load_state(state, { strict = false })
     assert.equal(4, #problems)
     assert.same({ { 1, 1 }, { 1, 1 }, { 1, 1 } }, net[1].weight:totable())
-    assert.error_matches(function() net:load_state(nil) end, "load_state: expected a table of tensors by name, got nothing")
+    assert.error_matches(function() net:load_state(nil) end, "load_state: expected a table of tensors by name, as engine.load%(path%) gives, got nothing")
     assert.error_matches(function() net:load_state({}, { stric = false }) end, "unknown option 'stric'; did you mean 'strict'")
     local many = nn.gpt { vocab = 4, context = 4, width = 4, heads = 1, layers = 3 }
     _, message = pcall(function() many:load_state {} end)
