@@ -222,6 +222,15 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
+  it("tells once when the loss itself is lost", function()
+    local trainer, told = job {}, {}
+    for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do
+      for _ = 1, i == 2 and 9 or 15 do told[#told + 1] = trainer:loss_note { loss = loss } end
+    end
+    assert.equal(1, #told)
+    assert.matches("the loss has been inf for 10 steps", told[1], 1, true)
+  end)
+
   it("a run that failed before its first step leaves its name free", function()
     local run = folder .. "/a"
     assert.has_error(function() job { run = run, steps = 2, loss = function() error("at once") end }:run() end)

@@ -330,6 +330,8 @@ local function parameter_name(h, id)
   return row and ("%s %s"):format(row.name, row.shape) or "parameter " .. id
 end
 
+local MOST_TENSORS = 10   -- named one by one
+
 local function say_gradients(h, row, say)
   if row.overflow then
     say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
@@ -342,10 +344,15 @@ local function say_gradients(h, row, say)
       row.amax * row.scale, row.norm)
   end
   local tensors = row.overflow and h:tensors(row.step)
+  local bad = 0
   for i = 1, tensors and #tensors or 0 do
     local t = tensors[i]
-    if t.inf + t.nan > 0 then say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count) end
+    if t.inf + t.nan > 0 then
+      bad = bad + 1
+      if bad <= MOST_TENSORS then say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count) end
+    end
   end
+  if bad > MOST_TENSORS then say("  and %d tensors more: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step) end
 end
 
 local function say_context(h, row, say)

@@ -178,6 +178,9 @@ function plot.draw(options)
   if #points == 0 then return title .. "\n  (nothing to draw)" end
 
   local x_low, x_high = range_of(points, 1)
+  for _, x in ipairs(left_out > 0 and options.x or {}) do          -- the axis spans what was left out, too
+    if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
+  end
   local y_low, y_high = range_of(points, 2)
   if x_low == x_high then x_high = x_low + 1 end
   if y_low == y_high then

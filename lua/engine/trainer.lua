@@ -251,6 +251,17 @@ function Trainer:remember_row(record)
   end
 end
 
+local LOST_STEPS = 10   -- in a row whose loss is inf or nan, until it is told
+
+--- A line when the loss itself has been inf or nan for a while: no scale mends that.
+function Trainer:loss_note(record)
+  self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
+  if self.lost == LOST_STEPS then
+    return ("step %d: the loss has been %g for %d steps, and no loss scale mends that: weights or data hold inf or nan; hint: a smaller learning rate, clip=1")
+      :format(self.steps_done, record.loss, LOST_STEPS)
+  end
+end
+
 --- The message for a step the policy could not decide or did not like.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
@@ -291,6 +302,8 @@ function Trainer:run()
         skipped = self.skipped, overflow = record.overflow ~= 0, amax = record.amax, norm = record.norm,
         tokens_per_s = self.log == "json" and rate or speed }
       local note = verdict_note(self, record, verdict)
+      if note then progress:note(note) end
+      note = self:loss_note(record)
       if note then progress:note(note) end
       if verdict.action == C.ENG_ACTION_STOP then stopped = M_ffi.string(verdict.reason)
       elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then stopped = "the policy failed: " .. M_ffi.string(verdict.reason) end
