@@ -135,9 +135,9 @@ built: deps
 
 # ------------------------------------------------------------------ trying, testing, measuring
 
-# About a minute on two cores of a laptop.
+# About a minute on two cores of a laptop, with a scale that grows often enough to show what it does.
 DEMO ?= examples/gpt.lua
-DEMO_ARGS ?= steps=1000
+DEMO_ARGS ?= steps=1000 policy=dynamic:growth_interval=100
 
 demo: built
 	./engine $(DEMO) $(DEMO_ARGS)
