@@ -39,7 +39,16 @@ OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/%.o) $(CPU_SOURCES:%.c=$(BUILD)/%.o) \
            $(foreach isa,$(ISAS),$(ISA_SOURCES:%.c=$(BUILD)/%.$(isa).o))
 BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
 
-.PHONY: all help deps built demo test check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
+# The CUDA device, a plug-in, where there is a CUDA compiler. CUDA_ARCHS: compute capabilities it is compiled for.
+NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+CUDA_ARCHS ?= 80 89 90a
+CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
+CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
+NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP
+
+.PHONY: all cuda help deps built demo test check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -87,12 +96,32 @@ $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 	  '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib'
 	@mv $@.new $@
 
+cuda: $(PLUGIN)
+
+$(BUILD)/cuda.flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' | cmp -s - $@ || echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' > $@
+
+$(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
+	@mkdir -p $(@D)
+	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@
+
+$(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
+	@mkdir -p $(@D)
+	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
+
+# cuBLASLt is found where the toolkit or the system has it; the run-time library is in the plug-in.
+$(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS)
+	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined -o $@.new $^ \
+	  -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
+	@mv $@.new $@
+
 # The FFI declarations: the public header without preprocessor and comments.
 $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(call say,CC,$@) $(CC) -E -P -DENG_CDEF core/engine.h > $@
 
--include $(shell find $(BUILD)/core -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD)/core $(BUILD)/cuda -name '*.d' 2>/dev/null)
 
 # ------------------------------------------------------------------ what must be installed
 

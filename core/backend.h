@@ -20,6 +20,10 @@ typedef struct op_call {
 
 typedef eng_status op_kernel(const op_call *call);
 
+/// Memory spaces: a tensor's memory belongs to one, and a device computes in one.
+enum { SPACE_HOST = 0, SPACE_CUDA = 1, SPACE_COUNT = 2 };
+typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
+
 /// One parameter's part in a pass over all parameters: gradient statistics, optimizer.
 typedef struct param_span {
   const char *name;
@@ -49,7 +53,47 @@ typedef struct backend {
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient itself
   /// where that is f32) and tells whether any product is inf or nan.
   eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
+
+  /// gradstats without waiting: the result stays on the device, where `optimize` with update->lagged finds it, and
+  /// gradstats_fetch brings it, the oldest first, waiting only if it is not there yet. At most 4 are on their way. `loss`:
+  /// the loss tensors of the step (f32, one element each), whose values come with the statistics. NULL on host devices.
+  eng_status (*gradstats_start)(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
+  eng_status (*gradstats_fetch)(eng_tensor_stats *stats, int n, double *loss, int n_loss);
+
+  // What follows is NULL on devices that compute in host memory.
+
+  /// The memory its tensors live in: SPACE_HOST, or a space of its own.
+  int32_t space;
+  /// Big pieces of memory, for the arenas. NULL: there is none left. `capacity`: bytes there are in all.
+  void   *(*take)(int64_t bytes);
+  void    (*give)(void *memory, int64_t bytes);
+  int64_t (*capacity)(void);
+  /// Copies, in order with the kernels before and after. To the host: complete on return. From the host: `from` may be
+  /// reused on return.
+  eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
+  eng_status (*clear)(void *memory, int64_t bytes);
+  /// Waits for everything; reports what kernels could not tell at once (an index out of range, a fault).
+  eng_status (*synchronize)(void);
+  /// "NVIDIA H200, sm_90, driver 580.82, ..." for people.
+  const char *(*describe)(void);
 } backend;
+
+/// What a plug-in (libengine_cuda.so) needs of the core: it is handed over at loading, so that the core exports nothing more.
+typedef struct backend_host {
+  int32_t abi;                        // BACKEND_ABI; the plug-in refuses another
+  eng_status  (*error)(eng_status status, const char *text);
+  void       *(*alloc)(arena_id id, int64_t bytes);   // of the memory space in force
+  void        (*free)(arena_id id, void *piece, int64_t bytes);
+  const char *(*tensor_text)(const tensor *x);
+  bool        (*tensor_contiguous)(const tensor *x);
+  uint64_t    (*rng_seed)(void);
+  int         (*interrupted)(void);
+} backend_host;
+
+enum { BACKEND_ABI = 1 };
+
+/// The plug-in's one function: NULL with the error set when there is no usable device.
+typedef const backend *backend_plugin(const backend_host *host);
 
 /// The device in force, the reference, and one by name (NULL when unknown).
 const backend *backend_current(void);

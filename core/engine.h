@@ -390,6 +390,9 @@ typedef struct eng_update {
   double  gradient_factor;      // 1 / scale, times the clip coefficient
   double  clip_value;           // then every element is clamped to +-clip_value; 0: no
   int64_t t;                    // number of this update, from 1 (bias correction)
+  int32_t lagged, reserved;     // 1: the device decides by the statistics it computed last (see backend.h): no update when a gradient is
+                                // inf or nan; gradient_factor is multiplied by clip_norm / (norm + 1e-6) where norm > clip_norm
+  double  clip_norm;            // lagged: largest norm of the gradients times gradient_factor; 0: none
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.

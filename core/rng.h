@@ -7,6 +7,7 @@
 #define ENG_RNG_H
 
 #include "engine.h"
+#include "numerics.h"
 
 /// Reserves `blocks` blocks and gives the number of the first.
 uint64_t rng_take(int64_t blocks);
@@ -15,7 +16,7 @@ uint64_t rng_take(int64_t blocks);
 uint64_t rng_seed(void);
 
 /// Philox 4x32-10 on its full counter and key: `word` is the counter on the way in.
-static inline void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
+ENG_INLINE void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
 {
   for (int round = 0; round < 10; round++) {
     uint64_t a = (uint64_t)0xD2511F53u * word[0], b = (uint64_t)0xCD9E8D57u * word[2];
@@ -30,7 +31,7 @@ static inline void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
 }
 
 /// Block `counter` of the stream of `seed`.
-static inline void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
+ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
 {
   word[0] = (uint32_t)counter;
   word[1] = (uint32_t)(counter >> 32);
@@ -45,6 +46,6 @@ static inline void philox_block(uint32_t word[4], uint64_t counter)
 }
 
 /// A word as one of the 2^24 floats k / 2^24 in [0, 1).
-static inline float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }
+ENG_INLINE float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }
 
 #endif

@@ -1,0 +1,151 @@
+// The card: one stream, memory for the arenas, copies, faults. Owns the stream and the fault record.
+// Called through the table (table.c) and by every kernel file (device.h).
+#include "device.h"
+#include "passes.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct {
+  int ordinal;
+  cudaStream_t stream;
+  cudaDeviceProp properties;
+  cuda_fault_record *fault;      // device memory
+  cuda_fault_record *fault_seen; // pinned host memory: its copy
+  bool open;
+} card;
+
+cudaStream_t cuda_stream(void) { return card.stream; }
+int cuda_multiprocessors(void) { return card.properties.multiProcessorCount; }
+int cuda_capability(void) { return 10 * card.properties.major + card.properties.minor; }
+cuda_fault_record *cuda_fault(void) { return card.fault; }
+
+eng_status cuda_status(cudaError_t result, const char *what)
+{
+  if (result == cudaSuccess) return ENG_OK;
+  if (result == cudaErrorMemoryAllocation)
+    return error_set(ENG_ERR_MEMORY, "cuda: out of device memory in %s; hint: a smaller batch or context, accumulate=N", what);
+  return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result), cudaGetErrorName(result), what,
+                   result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure
+                     ? "; the card's work is lost from here on: start the process again" : "");
+}
+
+/// The card a process takes: with several ranks on a machine each its own.
+static int wanted_ordinal(int count)
+{
+  static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
+  for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
+    const char *text = getenv(names[i]);
+    if (text && *text) return atoi(text) % count;
+  }
+  return 0;
+}
+
+eng_status cuda_open(void)
+{
+  if (card.open) return ENG_OK;
+  int count = 0, driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  if (driver == 0) return error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
+  if (driver < runtime / 1000 * 1000)
+    return error_set(ENG_ERR_DEVICE, "cuda: the driver speaks CUDA %d.%d, this build needs %d.0 or later; hint: a newer driver, or device=cpu",
+                     driver / 1000, driver % 1000 / 10, runtime / 1000);
+  cudaError_t result = cudaGetDeviceCount(&count);
+  if (result != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    return error_set(ENG_ERR_DEVICE, "cuda: no device (%s); hint: nvidia-smi shows what there is, CUDA_VISIBLE_DEVICES may hide it; or device=cpu",
+                     result == cudaSuccess ? "the driver counts none" : cudaGetErrorString(result));
+  }
+  card.ordinal = wanted_ordinal(count);
+  CUDA_TRY(cudaSetDevice(card.ordinal));
+  CUDA_TRY(cudaGetDeviceProperties(&card.properties, card.ordinal));
+  if (card.properties.major < 8)
+    return error_set(ENG_ERR_DEVICE, "cuda: %s has compute capability %d.%d, the kernels need 8.0 or later; hint: device=cpu",
+                     card.properties.name, card.properties.major, card.properties.minor);
+  CUDA_TRY(cudaStreamCreateWithFlags(&card.stream, cudaStreamNonBlocking));
+  CUDA_TRY(cudaMalloc((void **)&card.fault, sizeof *card.fault));
+  CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
+  CUDA_TRY(cudaMallocHost((void **)&card.fault_seen, sizeof *card.fault_seen));
+  card.open = true;
+  return ENG_OK;
+}
+
+const char *cuda_describe(void)
+{
+  static char text[1024];
+  int driver = 0, runtime = 0;
+  size_t free_bytes = 0, all = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  cudaMemGetInfo(&free_bytes, &all);
+  snprintf(text, sizeof text, "%s, sm_%d, %d multiprocessors, %.1f of %.1f GiB free, CUDA %d.%d (driver %d.%d)", card.properties.name,
+           cuda_capability(), cuda_multiprocessors(), (double)free_bytes / (1 << 30), (double)all / (1 << 30), runtime / 1000,
+           runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
+  return text;
+}
+
+// ---- memory
+
+void *cuda_take(int64_t bytes)
+{
+  void *memory = NULL;
+  if (cudaMalloc(&memory, (size_t)bytes) == cudaSuccess) return memory;
+  cudaGetLastError();
+  return NULL;
+}
+
+void cuda_give(void *memory, int64_t bytes)
+{
+  (void)bytes;
+  cudaStreamSynchronize(card.stream);   // a kernel may still write there
+  cudaFree(memory);
+}
+
+int64_t cuda_capacity(void)
+{
+  size_t free_bytes = 0, all = 0;
+  return cudaMemGetInfo(&free_bytes, &all) == cudaSuccess ? (int64_t)all : 0;
+}
+
+// ---- copies and waiting
+
+/// What kernels could not tell at once.
+static eng_status look_for_faults(void)
+{
+  CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost, card.stream));
+  cudaError_t result = cudaStreamSynchronize(card.stream);
+  if (result != cudaSuccess) return cuda_status(result, "waiting for the device");
+  if (!card.fault_seen->raised) return ENG_OK;
+  cuda_fault_record seen = *card.fault_seen;
+  CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
+  return error_set(ENG_ERR_VALUE, "%s: index %lld is out of range, expected 0 to %lld (told when the device was next waited for)",
+                   eng_op_name(seen.op), (long long)seen.value, (long long)seen.limit - 1);
+}
+
+eng_status cuda_synchronize(void)
+{
+  return look_for_faults();
+}
+
+eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction direction)
+{
+  if (bytes == 0) return ENG_OK;
+  if (direction == COPY_INSIDE) {
+    CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
+    return ENG_OK;
+  }
+  if (direction == COPY_TO_DEVICE) {   // from pageable memory: staged by the time this returns
+    CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
+    return ENG_OK;
+  }
+  CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
+  return look_for_faults();
+}
+
+eng_status cuda_clear(void *memory, int64_t bytes)
+{
+  if (bytes > 0) CUDA_TRY(cudaMemsetAsync(memory, 0, (size_t)bytes, card.stream));
+  return ENG_OK;
+}

@@ -1,0 +1,91 @@
+// What every file of the CUDA device sees: the stream, checked calls, scratch memory, launch shapes, number formats.
+// The device itself (memory, copies, faults) is device.cu; the table of its functions table.c; what it needs of the core
+// comes through host.c, so that kernel files use the core's own headers and names (error_set, arena_alloc, tensor_text).
+#ifndef ENG_CUDA_DEVICE_H
+#define ENG_CUDA_DEVICE_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "backend.h"
+#include "error.h"
+#include "numerics.h"
+#ifdef __cplusplus
+}
+#endif
+
+#include <cuda_runtime.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// The one stream that all kernels, copies and products go to, in order.
+cudaStream_t cuda_stream(void);
+/// Multiprocessors of the card (132 on an H200), and its compute capability times ten (90).
+int cuda_multiprocessors(void);
+int cuda_capability(void);
+
+/// ENG_OK, or an error that names `what` and CUDA's own words.
+eng_status cuda_status(cudaError_t result, const char *what);
+
+/// Working space of a kernel, given back before the kernel's function returns: the stream orders later users behind it.
+/// Pieces are 256-byte aligned on this device.
+static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
+static inline void scratch_give(void *piece, int64_t bytes) { arena_free(ARENA_SCRATCH, piece, bytes); }
+
+/// What a kernel cannot tell at once: the first index out of range since the last look. In device memory; looked at whenever
+/// the host waits for the device anyway (reading a value, the statistics of a step), which then fails with ENG_ERR_VALUE.
+typedef struct cuda_fault_record {
+  int32_t raised;        // 1: the rest holds; set by atomicCAS so that the first one stays
+  int32_t op;            // eng_op
+  int64_t value, limit;  // index met, first index too large
+} cuda_fault_record;
+cuda_fault_record *cuda_fault(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#define CUDA_TRY(call) do { cudaError_t cuda_try_ = (call); if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); } while (0)
+/// After a launch: a wrong launch shape shows here, a fault inside the kernel at the next wait.
+#define CUDA_LAUNCHED(name) do { cudaError_t cuda_try_ = cudaPeekAtLastError(); if (cuda_try_ != cudaSuccess) { cudaGetLastError(); return cuda_status(cuda_try_, name); } } while (0)
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+/// Raises the fault of `op` from a kernel.
+__device__ static inline void raise_fault(cuda_fault_record *fault, int op, int64_t value, int64_t limit)
+{
+  if (atomicCAS(&fault->raised, 0, 1) == 0) {
+    fault->op = op;
+    fault->value = value;
+    fault->limit = limit;
+  }
+}
+
+// Storage types of the float formats, so that a template over them reads and writes with one conversion each. `raw16` with a
+// format number would do too, but the types say more.
+struct f16_t  { uint16_t bits; };
+struct bf16_t { uint16_t bits; };
+
+/// f32 (f64 for f64) from any float format: exact. NaN of f16 comes back quiet, as numerics.h.
+__device__ static inline float  widen(float x)  { return x; }
+__device__ static inline double widen(double x) { return x; }
+__device__ static inline float  widen(f16_t x)  { return __half2float(__ushort_as_half(x.bits)); }
+__device__ static inline float  widen(bf16_t x) { return __uint_as_float((uint32_t)x.bits << 16); }
+
+// Rounding once, to nearest even, bit for bit as numerics.h: the hardware's conversions yield one canonical NaN (0x7FFF), ours
+// keep sign and payload, hence the branch.
+__device__ static inline void narrow(float &y, float x)  { y = x; }
+__device__ static inline void narrow(double &y, double x) { y = x; }
+__device__ static inline void narrow(f16_t &y, float x)
+{
+  uint32_t b = __float_as_uint(x);
+  if ((b & 0x7FFFFFFFu) > 0x7F800000u) y.bits = (uint16_t)((b >> 16 & 0x8000u) | 0x7E00u | (b >> 13 & 0x3FFu));
+  else y.bits = __half_as_ushort(__float2half_rn(x));
+}
+__device__ static inline void narrow(bf16_t &y, float x) { y.bits = bf16_from_f32(x); }
+#endif
+#endif

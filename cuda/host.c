@@ -1,0 +1,65 @@
+// The core's functions as the CUDA device calls them, through the table handed over at loading. See backend_host.
+// Owns that table.
+#include "host.h"
+
+#include "error.h"
+#include "rng.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static const backend_host *host;
+
+bool host_accept(const backend_host *given)
+{
+  if (given->abi != BACKEND_ABI) return false;
+  host = given;
+  return true;
+}
+
+eng_status error_set(eng_status status, const char *format, ...)
+{
+  char text[2048];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  return host->error(status, text);
+}
+
+void *arena_alloc(arena_id id, int64_t bytes) { return host->alloc(id, bytes); }
+void arena_free(arena_id id, void *piece, int64_t bytes) { host->free(id, piece, bytes); }
+const char *tensor_text(const tensor *x) { return host->tensor_text(x); }
+bool tensor_contiguous(const tensor *x) { return host->tensor_contiguous(x); }
+uint64_t rng_seed(void) { return host->rng_seed(); }
+int eng_interrupted(void) { return host->interrupted(); }
+
+const char *eng_dtype_name(int dtype)
+{
+  switch (dtype) {
+#define ENG_DTYPE(name, number, bytes, kind) case number: return #name;
+#include "dtypes.def"
+#undef ENG_DTYPE
+  }
+  return "?";
+}
+
+int eng_dtype_size(int dtype)
+{
+  switch (dtype) {
+#define ENG_DTYPE(name, number, bytes, kind) case number: return bytes;
+#include "dtypes.def"
+#undef ENG_DTYPE
+  }
+  return 0;
+}
+
+const char *eng_op_name(int op)
+{
+  switch (op) {
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) case ENG_OP_##name: return #name;
+#include "ops.def"
+#undef ENG_OP
+  }
+  return "?";
+}

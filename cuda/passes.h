@@ -1,0 +1,41 @@
+// The CUDA device's functions that are no operations, as table.c lists them: memory (device.cu) and the passes over all
+// parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
+#ifndef ENG_CUDA_PASSES_H
+#define ENG_CUDA_PASSES_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "backend.h"
+
+// device.cu
+/// Takes the card: the one of CUDA_VISIBLE_DEVICES, or with LOCAL_RANK that of the rank.
+eng_status  cuda_open(void);
+void       *cuda_take(int64_t bytes);
+void        cuda_give(void *memory, int64_t bytes);
+int64_t     cuda_capacity(void);
+eng_status  cuda_move(void *to, const void *from, int64_t bytes, copy_direction direction);
+eng_status  cuda_clear(void *memory, int64_t bytes);
+eng_status  cuda_synchronize(void);
+const char *cuda_describe(void);
+
+// gradstats.cu
+eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
+eng_status cuda_gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
+eng_status cuda_gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss);
+
+/// For lagged updates: what the last gradstats pass found, in device memory.
+typedef struct cuda_step_total {
+  int64_t bad;            // inf and nan of all spans
+  double  sum_squares;    // of the finite gradients as stored
+} cuda_step_total;
+const cuda_step_total *cuda_last_total(void);
+
+// optimizer.cu
+eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update);
+eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,50 @@
+// The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that computes, and the passes
+// over all parameters. Handed to the core by eng_cuda_backend, the plug-in's one exported function.
+#include "device.h"
+#include "host.h"
+#include "passes.h"
+
+// Weak: an operation without a kernel is reported as not supported.
+#define KERNEL_ANY(name)  __attribute__((weak)) op_kernel cuda_##name;
+#define KERNEL_ROWS(name) __attribute__((weak)) op_kernel cuda_##name;
+#define KERNEL_VIEW(name)
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) KERNEL_##layout(name)
+#include "ops.def"
+#undef ENG_OP
+#undef KERNEL_ANY
+#undef KERNEL_ROWS
+#undef KERNEL_VIEW
+
+static const backend device = {
+  .name = "cuda",
+  .kernel = {
+#define KERNEL_ANY(name)  [ENG_OP_##name] = cuda_##name,
+#define KERNEL_ROWS(name) [ENG_OP_##name] = cuda_##name,
+#define KERNEL_VIEW(name)
+#define ENG_OP(name, inputs, outputs, layout, cast, gradient) KERNEL_##layout(name)
+#include "ops.def"
+#undef ENG_OP
+  },
+  .gradstats = cuda_gradstats,
+  .optimize = cuda_optimize,
+  .unscale = cuda_unscale,
+  .gradstats_start = cuda_gradstats_start,
+  .gradstats_fetch = cuda_gradstats_fetch,
+  .space = SPACE_CUDA,
+  .take = cuda_take,
+  .give = cuda_give,
+  .capacity = cuda_capacity,
+  .move = cuda_move,
+  .clear = cuda_clear,
+  .synchronize = cuda_synchronize,
+  .describe = cuda_describe,
+};
+
+__attribute__((visibility("default")))
+backend_plugin eng_cuda_backend;
+
+const backend *eng_cuda_backend(const backend_host *host)
+{
+  if (!host_accept(host)) return NULL;
+  return cuda_open() == ENG_OK ? &device : NULL;
+}
