@@ -34,6 +34,7 @@ typedef struct param_span {
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
+  double   scale;       // what the gradient carries beside the loss scale (per-layer scaling); optimize and unscale divide by it; 1 as a rule
   int32_t  starts;      // 1: no update has reached moment1 yet; SGD's momentum then starts as the gradient itself
 } param_span;
 

@@ -392,7 +392,7 @@ int params_spans(eng_params *set)
       .name = p->name, .count = p->value->count, .master = p->value->data,
       .shadow = p->shadow ? p->shadow->data : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
       .gradient = p->gradient->data, .gradient_dtype = p->gradient->dtype,
-      .moment_dtype = ENG_f32,
+      .moment_dtype = ENG_f32, .scale = 1,
     };
   }
   return m;
