@@ -1,0 +1,84 @@
+// Where FP8 operands and their scales lie in memory: the one place that computes it, for the CPU's quantizers and products as
+// for the GPU's. Uses nothing; inline, so that gcc and nvcc compile the same truth.
+//
+// An operand is a matrix [rows x inner] of FP8 bytes, row-major, `inner` being the dimension that the product sums over:
+// y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both have K inner; a product that sums over
+// another dimension (dgrad over N, wgrad over M) takes the transposed copy as an operand of its own.
+//
+// A scale is what a quantized value is multiplied by to get the real one (amax / largest, not its inverse): one f32 for
+//   FP8_TENSOR   the whole operand                  scale[0]
+//   FP8_ROW      each row                           scale[r]
+//   FP8_VEC128   each 1 x 128 piece of a row        scale[(k / 128) * round_up(rows, 4) + r]: rows run fastest
+//   FP8_BLK128   each 128 x 128 block               scale[(r / 128) * round_up(L, 4) + k / 128], L = ceil(inner / 128):
+//                                                   blocks along `inner` run fastest
+// These are the orders that cuBLASLt reads. The padding of BLK128's rows to a multiple of 4 is part of them: left out,
+// its answers are wrong without a word whenever L is not a multiple of 4. Scales in the padding are never multiplied with
+// anything but are read: keep them finite (0 will do). Scale arrays begin 16-byte aligned.
+//
+// The transposed operand of a BLK128 one has the same blocks: its grid of scales is the transposed grid, padded anew.
+#ifndef ENG_FP8_LAYOUT_H
+#define ENG_FP8_LAYOUT_H
+
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#define FP8_LAYOUT_INLINE static inline __host__ __device__
+#else
+#define FP8_LAYOUT_INLINE static inline
+#endif
+
+typedef enum fp8_scaling { FP8_TENSOR = 0, FP8_ROW = 1, FP8_VEC128 = 2, FP8_BLK128 = 3 } fp8_scaling;
+
+enum {
+  FP8_BLOCK = 128,       // elements that share a scale, in one direction or in both
+  FP8_PAD = 16,          // operands of a product on the GPU: rows and inner are multiples of it, the rest filled with zeros
+  FP8_SCALE_PAD = 4,     // floats
+};
+
+FP8_LAYOUT_INLINE int64_t fp8_blocks(int64_t n)                     { return (n + FP8_BLOCK - 1) / FP8_BLOCK; }
+FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// The size an operand's side is padded to for a product on the GPU. 16 serves every rule at once: 16-byte rows (inner), M and
+/// N multiples of 8, and the same for the transposed copy, where rows become inner. The CPU's products need no padding.
+FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
+
+/// Scales of an operand: element (r, k) has scale[(r / row_block) * row_stride + (k / inner_block) * inner_stride].
+typedef struct fp8_scales {
+  int64_t row_block, inner_block;     // elements that share a scale
+  int64_t row_stride, inner_stride;   // floats from block to block
+  int64_t row_count, inner_count;     // blocks in each direction
+  int64_t count;                      // floats in all, padding included
+} fp8_scales;
+
+/// Sizes and strides of the scales (an fp8_scaling) of an operand [rows x inner], both at least 1. For a padded operand give the padded
+/// sizes: then every block has its place (a block of padding alone has scale 0 or 1, as its quantizer likes).
+FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
+{
+  fp8_scales s;
+  s.row_block = scaling == FP8_TENSOR ? rows : scaling == FP8_BLK128 ? FP8_BLOCK : 1;
+  s.inner_block = scaling == FP8_TENSOR || scaling == FP8_ROW ? inner : FP8_BLOCK;
+  s.row_count = (rows + s.row_block - 1) / s.row_block;
+  s.inner_count = (inner + s.inner_block - 1) / s.inner_block;
+  if (scaling == FP8_BLK128) {
+    s.inner_stride = 1;
+    s.row_stride = fp8_round_up(s.inner_count, FP8_SCALE_PAD);
+    s.count = s.row_stride * s.row_count;
+  } else if (scaling == FP8_VEC128) {
+    s.row_stride = 1;
+    s.inner_stride = fp8_round_up(rows, FP8_SCALE_PAD);
+    s.count = s.inner_stride * s.inner_count;
+  } else {
+    s.row_stride = scaling == FP8_ROW;
+    s.inner_stride = 0;
+    s.count = s.row_count;
+  }
+  return s;
+}
+
+/// Place of the scale of element (r, k).
+FP8_LAYOUT_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
+{
+  return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;
+}
+
+#endif
