@@ -4,6 +4,7 @@
 #include "op.h"
 #include "step.h"
 #include "tape.h"
+#include "transfer.h"
 
 #include <string.h>
 
@@ -12,7 +13,11 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
   tensor *x;
   *out = (eng_tensor){0, 0};
   ENG_TRY(tensor_make(&x, home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : step_home(true), dtype, ndim, shape));
-  memset(x->data, 0, (size_t)(x->count * eng_dtype_size(dtype)));
+  eng_status status = transfer_clear(x);
+  if (status != ENG_OK) {
+    tensor_drop(x);
+    return status;
+  }
   *out = tensor_handle(x);
   return ENG_OK;
 }
@@ -20,10 +25,18 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 /// Copies x into y (same number of elements in broadcast) without recording.
 static eng_status copy(tensor *y, tensor *x)
 {
-  bool recording = eng_grad_enabled(false);
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .in = {x}, .out = {y}, .ints = {y->dtype}};
-  eng_status status = op_run(&c);
-  eng_grad_enabled(recording);
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y}, .ints = {y->dtype}};
+  eng_status status = ENG_OK;
+  if (x->store->space != y->store->space)
+    return error_set(ENG_ERR_DEVICE, "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')", tensor_text(x), tensor_text(y),
+                     backend_of_space(y->store->space)->name);
+  if (x->store->space == arena_space()) {
+    bool recording = eng_grad_enabled(false);
+    status = op_run(&c);
+    eng_grad_enabled(recording);
+  } else if (y->count > 0) {
+    status = backend_of_space(y->store->space)->kernel[c.op](&c);   // of a device that is not in force now
+  }
   y->store->writes++;
   return status;
 }
@@ -33,7 +46,7 @@ eng_status eng_keep(eng_tensor *out, const eng_tensor *handle)
   tensor *x, *y;
   *out = (eng_tensor){0, 0};
   ENG_TRY(tensor_get(&x, handle));
-  ENG_TRY(tensor_make(&y, ARENA_KEPT, x->dtype, x->ndim, x->shape));
+  ENG_TRY(tensor_make_in(&y, x->store->space, ARENA_KEPT, x->dtype, x->ndim, x->shape));
   eng_status status = copy(y, x);
   if (status != ENG_OK) {
     tensor_drop(y);
@@ -57,43 +70,45 @@ eng_status eng_free(const eng_tensor *handle)
   return ENG_OK;
 }
 
+eng_status eng_to_device(eng_tensor *out, const eng_tensor *handle, const char *name)
+{
+  tensor *x, *y;
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(tensor_get(&x, handle));
+  const backend *device = backend_find(name);
+  if (!device) return ENG_ERR_DEVICE;
+  ENG_TRY(tensor_make_in(&y, device->space, step_home(true), x->dtype, x->ndim, x->shape));
+  int64_t bytes = y->count * eng_dtype_size(y->dtype);
+  eng_status status;
+  if (x->store->space == y->store->space) status = transfer_rows(y->data, x);
+  else if (y->store->space == SPACE_HOST) status = transfer_read(y->data, y->dtype, x);
+  else if (x->store->space == SPACE_HOST && tensor_contiguous(x)) status = transfer_from_host(y->store->space, y->data, x->data, bytes);
+  else {
+    void *rows = arena_alloc_in(SPACE_HOST, ARENA_SCRATCH, bytes);
+    status = rows ? transfer_read(rows, x->dtype, x) : ENG_ERR_MEMORY;
+    if (status == ENG_OK) status = transfer_from_host(y->store->space, y->data, rows, bytes);
+    arena_free_in(SPACE_HOST, ARENA_SCRATCH, rows, bytes);
+  }
+  if (status != ENG_OK) {
+    tensor_drop(y);
+    return status;
+  }
+  *out = tensor_handle(y);
+  return ENG_OK;
+}
+
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   *out = (eng_tensor_info){
     .count = x->count, .ndim = x->ndim, .dtype = x->dtype, .requires_grad = x->requires_grad, .is_leaf = !tape_holds(x),
-    .owner = x->held ? 2 : x->of_step ? 0 : 1, .contiguous = tensor_contiguous(x), .step = x->step, .data = x->data,
+    .owner = x->held ? 2 : x->of_step ? 0 : 1, .contiguous = tensor_contiguous(x), .step = x->step,
+    .space = x->store->space, .data = x->store->space == SPACE_HOST ? x->data : NULL,
   };
   memcpy(out->shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
   memcpy(out->stride, x->stride, (size_t)x->ndim * sizeof *x->stride);
   return ENG_OK;
-}
-
-/// Element-wise conversion between a row-major buffer and a tensor of any strides.
-static void transfer(void *buffer, int format, tensor *x, bool into_tensor)
-{
-  bool exact_ints = !dtype_is_float(format) && !dtype_is_float(x->dtype);
-  if (format == x->dtype && tensor_contiguous(x)) {
-    size_t bytes = (size_t)(x->count * eng_dtype_size(format));
-    if (bytes == 0) return;
-    if (into_tensor) memcpy(x->data, buffer, bytes);
-    else memcpy(buffer, x->data, bytes);
-    return;
-  }
-  int64_t index[ENG_MAX_DIMS] = {0}, at = 0;
-  for (int64_t i = 0; i < x->count; i++) {
-    if (into_tensor && exact_ints) tensor_store_int(x->data, x->dtype, at, tensor_load_int(buffer, format, i));
-    else if (into_tensor) tensor_store(x->data, x->dtype, at, tensor_load(buffer, format, i));
-    else if (exact_ints) tensor_store_int(buffer, format, i, tensor_load_int(x->data, x->dtype, at));
-    else tensor_store(buffer, format, i, tensor_load(x->data, x->dtype, at));
-    for (int d = x->ndim - 1; d >= 0; d--) {
-      at += x->stride[d];
-      if (++index[d] < x->shape[d]) break;
-      at -= x->stride[d] * x->shape[d];
-      index[d] = 0;
-    }
-  }
 }
 
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
@@ -109,7 +124,7 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, source, from, count));
-  transfer((void *)source, from, x, true);
+  ENG_TRY(transfer_write(x, source, from));
   x->store->writes++;
   return ENG_OK;
 }
@@ -119,8 +134,7 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handl
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, target, to, count));
-  transfer(target, to, x, false);
-  return ENG_OK;
+  return transfer_read(target, to, x);
 }
 
 eng_status eng_item(double *out, const eng_tensor *handle)
@@ -128,7 +142,9 @@ eng_status eng_item(double *out, const eng_tensor *handle)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (x->count != 1) return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s", tensor_text(x));
-  *out = tensor_load(x->data, x->dtype, 0);
+  char cell[8];
+  ENG_TRY(transfer_to_host(cell, x->store->space, x->data, eng_dtype_size(x->dtype)));
+  *out = tensor_load(cell, x->dtype, 0);
   return ENG_OK;
 }
 
@@ -136,12 +152,19 @@ eng_status eng_fill(const eng_tensor *handle, double value)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  char cell[8];
-  tensor_store(cell, x->dtype, 0, value);
-  storage nobody = {.memory = cell, .bytes = 8, .references = 1, .arena = -1};
-  tensor one = {.data = cell, .count = x->count, .ndim = x->ndim, .dtype = x->dtype, .store = &nobody, .live = true, .node = -1};
-  memcpy(one.shape, x->shape, sizeof one.shape);   // strides stay 0: the one element everywhere
-  return copy(x, &one);
+  tensor *one;
+  ENG_TRY(tensor_make_in(&one, x->store->space, ARENA_STEP, x->dtype, 0, NULL));
+  eng_status status = transfer_set(one, value);
+  if (status == ENG_OK) {
+    tensor everywhere = *one;   // x's shape with strides of 0
+    everywhere.ndim = x->ndim;
+    everywhere.count = x->count;
+    memcpy(everywhere.shape, x->shape, sizeof everywhere.shape);
+    memset(everywhere.stride, 0, sizeof everywhere.stride);
+    status = copy(x, &everywhere);
+  }
+  tensor_drop(one);
+  return status;
 }
 
 eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)

@@ -1,4 +1,5 @@
-// Arenas: bump allocation in chunks from mmap, with free lists by exact size. See arena.h.
+// Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks come from mmap, those of
+// another memory space from its device; nothing here looks into a piece, for the host may not be able to.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -23,12 +24,12 @@
 #define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
 enum { APART = 64 };
 #else
-#define CLOSE(memory, bytes) ((void)(memory))
-#define OPEN(memory, bytes)  ((void)(memory))
+#define CLOSE(memory, bytes) ((void)(memory), (void)(bytes))
+#define OPEN(memory, bytes)  ((void)(memory), (void)(bytes))
 enum { APART = 0 };
 #endif
 
-enum { ALIGNMENT = 64, FREE_LISTS = 1024 /* a power of two */ };
+enum { ALIGNMENT = 64, CARD_ALIGNMENT = 256, FREE_LISTS = 1024 /* a power of two */ };
 
 typedef struct chunk {
   struct chunk *next;
@@ -37,10 +38,15 @@ typedef struct chunk {
   bool    dedicated;       // holds exactly one piece
 } chunk;
 
-// Returned pieces of one size, linked through their own first bytes.
+// Returned pieces of one size.
+typedef struct free_piece {
+  struct free_piece *next;
+  void *memory;
+} free_piece;
+
 typedef struct free_list {
   int64_t size;            // 0: the entry is empty
-  void   *first;
+  free_piece *first;
 } free_list;
 
 typedef struct arena {
@@ -48,26 +54,65 @@ typedef struct arena {
   int64_t chunk_size;      // bytes taken from the system at least
   chunk  *first, *current;
   free_list lists[FREE_LISTS];
+  int     lists_used;      // of lists[]
   int64_t used, peak, reserved, allocations, pieces;
 } arena;
 
-static arena arenas[ARENA_COUNT] = {
-  [ARENA_PARAMETER] = {.name = "parameters", .chunk_size = 1 << 20},
-  [ARENA_OPTIMIZER] = {.name = "optimizer",  .chunk_size = 1 << 20},
-  [ARENA_KEPT]      = {.name = "kept",       .chunk_size = 4 << 20},
-  [ARENA_STEP]      = {.name = "step",       .chunk_size = 64 << 20},
-  [ARENA_SCRATCH]   = {.name = "scratch",    .chunk_size = 8 << 20},
-};
-static int64_t limit;      // bytes over all arenas; 0: none
+#define ARENAS_OF(prefix) { \
+  [ARENA_PARAMETER] = {.name = prefix "parameters", .chunk_size = 1 << 20}, \
+  [ARENA_OPTIMIZER] = {.name = prefix "optimizer",  .chunk_size = 1 << 20}, \
+  [ARENA_KEPT]      = {.name = prefix "kept",       .chunk_size = 4 << 20}, \
+  [ARENA_STEP]      = {.name = prefix "step",       .chunk_size = 64 << 20}, \
+  [ARENA_SCRATCH]   = {.name = prefix "scratch",    .chunk_size = 8 << 20}, \
+}
+static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""), [SPACE_CUDA] = ARENAS_OF("cuda ")};
+static arena_source sources[SPACE_COUNT];
+static int in_force = SPACE_HOST;
+static free_piece *spare_nodes;
+static int64_t limit;      // bytes over all arenas of a space; 0: none
+
+void arena_use(int space, const arena_source *source)
+{
+  in_force = space;
+  if (source) sources[space] = *source;
+}
+
+int arena_space(void)
+{
+  return in_force;
+}
+
+static free_piece *node_take(void)
+{
+  enum { BLOCK = 256 };
+  if (!spare_nodes) {
+    free_piece *block = calloc(BLOCK, sizeof *block);
+    if (!block) return NULL;
+    for (int i = 0; i < BLOCK; i++) {
+      block[i].next = spare_nodes;
+      spare_nodes = &block[i];
+    }
+  }
+  free_piece *node = spare_nodes;
+  spare_nodes = node->next;
+  return node;
+}
+
+static void node_give(free_piece *node)
+{
+  node->next = spare_nodes;
+  spare_nodes = node;
+}
 
 static bool lasting(arena_id id)
 {
   return id == ARENA_PARAMETER || id == ARENA_OPTIMIZER || id == ARENA_KEPT;
 }
 
-static int64_t rounded(int64_t bytes)
+static int64_t rounded(int space, int64_t bytes)
 {
-  return (bytes <= 0 ? ALIGNMENT : (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT) + APART;
+  int64_t unit = space == SPACE_HOST ? ALIGNMENT : CARD_ALIGNMENT;
+  return (bytes <= 0 ? unit : (bytes + unit - 1) / unit * unit) + APART;
 }
 
 /// The list for `size`, or the empty entry where it would go; NULL when the table is full.
@@ -104,96 +149,133 @@ static int64_t machine_memory(void)
   return known;
 }
 
-static int64_t reserved_in_all(void)
+static int64_t memory_of(int space)
+{
+  return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
+}
+
+static void mark_closed(int space, void *memory, int64_t bytes)
+{
+  if (space == SPACE_HOST) CLOSE(memory, bytes);
+}
+
+static void mark_open(int space, void *memory, int64_t bytes)
+{
+  if (space == SPACE_HOST) OPEN(memory, bytes);
+}
+
+static int64_t reserved_in_all(int space)
 {
   int64_t total = 0;
-  for (int i = 0; i < ARENA_COUNT; i++) total += arenas[i].reserved;
+  for (int i = 0; i < ARENA_COUNT; i++) total += arenas[space][i].reserved;
   return total;
 }
 
-static void chunk_return(arena *a, chunk **at)
+static void *memory_take(int space, int64_t size)
+{
+  if (space != SPACE_HOST) return sources[space].take(size);
+  void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return NULL;
+  if (size >= 4 << 20) madvise(memory, (size_t)size, MADV_HUGEPAGE);
+  return memory;
+}
+
+static void memory_give(int space, void *memory, int64_t size)
+{
+  if (space != SPACE_HOST) sources[space].give(memory, size);
+  else munmap(memory, (size_t)size);
+}
+
+static void chunk_return(int space, arena *a, chunk **at)
 {
   chunk *c = *at;
   *at = c->next;
   if (a->current == c) a->current = a->first;
-  OPEN(c->memory, c->size);   // another mapping may take the place
-  munmap(c->memory, (size_t)c->size);
+  mark_open(space, c->memory, c->size);   // another mapping may take the place
+  memory_give(space, c->memory, c->size);
   a->reserved -= c->size;
   free(c);
 }
 
 /// Returns chunks that hold nothing to the system: what an earlier, larger step took.
-static void return_empty_chunks(void)
+static void return_empty_chunks(int space)
 {
   for (int i = 0; i < ARENA_COUNT; i++)
-    for (chunk **at = &arenas[i].first; *at;) {
-      if ((*at)->used == 0) chunk_return(&arenas[i], at);
+    for (chunk **at = &arenas[space][i].first; *at;) {
+      if ((*at)->used == 0) chunk_return(space, &arenas[space][i], at);
       else at = &(*at)->next;
     }
 }
 
-static void complain(const arena *wanting, int64_t bytes)
+static void complain(int space, const arena *wanting, int64_t bytes)
 {
+  const arena *all = arenas[space];
   char table[768];
   int at = 0;
   for (int i = 0; i < ARENA_COUNT && at < (int)sizeof table; i++)
     at += snprintf(table + at, sizeof table - (size_t)at, "\n  %-10s %10.1f MiB in use, %10.1f MiB reserved",
-                   arenas[i].name, (double)arenas[i].used / (1 << 20), (double)arenas[i].reserved / (1 << 20));
+                   all[i].name, (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
   char bound[64] = "";
   if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));
-  else snprintf(bound, sizeof bound, " (this machine has %.1f MiB)", (double)machine_memory() / (1 << 20));
+  else snprintf(bound, sizeof bound, " (%s has %.1f MiB)", space == SPACE_HOST ? "this machine" : "the card", (double)memory_of(space) / (1 << 20));
   error_set(ENG_ERR_MEMORY, "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
             "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
             wanting->name, (double)bytes / (1 << 20), bound, table);
 }
 
-static chunk *chunk_new(arena_id id, int64_t bytes)
+static chunk *chunk_new(int space, arena_id id, int64_t bytes)
 {
-  arena *a = &arenas[id];
+  arena *a = &arenas[space][id];
   bool dedicated = lasting(id) && bytes >= a->chunk_size / 2;
   int64_t size = dedicated || bytes > a->chunk_size ? bytes : a->chunk_size;
-  int64_t most = limit && limit < machine_memory() ? limit : machine_memory();
-  if (reserved_in_all() > most - size) size = bytes;   // a smaller chunk may still do
-  if (reserved_in_all() > most - size) return_empty_chunks();
-  if (reserved_in_all() > most - size) {
-    complain(a, bytes);
+  int64_t most = memory_of(space);
+  if (limit && limit < most) most = limit;
+  if (reserved_in_all(space) > most - size) size = bytes;   // a smaller chunk may still do
+  if (reserved_in_all(space) > most - size) return_empty_chunks(space);
+  if (reserved_in_all(space) > most - size) {
+    complain(space, a, bytes);
     return NULL;
   }
   size = (size + 4095) / 4096 * 4096;
-  void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  chunk *c = memory == MAP_FAILED ? NULL : malloc(sizeof *c);
+  void *memory = memory_take(space, size);
+  if (!memory) {   // others may use the machine or the card, too
+    return_empty_chunks(space);
+    size = (bytes + 4095) / 4096 * 4096;
+    memory = memory_take(space, size);
+  }
+  chunk *c = memory ? malloc(sizeof *c) : NULL;
   if (!c) {
-    if (memory != MAP_FAILED) munmap(memory, (size_t)size);
-    complain(a, bytes);
+    if (memory) memory_give(space, memory, size);
+    complain(space, a, bytes);
     return NULL;
   }
-  if (size >= 4 << 20) madvise(memory, (size_t)size, MADV_HUGEPAGE);
-  CLOSE(memory, size);
+  mark_closed(space, memory, size);
   *c = (chunk){.memory = memory, .size = size, .dedicated = dedicated};
   a->reserved += size;
   a->allocations++;
   return c;
 }
 
-void *arena_alloc(arena_id id, int64_t bytes)
+void *arena_alloc_in(int space, arena_id id, int64_t bytes)
 {
-  arena *a = &arenas[id];
+  arena *a = &arenas[space][id];
   if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have wrapped
-    complain(a, INT64_MAX);
+    complain(space, a, INT64_MAX);
     return NULL;
   }
-  int64_t size = rounded(bytes);
+  int64_t size = rounded(space, bytes);
   void *piece = NULL;
   free_list *list = list_for(a, size);
   if (list && list->size == size && list->first) {
-    piece = list->first;
-    OPEN(piece, sizeof list->first);
-    memcpy(&list->first, piece, sizeof list->first);
+    free_piece *node = list->first;
+    piece = node->memory;
+    list->first = node->next;
+    node_give(node);
   } else {
     chunk *c = a->current;
     while (c && (c->dedicated || c->size - c->used < size)) c = c->next;
     if (!c) {
-      c = chunk_new(id, size);
+      c = chunk_new(space, id, size);
       if (!c) return NULL;
       // Appended, so that a reset replays the same order of chunks.
       chunk **end = &a->first;
@@ -204,63 +286,84 @@ void *arena_alloc(arena_id id, int64_t bytes)
     piece = c->memory + c->used;
     c->used += size;
   }
-  OPEN(piece, bytes);
+  mark_open(space, piece, bytes);
   a->used += size;
   a->pieces++;
   if (a->used > a->peak) a->peak = a->used;
   return piece;
 }
 
-static void rewind_chunks(arena *a)
+static void rewind_chunks(int space, arena *a)
 {
-  memset(a->lists, 0, sizeof a->lists);
+  for (int i = 0; a->lists_used > 0 && i < FREE_LISTS; i++) {
+    for (free_piece *node = a->lists[i].first, *next; node; node = next) {
+      next = node->next;
+      node_give(node);
+    }
+    if (a->lists[i].size) a->lists_used--;
+    a->lists[i] = (free_list){0};
+  }
   for (chunk *c = a->first; c; c = c->next) {
-    CLOSE(c->memory, c->used);
+    mark_closed(space, c->memory, c->used);
     c->used = 0;
   }
   a->current = a->first;
   a->used = a->pieces = 0;
 }
 
-void arena_free(arena_id id, void *piece, int64_t bytes)
+void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
 {
   if (!piece) return;
-  arena *a = &arenas[id];
-  int64_t size = rounded(bytes);
+  arena *a = &arenas[space][id];
+  int64_t size = rounded(space, bytes);
   a->used -= size;
   if (--a->pieces == 0 && !lasting(id)) {
-    rewind_chunks(a);
+    rewind_chunks(space, a);
     return;
   }
   if (lasting(id) && size >= a->chunk_size / 2) {
     for (chunk **at = &a->first; *at; at = &(*at)->next) {
       if ((*at)->memory != piece || !(*at)->dedicated) continue;
-      chunk_return(a, at);
+      chunk_return(space, a, at);
       return;
     }
   }
+  mark_closed(space, piece, size);
   free_list *list = list_for(a, size);
-  if (!list) {   // more sizes than lists: the piece waits for the reset
-    CLOSE(piece, size);
-    return;
-  }
-  OPEN(piece, sizeof list->first);
-  memcpy(piece, &list->first, sizeof list->first);
-  CLOSE(piece, size);
+  free_piece *node = list ? node_take() : NULL;
+  if (!node) return;   // more sizes than lists: the piece waits for the reset
+  node->memory = piece;
+  node->next = list->first;
+  if (list->size == 0) a->lists_used++;
   list->size = size;
-  list->first = piece;
+  list->first = node;
+}
+
+void *arena_alloc(arena_id id, int64_t bytes)
+{
+  return arena_alloc_in(in_force, id, bytes);
+}
+
+void arena_free(arena_id id, void *piece, int64_t bytes)
+{
+  arena_free_in(in_force, id, piece, bytes);
 }
 
 void arena_reset(arena_id id)
 {
-  rewind_chunks(&arenas[id]);
+  for (int space = 0; space < SPACE_COUNT; space++) rewind_chunks(space, &arenas[space][id]);
 }
 
 int eng_memory(eng_memory_row *rows, int capacity)
 {
-  for (int i = 0; i < ARENA_COUNT && i < capacity; i++)
-    rows[i] = (eng_memory_row){arenas[i].name, arenas[i].used, arenas[i].peak, arenas[i].reserved, arenas[i].allocations};
-  return ARENA_COUNT < capacity ? ARENA_COUNT : capacity;
+  int n = 0;
+  for (int space = 0; space < SPACE_COUNT; space++)
+    for (int i = 0; i < ARENA_COUNT && n < capacity; i++) {
+      const arena *a = &arenas[space][i];
+      if (space != SPACE_HOST && a->allocations == 0) continue;   // never used
+      rows[n++] = (eng_memory_row){a->name, a->used, a->peak, a->reserved, a->allocations};
+    }
+  return n;
 }
 
 void eng_memory_limit(int64_t bytes)

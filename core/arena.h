@@ -1,4 +1,4 @@
-// Arenas: the memory that tensors live in. Each arena takes big chunks from the system and hands
+// Arenas: the memory that tensors live in, one set of them for each memory space: the host's, a card's. Each arena takes big chunks from the system and hands
 // out 64-byte aligned pieces; a piece given back is used again by the next request of the same size.
 // A training step asks for the same sizes every time, so after the first step nothing is taken from
 // the system any more.
@@ -17,14 +17,33 @@ typedef enum arena_id {
   ARENA_COUNT
 } arena_id;
 
-/// A piece of at least `bytes` bytes, 64-byte aligned, contents undefined; never NULL for 0 bytes.
+/// Memory spaces: a tensor's memory belongs to one, and a device computes in one.
+enum { SPACE_HOST = 0, SPACE_CUDA = 1, SPACE_COUNT = 2 };
+
+/// Where a space that is not the host's gets its memory (backend.h says what the functions do).
+typedef struct arena_source {
+  void   *(*take)(int64_t bytes);
+  void    (*give)(void *memory, int64_t bytes);
+  int64_t (*capacity)(void);
+} arena_source;
+
+/// Puts a memory space in force: the one that arena_alloc takes from. `source` is NULL for the host.
+void arena_use(int space, const arena_source *source);
+/// The space in force.
+int arena_space(void);
+
+/// A piece of at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined; never NULL for 0 bytes.
 /// NULL with the error set (MEMORY, with the arena table in the text) when there is none.
 void *arena_alloc(arena_id id, int64_t bytes);
+
+/// The same from a space by number.
+void *arena_alloc_in(int space, arena_id id, int64_t bytes);
+void arena_free_in(int space, arena_id id, void *piece, int64_t bytes);
 
 /// Gives a piece of `bytes` bytes back for use by a later request of the same size. NULL is fine.
 void arena_free(arena_id id, void *piece, int64_t bytes);
 
-/// Everything handed out since the last reset becomes free at once.
+/// Everything handed out since the last reset, in any space, becomes free at once.
 void arena_reset(arena_id id);
 
 #endif

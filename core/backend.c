@@ -2,15 +2,24 @@
 #include "backend.h"
 
 #include "error.h"
+#include "plugin.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const backend *current;
+static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was looked up
 
 const backend *backend_find(const char *name)
 {
   if (strcmp(name, "cpu") == 0) return backend_cpu();
   if (strcmp(name, "reference") == 0) return backend_reference();
+  if (strcmp(name, "cuda") == 0) {
+    const backend *cuda = plugin_cuda();
+    if (cuda) of_space[cuda->space] = cuda;
+    return cuda;
+  }
+  error_set(ENG_ERR_DEVICE, "there is no device '%s'; devices: cpu, reference, cuda, auto", name);
   return NULL;
 }
 
@@ -20,20 +29,45 @@ const backend *backend_current(void)
   return current;
 }
 
+const backend *backend_of_space(int space)
+{
+  return space == SPACE_HOST ? backend_cpu() : of_space[space];
+}
+
 void backend_use(const backend *device)
 {
   current = device;
+  arena_use(device->space, device->space == SPACE_HOST ? NULL : &device->memory);
 }
 
 eng_status eng_device_set(const char *name)
 {
-  const backend *found = backend_find(strcmp(name, "auto") == 0 ? "cpu" : name);
-  if (!found) return error_set(ENG_ERR_DEVICE, "there is no device '%s' here; devices: cpu, reference", name);
-  current = found;
+  if (strcmp(name, "auto") == 0) {
+    char text[256];
+    name = eng_gpu_probe(text, sizeof text) > 0 && backend_find("cuda") ? "cuda" : "cpu";
+  }
+  const backend *found = backend_find(name);
+  if (!found) return ENG_ERR_DEVICE;
+  backend_use(found);
   return ENG_OK;
 }
 
 const char *eng_device_name(void)
 {
   return backend_current()->name;
+}
+
+const char *eng_device_text(void)
+{
+  const backend *device = backend_current();
+  static char text[64];
+  if (device->describe) return device->describe();
+  snprintf(text, sizeof text, "%s, %s", device->name, eng_cpu_isa(NULL));
+  return text;
+}
+
+eng_status eng_synchronize(void)
+{
+  const backend *device = backend_current();
+  return device->synchronize ? device->synchronize() : ENG_OK;
 }

@@ -20,8 +20,6 @@ typedef struct op_call {
 
 typedef eng_status op_kernel(const op_call *call);
 
-/// Memory spaces: a tensor's memory belongs to one, and a device computes in one.
-enum { SPACE_HOST = 0, SPACE_CUDA = 1, SPACE_COUNT = 2 };
 typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
 
 /// One parameter's part in a pass over all parameters: gradient statistics, optimizer.
@@ -65,10 +63,8 @@ typedef struct backend {
 
   /// The memory its tensors live in: SPACE_HOST, or a space of its own.
   int32_t space;
-  /// Big pieces of memory, for the arenas. NULL: there is none left. `capacity`: bytes there are in all.
-  void   *(*take)(int64_t bytes);
-  void    (*give)(void *memory, int64_t bytes);
-  int64_t (*capacity)(void);
+  /// Big pieces of memory, for the arenas. `take` gives NULL when there is none left; `capacity`: bytes there are in all.
+  arena_source memory;
   /// Copies, in order with the kernels before and after. To the host: complete on return. From the host: `from` may be
   /// reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
@@ -99,6 +95,8 @@ typedef const backend *backend_plugin(const backend_host *host);
 /// The device in force, the reference, and one by name (NULL when unknown).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
+/// The device that owns a memory space, once it was in force; the CPU for the host's.
+const backend *backend_of_space(int space);
 /// Puts a device in force that is not in the list (profile.c's).
 void backend_use(const backend *device);
 

@@ -74,7 +74,8 @@ typedef struct eng_tensor_info {
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step it was made in
-  void   *data;               // first element, in host memory
+  int32_t space, reserved;    // whose memory: 0 the host's, 1 a CUDA card's
+  void   *data;               // first element; NULL when not in host memory
 } eng_tensor_info;
 
 /// Where a new tensor lives: AUTO, inside a step or scope (see eng_step_begin) in the step, outside until
@@ -110,6 +111,10 @@ eng_status eng_fill(const eng_tensor *x, double value);
 /// engine's counter-based generator (Philox 4x32-10; the same on every device).
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
+
+/// A copy of `x` in the memory of device `name`, of the lifetime ENG_AUTO gives, row-major; not recorded. Where the memory is the
+/// same ("cpu", "reference"), too. Errors: DEVICE.
+eng_status eng_to_device(eng_tensor *out, const eng_tensor *x, const char *name);
 
 /// Copies `source` into `target` elementwise with conversion and broadcasting; not recorded.
 eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
@@ -408,9 +413,14 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 
 // ------------------------------------------------------------------ devices, threads, random numbers
 
-/// Chooses the device by name: "cpu", or "reference", the slow clear truth.
+/// Chooses the device by name: "cpu"; "reference", the slow clear truth; "cuda"; or "auto": "cuda" where there is a card, else "cpu".
+/// Operations run on the device in force and take tensors in its memory only. Errors: DEVICE, with what is missing.
 eng_status eng_device_set(const char *name);
 const char *eng_device_name(void);
+/// Waits until everything asked of the device is done, and tells what went wrong there.
+eng_status eng_synchronize(void);
+/// One line about the device in force: the card, or the CPU's instruction set.
+const char *eng_device_text(void);
 
 /// Threads the kernels use; 0 keeps what is set. Gives the number in force.
 int eng_threads(int n);

@@ -3,6 +3,7 @@
 #include "error.h"
 #include "op.h"
 #include "tape.h"
+#include "transfer.h"
 
 // Runs an operation into a new tensor; the rule returns on failure.
 static eng_status unary(tensor **out, int op, tensor *x) { return op_run1(out, op, x, NULL, NULL, NULL, 0, 0, 0); }
@@ -15,8 +16,8 @@ static eng_status masked(tensor **out, tensor *condition, tensor *x)
   tensor *zero;
   eng_status status = tensor_make(&zero, ARENA_STEP, x->dtype, 0, NULL);
   if (status == ENG_OK) {
-    tensor_store(zero->data, zero->dtype, 0, 0);
-    status = op_run1(out, ENG_OP_where, condition, x, zero, NULL, 0, 0, 0);
+    status = transfer_clear(zero);
+    if (status == ENG_OK) status = op_run1(out, ENG_OP_where, condition, x, zero, NULL, 0, 0, 0);
     tensor_drop(zero);
   }
   tensor_drop(condition);
@@ -80,7 +81,7 @@ eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *y = g->call->out[0], *zero;
   ENG_TRY(tensor_make(&zero, ARENA_STEP, b->dtype, 0, NULL));
-  tensor_store(zero->data, zero->dtype, 0, 0);
+  ENG_TRY(transfer_clear(zero));
   if (grad_wants(g, 0)) {
     tensor *less, *power, *slope, *nonzero, *slope_kept, *da;
     ENG_TRY(affine(&less, b, 1, -1));
@@ -129,7 +130,7 @@ eng_status grad_where(grad_call *g)
 {
   tensor *condition = g->call->in[0], *zero, *dx;
   ENG_TRY(tensor_make(&zero, ARENA_STEP, g->dy[0]->dtype, 0, NULL));
-  tensor_store(zero->data, zero->dtype, 0, 0);
+  ENG_TRY(transfer_clear(zero));
   for (int k = 1; k < 3; k++) {
     if (!grad_wants(g, k)) continue;
     ENG_TRY(op_run1(&dx, ENG_OP_where, condition, k == 1 ? g->dy[0] : zero, k == 1 ? zero : g->dy[0], NULL, 0, 0, 0));

@@ -2,6 +2,7 @@
 #include "error.h"
 #include "op.h"
 #include "tape.h"
+#include "transfer.h"
 
 #include <string.h>
 
@@ -41,8 +42,7 @@ eng_status grad_expand(grad_call *g)
 static eng_status zeros_like(tensor **out, const tensor *x, int dtype)
 {
   ENG_TRY(tensor_make(out, ARENA_STEP, dtype, x->ndim, x->shape));
-  memset((*out)->data, 0, (size_t)(*out)->count * (size_t)eng_dtype_size(dtype));
-  return ENG_OK;
+  return transfer_clear(*out);
 }
 
 eng_status grad_slice(grad_call *g)

@@ -89,6 +89,19 @@ static eng_status check_present(const op_call *c)
   return ENG_OK;
 }
 
+/// Every input must lie in the memory of the device in force.
+static eng_status check_space(const op_call *c)
+{
+  int space = arena_space();
+  for (int k = 0; k < c->n_in; k++) {
+    if (!c->in[k] || c->in[k]->store->space == space) continue;
+    const char *here = backend_current()->name;
+    return error_set(ENG_ERR_DEVICE, "%s: input %d, %s, is not in the memory of the device in force, %s; hint: x:to('%s')", op_table[c->op].name,
+                     k + 1, tensor_text(c->in[k]), here, here);
+  }
+  return ENG_OK;
+}
+
 static eng_status make_outputs(op_call *c, const op_shape *s)
 {
   for (int k = 0; k < c->n_out; k++) {
@@ -131,6 +144,7 @@ eng_status op_run(op_call *c)
   ENG_TRY(check_present(c));
 
   const op_info *info = &op_table[c->op];
+  ENG_TRY(check_space(c));
   int yields;
   ENG_TRY(apply_precision(c, &yields));
   op_shape shape;

@@ -4,6 +4,7 @@
 // Owns the moments. Holds a reference on the set, so that both may be freed in any order.
 #include "error.h"
 #include "params.h"
+#include "transfer.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -95,10 +96,17 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
 /// checkpoint goes on exactly like the one that was saved.
 static bool untouched(const tensor *moment)
 {
-  const unsigned char *byte = moment->data;
-  int64_t bytes = moment->count * eng_dtype_size(moment->dtype);
-  for (int64_t k = 0; k < bytes; k++)
-    if (byte[k]) return false;
+  const char *at = moment->data;
+  int64_t left = moment->count * eng_dtype_size(moment->dtype);
+  while (left > 0) {
+    unsigned char piece[4096];
+    int64_t bytes = left < (int64_t)sizeof piece ? left : (int64_t)sizeof piece;
+    if (transfer_to_host(piece, moment->store->space, at, bytes) != ENG_OK) return false;
+    for (int64_t k = 0; k < bytes; k++)
+      if (piece[k]) return false;
+    at += bytes;
+    left -= bytes;
+  }
   return true;
 }
 

@@ -7,6 +7,7 @@
 #include "params.h"
 
 #include "error.h"
+#include "transfer.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -37,7 +38,7 @@ static void release_waiting(void)
     }
     *at = flat->next;
     for (int i = 0; i < flat->n; i++) tensor_drop(flat->part[i]);
-    arena_free(flat->arena, flat->memory, flat->bytes);
+    arena_free_in(flat->space, flat->arena, flat->memory, flat->bytes);
     free(flat);
   }
 }
@@ -57,16 +58,17 @@ static int64_t part_bytes(int64_t count, int dtype)
 }
 
 /// The memory only; the parts are filled in by the caller.
-static eng_status flat_memory(flat_buffer **out, arena_id arena, int n, int64_t bytes)
+static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
 {
   *out = NULL;
   flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
   if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
-  void *memory = arena_alloc(arena, bytes);
+  void *memory = arena_alloc_in(space, arena, bytes);
   if (!memory) {
     free(flat);
     return ENG_ERR_MEMORY;
   }
+  flat->space = space;
   flat->arena = arena;
   flat->memory = memory;
   flat->bytes = bytes;
@@ -79,12 +81,12 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
 {
   int64_t bytes = 0;
   for (int i = 0; i < set->n; i++) bytes += part_bytes(set->member[i].value->count, dtype[i]);
-  ENG_TRY(flat_memory(out, arena, set->n, bytes));
+  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
     if (dtype[i] < 0) continue;
-    eng_status status = tensor_wrap(&(*out)->part[i], at, dtype[i], value->ndim, value->shape);
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], value->ndim, value->shape);
     if (status != ENG_OK) {
       flat_release(*out);
       *out = NULL;
@@ -152,35 +154,34 @@ static eng_params *set_allocate(int n, const char *const *names)
   return NULL;
 }
 
-/// Copies a leaf's elements, whatever its strides, to contiguous memory.
-static void copy_rows(const tensor *x, float *to)
+static float *next_part(float *at, const tensor *x)
 {
-  int64_t index[ENG_MAX_DIMS] = {0}, from = 0;
-  for (int64_t k = 0; k < x->count; k++) {
-    to[k] = ((const float *)x->data)[from];
-    for (int d = x->ndim - 1; d >= 0; d--) {
-      from += x->stride[d];
-      if (++index[d] < x->shape[d]) break;
-      from -= x->stride[d] * x->shape[d];
-      index[d] = 0;
-    }
-  }
+  return at + part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
 }
 
-/// Moves the members' values into the flat buffer; nothing here can fail any more.
+/// Copies the members' values, whatever their strides, into the flat buffer.
+static eng_status copy_values(eng_params *set)
+{
+  float *at = set->masters->memory;
+  for (int i = 0; i < set->n; i++) {
+    ENG_TRY(transfer_rows(at, set->member[i].value));
+    at = next_part(at, set->member[i].value);
+  }
+  return ENG_OK;
+}
+
+/// Makes the members look at their copies; nothing here can fail any more.
 static void adopt(eng_params *set)
 {
   float *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
-    if (tensor_contiguous(x)) memcpy(at, x->data, (size_t)x->count * sizeof *at);
-    else copy_rows(x, at);
     tensor_rehome(x, at);
     for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) x->stride[d] = stride;
     x->parameter = &set->member[i];
     set->masters->part[i] = x;
     set->count += x->count;
-    at += part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
+    at = next_part(at, x);
   }
 }
 
@@ -202,15 +203,19 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     status = check_member(&p->value, &tensors[i], p->name);
     if (status != ENG_OK) break;
     bytes += part_bytes(p->value->count, ENG_f32);
+    if (i == 0) set->space = p->value->store->space;
+    if (p->value->store->space != set->space)
+      status = error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices", set->member[0].name, p->name);
     for (int k = 0; k < i; k++)
       if (set->member[k].value == p->value)
         status = error_set(ENG_ERR_VALUE, "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
                            set->member[k].name, p->name, tensor_text(p->value));
   }
   // All memory first: a failure leaves the tensors to their owner.
-  if (status == ENG_OK) status = flat_memory(&set->masters, ARENA_PARAMETER, n, bytes);
+  if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   for (int i = 0; i < n; i++) set->which[i] = ENG_f32;
   if (status == ENG_OK && n > 0) status = flat_new(&set->gradients, ARENA_PARAMETER, set, set->which);
+  if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
     if (set->masters) set->masters->n = 0;   // no part is there yet
     flat_release(set->masters);
@@ -455,9 +460,16 @@ uint64_t eng_params_checksum(const eng_params *set)
 {
   uint64_t hash = 0xCBF29CE484222325ull;
   for (int i = 0; i < set->n && !set->freed; i++) {
-    const unsigned char *byte = set->member[i].value->data;
-    int64_t bytes = set->member[i].value->count * (int64_t)sizeof(float);
-    for (int64_t k = 0; k < bytes; k++) hash = (hash ^ byte[k]) * 0x100000001B3ull;
+    const char *at = set->member[i].value->data;
+    int64_t left = set->member[i].value->count * (int64_t)sizeof(float);
+    while (left > 0) {
+      unsigned char piece[65536];
+      int64_t bytes = left < (int64_t)sizeof piece ? left : (int64_t)sizeof piece;
+      if (transfer_to_host(piece, set->space, at, bytes) != ENG_OK) return 0;
+      for (int64_t k = 0; k < bytes; k++) hash = (hash ^ piece[k]) * 0x100000001B3ull;
+      at += bytes;
+      left -= bytes;
+    }
   }
   return hash;
 }

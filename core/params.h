@@ -20,6 +20,7 @@ typedef struct parameter {
 /// One piece of memory cut into a tensor per parameter, each starting on a 64-byte boundary.
 typedef struct flat_buffer {
   struct flat_buffer *next;   // while it waits to be released
+  int32_t  space;             // whose memory
   arena_id arena;
   void    *memory;
   int64_t  bytes;
@@ -32,6 +33,7 @@ struct eng_params {
   int32_t      references;    // the owner's, and one of each optimizer
   bool         freed;         // by its owner
   int64_t      count;         // elements of all members
+  int32_t      space;         // whose memory all buffers are in
   parameter   *member;        // [n]
   flat_buffer *masters, *shadows, *gradients;
   flat_buffer *unscaled;      // f32 gradients of the members whose own are f16 or bf16

@@ -72,11 +72,18 @@ static double flops_of(const op_call *c)
   }
 }
 
+/// The time once the device has done what it was asked.
+static double clock_now(void)
+{
+  if (inner->synchronize) inner->synchronize();
+  return eng_clock();
+}
+
 static eng_status timed_kernel(const op_call *c)
 {
-  double from = eng_clock();
+  double from = clock_now();
   eng_status status = inner->kernel[c->op](c);
-  double seconds = eng_clock() - from;
+  double seconds = clock_now() - from;
   call_kind kind;
   memset(&kind, 0, sizeof kind);   // padding too: kinds are compared as bytes
   kind.op = c->op;
@@ -117,25 +124,25 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
 
 static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
 {
-  double from = eng_clock();
+  double from = clock_now();
   eng_status status = inner->gradstats(spans, n, needs, stats);
-  add_pass(PASS_GRADSTATS, eng_clock() - from, spans, n, false);
+  add_pass(PASS_GRADSTATS, clock_now() - from, spans, n, false);
   return status;
 }
 
 static eng_status timed_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  double from = eng_clock();
+  double from = clock_now();
   eng_status status = inner->optimize(spans, n, update);
-  add_pass(PASS_OPTIMIZE, eng_clock() - from, spans, n, true);
+  add_pass(PASS_OPTIMIZE, clock_now() - from, spans, n, true);
   return status;
 }
 
 static eng_status timed_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
 {
-  double from = eng_clock();
+  double from = clock_now();
   eng_status status = inner->unscale(spans, n, factor, target, found_inf);
-  add_pass(PASS_UNSCALE, eng_clock() - from, spans, n, false);
+  add_pass(PASS_UNSCALE, clock_now() - from, spans, n, false);
   return status;
 }
 

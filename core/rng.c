@@ -5,6 +5,7 @@
 #include "error.h"
 #include "numerics.h"
 #include "tensor.h"
+#include "transfer.h"
 
 #include <math.h>
 
@@ -92,11 +93,9 @@ static void draw(double value[4], const distribution *law, uint64_t counter)
   }
 }
 
-static void fill(const tensor *x, const distribution *law)
+static void fill_host(const tensor *x, const distribution *law, uint64_t first)
 {
-  x->store->writes++;
   int64_t blocks = (x->count + 3) / 4;
-  uint64_t first = rng_take(blocks);
   bool contiguous = tensor_contiguous(x), integer = !dtype_is_float(x->dtype);
 #pragma omp parallel for schedule(static) if (x->count > 4096)
   for (int64_t block = 0; block < blocks; block++) {
@@ -109,6 +108,27 @@ static void fill(const tensor *x, const distribution *law)
   }
 }
 
+/// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor lives.
+static eng_status fill(const tensor *x, const distribution *law)
+{
+  uint64_t first = rng_take((x->count + 3) / 4);
+  x->store->writes++;
+  if (x->store->space == SPACE_HOST) {
+    fill_host(x, law, first);
+    return ENG_OK;
+  }
+  int64_t bytes = x->count * eng_dtype_size(x->dtype);
+  void *rows = arena_alloc_in(SPACE_HOST, ARENA_SCRATCH, bytes);
+  if (!rows) return ENG_ERR_MEMORY;
+  tensor y = *x;
+  y.data = rows;
+  for (int64_t d = y.ndim - 1, stride = 1; d >= 0; stride *= y.shape[d], d--) y.stride[d] = stride;
+  fill_host(&y, law, first);
+  eng_status status = transfer_write(x, rows, x->dtype);
+  arena_free_in(SPACE_HOST, ARENA_SCRATCH, rows, bytes);
+  return status;
+}
+
 eng_status eng_uniform(const eng_tensor *handle, double low, double high)
 {
   tensor *x;
@@ -117,8 +137,7 @@ eng_status eng_uniform(const eng_tensor *handle, double low, double high)
     return error_set(ENG_ERR_VALUE, "uniform: expected finite bounds low <= high, got %g and %g", low, high);
   distribution law = {.a = low, .b = high, .last = high};
   if (low < high && dtype_is_float(x->dtype)) law.last = fmax(low, below(x->dtype, high));
-  fill(x, &law);
-  return ENG_OK;
+  return fill(x, &law);
 }
 
 eng_status eng_normal(const eng_tensor *handle, double mean, double std)
@@ -127,6 +146,5 @@ eng_status eng_normal(const eng_tensor *handle, double mean, double std)
   ENG_TRY(tensor_get(&x, handle));
   if (!(f64_is_finite(mean) && f64_is_finite(std) && std >= 0))
     return error_set(ENG_ERR_VALUE, "normal: expected a finite mean and a standard deviation >= 0, got %g and %g", mean, std);
-  fill(x, &(distribution){.normal = true, .a = mean, .b = std});
-  return ENG_OK;
+  return fill(x, &(distribution){.normal = true, .a = mean, .b = std});
 }

@@ -367,15 +367,22 @@ eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, in
   ENG_TRY(eng_safetensors_get(&entry, file, index));
   ENG_TRY(eng_new(out, entry.dtype, entry.ndim, entry.shape, keep));
   eng_status status = eng_info(&info, out);
-  if (status == ENG_OK) status = file_read_at(file->fd, file->path, info.data, entry.end - entry.begin, entry.begin);
+  // A card's memory is filled through a piece of the host's.
+  int64_t bytes = entry.end - entry.begin;
+  void *host = info.data;
+  if (status == ENG_OK && info.space != 0 && !(host = malloc(bytes > 0 ? (size_t)bytes : 1)))
+    status = error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  if (status == ENG_OK) status = file_read_at(file->fd, file->path, host, bytes, entry.begin);
+  // Kernels rely on 0 and 1; a file can hold anything.
+  if (status == ENG_OK && entry.dtype == ENG_bool)
+    for (int64_t i = 0; i < info.count; i++) ((uint8_t *)host)[i] = ((uint8_t *)host)[i] != 0;
+  if (status == ENG_OK && info.space != 0) status = eng_write(out, host, entry.dtype, info.count);
+  if (host != info.data) free(host);
   if (status != ENG_OK) {
     error_prefix(status, "tensor %s", json_show(entry.name));
     eng_free(out);
     return status;
   }
-  // Kernels rely on 0 and 1; a file can hold anything.
-  if (entry.dtype == ENG_bool)
-    for (int64_t i = 0; i < info.count; i++) ((uint8_t *)info.data)[i] = ((uint8_t *)info.data)[i] != 0;
   return ENG_OK;
 }
 
@@ -576,6 +583,18 @@ static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
   return file_writer_put(out, piece, filled);
 }
 
+/// The same for a tensor in a card's memory.
+static eng_status put_from_card(file_writer *out, const eng_tensor *x, const eng_tensor_info *info)
+{
+  int64_t bytes = info->count * bytes_of(info->dtype);
+  void *host = malloc(bytes > 0 ? (size_t)bytes : 1);
+  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  eng_status status = eng_read(host, info->dtype, info->count, x);
+  if (status == ENG_OK) status = file_writer_put(out, host, bytes);
+  free(host);
+  return status;
+}
+
 static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc)
 {
   char *header;
@@ -591,7 +610,7 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
   for (int64_t i = 0; i < writer->count && status == ENG_OK; i++) {
     eng_tensor_info info;
     status = eng_info(&info, &writer->items[i].tensor);
-    if (status == ENG_OK) status = put_tensor(&out, &info);
+    if (status == ENG_OK) status = info.space == 0 ? put_tensor(&out, &info) : put_from_card(&out, &writer->items[i].tensor, &info);
   }
   if (status == ENG_OK) status = file_writer_commit(&out);
   if (status == ENG_OK && crc != NULL) *crc = out.crc;

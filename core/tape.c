@@ -4,6 +4,7 @@
 // (tensor.gradient) and never changes once it hangs there: a second contribution makes a new sum. Gradients of
 // parameters go into their flat buffer. Where a Lua node stands the walk stops and Lua resumes it.
 #include "tape.h"
+#include "transfer.h"
 
 #include "error.h"
 #include "op.h"
@@ -377,7 +378,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                      : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
-  tensor_store(dy->data, dy->dtype, 0, seed);
+  ENG_TRY(transfer_set(dy, seed));
   let_go(loss);
   hang(loss, dy);
   pass.running = true;
@@ -410,7 +411,7 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
   if (!pass.pending.dy[output]) {
     tensor *zero;
     ENG_TRY(tensor_make(&zero, ARENA_STEP, y->dtype, y->ndim, y->shape));
-    memset(zero->data, 0, (size_t)(y->count * eng_dtype_size(y->dtype)));
+    ENG_TRY(transfer_clear(zero));
     hang(y, zero);
     pass.pending.dy[output] = zero;
   }

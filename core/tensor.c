@@ -80,7 +80,7 @@ static storage *storage_take(void)
 static void storage_release(storage *s)
 {
   if (--s->references > 0) return;
-  if (s->arena >= 0) arena_free((arena_id)s->arena, s->memory, s->bytes);
+  if (s->arena >= 0) arena_free_in(s->space, (arena_id)s->arena, s->memory, s->bytes);
   s->memory = free_storages;
   free_storages = s;
 }
@@ -159,7 +159,7 @@ static void slot_return(tensor *x)
   free_slots_end = x;
 }
 
-static eng_status make(tensor **out, int arena, void *memory, int dtype, int ndim, const int64_t *shape)
+static eng_status make(tensor **out, int space, int arena, void *memory, int dtype, int ndim, const int64_t *shape)
 {
   *out = NULL;
   tensor *x = slot_take();
@@ -169,10 +169,10 @@ static eng_status make(tensor **out, int arena, void *memory, int dtype, int ndi
     return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
   }
   eng_status status = set_shape(x, dtype, ndim, shape);
-  *s = (storage){.bytes = x->count * eng_dtype_size(dtype), .references = 1, .arena = arena, .memory = memory};
+  *s = (storage){.bytes = x->count * eng_dtype_size(dtype), .references = 1, .arena = arena, .space = space, .memory = memory};
   if (status == ENG_OK && arena == ARENA_STEP) status = enter_step_list(x);
   if (status == ENG_OK && arena >= 0) {
-    s->memory = arena_alloc((arena_id)arena, s->bytes);
+    s->memory = arena_alloc_in(space, (arena_id)arena, s->bytes);
     if (!s->memory) status = ENG_ERR_MEMORY;
   }
   if (status != ENG_OK) {
@@ -189,12 +189,17 @@ static eng_status make(tensor **out, int arena, void *memory, int dtype, int ndi
 
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape)
 {
-  return make(out, arena, NULL, dtype, ndim, shape);
+  return make(out, arena_space(), arena, NULL, dtype, ndim, shape);
 }
 
-eng_status tensor_wrap(tensor **out, void *memory, int dtype, int ndim, const int64_t *shape)
+eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape)
 {
-  ENG_TRY(make(out, -1, memory, dtype, ndim, shape));
+  return make(out, space, arena, NULL, dtype, ndim, shape);
+}
+
+eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape)
+{
+  ENG_TRY(make(out, space, -1, memory, dtype, ndim, shape));
   (*out)->held = true;
   return ENG_OK;
 }
@@ -231,12 +236,12 @@ void tensor_rehome(tensor *x, void *memory)
 {
   storage *old = x->store, *s = storage_take();
   if (s) {
-    *s = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1};
+    *s = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
     x->store = s;
     storage_release(old);
   } else if (old->references == 1) {   // no room for another: reuse the one we leave
-    arena_free((arena_id)old->arena, old->memory, old->bytes);
-    *old = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1};
+    arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
+    *old = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
   }
   x->data = memory;
   x->held = true;

@@ -12,7 +12,8 @@ typedef struct storage {
   void    *memory;
   int64_t  bytes;
   int32_t  references;      // tensors that look at it
-  int32_t  arena;           // arena_id
+  int32_t  arena;           // arena_id; -1: somebody else's memory
+  int32_t  space;           // whose memory: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // how often a script wrote into it (fill, copy, random numbers)
 } storage;
 
@@ -42,13 +43,15 @@ typedef struct tensor {
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
-/// A new tensor with undefined contents. Belongs to the step when `arena` is ARENA_STEP.
+/// A new tensor with undefined contents, in the memory space in force. Belongs to the step when `arena` is ARENA_STEP.
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape);
+/// The same in a memory space by number.
+eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape);
 /// A second look at x's memory: same dtype, new shape and strides, first element `offset` elements in.
 eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride);
-/// A tensor over memory that somebody else owns and keeps (parameter buffers).
-eng_status tensor_wrap(tensor **out, void *memory, int dtype, int ndim, const int64_t *shape);
-/// Makes x look at memory that somebody else owns, its values already there; its old memory is released.
+/// A tensor over memory of space `space` that somebody else owns and keeps (parameter buffers).
+eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape);
+/// Makes x look at memory of its space that somebody else owns, its values already there; its old memory is released.
 void tensor_rehome(tensor *x, void *memory);
 /// Forgets a tensor; memory returns to its arena with the last view.
 void tensor_drop(tensor *x);
@@ -70,7 +73,7 @@ const char *tensor_shape_text(int ndim, const int64_t *shape);
 /// "f16 [64 x 768]" likewise.
 const char *tensor_text(const tensor *x);
 
-/// One element at `index` elements from data, as double / rounded once from double.
+/// One element of host memory at `index` elements from data, as double / rounded once from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
 /// The same for integers, exact over 64 bits.

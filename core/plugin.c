@@ -1,0 +1,93 @@
+// Loads the CUDA device: libengine_cuda.so beside this library, only when it is asked for, so that a machine without a driver
+// runs everything else and nobody pays for the CUDA libraries at start. Called by backend.c.
+#define _GNU_SOURCE
+#include "plugin.h"
+
+#include "error.h"
+#include "rng.h"
+
+#include <dlfcn.h>
+#include <glob.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static eng_status plugin_error(eng_status status, const char *text) { return error_set(status, "%s", text); }
+static void *plugin_alloc(arena_id id, int64_t bytes) { return arena_alloc_in(SPACE_CUDA, id, bytes); }
+static void plugin_free(arena_id id, void *piece, int64_t bytes) { arena_free_in(SPACE_CUDA, id, piece, bytes); }
+
+static const backend_host host = {
+  .abi = BACKEND_ABI, .error = plugin_error, .alloc = plugin_alloc, .free = plugin_free, .tensor_text = tensor_text,
+  .tensor_contiguous = tensor_contiguous, .rng_seed = rng_seed, .interrupted = eng_interrupted,
+};
+
+/// The folder of this library.
+static bool own_folder(char *path, int size)
+{
+  Dl_info info;
+  if (!dladdr((void *)plugin_error, &info) || !info.dli_fname) return false;
+  char real[4096];
+  snprintf(path, (size_t)size, "%s", realpath(info.dli_fname, real) ? real : info.dli_fname);
+  char *slash = strrchr(path, '/');
+  if (!slash) return false;
+  *slash = 0;
+  return true;
+}
+
+/// cuBLASLt where the system's loader does not look for it by itself: the toolkit's folders, NVIDIA's Python packages.
+static void load_library(const char *name)
+{
+  if (dlopen(name, RTLD_NOW | RTLD_GLOBAL)) return;
+  const char *home = getenv("CUDA_HOME");
+  char patterns[6][512];
+  snprintf(patterns[0], sizeof patterns[0], "%s/lib64/%s", home ? home : "/usr/local/cuda", name);
+  snprintf(patterns[1], sizeof patterns[1], "/usr/local/cuda/lib64/%s", name);
+  snprintf(patterns[2], sizeof patterns[2], "/usr/local/cuda-*/lib64/%s", name);
+  snprintf(patterns[3], sizeof patterns[3], "/usr/local/cuda*/targets/x86_64-linux/lib/%s", name);
+  snprintf(patterns[4], sizeof patterns[4], "/usr/lib/python3*/dist-packages/nvidia/*/lib/%s", name);
+  snprintf(patterns[5], sizeof patterns[5], "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib/%s", name);
+  for (int i = 0; i < 6; i++) {
+    glob_t found;
+    bool loaded = false;
+    if (glob(patterns[i], 0, NULL, &found) == 0)
+      for (size_t k = 0; k < found.gl_pathc && !loaded; k++) loaded = dlopen(found.gl_pathv[k], RTLD_NOW | RTLD_GLOBAL) != NULL;
+    globfree(&found);
+    if (loaded) return;
+  }
+}
+
+const backend *plugin_cuda(void)
+{
+  static const backend *loaded;
+  if (loaded) return loaded;
+  char folder[4096], path[4200];
+  if (!own_folder(folder, sizeof folder)) {
+    error_set(ENG_ERR_DEVICE, "cuda: cannot tell the folder of libengine.so");
+    return NULL;
+  }
+  snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
+  if (access(path, R_OK) != 0) {
+    error_set(ENG_ERR_DEVICE, "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the PATH; or device=cpu", path);
+    return NULL;
+  }
+  char cards[512];
+  if (eng_gpu_probe(cards, sizeof cards) < 0) {
+    error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
+    return NULL;
+  }
+  load_library("libcublasLt.so.13");
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    error_set(ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path, dlerror());
+    return NULL;
+  }
+  union { void *object; backend_plugin *function; } entry = {dlsym(library, "eng_cuda_backend")};
+  if (!entry.object) error_set(ENG_ERR_DEVICE, "cuda: %s is no device of this engine; hint: make", path);
+  else {
+    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: make", path);
+    loaded = entry.function(&host);
+  }
+  if (!loaded) dlclose(library);
+  return loaded;
+}
