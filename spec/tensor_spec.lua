@@ -721,7 +721,7 @@ describe("a mistake with tensors", function()
     { "engine.scope(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.autocast('fp16', function() return x:matmul(x) end)", "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
-    { "engine.device('gpu')", "there is no device 'gpu' here; devices: cpu, reference" },
+    { "engine.device('gpu')", "there is no device 'gpu'; devices: cpu, reference, cuda, auto" },
 
     { "x + engine.zeros(2, 2)", "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the right, or be 1" },
     { "x + 'a'", "add: expected a tensor, got 'a'" },

@@ -270,6 +270,7 @@ function config.help(defaults, docs, script)
     rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
     width, default_width = math.max(width, #name), math.max(default_width, #rows[#rows][3])
   end
+  if not fields.device then rows[#rows + 1] = { "device", "string", "cpu", "where to compute: cpu, cuda, auto (cuda where there is a card), reference" } end
   rows[#rows + 1] = { "config", "file", "-", "a .lua or .json file with any of these fields" }
   default_width = math.min(default_width, 24)
   local lines = { ("usage: engine %s [name=value ...]"):format(script or "script.lua"), "" }
@@ -282,6 +283,22 @@ end
 
 local asks_help = { help = true, ["--help"] = true, ["-h"] = true }
 
+-- Every script takes device=NAME, unless it has a field of that name.
+local function choose_device(defaults, args)
+  if defaults.device ~= nil then return args end
+  local rest = {}
+  for _, argument in ipairs(args) do
+    local name = type(argument) == "string" and argument:match("^%-*device=(.*)$")
+    if name then
+      local good, message = pcall(require("engine").device, name)
+      if not good then fail("%s", (tostring(message):gsub("^[^\n:]+:%d+: ", ""))) end
+    else
+      rest[#rest + 1] = argument
+    end
+  end
+  return rest
+end
+
 -- engine.config(defaults, docs): reads the script's own arguments; `help` prints the fields and ends.
 local function from_command_line(_, defaults, docs)
   local args = rawget(_G, "arg") or {}
@@ -291,7 +308,7 @@ local function from_command_line(_, defaults, docs)
       os.exit(0)
     end
   end
-  return config.parse(defaults, args, docs)
+  return config.parse(defaults, choose_device(defaults, args), docs)
 end
 
 return setmetatable(config, { __call = from_command_line })

@@ -22,7 +22,7 @@ return function(x)
   if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
   local shape, dtype = arguments.shape_table(info_buffer), M_ffi.dtype_name[info_buffer.dtype]
   local count, grad = tonumber(info_buffer.count), info_buffer.requires_grad ~= 0
-  local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), M_ffi.string(C.eng_device_name()), grad and " requires_grad" or "")
+  local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device, grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
   if count > MOST then return head .. " (too many elements to look at)" end
   local values = ffi.new("double[?]", count)

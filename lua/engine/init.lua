@@ -86,6 +86,9 @@ function engine.device(name)
   return M_ffi.string(C.eng_device_name())
 end
 
+--- Waits until the device has done everything it was asked, and raises what went wrong there. Only timings need it.
+function engine.synchronize() check(C.eng_synchronize()) end
+
 local MIB, MEMORY = 2 ^ 20, { limit = true }
 local memory_meta = {
   __tostring = function(rows)

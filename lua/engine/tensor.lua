@@ -47,7 +47,11 @@ function getters.ndim(x) return info(x).ndim end
 function getters.count(x) return tonumber(info(x).count) end
 function getters.dtype(x) return dtype_name[info(x).dtype] end
 function getters.is_leaf(x) return info(x).is_leaf ~= 0 end
-function getters.device() return M_ffi.string(C.eng_device_name()) end
+function getters.device(x)
+  if info(x).space == 1 then return "cuda" end
+  local name = M_ffi.string(C.eng_device_name())
+  return name == "cuda" and "cpu" or name
+end
 --- The gradient after backward(), or nil.
 function getters.grad(x)
   local g = Tensor()
@@ -280,9 +284,16 @@ function methods.dropout(x, p)
   return run1("dropout", x)
 end
 
---- x in another dtype; x itself when it already has it.
+local DEVICES = { cpu = true, cuda = true, reference = true }
+
+--- x in another dtype, x itself when it already has it; or a copy in the memory of another device, which is not recorded.
 function methods.to(x, dtype)
   want(x, "to")
+  if DEVICES[dtype] then
+    local out = Tensor()
+    check(C.eng_to_device(out, x, dtype))
+    return out
+  end
   local number = dtype_number(dtype)
   if info(x).dtype == number then return x end
   ints[0] = number

@@ -113,6 +113,22 @@ local function values_of(x)
   return values, n
 end
 
+local laid = setmetatable({}, { __mode = "k" })   -- view -> { operation, its base, ints }
+
+local function view(op, base, ints)
+  local x = engine.run(op, { base }, ints)
+  laid[x] = { op, base, ints }
+  return x
+end
+
+--- A copy of x on another device, laid in memory as x is where that was done here.
+local function on_device(x, device)
+  local how = laid[x]
+  local out = ffi.new("eng_tensor")
+  engine.check(C.eng_to_device(out, how and how[2] or x, device))
+  return how and engine.run(how[1], { out }, how[3]) or out
+end
+
 --- A tensor filled from `draw()`, that lies in memory as `layout` says.
 ---   plain       row-major
 ---   transposed  the last two dimensions swapped in memory (plain when there is only one)
@@ -133,11 +149,11 @@ local function lay(dtype, shape, draw, layout)
     local order = {}
     for d = 1, n do order[d] = d - 1 end
     order[n - 1], order[n] = n - 1, n - 2
-    return engine.run("permute", { x }, order)
+    return view("permute", x, order)
   elseif layout == "sliced" and n >= 1 then
-    return engine.run("slice", { x }, { n - 1, 1, 2 * shape[n] + 1, 2 })
+    return view("slice", x, { n - 1, 1, 2 * shape[n] + 1, 2 })
   elseif layout == "expanded" and n >= 1 then
-    return engine.run("expand", { x }, { n, unpack(shape) })
+    return view("expand", x, { n, unpack(shape) })
   end
   return x
 end
@@ -202,6 +218,6 @@ M.uniform, M.integer, M.sign, M.kinds, M.corners = uniform, integer, sign, kinds
 M.FORMATS, M.INTEGERS, M.FLOATS, M.ALL_INTEGERS, M.LAYOUTS = FORMATS, INTEGERS, FLOATS, ALL_INTEGERS, LAYOUTS
 M.largest, M.ulp_of, M.count_of = largest, ulp_of, count_of
 M.tensor_of, M.info_of, M.shape_of, M.dtype_of, M.values_of = tensor_of, info_of, shape_of, dtype_of, values_of
-M.lay, M.float, M.whole, M.listed, M.score_rows, M.with, M.both = lay, float, whole, listed, score_rows, with, both
+M.on_device, M.lay, M.float, M.whole, M.listed, M.score_rows, M.with, M.both = on_device, lay, float, whole, listed, score_rows, with, both
 
 return M
