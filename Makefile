@@ -48,7 +48,7 @@ CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
 NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP
 
-.PHONY: all cuda help deps built demo test check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
+.PHONY: all cuda help deps built demo test test-gpu check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -88,12 +88,12 @@ endef
 $(foreach isa,$(ISAS),$(eval $(call isa_rule,$(isa))))
 
 $(LIB): $(OBJECTS) $(BUILD)/objects
-	$(call say,LD,$@) $(LINK) -shared -Wl,-soname,libengine.so -o $@.new $(OBJECTS) $(LIBS)
+	$(call say,LD,$@) $(LINK) -shared -Wl,-soname,libengine.so '-Wl,-rpath,$$ORIGIN/../lib' -o $@.new $(OBJECTS) $(LIBS)
 	@mv $@.new $@
 
 $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 	$(call say,LD,$@) $(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
-	  '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib'
+	  -Wl,--disable-new-dtags '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib:$$ORIGIN/lib'
 	@mv $@.new $@
 
 cuda: $(PLUGIN)
@@ -188,6 +188,9 @@ BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 test: built
 	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine)
 
+test-gpu:
+	@./engine spec/cuda/run.lua
+
 check: built
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory BUILD=build/werror WERROR=1 all
@@ -248,10 +251,22 @@ install: all
 	  install -D -m 644 $$f $(DESTDIR)$(PREFIX)/share/engine/$$f || exit 1; \
 	done
 
-dist:
-	@mkdir -p build
-	git archive --prefix=engine-$(VERSION)/ -o build/engine-$(VERSION).tar.gz HEAD
-	@echo build/engine-$(VERSION).tar.gz
+# A folder that runs on another Linux machine of this processor family by unpacking: everything but the C library, the C++
+# library, the driver and CUDA, and busted with what it needs, so that the specs run there: ./engine spec/run.lua [FILE...].
+DIST      := build/engine-$(VERSION)-$(shell uname -sm | tr 'A-Z ' 'a-z-')
+LUA_SHARE := /usr/share/lua/5.1
+LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
+SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
+dist: all cuda
+	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
+	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples spec | tar -x -C $(DIST)
+	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
+	@strip --strip-unneeded $(DIST)/engine $(DIST)/build/*.so
+	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | grep -vE '$(SYSTEM_LIBRARIES)|libengine' | xargs -I{} cp -L {} $(DIST)/lib/
+	@cd $(LUA_SHARE) && cp -rL argparse.lua cjson busted say luassert cliargs cliargs.lua pl mediator.lua term system dkjson.lua $(CURDIR)/$(DIST)/lua/
+	@cd $(LUA_LIB) && cp -rL cjson.so lfs.so term system $(CURDIR)/$(DIST)/lib/lua/
+	@tar -czf $(DIST).tar.gz -C build $(notdir $(DIST))
+	@du -h $(DIST).tar.gz
 
 clean:
 	rm -rf build engine
@@ -260,11 +275,12 @@ help:
 	@echo "make             build ./engine and build/libengine.so"
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
 	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
+	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
 	@echo "make bench       speed beside PyTorch, in ratios"
 	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"
 	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
-	@echo "make dist        a tar archive of the sources"
+	@echo "make dist        a folder that runs on another machine, packed"
 	@echo "make deps        install the Debian packages it needs"
 	@echo "make clean       remove what was built"
 	@echo

@@ -362,6 +362,10 @@ static void set_path(lua_State *L)
   lua_pushfstring(L, "%s/?.lua;%s/?/init.lua;%s", root, root, lua_tostring(L, -1));
   lua_setfield(L, -3, "path");
   lua_pop(L, 1);
+  lua_getfield(L, -1, "cpath");   // a folder made by `make dist` brings its own modules
+  lua_pushfstring(L, "%s/../lib/lua/?.so;%s", root, lua_tostring(L, -1));
+  lua_setfield(L, -3, "cpath");
+  lua_pop(L, 1);
   lua_getfield(L, -1, "preload");
   lua_pushcfunction(L, open_host);
   lua_setfield(L, -2, "engine.host");

@@ -33,6 +33,14 @@ function machine.gpus()
 end
 
 function machine.device() return text(C.eng_device_name()) end
+-- Puts a device in force; false and the reason where there is none.
+function machine.try_device(name)
+  if C.eng_device_set(name) == 0 then return true end
+  return false, text(C.eng_error_message())
+end
+
+-- One line about the device in force.
+function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
 function machine.threads() return C.eng_threads(0) end
 

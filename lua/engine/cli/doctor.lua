@@ -65,7 +65,12 @@ local function library()
 
   local count, text = machine.gpus()
   if count > 0 then
-    for gpu in text:gmatch("[^\n]+") do line("note", "GPU", gpu .. "; this version computes on the CPU") end
+    for gpu in text:gmatch("[^\n]+") do line("note", "GPU", gpu) end
+    local before = machine.device()
+    local good, message = machine.try_device("cuda")
+    if good then line("ok", "CUDA", machine.device_text() .. "; device=cuda trains there")
+    else line("note", "CUDA", message) end
+    machine.try_device(before)
   elseif count == 0 then
     line("note", "GPU", "a CUDA driver, but no GPU; training runs on the CPU")
   else

@@ -1,0 +1,22 @@
+-- Every check that needs an NVIDIA card (make test-gpu): the kernel specs with the card in the CPU's place, and the specs of this
+-- folder. Says so and ends well where there is no card. ./engine spec/cuda/run.lua [busted options] [FILE...]
+local engine = require "engine"
+local ffi = require "ffi"
+
+local there, message = pcall(engine.device, "cuda")
+if not there then
+  print("no GPU: skipped (" .. tostring(message):gsub("^[^\n:]+:%d+: ", "") .. ")")
+  os.exit(0)
+end
+print(require("engine.machine").device_text())
+engine.device("cpu")
+
+ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
+ffi.C.setenv("ENGINE_TEST_DEVICE", "cuda", 1)
+
+local files = false
+for _, argument in ipairs(arg) do files = files or argument:find("_spec", 1, true) ~= nil end
+if not files then
+  for _, name in ipairs { "kernels", "optimizer_kernel", "gradstats", "in_place", "cuda/training" } do arg[#arg + 1] = "spec/" .. name .. "_spec.lua" end
+end
+require "busted.runner" { standalone = false }

@@ -1,0 +1,104 @@
+-- The card trains as the CPU does: the same losses, overflows and scales under the same policy. Run by spec/cuda/run.lua alone.
+local engine = require "engine"
+
+local CARD = os.getenv("ENGINE_TEST_DEVICE")
+if not CARD then return end
+
+local TEXT = io.open("core/ops.def"):read("*a")
+
+--- Trains a small GPT and gives the losses, scales and skipped steps, and the weights at the end.
+local function train(device, options)
+  engine.device(device)
+  engine.seed(7)
+  local model = engine.nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2, dropout = options.dropout or 0 }
+  local losses, scales, overflows = {}, {}, {}
+  local trainer = engine.trainer {
+    model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 }, steps = options.steps or 40, log = "quiet",
+    optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = options.lr or 1e-3, precision = options.precision }), clip = 1,
+    policy = options.policy, policy_options = options.policy_options, accumulate = options.accumulate,
+    on_step = function(_, record)
+      losses[#losses + 1], scales[#scales + 1] = record.loss, record.scale
+      overflows[#overflows + 1] = record.overflow
+    end,
+  }
+  trainer:run()
+  engine.device("cpu")
+  return { losses = losses, scales = scales, overflows = overflows, updates = trainer.updates, model = model }
+end
+
+local function same_within(a, b, limit)
+  assert.equal(#a.losses, #b.losses)
+  local worst = 0
+  for i = 1, #a.losses do worst = math.max(worst, math.abs(a.losses[i] - b.losses[i]) / math.abs(a.losses[i])) end
+  assert(worst <= limit, ("losses differ by %.3g, expected %.3g at most"):format(worst, limit))
+  return worst
+end
+
+describe("training on the card", function()
+  for _, case in ipairs { { "fp32", 2e-4 }, { "bf16", 2e-2 }, { "fp16", 5e-3 } } do
+    it("follows the CPU's losses in " .. case[1], function()
+      same_within(train("cpu", { precision = case[1] }), train(CARD, { precision = case[1] }), case[2])
+    end)
+  end
+
+  it("overflows at the same steps and keeps the same scales", function()
+    local options = { precision = "fp16", policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 4 } }
+    local a, b = train("cpu", options), train(CARD, options)
+    assert.same(a.scales, b.scales)
+    assert.same(a.overflows, b.overflows)
+    assert.is_true(a.updates < 40)
+  end)
+
+  it("draws the same dropout masks, accumulates, runs every optimizer", function()
+    for _, name in ipairs { "sgd", "adam", "lion" } do
+      local options = { precision = "fp32", optimizer = name, dropout = 0.1, accumulate = 2, steps = 12, lr = name == "sgd" and 0.1 or 3e-4 }
+      same_within(train("cpu", options), train(CARD, options), 1e-3)
+    end
+  end)
+
+  it("repeats bit for bit", function()
+    local a, b = train(CARD, { precision = "fp16", dropout = 0.1 }), train("cuda", { precision = "fp16", dropout = 0.1 })
+    assert.same(a.losses, b.losses)
+  end)
+end)
+
+describe("tensors on the card", function()
+  after_each(function() engine.device("cpu") end)
+
+  it("go there and come back", function()
+    local x = engine.tensor({ { 1, 2.5, -3 }, { 0, 1e-40, 65504 } }, "f32")
+    local there = x:to("cuda")
+    assert.equal("cuda", there.device)
+    assert.same(x:totable(), there:to("cpu"):totable())
+    assert.same(x:totable(), there:totable())
+    engine.device("cuda")
+    assert.same(x:t():totable(), there:t():totable())
+    assert.truthy(tostring(there):find("cuda", 1, true))
+  end)
+
+  it("are not mixed with others", function()
+    local x = engine.ones(3)
+    engine.device("cuda")
+    local good, message = pcall(function() return engine.ones(3) + x end)
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("is not in the memory of the device in force, cuda", 1, true))
+  end)
+
+  it("tell an index out of range when they are next waited for", function()
+    engine.device("cuda")
+    local good, message = pcall(function()
+      return engine.randn(4, 3):index_select(1, engine.tensor({ 0, 9 }, "i64")):sum():item()
+    end)
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("index_select: index 9 is out of range, expected 0 to 3", 1, true))
+    assert.equal(3, engine.ones(3):sum():item())
+  end)
+
+  it("say what to do when the memory is used up", function()
+    engine.device("cuda")
+    local good, message = pcall(engine.zeros, 2 ^ 20, 2 ^ 19)
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("out of memory: the cuda kept arena needs", 1, true))
+    assert.equal(3, engine.ones(3):sum():item())
+  end)
+end)
