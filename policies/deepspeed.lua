@@ -2,7 +2,7 @@
 -- the first growth comes scale_window + 1 good steps after the start or an overflow, later ones every
 -- scale_window; an overflow that hysteresis absorbs restarts the window, too.
 -- Where the original raises an exception at the smallest scale, this asks for a clean stop and says what to do;
--- where its scale would reach infinity, this keeps the last finite one.
+-- where its scale would reach infinity, this keeps the last finite one, or, with strict=false, stops at that step.
 return {
   name = "deepspeed",
   doc  = "DeepSpeed's dynamic loss scale (ZeRO): hysteresis, a window of good steps, a smallest scale.",
@@ -28,7 +28,7 @@ return {
     need(least > 0 and least < math.huge, "min_scale must be a positive finite number, got " .. least)
     need(window > 0 and window < math.huge, "scale_window must be a positive number of steps, got " .. window)
     need(options.scale_factor > 1 and options.scale_factor < math.huge,
-      "scale_factor must be greater than 1, got " .. options.scale_factor)
+      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
     trap(options.hysteresis < 1 or options.hysteresis ~= math.floor(options.hysteresis),
       "hysteresis = " .. options.hysteresis .. " never counts down to 1, so the scale would never back off;"
       .. " use 1 to back off at every overflow")
@@ -64,7 +64,10 @@ return {
     state.iter = state.iter + 1
     if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
     state.hysteresis = options.hysteresis
-    if scale * options.scale_factor == math.huge then return scale end
+    if scale * options.scale_factor == math.huge then
+      if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
+      return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
+    end
     state.scale = scale * options.scale_factor
     return { scale = state.scale, reason = "window of " .. options.scale_window .. " good: scale " .. scale .. " -> " .. state.scale }
   end,

@@ -21,6 +21,7 @@ return {
     if not (options.growth_factor > 1) then
       error("growth_factor must be greater than 1, got " .. options.growth_factor, 0)
     end
+    if options.growth_factor == math.huge then error("growth_factor must be finite, got inf", 0) end
     if not (options.backoff_factor > 0 and options.backoff_factor < 1) then
       error("backoff_factor must lie between 0 and 1, got " .. options.backoff_factor, 0)
     end

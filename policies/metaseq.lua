@@ -1,0 +1,75 @@
+-- Dynamic loss scaling as metaseq's DynamicLossScaler (OPT) does it, number for number: fairseq's with a small first scale, and a
+-- window that grows and shrinks with the scale. An overflow that would take the scale below min_loss_scale leaves it as it was
+-- (the window shrinks all the same). The scale is a double.
+-- There the scale can reach infinity; here it keeps its last finite value, or, with strict=false, the run stops at that step.
+return {
+  name = "metaseq",
+  doc  = "metaseq's DynamicLossScaler: the window doubles and halves with the scale; never stops.",
+
+  options = {
+    init_scale     = 4,
+    scale_factor   = 2,
+    scale_window   = 256,     -- good steps, at first
+    tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
+    threshold      = 0,       -- the scale never falls below it; 0: none
+    min_loss_scale = 2^-5,
+    strict         = true,    -- false: accept settings that are probably mistakes
+  },
+
+  init = function(options)
+    local function need(condition, text) if not condition then error(text, 0) end end
+    local function trap(condition, text)
+      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
+    end
+    local init, window, threshold = options.init_scale, options.scale_window, options.threshold
+    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
+    need(options.scale_factor > 1 and options.scale_factor < math.huge,
+      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
+    need(window > 0 and window < math.huge, "scale_window must be a positive number of steps, got " .. window)
+    need(threshold >= 0 and threshold < math.huge, "threshold must be 0 or a positive finite number, got " .. threshold)
+    need(options.min_loss_scale > 0 and options.min_loss_scale < math.huge,
+      "min_loss_scale must be a positive finite number, got " .. options.min_loss_scale)
+    need(options.tolerance == options.tolerance, "tolerance must be a share from 0 to 1, got nan")
+    trap(window ~= math.floor(window), "scale_window = " .. window .. " is no whole number of steps")
+    trap(options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+    trap(threshold > init, "threshold = " .. threshold .. " is above init_scale = " .. init
+      .. ", so an overflow would raise the scale; lower threshold")
+    trap(options.min_loss_scale > init, "min_loss_scale = " .. options.min_loss_scale .. " is above init_scale = " .. init
+      .. ", so the scale could never fall; lower min_loss_scale")
+    return { scale = init, window = window, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local scale, factor = state.scale, options.scale_factor
+    if not record.overflow then
+      local due = (state.iter - state.last_overflow_iter) % state.window == 0
+      if due then state.last_rescale_iter = state.iter end
+      state.iter = state.iter + 1
+      if not due then return scale end
+      local window, larger = state.window, scale * factor
+      state.window = window * factor
+      if larger == math.huge then
+        if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
+        return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
+      end
+      state.scale = larger
+      return { scale = larger, reason = "window of " .. window .. " good: scale " .. scale .. " -> " .. larger .. ", window " .. state.window }
+    end
+
+    local since = state.iter - state.last_rescale_iter
+    state.last_overflow_iter = state.iter
+    state.overflows_since_rescale = state.overflows_since_rescale + 1
+    if state.overflows_since_rescale / since >= options.tolerance then
+      state.scale = math.max(scale / factor, options.threshold)
+      state.window = math.max(math.floor(state.window / factor), 1)
+      state.last_rescale_iter = state.iter
+      state.overflows_since_rescale = 0
+    end
+    if state.scale < options.min_loss_scale then state.scale = scale end
+    state.iter = state.iter + 1
+    if state.scale < scale then
+      return { scale = state.scale, reason = "overflow: scale " .. scale .. " -> " .. state.scale .. ", window " .. state.window }
+    end
+    return { scale = state.scale, reason = "overflow: scale stays " .. scale .. ", window " .. state.window }
+  end,
+}

@@ -1,0 +1,48 @@
+-- Dynamic loss scaling as MXNet's amp LossScaler does it, number for number: what a step decides is applied one step late, because
+-- the original looks at the gradients while the next step is already under way. The scale is a double.
+-- Where the original's scale would become 0, the run stops.
+return {
+  name = "mxnet",
+  doc  = "MXNet's amp LossScaler: a window of good steps and a largest scale, applied one step late.",
+
+  options = {
+    init_scale      = 2^16,
+    max_loss_scale  = 2^24,
+    scale_seq_len   = 2000,   -- good steps in a row
+    strict          = true,   -- false: accept settings that are probably mistakes
+  },
+
+  init = function(options)
+    local init, most, length = options.init_scale, options.max_loss_scale, options.scale_seq_len
+    if not (init > 0 and init < math.huge) then error("init_scale must be a positive finite number, got " .. init, 0) end
+    if not (most > 0 and most < math.huge) then error("max_loss_scale must be a positive finite number, got " .. most, 0) end
+    if options.strict and (not (length >= 1) or length ~= math.floor(length)) then
+      error("scale_seq_len = " .. length .. " is never met by a whole number of steps, so the scale would never grow;"
+        .. " strict=false accepts it", 0)
+    end
+    if options.strict and init > most then
+      error("init_scale = " .. init .. " is above max_loss_scale = " .. most .. ", so growth would lower it; strict=false accepts it", 0)
+    end
+    return { scale = init, next_scale = init, unskipped = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local scale = state.next_scale
+    state.scale = scale
+    if record.overflow then
+      state.unskipped = 0
+      if scale / 2 == 0 then
+        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
+          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
+          .. " (look at the first bad tensor, the learning rate, the data)" }
+      end
+      state.next_scale = scale / 2
+      return { scale = scale, reason = "overflow: scale " .. scale .. " -> " .. state.next_scale .. " after the next step" }
+    end
+    state.unskipped = state.unskipped + 1
+    if state.unskipped ~= options.scale_seq_len then return scale end
+    state.unskipped = 0
+    state.next_scale = math.min(options.max_loss_scale, scale * 2)
+    return { scale = scale, reason = options.scale_seq_len .. " good in a row: scale " .. scale .. " -> " .. state.next_scale .. " after the next step" }
+  end,
+}

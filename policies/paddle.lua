@@ -1,0 +1,75 @@
+-- Dynamic loss scaling as Paddle's GradScaler does it, number for number. Overflows count in a row: a good step sets the count
+-- back. Paddle has two versions: that of dynamic graphs has no limits, that of static graphs (static_graph=true) never goes below 1
+-- and keeps a scale whose growth would reach infinity. The scale is a float32.
+-- Where the scale of dynamic graphs would become 0, the run stops; where it would become infinite, it keeps its last
+-- finite value, or, with strict=false, the run stops at that step.
+return {
+  name = "paddle",
+  doc  = "Paddle's GradScaler: back off after decr_every_n_nan_or_inf overflows in a row, grow after incr_every_n_steps good steps.",
+
+  options = {
+    init_loss_scaling        = 2^15,
+    incr_ratio               = 2,
+    decr_ratio               = 0.5,
+    incr_every_n_steps       = 1000,    -- good steps in a row
+    decr_every_n_nan_or_inf  = 2,       -- overflows in a row; other releases of Paddle: 2^16, 2000 and 1
+    use_dynamic_loss_scaling = true,    -- false: the first scale stays
+    static_graph             = false,
+    strict                   = true,    -- false: accept settings that are probably mistakes
+  },
+
+  init = function(options)
+    local function need(condition, text) if not condition then error(text, 0) end end
+    local function trap(condition, text)
+      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
+    end
+    local function count(name, otherwise)
+      local n = options[name]
+      trap(not (n >= 1) or n ~= math.floor(n), name .. " = " .. n .. " is never met by a whole number of steps, so the scale would never " .. otherwise)
+    end
+    local scale = math.f32(options.init_loss_scaling)
+    need(scale > 0 and scale < math.huge,
+      "init_loss_scaling must be a positive number that float32 can hold, got " .. options.init_loss_scaling)
+    need(options.incr_ratio > 1 and options.incr_ratio < math.huge, "incr_ratio must be greater than 1 and finite, got " .. options.incr_ratio)
+    need(options.decr_ratio > 0 and options.decr_ratio < 1, "decr_ratio must lie between 0 and 1, got " .. options.decr_ratio)
+    count("incr_every_n_steps", "grow")
+    count("decr_every_n_nan_or_inf", "back off")
+    trap(options.static_graph and scale < 1, "init_loss_scaling = " .. scale .. " is below 1, the smallest scale, so an overflow would raise it")
+    return { scale = scale, incr_count = 0, decr_count = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local scale = state.scale
+    if not options.use_dynamic_loss_scaling then return scale end
+    if record.overflow then
+      state.incr_count = 0
+      state.decr_count = state.decr_count + 1
+      if state.decr_count ~= options.decr_every_n_nan_or_inf then
+        return { scale = scale, reason = "overflow " .. state.decr_count .. " of " .. options.decr_every_n_nan_or_inf
+          .. " in a row, scale stays " .. scale }
+      end
+      state.decr_count = 0
+      local smaller = math.f32(scale * math.f32(options.decr_ratio))
+      if options.static_graph then smaller = math.max(smaller, 1) end
+      if smaller == 0 then
+        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
+          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
+          .. " (look at the first bad tensor, the learning rate, the data)" }
+      end
+      state.scale = smaller
+      return { scale = smaller, reason = scale == smaller and "overflow at the smallest scale " .. scale
+        or "overflow: scale " .. scale .. " -> " .. smaller }
+    end
+    state.decr_count = 0
+    state.incr_count = state.incr_count + 1
+    if state.incr_count ~= options.incr_every_n_steps then return scale end
+    state.incr_count = 0
+    local larger = math.f32(scale * math.f32(options.incr_ratio))
+    if larger == math.huge then
+      if options.strict or options.static_graph then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
+      return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
+    end
+    state.scale = larger
+    return { scale = larger, reason = options.incr_every_n_steps .. " good in a row: scale " .. scale .. " -> " .. larger }
+  end,
+}
