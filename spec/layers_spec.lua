@@ -32,8 +32,8 @@ end
 local layers = {
   { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8_layout", "system", "interrupt" },
   { "arena", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
-  { "gradstats", "backend" },
-  { "op", "tape", "params", "optimizer", "grad", "infer", "view", "step", "profile", "api" },
+  { "gradstats", "backend", "plugin", "transfer" },
+  { "op", "tape", "params", "optimizer", "grad", "infer", "view", "step", "profile", "api", "random" },
   { "safetensors", "checkpoint", "history", "comm" },
   { "policy" },
   { "line", "main" },
@@ -71,13 +71,15 @@ describe("the layers of the core", function()
   end)
 
   it("keep devices below backend.h", function()
-    local own = {}
-    for _, path in ipairs(files "core/cpu/*.[ch]") do own[path:match("[^/]+$")] = true end
-    for _, path in ipairs(files "core/cpu/*.[ch]") do
-      for name in pairs(includes(path)) do
-        if not name:match("^<") and not own[name] and not name:match("%.def$") then
-          local other = rank_of("/" .. name)
-          assert.is_true(other ~= nil and other <= DEVICES, path .. " includes " .. name .. ", which devices may not see")
+    for _, pattern in ipairs { "core/cpu/*.[ch]", "cuda/*.[ch] cuda/*.cu" } do
+      local own = {}
+      for _, path in ipairs(files(pattern)) do own[path:match("[^/]+$")] = true end
+      for _, path in ipairs(files(pattern)) do
+        for name in pairs(includes(path)) do
+          if not name:match("^<") and not own[name] and not name:match("%.def$") then
+            local other = rank_of("/" .. name)
+            assert.is_true(other ~= nil and other <= DEVICES, path .. " includes " .. name .. ", which devices may not see")
+          end
         end
       end
     end
