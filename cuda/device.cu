@@ -111,17 +111,21 @@ int64_t cuda_capacity(void)
 
 // ---- copies and waiting
 
+eng_status cuda_fault_told(const cuda_fault_record *seen)
+{
+  cuda_fault_record fault = *seen;
+  CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
+  return error_set(ENG_ERR_VALUE, "%s: index %lld is out of range, expected 0 to %lld (told when the device was next waited for)",
+                   eng_op_name(fault.op), (long long)fault.value, (long long)fault.limit - 1);
+}
+
 /// What kernels could not tell at once.
 static eng_status look_for_faults(void)
 {
   CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost, card.stream));
   cudaError_t result = cudaStreamSynchronize(card.stream);
   if (result != cudaSuccess) return cuda_status(result, "waiting for the device");
-  if (!card.fault_seen->raised) return ENG_OK;
-  cuda_fault_record seen = *card.fault_seen;
-  CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
-  return error_set(ENG_ERR_VALUE, "%s: index %lld is out of range, expected 0 to %lld (told when the device was next waited for)",
-                   eng_op_name(seen.op), (long long)seen.value, (long long)seen.limit - 1);
+  return card.fault_seen->raised ? cuda_fault_told(card.fault_seen) : ENG_OK;
 }
 
 eng_status cuda_synchronize(void)

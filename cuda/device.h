@@ -42,6 +42,8 @@ typedef struct cuda_fault_record {
   int64_t value, limit;  // index met, first index too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
+/// For who waits in a way of its own: the error that a copy of the raised record tells. Clears the record.
+eng_status cuda_fault_told(const cuda_fault_record *seen);
 
 #ifdef __cplusplus
 }
