@@ -258,6 +258,7 @@ typedef struct eng_record {
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
   int64_t hist[320];
+  double  amax_f16;           // for the history: largest finite |g| as stored among f16 gradients; -1: none are f16, 0: not known
 } eng_record;
 
 enum { ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3 };
@@ -369,6 +370,15 @@ eng_status eng_params_zero_grad(eng_params *set);
 /// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL or
 /// has n entries. Fills the gradient fields of `record`; step, loss and the like are the caller's.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs);
+/// The same without waiting, for lagged mode: `start` asks for the statistics and for the values of `losses` (n_losses tensors of one
+/// f32 element), `fetch` gives the oldest that were asked for, waiting only if they are not there yet; `loss` gets the sum of
+/// the losses. Up to 4 may be on their way. The optimizer with eng_update.lagged goes by the ones asked for last.
+/// Errors: STATE (nothing to fetch, too many on their way), DTYPE.
+enum { ENG_STATS_ON_THEIR_WAY = 4 };
+eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses, int n_losses);
+eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss, eng_params *set, double scale);
+/// How many were asked for and not fetched.
+int eng_params_stats_pending(const eng_params *set);
 /// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already; f16
 /// gradients move to an f32 buffer until cleared, so that unscaling loses nothing) and tells whether
 /// any is inf or nan.

@@ -230,7 +230,7 @@ eng_status eng_history_step(eng_history *history, const eng_record *record, cons
   put_double(&row, tokens);
   if (used && row.message != NULL) {
     uint8_t *blob = row.at + sizeof(history_field);
-    int64_t bytes = history_pack_hist(blob, record->hist);
+    int64_t bytes = history_pack_hist(blob, record->hist, record->amax_f16);
     *(history_field *)row.at = (history_field){ FIELD_BLOB, (uint32_t)bytes };
     row.at = blob + (bytes + 7) / 8 * 8;
   } else {

@@ -78,8 +78,8 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
 /// Most bytes that packing statistics of n tensors can take.
 int64_t history_pack_bound(int n);
-/// Packs statistics; gives the bytes used. `hist` alone: one tensor of zeros with this histogram.
+/// Packs statistics; gives the bytes used. `hist` alone: one tensor of zeros with this histogram and amax.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
-int64_t history_pack_hist(uint8_t *blob, const int64_t *hist);
+int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax);
 
 #endif

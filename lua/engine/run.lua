@@ -219,7 +219,12 @@ function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = p.tensor.shape } end
   history:set_parameters(list)
-  for key, value in pairs { precision = trainer.precision.name, optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"),
+  local _, formats = require("engine.precision").parameter_formats(trainer.precision, trainer.optimizer.list)
+  self.f16 = {}
+  for i = 0, #list - 1 do
+    if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
+  end
+  for key, value in pairs { precision = trainer.precision.name, gradients = trainer.precision.weight_gradients, optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"),
     steps = trainer.steps, parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
     history:set_meta(key, value)
   end
@@ -243,6 +248,8 @@ function Run:append(record, verdict, stats, tokens)
   local history = self.history
   self.running = true
   if not history then return end
+  record.amax_f16 = -1
+  for _, i in ipairs(self.f16) do record.amax_f16 = math.max(record.amax_f16, stats[i].amax) end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
   if record.overflow ~= 0 or step % self.stats_every == 0 then

@@ -180,6 +180,8 @@ local function new(o)
   self.policy:tensors(groups_of(self.optimizer.list))
   self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
   self.run_files = run_files.open(self, o)
+  -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
+  if self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
   return self
 end
 
