@@ -397,6 +397,8 @@ typedef struct eng_hyper {
   int32_t nesterov, reserved;   // sgd
 } eng_hyper;
 
+enum { ENG_UPDATE_SLOTS = 64 };
+
 /// One update of all parameters.
 typedef struct eng_update {
   int32_t kind;                 // ENG_SGD ...
@@ -404,8 +406,10 @@ typedef struct eng_update {
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale, times the clip coefficient
   double  clip_value;           // then every element is clamped to +-clip_value; 0: no
-  int64_t t;                    // number of this update, from 1 (bias correction)
-  int32_t lagged, reserved;     // 1: the device decides by the statistics it computed last (see backend.h): no update when a gradient is
+  int64_t t;                    // number of this update, from 1 (bias correction); lagged: of the first one in a row of lagged updates,
+                                // for the device counts those that it applies by itself
+  int32_t slot;                 // set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters
+  int32_t lagged;               // 1: the device decides by the statistics it computed last (see backend.h): no update when a gradient is
                                 // inf or nan; gradient_factor is multiplied by clip_norm / (norm + 1e-6) where norm > clip_norm
   double  clip_norm;            // lagged: largest norm of the gradients times gradient_factor; 0: none
 } eng_update;

@@ -13,6 +13,8 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype;
   int32_t     *group;        // [set->n]
+  int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's
+  int64_t      lagged_t;     // number of the next lagged update, where the device computes at once; 0: as the caller says
   flat_buffer *moment[2];    // NULL where there is none (yet: SGD's is made when momentum asks for it)
 };
 
@@ -55,7 +57,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
     free(group);
     return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
   }
-  *state = (eng_optimizer){.set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group};
+  static int32_t optimizers;
+  *state = (eng_optimizer){.slot = optimizers++ % ENG_UPDATE_SLOTS, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group};
   if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
   set->references++;
   for (int which = 0; kind != ENG_SGD && which < kinds[kind].moments; which++) {
@@ -120,6 +123,15 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     if (update->groups[g].momentum != 0) ENG_TRY(moment_new(state, 0));
 
   eng_params *set = state->set;
+  eng_update here = *update;
+  if (update->lagged && !device->gradstats_start) {   // a card decides by itself
+    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
+    here.t = state->lagged_t ? state->lagged_t : update->t;
+    here.lagged = 0;
+  }
+  state->lagged_t = update->lagged ? here.t + 1 : 0;
+  here.slot = state->slot;
+  update = &here;
   int m = params_spans(set);
   for (int k = 0; k < m; k++) {
     param_span *span = &set->span[k];

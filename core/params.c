@@ -121,6 +121,7 @@ static void link_parts(eng_params *set);
 
 static void set_discard(eng_params *set)
 {
+  params_forget_lagged(set);
   for (int i = 0; set->member && i < set->n; i++) free(set->member[i].name);
   free(set->member);
   free(set->span);
@@ -410,14 +411,19 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
-  gradstats_sum(record, set->stats, m, scale, needs);
-  if (record->first_bad >= 0) record->first_bad = set->which[record->first_bad];
-  if (!stats) return ENG_OK;
-  for (int i = 0, k = 0; i < set->n; i++) {
-    if (k < m && set->which[k] == i) stats[i] = set->stats[k++];
-    else stats[i] = (eng_tensor_stats){0};
-  }
+  params_record(record, stats, set, set->stats, set->which, m, scale, needs);
   return ENG_OK;
+}
+
+void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
+                   int m, double scale, unsigned needs)
+{
+  gradstats_sum(record, of_span, m, scale, needs);
+  if (record->first_bad >= 0) record->first_bad = which[record->first_bad];
+  for (int i = 0, k = 0; of_member && i < set->n; i++) {
+    if (k < m && which[k] == i) of_member[i] = of_span[k++];
+    else of_member[i] = (eng_tensor_stats){0};
+  }
 }
 
 /// Makes the f32 buffer beside the low-precision gradients, once.

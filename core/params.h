@@ -28,6 +28,18 @@ typedef struct flat_buffer {
   tensor  *part[];            // part[i] lies over parameter i's piece; NULL where it has none
 } flat_buffer;
 
+/// Statistics asked for and not fetched yet.
+typedef struct pending_stats {
+  unsigned needs;
+  int32_t  m, n_losses;
+  int32_t *which;             // [n] of the set: entry k is of member which[k]
+  eng_tensor_stats *stats;    // [n], where the device computes at once; NULL on a card
+  double   loss, sum_squares; // likewise; squares of the gradients as stored, each divided by its span's scale
+  bool     overflow;
+} pending_stats;
+
+enum { MOST_LOSSES = 64 };    // micro-batches a lagged step may have
+
 struct eng_params {
   int32_t      n;
   int32_t      references;    // the owner's, and one of each optimizer
@@ -41,6 +53,9 @@ struct eng_params {
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
   float      **target;        // [n]
+  pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
+  int32_t      first_pending, n_pending;
+  pending_stats *newest;      // what a lagged update goes by on devices that compute at once; NULL: none
 };
 
 /// A buffer with room for parameter i's elements in dtype[i]; a negative dtype: no part. Contents undefined.
@@ -56,6 +71,14 @@ void params_written(parameter *p);
 
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.
 int params_spans(eng_params *set);
+/// The record of a pass over m spans, span k being member which[k]'s; and each member's statistics (of_member may be NULL).
+void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
+                   int m, double scale, unsigned needs);
+
+/// Lagged statistics (params_lagged.c): what an update of a device that computes at once goes by, false when it must be skipped, with
+/// the factor that clips to `clip_norm` (0: none); and giving their memory back.
+bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor, double clip_norm);
+void params_forget_lagged(eng_params *set);
 /// Gives one reference back; the last one ends the set.
 void params_release(eng_params *set);
 
