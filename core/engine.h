@@ -174,6 +174,22 @@ bool eng_op_differentiable(int op);
 /// Whether device `device` ("cpu", "reference") has a kernel for this operation.
 bool eng_op_supported(const char *device, int op);
 
+// ------------------------------------------------------------------ FP8
+
+/// What the operations quantize, dequantize and fp8_matmul take (ops.def).
+enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
+/// How a block's amax becomes its scale, each as the project of that name does it (core/fp8_scale.h).
+enum { ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2, ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5 };
+/// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32 products at a time,
+/// truncated); products and running sum rounded to e4m3, saturating.
+enum { ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1, ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4 };
+
+/// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0" (toward zero; mode 1: up), "f16", "bf16".
+/// mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and e5m2). -1: there is no such format.
+int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
+/// The number behind a code; NaN for a format that does not exist.
+double eng_small_decode(const char *format, uint32_t code);
+
 // ------------------------------------------------------------------ autograd
 
 /// Marks a leaf; backward() then accumulates into its gradient.

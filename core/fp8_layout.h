@@ -75,6 +75,27 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t in
   return s;
 }
 
+/// The same for blocks of any shape, 0 standing for the whole side: the four above are (0, 0), (1, 0), (1, 128) and (128, 128).
+/// Blocks of one row lie as VEC128's do, all others as BLK128's: so (128, 1) blocks of an operand have their scales where the
+/// VEC128 ones of its transpose have theirs. `shape` [2], unless NULL, is that of a row-major array of the scales.
+FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows, int64_t inner, int64_t *shape)
+{
+  fp8_scales s;
+  s.row_block = block_rows ? block_rows : rows ? rows : 1;
+  s.inner_block = block_inner ? block_inner : inner ? inner : 1;
+  s.row_count = block_rows ? rows / block_rows + (rows % block_rows != 0) : 1;
+  s.inner_count = block_inner ? inner / block_inner + (inner % block_inner != 0) : 1;
+  int by_rows = block_rows == 1 && block_inner != 0, whole = !block_inner && block_rows <= 1;   // whole: nothing to pad
+  s.row_stride = by_rows ? 1 : whole ? block_rows : fp8_round_up(s.inner_count, FP8_SCALE_PAD);
+  s.inner_stride = by_rows ? fp8_round_up(s.row_count, FP8_SCALE_PAD) : whole ? 0 : 1;
+  if (shape) {
+    shape[0] = by_rows ? s.inner_count : whole ? 1 : s.row_count;
+    shape[1] = by_rows ? s.inner_stride : whole ? s.row_count : s.row_stride;
+  }
+  s.count = by_rows ? s.inner_stride * s.inner_count : whole ? s.row_count : s.row_stride * s.row_count;
+  return s;
+}
+
 /// Place of the scale of element (r, k).
 FP8_LAYOUT_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 {

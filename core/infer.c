@@ -578,6 +578,7 @@ static eng_status infer_swiglu_grad(op_call *c, op_shape *s)
 eng_status op_infer(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
+  ENG_TRY(infer_fp8_refuse(c));
   switch ((eng_op)c->op) {
     case ENG_OP_add: case ENG_OP_sub: case ENG_OP_mul: case ENG_OP_div: case ENG_OP_pow: case ENG_OP_maximum: case ENG_OP_minimum:
     case ENG_OP_eq: case ENG_OP_ne: case ENG_OP_lt: case ENG_OP_le: case ENG_OP_gt: case ENG_OP_ge:
@@ -613,6 +614,8 @@ eng_status op_infer(op_call *c, op_shape *s)
       return infer_swiglu_grad(c, s);
     case ENG_OP_cast:
       if (c->ints[0] < 0 || c->ints[0] >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "cast: there is no dtype number %lld", (long long)c->ints[0]);
+      if (dtype_is_fp8((int)c->ints[0]) && (c->ints[1] < 0 || c->ints[1] > 3))
+        return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode of 0 to 3, got %lld", (long long)c->ints[1]);
       put_like(s, 0, (int)c->ints[0], x);
       return ENG_OK;
     case ENG_OP_reshape: return infer_reshape(c, s);
@@ -682,6 +685,9 @@ eng_status op_infer(op_call *c, op_shape *s)
       ENG_TRY(want_same(c, 0, 1));
       put(s, 0, wide_of(dtype_promote(x->dtype, c->in[1]->dtype)), 0, NULL);
       return ENG_OK;
+    case ENG_OP_quantize: return infer_quantize(c, s);
+    case ENG_OP_dequantize: return infer_dequantize(c, s);
+    case ENG_OP_fp8_matmul: return infer_fp8_matmul(c, s);
     case ENG_OP_COUNT: break;
   }
   return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);

@@ -73,17 +73,9 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
   return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+#include "fp8.h"
+
 // Rounds once from double: to f32 by "round to odd", which a second rounding cannot distort.
-ENG_INLINE uint16_t bf16_from_f64(double x)
-{
-  float nearest = (float)x;
-  if (f64_is_finite(x) && (double)nearest != x) {
-    uint32_t bits = f32_bits(nearest);
-    int away = (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
-    if (away) bits -= 1;                                   // truncate toward zero
-    nearest = f32_from(bits | 1u);                         // sticky bit
-  }
-  return bf16_from_f32(nearest);
-}
+ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }
 
 #endif

@@ -83,7 +83,8 @@ static eng_status check_present(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++) {
     bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad;
-    bool optional = (norm && k == 1) || (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm));
+    bool optional = (norm && k == 1) || (c->op == ENG_OP_quantize && k == 1) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
+                    (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm));
     if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
   }
   return ENG_OK;
@@ -112,6 +113,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
       continue;
     }
     bool unwanted = (c->op == ENG_OP_attention && k == 2 && !c->ints[1]) ||
+                    (c->op == ENG_OP_quantize && k > 2 && !(c->ints[4] & 8)) ||
                     ((c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm_grad) && k > 0 && !c->ints[1]);
     if (!unwanted) ENG_TRY(tensor_make(&c->out[k], ARENA_STEP, s->out[k].dtype, s->out[k].ndim, s->out[k].shape));
   }
@@ -134,6 +136,18 @@ static void drop_outputs(op_call *c, const bool *given)
       tensor_drop(c->out[k]);
       c->out[k] = NULL;
     }
+}
+
+/// Random numbers of operations that use them, unless the call brings their place: a recorded call replays them.
+static void take_numbers(op_call *c)
+{
+  int64_t blocks = (c->in[0]->count + 3) / 4, *place = NULL;
+  if (c->op == ENG_OP_dropout) place = &c->ints[0];
+  if (c->op == ENG_OP_cast && dtype_is_fp8((int)c->ints[0]) && c->ints[1] & FP8_STOCHASTIC) place = &c->ints[2];
+  if (c->op == ENG_OP_quantize && c->ints[4] & FP8_STOCHASTIC) place = &c->ints[5];
+  if (!place || place[1]) return;
+  place[0] = (int64_t)rng_take(c->op == ENG_OP_quantize && c->ints[4] & 8 ? 2 * blocks : blocks);
+  place[1] = 1;
 }
 
 eng_status op_run(op_call *c)
@@ -159,10 +173,7 @@ eng_status op_run(op_call *c)
   if (info->layout == LAYOUT_ROWS)
     for (int k = 0; k < c->n_in; k++)
       if (c->in[k] && !tensor_contiguous(c->in[k])) ENG_TRY(op_run1(&c->in[k], ENG_OP_contiguous, c->in[k], NULL, NULL, NULL, 0, 0, 0));
-  if (c->op == ENG_OP_dropout && !c->ints[1]) {
-    c->ints[0] = (int64_t)rng_take((c->in[0]->count + 3) / 4);
-    c->ints[1] = 1;   // the recorded call replays this mask
-  }
+  take_numbers(c);
 
   op_kernel *kernel = backend_current()->kernel[c->op];
   if (!kernel) return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s", backend_current()->name, info->name);

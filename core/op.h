@@ -28,6 +28,12 @@ typedef struct op_shape {
 /// comes out. Normalises negative dimensions in the attributes.
 eng_status op_infer(op_call *call, op_shape *shape);
 
+/// Its parts in infer_fp8.c: refuses FP8 inputs of operations that would compute with them; the FP8 operations.
+eng_status infer_fp8_refuse(const op_call *call);
+eng_status infer_quantize(op_call *call, op_shape *shape);
+eng_status infer_dequantize(op_call *call, op_shape *shape);
+eng_status infer_fp8_matmul(op_call *call, op_shape *shape);
+
 /// Makes the outputs of a VIEW operation (reshape may have to copy).
 eng_status op_view(op_call *call, const op_shape *shape);
 

@@ -85,6 +85,8 @@ static void fill_host(const tensor *x, const distribution *law, uint64_t first)
 /// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor lives.
 static eng_status fill(const tensor *x, const distribution *law)
 {
+  if (dtype_is_fp8(x->dtype)) return error_set(ENG_ERR_DTYPE, "random numbers: expected another dtype than %s; hint: draw f32, then :to(\"%s\")",
+                                               tensor_text(x), eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) {

@@ -21,6 +21,7 @@ enum {
 
 static const struct { const char *name; int dtype; } formats[] = {
   { "F32", ENG_f32 }, { "F64", ENG_f64 }, { "F16", ENG_f16 }, { "BF16", ENG_bf16 }, { "U8", ENG_u8 },
+  { "F8_E4M3", ENG_e4m3 }, { "F8_E5M2", ENG_e5m2 },
   { "I8", ENG_i8 }, { "I16", ENG_i16 }, { "I32", ENG_i32 }, { "I64", ENG_i64 }, { "BOOL", ENG_bool },
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
@@ -68,7 +69,7 @@ static eng_status find_format(int32_t *dtype, const char *name)
     *dtype = formats[i].dtype;
     return ENG_OK;
   }
-  return error_set(ENG_ERR_DTYPE, "dtype %s is not supported; hint: F32 F64 F16 BF16 U8 I8 I16 I32 I64 BOOL are",
+  return error_set(ENG_ERR_DTYPE, "dtype %s is not supported; hint: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 U8 I8 I16 I32 I64 BOOL are",
                    json_show(name));
 }
 

@@ -67,6 +67,8 @@ bool tensor_contiguous(const tensor *x);
 bool tensor_same_shape(const tensor *a, const tensor *b);
 static inline bool dtype_is_float(int d) { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
+static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2; }
+static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }   // bool, too
 
 /// "[64 x 768]" into a rotating buffer of this thread (8 of them), "[]" for a scalar.
 const char *tensor_shape_text(int ndim, const int64_t *shape);

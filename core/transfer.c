@@ -63,7 +63,7 @@ eng_status transfer_set(const tensor *x, double value)
 /// Element-wise conversion between a row-major buffer and a tensor of any strides, both in host memory.
 static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 {
-  bool exact_ints = !dtype_is_float(format) && !dtype_is_float(x->dtype);
+  bool exact_ints = dtype_is_integer(format) && dtype_is_integer(x->dtype);
   if (format == x->dtype && tensor_contiguous(x)) {
     size_t bytes = (size_t)bytes_of(x);
     if (bytes == 0) return;

@@ -16,7 +16,7 @@ local C = engine.C
 local VIEWS = { reshape = true, permute = true, expand = true, slice = true, split = true }   -- they have no kernel
 
 local generators = {}
-for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses" } do
+for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses", "fp8" } do
   for name, generate in pairs(require("spec.kernels." .. part)) do generators[name] = generate end
 end
 

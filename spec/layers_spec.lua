@@ -30,7 +30,7 @@ end
 -- The layer of each header, from the bottom. A file includes headers of its own layer and below;
 -- a source file belongs to the layer of its longest matching name here.
 local layers = {
-  { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8_layout", "system", "interrupt" },
+  { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8", "system", "interrupt" },
   { "arena", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
   { "gradstats", "backend", "plugin", "transfer" },
   { "op", "tape", "params", "optimizer", "grad", "infer", "view", "step", "profile", "api", "random" },

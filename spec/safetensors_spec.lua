@@ -55,7 +55,7 @@ describe("safetensors", function()
     i16 = "\0\0\1\0\255\127\0\128\254\255\255\255",
     i32 = "\0\0\0\0\1\0\0\0\255\255\255\127\0\0\0\128\254\255\255\255\57\48\0\0",
     i64 = "\0\0\0\0\0\0\0\0\1\0\0\0\0\0\0\0\255\255\255\255\255\255\255\127\0\0\0\0\0\0\0\128\255\255\255\255\255\255\255\255\1\0\0\0\0\0\16\0",
-    bool = "\0\1\1\0\1\0",
+    bool = "\0\1\1\0\1\0", e4m3 = "\0\1\126\127\128\255", e5m2 = "\0\1\124\127\128\255",
   }
 
   it("brings every dtype back bit for bit, scalars and empty tensors too", function()
@@ -171,7 +171,7 @@ describe("safetensors", function()
     { "deep nesting", file_of('{"a":' .. entry("F32", ("["):rep(100000), "[0,4]") .. "}", four), "expected a whole number >= 0" },
     { "nested objects", file_of(('{"a":'):rep(100000)), "unknown key 'a'" },
     { "null for a tensor", file_of('{"a":null}'), "tensor 'a': the header: expected '{' at byte 5, got 'n'" },
-    { "an FP8 dtype", file_of('{"a":' .. entry("F8_E4M3", "[4]", "[0,4]") .. "}", four), "tensor 'a': dtype 'F8_E4M3' is not supported" },
+    { "the dtype of FP8 scales", file_of('{"a":' .. entry("F8_E8M0", "[4]", "[0,4]") .. "}", four), "tensor 'a': dtype 'F8_E8M0' is not supported" },
     { "an unsigned dtype", file_of('{"a":' .. entry("U16", "[2]", "[0,4]") .. "}", four), "dtype 'U16' is not supported" },
     { "an unknown dtype", file_of('{"a":' .. entry("f32", "[1]", "[0,4]") .. "}", four), "dtype 'f32' is not supported; hint: F32" },
     { "a dtype that is a number", file_of('{"a":{"dtype":0,"shape":[1],"data_offsets":[0,4]}}', four), "expected a string" },

@@ -125,9 +125,9 @@ void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int f
   if (to_dtype == from_dtype) {
     size_t size = (size_t)eng_dtype_size(to_dtype);
     memcpy((char *)to + to_at * (int64_t)size, (const char *)from + from_at * (int64_t)size, size);
-  } else if (dtype_is_float(from_dtype)) {
+  } else if (!dtype_is_integer(from_dtype)) {
     tensor_store(to, to_dtype, to_at, tensor_load(from, from_dtype, from_at));
-  } else if (dtype_is_float(to_dtype)) {
+  } else if (!dtype_is_integer(to_dtype)) {
     tensor_store(to, to_dtype, to_at, double_from_int(tensor_load_int(from, from_dtype, from_at), to_dtype));
   } else {
     tensor_store_int(to, to_dtype, to_at, tensor_load_int(from, from_dtype, from_at));

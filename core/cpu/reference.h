@@ -55,8 +55,6 @@ eng_status workspace_close(workspace *w);
 
 // ------------------------------------------------------------------ elements
 
-static inline bool dtype_is_integer(int d) { return !dtype_is_float(d); }
-
 /// One element from one tensor to another: bit for bit when the formats agree, else rounded once.
 void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at);
 /// The order of two elements of x: positive when the one at offset a is the greater. NaN is greater

@@ -298,5 +298,24 @@ static eng_status copy_elements(const op_call *call)
   return ENG_OK;
 }
 
-eng_status reference_cast(const op_call *call)       { return copy_elements(call); }
+// A mode beside plain rounding: floating point or integers to FP8.
+static eng_status cast_by_mode(const op_call *call, int mode)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  walk_add(&w, x);
+  walk_add(&w, y);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    double value = dtype_is_integer(x->dtype) ? double_from_int(tensor_load_int(x->data, x->dtype, w.at[0]), y->dtype) : tensor_load(x->data, x->dtype, w.at[0]);
+    uint32_t words[4] = {0};
+    if (mode & FP8_STOCHASTIC) philox_block(words, (uint64_t)call->ints[2] + (uint64_t)(w.position / 4));
+    ((uint8_t *)y->data)[w.at[1]] = fp8_from_f32(f32_odd_from_f64(value), y->dtype == ENG_e4m3 ? 3 : 2, mode, words[w.position % 4]);
+  }
+  return ENG_OK;
+}
+
+eng_status reference_cast(const op_call *call)
+{
+  return dtype_is_fp8(call->out[0]->dtype) && call->ints[1] ? cast_by_mode(call, (int)call->ints[1]) : copy_elements(call);
+}
 eng_status reference_contiguous(const op_call *call) { return copy_elements(call); }

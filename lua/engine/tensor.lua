@@ -99,7 +99,7 @@ function methods.read(x, dtype)
   local what = info(x)
   local count, number = tonumber(what.count), dtype and dtype_number(dtype) or what.dtype
   local ctype = ({ f32 = "float", f64 = "double", f16 = "uint16_t", bf16 = "uint16_t", u8 = "uint8_t", i8 = "int8_t", i16 = "int16_t",
-    i32 = "int32_t", i64 = "int64_t", bool = "uint8_t" })[dtype_name[number]]
+    i32 = "int32_t", i64 = "int64_t", bool = "uint8_t", e4m3 = "uint8_t", e5m2 = "uint8_t" })[dtype_name[number]]
   local values = arguments.host_array(ctype .. "[?]", count, "read")
   check(C.eng_read(values, number, count, x))
   return values, count
@@ -159,7 +159,7 @@ for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] 
 --- The dtype in which a number stands beside a tensor of `dtype`. With floats the number takes theirs; an integer tensor keeps
 --- its dtype for whole numbers that fit it, else the smallest integer dtype that holds the number, else f32.
 local function dtype_beside(dtype, value)
-  if FLOAT[dtype] then return dtype end
+  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8 too, which arithmetic then refuses
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end   -- also inf and nan
   local range = RANGE[dtype]
   if value >= range[1] and value <= range[2] then return dtype end

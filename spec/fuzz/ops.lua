@@ -28,7 +28,7 @@ local WILD_INTS = { 0LL, 1LL, -1LL, 2LL, -2LL, 3LL, 5LL, 6LL, 7LL, 8LL, 9LL, 31L
   4294967296LL, 9007199254740992LL, 4611686018427387904LL, 9223372036854775807LL, -9223372036854775807LL - 1LL }
 local WILD_FLOATS = { 0, -0.0, 0.5, 1, -1, 2, 3, -0.5, 1e-8, 1e30, -1e30, 1e300, 5e-324, 1e-40, math.huge, -math.huge, 0 / 0, 2 ^ 31, 2 ^ 53, 2 ^ 63 }
 local VALUES = { 0, -0.0, 1, -1, 2, 3, 0.5, -2.5, 65504, 65520, 1e-7, 6e-8, 3.4e38, -3.4e38, 1e-45, math.huge, -math.huge, 0 / 0, 127, 128, 255, 2 ^ 31, -2 ^ 63 }
-local DTYPES = { "f32", "f32", "f32", "f16", "bf16", "f64", "u8", "i8", "i16", "i32", "i64", "bool" }
+local DTYPES = { "f32", "f32", "f32", "f16", "bf16", "f64", "u8", "i8", "i16", "i32", "i64", "bool", "e4m3", "e5m2" }
 local FLOATS = { "f32", "f32", "f16", "bf16", "f64" }
 local INTEGERS = { "i64", "i32", "i64", "u8", "i16", "i8" }
 local SIZES = { 1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 0, 1, 2, 3 }
@@ -53,6 +53,10 @@ local function fill(x)
     local values = ffi.new("double[?]", x.count)
     for i = 0, x.count - 1 do values[i] = one_of(VALUES) end
     M_ffi.check(C.eng_write(x, values, M_ffi.dtype.f64, x.count))
+  elseif x.dtype == "e4m3" or x.dtype == "e5m2" then
+    local bytes = ffi.new("uint8_t[?]", x.count)
+    for i = 0, x.count - 1 do bytes[i] = draw(256) end
+    M_ffi.check(C.eng_write(x, bytes, M_ffi.dtype[x.dtype], x.count))
   else
     x:uniform(-2, 2 + 4 * kind)
   end
@@ -285,6 +289,31 @@ end
 function plans.cross_entropy_grad()
   local s, v, reduction = shape_of(0, 3), 1 + draw(12), draw(3)
   return { float(appended(s, v)), index_of(s, v), float(s), float(reduction == 0 and s or {}) }, { one_of { -100, 0, 1 }, reduction }, { one_of { 0, 0.1 } }
+end
+
+local FP8 = { M_ffi.dtype.e4m3, M_ffi.dtype.e5m2 }
+local function block() return one_of { 0, 1, 2, 5, 128 }, one_of { 0, 1, 3, 16, 128 } end
+function plans.quantize()
+  local high, wide = block()
+  return { float(shape_of(1, 4)), high == 0 and wide == 0 and chance(30) and tensor_of({ 1 }, "f32") or false },
+    { one_of { FP8[1], FP8[2], 12 }, high, wide, draw(5), draw(16), draw(100), 1 }, { one_of { -1, 0, 1e-4 }, draw(3) }, 5
+end
+local function quantized(shape, high, wide)
+  return M_ffi.run("quantize", { float(shape), false }, { one_of(FP8), high, wide, draw(5) }, { -1, 0 }, 5)
+end
+function plans.dequantize()
+  local high, wide = block()
+  local q, scale = quantized(shape_of(1, 4), high, wide)
+  return { q, scale }, { float_number(), high, wide, 0 }
+end
+function plans.fp8_matmul()
+  local m, n, k, ta, tb = one_of(SIZES), one_of(SIZES), one_of(SIZES), draw(2), draw(2)
+  local high_a, wide_a = block()
+  local high_b, wide_b = block()
+  local a, scale_a = quantized(ta == 1 and { k, m } or { m, k }, high_a, wide_a)
+  local b, scale_b = quantized(tb == 1 and { n, k } or { k, n }, high_b, wide_b)
+  return { a, scale_a, b, scale_b, chance(30) and float { n } or false },
+    { ta, tb, high_a, wide_a, high_b, wide_b, chance(50) and float_number() + 1 or 0, draw(4), 32 * draw(5), 0 }
 end
 
 for _, name in ipairs(M_ffi.op_names) do

@@ -1,0 +1,232 @@
+// Reference kernels for FP8: quantize, dequantize, fp8_matmul, element by element with the scalar formulas of core/fp8*.h. The
+// fast kernels must agree with them bit for bit, NaN payloads of wider formats apart. See reference.h, ops.def.
+#include "reference.h"
+
+#include "../fp8_hopper.h"
+#include "../fp8_layout.h"
+#include "../fp8_scale.h"
+#include "../rng.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+// ------------------------------------------------------------------ quantize
+
+// One side of a quantize call: x as it is, or seen transposed.
+typedef struct side {
+  const op_call *call;
+  int64_t  rows, columns;           // of what comes out
+  int64_t  row, column;             // strides of x in elements
+  tensor  *q, *scale;
+  uint64_t random;                  // Philox block of the first element
+} side;
+
+static float x_at(const side *s, int64_t r, int64_t c)
+{
+  const tensor *x = s->call->in[0];
+  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
+}
+
+// The largest magnitude of a block; `nans`: NaN when there is one.
+static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, bool nans)
+{
+  float amax = 0;
+  for (int64_t r = r0; r < r0 + rows; r++)
+    for (int64_t c = c0; c < c0 + columns; c++) {
+      float x = fabsf(x_at(s, r, c));
+      if (f32_is_nan(x) && nans) return x;
+      if (x > amax) amax = x;
+    }
+  return amax;
+}
+
+/// The largest number of the format that a given infinite factor becomes.
+static float limit_of(const op_call *call)
+{
+  bool tensor_wide = !call->ints[1] && !call->ints[2];
+  int dtype = call->in[0]->dtype;
+  if (tensor_wide || dtype == ENG_f32 || dtype == ENG_f64) return FLT_MAX;
+  return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
+}
+
+static float largest_of(int64_t format) { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
+
+static fp8_scale scale_of_block(const op_call *call, float amax)
+{
+  int rule = (int)call->ints[3];
+  if (call->in[1]) {
+    float factor = ((const float *)call->in[1]->data)[0];
+    return (fp8_scale){factor, 1.0f / factor};
+  }
+  return fp8_scale_of(amax, largest_of(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
+                      limit_of(call));
+}
+
+static uint32_t random_of(const side *s, int64_t element)
+{
+  uint32_t word[4];
+  if (!(s->call->ints[4] & FP8_STOCHASTIC)) return 0;
+  philox_block(word, s->random + (uint64_t)(element / 4));
+  return word[element % 4];
+}
+
+static void quantize_side(const side *s)
+{
+  const op_call *call = s->call;
+  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], s->rows, s->columns, NULL);
+  bool divides = fp8_divides((int)call->ints[3]) && !call->in[1], packed = call->ints[0] == ENG_FORMAT_E5M6;
+  int mode = FP8_SATURATE | (int)(call->ints[4] & FP8_STOCHASTIC), fraction = call->ints[0] == ENG_e4m3 ? 3 : 2;
+  memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // the padding
+  for (int64_t i = 0; i < at.row_count; i++)
+    for (int64_t j = 0; j < at.inner_count; j++) {
+      int64_t r0 = i * at.row_block, c0 = j * at.inner_block;
+      int64_t rows = s->rows - r0 < at.row_block ? s->rows - r0 : at.row_block;
+      int64_t columns = s->columns - c0 < at.inner_block ? s->columns - c0 : at.inner_block;
+      fp8_scale scale = scale_of_block(call, block_amax(s, r0, rows, c0, columns, call->ints[3] == ENG_SCALE_TORCHAO));
+      ((float *)s->scale->data)[i * at.row_stride + j * at.inner_stride] = scale.scale;
+      for (int64_t r = r0; r < r0 + rows; r++)
+        for (int64_t c = c0; c < c0 + columns; c++) {
+          float x = x_at(s, r, c), y = divides ? x / scale.factor : x * scale.factor;
+          int64_t element = r * s->columns + c;
+          if (packed) {   // c is never alone: whole words are written once their eight codes are known
+            uint32_t *word = (uint32_t *)s->q->data + element / 8 * 3;
+            uint16_t code[8] = {0};
+            if (c % 8) e5m6_unpack(code, word);
+            code[c % 8] = e5m6_from_f32(y, mode);
+            e5m6_pack(word, code);
+          } else {
+            ((uint8_t *)s->q->data)[element] = fp8_from_f32(y, fraction, mode, random_of(s, element));
+          }
+        }
+    }
+}
+
+eng_status reference_quantize(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  int64_t columns = columns_of(x), rows = rows_of(x);
+  side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1, .q = call->out[0], .scale = call->out[1],
+              .random = (uint64_t)call->ints[5]};
+  if (own.q && own.scale) quantize_side(&own);
+  if (call->out[2]) {
+    float amax = block_amax(&own, 0, rows, 0, columns, true);
+    ((float *)call->out[2]->data)[0] = f32_is_nan(amax) ? f32_from(0x7FC00000u) : amax;
+  }
+  if (!call->out[3] || !call->out[4]) return ENG_OK;
+  side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns, .q = call->out[3], .scale = call->out[4],
+                 .random = (uint64_t)call->ints[5] + (uint64_t)((x->count + 3) / 4)};
+  quantize_side(&turned);
+  if (call->ints[1] == call->ints[2])   // square blocks: the same bytes, also where chance rounded them
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < columns; c++) ((uint8_t *)turned.q->data)[c * rows + r] = ((const uint8_t *)own.q->data)[r * columns + c];
+  return ENG_OK;
+}
+
+eng_status reference_dequantize(const op_call *call)
+{
+  const tensor *q = call->in[0], *y = call->out[0];
+  bool packed = call->ints[3] == ENG_FORMAT_E5M6;
+  int64_t rows = rows_of(y), columns = columns_of(y);
+  const float *scale = call->in[1]->data;
+  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], rows, columns, NULL);
+  for (int64_t i = 0; i < y->count; i++) {
+    float value;
+    if (packed) {
+      uint16_t code[8];
+      e5m6_unpack(code, (const uint32_t *)q->data + i / 8 * 3);
+      value = e5m6_to_f32(code[i % 8]);
+    } else {
+      value = fp8_to_f32(((const uint8_t *)q->data)[i], q->dtype == ENG_e4m3 ? 3 : 2);
+    }
+    tensor_store(y->data, y->dtype, i, value * scale[fp8_scale_at(&at, i / columns, i % columns)]);
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ fp8_matmul
+
+// A matrix as the product sees it: element (i, k), whether or not it is given transposed.
+typedef struct matrix {
+  const uint8_t *data;
+  const float   *scale;
+  int            fraction;
+  bool           transposed;
+  int64_t        i_stride, k_stride;
+  fp8_scales     at;
+} matrix;
+
+// along_k: the second dimension, as given, is the one summed over.
+static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns)
+{
+  matrix m = {.data = q->data, .scale = scale->data, .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .transposed = !along_k};
+  m.i_stride = along_k ? q->shape[1] : 1;
+  m.k_stride = along_k ? 1 : q->shape[1];
+  m.at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
+  return m;
+}
+
+static float scale_at(const matrix *m, int64_t i, int64_t k)
+{
+  return m->scale[m->transposed ? fp8_scale_at(&m->at, k, i) : fp8_scale_at(&m->at, i, k)];
+}
+
+static float value_at(const matrix *m, int64_t i, int64_t k) { return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction); }
+
+// The sum of n products from step k on by the model of the accumulator.
+static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j, int64_t k, int64_t n)
+{
+  float sum = 0;
+  double exact = 0;
+  if (model == ENG_ACCUMULATE_HOPPER) {
+    for (int64_t at = k; at < k + n; at += HOPPER_GROUP) {
+      int group = (int)(k + n - at < HOPPER_GROUP ? k + n - at : HOPPER_GROUP);
+      sum = hopper_group(a->data + i * a->i_stride + at * a->k_stride, a->k_stride, a->fraction, b->data + j * b->i_stride + at * b->k_stride,
+                         b->k_stride, b->fraction, group, sum);
+    }
+    return sum;
+  }
+  for (int64_t at = k; at < k + n; at++) {
+    float product = value_at(a, i, at) * value_at(b, j, at);   // exact
+    if (model == ENG_ACCUMULATE_EXACT) exact += (double)product;
+    else if (model == ENG_ACCUMULATE_FP32) sum += product;
+    else sum = e4m3_to_f32(e4m3_from_f32(sum + e4m3_to_f32(e4m3_from_f32(product, FP8_SATURATE)), FP8_SATURATE));
+  }
+  return model == ENG_ACCUMULATE_EXACT ? exact : (double)sum;
+}
+
+eng_status reference_fp8_matmul(const op_call *call)
+{
+  const tensor *y = call->out[0], *bias = call->in[4];
+  bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
+  matrix a = matrix_of(call->in[0], call->in[1], !ta, call->ints[2], call->ints[3]);
+  matrix b = matrix_of(call->in[2], call->in[3], tb, call->ints[4], call->ints[5]);
+  int64_t m = y->shape[0], n = y->shape[1], k = call->in[0]->shape[ta ? 0 : 1];
+  int64_t along_a = ta ? a.at.row_block : a.at.inner_block, along_b = tb ? b.at.inner_block : b.at.row_block;
+  int64_t stretch = along_a < along_b ? along_a : along_b;
+  bool b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
+  int model = (int)call->ints[7];
+  int64_t promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 2;
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      float total = 0;
+      double exact = 0;
+      for (int64_t k0 = 0; k0 < k; k0 += stretch) {
+        int64_t end = k0 + stretch < k ? k0 + stretch : k;
+        float sum = 0, first = scale_at(b_first ? &b : &a, b_first ? j : i, k0), second = scale_at(b_first ? &a : &b, b_first ? i : j, k0);
+        for (int64_t at = k0; at < end; at += promotion) {
+          double part = accumulate(&a, &b, model, i, j, at, end - at < promotion ? end - at : promotion);
+          if (model == ENG_ACCUMULATE_EXACT) exact += part * (double)first * (double)second;
+          else sum += (float)part;
+        }
+        total = fmaf(sum * first, second, total);
+      }
+      int64_t place = i * y->stride[0] + j * y->stride[1];
+      double addend = bias ? tensor_load(bias->data, bias->dtype, j * bias->stride[0]) : 0;
+      double value = model == ENG_ACCUMULATE_EXACT ? exact + addend : bias ? (double)(total + (float)addend) : (double)total;
+      double before = call->ints[9] ? tensor_load(y->data, y->dtype, place) : 0;
+      tensor_store(y->data, y->dtype, place, value);
+      if (call->ints[9]) tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
+    }
+  return ENG_OK;
+}

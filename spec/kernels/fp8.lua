@@ -1,0 +1,119 @@
+-- Calls for the FP8 operations: every format, block shape, scale rule, accumulator and layout, exactly as the reference has them.
+-- See spec/kernels_spec.lua.
+local engine = require "engine.ffi"
+local tensors = require "spec.kernels.values"
+local float, whole = tensors.float, tensors.whole
+
+local generators = {}
+
+local FP8 = { "e4m3", "e5m2" }
+local E5M6 = 12
+local BLOCKS = { { 0, 0 }, { 1, 0 }, { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 1 }, { 1, 16 }, { 3, 5 }, { 2, 300 }, { 64, 0 }, { 0, 64 } }
+local SHAPES = { { 1, 1 }, { 5, 3 }, { 3, 129 }, { 130, 257 }, { 7, 128 }, { 128, 16 }, { 1, 300 }, { 0, 5 }, { 3, 0 }, { 64, 256 } }
+
+--- What quantize yields for a tensor, on the device in force.
+local function quantized(x, format, block, flags, rule)
+  return engine.run("quantize", { x, false }, { engine.dtype[format], block[1], block[2], rule or 1, flags or 0 }, { -1, 0 }, 5)
+end
+
+generators.quantize = function(try)
+  local n = 0
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for _, shape in ipairs(SHAPES) do
+      for _, block in ipairs(BLOCKS) do
+        n = n + 1
+        local kind = ({ "normal", "rare", "tiny", "large" })[n % 4 + 1]
+        local layout = n % 7 == 0 and "transposed" or "plain"
+        local x = float(dtype, shape, kind, layout)
+        local pow2, turned, rule = n % 3 == 0 and 4 or 0, n % 2 == 0 and 8 or 0, n % 5
+        try { inputs = { x, false }, ints = { engine.dtype[FP8[n % 2 + 1]], block[1], block[2], rule, pow2 + turned }, floats = { -1, 0 }, outputs = 5,
+              zeros = true, note = kind }
+        if n % 4 == 0 then   -- at random: the words are the same on every device
+          try { inputs = { x, false }, ints = { engine.dtype[FP8[n % 2 + 1]], block[1], block[2], rule, 2 + turned, n, 1 }, floats = { -1, 0 },
+                outputs = 5, zeros = true, note = "stochastic" }
+        end
+        if shape[2] % 8 == 0 and shape[2] > 0 then
+          try { inputs = { x, false }, ints = { E5M6, block[1], block[2], 2, pow2 }, floats = { -1, 0 }, outputs = 5 }
+        end
+      end
+    end
+    for rule = 0, 4 do   -- all zero; an infinity; a NaN; every value alone; eps and margin
+      for _, list in ipairs { { 0, -0.0, 0 }, { 1, 1 / 0, -2 }, { 1, 0 / 0, -2 }, { 1e-30, 0, 0 }, { 448, -448, 1 }, { 3e38, 1, 0 }, { 1e-44, 0, 1e-45 } } do
+        for pow2 = 0, 4, 4 do
+          try { inputs = { tensors.listed(dtype, { 1, 3 }, list), false }, ints = { engine.dtype.e4m3, 1, 128, rule, pow2 }, floats = { -1, 0 }, outputs = 5,
+                zeros = true }
+          try { inputs = { tensors.listed(dtype, { 3 }, list), false }, ints = { engine.dtype.e5m2, 0, 0, rule, pow2 + 8 }, floats = { 0.5, 2 }, outputs = 5 }
+        end
+      end
+    end
+    for _, factor in ipairs { 1, 448, 0.3, 2 ^ -20, 0, 1 / 0 } do   -- given: delayed scaling
+      try { inputs = { float(dtype, { 33, 70 }, "normal"), tensors.listed("f32", { 1 }, { factor }) },
+            ints = { engine.dtype.e4m3, 0, 0, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
+    end
+  end
+  try { inputs = { float("f32", { 2, 3, 256 }, "normal"), false }, ints = { engine.dtype.e4m3, 1, 128, 0, 8 }, floats = { -1, 0 }, outputs = 5 }
+  try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { E5M6, 1, 0, 0, 0 }, floats = { -1, 0 }, outputs = 5, fails = "packs 8" }
+  try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5, fails = "expected the format" }
+end
+
+generators.dequantize = function(try)
+  local n = 0
+  for _, format in ipairs(FP8) do
+    for _, shape in ipairs(SHAPES) do
+      for _, block in ipairs(BLOCKS) do
+        n = n + 1
+        local q, scale = quantized(float("f32", shape, n % 3 == 0 and "rare" or "normal"), format, block)
+        try { inputs = { q, scale }, ints = { engine.dtype[({ "f32", "f16", "bf16", "f64" })[n % 4 + 1]], block[1], block[2] }, zeros = true }
+      end
+    end
+    -- every code
+    local codes = {}
+    for i = 0, 255 do codes[i + 1] = i end
+    local bytes = tensors.listed("u8", { 16, 16 }, codes)
+    local q = tensors.tensor_of(format, { 16, 16 })
+    engine.ffi.copy(tensors.info_of(q).data, tensors.info_of(bytes).data, 256)
+    for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
+      try { inputs = { q, tensors.listed("f32", { 1, 1 }, { 0.37 }) }, ints = { engine.dtype[dtype], 0, 0 }, zeros = true }
+    end
+  end
+  for _, block in ipairs(BLOCKS) do
+    local x = float("f32", { 12, 136 }, "normal")
+    local q, scale = engine.run("quantize", { x, false }, { E5M6, block[1], block[2], 2, 4 }, { -1, 0 }, 5)
+    try { inputs = { q, scale }, ints = { engine.dtype.f32, block[1], block[2], E5M6 }, zeros = true }
+  end
+end
+
+--- A quantized matrix for fp8_matmul: bytes and scales, given transposed or not.
+local function operand(format, rows, columns, block, transposed, kind)
+  if transposed then rows, columns, block = columns, rows, { block[2], block[1] } end
+  local q, scale = quantized(float("f32", { rows, columns }, kind or "normal"), format, block)
+  return q, scale, block
+end
+
+generators.fp8_matmul = function(try)
+  local sizes = { { 1, 1, 1 }, { 3, 5, 32 }, { 17, 33, 65 }, { 9, 70, 128 }, { 33, 17, 200 }, { 65, 130, 257 }, { 5, 3, 520 }, { 4, 3, 0 }, { 0, 3, 5 } }
+  local pairs_of_blocks = { { { 0, 0 }, { 0, 0 } }, { { 1, 0 }, { 1, 0 } }, { { 1, 128 }, { 128, 128 } }, { { 1, 128 }, { 1, 128 } }, { { 128, 128 }, { 1, 128 } },
+                            { { 1, 64 }, { 1, 128 } }, { { 1, 0 }, { 128, 128 } }, { { 1, 16 }, { 16, 16 } } }
+  local n = 0
+  for _, size in ipairs(sizes) do
+    local rows, columns, inner = unpack(size)
+    for _, blocks in ipairs(pairs_of_blocks) do
+      for model = 0, 3 do
+        n = n + 1
+        local ta, tb = n % 5 == 0, n % 3 ~= 0
+        local kind = n % 6 == 0 and "rare" or "normal"
+        local a, sa, block_a = operand(FP8[n % 4 == 0 and 2 or 1], rows, inner, blocks[1], ta, kind)
+        local b, sb, block_b = operand(FP8[n % 3 == 0 and 2 or 1], columns, inner, blocks[2], tb == false, "normal")
+        local bias = n % 2 == 0 and float("f32", { columns }, "normal") or false
+        local out = ({ "f32", "bf16", "f16" })[n % 3 + 1]
+        try { inputs = { a, sa, b, sb, bias },
+              ints = { ta and 1 or 0, tb and 1 or 0, block_a[1], block_a[2], block_b[1], block_b[2], engine.dtype[out] + 1, model,
+                       ({ 0, 128, 32, 512 })[n % 4 + 1] } }
+      end
+    end
+  end
+  try { inputs = { whole("u8", { 3, 4 }, 0, 9), float("f32", { 1, 1 }, "normal"), whole("u8", { 3, 4 }, 0, 9), float("f32", { 1, 1 }, "normal"), false },
+        ints = { 0, 1 }, fails = "two FP8 matrices" }
+end
+
+return generators
