@@ -1,10 +1,11 @@
--- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH: training steps on demand, for bench.py. Reads a number of steps from a
+-- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH [DEVICE]: training steps on demand, for bench.py. Reads a number of steps from a
 -- line of stdin, makes them, answers with the seconds each took. The twin is torch_step.py.
 local engine = require "engine"
 local machine = require "engine.machine"
 
 local precision, layers, width, heads, vocab, context, batch = arg[1], tonumber(arg[2]), tonumber(arg[3]), tonumber(arg[4]), tonumber(arg[5]),
   tonumber(arg[6]), tonumber(arg[7])
+if arg[8] then engine.device(arg[8]) end
 engine.seed(1)
 local model = engine.nn.gpt { vocab = vocab, context = context, width = width, heads = heads, layers = layers }
 local x, y = engine.randint(0, vocab, batch, context, { dtype = "i32", keep = true }), engine.randint(0, vocab, batch, context, { dtype = "i32", keep = true })
@@ -20,6 +21,7 @@ for line in io.lines() do
   for i = 1, tonumber(line) do
     local from = machine.clock()
     trainer:step()
+    engine.synchronize()
     seconds[i] = ("%.6f"):format(machine.clock() - from)
   end
   print(table.concat(seconds, " "))

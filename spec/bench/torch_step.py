@@ -39,7 +39,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, 0, 0.02)
 
     def forward(self, x, y):
-        h = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+        h = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h = block(h)
         logits = F.linear(self.norm(h), self.wte.weight)

@@ -72,7 +72,7 @@ describe("tensors on the card", function()
     assert.same(x:totable(), there:to("cpu"):totable())
     assert.same(x:totable(), there:totable())
     engine.device("cuda")
-    assert.same(x:t():totable(), there:t():totable())
+    assert.same(x:transpose(1, 2):totable(), there:transpose(1, 2):totable())
     assert.truthy(tostring(there):find("cuda", 1, true))
   end)
 

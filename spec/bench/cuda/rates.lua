@@ -1,0 +1,94 @@
+-- rates.lua [DEVICE [SIZE]]: how near the kernels come to the card's limits, on random data: products beside the datasheet's peak, passes over
+-- memory beside a plain copy of the same run. SIZE scales the problems down for a trial on a CPU (1: as on the card).
+local engine = require "engine"
+local machine = require "engine.machine"
+
+local device, size = arg[1] or "cuda", tonumber(arg[2]) or 1
+engine.device(device)
+engine.seed(1)
+print(machine.device_text())
+
+local REPEAT = device == "cuda" and 20 or 2
+
+--- Median seconds of f() over several runs, the device waited for.
+local function seconds_of(f)
+  local function once()
+    f()
+    engine.end_step()
+  end
+  for _ = 1, 3 do once() end
+  engine.synchronize()
+  local list = {}
+  for i = 1, 5 do
+    local from = machine.clock()
+    for _ = 1, REPEAT do once() end
+    engine.synchronize()
+    list[i] = (machine.clock() - from) / REPEAT
+  end
+  table.sort(list)
+  return list[3]
+end
+
+local function scaled(n) return math.max(64, math.floor(n * size / 64 + 0.5) * 64) end
+
+-- ------------------------------------------------------------------ a plain copy
+
+local row = scaled(2 ^ 16)
+local elements = row * scaled(2 ^ 12)
+local a, b = engine.zeros(elements / row, row, { dtype = "bf16", keep = true }), engine.zeros(elements / row, row, { dtype = "bf16", keep = true })
+a:copy(engine.randn(row))
+local copy = 4 * elements / seconds_of(function() b:copy(a) end)
+print(("copy of %d MiB: %.0f GB/s read and written"):format(2 * elements / 2 ^ 20, copy / 1e9))
+
+local function memory_line(name, bytes, f)
+  local rate = bytes / seconds_of(f)
+  print(("%-44s %8.0f GB/s  %5.1f %% of the copy"):format(name, rate / 1e9, 100 * rate / copy))
+end
+
+local function product_line(name, flops, f)
+  local seconds = seconds_of(f)
+  print(("%-44s %8.1f TFLOP/s  %8.3f ms"):format(name, flops / seconds / 1e12, 1e3 * seconds))
+end
+
+-- ------------------------------------------------------------------ products
+
+for _, dtype in ipairs { "bf16", "f16", "f32" } do
+  local n = scaled(dtype == "f32" and 4096 or 8192)
+  local x, w = engine.randn(n, n):to(dtype):keep(), engine.randn(n, n):to(dtype):keep()
+  product_line(("product %s %d^3"):format(dtype, n), 2 * n ^ 3, function() return x:matmul(w, false, true) end)
+end
+do
+  local B, T, H, D = 16, scaled(2048), 16, 64
+  local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
+  local q, k, v = heads(), heads(), heads()
+  local flops = 4 * B * H * T * T * D / 2
+  product_line(("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D), flops, function() return engine.attention(q, k, v, { causal = true }) end)
+  q:requires_grad(true) k:requires_grad(true) v:requires_grad(true)
+  local dy = heads()
+  product_line("  with its gradient", 3.5 * flops, function() (engine.attention(q, k, v, { causal = true }) * dy):sum():backward() end)
+end
+
+-- ------------------------------------------------------------------ passes over all parameters, and kernels that memory limits
+
+local function parameters(count, precision)
+  local model = engine.nn.linear(scaled(4096), scaled(count / 4096), { bias = false })
+  return model, engine.optim.adamw(model, { lr = 1e-3, precision = precision })
+end
+
+for _, precision in ipairs { "bf16", "fp16" } do
+  local model, opt = parameters(2 ^ 28, precision)
+  local n = model:count()
+  opt:zero_grad()
+  local loss = (model.weight:to(precision == "fp16" and "f16" or "bf16") * 0.5):sum()
+  loss:backward()
+  engine.end_step()
+  memory_line(("gradient statistics, %s, %d M"):format(precision, n / 1e6), 2 * n, function() opt:grad_norm() end)
+  memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n, function() opt:step { gradient_factor = 1e-3 } end)
+end
+local rows, width = scaled(32768), scaled(4096)
+local h = engine.randn(rows, width):to("bf16"):keep()
+local weight, bias = engine.ones(width, { keep = true }), engine.zeros(width, { keep = true })
+memory_line("layer norm, bf16", 4 * h.count, function() return h:layer_norm(weight, bias) end)
+memory_line("gelu, bf16", 4 * h.count, function() return h:gelu("tanh") end)
+memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):contiguous() end)
+memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
