@@ -56,6 +56,7 @@ typedef struct backend {
   /// gradstats without waiting: the result stays on the device, where `optimize` with update->lagged finds it, and
   /// gradstats_fetch brings it, the oldest first, waiting only if it is not there yet. At most 4 are on their way. `loss`:
   /// the loss tensors of the step (f32, one element each), whose values come with the statistics. NULL on host devices.
+  /// A fetch without `stats` drops the oldest.
   eng_status (*gradstats_start)(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(eng_tensor_stats *stats, int n, double *loss, int n_loss);
 

@@ -21,6 +21,8 @@ static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host
 
 void params_forget_lagged(eng_params *set)
 {
+  const backend *device = backend_of_space(set->space);
+  for (; device && device->gradstats_fetch && set->n_pending > 0; set->n_pending--) device->gradstats_fetch(NULL, 0, NULL, 0);
   for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
     free(set->pending[i].which);
     free(set->pending[i].stats);
@@ -79,14 +81,17 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];
   const eng_tensor_stats *found = p->stats;
+  set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
+  set->n_pending--;   // gone, whatever comes back
   if (device->gradstats_fetch) {
-    ENG_TRY(device->gradstats_fetch(set->stats, p->m, &p->loss, p->n_losses));
+    double values[MOST_LOSSES];
+    ENG_TRY(device->gradstats_fetch(set->stats, p->m, values, p->n_losses));
+    p->loss = 0;
+    for (int i = 0; i < p->n_losses; i++) p->loss += values[i];
     found = set->stats;
   }
   *loss = p->loss;
   params_record(record, stats, set, found, p->which, p->m, scale, p->needs);
-  set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
-  set->n_pending--;
   return ENG_OK;
 }
 

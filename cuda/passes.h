@@ -22,17 +22,22 @@ const char *cuda_describe(void);
 // gradstats.cu
 eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 eng_status cuda_gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
+/// Without `stats` the oldest is dropped.
 eng_status cuda_gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss);
 
 /// For lagged updates: what the last gradstats pass found, in device memory.
 typedef struct cuda_step_total {
   int64_t bad;            // inf and nan of all spans
-  double  sum_squares;    // of the finite gradients as stored
+  double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
+/// NULL before the first pass.
 const cuda_step_total *cuda_last_total(void);
 
 // optimizer.cu
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update);
+/// What cuda_optimize does before its launches, all but for them: brings this update's numbers to the card. While the stream is
+/// being captured cuda_optimize records the launches alone; call this before every replay.
+eng_status cuda_optimize_prepare(const param_span *spans, int n, const eng_update *update);
 eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
 
 #ifdef __cplusplus
