@@ -257,20 +257,34 @@ local function values_of(options)
   return all
 end
 
---- Loads a policy: the name of a shipped policy or of a registered class, a path, or { source = text, file = name }. A name or a
---- path may bring options: "dynamic:growth_interval=500". options: values for the policy's options, as they are or as text. A
---- policy object comes back as it is.
+--- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name }, or a DeepSpeed
+--- configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
+--- options: values for the policy's options, as they are or as text; those of `deepspeed` may be keys of DeepSpeed's fp16
+--- block. A policy object comes back as it is.
 function M.load(source, options)
   if type(source) == "table" and source.decide and source.scale then return source end
   options = options or {}
   local good, result = pcall(function()
     if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options) end
+    local json
+    if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
+      source, options = require("engine.deepspeed_config").from_table(source, options, function() return "policy: " end)
+    end
     if type(source) ~= "string" then error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0) end
     source, options = with_settings(source, options)
+    if source:find("%.json$") then
+      json = source
+      source, options = require("engine.deepspeed_config").read(json, options)
+    elseif source == "deepspeed" and require("engine.deepspeed_config").is_block(options) then
+      source, options = require("engine.deepspeed_config").translate(options)
+    end
     local class = M.classes[source]
     if class then return require("engine.class_scaler").new(source, class, values_of(options)) end
     local text, file = find(source)
-    return compile(text, file, options)
+    local made, self = pcall(compile, text, file, options)
+    if not made then error(json and json .. ": " .. self or self, 0) end
+    self.config = json
+    return self
   end)
   if not good then error(result, 2) end
   return result

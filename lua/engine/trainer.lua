@@ -156,6 +156,8 @@ local function groups_of(list)
   return names, group_of, groups
 end
 
+M.groups_of = groups_of
+
 local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
 end
