@@ -26,7 +26,7 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
 /// N tensors over one shape, dimensions innermost first. `groups` of V elements; V = 1 as made.
 template <int N> struct walk {
   int32_t ndim;
-  int32_t dtype[N];
+  int32_t dtype[N], width[N];           // format; bytes that an offset counts
   void   *data[N];
   int64_t count, groups;
   int64_t shape[ENG_MAX_DIMS];          // groups; as a divider below
@@ -63,6 +63,7 @@ template <int N> static walk<N> walk_of(walk_shape shape, const int64_t (&stride
   for (int k = 0; k < N; k++) {
     w.data[k] = data[k];
     w.dtype[k] = dtype[k];
+    w.width[k] = eng_dtype_size(dtype[k]);
   }
   for (int d = shape.ndim - 1; d >= 0; d--) {
     int64_t size = shape.shape[d];
@@ -111,7 +112,7 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
   if (w.ndim > 1 && w.shape[0] % V) return false;
   for (int k = 0; k < N; k++) {
     if (w.stride[k][0] == 0 || !w.data[k]) continue;
-    if (w.stride[k][0] != 1 || (uintptr_t)w.data[k] % (uintptr_t)(V * eng_dtype_size(w.dtype[k]))) return false;
+    if (w.stride[k][0] != 1 || (uintptr_t)w.data[k] % (uintptr_t)(V * w.width[k])) return false;
     for (int d = 1; d < w.ndim; d++)
       if (w.stride[k][d] % V) return false;
   }
@@ -141,7 +142,7 @@ template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, con
       part.groups = each * part.shape[last];
       part.count = part.groups * members;
       for (int k = 0; k < N; k++)
-        if (w.data[k]) part.data[k] = (char *)w.data[k] + at * w.stride[k][last] * eng_dtype_size(w.dtype[k]);
+        if (w.data[k]) part.data[k] = (char *)w.data[k] + at * w.stride[k][last] * w.width[k];
       if (part.shape[last] == 1) part.ndim--;
       walk_parts<N>(part, unroll, launch);
     }

@@ -24,6 +24,11 @@ local function two_inputs(options, tolerance)
       call(float(dtype, { 1537 }, "normal", "plain"), float(dtype, { 2, 1537 }, "normal", "plain"))
       if dtype == "f16" then call(float(dtype, { 1537 }, "normal", "plain"), float(dtype, { 13, 1537 }, "normal", "transposed")) end
       call(float(dtype, { 0, 3 }, "normal", "plain"), float(dtype, { 3 }, "normal", "plain"))
+      -- rows of whole vectors: a bias, a column, columns cut out of wider rows, heads before positions
+      call(float(dtype, { 3, 5, 64 }, "normal"), float(dtype, { 64 }, "normal"))
+      call(float(dtype, { 3, 5, 64 }, "normal"), float(dtype, { 3, 5, 1 }, "normal"))
+      call(engine.run("slice", { float(dtype, { 7, 96 }, "normal") }, { 1, 32, 64, 1 }), float(dtype, { 1, 32 }, "normal"))
+      call(engine.run("permute", { float(dtype, { 2, 5, 3, 16 }, "normal") }, { 0, 2, 1, 3 }), float(dtype, { 2, 3, 5, 16 }, "normal"))
     end
     for _, pair in ipairs { { "f32", "f16" }, { "f16", "bf16" }, { "bf16", "f32" }, { "f16", "f64" } } do
       try(with({ inputs = { float(pair[1], { 3, 65 }, "normal", "transposed"), float(pair[2], { 65 }, "normal", "plain") } }, tolerance))
@@ -218,8 +223,11 @@ generators.contiguous = function(try)
       end
     end
     if FORMATS[dtype] then
-      local x = engine.run("permute", { float(dtype, { 3, 5, 7, 9 }, "normal") }, { 2, 0, 3, 1 })
-      try { inputs = { x }, zeros = true }
+      local function turned(shape, order) try { inputs = { engine.run("permute", { float(dtype, shape, "normal") }, order) }, zeros = true } end
+      turned({ 3, 5, 7, 9 }, { 2, 0, 3, 1 })
+      turned({ 2, 9, 3, 16 }, { 0, 2, 1, 3 })   -- heads before positions
+      turned({ 2, 72, 3, 40 }, { 0, 2, 3, 1 })
+      try { inputs = { engine.run("slice", { float(dtype, { 7, 96 }, "normal") }, { 1, 32, 64, 1 }) }, zeros = true }
     end
   end
 end

@@ -1,0 +1,195 @@
+// Copies with a change of format or layout: cast, contiguous, concat. Any strides on both sides (an output handed in by
+// eng_copy may be a view). Elements of one format are moved as bits, in units of up to 16 bytes where rows lie well (heads
+// brought before positions, slices); sources that run along another dimension go through tiles in shared memory, so that
+// both sides see whole lines. Among f32, f16 and bf16 elements are rounded to nearest even; other pairs go one by one.
+// Called through the device's table.
+#include "map.h"
+
+// ------------------------------------------------------------------ units side by side
+
+template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
+{
+  constexpr int U = 4;   // in flight
+  int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x, at[U][2];
+  Unit unit[U];
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int64_t group = first + u * WALK_THREADS;
+    if (group >= w.groups) continue;
+    walk_offsets(at[u], w, group);
+    unit[u] = ((const Unit *)w.data[1])[at[u][1]];
+  }
+#pragma unroll
+  for (int u = 0; u < U; u++)
+    if (first + u * WALK_THREADS < w.groups) ((Unit *)w.data[0])[at[u][0]] = unit[u];
+}
+
+template <typename Unit> static void move_launch(const walk<2> &w)
+{
+  walk_parts<2>(w, 4, [](const walk<2> &part, unsigned blocks) { move_kernel<Unit><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part); });
+}
+
+// Rows in the largest units that divide them: a walk whose elements are units.
+static eng_status move(walk<2> w)
+{
+  int size = eng_dtype_size(w.dtype[0]), unit = size;
+  bool runs = w.stride[0][0] == 1 && w.stride[1][0] == 1;
+  if (runs && w.ndim == 1) {
+    CUDA_TRY(cudaMemcpyAsync(w.data[0], w.data[1], (size_t)(w.count * size), cudaMemcpyDeviceToDevice, cuda_stream()));
+    return ENG_OK;
+  }
+  if (runs)
+    for (unit = 16; unit > size && !walk_bundle(w, unit / size); unit /= 2) {}
+  for (int k = 0; k < 2; k++) {
+    for (int d = 0; d < w.ndim; d++) w.stride[k][d] = w.stride[k][d] * size / unit;
+    w.width[k] = unit;
+  }
+  switch (unit) {
+    case 1:  move_launch<uint8_t>(w); break;
+    case 2:  move_launch<uint16_t>(w); break;
+    case 4:  move_launch<uint32_t>(w); break;
+    case 8:  move_launch<uint2>(w); break;
+    default: move_launch<uint4>(w); break;
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ tiles
+
+/// The source runs along dimension `down` of the walk, the target along dimension 0.
+struct turn { int down; int64_t across_tiles, down_tiles; };
+
+__device__ static inline void convert(uint8_t &y, uint8_t x)   { y = x; }
+__device__ static inline void convert(uint16_t &y, uint16_t x) { y = x; }
+__device__ static inline void convert(uint32_t &y, uint32_t x) { y = x; }
+__device__ static inline void convert(uint2 &y, uint2 x)       { y = x; }
+template <typename To, typename From> __device__ static inline void convert(To &y, From x) { narrow(y, widen(x)); }
+
+template <typename To, typename From, int SIDE> static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const turn t)
+{
+  constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
+  __shared__ To tile[SIDE][SIDE + PAD];
+  int64_t rest = blockIdx.x, across = rest % t.across_tiles * SIDE;
+  rest /= t.across_tiles;
+  int64_t down = rest % t.down_tiles * SIDE;
+  rest /= t.down_tiles;
+  int64_t to = across * w.stride[0][0] + down * w.stride[0][t.down], from = across * w.stride[1][0] + down * w.stride[1][t.down];
+  for (int d = 1; d < w.ndim; d++) {
+    if (d == t.down) continue;
+    int64_t index = rest % w.shape[d];
+    rest /= w.shape[d];
+    to += index * w.stride[0][d];
+    from += index * w.stride[1][d];
+  }
+  int64_t wide = w.shape[0] - across, high = w.shape[t.down] - down;   // what is left from here on
+  int x = threadIdx.x % 32, y = threadIdx.x / 32;
+#pragma unroll
+  for (int j = 0; j < SIDE; j += 8)
+#pragma unroll
+    for (int i = 0; i < SIDE; i += 32)
+      if (y + j < wide && x + i < high)
+        convert(tile[x + i][y + j], ((const From *)w.data[1])[from + (y + j) * w.stride[1][0] + x + i]);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < SIDE; j += 8)
+#pragma unroll
+    for (int i = 0; i < SIDE; i += 32)
+      if (y + j < high && x + i < wide) ((To *)w.data[0])[to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
+}
+
+template <typename To, typename From> static void turn_launch(const walk<2> &w, int down)
+{
+  constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
+  turn t = {down, (w.shape[0] + SIDE - 1) / SIDE, (w.shape[down] + SIDE - 1) / SIDE};
+  int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
+  turn_kernel<To, From, SIDE><<<(unsigned)blocks, 256, 0, cuda_stream()>>>(w, t);
+}
+
+template <typename To> static void turn_from(const walk<2> &w, int down)
+{
+  if (w.dtype[1] == ENG_f32) turn_launch<To, float>(w, down);
+  else if (w.dtype[1] == ENG_f16) turn_launch<To, f16_t>(w, down);
+  else turn_launch<To, bf16_t>(w, down);
+}
+
+static void turn_over(const walk<2> &w, int down)
+{
+  if (w.dtype[0] == w.dtype[1]) {
+    switch (eng_dtype_size(w.dtype[0])) {
+      case 1:  turn_launch<uint8_t, uint8_t>(w, down); break;
+      case 2:  turn_launch<uint16_t, uint16_t>(w, down); break;
+      case 4:  turn_launch<uint32_t, uint32_t>(w, down); break;
+      default: turn_launch<uint2, uint2>(w, down); break;
+    }
+  } else if (w.dtype[0] == ENG_f32) {
+    turn_from<float>(w, down);
+  } else if (w.dtype[0] == ENG_f16) {
+    turn_from<f16_t>(w, down);
+  } else {
+    turn_from<bf16_t>(w, down);
+  }
+}
+
+// The dimension along which the source runs, where tiles pay; else 0.
+static int turned_dimension(const walk<2> &w)
+{
+  if (w.stride[0][0] != 1 || w.stride[1][0] == 1 || w.stride[1][0] == 0 || w.shape[0] < 8) return 0;
+  for (int d = 1; d < w.ndim; d++)
+    if (w.stride[1][d] == 1 && w.shape[d] >= 8) return d;
+  return 0;
+}
+
+// ------------------------------------------------------------------ calls
+
+struct copy_rule {
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
+  {
+#pragma unroll
+    for (int v = 0; v < V; v++) y[0][v] = x[0][v];
+  }
+};
+
+struct copy_body {
+  __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
+  {
+    copy_element(w.data[0], w.dtype[0], at[0], w.data[1], w.dtype[1], at[1]);
+  }
+};
+
+static eng_status copy(const tensor *y, const tensor *x)
+{
+  bool same = x->dtype == y->dtype, fast = is_fast(x->dtype) && is_fast(y->dtype);
+  walk<2> w = walk_over<2>(y, {y, x});
+  int down = turned_dimension(w);
+  if (down && (same || fast)) {
+    turn_over(w, down);
+  } else if (same) {
+    ENG_TRY(move(w));
+  } else {
+    op_call call = {};
+    call.op = ENG_OP_cast;
+    call.in[0] = (tensor *)x;
+    call.out[0] = (tensor *)y;
+    return fast ? map<1, 1, false>(&call, copy_rule{}) : each<1, 1>(&call, copy_body{});
+  }
+  CUDA_LAUNCHED("a copy");
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_cast(const op_call *call)       { return copy(call->out[0], call->in[0]); }
+extern "C" eng_status cuda_contiguous(const op_call *call) { return copy(call->out[0], call->in[0]); }
+
+extern "C" eng_status cuda_concat(const op_call *call)
+{
+  tensor part = *call->out[0];   // where the next input goes
+  int64_t dimension = call->ints[0] < 0 ? call->ints[0] + part.ndim : call->ints[0];
+  for (int k = 0; k < call->n_in; k++) {
+    const tensor *x = call->in[k];
+    if (x->count == 0) continue;
+    for (int d = 0; d < part.ndim; d++) part.shape[d] = x->shape[d];
+    part.count = x->count;
+    ENG_TRY(copy(&part, x));
+    part.data = (char *)part.data + x->shape[dimension] * part.stride[dimension] * eng_dtype_size(part.dtype);
+  }
+  return ENG_OK;
+}
