@@ -225,7 +225,8 @@ function Run:describe()
     if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
   end
   for key, value in pairs { precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
-    optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps, parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
+    optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
+    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
     history:set_meta(key, value)
   end
   for _, setting in ipairs(self.config and require("engine.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
