@@ -204,6 +204,11 @@ bool eng_grad_enabled(bool on);
 /// Errors: GRADIENT (nothing requires a gradient, the tape was emptied).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
+/// From now on recorded operations have gradients that carry the factor `carry` beside the seed (1 at first): for layers
+/// that are scaled apart. What flows from one carry into another is multiplied by their ratio, once; the gradients of
+/// parameters end in the carry that eng_params_carry gives them, those of other leaves in 1. Errors: VALUE.
+eng_status eng_gradient_carry(double *before, double carry);
+
 /// The pull-style protocol for gradients written in Lua. After eng_backward or
 /// eng_backward_resume, eng_backward_pending gives the id of the Lua node that waits (-1: backward
 /// has finished). Lua reads the output gradients with eng_backward_output, computes, hands each
@@ -259,6 +264,8 @@ typedef struct eng_tensor_stats {
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled with ENG_NEED_HIST
+  double  carry;              // what the gradient carries beside the loss scale; 0 stands for 1
+  double  norm_ref;           // norm of its gradient in a reference backward; 0: there was none
 } eng_tensor_stats;
 
 /// What a policy is told about a step. amax and norm are true (unscaled) magnitudes of the finite
@@ -399,6 +406,14 @@ int eng_params_stats_pending(const eng_params *set);
 /// gradients move to an f32 buffer until cleared, so that unscaling loses nothing) and tells whether
 /// any is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
+/// The gradient of parameter i is to carry carry[i] beside the loss scale (NULL: 1 each): at once, or, where a gradient
+/// stands already, once that is cleared. Statistics, updates and unscaling divide by it. Errors: VALUE (not positive and finite).
+eng_status eng_params_carry(eng_params *set, const double *carry);
+/// Between these two gradients go into an f32 buffer of their own; what stood in the set's is there again afterwards.
+/// eng_params_reference_end gives the norm of each tensor's (`norms` [n], 0 where none came) and of all together, `scale`
+/// being what they were seeded with; `norms` may be NULL. Calls do not nest. Errors: STATE.
+eng_status eng_params_reference_begin(eng_params *set);
+eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
 /// FNV-1a checksum over the bytes of the masters.

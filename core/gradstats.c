@@ -18,8 +18,10 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
     nan += s->nan;
     zeros += s->zeros;
     underflow += s->underflow;
-    if (s->amax > amax) amax = s->amax;
-    sum_squares += s->sum_squares;
+    // Exact where a layer is scaled by a power of two.
+    double carry = gradstats_carry(s);
+    if (s->amax / carry > amax) amax = s->amax / carry;
+    sum_squares += s->sum_squares / carry / carry;
     if (record->first_bad < 0 && s->inf + s->nan > 0) record->first_bad = k;
     if (needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; b++) record->hist[b] += s->hist[b];

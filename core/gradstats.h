@@ -6,6 +6,12 @@
 
 #include "engine.h"
 
+/// What a tensor's gradient carries beside the loss scale.
+static inline double gradstats_carry(const eng_tensor_stats *s)
+{
+  return s->carry > 0 ? s->carry : 1;
+}
+
 /// Adds the statistics of `n` tensors into one record: counts, sums of squares, maxima, histogram.
 /// `scale` is the loss scale the gradients carry: amax and norm in the record are true magnitudes.
 void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale);

@@ -1,13 +1,13 @@
 // Gradient statistics as compact blobs: a version byte, the number of tensors, then for each five
 // counts as variable-length numbers (7 bits a byte, low first), amax and sum of squares as 8-byte
-// doubles, and the histogram as first bin, bins, and their counts. A tensor takes about 30 bytes
-// without a histogram. Called by history.c; unpacked for scripts.
+// doubles, the histogram as first bin, bins, and their counts, and (since version 2) carry and reference
+// norm as doubles. A tensor takes about 45 bytes without a histogram. Called by history.c; unpacked for scripts.
 #include "error.h"
 #include "history.h"
 
 #include <string.h>
 
-enum { PACK_VERSION = 1, NUMBER_MOST = 10, TENSOR_MOST = 5 * NUMBER_MOST + 16 + 2 * NUMBER_MOST + ENG_HIST_BINS * NUMBER_MOST };
+enum { PACK_VERSION = 2, NUMBER_MOST = 10, TENSOR_MOST = 5 * NUMBER_MOST + 32 + 2 * NUMBER_MOST + ENG_HIST_BINS * NUMBER_MOST };
 
 static uint8_t *put_number(uint8_t *to, uint64_t value)
 {
@@ -53,6 +53,8 @@ int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n)
     to = put_double(to, s->amax);
     to = put_double(to, s->sum_squares);
     to = put_hist(to, s->hist);
+    to = put_double(to, s->carry);
+    to = put_double(to, s->norm_ref);
   }
   return to - blob;
 }
@@ -65,7 +67,9 @@ int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax)
   for (int i = 0; i < 5; i++) to = put_number(to, 0);
   to = put_double(to, amax);
   to = put_double(to, 0);
-  return put_hist(to, hist) - blob;
+  to = put_hist(to, hist);
+  to = put_double(to, 0);
+  return put_double(to, 0) - blob;
 }
 
 typedef struct reader { const uint8_t *now, *end; bool bad; } reader;
@@ -95,7 +99,7 @@ static double get_double(reader *from)
   return value;
 }
 
-static void get_tensor(reader *from, eng_tensor_stats *s)
+static void get_tensor(reader *from, eng_tensor_stats *s, int version)
 {
   memset(s, 0, sizeof *s);
   s->count = get_number(from);
@@ -108,18 +112,22 @@ static void get_tensor(reader *from, eng_tensor_stats *s)
   int64_t first = get_number(from), bins = get_number(from);
   if (first > ENG_HIST_BINS || bins > ENG_HIST_BINS - first) from->bad = true;
   for (int64_t b = 0; b < bins && !from->bad; b++) s->hist[first + b] = get_number(from);
+  if (version < 2) return;
+  s->carry = get_double(from);
+  s->norm_ref = get_double(from);
 }
 
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob, int64_t size)
 {
   reader from = { blob, (const uint8_t *)blob + size, false };
   *n = 0;
-  if (size < 2 || *from.now++ != PACK_VERSION) return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged or of a newer engine");
+  int version = size < 2 ? 0 : *from.now++;
+  if (version < 1 || version > PACK_VERSION) return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged or of a newer engine");
   int64_t count = get_number(&from);
   if (count > size) from.bad = true;           // a tensor takes more than a byte
   for (int64_t i = 0; i < count && !from.bad; i++) {
     eng_tensor_stats scratch;
-    get_tensor(&from, i < capacity ? &stats[i] : &scratch);
+    get_tensor(&from, i < capacity ? &stats[i] : &scratch, version);
   }
   if (from.bad || from.now != from.end) return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged");
   *n = (int)count;

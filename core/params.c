@@ -3,12 +3,15 @@
 //
 // A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient into
 // parameter.gradient and sets has_gradient; a parameter without gradient is absent from statistics
-// and updates. Buffers that a view or the tape still looks at when they are given up wait in a list.
+// and updates. What a gradient carries beside the loss scale (layers scaled apart) stands in the spans: the passes
+// over them divide by it. Buffers that a view or the tape still looks at when they are given up wait in a list.
 #include "params.h"
 
 #include "error.h"
+#include "numerics.h"
 #include "transfer.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -128,6 +131,7 @@ static void set_discard(eng_params *set)
   free(set->which);
   free(set->stats);
   free(set->target);
+  free(set->kept);
   free(set);
 }
 
@@ -147,6 +151,7 @@ static eng_params *set_allocate(int n, const char *const *names)
   for (int i = 0; complete && i < n; i++) {
     set->member[i].set = set;
     set->member[i].index = i;
+    set->member[i].carry = set->member[i].carry_next = 1;
     set->member[i].name = strdup(names[i]);
     complete = set->member[i].name != NULL;
   }
@@ -250,7 +255,8 @@ void eng_params_free(eng_params *set)
   flat_release(set->shadows);
   flat_release(set->gradients);
   flat_release(set->unscaled);
-  set->masters = set->shadows = set->gradients = set->unscaled = NULL;
+  flat_release(set->reference);
+  set->masters = set->shadows = set->gradients = set->unscaled = set->reference = NULL;
   params_release(set);
 }
 
@@ -283,7 +289,7 @@ static void link_parts(eng_params *set)
     parameter *p = &set->member[i];
     p->gradient = set->gradients->part[i];
     p->shadow = set->shadows ? set->shadows->part[i] : NULL;
-    p->has_gradient = false;
+    params_forget(p);
     if (!p->shadow) continue;
     p->shadow->parameter = p;
     p->shadow->requires_grad = p->value->requires_grad;
@@ -308,6 +314,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
 {
   ENG_TRY(check_alive(set));
   release_waiting();
+  if (set->kept) return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
   for (int i = 0; i < set->n; i++) {
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
@@ -381,7 +388,7 @@ eng_status eng_params_zero_grad(eng_params *set)
   release_waiting();
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    p->has_gradient = false;
+    params_forget(p);
     p->gradient = set->gradients->part[i];   // no longer the unscaled one
   }
   return ENG_OK;
@@ -398,7 +405,7 @@ int params_spans(eng_params *set)
       .name = p->name, .count = p->value->count, .master = p->value->data,
       .shadow = p->shadow ? p->shadow->data : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
       .gradient = p->gradient->data, .gradient_dtype = p->gradient->dtype,
-      .moment_dtype = ENG_f32, .scale = 1,
+      .moment_dtype = ENG_f32, .scale = p->unscaled ? 1 : p->carry,
     };
   }
   return m;
@@ -411,6 +418,7 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  for (int k = 0; k < m; k++) set->stats[k].carry = set->span[k].scale;
   params_record(record, stats, set, set->stats, set->which, m, scale, needs);
   return ENG_OK;
 }
@@ -451,8 +459,73 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   for (int k = 0; k < m; k++) {
     parameter *p = &set->member[set->which[k]];
     if (p->gradient->dtype != ENG_f32) p->gradient = set->unscaled->part[p->index];
+    p->unscaled = true;
   }
   return ENG_OK;
+}
+
+eng_status eng_params_carry(eng_params *set, const double *carry)
+{
+  ENG_TRY(check_alive(set));
+  for (int i = 0; i < set->n; i++) {
+    if (!carry || (f64_is_finite(carry[i]) && carry[i] > 0)) continue;
+    return error_set(ENG_ERR_VALUE, "parameter %s: its gradient cannot carry the factor %g: expected a positive finite number",
+                     set->member[i].name, carry[i]);
+  }
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->carry_next = carry ? carry[i] : 1;
+    if (!p->has_gradient) p->carry = p->carry_next;
+  }
+  return ENG_OK;
+}
+
+// ---- a reference backward
+
+eng_status eng_params_reference_begin(eng_params *set)
+{
+  ENG_TRY(check_alive(set));
+  if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward runs already");
+  for (int i = 0; i < set->n; i++)
+    if (set->member[i].unscaled) return error_set(ENG_ERR_STATE, "a reference backward comes before the gradients are unscaled");
+  for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
+  if (!set->reference && set->n > 0) ENG_TRY(flat_new(&set->reference, ARENA_PARAMETER, set, set->which));
+  set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
+  if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    set->kept[i] = p->has_gradient;
+    p->has_gradient = false;
+    p->gradient = set->reference->part[i];
+  }
+  return ENG_OK;
+}
+
+eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale)
+{
+  *norm = 0;
+  ENG_TRY(check_alive(set));
+  if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward runs");
+  const backend *device = backend_current();
+  int m = params_spans(set);
+  eng_status status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
+                                        : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  double sum_squares = 0;
+  for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
+  for (int k = 0; k < m && status == ENG_OK; k++) {
+    double size = sqrt(set->stats[k].sum_squares) / set->span[k].scale / scale;
+    sum_squares += size * size;
+    if (norms) norms[set->which[k]] = size;
+  }
+  *norm = sqrt(sum_squares);
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->has_gradient = set->kept[i];
+    p->gradient = set->gradients->part[i];
+  }
+  free(set->kept);
+  set->kept = NULL;
+  return status;
 }
 
 // ---- facts

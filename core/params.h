@@ -14,6 +14,9 @@ typedef struct parameter {
   tensor     *shadow;         // low-precision weights, or NULL; a leaf whose gradient is this parameter's
   tensor     *gradient;       // view of the flat gradient buffer, in gradient dtype (f32 once unscaled)
   bool        has_gradient;   // something was accumulated since the last zero_grad
+  bool        unscaled;       // its gradient is the true one: it carries nothing any more
+  double      carry;          // what its gradient carries beside the loss scale
+  double      carry_next;     // what the next one will
   uint32_t    seen;           // value's storage.writes when the shadow was last rounded from it
 } parameter;
 
@@ -33,6 +36,7 @@ typedef struct pending_stats {
   unsigned needs;
   int32_t  m, n_losses;
   int32_t *which;             // [n] of the set: entry k is of member which[k]
+  double  *carry;             // [n] what entry k carries beside the loss scale
   eng_tensor_stats *stats;    // [n], where the device computes at once; NULL on a card
   double   loss, sum_squares; // likewise; squares of the gradients as stored, each divided by its span's scale
   bool     overflow;
@@ -49,6 +53,8 @@ struct eng_params {
   parameter   *member;        // [n]
   flat_buffer *masters, *shadows, *gradients;
   flat_buffer *unscaled;      // f32 gradients of the members whose own are f16 or bf16
+  flat_buffer *reference;     // f32 gradients of a reference backward
+  bool        *kept;          // [n] has_gradient while a reference backward runs, else NULL
   param_span  *span;          // [n] working space of a pass over all parameters
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
@@ -65,6 +71,13 @@ void flat_release(flat_buffer *flat);
 
 /// The low-precision weights of a member that has some, rounded again if a script wrote into the master since.
 eng_status params_shadow(tensor **out, parameter *p);
+
+/// Forgets a member's gradient.
+static inline void params_forget(parameter *p)
+{
+  p->has_gradient = p->unscaled = false;
+  p->carry = p->carry_next;
+}
 
 /// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
 void params_written(parameter *p);

@@ -14,8 +14,9 @@ static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host
 {
   size_t some = (size_t)(set->n > 0 ? set->n : 1);
   if (!p->which) p->which = calloc(some, sizeof *p->which);
+  if (!p->carry) p->carry = calloc(some, sizeof *p->carry);
   if (on_host && !p->stats) p->stats = calloc(some, sizeof *p->stats);
-  if (p->which && (p->stats || !on_host)) return ENG_OK;
+  if (p->which && p->carry && (p->stats || !on_host)) return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
 }
 
@@ -25,6 +26,7 @@ void params_forget_lagged(eng_params *set)
   for (; device && device->gradstats_fetch && set->n_pending > 0; set->n_pending--) device->gradstats_fetch(NULL, 0, NULL, 0);
   for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
     free(set->pending[i].which);
+    free(set->pending[i].carry);
     free(set->pending[i].stats);
   }
 }
@@ -56,6 +58,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   p->n_losses = n_losses;
   p->m = params_spans(set);
   memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
+  for (int k = 0; k < p->m; k++) p->carry[k] = set->span[k].scale;
   if (device->gradstats_start) {
     ENG_TRY(device->gradstats_start(set->span, p->m, needs, loss, n_losses));
   } else {
@@ -64,7 +67,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
     p->overflow = false;
     for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
     for (int k = 0; k < p->m; k++) {
-      double scale = set->span[k].scale;
+      double scale = p->stats[k].carry = set->span[k].scale;
       p->sum_squares += p->stats[k].sum_squares / (scale * scale);
       p->overflow = p->overflow || p->stats[k].inf + p->stats[k].nan > 0;
     }
@@ -89,6 +92,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
     p->loss = 0;
     for (int i = 0; i < p->n_losses; i++) p->loss += values[i];
     found = set->stats;
+    for (int k = 0; k < p->m; k++) set->stats[k].carry = p->carry[k];
   }
   *loss = p->loss;
   params_record(record, stats, set, found, p->which, p->m, scale, p->needs);

@@ -5,6 +5,7 @@
 #include "policy_vm.h"
 
 #include "error.h"
+#include "gradstats.h"
 #include "nearest.h"
 #include "numerics.h"
 
@@ -33,10 +34,11 @@ static const unsigned record_needs[F_END] = { [F_ZEROS] = ENG_NEED_ZEROS, [F_UND
   [F_AMAX] = ENG_NEED_AMAX, [F_NORM] = ENG_NEED_NORM, [F_NORM_REF] = ENG_NEED_NORM_REF, [F_HIST] = ENG_NEED_HIST,
   [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS };
 
-enum { S_NAME, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_HIST, S_END };
-static const char *const stats_fields[S_END] = { "name", "overflow", "inf", "nan", "count", "zeros", "underflow", "amax", "norm", "hist" };
+enum { S_NAME, S_SCALE, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_NORM_REF, S_HIST, S_END };
+static const char *const stats_fields[S_END] = { "name", "scale", "overflow", "inf", "nan", "count", "zeros", "underflow", "amax", "norm",
+                                                   "norm_ref", "hist" };
 static const unsigned stats_needs[S_END] = { [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW,
-  [S_AMAX] = ENG_NEED_AMAX, [S_NORM] = ENG_NEED_NORM, [S_HIST] = ENG_NEED_HIST };
+  [S_AMAX] = ENG_NEED_AMAX, [S_NORM] = ENG_NEED_NORM, [S_NORM_REF] = ENG_NEED_NORM_REF, [S_HIST] = ENG_NEED_HIST };
 
 void field_map_add(field_map *map, const char *key, int field)
 {
@@ -111,6 +113,7 @@ static int record_index(lua_State *L)                        // upvalue: views o
 
 // ------------------------------------------------------------------ tensors and groups
 
+// A group keeps the carry of its first tensor; where its tensors differ, amax and norm are brought to that one.
 static void sum_groups(eng_policy *p)
 {
   memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);
@@ -118,13 +121,17 @@ static void sum_groups(eng_policy *p)
     if (p->group_of[i] < 0) continue;
     eng_tensor_stats *g = &p->group_stats[p->group_of[i]];
     const eng_tensor_stats *t = &p->stats[i];
+    if (t->count == 0) continue;                             // no gradient came
     g->count += t->count;
     g->inf += t->inf;
     g->nan += t->nan;
     g->zeros += t->zeros;
     g->underflow += t->underflow;
-    g->sum_squares += t->sum_squares;
-    if (t->amax > g->amax) g->amax = t->amax;
+    if (g->carry == 0) g->carry = gradstats_carry(t);
+    double ratio = g->carry / gradstats_carry(t);
+    g->sum_squares += t->sum_squares * ratio * ratio;
+    if (t->amax * ratio > g->amax) g->amax = t->amax * ratio;
+    g->norm_ref = sqrt(g->norm_ref * g->norm_ref + t->norm_ref * t->norm_ref);
     if (p->needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; ++b) g->hist[b] += t->hist[b];
   }
@@ -145,9 +152,10 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
 static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int field)
 {
   const eng_tensor_stats *s = stats_in_view(p, v);
-  double scale = p->record->scale;
+  double scale = p->record->scale * gradstats_carry(s);
   switch (field) {
     case S_NAME:      lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
+    case S_SCALE:     lua_pushnumber(L, scale); break;
     case S_OVERFLOW:  lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
     case S_INF:       lua_pushnumber(L, (double)s->inf); break;
     case S_NAN:       lua_pushnumber(L, (double)s->nan); break;
@@ -156,6 +164,10 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int fiel
     case S_UNDERFLOW: lua_pushnumber(L, (double)s->underflow); break;
     case S_AMAX:      lua_pushnumber(L, s->amax / scale); break;
     case S_NORM:      lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
+    case S_NORM_REF:
+      if (s->norm_ref == 0) lua_pushnil(L);                  // no reference backward reached it
+      else lua_pushnumber(L, s->norm_ref);
+      break;
     default:                                                 // the hist view stands in the view's environment
       lua_getfenv(L, 1);
       lua_rawgeti(L, -1, 1);

@@ -3,10 +3,16 @@
 // backward() walks the nodes in reverse. A gradient on its way hangs at the tensor it belongs to
 // (tensor.gradient) and never changes once it hangs there: a second contribution makes a new sum. Gradients of
 // parameters go into their flat buffer. Where a Lua node stands the walk stops and Lua resumes it.
+//
+// Layers may be scaled apart: every node has a carry, a factor that the gradients of its outputs have beside the
+// seed, and every parameter one for its own. A rule computes in its node's carry; grad_emit brings the result to
+// the carry of the tensor it is for. So no rule and no kernel knows of it, and it does not matter how a tensor gets
+// from one layer into another.
 #include "tape.h"
 #include "transfer.h"
 
 #include "error.h"
+#include "numerics.h"
 #include "op.h"
 #include "params.h"
 
@@ -27,7 +33,8 @@ static struct {
   tape_node *nodes;
   int length, capacity;
   bool off;                    // recording is switched off
-} tape;
+  double carry;                // of the nodes recorded from now on
+} tape = {.carry = 1};
 
 static struct {
   bool running, retain;
@@ -86,7 +93,7 @@ static eng_status record(const op_call *call, int64_t lua_id)
     y->output = k;
   }
   tape_node *node = &tape.nodes[tape.length++];
-  *node = (tape_node){.call = *call, .lua_id = lua_id};
+  *node = (tape_node){.call = *call, .lua_id = lua_id, .carry = tape.carry};
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k]) node->in_writes[k] = call->in[k]->store->writes;
   for (int k = 0; k < call->n_out; k++)
@@ -151,6 +158,21 @@ bool eng_grad_enabled(bool on)
   return before;
 }
 
+eng_status eng_gradient_carry(double *before, double carry)
+{
+  *before = tape.carry;
+  if (!f64_is_finite(carry) || !(carry > 0)) return error_set(ENG_ERR_VALUE, "gradients cannot carry the factor %g: expected a positive finite number", carry);
+  tape.carry = carry;
+  return ENG_OK;
+}
+
+/// What the gradient of x carries: as the operation that made it, or as its parameter; other leaves nothing.
+static double carry_of(const tensor *x)
+{
+  if (x->parameter) return x->parameter->carry;
+  return tape_holds(x) ? tape.nodes[x->node].carry : 1;
+}
+
 // ---- gradients on their way
 
 static void hang(tensor *x, tensor *dx)
@@ -195,7 +217,7 @@ eng_status grad_share(tensor **out, tensor *x)
 tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
-  if (!p || !p->gradient) return NULL;
+  if (!p || !p->gradient || p->carry != g->carry) return NULL;
   *accumulate = p->has_gradient;
   p->has_gradient = true;
   return p->gradient;
@@ -270,6 +292,14 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
 {
   tensor *x = g->call->in[k];
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
+  double carry = carry_of(x);
+  if (carry != g->carry) {
+    tensor *scaled;   // adding -0 keeps the sign of zeros
+    eng_status status = op_run1(&scaled, ENG_OP_affine, dx, NULL, NULL, NULL, 0, carry / g->carry, -0.0);
+    tensor_drop(dx);
+    if (status != ENG_OK) return status;
+    dx = scaled;
+  }
   if (dx->dtype != x->dtype && !(x->parameter && x->parameter->gradient)) {
     tensor *rounded;
     eng_status status = op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
@@ -298,10 +328,11 @@ void eng_backward_abort(void)
 }
 
 /// The gradients that arrived at a node's outputs; false when none did.
-static bool collect(grad_call *g, const op_call *call)
+static bool collect(grad_call *g, const tape_node *node)
 {
   bool any = false;
-  *g = (grad_call){.call = call};
+  const op_call *call = &node->call;
+  *g = (grad_call){.call = call, .carry = node->carry};
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->gradient) {
       g->dy[k] = call->out[k]->gradient;
@@ -349,7 +380,7 @@ static eng_status walk(void)
   while (pass.cursor > 0 && status == ENG_OK) {
     tape_node *node = &tape.nodes[--pass.cursor];
     grad_call g;
-    if (!collect(&g, &node->call)) continue;
+    if (!collect(&g, node)) continue;
     if (node->lua_id >= 0) {
       pass.pending = g;
       pass.pending_id = node->lua_id;
@@ -378,7 +409,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                      : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
-  ENG_TRY(transfer_set(dy, seed));
+  ENG_TRY(transfer_set(dy, seed * carry_of(loss)));
   let_go(loss);
   hang(loss, dy);
   pass.running = true;
@@ -475,7 +506,7 @@ eng_status eng_clear_gradient(const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->parameter) x->parameter->has_gradient = false;
+  if (x->parameter) params_forget(x->parameter);
   else if (x->node < 0) {
     let_go(x);
     for (int i = 0; i < leaves.length; i++)

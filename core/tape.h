@@ -10,6 +10,7 @@
 typedef struct tape_node {
   op_call call;
   int64_t lua_id;       // >= 0: a gradient that Lua computes; call.op is -1
+  double  carry;        // what the gradients of its outputs carry beside the seed (eng_gradient_carry)
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];   // storage.writes when it was recorded
 } tape_node;
 
@@ -17,6 +18,7 @@ typedef struct tape_node {
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
+  double  carry;        // of the node: what dy carries, and what the rule computes
 } grad_call;
 
 /// A gradient rule: computes the gradients that are wanted and hands them over with grad_emit.
@@ -37,11 +39,12 @@ void tape_end_step(void);
 bool grad_wants(const grad_call *g, int k);
 
 /// Gives the gradient of input k and takes ownership of `dx`. It is summed over broadcast
-/// dimensions to the input's shape and rounded to the input's dtype where these differ.
+/// dimensions to the input's shape, brought from the node's carry to the input's, and rounded to the input's dtype where
+/// these differ.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 
 /// The memory where input k's gradient finally belongs, when it is a parameter: a rule can write
-/// there directly (adding when *accumulate) instead of emitting. NULL otherwise.
+/// there directly (adding when *accumulate) instead of emitting. NULL otherwise, and where it carries another factor.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 
 /// Takes that back when the rule failed to write there: a gradient exists only where there was one before.

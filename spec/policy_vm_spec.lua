@@ -471,7 +471,7 @@ describe("the record", function()
       for name in pairs(r.groups) do o[#o + 1] = name end for field in pairs(r.tensors[1]) do o[#o + 1] = field end
       return { scale = 8, reason = table.concat(o, " ") } end }]])
     p:tensors({ "a", "b", "c" }, { 1, 1, 1 }, { "all" })
-    assert.are.equal("a=1 b=2 c=3 all name overflow inf nan count amax", decide(p, false, stats):why())
+    assert.are.equal("a=1 b=2 c=3 all name scale overflow inf nan count amax", decide(p, false, stats):why())
     assert.are.equal(1, decide(p).failed)     -- a step without statistics: record.tensors is nil there
     fails(reads("'tensors'", "record.tensors[1].amax"), "")
   end)

@@ -136,8 +136,12 @@ static void run_lion(const rule *r, float *p, const float *g, float *m, int n)  
 
 // ------------------------------------------------------------------ blocks
 
-static void update_block(const param_span *s, const rule *r, int kind, int64_t first, int count)
+static void update_block(const param_span *s, const rule *given, const eng_update *u, int64_t first, int count)
 {
+  const int kind = u->kind;
+  rule own = *given;
+  const rule *r = &own;
+  if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);   // a layer that is scaled apart
   float gradient[TILE] __attribute__((aligned(64))), moment1[TILE] __attribute__((aligned(64))), moment2[TILE] __attribute__((aligned(64)));
   for (int64_t at = first, end = first + count; at < end; at += TILE) {
     int n = end - at < TILE ? (int)(end - at) : TILE;
@@ -195,7 +199,7 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
     int64_t end = blocks_part(&list, part + 1, parts);
     for (int64_t b = blocks_part(&list, part, parts); b < end; b++) {
       const param_span *s = &spans[list.at[b].span];
-      update_block(s, &rules[s->group], update->kind, list.at[b].first, list.at[b].count);
+      update_block(s, &rules[s->group], update, list.at[b].first, list.at[b].count);
     }
   }
   arena_free(ARENA_SCRATCH, rules, bytes);
@@ -246,7 +250,9 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
     int64_t end = blocks_part(&list, part + 1, parts);
     for (int64_t b = blocks_part(&list, part, parts); b < end; b++) {
       const block *at = &list.at[b];
-      if (unscale_block(&spans[at->span], &scale, target[at->span], at->first, at->count)) found = 1;
+      double carry = spans[at->span].scale;
+      const scaling own = carry == 1 ? scale : scaling_of(factor / carry);
+      if (unscale_block(&spans[at->span], &own, target[at->span], at->first, at->count)) found = 1;
     }
   }
   *found_inf = found;

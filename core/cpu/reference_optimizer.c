@@ -62,7 +62,7 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
   *found_inf = 0;
   for (int k = 0; k < n; k++)
     for (int64_t i = 0; i < spans[k].count; i++) {
-      float product = times_factor((float)tensor_load(spans[k].gradient, spans[k].gradient_dtype, i), factor);
+      float product = times_factor((float)tensor_load(spans[k].gradient, spans[k].gradient_dtype, i), factor / spans[k].scale);
       if (!f32_is_finite(product)) *found_inf = 1;
       target[k][i] = product;
     }
@@ -121,7 +121,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
     const eng_hyper *h = &update->groups[span->group];
     for (int64_t i = 0; i < span->count; i++) {
       float w = span->master[i];
-      float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i), update->gradient_factor);
+      float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i), update->gradient_factor / span->scale);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
       moments m = {0};
       if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);

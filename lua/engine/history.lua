@@ -290,7 +290,8 @@ local function hist_table(bins)
 end
 
 --- Statistics per tensor of a step, nil when none were recorded then: a list of { name, count, inf, nan, zeros,
---- underflow, amax, norm, hist } of the gradients as the backward pass left them, that is times the loss scale.
+--- underflow, amax, norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is times the loss scale
+--- and times `carry` where layers are scaled apart; norm_ref nil where no reference backward came by.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
   if not row then return nil end
@@ -301,7 +302,8 @@ function History:tensors(step)
   for i = 0, n - 1 do
     local s = stats[i]
     rows[i + 1] = { name = names[i] or tostring(i), count = tonumber(s.count), inf = tonumber(s.inf), nan = tonumber(s.nan),
-      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = hist_table(s.hist) }
+      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = hist_table(s.hist),
+      carry = s.carry > 0 and s.carry or 1, norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })

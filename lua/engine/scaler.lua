@@ -6,11 +6,13 @@
 --   local result = scaler:step(opt)        -- { skipped = true, reason = ... } when gradients are inf or nan
 --   local verdict = scaler:update()        -- the policy decides on the next scale
 --   opt:zero_grad()
+-- With model = the module that is trained, a policy may scale its layers apart (policies/layerwise.lua).
 -- Each optimizer decides its own skip; update() tells the policy of an overflow when any of them had one. The
 -- verdict's scale is what this loop needs; its action, clip and lr_mul are for the loop to honour or not
 -- (engine.trainer honours them).
 local M_ffi = require "engine.ffi"
 local autograd = require "engine.autograd"
+local groups = require "engine.groups"
 local policy = require "engine.policy"
 local tensor = require "engine.tensor"
 
@@ -45,18 +47,18 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- options: policy (name, path, Policy; "dynamic"), enabled (true), and the policy's own options.
+--- options: policy (name, path, Policy; "dynamic"), enabled (true), model (to scale layers apart), and the policy's own options.
 function M.new(options)
   options = options or {}
   if type(options) ~= "table" then error("scaler: expected a table of options, got a " .. type(options), 2) end
   local own = {}
   for key, value in pairs(options) do
-    if key ~= "policy" and key ~= "enabled" then own[key] = value end
+    if key ~= "policy" and key ~= "enabled" and key ~= "model" then own[key] = value end
   end
   local enabled = options.enabled ~= false
   local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
   if not good then error(chosen, 2) end
-  return setmetatable({ policy = chosen, enabled = enabled, optimizers = {}, order = {}, attempts = 0, updates = 0,
+  return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {}, order = {}, attempts = 0, updates = 0,
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
 end
 
@@ -216,26 +218,32 @@ end
 
 -- Names the tensors once per set of optimizers, and lays their statistics end to end.
 local function stats_of(self)
-  if bit.band(self.policy.needs, C.ENG_NEED_TENSORS) == 0 then return nil end
+  local wanted = bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0
+  if not wanted and not self.model then return nil end
   local n, same = 0, self.named and #self.named == #self.order
   for i, entry in ipairs(self.order) do
     n = n + #entry.opt.list
     same = same and self.named[i] == entry.opt
   end
   if not same then
-    local names, group_of, groups = {}, {}, {}
+    local all, sets, group_of, names = {}, {}, {}, {}
     self.named = {}
     for i, entry in ipairs(self.order) do
       self.named[i] = entry.opt
-      groups[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i) or entry.opt.name or "optimizer"
+      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i) or entry.opt.name or "optimizer"
+      sets[i] = { params = entry.opt.params, n = #entry.opt.list }
       for _, p in ipairs(entry.opt.list) do
-        names[#names + 1] = p.name
-        group_of[#names] = i
+        all[#all + 1] = p
+        group_of[#all] = i
       end
     end
-    self.policy:tensors(names, group_of, groups)
-    self.stats = ffi.new("eng_tensor_stats[?]", n)
+    local layers = groups.new(self.model, all, sets)
+    if self.model then self.policy:tensors(layers.names, layers.group_of, layers.groups, true)
+    else self.policy:tensors(layers.names, group_of, names) end
+    self.groups = self.model and layers
+    self.stats = wanted and ffi.new("eng_tensor_stats[?]", n)
   end
+  if not wanted then return nil end
   local at = 0
   for _, entry in ipairs(self.order) do
     ffi.copy(self.stats + at, entry.stats, #entry.opt.list * ffi.sizeof("eng_tensor_stats"))
@@ -262,6 +270,7 @@ function Scaler:update(new_scale)
       error("scaler:update: no gradients were checked for inf and nan since the last update(); call step() or unscale() before", 2)
     end
     verdict = self.policy:decide(add_up(self), stats_of(self))
+    if self.groups then self.groups:apply(self.policy) end
     self.attempts = self.attempts + 1
   end
   local stepped = false

@@ -8,6 +8,7 @@
 --
 -- What a run writes stands in run.lua (history, checkpoints, resuming); what it shows in progress.lua.
 local M_ffi = require "engine.ffi"
+local groups = require "engine.groups"
 local machine = require "engine.machine"
 local nearest = require "engine.nearest"
 local precision = require "engine.precision"
@@ -30,11 +31,14 @@ function Trainer:step()
   local lr = self.schedule and self.schedule(self.updates) or opt.lr
   check(C.eng_step_begin())
   opt:zero_grad()
+  self.groups:apply(policy)                                                      -- layers that the policy scales apart
 
   local loss_sum, tokens = 0, 0
   self.place = self:remember_place()                                             -- for a retry, or when this step fails
-  for _ = 1, self.accumulate do
-    local batch = data:next()                                                    -- (0) a batch
+  local reference = self.reference
+  local drawn = reference and reference:batches()                                -- now and then: the same in f32, for record.norm_ref
+  for i = 1, self.accumulate do
+    local batch = drawn and drawn[i] or data:next()                              -- (0) a batch
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
     loss_sum = loss_sum + loss:item()                                            -- (3) gradients stand in the flat buffer
@@ -46,6 +50,7 @@ function Trainer:step()
   record.elapsed = machine.clock() - self.began
   local stats = self.stats
   check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
+  if reference then reference:tell(record, stats) end
   for name, value in pairs(M.signals) do policy:signal(name, value) end
   local verdict = policy:decide(record, stats)                                   -- (5) the policy decides
   if verdict.action == C.ENG_ACTION_STEP then
@@ -97,6 +102,7 @@ local KNOWN = {
   model = true, data = true, loss = true, optimizer = true, schedule = true, precision = true, policy = true, policy_options = true,
   steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
   log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true,
+  ref_every = true, ref_layers = true,
 }
 
 local function want(condition, key, expected, got)
@@ -129,6 +135,8 @@ local function check_options(o)
     o.checkpoint_every)
   want(o.keep == nil or whole(o.keep), "keep", "a whole number of 1 or more", o.keep)
   want(o.stats_every == nil or whole(o.stats_every), "stats_every", "a whole number of 1 or more", o.stats_every)
+  want(o.ref_every == nil or whole(o.ref_every), "ref_every", "a whole number of 1 or more", o.ref_every)
+  want(o.ref_layers == nil or type(o.ref_layers) == "string", "ref_layers", "a pattern of parameter names", o.ref_layers)
   want(o.on_step == nil or type(o.on_step) == "function", "on_step", "a function", o.on_step)
   want(o.evaluate == nil or (type(o.evaluate) == "table" and type(o.evaluate.data) == "table" and whole(o.evaluate.every)), "evaluate",
     "{ data = a loader, every = steps }", o.evaluate)
@@ -142,19 +150,7 @@ local function check_options(o)
   want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
 end
 
---- Names of the parameters, the group of each, names of the groups. A group is a layer: "blocks.3" for "blocks.3.attn.qkv.weight".
-local function groups_of(list)
-  local names, group_of, groups, index = {}, {}, {}, {}
-  for i, p in ipairs(list) do
-    local group = p.name:match("^(.-%.%d+)%.") or p.name:match("^([^.]+)")
-    if not index[group] then
-      groups[#groups + 1] = group
-      index[group] = #groups
-    end
-    names[i], group_of[i] = p.name, index[group]
-  end
-  return names, group_of, groups
-end
+M.groups_of = groups.of
 
 M.groups_of = groups_of
 
@@ -179,8 +175,13 @@ local function new(o)
   local loaded, message = pcall(require("engine.policy").load, policy, o.policy_options)
   if not loaded then error(message, 0) end
   self.policy = message
-  self.policy:tensors(groups_of(self.optimizer.list))
+  self.groups = groups.new(self.model, self.optimizer.list, { { params = self.optimizer.params, n = #self.optimizer.list } })
+  self.policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
   self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
+  if bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0 then
+    local own = self.policy.options
+    self.reference = require("engine.reference").new(self, o.ref_every or own.ref_every or 100, o.ref_layers or own.ref_layers or "")
+  end
   self.run_files = run_files.open(self, o)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
   if self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
@@ -203,6 +204,8 @@ end
 ---   on_step                      function(trainer, record, verdict)
 ---   on_policy_error              "hold": go on with the last good verdict; "stop": end the run
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every overflow)
+---   ref_every, ref_layers        for policies that need norm_ref: steps between reference backwards (the policy's option, or 100), and a
+---                                pattern of the parameters they are for (all)
 ---   evaluate                     { data =, every =, batches = }: loss on other data
 ---   config                       the script's settings, to be remembered
 function M.new(options)
@@ -338,7 +341,8 @@ function Trainer:run()
   self.run_files:event(self.steps_done, stopped and "stopped" or "finished", stopped)
   self.run_files:close()
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped, retries = self.retries, loss = loss, scale = scale,
-    tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows, made = self.steps_done - first }
+    tokens_per_s = speed, stopped = stopped, path = self.run_files.path, rows = self.rows, made = self.steps_done - first,
+    references = self.reference and self.reference.count, reference_s = self.reference and self.reference.seconds }
   progress:note(self:summary_text(summary))
   return summary
 end
@@ -364,6 +368,10 @@ function Trainer:summary_text(s)
   if s.made > 0 then parts[#parts + 1] = ("loss %.4f"):format(s.loss)
   else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
   if self.precision.scaled or s.scale ~= 1 then parts[#parts + 1] = "scale " .. require("engine.progress").scale_text(s.scale) end
+  if self.reference then
+    local share = self.reference.seconds / math.max(machine.clock() - self.began, 1e-9)
+    parts[#parts + 1] = ("%s (%.0f %% of the time)"):format(tostring(self.reference), 100 * share)
+  end
   local text = table.concat(parts, ", ")
   if self.policy_errors > 0 then text = text .. ("\nthe policy failed in %s of this run"):format(counted(self.policy_errors, "step")) end
   if s.stopped then text = text .. "\nreason: " .. s.stopped end

@@ -17,11 +17,24 @@ local M = {}
 
 local depth = 0   -- modules being called; the outermost one adds the path to errors
 
-local function results(...) return ... end
+-- What the gradients of operations carry beside the loss scale, from here on (groups.lua; 1 as a rule).
+local carry_now, carry_before = 1, M_ffi.new("double[1]")
+local function set_carry(carry)
+  if carry == carry_now then return end
+  M_ffi.check(C.eng_gradient_carry(carry_before, carry))
+  carry_now = carry
+end
+
+local function results(carry, ...)
+  set_carry(carry)
+  return ...
+end
 
 -- Not a tail call of self:forward: this frame must stay on the stack for path_on_stack to find.
 local function forward(self, ...)
-  return results(self:forward(...))
+  local outside = carry_now
+  set_carry(rawget(self, "_carry") or outside)
+  return results(outside, self:forward(...))
 end
 
 --- The path from `root` to `wanted` in the tree of modules, or nil.
@@ -59,6 +72,7 @@ end
 
 local function leave(good, ...)
   depth = depth - 1
+  set_carry(1)
   if not good then error((...), 0) end
   return ...
 end
