@@ -1,0 +1,205 @@
+// cuda_attention and cuda_attention_grad: what ops.def promises, brought into the form that one of the two ways takes
+// (attention.h). Inputs that do not lie as the kernels need are laid out anew in scratch: other strides of the width, rows
+// that are not 16-byte aligned, widths between 32, 64, 96 and 128, formats that differ among the inputs.
+#include "attention.h"
+
+#include <math.h>
+
+// ---- laying out
+
+typedef struct layout4 { int64_t size[4], stride[4]; } layout4;   // of a tensor [B x time x heads x width]
+
+/// to [B x time x heads x padded]: the elements, zeros beyond the width.
+template <class BITS> __global__ void __launch_bounds__(256) lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
+{
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+    int64_t row = i / padded, d = i % padded, h = row % l.size[2], time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
+    to[i] = d < l.size[3] ? from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]] : (BITS)0;
+  }
+}
+
+/// The same into a wider format.
+template <class TO, class FROM> __global__ void __launch_bounds__(256) lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
+{
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+    int64_t row = i / padded, d = i % padded, h = row % l.size[2], time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
+    to[i] = d < l.size[3] ? (TO)widen(from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]]) : (TO)0;
+  }
+}
+
+template <class TO> static void lay_any(TO *to, const tensor *x, const layout4 *l, int64_t padded, int64_t count, unsigned blocks)
+{
+  switch (x->dtype) {
+    case ENG_f32:  lay_wider<TO, float><<<blocks, 256, 0, cuda_stream()>>>(to, (const float *)x->data, *l, padded, count); break;
+    case ENG_f16:  lay_wider<TO, f16_t><<<blocks, 256, 0, cuda_stream()>>>(to, (const f16_t *)x->data, *l, padded, count); break;
+    case ENG_bf16: lay_wider<TO, bf16_t><<<blocks, 256, 0, cuda_stream()>>>(to, (const bf16_t *)x->data, *l, padded, count); break;
+    default:       lay_wider<TO, double><<<blocks, 256, 0, cuda_stream()>>>(to, (const double *)x->data, *l, padded, count); break;
+  }
+}
+
+static eng_status lay(void *to, int dtype, const tensor *x, const layout4 *l, int64_t padded)
+{
+  int64_t count = l->size[0] * l->size[1] * l->size[2] * padded, most = 32 * (int64_t)cuda_multiprocessors(), n = (count + 255) / 256;
+  unsigned blocks = (unsigned)(n < most ? n : most);
+  if (blocks == 0) return ENG_OK;
+  if (dtype == x->dtype && dtype_is_low(dtype))
+    lay_bits<uint16_t><<<blocks, 256, 0, cuda_stream()>>>((uint16_t *)to, (const uint16_t *)x->data, *l, padded, count);
+  else if (dtype == ENG_f64) lay_any((double *)to, x, l, padded, count, blocks);
+  else lay_any((float *)to, x, l, padded, count, blocks);
+  CUDA_LAUNCHED("attention");
+  return ENG_OK;
+}
+
+// ---- inputs as the kernels take them
+
+enum { PIECES = 6 };
+/// Scratch of a call, given back together.
+typedef struct pieces { void *at[PIECES]; int64_t bytes[PIECES]; int n; } pieces;
+
+static void give_all(pieces *all)
+{
+  while (all->n > 0) { all->n--; scratch_give(all->at[all->n], all->bytes[all->n]); }
+}
+
+static int64_t size_of(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : 2; }
+
+/// A view of x as `dtype`, `padded` wide and contiguous there; with rows aligned to 16 bytes when `aligned`.
+static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype, int64_t padded, bool aligned)
+{
+  layout4 l;
+  for (int d = 0; d < 4; d++) { l.size[d] = x->shape[d]; l.stride[d] = x->stride[d]; }
+  bool fits = x->dtype == dtype && l.size[3] == padded && (l.stride[3] == 1 || l.size[3] == 1);
+  if (aligned) {
+    fits = fits && ((uintptr_t)x->data & 15) == 0;
+    for (int d = 0; d < 3; d++) fits = fits && (l.size[d] == 1 || l.stride[d] * size_of(dtype) % 16 == 0);
+  }
+  if (fits) {
+    *view = (attention_view){x->data, l.stride[0], l.stride[1], l.stride[2]};
+    return ENG_OK;
+  }
+  int64_t bytes = l.size[0] * l.size[1] * l.size[2] * padded * size_of(dtype);
+  void *copy = scratch_take(bytes);
+  if (!copy) return ENG_ERR_MEMORY;
+  all->at[all->n] = copy;
+  all->bytes[all->n++] = bytes;
+  *view = (attention_view){copy, l.size[1] * l.size[2] * padded, l.size[2] * padded, padded};
+  return lay(copy, dtype, x, &l, padded);
+}
+
+static attention_view output_view(const tensor *x)
+{
+  attention_view none = {NULL, 0, 0, 0};
+  return x ? (attention_view){x->data, x->stride[0], x->stride[1], x->stride[2]} : none;
+}
+
+/// What the kernels compute with: one of the 16-bit formats when the tensor cores' way takes the call, else f32 or f64. `padded`:
+/// the width they see.
+static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, const op_call *call)
+{
+  const tensor *q = call->in[0], *k = call->in[1];
+  for (int d = 0; d < 4; d++)
+    if (q->shape[d] > INT32_MAX || k->shape[d] > INT32_MAX || q->shape[0] * q->shape[2] > INT32_MAX)
+      return error_set(ENG_ERR_SHAPE, "%s: expected sizes below 2^31, got %s and %s", eng_op_name(call->op), tensor_text(q), tensor_text(k));
+  *p = (attention_problem){};
+  p->batch = (int32_t)q->shape[0];
+  p->queries = (int32_t)q->shape[1];
+  p->heads = (int32_t)q->shape[2];
+  p->width = (int32_t)q->shape[3];
+  p->keys = (int32_t)k->shape[1];
+  p->groups = (int32_t)k->shape[2];
+  p->shared = p->heads / p->groups;
+  p->causal = call->ints[0] != 0;
+  p->factor = call->floats[0] == 0 ? 1.0 / sqrt((double)p->width) : call->floats[0];
+  bool alike = dtype_is_low(q->dtype), wide = false;
+  for (int i = 0; i < call->n_in; i++) {
+    if (i == 4) continue;   // lse
+    alike = alike && call->in[i]->dtype == q->dtype;
+    wide = wide || call->in[i]->dtype == ENG_f64;
+  }
+  for (int i = 0; i < call->n_out; i++)   // outputs that somebody gave; lse is f32
+    alike = alike && (!call->out[i] || call->out[i]->dtype == q->dtype || (call->op == ENG_OP_attention && i > 0));
+  bool tiles = alike && p->width > 0 && p->width <= 128 && p->factor >= 1e-30 && p->factor <= 1e30;
+  *dtype = tiles ? q->dtype : wide ? ENG_f64 : ENG_f32;
+  *padded = tiles ? (p->width + 31) / 32 * 32 : p->width;
+  return ENG_OK;
+}
+
+static eng_status views_of(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+{
+  bool aligned = dtype_is_low(dtype);
+  ENG_TRY(input_view(&p->q, all, call->in[0], dtype, padded, aligned));
+  ENG_TRY(input_view(&p->k, all, call->in[1], dtype, padded, aligned));
+  return input_view(&p->v, all, call->in[2], dtype, padded, aligned);
+}
+
+// ---- the operations
+
+static eng_status forward(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+{
+  int width = p->width;
+  ENG_TRY(views_of(p, all, call, dtype, padded));
+  p->y = output_view(call->out[0]);
+  p->y_dtype = call->out[0]->dtype;
+  p->lse = call->out[1] ? call->out[1]->data : NULL;
+  p->entropy = call->ints[1] && call->out[2] ? call->out[2]->data : NULL;
+  p->lse_dtype = call->in[0]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  p->width = (int32_t)padded;
+  return dtype_is_low(dtype) ? attention_forward(p, dtype, width) : attention_plain_forward(p, dtype);
+}
+
+extern "C" eng_status cuda_attention(const op_call *call)
+{
+  attention_problem p;
+  pieces all = {};
+  int dtype;
+  int64_t padded;
+  ENG_TRY(problem_of(&p, &dtype, &padded, call));
+  eng_status status = forward(&p, &all, call, dtype, padded);
+  give_all(&all);
+  return status;
+}
+
+/// lse as the kernels compute, where a mixture of formats makes that another than attention's.
+static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse, int dtype)
+{
+  int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  p->lse = lse->data;
+  if (lse->dtype == wanted) return ENG_OK;
+  int64_t bytes = lse->count * size_of(wanted);
+  layout4 l = {{1, 1, 1, lse->count}, {0, 0, 0, 1}};
+  p->lse = scratch_take(bytes);
+  if (!p->lse) return ENG_ERR_MEMORY;
+  all->at[all->n] = p->lse;
+  all->bytes[all->n++] = bytes;
+  return lay(p->lse, wanted, lse, &l, lse->count);
+}
+
+static eng_status backward(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+{
+  int width = p->width;
+  bool tiles = dtype_is_low(dtype);
+  ENG_TRY(views_of(p, all, call, dtype, padded));
+  if (tiles) ENG_TRY(input_view(&p->y, all, call->in[3], dtype, padded, true));
+  ENG_TRY(input_view(&p->dy, all, call->in[5], dtype, padded, tiles));
+  ENG_TRY(lse_view(p, all, call->in[4], dtype));
+  p->dq = output_view(call->out[0]);
+  p->dk = output_view(call->out[1]);
+  p->dv = output_view(call->out[2]);
+  p->dq_dtype = call->out[0] ? call->out[0]->dtype : 0;
+  p->dk_dtype = call->out[1] ? call->out[1]->dtype : 0;
+  p->dv_dtype = call->out[2] ? call->out[2]->dtype : 0;
+  p->width = (int32_t)padded;
+  return tiles ? attention_backward(p, dtype, width) : attention_plain_backward(p, dtype);
+}
+
+extern "C" eng_status cuda_attention_grad(const op_call *call)
+{
+  attention_problem p;
+  pieces all = {};
+  int dtype;
+  int64_t padded;
+  ENG_TRY(problem_of(&p, &dtype, &padded, call));
+  eng_status status = backward(&p, &all, call, dtype, padded);
+  give_all(&all);
+  return status;
+}

@@ -1,0 +1,358 @@
+// Attention backward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
+//
+// With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y: dscore = p * (dp - delta), and
+//   dq = factor * sum of dscore * k, dk = factor * sum of dscore * q, dv = sum of p * dy.
+// Three kernels: delta of each row; dk and dv by blocks of keys, that walk over the queries; dq by blocks of queries, that walk
+// over the keys. The last two form the probabilities again from lse. Nobody adds to what another wrote: the order of sums is
+// that of the shapes. Probabilities and dscores stay in registers, where what one product yields is what the next one takes.
+//
+// In f16 a dscore could overflow where dy carries a large loss scale, or vanish where it is small. So it is held times a power
+// of two that brings the largest |dy| of the heads that share a key head to 16..32, and probabilities times 2^15.
+#include "attention_tiles.h"
+
+enum { QUERIES = 64 };    // queries at a time where blocks of keys walk over them
+template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;          // 16-row tiles of keys a warp takes
+template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;      // queries whose scores are in registers at a time
+template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;   // keys at a time where blocks of queries walk over them
+enum { QUERY_MT = 2, QUERY_STEP = 32 };                           // the same for blocks of queries, and keys in registers
+
+/// What the three kernels share beside the problem. shift [B x H x line]: -lse in powers of 2 plus RAISE, so that a probability is
+/// 2^(scaled score + shift); -inf, which makes it 0, at rows that see nothing or are not there. largest [B x G]: |dy|, as bits.
+typedef struct backward_room {
+  float    *shift;
+  uint32_t *largest;
+  int64_t   line;      // T in whole tiles of QUERIES
+} backward_room;
+
+/// The power of two that dscores are held times in f16, from the largest finite |dy|.
+template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
+{
+  if (RAISE<T> == 0) return 1.0f;
+  uint32_t exponent = r.largest[pair] >> 23;   // 0 for 0 (f16 has no other so small); at most 127 + 15
+  return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
+}
+
+// ---- delta
+
+template <class T, int D>
+__global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
+{
+  constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;   // lanes of a row, 16 bytes each; rows of a warp
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
+  const int64_t lines = r.line / QUERIES, pair = blockIdx.x / lines, b = pair / p.heads, h = pair % p.heads;
+  const int tile = (int)(blockIdx.x % lines);
+  uint32_t largest = 0;
+  for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
+    const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
+    float sum = 0;
+    if (t < p.queries && piece < D / 8) {
+      uint4 ys = *(const uint4 *)(row_of<T>(p.y, b, t, h) + piece * 8), slopes = *(const uint4 *)(row_of<T>(p.dy, b, t, h) + piece * 8);
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        float slope = widen(((const T *)&slopes)[k]);
+        sum = fmaf(widen(((const T *)&ys)[k]), slope, sum);
+        uint32_t magnitude = __float_as_uint(slope) & 0x7FFFFFFFu;
+        if (magnitude < 0x7F800000u) largest = max(largest, magnitude);
+      }
+    }
+#pragma unroll
+    for (int k = LANES / 2; k; k >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, k);
+    // y was rounded and its infinities may stand for others: the sum itself tells what becomes of them.
+    for (uint32_t bad = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); bad; bad &= bad - 1) {
+      int source = __ffs(bad) - 1;
+      float exact = delta_of_row<T, float>(p, (int)b, (int)h, first + source / LANES);
+      if (lane / LANES == source / LANES) sum = exact;
+    }
+    if (piece == 0) {
+      bool sees = t < p.queries && keys_seen(p, t) > 0;
+      float lse = sees ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f;
+      ((float *)p.delta)[delta_at(p, b, h, t)] = sees ? sum : 0.0f;
+      r.shift[pair * r.line + t] = sees ? fmaf(-lse, LOG2_E, (float)RAISE<T>) : -INFINITY;
+    }
+  }
+  if (RAISE<T>) {
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
+  }
+}
+
+// ---- dk, dv
+
+template <int D> constexpr int KEY_ROWS = WARPS * 16 * KEY_MT<D>;
+template <int D> constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES * 4;
+
+template <class T, int D>
+__global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+{
+  extern __shared__ __align__(1024) unsigned char room[];
+  constexpr int MT = KEY_MT<D>, ROWS = KEY_ROWS<D>, STEP = KEY_STEP<D>;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups, group = pair % p.groups;
+  const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16 * MT;   // those with the most queries go first
+
+  const int first_tile = first_query(p, key0) / QUERIES, tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
+  const int all_see = first_query(p, key0 + ROWS - 1), own_first = first_query(p, own), total = tiles * p.shared;
+  const uint32_t shared = shared_address(room);
+  constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
+  const uint32_t staged = shared + 2 * KEEP;                                  // q, dy, q, dy
+  float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);                 // shift, delta, shift, delta
+
+  auto load_queries = [&](int n) {
+    int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, first, p.queries);
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time, first, p.queries);
+    if (threadIdx.x < 2 * QUERIES / 4) {
+      int which = threadIdx.x / (QUERIES / 4), piece = threadIdx.x % (QUERIES / 4);
+      const float *line = (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + first;
+      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4, true);
+    }
+    copy_commit();
+  };
+
+  load_tile<D, ROWS>(shared, row_of<T>(p.k, b, 0, group), p.k.time, key0, p.keys);
+  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.v, b, 0, group), p.v.time, key0, p.keys);
+  if (total > 0) load_queries(0);
+  else copy_commit();
+
+  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, pair), held = lift * exp2f((float)-RAISE<T>);
+  float dk[MT][D / 8][4], dv[MT][D / 8][4];
+  clear(dk);
+  clear(dv);
+  const lane_place<D> k_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), v_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
+
+  for (int n = 0; n < total; n++) {
+    const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
+    const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
+    copy_wait<0>();
+    __syncthreads();
+    if (n + 1 < total) load_queries(n + 1);
+#pragma unroll 1
+    for (int at = 0; at < QUERIES; at += STEP) {
+      if (first + at + STEP <= own_first) continue;   // the warp's keys are hidden from all of these
+      const float *shift = lines + 2 * stage * QUERIES + at, *delta = shift + QUERIES;
+      float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
+      clear(s);
+      product_of_rows<T, D, MT, STEP / 16>(s, k_place, place_b<D>(q_tile + at * (D * 2)));
+      if (first + at < all_see) {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;   // columns of the row before the first that sees it
+#pragma unroll
+            for (int i = 0; i < STEP / 8; i++) {
+              if (8 * i < hidden) s[m][i][2 * half] = -INFINITY;
+              if (8 * i + 1 < hidden) s[m][i][2 * half + 1] = -INFINITY;
+            }
+          }
+      }
+      uint32_t weights[MT][STEP / 8][2];
+#pragma unroll
+      for (int i = 0; i < STEP / 8; i++) {
+        const float2 shifts = *(const float2 *)(shift + 8 * i + 2 * t);
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            s[m][i][2 * half] = exp2_fast(fmaf(s[m][i][2 * half], scale, shifts.x));
+            s[m][i][2 * half + 1] = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shifts.y));
+            weights[m][i][half] = pack(s[m][i][2 * half], s[m][i][2 * half + 1], T());
+          }
+        }
+      }
+      product_with_rows<T, D, MT, STEP / 16>(dv, weights, place_turned<D>(dy_tile + at * (D * 2)));
+      clear(ds);
+      product_of_rows<T, D, MT, STEP / 16>(ds, v_place, place_b<D>(dy_tile + at * (D * 2)));
+#pragma unroll
+      for (int i = 0; i < STEP / 8; i++) {
+        const float2 deltas = *(const float2 *)(delta + 8 * i + 2 * t);
+        const float less[2] = {-held * deltas.x, -held * deltas.y};
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            weights[m][i][half] = pack(s[m][i][2 * half] * fmaf(held, ds[m][i][2 * half], less[0]),
+                                       s[m][i][2 * half + 1] * fmaf(held, ds[m][i][2 * half + 1], less[1]), T());
+      }
+      product_with_rows<T, D, MT, STEP / 16>(dk, weights, place_turned<D>(q_tile + at * (D * 2)));
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();
+
+  const float k_factor = (float)p.factor / lift, v_factor = exp2f((float)-RAISE<T>);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        dk[m][d][c] *= k_factor;
+        dv[m][d][c] *= v_factor;
+      }
+  uint32_t bad = 0;
+  unsigned char *own_rows = room + warp * 16 * MT * (D * 2);
+  if (p.dk.data) bad |= store_rows<T, D, MT>(dk, own_rows, row_of<T>(p.dk, b, 0, group), p.dk.time, own, p.keys, stored);
+  if (p.dv.data) bad |= store_rows<T, D, MT>(dv, own_rows + KEEP, row_of<T>(p.dv, b, 0, group), p.dv.time, own, p.keys, stored);
+  __syncwarp();
+  for (; bad; bad &= bad - 1) {
+    int key = own + __ffs(bad) - 1;
+    if (key < p.keys) dkdv_row<T, float>(p, b, group, key, stored);
+  }
+}
+
+// ---- dq
+
+template <int D> constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
+
+template <class T, int D>
+__global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+{
+  extern __shared__ __align__(1024) unsigned char room[];
+  constexpr int MT = QUERY_MT, ROWS = WARPS * 16 * MT, KEYS = KEYS_STAGED<D>, STEP = QUERY_STEP;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int pairs = p.batch * p.heads, pair = blockIdx.x % pairs, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
+  const int t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * ROWS, own = t0 + warp * 16 * MT;   // those with the most keys go first
+
+  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, t0), own_last = keys_seen(p, min(own + 16 * MT, p.queries) - 1);
+  const int n_tiles = (last + KEYS - 1) / KEYS;
+  const uint32_t shared = shared_address(room);
+  constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
+  const uint32_t staged = shared + 2 * KEEP;   // k, v, k, v
+  const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
+
+  load_tile<D, ROWS>(shared, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
+  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, t0, p.queries);
+  load_tile<D, KEYS>(staged, k, p.k.time, 0, p.keys);
+  load_tile<D, KEYS>(staged + TILE, v, p.v.time, 0, p.keys);
+  copy_commit();
+
+  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, (int64_t)b * p.groups + group), held = lift * exp2f((float)-RAISE<T>);
+  float dq[MT][D / 8][4], shift[MT][2], less[MT][2];
+  clear(dq);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = own + 16 * m + 8 * half + g;
+      bool there = row < p.queries;
+      shift[m][half] = there ? r.shift[pair * r.line + row] : -INFINITY;
+      less[m][half] = there ? -held * ((const float *)p.delta)[pair * r.line + row] : 0.0f;
+    }
+  const lane_place<D> q_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
+
+  for (int n = 0; n < n_tiles; n++) {
+    const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
+    copy_wait<0>();
+    __syncthreads();
+    if (n + 1 < n_tiles) {
+      uint32_t next = staged + ((n + 1) & 1) * 2 * TILE;
+      load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
+      load_tile<D, KEYS>(next + TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
+      copy_commit();
+    }
+#pragma unroll 1
+    for (int at = 0; at < KEYS; at += STEP) {
+      const int key = n * KEYS + at;
+      if (key >= own_last) continue;
+      float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
+      clear(s);
+      clear(ds);
+      product_of_rows<T, D, MT, STEP / 16>(s, q_place, place_b<D>(k_tile + at * (D * 2)));
+      product_of_rows<T, D, MT, STEP / 16>(ds, dy_place, place_b<D>(v_tile + at * (D * 2)));
+      if (key + STEP > all_see) {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            int seen = keys_seen(p, own + 16 * m + 8 * half + g) - key - 2 * t;
+#pragma unroll
+            for (int i = 0; i < STEP / 8; i++) {
+              if (8 * i >= seen) s[m][i][2 * half] = -INFINITY;
+              if (8 * i + 1 >= seen) s[m][i][2 * half + 1] = -INFINITY;
+            }
+          }
+      }
+      uint32_t weights[MT][STEP / 8][2];
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int i = 0; i < STEP / 8; i++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            float x = exp2_fast(fmaf(s[m][i][2 * half], scale, shift[m][half])) * fmaf(held, ds[m][i][2 * half], less[m][half]);
+            float y = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shift[m][half])) * fmaf(held, ds[m][i][2 * half + 1], less[m][half]);
+            weights[m][i][half] = pack(x, y, T());
+          }
+      product_with_rows<T, D, MT, STEP / 16>(dq, weights, place_turned<D>(k_tile + at * (D * 2)));
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();
+
+  const float factor = (float)p.factor / lift;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) dq[m][d][c] *= factor;
+  uint32_t bad = store_rows<T, D, MT>(dq, room + warp * 16 * MT * (D * 2), row_of<T>(p.dq, b, 0, h), p.dq.time, own, p.queries, stored);
+  __syncwarp();
+  for (; bad; bad &= bad - 1) {
+    int row = own + __ffs(bad) - 1;
+    if (row < p.queries) dq_row<T, float>(p, b, h, row, stored);
+  }
+}
+
+// ---- launching
+
+template <class T, int D> static eng_status launch(const attention_problem *p, const backward_room *r, int stored)
+{
+  int64_t q_tiles = (p->queries + WARPS * 16 * QUERY_MT - 1) / (WARPS * 16 * QUERY_MT), k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
+  int64_t heads = (int64_t)p->batch * p->heads, pairs = (int64_t)p->batch * p->groups;
+  int64_t delta_blocks = r->line / QUERIES * heads;
+  if (delta_blocks > INT32_MAX || k_tiles * pairs > INT32_MAX)
+    return error_set(ENG_ERR_SHAPE, "attention_grad: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)delta_blocks);
+  if (r->largest) CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));
+  if (delta_blocks > 0) {
+    attention_delta<T, D><<<(unsigned)delta_blocks, THREADS, 0, cuda_stream()>>>(*p, *r);
+    CUDA_LAUNCHED("attention_grad");
+  }
+  if (k_tiles > 0 && (p->dk.data || p->dv.data)) {
+    CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
+    attention_grad_keys<T, D><<<(unsigned)(k_tiles * pairs), THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_LAUNCHED("attention_grad");
+  }
+  if (p->dq.data && delta_blocks > 0) {
+    CUDA_TRY(cudaFuncSetAttribute(attention_grad_queries<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, QUERY_BYTES<D>));
+    attention_grad_queries<T, D><<<(unsigned)(q_tiles * heads), THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_LAUNCHED("attention_grad");
+  }
+  return ENG_OK;
+}
+
+template <class T> static eng_status launch_wide(const attention_problem *p, const backward_room *r, int stored)
+{
+  switch (p->width) {
+    case 32: return launch<T, 32>(p, r, stored);
+    case 64: return launch<T, 64>(p, r, stored);
+    case 96: return launch<T, 96>(p, r, stored);
+    default: return launch<T, 128>(p, r, stored);
+  }
+}
+
+eng_status attention_backward(const attention_problem *call, int dtype, int stored)
+{
+  attention_problem p = *call;
+  int64_t line = ((int64_t)p.queries + QUERIES - 1) / QUERIES * QUERIES, floats = (int64_t)p.batch * p.heads * line;
+  int64_t bytes = 2 * floats * 4 + (int64_t)p.batch * p.groups * 4;
+  float *room = (float *)scratch_take(bytes);
+  if (!room) return ENG_ERR_MEMORY;
+  p.delta = room + floats;
+  p.delta_line = line;
+  backward_room r = {room, dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL, line};
+  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, stored) : launch_wide<bf16_t>(&p, &r, stored);
+  scratch_give(room, bytes);
+  return status;
+}

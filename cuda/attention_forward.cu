@@ -1,0 +1,196 @@
+// Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
+//
+// A block takes 128 queries of one head, a warp 32 of them, and walks over the keys 64 or 32 at a time while the next
+// are on their way. Softmax goes along: of each row the largest score so far, the sum, and y are kept, scaled anew where the largest
+// grows. Probabilities are rounded to the inputs' format for the product with v; sums are f32, and of the unrounded ones.
+#include "attention_tiles.h"
+
+enum { ROWS = 128, MT = 2 };                          // queries of a block; 16-row tiles of a warp
+template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;   // keys at a time: what the registers hold
+
+/// Which queries of which head a block takes. Blocks with the most keys go first within a set of heads whose keys and values fit
+/// in half the second-level cache together.
+typedef struct schedule { int32_t tiles, heads, together; } schedule;
+
+template <int D> constexpr int FORWARD_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2;
+
+template <class T, int D, bool ENTROPY>
+__global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+{
+  extern __shared__ __align__(1024) unsigned char room[];
+  constexpr int KEYS = KEYS_OF<D>;
+  constexpr bool HOLD_Q = D <= 64;   // in registers
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+
+  int set = blockIdx.x / (plan.tiles * plan.together), rest = blockIdx.x % (plan.tiles * plan.together);
+  int width = min(plan.together, plan.heads - set * plan.together);
+  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
+  int t0 = (plan.tiles - 1 - rest / width) * ROWS, own = t0 + warp * 32;   // the warp's first query
+
+  const T *q = row_of<T>(p.q, b, 0, h), *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
+  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, t0), own_last = keys_seen(p, min(own + 32, p.queries) - 1);
+  const int n_tiles = (last + KEYS - 1) / KEYS;
+  const uint32_t shared = shared_address(room);
+  constexpr uint32_t TILE = KEYS * D * 2;
+  const uint32_t tiles = shared + ROWS * D * 2;   // k, v, k, v
+  unsigned char *own_rows = room + warp * 32 * (D * 2);
+
+  load_tile<D, ROWS>(shared, q, p.q.time, t0, p.queries);
+  load_tile<D, KEYS>(tiles, k, p.k.time, 0, p.keys);
+  load_tile<D, KEYS>(tiles + TILE, v, p.v.time, 0, p.keys);
+  copy_commit();
+
+  const float scale = (float)(p.factor * 1.44269504088896340736);
+  uint32_t held[HOLD_Q ? MT : 1][D / 16][4];
+  float y[MT][D / 8][4], top[MT][2], sum[MT][2], weighted[MT][2];
+  clear(y);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      top[m][half] = -INFINITY;
+      sum[m][half] = weighted[m][half] = 0;
+    }
+  const lane_place<D> q_place = place_a<D>(shared + warp * 32 * (D * 2));
+
+  for (int n = 0; n < n_tiles; n++) {
+    const uint32_t stage = tiles + (n & 1) * 2 * TILE;
+    copy_wait<0>();
+    __syncthreads();   // this tile is there, and everybody is done with the last one
+    if (n + 1 < n_tiles) {
+      uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
+      load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
+      load_tile<D, KEYS>(next + TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
+      copy_commit();
+    }
+    if (HOLD_Q && n == 0) {
+#pragma unroll
+      for (int m = 0; m < (HOLD_Q ? MT : 1); m++)
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
+    }
+    if (n * KEYS >= own_last) continue;   // hidden from all the warp's queries
+
+    float s[MT][KEYS / 8][4];
+    clear(s);
+    if constexpr (HOLD_Q) product_of_rows<T, D, MT, KEYS / 16>(s, held, place_b<D>(stage));
+    else product_of_rows<T, D, MT, KEYS / 16>(s, q_place, place_b<D>(stage));
+
+    if ((n + 1) * KEYS > all_see) {
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          int seen = keys_seen(p, own + 16 * m + 8 * half + g) - n * KEYS - 2 * t;
+#pragma unroll
+          for (int i = 0; i < KEYS / 8; i++) {
+            if (8 * i >= seen) s[m][i][2 * half] = -INFINITY;
+            if (8 * i + 1 >= seen) s[m][i][2 * half + 1] = -INFINITY;
+          }
+        }
+    }
+
+    uint32_t weights[MT][KEYS / 8][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float largest = top[m][half], before = largest;
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++) largest = fmaxf(largest, fmaxf(s[m][i][2 * half], s[m][i][2 * half + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+        top[m][half] = largest;
+        // A row of -inf so far must sum to 0, not to exp(inf - inf).
+        float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>;
+        float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++) {
+          float e[2];
+#pragma unroll
+          for (int c = 0; c < 2; c++) {
+            float score = s[m][i][2 * half + c];
+            e[c] = exp2_fast(fmaf(score, scale, raised));
+            part += e[c];
+            if (ENTROPY) part_weighted += e[c] == 0 ? 0.0f : e[c] * fmaf(score, scale, shift);
+          }
+          weights[m][i][half] = pack(e[0], e[1], T());
+        }
+        if (ENTROPY) {
+          float moved = keep == 0 ? 0.0f : keep * fmaf(fmaf(before, scale, shift), sum[m][half], weighted[m][half]);
+          weighted[m][half] = moved + part_weighted;
+        }
+        sum[m][half] = fmaf(sum[m][half], keep, part);
+#pragma unroll
+        for (int d = 0; d < D / 8; d++) {
+          y[m][d][2 * half] *= keep;
+          y[m][d][2 * half + 1] *= keep;
+        }
+      }
+    product_with_rows<T, D, MT, KEYS / 16>(y, weights, place_turned<D>(stage + TILE));
+  }
+  copy_wait<0>();
+  __syncthreads();   // q is there even when no key was seen: its rows take y now
+
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = own + 16 * m + 8 * half + g;
+      float total = sum[m][half], entropy = weighted[m][half];
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+      if (ENTROPY) {
+        entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
+        entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
+      }
+      bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score -inf
+      float inverse = 1.0f / total;
+#pragma unroll
+      for (int d = 0; d < D / 8; d++) {
+        y[m][d][2 * half] = blind ? 0.0f : y[m][d][2 * half] * inverse;
+        y[m][d][2 * half + 1] = blind ? 0.0f : y[m][d][2 * half + 1] * inverse;
+      }
+      if (t == 0 && row < p.queries) {
+        int64_t line = line_of(p, b, h, row);
+        float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
+        if (p.lse) ((float *)p.lse)[line] = blind ? -INFINITY : lost ? NAN : fmaf(top[m][half], (float)p.factor, log_sum);
+        if (ENTROPY) ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - 0.693147180559945309f * (entropy / total);
+      }
+    }
+  __syncwarp();
+  uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
+  __syncwarp();
+  for (; bad; bad &= bad - 1) {
+    int row = own + __ffs(bad) - 1;
+    if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
+  }
+}
+
+template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
+{
+  auto kernel = p->entropy ? attention_forward_tiles<T, D, true> : attention_forward_tiles<T, D, false>;
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FORWARD_BYTES<D>));
+  int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
+  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
+  int64_t blocks = plan.tiles * heads;
+  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
+  kernel<<<(unsigned)blocks, THREADS, FORWARD_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
+  CUDA_LAUNCHED("attention");
+  return ENG_OK;
+}
+
+template <class T> static eng_status forward_wide(const attention_problem *p, int stored)
+{
+  switch (p->width) {
+    case 32: return forward<T, 32>(p, stored);
+    case 64: return forward<T, 64>(p, stored);
+    case 96: return forward<T, 96>(p, stored);
+    default: return forward<T, 128>(p, stored);
+  }
+}
+
+eng_status attention_forward(const attention_problem *p, int dtype, int stored)
+{
+  return dtype == ENG_f16 ? forward_wide<f16_t>(p, stored) : forward_wide<bf16_t>(p, stored);
+}

@@ -1,0 +1,72 @@
+// The warp's tensor-core instructions that compute capability 8.0 and later have, one function each: copies from device to
+// shared memory that run on their own (cp.async), matrices from shared memory into registers (ldmatrix), and the product
+// m16n8k16 of f16 or bf16 with f32 sums. Included by the attention kernels.
+//
+// How a warp holds matrices; lane = 4 * g + t:
+//   A [16 x 16]  a[0]: row g, columns 2t, 2t+1; a[1]: row g + 8; a[2], a[3]: the same rows, columns 8 further
+//   B [16 x 8]   b0: rows 2t, 2t+1 of column g; b1: rows 8 further
+//   C [16 x 8]   c[0], c[1]: row g, columns 2t, 2t+1; c[2], c[3]: row g + 8
+#ifndef ENG_CUDA_MMA_H
+#define ENG_CUDA_MMA_H
+
+#include "device.h"
+
+#ifdef __CUDACC__
+
+__device__ static inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/// 16 bytes to shared memory, zeros when they are not `there` (nothing is read then, but `from` is a valid address). Both aligned.
+__device__ static inline void copy16(uint32_t to, const void *from, bool there)
+{
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+/// Ends a group of copies; waits until at most `LEFT` groups of this thread are under way.
+__device__ static inline void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int LEFT> __device__ static inline void copy_wait() { asm volatile("cp.async.wait_group %0;\n" :: "n"(LEFT) : "memory"); }
+
+/// Four 8 x 8 matrices of 16-bit numbers. Lane l names row l % 8 of matrix l / 8 (16 bytes, aligned) and gets of each matrix
+/// row g, columns 2t and 2t+1; `turned`: of its transpose.
+__device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ static inline void load_matrices_turned(uint32_t (&r)[4], uint32_t address)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+/// c += a b
+__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, f16_t)
+{
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16_t)
+{
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Two numbers rounded into one register, the first in its low half.
+__device__ static inline uint32_t pack(float low, float high, f16_t)
+{
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ static inline uint32_t pack(float low, float high, bf16_t)
+{
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+/// 2^x within 2 units in the last place; results below 2^-126 become 0.
+__device__ static inline float exp2_fast(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+#endif
