@@ -152,8 +152,6 @@ end
 
 M.groups_of = groups.of
 
-M.groups_of = groups_of
-
 local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
 end
