@@ -107,6 +107,7 @@ generators.embedding = function(try)
       try { inputs = { float(dtype, { 33, 65 }, "special"), whole(id_dtype, { 3, 17 }, 0, 32) }, zeros = true }
       try { inputs = { float(dtype, { 33, 1 }, "normal", "transposed"), whole(id_dtype, { 5 }, 0, 32, "sliced") }, zeros = true }
       try { inputs = { float(dtype, { 7, 129 }, "normal"), whole(id_dtype, {}, 0, 6) }, zeros = true }
+      try { inputs = { float(dtype, { 7, 64 }, "special"), whole(id_dtype, { 2, 9 }, 0, 6) }, zeros = true }
     end
     try { inputs = { float(dtype, { 33, 65 }, "normal"), whole("i32", { 300 }, 0, 32) }, zeros = true }
   end
@@ -125,9 +126,11 @@ generators.embedding_grad = function(try)
       end
     end
   end
-  for _, rows in ipairs { 7, 1000 } do
-    try { inputs = { float("f16", { 300, 65 }, "normal"), whole("i64", { 300 }, 0, rows - 1) }, ints = { rows, engine.dtype.f32, 0 }, ulp = 1, eps = 8,
-          bound = "sums" }
+  for _, rows in ipairs { 2, 7, 1000 } do
+    for _, columns in ipairs { 64, 65 } do
+      try { inputs = { float("f16", { 300, columns }, "normal"), whole("i64", { 300 }, 0, rows - 1) }, ints = { rows, engine.dtype.f32, 0 }, ulp = 1, eps = 8,
+            bound = "sums" }
+    end
   end
   try { inputs = { float("f32", { 3, 2 }, "normal"), listed("i32", { 3 }, { 0, 9, 1 }) }, ints = { 5, engine.dtype.f32, 0 }, fails = "9" }
 end
