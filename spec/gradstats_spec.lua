@@ -25,8 +25,8 @@ describe("gradient statistics", function()
     local smallest, normal = 2 ^ (format.low - format.digits), 2 ^ format.low
 
     it("count every kind of number: " .. name, sets.step(function()
-      local set = sets.new({ { 4, 5 }, { 3 } }, { gradient = name })
       sets.everywhere(function()
+        local set = sets.new({ { 4, 5 }, { 3 } }, { gradient = name })
         set:write_gradients {
           { 0, -0.0, smallest, -smallest, normal - smallest, normal, -normal, 1, -2, 0.5, inf, -inf, inf, nan, nan, 0, 0, 0, 0, -3 },
           { 1, 4, -2 },
@@ -41,8 +41,8 @@ describe("gradient statistics", function()
                     tonumber(record.zeros), tonumber(record.underflow), record.overflow, record.first_bad })
         assert.equal(0.5, record.amax)   -- the true magnitude: 4 / 8
         assert.near(math.sqrt(14.25 + 21) / 8, record.norm, 1e-6)
+        set:free()
       end)
-      set:free()
     end))
 
     it("put each binade into its bin: " .. name, sets.step(function()
@@ -51,30 +51,31 @@ describe("gradient statistics", function()
         values[#values + 1] = 2 ^ e
         values[#values + 1] = e - format.digits >= format.low and -(2 - 2 ^ -format.digits) * 2 ^ e or 2 ^ e
       end
-      local set = sets.new({ { #values } }, { gradient = name })
       sets.everywhere(function()
+        local set = sets.new({ { #values } }, { gradient = name })
         set:write_gradients { values }
         local record = set:stats()
         for b = 0, C.ENG_HIST_BINS - 1 do
           local e = b - 160
           assert.equal(e >= format.low - format.digits and e <= format.high and 2 or 0, tonumber(record.hist[b]), "bin " .. b)
         end
+        set:free()
       end)
-      set:free()
     end))
 
     it("are the same to the bit on every instruction set and number of threads: " .. name, sets.step(function()
       local lengths = { 1, 31, 33, 4063, 4065, 65535, 65536, 65537, 140001, 7 }
       local shapes, masks = {}, name == "f32" and { 0xFFFFFFFF, 0xBFFFFFFF, 0x807FFFFF } or { 0xFFFF, 0xBFFF, name == "f16" and 0x83FF or 0x807F }
       for i, n in ipairs(lengths) do shapes[i] = { n } end
-      local set = sets.new(shapes, { gradient = name })
       for _, mask in ipairs(masks) do   -- anything, no inf or nan, subnormals
         local bits = {}
         for i, n in ipairs(lengths) do bits[i] = random_bits(name, n, mask) end
-        set:write_gradients(bits, name)
         local truth, first
         sets.everywhere(function(device)
+          local set = sets.new(shapes, { gradient = name })
+          set:write_gradients(bits, name)
           local record, stats = set:stats(1)
+          set:free()
           if device == "reference" then truth = stats return end
           for i = 0, set.n - 1 do
             for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do
@@ -90,7 +91,6 @@ describe("gradient statistics", function()
           assert.is_true(record.norm >= record.amax)
         end)
       end
-      set:free()
     end))
   end
 
@@ -99,22 +99,22 @@ describe("gradient statistics", function()
       local values = {}
       for i = 1, 1000 do values[i] = i % 2 == 0 and magnitude or -magnitude end
       for _, format in ipairs { "f32", "bf16" } do
-        local set = sets.new({ { 1000 } }, { gradient = format })
         sets.everywhere(function()
+          local set = sets.new({ { 1000 } }, { gradient = format })
           set:write_gradients { values }
           local record = set:stats(1)
           assert.is_true(math.abs(record.norm / (record.amax * math.sqrt(1000)) - 1) < 1e-6)
           assert.is_true(math.abs(record.amax / magnitude - 1) < 0.01)
           assert.equal(0, record.overflow)
+          set:free()
         end)
-        set:free()
       end
     end
   end))
 
   it("see what is computed, no more", sets.step(function()
-    local set = sets.new({ { 6 } }, { gradient = "f16" })
     sets.everywhere(function()
+      local set = sets.new({ { 6 } }, { gradient = "f16" })
       set:write_gradients { { 0, 2 ^ -24, 1, 2, inf, nan } }
       local record = set:stats(1, 0)
       assert.same({ 6, 1, 1, 0, 0, 0, 0, 1 }, { tonumber(record.count), tonumber(record.inf), tonumber(record.nan), tonumber(record.zeros),
@@ -125,13 +125,13 @@ describe("gradient statistics", function()
       assert.equal(1, tonumber(set:stats(1, C.ENG_NEED_ZEROS).zeros))
       assert.equal(1, tonumber(set:stats(1, C.ENG_NEED_UNDERFLOW).underflow))
       assert.equal(1, tonumber(set:stats(1, C.ENG_NEED_HIST).hist[161]))
+      set:free()
     end)
-    set:free()
   end))
 
   it("leave parameters without gradient out, and number the others by their place in the set", sets.step(function()
-    local set = sets.new({ { 3 }, { 2 }, { 4 }, { 1 } }, { gradient = { "f32", "f16", "bf16", "f32" } })
     sets.everywhere(function()
+      local set = sets.new({ { 3 }, { 2 }, { 4 }, { 1 } }, { gradient = { "f32", "f16", "bf16", "f32" } })
       set:write_gradients { false, { 1, 2 }, { 1, nan, 1, 1 }, false }
       local record, stats = set:stats()
       assert.same({ 6, 2, 1 }, { tonumber(record.count), record.first_bad, record.overflow })
@@ -139,8 +139,8 @@ describe("gradient statistics", function()
       set:zero_grad()
       record = set:stats()
       assert.same({ 0, -1, 0, 0 }, { tonumber(record.count), record.first_bad, record.overflow, record.norm })
+      set:free()
     end)
-    set:free()
   end))
 
   it("do not touch the gradients", sets.step(function()
@@ -155,8 +155,8 @@ end)
 
 describe("unscaling", function()
   it("moves low-precision gradients to f32 until they are cleared, and loses nothing", sets.step(function()
-    local set = sets.new({ { 3 }, { 2 }, { 2 }, { 1 } }, { gradient = { "f16", "bf16", "f32", "f16" } })
     sets.everywhere(function()
+      local set = sets.new({ { 3 }, { 2 }, { 2 }, { 1 } }, { gradient = { "f16", "bf16", "f32", "f16" } })
       set:write_gradients { { 2 ^ -24, 65504, -1 }, { 2 ^ -100, 3 }, { 5, -6 }, false }
       assert.is_false(set:unscale(2 ^ -16))
       local values, format = sets.read(set:gradient(1))
@@ -170,14 +170,14 @@ describe("unscaling", function()
       assert.equal(0, tonumber(record.underflow))
       set:write_gradients { { 1, 1, 1 }, false, false, false }
       assert.equal("f16", select(2, sets.read(set:gradient(1))))
+      set:free()
     end)
-    set:free()
   end))
 
   it("finds inf and nan, and products that overflow", sets.step(function()
     for _, format in ipairs { "f32", "f16", "bf16" } do
-      local set = sets.new({ { 70 } }, { gradient = format })
       sets.everywhere(function()
+        local set = sets.new({ { 70 } }, { gradient = format })
         for _, bad in ipairs { inf, -inf, nan } do
           for _, place in ipairs { 1, 17, 64, 70 } do
             local values = {}
@@ -192,21 +192,21 @@ describe("unscaling", function()
         assert.is_false(set:unscale(2 ^ 124))
         set:write_gradients { values }
         assert.is_true(set:unscale(2 ^ 126))
+        set:free()
       end)
-      set:free()
     end
   end))
 
   it("serves scales whose inverse f32 cannot hold", sets.step(function()
-    local set = sets.new({ { 2 } }, { gradient = "f32" })
     sets.everywhere(function()
+      local set = sets.new({ { 2 } }, { gradient = "f32" })
       set:write_gradients { { 2 ^ -149, -3 * 2 ^ -149 } }
       assert.is_false(set:unscale(2 ^ 149))
       assert.same({ 1, -3 }, (sets.read(set:gradient(1))))
       set:write_gradients { { 2 ^ 127, 1 } }
       assert.is_false(set:unscale(2 ^ -140))
       assert.same({ 2 ^ -13, 2 ^ -140 }, (sets.read(set:gradient(1))))
+      set:free()
     end)
-    set:free()
   end))
 end)
