@@ -98,7 +98,7 @@ const backend *backend_current(void);
 const backend *backend_find(const char *name);
 /// The device that owns a memory space, once it was in force; the CPU for the host's.
 const backend *backend_of_space(int space);
-/// Puts a device in force that is not in the list (profile.c's).
+/// Puts a device in force that is not in the list (profile.c's, trap.c's).
 void backend_use(const backend *device);
 
 /// Defined in cpu/: fills its table, choosing the instruction set once.

@@ -484,6 +484,31 @@ typedef struct eng_profile_row {
 /// Fills up to `capacity` rows, in order of first use, and gives their number.
 int eng_profile_rows(eng_profile_row *rows, int capacity);
 
+/// Where inf and nan come from. `on` begins to look at what every operation gives, which is slow; off ends it, and what was found
+/// stays. Choosing a device ends it too.
+void eng_trap(bool on);
+/// What the operations from now on belong to: a number of the caller's, 0 for nothing. Those of the backward pass belong to
+/// what the operation they are the gradient of belongs to.
+void eng_trap_module(int module);
+enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
+/// A tensor as it was found: `text` its dtype and shape, `name` the parameter's, else "". count 0: absent, or no floats.
+typedef struct eng_trap_tensor {
+  char    name[96], text[80];
+  int64_t count, inf, nan;
+  double  amax;               // largest finite magnitude
+} eng_trap_tensor;
+/// An operation that gave inf (or nan). `kernel` is what ran, `op` in the backward pass the operation whose gradient it was for.
+typedef struct eng_trap_site {
+  const char *kernel, *op;
+  int32_t nan, backward, module;
+  int32_t held_by;            // the input, from 1, that held it already (data, a parameter, a constant); 0: it arose here
+  int32_t n_in, n_out;
+  eng_trap_tensor in[6], out[3];
+} eng_trap_site;
+/// The first operation of a pass that made an inf (`nan`: a nan) from inputs without; where none did, the first that was given
+/// one. False: there was none in that pass.
+bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
+
 /// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; a name forces one
 /// (an error if the machine lacks it), NULL only asks.
 const char *eng_cpu_isa(const char *force);
@@ -501,6 +526,10 @@ int  eng_interrupted(void);
 /// whoever runs training steps and ends at a step's end by itself; it sets 0 again when it is done.
 /// -1 only asks. Gives what was in force.
 int  eng_interrupt_policy(int policy);
+/// SIGHUP asks a run to read its policy's file again. The handler notes one with eng_hangup; eng_hangups gives how many came
+/// since it was asked last.
+void eng_hangup(void);
+int  eng_hangups(void);
 
 // ------------------------------------------------------------------ the machine
 
@@ -533,6 +562,8 @@ uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
 /// What stands at `path`, links followed: 0 nothing, 1 a file, 2 a directory, 3 something else.
 int        eng_file_kind(const char *path);
+/// A number that changes whenever the file at `path` is written or replaced (device, inode, size, times); 0: there is no file.
+uint64_t   eng_file_stamp(const char *path);
 /// Makes a directory and those above it; fine when it is there.
 eng_status eng_file_mkdir(const char *path);
 /// Brings a directory's entries to the disk.
@@ -617,6 +648,9 @@ eng_status eng_history_close(eng_history *history);
 eng_status eng_history_step(eng_history *history, const eng_record *record, const eng_verdict *verdict, double tokens);
 /// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats, int n);
+/// What a shadow policy would have decided, in `shadows`. Written where its scale or its action differs from the row before: a
+/// verdict holds until the next row of that name.
+eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name, const eng_verdict *verdict);
 /// `time` is set here; `data` is free text (JSON) for programs, may be NULL.
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data);
 /// A key and its value in `table`, "meta" or "config"; replaces an earlier value.

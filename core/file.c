@@ -232,6 +232,17 @@ int eng_file_kind(const char *path)
   return S_ISREG(stat_now.st_mode) ? 1 : S_ISDIR(stat_now.st_mode) ? 2 : 3;
 }
 
+uint64_t eng_file_stamp(const char *path)
+{
+  struct stat now;
+  if (stat(path, &now) != 0) return 0;
+  const uint64_t parts[] = { (uint64_t)now.st_dev, (uint64_t)now.st_ino, (uint64_t)now.st_size, (uint64_t)now.st_mtim.tv_sec,
+                             (uint64_t)now.st_mtim.tv_nsec, (uint64_t)now.st_ctim.tv_sec, (uint64_t)now.st_ctim.tv_nsec };
+  uint64_t hash = 0xCBF29CE484222325ull;
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) hash = (hash ^ parts[i] ^ parts[i] >> 32) * 0x9E3779B97F4A7C15ull;
+  return hash ? hash : 1;
+}
+
 eng_status eng_file_mkdir(const char *path)
 {
   if (eng_file_kind(path) == 2) return ENG_OK;

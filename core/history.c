@@ -256,6 +256,22 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
   return status;
 }
 
+eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name, const eng_verdict *verdict)
+{
+  draft row;
+  char reason[sizeof verdict->reason + 1];
+  memcpy(reason, verdict->reason, sizeof verdict->reason);
+  reason[sizeof verdict->reason] = 0;
+  ENG_TRY(begin(&row, history, HISTORY_SHADOW, 6, length(name) + length(reason) + 8));
+  put_int(&row, step);
+  put_text(&row, name);
+  put_double(&row, verdict->scale);
+  put_text(&row, action_name(verdict->action));
+  put_int(&row, verdict->failed);
+  put_text(&row, reason[0] ? reason : NULL);
+  return finish(&row, history);
+}
+
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data)
 {
   draft row;

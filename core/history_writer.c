@@ -27,6 +27,11 @@ static const char schema[] =
   "CREATE TABLE events(id INTEGER PRIMARY KEY, step INTEGER, time REAL, kind TEXT, text TEXT, data TEXT);"
   "CREATE INDEX events_step ON events(step);";
 
+// Came later than the rest: made whenever it is missing, so that a history from before can go on.
+static const char schema_shadows[] =
+  "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT, failed INTEGER, reason TEXT,"
+  " PRIMARY KEY(name, step)) WITHOUT ROWID;";
+
 static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_STEP] = "INSERT OR REPLACE INTO steps(step, updates, loss, lr, scale, next_scale, overflow, action, inf, nan, count, zeros,"
                    " underflow, amax, norm, norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens, hist, attempt)"
@@ -37,8 +42,10 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_CONFIG] = "INSERT OR REPLACE INTO config(key, value) VALUES(?,?)",
   [HISTORY_POLICY] = "INSERT OR REPLACE INTO policies(hash, name, source) VALUES(?,?,?)",
   [HISTORY_PARAMETER] = "INSERT OR REPLACE INTO parameters(id, name, shape) VALUES(?,?,?)",
+  [HISTORY_SHADOW] = "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason) VALUES(?,?,?,?,?,?)",
   [HISTORY_DELETE_STEPS] = "DELETE FROM steps WHERE step >= ?",
   [HISTORY_DELETE_TENSORS] = "DELETE FROM tensor_stats WHERE step >= ?",
+  [HISTORY_DELETE_SHADOWS] = "DELETE FROM shadows WHERE step >= ?",
   // That the run was resumed before stays known.
   [HISTORY_DELETE_EVENTS] = "DELETE FROM events WHERE step >= ? AND kind <> 'resumed'",
 };
@@ -97,6 +104,7 @@ eng_status history_writer_open(eng_history *history)
   if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL, NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));
+  if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK) return sqlite_error(history->db, history->path, "make the tables");
   for (int i = 0; i < HISTORY_STATEMENTS; i++)
     if (sqlite3_prepare_v3(history->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT, &history->statements[i], NULL) != SQLITE_OK)
       return sqlite_error(history->db, history->path, "use its tables");

@@ -1,10 +1,10 @@
-// The flag between a signal handler and the engine: what Ctrl-C asks for and who answers it.
+// The flags between signal handlers and the engine: what Ctrl-C and SIGHUP ask for and who answers.
 // Called by the handlers in main.c (so nothing here may lock or allocate), op.c and the trainer.
 #include "engine.h"
 
 #include <signal.h>
 
-static volatile sig_atomic_t level, policy;
+static volatile sig_atomic_t level, policy, hangups;
 
 void eng_interrupt(int new_level)
 {
@@ -21,4 +21,16 @@ int eng_interrupt_policy(int new_policy)
   int before = policy;
   if (new_policy >= 0) policy = new_policy;
   return before;
+}
+
+void eng_hangup(void)
+{
+  hangups++;
+}
+
+int eng_hangups(void)
+{
+  int n = hangups;
+  if (n) hangups = 0;
+  return n;
 }

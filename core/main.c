@@ -73,6 +73,21 @@ static void on_bus(int signal_number)
   _exit(128 + signal_number);
 }
 
+static bool hangup_ignored;      // nohup
+
+// kill -HUP: a run reads its policy's file again; without a run it ends the process as ever. A terminal that went away
+// (the kernel tells, not a process) ends a run as Ctrl-C does, but for one started with nohup.
+static void on_hangup(int signal_number, siginfo_t *from, void *context)
+{
+  (void)context;
+  bool terminal_gone = from->si_code > 0;
+  if (!terminal_gone && eng_interrupt_policy(-1) == 1) { eng_hangup(); return; }
+  if (hangup_ignored) return;
+  if (eng_interrupt_policy(-1) == 1) { on_signal(signal_number); return; }
+  signal(signal_number, SIG_DFL);
+  raise(signal_number);
+}
+
 static void catch_signals(void)
 {
   struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
@@ -80,6 +95,10 @@ static void catch_signals(void)
   main_thread = pthread_self();
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
+  struct sigaction before, hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
+  sigemptyset(&hangup.sa_mask);
+  hangup_ignored = sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
+  sigaction(SIGHUP, &hangup, NULL);
   action.sa_handler = on_alarm;
   sigaction(SIGALRM, &action, NULL);
   action.sa_handler = on_bus;

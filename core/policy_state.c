@@ -379,6 +379,17 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
+// Between policies of one name the last verdict goes along, too: clip, factor on the learning rate, scales of groups.
+static void keep_verdict(eng_policy *p, const eng_policy *old)
+{
+  if (strcmp(p->name, old->name) != 0) return;
+  p->last.clip = old->last.clip;
+  p->last.lr_mul = old->last.lr_mul;
+  for (int i = 0; i < p->n_groups && p->scalable; ++i)
+    for (int k = 0; k < old->n_groups; ++k)
+      if (strcmp(p->groups[i], old->groups[k]) == 0) p->group_scale[i] = old->group_scale[k];
+}
+
 // Neither init nor decide may have changed them: what is not in the state would be lost in a checkpoint.
 eng_status policy_check_options(eng_policy *p, const char *who)
 {
@@ -601,7 +612,9 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
       lua_settop(L, SLOT_COUNT);
       return ENG_ERR_POLICY;
     }
-    return adopt(p, "migrate", scale);
+    ENG_TRY(adopt(p, "migrate", scale));
+    keep_verdict(p, old);
+    return ENG_OK;
   }
   char why[256];
   ENG_TRY(fresh_state(p));
@@ -613,5 +626,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   lua_settop(L, SLOT_COUNT);
   if (strcmp(p->name, old->name) != 0) handing.old = NULL;
   ENG_TRY(policy_protected(p, merge_task, &handing));
-  return adopt(p, "init", scale);
+  ENG_TRY(adopt(p, "init", scale));
+  keep_verdict(p, old);
+  return ENG_OK;
 }

@@ -320,6 +320,13 @@ static void finish(void)
   pass.pending_id = -1;
 }
 
+int tape_backward_node(int *op)
+{
+  if (!pass.running || pass.cursor >= tape.length) return -1;
+  if (op) *op = tape.nodes[pass.cursor].lua_id >= 0 ? -1 : tape.nodes[pass.cursor].call.op;
+  return pass.cursor;
+}
+
 void eng_backward_abort(void)
 {
   if (!pass.running) return;

@@ -35,6 +35,9 @@ bool tape_reaches(int mark);
 /// Empties the tape and lets go of the gradients of leaves: the step is over.
 void tape_end_step(void);
 
+/// The node whose gradient is being computed, -1 outside of backward; `op` (may be NULL): its operation, -1 for a Lua node.
+int tape_backward_node(int *op);
+
 /// True when input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);
 

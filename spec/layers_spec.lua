@@ -33,8 +33,8 @@ local layers = {
   { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8", "system", "interrupt" },
   { "arena", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
   { "gradstats", "backend", "plugin", "transfer" },
-  { "op", "tape", "params", "optimizer", "grad", "infer", "view", "step", "profile", "api", "random" },
-  { "safetensors", "checkpoint", "history", "comm" },
+  { "op", "tape", "params", "optimizer", "grad", "infer", "view", "step", "profile", "trap", "api", "random" },
+  { "safetensors", "checkpoint", "history", "comm", "attach" },
   { "policy" },
   { "line", "main" },
 }

@@ -64,6 +64,9 @@ function History:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
+--- What a shadow would have decided at a step; a row holds until the next of that name.
+function History:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
+
 --- Remembers a fact of the run, or a setting.
 function History:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
 function History:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
@@ -264,6 +267,29 @@ function History:config() return pairs_of(self, "config") end
 
 --- The policies the run has used: { hash, name, source }.
 function History:policies() return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" }) end
+
+-- Histories from before shadows have no table of theirs.
+local function has_shadows(h) return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows'").n > 0 end
+
+--- The shadows of the run: { name, skipped, failed, scale, action }: steps each would have skipped, those in which it failed, and
+--- its last verdict.
+function History:shadows()
+  if not has_shadows(self) then return setmetatable({}, { __tostring = function() return "(no shadows)" end }) end
+  return collect(each(self, 2, nil, [[
+    WITH rows AS (SELECT name, step, scale, action, failed,
+                         lead(step, 1, (SELECT max(step) + 1 FROM steps)) OVER (PARTITION BY name ORDER BY step) - step AS n,
+                         row_number() OVER (PARTITION BY name ORDER BY step DESC) AS from_end FROM shadows)
+    SELECT name, sum(CASE WHEN action <> 'step' THEN n ELSE 0 END) AS skipped, sum(CASE WHEN failed THEN n ELSE 0 END) AS failed,
+           max(CASE WHEN from_end = 1 THEN scale END) AS scale, max(CASE WHEN from_end = 1 THEN action END) AS action
+    FROM rows GROUP BY name ORDER BY name]]), { "name", "skipped", "failed", "scale", "action" })
+end
+
+--- Where a shadow's verdict changed: { step, scale, action, failed, reason }, each holding until the next.
+function History:shadow(name)
+  if not has_shadows(self) then return {} end
+  return collect(each(self, 2, nil, "SELECT step, scale, action, failed, reason FROM shadows WHERE name = ? ORDER BY step", name),
+    { "step", "scale", "action", "failed", "reason" })
+end
 
 --- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
 function History:parameters()

@@ -111,6 +111,9 @@ function Policy:failures()
   return tonumber(info.failures)
 end
 
+--- A short name of its source, as histories have it: 8 hexadecimal digits.
+function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
+
 function Policy:__tostring()
   local options = {}
   for _, name in ipairs(self.option_names) do
@@ -155,16 +158,16 @@ local function read(path)
   return text
 end
 
--- Source and display name of a policy given by name or path.
+-- Source, display name and path of a policy given by name or path.
 local function find(name)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = read(name)
     if not text then error("policy: " .. why, 0) end
-    return text, name
+    return text, name, name
   end
   for _, folder in ipairs(folders) do
     local text = read(folder .. "/" .. name .. ".lua")
-    if text then return text, "policies/" .. name .. ".lua" end
+    if text then return text, "policies/" .. name .. ".lua", folder .. "/" .. name .. ".lua" end
   end
   local names = M.names()
   for class in pairs(M.classes) do names[#names + 1] = class end
@@ -186,7 +189,7 @@ local function option_text(name, value)
   error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(tostring(name), kind), 0)
 end
 
-local function compile(source, file, options)
+local function compile(source, file, options, path)
   local names = {}
   for name in pairs(options) do names[#names + 1] = tostring(name) end
   table.sort(names)
@@ -202,7 +205,7 @@ local function compile(source, file, options)
   if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
   C.eng_policy_describe(info, handle)
   local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc), file = file, source = source,
-    needs = info.needs, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
+    path = path, given = options, needs = info.needs, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
   local option = ffi.new("eng_policy_option")
   local function typed(text)
     text = ffi.string(text)
@@ -257,15 +260,15 @@ local function values_of(options)
   return all
 end
 
---- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name }, or a DeepSpeed
---- configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
+--- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name, path = where it
+--- stands }, or a DeepSpeed configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
 --- options: values for the policy's options, as they are or as text; those of `deepspeed` may be keys of DeepSpeed's fp16
 --- block. A policy object comes back as it is.
 function M.load(source, options)
   if type(source) == "table" and source.decide and source.scale then return source end
   options = options or {}
   local good, result = pcall(function()
-    if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options) end
+    if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options, source.path) end
     local json
     if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
       source, options = require("engine.deepspeed_config").from_table(source, options, function() return "policy: " end)
@@ -280,8 +283,8 @@ function M.load(source, options)
     end
     local class = M.classes[source]
     if class then return require("engine.class_scaler").new(source, class, values_of(options)) end
-    local text, file = find(source)
-    local made, self = pcall(compile, text, file, options)
+    local text, file, path = find(source)
+    local made, self = pcall(compile, text, file, options, path)
     if not made then error(json and json .. ": " .. self or self, 0) end
     self.config = json
     return self

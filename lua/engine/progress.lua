@@ -108,6 +108,7 @@ function progress:line(row, now)
     local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
     parts[#parts + 1] = "ETA " .. duration_text(math.max(0, left))
   end
+  if row.shadows then parts[#parts + 1] = row.shadows:text() end
   if row.overflow and row.overflow ~= 0 then parts[#parts + 1] = "overflow" end
   return table.concat(parts, "  ")
 end

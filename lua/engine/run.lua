@@ -34,7 +34,8 @@ local function state_of(trainer)
   return {
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped, retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
-    policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save() },
+    policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
+    shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
     rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
     data = trainer.data.state and trainer.data:state() or nil,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
@@ -75,12 +76,15 @@ local function take_over(trainer, c)
   trainer.model:load_state(c.model)
   trainer.optimizer:load_state(c.optimizer, state.optimizer.updates)
   M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
+  if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
   else
     local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
     notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name, state.policy.name,
       took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
   end
+  if trainer.shadows then trainer.shadows:restore(state.shadows) end
+  notes[#notes + 1] = trainer.control:restore(state.set)
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
@@ -257,14 +261,13 @@ function Run:append(record, verdict, stats, tokens)
     self:complain(history:append_tensors(step, stats, #self.trainer.optimizer.list))
   end
   if record.overflow ~= 0 then
-    local first = self.trainer.optimizer.list[record.first_bad + 1]
-    self:complain(history:event(step, "overflow", ("%d inf, %d nan, first in %s; %s"):format(tonumber(record.inf), tonumber(record.nan),
-      first and first.name or "?", M_ffi.string(verdict.reason))))
+    local text, data = self.trainer.overflows:text(record, stats, M_ffi.string(verdict.reason))
+    self:complain(history:event(step, "overflow", text, data))
   end
 end
 
-function Run:event(step, kind, text)
-  if self.history then self:complain(self.history:event(step, kind, text or "")) end
+function Run:event(step, kind, text, data)
+  if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
 end
 
 --- Writes a checkpoint; returns its path, or nil and a message.

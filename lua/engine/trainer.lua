@@ -28,7 +28,7 @@ Trainer.__index = Trainer
 function Trainer:step()
   local record, opt, data, policy = self.record, self.optimizer, self.data, self.policy
   local scale = policy:scale()
-  local lr = self.schedule and self.schedule(self.updates) or opt.lr
+  local lr = self.fixed_lr or self.schedule and self.schedule(self.updates) or opt.lr
   check(C.eng_step_begin())
   opt:zero_grad()
   self.groups:apply(policy)                                                      -- layers that the policy scales apart
@@ -39,6 +39,7 @@ function Trainer:step()
   local drawn = reference and reference:batches()                                -- now and then: the same in f32, for record.norm_ref
   for i = 1, self.accumulate do
     local batch = drawn and drawn[i] or data:next()                              -- (0) a batch
+    self:remember_batch(i, batch)
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
     loss_sum = loss_sum + loss:item()                                            -- (3) gradients stand in the flat buffer
@@ -52,7 +53,8 @@ function Trainer:step()
   check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
   if reference then reference:tell(record, stats) end
   for name, value in pairs(M.signals) do policy:signal(name, value) end
-  local verdict = policy:decide(record, stats)                                   -- (5) the policy decides
+  local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides
+  if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
   if verdict.action == C.ENG_ACTION_STEP then
     local factor = 1 / scale
     local clip = verdict.clip > 0 and verdict.clip or self.clip
@@ -62,6 +64,7 @@ function Trainer:step()
     self.updates = self.updates + 1
   else
     self.skipped = self.skipped + 1
+    if record.overflow ~= 0 then self.overflows:look(record, verdict) end
     if verdict.action == C.ENG_ACTION_RETRY then
       self.retries = self.retries + 1
       self:go_back(self.place)
@@ -91,6 +94,12 @@ function Trainer:remember_place()
   return { data = self.data.state and self.data:state(), seed = seed[0], counter = counter[0] }
 end
 
+--- What micro-batch i was, and which random numbers come next: for a pass that is run again (overflow.lua).
+function Trainer:remember_batch(i, batch)
+  self.batches[i] = batch
+  C.eng_rng_get(self.random + 2 * i - 2, self.random + 2 * i - 1)
+end
+
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
   C.eng_rng_set(place.seed, place.counter)
@@ -103,6 +112,7 @@ local KNOWN = {
   steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
   log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true,
   ref_every = true, ref_layers = true,
+  shadow = true, trap = true, watch = true, attach = true,
 }
 
 local function want(condition, key, expected, got)
@@ -143,6 +153,8 @@ local function check_options(o)
   want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
   want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
   want(o.schedule == nil or callable(o.schedule), "schedule", "one of engine.schedule or a function(updates)", o.schedule)
+  want(o.trap == nil or o.trap == false or o.trap == "" or o.trap == "overflow", "trap", "overflow, or nothing", o.trap)
+  want(o.shadow == nil or type(o.shadow) == "string" or type(o.shadow) == "table", "shadow", "a list of policies", o.shadow)
   want(o.policy_options == nil or type(o.policy_options) == "table", "policy_options", "a table", o.policy_options)
   want(o.run == nil or type(o.run) == "string", "run", "a name or a path", o.run)
   want(o.loss == nil or callable(o.loss), "loss", "a function(model, batch)", o.loss)
@@ -151,6 +163,30 @@ local function check_options(o)
 end
 
 M.groups_of = groups.of
+
+--- Tells a policy which tensors and groups there are.
+function Trainer:prepare(policy) policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true) end
+
+--- Puts a policy in force (swap.lua changes it while the run goes on).
+function Trainer:use_policy(policy)
+  self:prepare(policy)
+  self.policy = policy
+  self.needs = bit.bor(policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
+  -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
+  if self.run_files and self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
+  local wanted = bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0
+  if wanted and not self.reference then
+    local own = policy.options
+    self.reference = require("engine.reference").new(self, self.ref_every or own.ref_every or 100, self.ref_layers or own.ref_layers or "")
+  elseif not wanted then
+    self.reference = nil
+  end
+end
+
+--- A line for whoever watches the run.
+function Trainer:note(text)
+  if self.progress then self.progress:note(text) else table.insert(self.run_files.notes, text) end
+end
 
 local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
@@ -165,7 +201,7 @@ local function new(o)
     on_step = o.on_step, on_policy_error = o.on_policy_error or "hold", evaluate = o.evaluate, log = o.log or "line",
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0, rows = {},
     record = M_ffi.new("eng_record"), stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
-    began = machine.clock(),
+    began = machine.clock(), batches = {}, random = M_ffi.new("uint64_t[?]", 2 * (o.accumulate or 1)),
   }, Trainer)
   if not precision.same(self.optimizer.precision, full) then self.optimizer:set_precision(full) end
   -- without a scale to keep, the policy is static with a scale of 1: nothing talks of scaling then
@@ -174,12 +210,14 @@ local function new(o)
   if not loaded then error(message, 0) end
   self.policy = message
   self.groups = groups.new(self.model, self.optimizer.list, { { params = self.optimizer.params, n = #self.optimizer.list } })
-  self.policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
-  self.needs = bit.bor(self.policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
-  if bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0 then
-    local own = self.policy.options
-    self.reference = require("engine.reference").new(self, o.ref_every or own.ref_every or 100, o.ref_layers or own.ref_layers or "")
-  end
+  self.ref_every, self.ref_layers = o.ref_every, o.ref_layers
+  local shadows
+  loaded, shadows = pcall(require("engine.shadow").new, self, o.shadow)
+  if not loaded then error(shadows, 0) end
+  self.shadows = shadows
+  self:use_policy(self.policy)
+  self.swaps, self.overflows = require("engine.swap").new(self, o), require("engine.overflow").new(self, o.trap == "overflow")
+  self.control = require("engine.control").new(self, o)
   self.run_files = run_files.open(self, o)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
   if self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
@@ -206,6 +244,10 @@ end
 ---                                pattern of the parameters they are for (all)
 ---   evaluate                     { data =, every =, batches = }: loss on other data
 ---   config                       the script's settings, to be remembered
+---   shadow                       policies that see every record and decide nothing: a list, or "a,b" (shadow.lua)
+---   watch                        false: the policy's file is not looked at while the run goes on (swap.lua)
+---   trap                         "overflow": every overflow is run again to name the operation it began in (overflow.lua)
+---   attach                       false: `engine attach` cannot reach this run (control.lua)
 function M.new(options)
   if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
   local good, result = pcall(new, options)
@@ -285,6 +327,7 @@ function Trainer:run()
     unscaled = not self.precision.scaled and self.policy.name == "static" and self.policy:scale() == 1 }
   self.progress = progress
   self.run_files:reopen()
+  self.control:open()
   local before = C.eng_interrupt_policy(1)
   for _, line in ipairs(self.run_files.notes) do progress:note(line) end
   self.run_files.notes = {}
@@ -305,7 +348,7 @@ function Trainer:run()
       self:remember_row(record)
       progress:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr, scale = record.scale,
         skipped = self.skipped, overflow = record.overflow ~= 0, amax = record.amax, norm = record.norm,
-        tokens_per_s = self.log == "json" and rate or speed }
+        tokens_per_s = self.log == "json" and rate or speed, shadows = self.shadows }
       local note = verdict_note(self, record, verdict)
       if note then progress:note(note) end
       note = self:loss_note(record)
@@ -319,6 +362,7 @@ function Trainer:run()
         progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
         self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
       end
+      stopped = self.control:between() or stopped                                -- swaps, and whoever is attached
       local interrupted = C.eng_interrupted() > 0
       if interrupted then stopped = "interrupted" end
       local message = self.run_files:after_step(self.steps_done >= self.steps or stopped ~= nil)
@@ -330,6 +374,7 @@ function Trainer:run()
     return type(m) == "string" and debug.traceback(m, 2) or m
   end)
   progress:finish()
+  self.control:close()
   C.eng_interrupt_policy(before)
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then
@@ -372,6 +417,7 @@ function Trainer:summary_text(s)
   end
   local text = table.concat(parts, ", ")
   if self.policy_errors > 0 then text = text .. ("\nthe policy failed in %s of this run"):format(counted(self.policy_errors, "step")) end
+  for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do text = text .. "\n" .. line end
   if s.stopped then text = text .. "\nreason: " .. s.stopped end
   if s.path then text = text .. "\nrun: " .. s.path .. (s.stopped == "interrupted" and "   (resume=auto goes on from here)" or "") end
   return text

@@ -30,10 +30,21 @@ local function results(carry, ...)
   return ...
 end
 
+local enter, leave_module   -- a trap's (trap.lua): told of every module that begins and ends
+
+--- Calls enter(module) -> around when a module's forward begins and leave(around) when it ends; nil ends that.
+function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
+
+local function left(around, ...)
+  leave_module(around)
+  return ...
+end
+
 -- Not a tail call of self:forward: this frame must stay on the stack for path_on_stack to find.
 local function forward(self, ...)
   local outside = carry_now
   set_carry(rawget(self, "_carry") or outside)
+  if enter then return results(outside, left(enter(self), self:forward(...))) end
   return results(outside, self:forward(...))
 end
 

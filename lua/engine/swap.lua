@@ -1,0 +1,225 @@
+-- Another policy while the run goes on: because its file was saved, on SIGHUP, from the script (policy:swap(file)) or from
+-- `engine attach`. Between two steps the new one is compiled, tried on the records of the last steps and takes over from the
+-- old one (its `migrate`); whatever goes wrong, the old one stays and the history says why. One that fails its first decision
+-- goes at once, and the old one decides that step.
+-- Owned by the trainer, which asks it for every verdict (decide) and between steps (between).
+local M_ffi = require "engine.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+local Swap = {}
+Swap.__index = Swap
+
+local RING = 64        -- records a candidate is tried on
+local MOST_UNDO = 20
+
+function M.new(trainer, options)
+  local self = setmetatable({ trainer = trainer, watching = options.watch ~= false, ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
+    former = {}, queue = {}, swaps = 0 }, Swap)
+  self:hold(trainer.policy)
+  self.asked = { name = trainer.policy.name, file = trainer.policy.file }   -- what the script wants
+  return self
+end
+
+-- Gives a policy its methods swap and undo, and begins to watch its file.
+function Swap:hold(policy)
+  policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
+  policy.undo = function() return self:undo("the script") end
+  self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
+  self.pending_stamp = nil
+end
+
+-- ------------------------------------------------------------------ telling
+
+local function described(policy)
+  return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil }
+end
+
+local function label(policy)
+  return policy.hash and ("%s %s"):format(policy.name, policy:hash()) or policy.name
+end
+
+local function tell(self, kind, text, data)
+  local trainer = self.trainer
+  trainer.run_files:event(trainer.steps_done, kind, text, data and require("engine.json").encode(data) or nil)
+  trainer:note(("step %d: %s"):format(trainer.steps_done, text))
+end
+
+local function refuse(self, what, by, problem)
+  problem = tostring(problem)
+  tell(self, "swap_refused", ("%s stays, %s is not used: %s"):format(self.trainer.policy.name, what, problem),
+    { by = by, what = what, problem = problem, policy = described(self.trainer.policy) })
+  return nil, problem
+end
+
+-- ------------------------------------------------------------------ trying
+
+--- Remembers a step's record for candidates to be tried on.
+function Swap:remember(record)
+  local at = self.seen % RING
+  ffi.copy(self.ring + at, record, ffi.sizeof("eng_record"))
+  self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
+end
+
+-- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is tried: nothing of it stays. Of
+-- the statistics per tensor only the last step's are there. Records without a statistic that it needs are left out.
+local function trial(self, copy)
+  local trainer = self.trainer
+  trainer:prepare(copy)
+  copy:take_over(trainer.policy)
+  for name, value in pairs(require("engine.trainer").signals) do copy:signal(name, value) end
+  local needs = bit.band(copy.needs, bit.bnot(C.ENG_NEED_NORM_REF))
+  for i = math.max(0, self.seen - RING), self.seen - 1 do
+    local at = i % RING
+    if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
+      local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
+      if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
+    end
+  end
+end
+
+-- ------------------------------------------------------------------ swapping
+
+-- Puts `fresh` into the place of the policy in force.
+local function put(self, fresh, by)
+  local trainer = self.trainer
+  local old = trainer.policy
+  local history = trainer.run_files.history
+  trainer:use_policy(fresh)
+  self:hold(fresh)
+  self.swaps = self.swaps + 1
+  if history and fresh.source then history:add_policy(fresh:hash(), fresh.name, fresh.source) end
+  tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by, fresh:scale()),
+    { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
+end
+
+local function attempt(self, source, options, by)
+  local load = require("engine.policy").load
+  local what = type(source) == "table" and (source.file or source.name) or tostring(source)
+  local good, fresh = pcall(load, source, options)
+  if not good then return refuse(self, what, by, fresh) end
+  local old = self.trainer.policy
+  if fresh == old then return true end
+  local ready, problem = pcall(function()
+    if not fresh.is_class then
+      local found = trial(self, load({ source = fresh.source, file = fresh.file }, fresh.given))
+      if found then return found end
+    end
+    self.trainer:prepare(fresh)
+    fresh:take_over(old)
+  end)
+  if problem then return refuse(self, what, by, problem) end
+  if not ready then return refuse(self, what, by, "it cannot take over") end
+  put(self, fresh, by)
+  self.former[#self.former + 1] = old
+  if #self.former > MOST_UNDO then table.remove(self.former, 1) end
+  self.probation = old
+  return true
+end
+
+--- Another policy: a name, a path or { source =, file = }, as engine.policy.load takes them, with options for it. Gives true, or
+--- nil and what is wrong with it. Asked for inside a step it happens at the step's end.
+function Swap:swap(source, options, by)
+  if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
+  if self.trainer.place then
+    self.queue[#self.queue + 1] = function() attempt(self, source, options, by or "the script") end
+    return true
+  end
+  return attempt(self, source, options, by or "the script")
+end
+
+--- Back to the policy before the last swap, as it was then. Gives true, or nil and a message.
+function Swap:undo(by)
+  if #self.former == 0 then return nil, "there is no swap to be undone" end
+  if self.trainer.place then
+    self.queue[#self.queue + 1] = function() self:undo(by) end
+    return true
+  end
+  self.probation = nil
+  put(self, table.remove(self.former), "undone by " .. (by or "the script"))
+  return true
+end
+
+--- The verdict on a step. A policy that fails the first decision after its swap was none: the old one decides.
+function Swap:decide(record, stats)
+  local policy, old = self.trainer.policy, self.probation
+  local verdict = policy:decide(record, stats)
+  self:remember(record)
+  if old then
+    self.probation = nil
+    if verdict.failed ~= 0 then
+      local reason = ffi.string(verdict.reason)
+      self.trainer:use_policy(old)
+      self:hold(old)
+      if self.former[#self.former] == old then self.former[#self.former] = nil end
+      refuse(self, label(policy), "its first decision", reason)
+      return old:decide(record, stats)
+    end
+  end
+  return verdict
+end
+
+-- ------------------------------------------------------------------ watching
+
+local function read(path)
+  local file = io.open(path, "rb")
+  local text = file and file:read("*a")
+  if file then file:close() end
+  return text
+end
+
+-- Reads the file of the policy in force again.
+local function reread(self, by)
+  local policy = self.trainer.policy
+  local text = read(policy.path)
+  if not text then return refuse(self, policy.file, by, policy.path .. " cannot be read") end
+  if text == policy.source then return false end
+  return attempt(self, { source = text, file = policy.file, path = policy.path }, policy.given, by)
+end
+
+--- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file. A file that was saved is
+--- looked at when it has the same stamp twice: whoever writes it may not be done.
+function Swap:between()
+  while self.queue[1] do table.remove(self.queue, 1)() end
+  local policy = self.trainer.policy
+  if C.eng_hangups() > 0 then
+    if not policy.path then self.trainer:note(("SIGHUP: policy %s has no file to be read again"):format(policy.name))
+    elseif reread(self, "SIGHUP") == false then self.trainer:note(("SIGHUP: %s is as it was"):format(policy.file)) end
+    return
+  end
+  if not self.watching or not policy.path then return end
+  local stamp = C.eng_file_stamp(policy.path)
+  if stamp == self.stamp then
+    self.pending_stamp = nil
+  elseif stamp ~= 0 and stamp == self.pending_stamp then
+    self.stamp, self.pending_stamp = stamp, nil
+    reread(self, "its file was saved")
+  else
+    self.pending_stamp = stamp
+  end
+end
+
+-- ------------------------------------------------------------------ checkpoints
+
+--- What a checkpoint holds of it: the policy in force, when it is not the one the script asked for.
+function Swap:state()
+  local policy = self.trainer.policy
+  if self.swaps == 0 or policy.is_class or policy.file == self.asked.file then return nil end
+  return { asked = self.asked, name = policy.name, file = policy.file, path = policy.path, source = policy.source, options = policy.given }
+end
+
+--- Puts the policy of a checkpoint in force again, as long as the script asks for the same one as before. Gives a line about it.
+function Swap:resume(saved)
+  local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
+  if asked.name ~= self.asked.name or asked.file ~= self.asked.file then return nil end
+  local good, policy = pcall(require("engine.policy").load, { source = saved.source, file = saved.file, path = saved.path }, saved.options)
+  if not good then return ("the policy that was swapped in, %s, cannot be used any more: %s"):format(tostring(saved.file), tostring(policy)) end
+  self.trainer:use_policy(policy)
+  self:hold(policy)
+  self.swaps = 1
+  return ("the policy is %s, which was swapped in for %s"):format(label(policy), self.asked.name)
+end
+
+return M
