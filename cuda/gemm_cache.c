@@ -1,0 +1,233 @@
+// See gemm_cache.h.
+#include "gemm_cache.h"
+
+#include <ctype.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum {
+  PATH = 4096,
+  MOST_BYTES = 8 << 20,   // of a file that is read
+};
+
+static struct {
+  gemm_entry **slot;      // open addressing, a power of two of them; entries apart, so that they stay where they are
+  int64_t size, used;
+  char path[PATH];
+} cache;
+
+// ---- lines
+
+static char *put_number(char *at, const char *name, int64_t value)
+{
+  return at + sprintf(at, " %s=%lld", name, (long long)value);
+}
+
+/// Steps over " name=number"; NULL when something else stands there.
+static const char *take_number(const char *at, const char *name, int64_t *value)
+{
+  size_t length = strlen(name);
+  if (!at || *at != ' ' || strncmp(at + 1, name, length) != 0 || at[1 + length] != '=') return NULL;
+  at += length + 2;
+  const char *digits = at + (*at == '-');
+  int64_t number = 0;
+  int count = 0;
+  for (; digits[count] >= '0' && digits[count] <= '9'; count++) {
+    if (count == 18) return NULL;
+    number = number * 10 + (digits[count] - '0');
+  }
+  if (count == 0) return NULL;
+  *value = *at == '-' ? -number : number;
+  return digits + count;
+}
+
+int gemm_line_write(char line[GEMM_LINE], const gemm_problem *problem, const gemm_choice *choice)
+{
+  char *at = line + sprintf(line, "choice");
+#define GEMM_FIELD(name) at = put_number(at, #name, problem->name);
+  GEMM_PROBLEM_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+  at += sprintf(at, " :");
+#define GEMM_FIELD(name) at = put_number(at, #name, choice->name);
+  GEMM_CHOICE_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+  *at++ = '\n';
+  *at = 0;
+  return (int)(at - line);
+}
+
+bool gemm_line_read(const char *line, gemm_problem *problem, gemm_choice *choice)
+{
+  if (strncmp(line, "choice", 6) != 0) return false;
+  const char *at = line + 6;
+#define GEMM_FIELD(name) at = take_number(at, #name, &problem->name);
+  GEMM_PROBLEM_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+  if (!at || strncmp(at, " :", 2) != 0) return false;
+  at += 2;
+#define GEMM_FIELD(name) at = take_number(at, #name, &choice->name);
+  GEMM_CHOICE_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+  return at && *at == '\n';
+}
+
+const char *gemm_problem_text(const gemm_problem *problem)
+{
+  static char text[GEMM_LINE];
+  char *at = text;
+#define GEMM_FIELD(name) at = put_number(at, #name, problem->name);
+  GEMM_PROBLEM_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+  return text + 1;
+}
+
+bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b)
+{
+  gemm_choice x = *a, y = *b;
+  x.rank = y.rank = x.ns = y.ns = 0;
+  return memcmp(&x, &y, sizeof x) == 0;   // int64_t alone: no holes
+}
+
+// ---- the table
+
+static uint64_t hash_of(const gemm_problem *problem)
+{
+  const uint64_t *word = (const uint64_t *)problem;
+  uint64_t h = 14695981039346656037u;
+  for (size_t i = 0; i < sizeof *problem / sizeof *word; i++) {
+    h = (h ^ word[i]) * 1099511628211u;
+    h ^= h >> 29;
+  }
+  return h;
+}
+
+static gemm_entry **place_of(const gemm_problem *problem)
+{
+  uint64_t mask = (uint64_t)cache.size - 1, at = hash_of(problem) & mask;
+  while (cache.slot[at] && memcmp(&cache.slot[at]->problem, problem, sizeof *problem) != 0) at = (at + 1) & mask;
+  return &cache.slot[at];
+}
+
+static bool grow(void)
+{
+  gemm_entry **old = cache.slot;
+  int64_t old_size = cache.size, size = old_size ? 2 * old_size : 256;
+  gemm_entry **slot = calloc((size_t)size, sizeof *slot);
+  if (!slot) return false;
+  cache.slot = slot;
+  cache.size = size;
+  for (int64_t i = 0; i < old_size; i++)
+    if (old[i]) *place_of(&old[i]->problem) = old[i];
+  free(old);
+  return true;
+}
+
+gemm_entry *gemm_cache_entry(const gemm_problem *problem)
+{
+  if (cache.used >= cache.size / 2 && !grow()) return NULL;
+  gemm_entry **place = place_of(problem);
+  if (*place) return *place;
+  gemm_entry *entry = calloc(1, sizeof *entry);
+  if (!entry) return NULL;
+  entry->problem = *problem;
+  *place = entry;
+  cache.used++;
+  return entry;
+}
+
+void gemm_cache_clear(void)
+{
+  for (int64_t i = 0; i < cache.size; i++) free(cache.slot[i]);
+  free(cache.slot);
+  memset(&cache, 0, sizeof cache);
+}
+
+// ---- the file
+
+/// Makes the folders that `path` lies in. What fails shows when the file is opened.
+static void make_folders(char *path)
+{
+  for (char *at = path + 1; *at; at++) {
+    if (*at != '/') continue;
+    *at = 0;
+    mkdir(path, 0777);
+    *at = '/';
+  }
+}
+
+/// "NVIDIA H200" -> "nvidia-h200"
+static void plain_name(char *name, size_t size, const char *card)
+{
+  size_t n = 0;
+  for (; *card && n + 1 < size; card++) {
+    if (isalnum((unsigned char)*card)) name[n++] = (char)tolower((unsigned char)*card);
+    else if (n > 0 && name[n - 1] != '-') name[n++] = '-';
+  }
+  name[n] = 0;
+}
+
+static void read_lines(char *text)
+{
+  for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
+    char after = end[1];
+    end[1] = 0;
+    gemm_problem problem;
+    gemm_choice choice;
+    if (gemm_line_read(line, &problem, &choice)) {
+      gemm_entry *entry = gemm_cache_entry(&problem);
+      if (entry) {
+        entry->choice = choice;
+        entry->chosen = true;
+      }
+    }
+    end[1] = after;
+  }
+}
+
+static void read_file(void)
+{
+  FILE *file = fopen(cache.path, "rb");
+  if (!file) return;
+  char *text = malloc(MOST_BYTES + 1);
+  if (text) {
+    size_t n = fread(text, 1, MOST_BYTES, file);
+    for (size_t i = 0; i < n; i++)
+      if (!text[i]) text[i] = '?';   // damage, not an end
+    text[n] = 0;
+    read_lines(text);
+    free(text);
+  }
+  fclose(file);
+}
+
+void gemm_cache_open(const char *card, int64_t version)
+{
+  char name[128];
+  plain_name(name, sizeof name, card);
+  const char *folder = getenv("ENGINE_CACHE"), *home = getenv("HOME");
+  int n = 0;
+  if (folder && *folder) n = snprintf(cache.path, PATH, "%s/cublaslt-%s-%lld.txt", folder, name, (long long)version);
+  else if (home && *home) n = snprintf(cache.path, PATH, "%s/.cache/engine/cublaslt-%s-%lld.txt", home, name, (long long)version);
+  if (n <= 0 || n >= PATH) cache.path[0] = 0;
+  if (cache.path[0]) read_file();
+}
+
+const char *gemm_cache_path(void) { return cache.path; }
+
+bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice)
+{
+  entry->choice = *choice;
+  entry->chosen = true;
+  if (!cache.path[0]) return false;
+  make_folders(cache.path);
+  char line[GEMM_LINE + 1] = "\n";   // the first byte ends a line that was cut short
+  int n = gemm_line_write(line + 1, &entry->problem, choice) + 1;
+  int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  if (fd < 0) return false;
+  bool whole = write(fd, line, (size_t)n) == n;
+  return close(fd) == 0 && whole;
+}

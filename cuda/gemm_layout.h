@@ -1,0 +1,77 @@
+// Matrix products as the CUDA device describes them: first by strides, as tensors have them, then as cuBLASLt wants them,
+// column-major with leading dimensions. Host logic alone, no CUDA in it: spec/cuda/gemm_host.c tests it anywhere.
+// Called by gemm.c and gemm_fp8.c.
+#ifndef ENG_CUDA_GEMM_LAYOUT_H
+#define ENG_CUDA_GEMM_LAYOUT_H
+
+#include "backend.h"
+
+enum { GEMM_BATCH_DIMS = ENG_MAX_DIMS - 2 };
+
+/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column + z0*batch[0] + z1*batch[1] + ..
+/// elements after data.
+typedef struct gemm_matrix {
+  void   *data;
+  int32_t dtype;
+  int64_t row, column;              // strides in elements; any
+  int64_t batch[GEMM_BATCH_DIMS];   // 0 where broadcast
+} gemm_matrix;
+
+/// C = A B + bias, or C += A B, for every batch: A [m x k], B [k x n], C [m x n], bias [n] or none.
+typedef struct gemm_product {
+  int64_t     m, n, k;
+  gemm_matrix a, b, c;
+  int32_t     batch_dims;               // 0: one product
+  int64_t     batch[GEMM_BATCH_DIMS];   // sizes, outermost first
+  const void *bias;                     // contiguous, or NULL
+  int32_t     bias_dtype;
+  int32_t     accumulate;               // C += ..
+} gemm_product;
+
+gemm_product gemm_of_matmul(const op_call *call);
+gemm_product gemm_of_linear(const op_call *call);
+
+/// Fewer batch dimensions, same product: those of size 1 go, neighbours that every matrix walks as one become one, and those
+/// that only lengthen A become rows of A and C.
+void gemm_simplify(gemm_product *p);
+
+/// The matrices (1: A, 2: B) whose strides alone keep two batch dimensions from becoming one.
+unsigned gemm_batch_breakers(const gemm_product *p);
+
+/// A matrix [rows x columns] as cuBLASLt sees it: transposed when `column`-major in our sense.
+typedef struct gemm_leading {
+  int64_t ld;           // elements between rows (or columns, when transposed)
+  bool    transposed;   // columns are contiguous, not rows
+} gemm_leading;
+/// False when neither rows nor columns are contiguous, or they overlap.
+bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, int64_t columns);
+
+/// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
+/// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
+/// `type_*`: a dtype, or one of gemm_fp8.h. `bias`: its dtype, or -1. `align_*`: bytes, up to 16.
+#define GEMM_PROBLEM_FIELDS(F) \
+  F(m) F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
+  F(batch) F(stride_a) F(stride_b) F(stride_c) F(align_a) F(align_b) F(align_c) F(bias) F(accumulate) \
+  F(tf32) F(scaling_a) F(scaling_b) F(fast)
+typedef struct gemm_problem {
+#define GEMM_FIELD(name) int64_t name;
+  GEMM_PROBLEM_FIELDS(GEMM_FIELD)
+#undef GEMM_FIELD
+} gemm_problem;
+
+/// The largest power of two up to 16 that divides this address.
+int64_t gemm_alignment(const void *data);
+
+/// The product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix), the same for every index of the
+/// others. False when A, B or C cannot be described: *problem is then undefined. C must have contiguous rows.
+bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked);
+
+/// The batch dimension to hand to cuBLASLt, the others being looped over: the longest. -1: there is none.
+int gemm_walked_dim(const gemm_product *p);
+
+/// First element of matrix x at index `at` of the batch dimensions.
+void *gemm_data_at(const gemm_product *p, const gemm_matrix *x, const int64_t *at);
+/// The next index over all batch dimensions but `walked`, in order; false after the last.
+bool gemm_next(const gemm_product *p, int walked, int64_t *at);
+
+#endif

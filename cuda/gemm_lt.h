@@ -1,0 +1,21 @@
+// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by gemm.c and gemm_fp8.c.
+#ifndef ENG_CUDA_GEMM_LT_H
+#define ENG_CUDA_GEMM_LT_H
+
+#include "gemm_layout.h"
+
+/// What a problem is run on: device memory, in cuBLASLt's order (A is our B). Scales are for FP8 operands, else NULL.
+typedef struct gemm_operands {
+  const void  *a, *b;
+  void        *c;
+  const void  *bias;
+  const float *scale_a, *scale_b;
+} gemm_operands;
+
+/// Queues the product. *done false, and nothing written: cuBLASLt has no algorithm for it.
+eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
+
+/// Whether f32 products may round their factors to TF32: ENGINE_TF32=1.
+bool gemm_tf32(void);
+
+#endif

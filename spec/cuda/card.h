@@ -1,0 +1,37 @@
+// A card that is none: the CUDA runtime and cuBLASLt as far as cuda/gemm*.c call them, computed on the host with plain loops
+// and checked for what the real ones would refuse, so that the host logic of products runs where there is no GPU.
+#ifndef SPEC_CUDA_CARD_H
+#define SPEC_CUDA_CARD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { CARD_ALGORITHMS = 10 };
+
+typedef struct fake_card {
+  int   capability;                 // 90
+  int   offered;                    // algorithms the heuristic offers; 0: none for any product
+  float time[CARD_ALGORITHMS];      // milliseconds each takes
+  int   reduction[CARD_ALGORITHMS]; // its reduction scheme
+  bool  capturing;                  // the stream is being captured
+  bool  no_memory;                  // cudaMalloc fails from now on
+  int   sample;                     // of the elements of C one in so many is computed
+  // what happened
+  int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm;
+  long  scratch_bytes;              // taken and not given back
+  long  memory;                     // cudaMalloc'ed pieces not freed
+  char  error[4096];
+} fake_card;
+extern fake_card card;
+
+/// Ends the program with a line when `holds` is false.
+#define CHECK(holds, ...) do { if (!(holds)) check_failed(__FILE__, __LINE__, #holds, __VA_ARGS__); } while (0)
+__attribute__((noreturn, format(printf, 4, 5)))
+void check_failed(const char *file, int line, const char *what, const char *format, ...);
+
+/// Elements by dtype (f32, f64, f16, bf16), at an index in elements.
+double element_get(const void *data, int dtype, int64_t at);
+void   element_set(void *data, int dtype, int64_t at, double value);
+
+#endif

@@ -1,0 +1,488 @@
+// The host logic of the CUDA device's products, run against a card that is none (card.h): layouts from strides, choices of
+// algorithms and their file, FP8's layouts and padding. Called by spec/cuda_gemm_spec.lua with the part's name and a folder.
+#include "card.h"
+#include "device.h"
+#include "gemm_cache.h"
+#include "gemm_fp8.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+op_kernel cuda_matmul, cuda_linear;
+
+static uint64_t random_state = 88172645463325252u;
+static int64_t random_below(int64_t n)
+{
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return (int64_t)(random_state >> 11) % n;
+}
+
+// ------------------------------------------------------------------ tensors
+
+static void *pieces[64];
+static int piece_count;
+
+static void forget_tensors(void)
+{
+  while (piece_count > 0) free(pieces[--piece_count]);
+}
+
+/// A tensor of small integers in one of several layouts: 0 plain, 1 last two dimensions swapped in memory, 2 every other element,
+/// 3 rows apart, 4 first dimension innermost, 5 beginning one element late; `spread`: broadcast in the first dimension.
+static tensor make(int dtype, int ndim, const int64_t *shape, int layout, bool spread)
+{
+  tensor x = {.dtype = dtype, .ndim = ndim, .count = 1};
+  int order[ENG_MAX_DIMS];
+  for (int d = 0; d < ndim; d++) order[d] = d;
+  if (layout == 1 && ndim > 1) order[ndim - 1] = ndim - 2, order[ndim - 2] = ndim - 1;
+  if (layout == 4)
+    for (int d = 0; d < ndim; d++) order[d] = (d + 1) % ndim;
+  int64_t step = layout == 2 ? 2 : 1;
+  for (int k = ndim - 1; k >= 0; k--) {
+    int d = order[k];
+    x.shape[d] = shape[d];
+    x.stride[d] = step;
+    x.count *= shape[d];
+    step *= shape[d];
+    if (layout == 3 && k == ndim - 1) step += 3;
+  }
+  if (spread && ndim > 2) x.stride[0] = 0;
+  int64_t elements = step + 64;
+  char *memory = aligned_alloc(256, (size_t)(elements * 8 + 255) / 256 * 256);
+  for (int64_t i = 0; i < elements; i++) element_set(memory, dtype, i, (double)(random_below(7) - 3));
+  pieces[piece_count++] = memory;
+  x.data = memory + (layout == 5 ? eng_dtype_size(dtype) : 0);
+  return x;
+}
+
+static int64_t place(const tensor *x, int64_t index)
+{
+  int64_t at = 0;
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    at += index % x->shape[d] * x->stride[d];
+    index /= x->shape[d];
+  }
+  return at;
+}
+
+/// The product element by element, from the definition in ops.def, into `want` (row-major).
+static void expect(double *want, const op_call *call)
+{
+  const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0], *bias = call->in[2];
+  bool linear = call->op == ENG_OP_linear, ta = !linear && call->ints[0], tb = linear || call->ints[1];
+  int64_t inner = a->shape[a->ndim - (ta ? 2 : 1)];
+  for (int64_t i = 0; i < y->count; i += card.sample) {
+    int64_t index[ENG_MAX_DIMS], rest = i;
+    for (int d = y->ndim - 1; d >= 0; d--) {
+      index[d] = rest % y->shape[d];
+      rest /= y->shape[d];
+    }
+    int64_t at[2] = {0, 0};
+    const tensor *side[2] = {a, b};
+    for (int s = 0; s < 2; s++)
+      for (int d = 0; d < side[s]->ndim - 2 || (linear && s == 0 && d < a->ndim - 1); d++) {
+        int yd = d + (linear && s == 0 ? 0 : y->ndim - side[s]->ndim);
+        if (side[s]->shape[d] != 1) at[s] += index[yd] * side[s]->stride[d];
+      }
+    int64_t row = y->ndim > 1 ? index[y->ndim - 2] : 0, column = index[y->ndim - 1];
+    if (!linear) at[0] += row * a->stride[a->ndim - (ta ? 1 : 2)];
+    at[1] += column * b->stride[b->ndim - (tb ? 2 : 1)];
+    int64_t step_a = a->stride[a->ndim - (ta ? 2 : 1)], step_b = b->stride[b->ndim - (tb ? 1 : 2)];
+    double sum = bias ? element_get(bias->data, bias->dtype, place(bias, column)) : 0;
+    for (int64_t k = 0; k < inner; k++)
+      sum += element_get(a->data, a->dtype, at[0] + k * step_a) * element_get(b->data, b->dtype, at[1] + k * step_b);
+    want[i] = sum + (call->ints[3] ? element_get(y->data, y->dtype, place(y, i)) : 0);
+  }
+}
+
+static void try_call(op_call *call, const char *what)
+{
+  tensor *y = call->out[0];
+  double *want = calloc((size_t)y->count, sizeof *want);
+  expect(want, call);
+  card.error[0] = 0;
+  eng_status status = (call->op == ENG_OP_linear ? cuda_linear : cuda_matmul)(call);
+  CHECK(status == ENG_OK, "%s: %s", what, card.error);
+  CHECK(card.scratch_bytes == 0, "%s: %ld bytes of scratch are kept", what, card.scratch_bytes);
+  for (int64_t i = 0; i < y->count; i += card.sample) {
+    double got = element_get(y->data, y->dtype, place(y, i));
+    CHECK(got == want[i], "%s: element %lld is %g, expected %g", what, (long long)i, got, want[i]);
+  }
+  free(want);
+  forget_tensors();
+}
+
+// ------------------------------------------------------------------ matmul and linear
+
+static const int FLOATS[] = {ENG_f32, ENG_f64, ENG_f16, ENG_bf16};
+
+static void random_matmul(int number)
+{
+  int64_t m = 1 + random_below(6), n = 1 + random_below(6), k = random_below(8);
+  int batch_dims = (int)random_below(4), ta = (int)random_below(2), tb = (int)random_below(2);
+  int64_t batch[4], shape_a[6], shape_b[6], shape_y[6];
+  int a_dims = (int)random_below(batch_dims + 1), b_dims = (int)random_below(batch_dims + 1);
+  if (random_below(2)) a_dims = batch_dims;
+  else b_dims = batch_dims;
+  for (int d = 0; d < batch_dims; d++) batch[d] = 1 + random_below(3);
+  for (int d = 0; d < batch_dims; d++) {
+    bool in_a = d >= batch_dims - a_dims, in_b = d >= batch_dims - b_dims;
+    int64_t of_a = in_a && !(in_b && random_below(4) == 0) ? batch[d] : 1;
+    if (in_a) shape_a[d - (batch_dims - a_dims)] = of_a;
+    int64_t of_b = in_b && !(of_a == batch[d] && random_below(4) == 0) ? batch[d] : 1;
+    if (in_b) shape_b[d - (batch_dims - b_dims)] = of_b;
+    shape_y[d] = of_a > of_b ? of_a : of_b;
+  }
+  shape_a[a_dims] = ta ? k : m, shape_a[a_dims + 1] = ta ? m : k;
+  shape_b[b_dims] = tb ? n : k, shape_b[b_dims + 1] = tb ? k : n;
+  shape_y[batch_dims] = m, shape_y[batch_dims + 1] = n;
+  int dtype_a = FLOATS[random_below(4)], dtype_b = random_below(3) ? dtype_a : FLOATS[random_below(4)];
+  int dtype_y = random_below(3) ? dtype_a : FLOATS[random_below(4)];
+  tensor a = make(dtype_a, a_dims + 2, shape_a, (int)random_below(6), random_below(4) == 0);
+  tensor b = make(dtype_b, b_dims + 2, shape_b, (int)random_below(6), random_below(4) == 0);
+  bool accumulate = random_below(3) == 0;
+  tensor y = make(dtype_y, batch_dims + 2, shape_y, accumulate ? (int)random_below(6) : 0, false);
+  if (!accumulate) memset(y.data, 0xFF, (size_t)y.count * (size_t)eng_dtype_size(dtype_y));   // NaN: must not be read
+  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&y}, .ints = {ta, tb, 0, accumulate}};
+  char what[64];
+  snprintf(what, sizeof what, "matmul %d", number);
+  try_call(&call, what);
+}
+
+static void random_linear(int number)
+{
+  int64_t k = random_below(9), n = 1 + random_below(9), shape_x[3], shape_w[2] = {n, k}, shape_y[3], batch = 1;
+  int ndim = 1 + (int)random_below(3);
+  for (int d = 0; d < ndim; d++) shape_x[d] = shape_y[d] = 1 + random_below(4);
+  shape_x[ndim - 1] = k, shape_y[ndim - 1] = n;
+  for (int d = 0; d < ndim - 1; d++) batch *= shape_x[d];
+  int dtype = FLOATS[random_below(4)], other = random_below(4) ? dtype : FLOATS[random_below(4)];
+  int bias_dtype = random_below(3) ? other : FLOATS[random_below(4)];
+  tensor x = make(dtype, ndim, shape_x, 0, false), w = make(other, 2, shape_w, 0, false), y = make(bias_dtype, ndim, shape_y, 0, false);
+  tensor bias = make(bias_dtype, 1, &n, random_below(3) ? 0 : 5, false);
+  op_call call = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {&x, &w, random_below(3) ? &bias : NULL}, .out = {&y}};
+  char what[64];
+  snprintf(what, sizeof what, "linear %d of %lld rows", number, (long long)batch);
+  try_call(&call, what);
+}
+
+static void products(void)
+{
+  card.offered = 4;
+  for (int i = 0; i < 20000; i++) random_matmul(i);
+  for (int i = 0; i < 4000; i++) random_linear(i);
+  int through = card.matmuls, plain = card.plain;
+  CHECK(through > 15000 && card.finished > 500, "%d products went through cuBLASLt, %d by ourselves", through, plain);
+
+  // Rows that a batch of x makes: one product, not one for each; heads that lie between tokens: one batch a token block.
+  int64_t shape_x[] = {3, 5, 8}, shape_w[] = {8, 4}, shape_y[] = {3, 5, 4};
+  tensor x = make(ENG_bf16, 3, shape_x, 0, false), w = make(ENG_bf16, 2, shape_w, 0, false), y = make(ENG_bf16, 3, shape_y, 0, false);
+  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&x, &w}, .out = {&y}};
+  card.matmuls = card.plain = 0;
+  try_call(&call, "rows of a batch");
+  CHECK(card.matmuls == 1 && card.plain == 0, "%d launches", card.matmuls);
+
+  // What cuBLASLt knows no algorithm for is computed all the same; the refusal is remembered.
+  card.offered = 0;
+  card.heuristics = card.plain = 0;
+  for (int i = 0; i < 2; i++) {
+    int64_t a_shape[] = {7, 11}, b_shape[] = {11, 13}, c_shape[] = {7, 13};
+    tensor a = make(ENG_f16, 2, a_shape, 0, false), b = make(ENG_f16, 2, b_shape, 0, false), c = make(ENG_f16, 2, c_shape, 0, false);
+    op_call refused = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
+    try_call(&refused, "refused by cuBLASLt");
+  }
+  CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics, card.plain);
+}
+
+// ------------------------------------------------------------------ choices
+
+/// y += a b with sizes big enough to be worth a search; its algorithm.
+static int search_one(int64_t k)
+{
+  card.sample = 1024;
+  int64_t a_shape[] = {64, k}, b_shape[] = {k, 64}, c_shape[] = {64, 64};
+  tensor a = make(ENG_f32, 2, a_shape, 0, false), b = make(ENG_f32, 2, b_shape, 0, false), c = make(ENG_f32, 2, c_shape, 0, false);
+  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
+  try_call(&call, "a product worth a search");   // added once, however often it was timed
+  return card.last_algorithm;
+}
+
+static void set_times(float first, float second, float third, float fourth)
+{
+  card.time[0] = first, card.time[1] = second, card.time[2] = third, card.time[3] = fourth;
+}
+
+/// First run: the fastest is searched and kept. Algorithm 1 would be fastest but adds parts up in place.
+static void search_first(void)
+{
+  enum { K = 16384 };
+  card.offered = 4;
+  card.reduction[1] = 1;
+  set_times(0.5f, 0.1f, 0.3f, 0.2f);
+  int first = search_one(K);
+  CHECK(first == 3 && card.synchronizations > 0, "algorithm %d", first);
+  long kept = card.memory;
+  set_times(0.1f, 0.1f, 0.3f, 0.9f);
+  card.synchronizations = 0;
+  CHECK(search_one(K) == 3 && card.synchronizations == 0, "the choice changed to %d", card.last_algorithm);
+  set_times(0.202f, 0.1f, 0.2f, 0.3f);   // within 2 %: the earlier one
+  CHECK(search_one(K + 1) == 0, "algorithm %d", card.last_algorithm);
+  CHECK(card.memory == kept, "%ld pieces of memory stay", card.memory - kept);
+  card.capturing = true;                 // no timing inside a graph
+  card.synchronizations = 0;
+  set_times(0.5f, 0.5f, 0.1f, 0.5f);
+  CHECK(search_one(K + 2) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
+  card.capturing = false;
+  card.no_memory = true;                 // no room to time what adds: the first will do
+  CHECK(search_one(K + 3) == 0, "algorithm %d", card.last_algorithm);
+  card.no_memory = false;
+  CHECK(search_one(8) == 0, "too small to search: %d", card.last_algorithm);
+}
+
+/// Second run: the file's choice without timing, although others are faster now. Where the file names what is not offered
+/// (algorithm 3 is gone): searched anew.
+static void search_again(void)
+{
+  enum { K = 16384 };
+  card.offered = 4;
+  card.reduction[1] = 1;
+  set_times(0.1f, 0.1f, 0.1f, 0.9f);
+  CHECK(search_one(K) == 3 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
+  CHECK(search_one(K + 1) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
+}
+
+static void search_gone(void)
+{
+  card.offered = 3;
+  set_times(0.3f, 0.2f, 0.1f, 0.9f);
+  CHECK(search_one(16384) == 2 && card.synchronizations > 0, "algorithm %d", card.last_algorithm);
+}
+
+static void search_off(void)
+{
+  card.offered = 4;
+  set_times(0.5f, 0.1f, 0.3f, 0.2f);
+  CHECK(search_one(16384) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
+  CHECK(gemm_cache_path()[0] == 0, "a file was looked for: %s", gemm_cache_path());
+}
+
+// ------------------------------------------------------------------ the file
+
+static gemm_problem some_problem(int64_t seed)
+{
+  gemm_problem p;
+  int64_t *field = (int64_t *)&p;
+  for (size_t i = 0; i < sizeof p / sizeof *field; i++) field[i] = seed * 1000 + (int64_t)i - 5;
+  return p;
+}
+
+static void file(const char *folder)
+{
+  gemm_problem p = some_problem(1), q;
+  gemm_choice c = {.rank = 2, .id = 66, .tile = -1, .ns = 123456789012345678}, d;
+  char line[GEMM_LINE], text[GEMM_LINE];
+  int n = gemm_line_write(line, &p, &c);
+  CHECK(n == (int)strlen(line) && gemm_line_read(line, &q, &d), "%s", line);
+  CHECK(memcmp(&p, &q, sizeof p) == 0 && memcmp(&c, &d, sizeof c) == 0, "%s", line);
+  for (int i = 0; i < n; i++) {   // cut short anywhere, or with any byte changed to another kind
+    memcpy(text, line, (size_t)n + 1);
+    text[i] = 0;
+    CHECK(!gemm_line_read(text, &q, &d), "a line of %d bytes: %s", i, text);
+    strcpy(text + i, "\n");
+    CHECK(!gemm_line_read(text, &q, &d) || i == n - 1 || (i > n - 20 && line[i] >= '0'), "a line of %d bytes: %s", i, text);
+    memcpy(text, line, (size_t)n + 1);
+    text[i] = '~';
+    CHECK(!gemm_line_read(text, &q, &d), "byte %d changed: %s", i, text);
+  }
+  gemm_problem wide;
+  memset(&wide, 0x80, sizeof wide);   // the longest line there can be fits
+  gemm_choice wide_choice;
+  memset(&wide_choice, 0x80, sizeof wide_choice);
+  CHECK(gemm_line_write(text, &wide, &wide_choice) < GEMM_LINE - 1, "%zu", strlen(text));
+  CHECK(!gemm_line_read(text, &q, &d), "numbers of 19 digits");
+
+  // Kept, found again; damage between is passed over; the later of two lines holds.
+  char path[4200], home[4100];
+  snprintf(home, sizeof home, "%s/deep/er", folder);
+  setenv("ENGINE_CACHE", home, 1);
+  gemm_cache_open("NVIDIA H200 / x", 130100);
+  snprintf(path, sizeof path, "%s/cublaslt-nvidia-h200-x-130100.txt", home);
+  CHECK(strcmp(gemm_cache_path(), path) == 0, "%s", gemm_cache_path());
+  for (int64_t i = 0; i < 1000; i++) {
+    gemm_problem each = some_problem(i);
+    gemm_choice made = {.id = i};
+    gemm_entry *entry = gemm_cache_entry(&each);
+    CHECK(entry && !entry->chosen && gemm_cache_entry(&each) == entry, "entry %lld", (long long)i);
+    if (i < 300) CHECK(gemm_cache_keep(entry, &made), "%s", path);
+  }
+  gemm_cache_clear();
+  FILE *out = fopen(path, "ab");
+  fputs("choice m=1 n=2", out);
+  static const char damage[] = "\0\377\n\n choice\nchoice \n";
+  fwrite(damage, 1, sizeof damage - 1, out);
+  p = some_problem(7);
+  c = (gemm_choice){.id = 4711};
+  gemm_line_write(line, &p, &c);
+  fputs(line, out);
+  fputs("choice m=1", out);   // a process ended here
+  fclose(out);
+  gemm_cache_open("NVIDIA H200 / x", 130100);
+  for (int64_t i = 0; i < 300; i++) {
+    gemm_problem each = some_problem(i);
+    gemm_entry *entry = gemm_cache_entry(&each);
+    CHECK(entry->chosen && entry->choice.id == (i == 7 ? 4711 : i), "entry %lld", (long long)i);
+  }
+  p = some_problem(5000);
+  CHECK(gemm_cache_keep(gemm_cache_entry(&p), &c), "%s", path);
+  gemm_cache_clear();
+  gemm_cache_open("NVIDIA H200 / x", 130100);
+  CHECK(gemm_cache_entry(&p)->chosen, "what follows a line cut short is lost");
+  gemm_cache_clear();
+
+  setenv("ENGINE_CACHE", "/proc/nowhere", 1);
+  gemm_cache_open("card", 1);
+  CHECK(!gemm_cache_keep(gemm_cache_entry(&p), &c) && gemm_cache_entry(&p)->chosen, "a folder that cannot be written");
+  gemm_cache_clear();
+}
+
+// ------------------------------------------------------------------ FP8
+
+static double fp8_decoded(uint8_t code, int format)   // the few codes used: 0, +-1, +-1.5 or +-2
+{
+  uint8_t one = format == GEMM_E4M3 ? 0x38 : 0x3C, magnitude = code & 0x7F;
+  double value = magnitude == 0 ? 0 : magnitude == one ? 1 : magnitude == one + (format == GEMM_E4M3 ? 4 : 2) ? 1.5 : 2;
+  return code & 0x80 ? -value : value;
+}
+
+/// A random operand, [rows x inner] of it real, the rest zeros.
+static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scaling)
+{
+  fp8_operand x = {.rows = fp8_padded(rows), .inner = fp8_padded(inner), .format = format, .scaling = scaling};
+  x.stride = x.inner + 16 * random_below(2);
+  uint8_t *data = aligned_alloc(256, (size_t)(x.rows * x.stride + 255) / 256 * 256), one = format == GEMM_E4M3 ? 0x38 : 0x3C;
+  uint8_t codes[] = {0, one, one | 0x80, (uint8_t)(one + (format == GEMM_E4M3 ? 4 : 2)), (uint8_t)(one + (format == GEMM_E4M3 ? 8 : 4))};
+  for (int64_t i = 0; i < x.rows * x.stride; i++)
+    data[i] = i / x.stride < rows && i % x.stride < inner ? codes[random_below(5)] : 0;
+  fp8_scales s = fp8_scales_of(scaling, x.rows, x.inner);
+  float *scale = aligned_alloc(256, (size_t)(s.count * 4 + 255) / 256 * 256);
+  for (int64_t i = 0; i < s.count; i++) scale[i] = (float)(1 + random_below(4)) / 2;
+  x.data = data;
+  x.scale = scale;
+  pieces[piece_count++] = data;
+  pieces[piece_count++] = scale;
+  return x;
+}
+
+static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_w, int dtype, bool accumulate, bool with_bias)
+{
+  fp8_operand x = fp8_random(m, k, random_below(2) ? GEMM_E4M3 : GEMM_E5M2, scaling_x);
+  fp8_operand w = fp8_random(n, k, x.format == GEMM_E5M2 || random_below(2) ? GEMM_E4M3 : GEMM_E5M2, scaling_w);
+  int64_t shape[] = {m, n};
+  tensor y = make(dtype, 2, shape, 0, false), bias = make(dtype, 1, &n, 0, false);
+  fp8_result result = {.data = y.data, .dtype = dtype, .m = m, .n = n, .stride = n, .accumulate = accumulate,
+                       .bias = with_bias ? bias.data : NULL, .bias_dtype = dtype};
+  fp8_scales sx = fp8_scales_of(scaling_x, x.rows, x.inner), sw = fp8_scales_of(scaling_w, w.rows, w.inner);
+  double *want = calloc((size_t)(m * n), sizeof *want);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      double sum = accumulate ? element_get(y.data, dtype, i * n + j) : 0;
+      if (with_bias) sum += element_get(bias.data, dtype, j);
+      for (int64_t p = 0; p < k; p++)
+        sum += fp8_decoded(((const uint8_t *)x.data)[i * x.stride + p], x.format) * fp8_decoded(((const uint8_t *)w.data)[j * w.stride + p], w.format) *
+               (double)x.scale[fp8_scale_at(&sx, i, p)] * (double)w.scale[fp8_scale_at(&sw, j, p)];
+      want[i * n + j] = sum;
+    }
+  CHECK(fp8_product(&result, &x, &w, false) == ENG_OK, "%s", card.error);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  for (int64_t i = 0; i < m * n; i++) {
+    double got = element_get(y.data, dtype, i), off = got > want[i] ? got - want[i] : want[i] - got, size = want[i] < 0 ? -want[i] : want[i];
+    double step = dtype == ENG_f32 ? 0 : dtype == ENG_f16 ? 1.0 / 1024 : 1.0 / 128;
+    CHECK(off <= size * step, "fp8 [%lld x %lld], K %lld, scales %d %d: element %lld is %g, expected %g", (long long)m, (long long)n, (long long)k,
+          scaling_x, scaling_w, (long long)i, got, want[i]);
+  }
+  free(want);
+  forget_tensors();
+}
+
+static void refused(const char *words, fp8_result y, fp8_operand x, fp8_operand w, bool fast)
+{
+  card.error[0] = 0;
+  CHECK(fp8_product(&y, &x, &w, fast) != ENG_OK && strstr(card.error, words), "expected '%s', got '%s'", words, card.error);
+}
+
+static void fp8(void)
+{
+  static const int pairs[][2] = {{FP8_TENSOR, FP8_TENSOR}, {FP8_ROW, FP8_ROW}, {FP8_VEC128, FP8_BLK128}, {FP8_BLK128, FP8_VEC128}, {FP8_VEC128, FP8_VEC128}};
+  card.offered = 1;
+  for (int p = 0; p < 5; p++)
+    for (int i = 0; i < 12; i++) {
+      int dtype = i % 3 == 0 ? ENG_bf16 : i % 3 == 1 ? ENG_f32 : ENG_f16;
+      fp8_one(1 + random_below(20), 1 + random_below(150), 1 + random_below(400), pairs[p][0], pairs[p][1], dtype, i % 2, i % 4 == 2);
+      fp8_one(16 * (1 + random_below(9)), 16, 16 * (1 + random_below(40)), pairs[p][0], pairs[p][1], dtype, i % 2, i % 4 == 2);
+    }
+  // Every element has one scale, inside the array, and different blocks different ones.
+  for (int scaling = FP8_TENSOR; scaling <= FP8_BLK128; scaling++)
+    for (int64_t rows = 1; rows < 700; rows += 61)
+      for (int64_t inner = 1; inner < 1300; inner += 127) {
+        fp8_scales s = fp8_scales_of(scaling, rows, inner);
+        char *seen = calloc((size_t)s.count, 1);
+        for (int64_t r = 0; r < s.row_count; r++)
+          for (int64_t k = 0; k < s.inner_count; k++) {
+            int64_t at = fp8_scale_at(&s, r * s.row_block, k * s.inner_block);
+            CHECK(at >= 0 && at < s.count && !seen[at], "scales by %d of [%lld x %lld]", scaling, (long long)rows, (long long)inner);
+            seen[at] = 1;
+          }
+        CHECK(fp8_scale_at(&s, rows - 1, inner - 1) < s.count, "the last scale");
+        free(seen);
+      }
+  // What cannot be done says the whole of it.
+  fp8_operand x = fp8_random(32, 64, GEMM_E4M3, FP8_VEC128), w = fp8_random(48, 64, GEMM_E4M3, FP8_BLK128), t = w, u = x, z;
+  float out[32 * 48];
+  fp8_result y = {.data = out, .dtype = ENG_f32, .m = 32, .n = 48, .stride = 48};
+  t.scaling = FP8_BLK128, u.scaling = FP8_BLK128;
+  refused("scales by 128x128 times scales by 128x128", y, u, t, false);
+  refused("no fast sums", y, x, w, true);
+  z = x, z.inner = 120;
+  refused("multiples of 16", y, z, w, false);
+  z = x, z.data = (const char *)x.data + 1;
+  refused("data % 16 = 1", y, z, w, false);
+  z = x, z.format = GEMM_E5M2, t = w, t.format = GEMM_E5M2;
+  refused("E4M3 on one side", y, z, t, false);
+  card.capability = 89;
+  refused("sm_90 alone", y, x, w, false);
+  card.capability = 80;
+  z = x, z.scaling = FP8_TENSOR, t = w, t.scaling = FP8_TENSOR;
+  refused("no FP8 units", y, z, t, false);
+  card.capability = 90;
+  card.offered = 0;
+  w = fp8_random(48, 64, GEMM_E4M3, FP8_VEC128);
+  refused("[32 x 64], rows", y, x, w, false);
+  forget_tensors();
+}
+
+int main(int argc, char **argv)
+{
+  const char *part = argc > 1 ? argv[1] : "", *folder = argc > 2 ? argv[2] : ".";
+  card.capability = 90;
+  card.sample = 1;
+  for (int i = 0; i < CARD_ALGORITHMS; i++) card.time[i] = 1;
+  if (strcmp(part, "file") == 0) {
+    file(folder);
+  } else {
+    setenv("ENGINE_CACHE", folder, 1);
+    if (strcmp(part, "products") == 0) products();
+    else if (strcmp(part, "search") == 0) search_first();
+    else if (strcmp(part, "again") == 0) search_again();
+    else if (strcmp(part, "gone") == 0) search_gone();
+    else if (strcmp(part, "off") == 0) search_off();
+    else if (strcmp(part, "fp8") == 0) fp8();
+    else return 2;
+  }
+  printf("ok\n");
+  return 0;
+}

@@ -1,0 +1,43 @@
+-- The host logic of the CUDA device's products, without a GPU: the real files of cuda/ compiled with a card that is none
+-- (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. CUDA's headers are enough.
+local helper = require "spec.helper"
+
+local SOURCES = "spec/cuda/card.c spec/cuda/gemm_host.c cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fp8.c"
+
+--- A folder with CUDA's headers, or nil.
+local function headers()
+  local places = { os.getenv("CUDA_HOME") or "", "/usr/local/cuda", (helper.shell("command -v nvcc").out:gsub("/bin/nvcc%s*$", "")) }
+  for _, place in ipairs(places) do
+    if place ~= "" and helper.read(place .. "/include/cublasLt.h") then return place .. "/include" end
+  end
+end
+
+describe("matrix products on the CUDA device, host side", function()
+  local include = headers()
+  if not include or helper.shell("command -v gcc").out == "" then
+    pending("no CUDA headers or no gcc: skipped")
+    return
+  end
+
+  local folder, program
+  setup(function()
+    folder = helper.folder()
+    program = folder .. "/gemm_host"
+    local result = helper.shell(("gcc -std=gnu17 -O1 -Wall -Wextra -Werror -Icore -Icuda -Ispec/cuda -I%s -o %s %s -lm"):format(include, program, SOURCES))
+    assert.are.equal(0, result.code, result.err)
+  end)
+  teardown(function() helper.remove(folder) end)
+
+  local function run(part, environment)
+    local result = helper.shell(("%s %s %s %s/cache"):format(environment or "", program, part, folder))
+    assert.are.equal("ok\n", result.out)
+  end
+
+  it("equal the definition for any strides, formats, batches and transposes", function() run("products") end)
+  it("choose the fastest algorithm that adds in order, once", function() run("search") end)
+  it("take the same algorithm in the next run", function() run("again") end)
+  it("search again when the algorithm is no longer offered", function() run("gone") end)
+  it("take the heuristic's first with ENGINE_CUBLASLT_SEARCH=0", function() run("off", "ENGINE_CUBLASLT_SEARCH=0") end)
+  it("keep choices in a file that survives damage", function() run("file") end)
+  it("lay FP8 operands and scales out as cuBLASLt reads them, and say what it cannot do", function() run("fp8") end)
+end)
