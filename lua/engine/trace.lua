@@ -10,9 +10,9 @@
 --                              gradient passes 65504 (exact), else none is seen (bound: what was computed on the way to the
 --                              gradients may have overflowed)
 --   recorded with overflow     at a larger scale, or when the loss itself was inf or nan, there is one (exact). At a smaller
---                              scale (bound) the tail is drawn on: if each binade held the share of the one before that the
---                              last two did, does any gradient pass 65504? When the finite gradients end six binades or
---                              more below it, the scale was not the reason and there is one
+--                              scale (bound) the largest gradients of the good steps around tell, where they explain the
+--                              recorded overflow, else the tail of the histogram, drawn on. When the finite gradients end six
+--                              binades or more below 65504, the scale was not the reason and there is an overflow
 -- Gradients are those of the recorded run: what other updates would have done to them nobody knows.
 local M_ffi = require "engine.ffi"
 
@@ -153,13 +153,20 @@ local function has_tiny(s, format)
   return false
 end
 
--- Whether gradients that overflowed at a scale still do at `ratio` < 1 times it, from the tail of the finite ones.
-local function still_overflows(s, amax, ratio, format)
+-- Whether gradients that overflowed at a scale still do at `ratio` < 1 times it. `around`: the largest gradient, times that
+-- scale, of steps nearby, or nil.
+local function still_overflows(s, amax, ratio, format, around)
   if amax < format.limit * 2 ^ -6 then return true end
+  if around and around >= format.limit / 2 then return around * ratio >= format.limit end
   local bad = tonumber(s.inf)
   if bad == 0 then return false end
-  local last = tonumber(s.hist[format.top - FIRST])
-  return bad * (bad / (bad + last)) ^ -log2(ratio) >= 1
+  -- log2 of how many lie above 2^k, for the last three k that are known, drawn on as a parabola
+  local above0 = log2(bad)
+  local above1 = log2(bad + tonumber(s.hist[format.top - FIRST]))
+  local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
+  local slope, bend = above1 - above0, math.max(0, 2 * above1 - above0 - above2)
+  local k = -log2(ratio)
+  return above0 - slope * k - bend * k * (k + 1) / 2 >= -0.5        -- an expectation of ln 2: as likely as not
 end
 
 -- ------------------------------------------------------------------ runs
@@ -202,6 +209,23 @@ function M.run(path)
 end
 
 local cell, room = ffi.new("eng_tensor_stats[1]"), ffi.new("int[1]")
+local other = ffi.new("eng_tensor_stats[1]")
+local AROUND = 64                                          -- steps before and after that say what to expect
+
+-- The largest gradient of the good steps next to step i, true magnitude, or nil.
+function Run:expected(i)
+  local function look(to, by)
+    for j = i + by, to, by do
+      local row, hist = self.rows[j - 1], self.hists[j]
+      if row.overflow == 0 then
+        local known = hist and C.eng_history_unpack(room, other, 1, hist, #hist) == 0 and other[0].amax > 0
+        return known and other[0].amax / row.scale or row.amax
+      end
+    end
+  end
+  local before, after = look(math.max(1, i - AROUND), -1), look(math.min(self.n, i + AROUND), 1)
+  return before and after and math.sqrt(before * after) or before or after
+end
 
 -- Statistics per tensor of a recorded step at `ratio` times its scale, or nil.
 function Run:tensors_at(step, ratio)
@@ -243,7 +267,8 @@ function Run:at(record, i, scale, needs)
     if had then
       local hopeless = row.loss - row.loss ~= 0
       if ratio < 1 and not hopeless then
-        over = still_overflows(s, amax, ratio, format)
+        local around = self:expected(i)
+        over = still_overflows(s, amax, ratio, format, around and around * row.scale)
         exact = false
       end
       exact_sizes = false
