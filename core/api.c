@@ -1,6 +1,7 @@
 // What Lua asks of single tensors: make, keep, free, read, write, fill. Operations come through
 // op.c, gradients through tape.c. Contracts in engine.h.
 #include "error.h"
+#include "numerics.h"
 #include "op.h"
 #include "step.h"
 #include "tape.h"
@@ -129,12 +130,17 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
+// LuaJIT keeps other values in the bits of NaNs of its own making: what it reads as a number must be the plain NaN.
+static double plain_nan(double x) { return f64_is_nan(x) ? f64_from(0x7FF8000000000000ull) : x; }
+
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, target, to, count));
-  return transfer_read(target, to, x);
+  ENG_TRY(transfer_read(target, to, x));
+  for (int64_t i = 0; to == ENG_f64 && i < count; i++) ((double *)target)[i] = plain_nan(((double *)target)[i]);
+  return ENG_OK;
 }
 
 eng_status eng_item(double *out, const eng_tensor *handle)
@@ -144,7 +150,7 @@ eng_status eng_item(double *out, const eng_tensor *handle)
   if (x->count != 1) return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s", tensor_text(x));
   char cell[8];
   ENG_TRY(transfer_to_host(cell, x->store->space, x->data, eng_dtype_size(x->dtype)));
-  *out = tensor_load(cell, x->dtype, 0);
+  *out = plain_nan(tensor_load(cell, x->dtype, 0));
   return ENG_OK;
 }
 

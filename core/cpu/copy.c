@@ -1,11 +1,14 @@
 // Copies with a change of dtype or layout: cast, contiguous, concat. Any strides on both sides (an
 // output handed in by eng_copy may be a view). Transposed copies go block by block, so that source
-// and target lines are both used whole. Elements of one size are moved as bits; among f32, f16 and
-// bf16 they are rounded to nearest even; other pairs go to the reference.
+// and target lines are both used whole. Elements of one format are moved as bits; among f32, f16, bf16 and
+// FP8 they are rounded to nearest even, FP8 also as the call's mode says; other pairs go to the reference.
 // Called through backend.kernel[].
 #include "operand.h"
+#include "philox.h"
+#include "../rng.h"
 #include "simd.h"
 #include "tasks.h"
+#include "turn.h"
 
 enum { SIDE = 32 };   // block of a transposed copy: SIDE x SIDE elements
 
@@ -85,48 +88,18 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
   }
 }
 
-// Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words. Strides in elements.
-typedef uint32_t words __attribute__((vector_size(16), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
-
-static inline void turn_words(uint32_t *y, int64_t y_stride, const uint32_t *x, int64_t x_stride)
-{
-  words a = *(const words *)x, b = *(const words *)(x + x_stride);
-  words c = *(const words *)(x + 2 * x_stride), d = *(const words *)(x + 3 * x_stride);
-  words ab = __builtin_shuffle(a, b, (words){0, 4, 1, 5}), cd = __builtin_shuffle(c, d, (words){0, 4, 1, 5});
-  *(words *)y = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
-  *(words *)(y + y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
-  ab = __builtin_shuffle(a, b, (words){2, 6, 3, 7});
-  cd = __builtin_shuffle(c, d, (words){2, 6, 3, 7});
-  *(words *)(y + 2 * y_stride) = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
-  *(words *)(y + 3 * y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
-}
-
-static inline void turn_halves(uint16_t *y, int64_t y_stride, const uint16_t *x, int64_t x_stride)
-{
-  halves row[8], next[8];
-  for (int k = 0; k < 8; k++) row[k] = *(const halves *)(x + k * x_stride);
-  for (int round = 0; round < 3; round++) {   // each round interleaves rows k and k + 4
-    for (int k = 0; k < 4; k++) {
-      next[2 * k] = __builtin_shuffle(row[k], row[k + 4], (halves){0, 8, 1, 9, 2, 10, 3, 11});
-      next[2 * k + 1] = __builtin_shuffle(row[k], row[k + 4], (halves){4, 12, 5, 13, 6, 14, 7, 15});
-    }
-    for (int k = 0; k < 8; k++) row[k] = next[k];
-  }
-  for (int k = 0; k < 8; k++) *(halves *)(y + k * y_stride) = row[k];
-}
-
 // Block of m x n: m steps along dimension k, in which the source is contiguous, n along the innermost.
 static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m, int n)
 {
   if (r->source_dtype == r->target_dtype) {
     char *target = r->target + to * r->target_size;
     const char *source = r->source + from * r->source_size;
-    int side = r->source_size == 4 ? 4 : 8, i = 0, j = 0;
-    int whole_m = r->source_size == 4 || r->source_size == 2 ? m / side * side : 0, whole_n = n / side * side;
+    int side = 16 / r->source_size, i = 0, j = 0;
+    int whole_m = r->source_size <= 4 ? m / side * side : 0, whole_n = n / side * side;
     for (i = 0; i < whole_m; i += side)
       for (j = 0; j < whole_n; j += side) {
         if (side == 4) turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k], (const uint32_t *)source + j * r->from[0] + i, r->from[0]);
+        else if (side == 16) turn_bytes((uint8_t *)target + i * r->to[k] + j, r->to[k], (const uint8_t *)source + j * r->from[0] + i, r->from[0]);
         else turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k], (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
       }
     for (i = 0; i < m; i++) {   // what is left at the edges
@@ -215,11 +188,35 @@ static void copy_relayout(relayout *r)
   }
 }
 
-static bool can_copy(int from, int to) { return from == to || (dtype_is_fast(from) && dtype_is_fast(to)); }
+static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dtype); }
+static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
+
+// To FP8 by a mode beside plain rounding. Element i takes word i % 4 of Philox block ints[2] + i / 4.
+static void mode_task(const void *context, int64_t task)
+{
+  const op_call *call = context;
+  const tensor *x = call->in[0], *y = call->out[0];
+  int mode = (int)call->ints[1];
+  int64_t end = smaller((task + 1) * DENSE, x->count);
+  float buffer[TILE];
+  uint32_t words[TILE];
+  for (int64_t at = task * DENSE; at < end; at += TILE) {
+    int n = (int)smaller(TILE, end - at);
+    for (int i = 0; mode & FP8_STOCHASTIC && i < n; i += 4 * VF_LANES)
+      philox_vectors(words + i, rng_seed(), (uint64_t)call->ints[2] + (uint64_t)(at + i) / 4);
+    fp8_encode((uint8_t *)y->data + at, y->dtype, tile_load(buffer, x->data, x->dtype, at, n), n, mode & FP8_SATURATE,
+               mode & FP8_STOCHASTIC ? words : NULL);
+  }
+}
 
 static eng_status copy(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
+  if (call->op == ENG_OP_cast && dtype_is_fp8(y->dtype) && call->ints[1]) {
+    if (!dtype_is_fast(x->dtype) || !tensor_contiguous(x) || !tensor_contiguous(y)) return forward_to_reference(call);
+    run_tasks((x->count + DENSE - 1) / DENSE, x->count >= PARALLEL_ELEMENTS, mode_task, call);
+    return ENG_OK;
+  }
   if (!can_copy(x->dtype, y->dtype)) return forward_to_reference(call);
   relayout r = relayout_of(x, y->ndim, y->shape, y->data, y->dtype, y->stride);
   copy_relayout(&r);

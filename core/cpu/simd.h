@@ -317,13 +317,15 @@ VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }
 VF_INLINE vm vf_isnan(vf a)                { return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
 VF_INLINE vm vf_isinf(vf a)                { return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
 
+#include "simd_fp8.h"
+
 // ------------------------------------------------------------------ tiles
 
 enum { TILE = 512 };   // floats a tile buffer holds: 2 KiB, so that several fit the first cache
 
 VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
-/// n contiguous elements of `src` (fast dtype) into floats.
+/// n contiguous elements of `src` (fast dtype, or FP8) into floats.
 VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first, int64_t n)
 {
   int64_t i = 0;
@@ -335,12 +337,14 @@ VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dty
     const uint16_t *p = (const uint16_t *)src + first;
     for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_bf16(p + i));
     if (i < n) vf_store_n(to + i, vf_load_bf16_n(p + i, (int)(n - i)), (int)(n - i));
-  } else {
+  } else if (dtype == ENG_f32) {
     memcpy(to, (const float *)src + first, (size_t)n * sizeof(float));
+  } else {
+    fp8_decode(to, (const uint8_t *)src + first, dtype, n);
   }
 }
 
-/// n floats into contiguous elements of `dst` (fast dtype), rounded to nearest even.
+/// n floats into contiguous elements of `dst` (fast dtype, or FP8: not saturating), rounded to nearest even.
 VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from, int64_t n)
 {
   int64_t i = 0;
@@ -352,8 +356,10 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
     uint16_t *p = (uint16_t *)dst + first;
     for (; i + VF_LANES <= n; i += VF_LANES) vf_store_bf16(p + i, vf_load(from + i));
     if (i < n) vf_store_bf16_n(p + i, vf_load_n(from + i, (int)(n - i)), (int)(n - i));
-  } else {
+  } else if (dtype == ENG_f32) {
     memcpy((float *)dst + first, from, (size_t)n * sizeof(float));
+  } else {
+    fp8_encode((uint8_t *)dst + first, dtype, from, n, false, NULL);
   }
 }
 
@@ -373,12 +379,17 @@ const float *tile_gather(float *buffer, const void *src, int dtype, int64_t firs
 {
   if (stride == 1) return tile_load(buffer, src, dtype, first, n);
   if (stride == 0) {
-    float x = dtype == ENG_f32 ? ((const float *)src)[first]
-            : dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)src)[first]) : bf16_to_f32(((const uint16_t *)src)[first]);
+    float x;
+    floats_from(&x, src, dtype, first, 1);
     for (int i = 0; i < n; i++) buffer[i] = x;
   } else if (dtype == ENG_f32) {
     const float *p = (const float *)src + first;
     for (int i = 0; i < n; i++) buffer[i] = p[i * stride];
+  } else if (dtype_is_fp8(dtype)) {
+    const uint8_t *p = (const uint8_t *)src + first;
+    uint8_t bytes[TILE];
+    for (int i = 0; i < n; i++) bytes[i] = p[i * stride];
+    floats_from(buffer, bytes, dtype, 0, n);
   } else {
     const uint16_t *p = (const uint16_t *)src + first;
     uint16_t half[TILE];

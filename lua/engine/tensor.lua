@@ -286,8 +286,12 @@ end
 
 local DEVICES = { cpu = true, cuda = true, reference = true }
 
+local CAST = { saturate = true, stochastic = true }
+
 --- x in another dtype, x itself when it already has it; or a copy in the memory of another device, which is not recorded.
-function methods.to(x, dtype)
+--- To e4m3 and e5m2 what is too large becomes NaN or Inf, as the format has it; options: saturate (the largest number
+--- instead), stochastic (rounding at random, by distance).
+function methods.to(x, dtype, options)
   want(x, "to")
   if DEVICES[dtype] then
     local out = Tensor()
@@ -296,7 +300,12 @@ function methods.to(x, dtype)
   end
   local number = dtype_number(dtype)
   if info(x).dtype == number then return x end
-  ints[0] = number
+  ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
+  if options ~= nil then
+    options = read_named(options, "to", CAST)
+    if dtype ~= "e4m3" and dtype ~= "e5m2" then raise("to: options belong to e4m3 and e5m2, got %s", value_text(dtype)) end
+    ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
+  end
   return run1("cast", x)
 end
 
