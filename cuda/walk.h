@@ -13,6 +13,7 @@ struct divider { uint32_t size, factor, shift; };
 static inline __attribute__((unused)) divider divider_of(int64_t size)
 {
   uint32_t shift = 0;
+  if (size < 1) size = 1;
   while ((1ull << shift) < (uint64_t)size) shift++;
   uint64_t factor = (((1ull << shift) - (uint64_t)size) << 32) / (uint64_t)size + 1;
   return {(uint32_t)size, (uint32_t)factor, shift};
