@@ -62,20 +62,20 @@ generators.attention = function(try)
         for _, kind in ipairs { "normal", "rare" } do
           local q, key, v = heads(dtype, size, kind, k % 2 == 0)
           try { inputs = { q, key, v }, ints = { causal, (k + causal) % 2 }, floats = { k % 3 == 0 and 0.3 or 0 }, outputs = 3, ulp = 2,
-                eps = 4, bound = forward_bound }
+                eps = 4, card = 1, bound = forward_bound }
         end
       end
     end
     -- scores so far apart that one key takes all
     local q, key, v = heads(dtype, HEADS[2], "large")
-    if dtype == "f16" then try { inputs = { q, key, v }, ints = { 1, 1 }, floats = { 0 }, outputs = 3, ulp = 2, eps = 4, bound = forward_bound } end
+    if dtype == "f16" then try { inputs = { q, key, v }, ints = { 1, 1 }, floats = { 0 }, outputs = 3, ulp = 2, eps = 4, card = 1, bound = forward_bound } end
     -- [B x H x T x D] in memory
     local function head_major(n, m) return engine.run("permute", { float(dtype, { 2, m, n, 16 }, "normal") }, { 0, 2, 1, 3 }) end
     try { inputs = { head_major(17, 4), head_major(17, 2), head_major(17, 2) }, ints = { 1, 1 }, floats = { 0 }, outputs = 3, ulp = 2,
-          eps = 4, bound = forward_bound }
+          eps = 4, card = 1, bound = forward_bound }
     -- D not contiguous, keys the same for every batch
     try { inputs = { float(dtype, { 2, 9, 2, 16 }, "normal", "transposed"), float(dtype, { 2, 9, 2, 16 }, "normal", "sliced"),
-                     float(dtype, { 2, 9, 2, 16 }, "normal", "expanded") }, ints = { 1, 1 }, floats = { 0 }, outputs = 3, ulp = 2, eps = 4,
+                     float(dtype, { 2, 9, 2, 16 }, "normal", "expanded") }, ints = { 1, 1 }, floats = { 0 }, outputs = 3, ulp = 2, eps = 4, card = 1,
           bound = forward_bound }
   end
 end
@@ -90,7 +90,7 @@ generators.attention_grad = function(try)
           local floats = { k % 3 == 0 and 0.3 or 0 }
           local y, lse = engine.run("attention", { q, key, v }, { causal, 0 }, floats, 3)
           local dy = float(dtype, { b, t, h, d }, kind, LAYOUTS[k % 3 + 1])
-          try { inputs = { q, key, v, y, lse, dy }, ints = { causal, 0 }, floats = floats, outputs = 3, ulp = 2, eps = 4, bound = backward_bound }
+          try { inputs = { q, key, v, y, lse, dy }, ints = { causal, 0 }, floats = floats, outputs = 3, ulp = 2, eps = 4, card = 1, bound = backward_bound }
         end
       end
     end

@@ -11,6 +11,8 @@
 --   eps       times 2^-24 times `bound`: the magnitude at which the f32 arithmetic inside works, a function
 --             below by name or function(name, call, want) -> function(output, element) -> magnitude
 --   zeros     the signs of zeros agree, too
+--   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels there that round in
+--             between to feed the matrix units
 --   fails     both raise an error that this pattern finds
 --   note      for the message
 local v = require "spec.kernels.values"
@@ -173,6 +175,7 @@ local function first_difference(call, output, dtype, expected, actual, n, bound)
   local ulps = call.ulp or 0
   if low then ulps = call.ulp_low or math.min(ulps, 1) end
   local eps = bound and (call.eps or 0) * 2 ^ -24 or 0
+  if bound and M.CARD and low and call.card then eps = call.card * 2 ^ -(format.digits + 1) end
   for i = 0, n - 1 do
     local a, b = expected[i], actual[i]
     local fine
