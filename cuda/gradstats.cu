@@ -222,11 +222,11 @@ __device__ static inline tally block_tally(tally t)
 template <bool HIST> __global__ static void __launch_bounds__(SPAN_THREADS, 3)
 read_gradients(const device_span *spans, const int32_t *chunk, tally *tallies, unsigned long long *hist)
 {
-  __shared__ uint32_t bins[HIST ? WARPS : 1][HIST ? ENG_HIST_BINS : 1];   // each warp its own, so that they do not wait for each other
+  __shared__ uint32_t bins[HIST ? WARPS * ENG_HIST_BINS : 1];   // each warp its own, so that they do not wait for each other
   const device_span &s = spans[chunk[blockIdx.x]];
-  uint32_t *own = bins[HIST ? threadIdx.x / 32 : 0];
+  uint32_t *own = bins + (HIST ? threadIdx.x / 32 * ENG_HIST_BINS : 0);
   if (HIST) {
-    for (int b = threadIdx.x; b < WARPS * ENG_HIST_BINS; b += SPAN_THREADS) bins[0][b] = 0;
+    for (int b = threadIdx.x; b < WARPS * ENG_HIST_BINS; b += SPAN_THREADS) bins[b] = 0;
     __syncthreads();
   }
   int64_t first = (int64_t)((int)blockIdx.x - s.first_chunk) * SPAN_CHUNK;
@@ -240,7 +240,7 @@ read_gradients(const device_span *spans, const int32_t *chunk, tally *tallies, u
   if (HIST)
     for (int b = threadIdx.x; b < ENG_HIST_BINS; b += SPAN_THREADS) {
       uint32_t sum = 0;
-      for (int w = 0; w < WARPS; w++) sum += bins[w][b];
+      for (int w = 0; w < WARPS; w++) sum += bins[w * ENG_HIST_BINS + b];
       if (sum) atomicAdd(&hist[(int64_t)chunk[blockIdx.x] * ENG_HIST_BINS + b], (unsigned long long)sum);
     }
 }
