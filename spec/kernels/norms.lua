@@ -75,7 +75,7 @@ end
 local function norm(has_bias)
   return function(try)
     for _, dtype in ipairs(FLOATS) do
-      for _, n in ipairs { 1, 3, 17, 33, 65, 129, 515, 1100 } do
+      for _, n in ipairs { 1, 3, 17, 33, 65, 129, 515, 768, 1100, 1536 } do
         local weight, bias = float(dtype, { n }, "normal"), float(dtype, { n }, "normal")
         local function call(x, w, b, eps)
           local inputs = has_bias and { x, w, b } or { x, w }
@@ -99,7 +99,7 @@ generators.rms_norm = norm(false)
 local function norm_grad(forward, has_bias)
   return function(try)
     for _, dtype in ipairs(FLOATS) do
-      for _, n in ipairs { 1, 3, 17, 33, 65, 129, 515, 1100 } do
+      for _, n in ipairs { 1, 3, 17, 33, 65, 129, 515, 768, 1100, 1536 } do
         for _, rows in ipairs { 1, 5, 70 } do
           if n * rows < 40000 then
             local function call(x, w, dy, wanted)

@@ -1,0 +1,485 @@
+// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose mean is taken for 0.
+//
+// Up to 8192 columns a row lives in the registers of the warp or block that takes it, so memory is read once: x forward, x and
+// dy backward. Arithmetic is f32, the variance about the mean just found; where f32 leaves its range the row's statistics are
+// formed again in f64. Everything else (f64, longer rows) goes through plain loops in f64, the last part of this file.
+//
+// Column sums (dweight, dbias) go in two stages: every group of threads adds up the rows it takes, blocks add their groups, a
+// second kernel adds the blocks. Who takes which rows is given by the shape alone.
+#include "device.h"
+#include "element.h"
+
+/// A call as the kernels see it: contiguous rows of n columns; data pointers are NULL where a tensor is absent.
+typedef struct norm_call {
+  const void *x, *weight, *bias, *means, *rstds, *dy;
+  void *y, *out_means, *out_rstds, *dx;
+  int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype, out_means_dtype, out_rstds_dtype, dx_dtype;
+  int64_t rows;
+  int32_t n;
+  bool centred;    // layer norm
+  bool whole;      // n is a multiple of 8 and every pointer aligned to 16 bytes
+  double eps;
+  float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
+} norm_call;
+
+// ---- columns of a thread: V pieces of 8, `ROW` threads of a row side by side
+
+template <int ROW> __device__ static inline int column_of(int piece) { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
+
+template <class T, int V, int ROW>
+__device__ static inline void load_as(float (&to)[V][8], const T *row, int n, bool whole, float absent)
+{
+#pragma unroll
+  for (int v = 0; v < V; v++) {
+    int c = column_of<ROW>(v);
+    if (whole) {
+      if (c < n) {
+        uint4 raw[sizeof(T) / 2];
+#pragma unroll
+        for (int k = 0; k < (int)sizeof(T) / 2; k++) raw[k] = ((const uint4 *)(row + c))[k];
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[v][i] = widen(((const T *)raw)[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[v][i] = absent;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) to[v][i] = c + i < n ? widen(row[c + i]) : absent;
+    }
+  }
+}
+/// n columns from element `first` of data, `absent` in the others and where there is no data.
+template <int V, int ROW>
+__device__ static inline void load_columns(float (&to)[V][8], const void *data, int dtype, int64_t first, int n, bool whole, float absent)
+{
+  if (!data || dtype == ENG_f32) load_as<float, V, ROW>(to, (const float *)data + first, data ? n : 0, whole, absent);
+  else if (dtype == ENG_f16) load_as<f16_t, V, ROW>(to, (const f16_t *)data + first, n, whole, absent);
+  else load_as<bf16_t, V, ROW>(to, (const bf16_t *)data + first, n, whole, absent);
+}
+
+template <class T, int V, int ROW>
+__device__ static inline void store_from(T *row, const float (&from)[V][8], int n, bool whole)
+{
+#pragma unroll
+  for (int v = 0; v < V; v++) {
+    int c = column_of<ROW>(v);
+    if (whole) {
+      if (c >= n) continue;
+      uint4 raw[sizeof(T) / 2];
+#pragma unroll
+      for (int i = 0; i < 8; i++) narrow(((T *)raw)[i], from[v][i]);
+#pragma unroll
+      for (int k = 0; k < (int)sizeof(T) / 2; k++) ((uint4 *)(row + c))[k] = raw[k];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (c + i < n) narrow(row[c + i], from[v][i]);
+    }
+  }
+}
+template <int V, int ROW>
+__device__ static inline void store_columns(void *data, int dtype, int64_t first, const float (&from)[V][8], int n, bool whole)
+{
+  if (dtype == ENG_f32) store_from<float, V, ROW>((float *)data + first, from, n, whole);
+  else if (dtype == ENG_f16) store_from<f16_t, V, ROW>((f16_t *)data + first, from, n, whole);
+  else store_from<bf16_t, V, ROW>((bf16_t *)data + first, from, n, whole);
+}
+
+/// The sum over the threads of a row, in all of them. `room`: shared memory, one number a warp, where a row takes a block. There
+/// is one barrier a sum, so another sum must come between two that use the same room.
+template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
+{
+#pragma unroll
+  for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
+  if (ROW == 32) return x;
+  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = x;
+  __syncthreads();
+  x = 0;
+#pragma unroll
+  for (int w = 0; w < ROW / 32; w++) x += room[w];
+  return x;
+}
+
+enum { WARP_ROWS = 4 };   // rows a block takes at a time where a warp takes one
+template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
+template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
+
+// ---- forward
+
+template <int V, int ROW>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>) norm_rows(const __grid_constant__ norm_call p)
+{
+  __shared__ float room[2][2][ROW / 32];
+  __shared__ double wide_room[2][ROW / 32];
+  float weight[V][8], bias[V][8];
+  load_columns<V, ROW>(weight, p.weight, p.weight_dtype, 0, p.n, p.whole, 1.0f);
+  load_columns<V, ROW>(bias, p.bias, p.bias_dtype, 0, p.n, p.whole, -0.0f);   // x * 1 + -0 is x in every bit
+  const float count = (float)p.n, eps = (float)p.eps;
+  const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
+  int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own;
+  for (int turn = 0; row < p.rows; row += (int64_t)gridDim.x * BLOCK_ROWS<ROW>, turn ^= 1) {
+    float x[V][8], mean = 0;
+    load_columns<V, ROW>(x, p.x, p.x_dtype, row * p.n, p.n, p.whole, 0.0f);
+    if (p.centred) {
+      float sum = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[v][i];
+      mean = row_sum<ROW>(sum, room[turn][0]) / count;
+    }
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        float d = column_of<ROW>(v) + i < p.n ? x[v][i] - mean : 0.0f;
+        squares = fmaf(d, d, squares);
+      }
+    float variance = row_sum<ROW>(squares, room[turn][1]) / count + eps, rstd = 1.0f / sqrtf(variance);
+    if (!(variance > 1e-30f && variance < 1e37f)) {   // too wide or too narrow for f32, or not finite; the same for the whole row
+      double sum = 0, wide = 0;
+      for (int v = 0; v < V; v++)
+        for (int i = 0; i < 8; i++) sum += x[v][i];
+      sum = row_sum<ROW>(sum, wide_room[0]);
+      if (p.centred) mean = (float)(sum / p.n);
+      for (int v = 0; v < V; v++)
+        for (int i = 0; i < 8; i++) {
+          double d = column_of<ROW>(v) + i < p.n ? (double)x[v][i] - (double)mean : 0.0;
+          wide += d * d;
+        }
+      rstd = (float)(1.0 / sqrt(row_sum<ROW>(wide, wide_room[1]) / p.n + p.eps));
+    }
+    if (threadIdx.x % ROW == 0) {
+      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
+      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
+    }
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[v][i] = fmaf((x[v][i] - mean) * rstd, weight[v][i], bias[v][i]);
+    store_columns<V, ROW>(p.y, p.y_dtype, row * p.n, x, p.n, p.whole);
+  }
+}
+
+// ---- backward
+
+enum { BLOCKS_MOST = 528, BLOCK_LEAST = 4 };   // blocks of a call at most; rows each group takes at least, when there are so many
+
+/// Rows first..end of a group of threads, in order.
+__device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows, int64_t group, int64_t groups)
+{
+  *first = rows * group / groups;
+  *end = rows * (group + 1) / groups;
+}
+
+template <int V, int ROW>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, ROW > 128 ? 1 : V == 4 ? 2 : V == 3 ? 3 : 4) norm_grad_rows(const __grid_constant__ norm_call p)
+{
+  __shared__ float room[2][2][ROW / 32];
+  const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
+  const float count = (float)p.n;
+  float for_weight[V][8], for_bias[V][8];
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) for_weight[v][i] = for_bias[v][i] = 0;
+  int64_t row, end;
+  rows_of_group(&row, &end, p.rows, (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own, (int64_t)gridDim.x * BLOCK_ROWS<ROW>);
+  for (int turn = 0; row < end; row++, turn ^= 1) {
+    float h[V][8], slope[V][8], weight[V][8];
+    load_columns<V, ROW>(h, p.x, p.x_dtype, row * p.n, p.n, p.whole, 0.0f);
+    load_columns<V, ROW>(slope, p.dy, p.dy_dtype, row * p.n, p.n, p.whole, 0.0f);
+    load_columns<V, ROW>(weight, p.weight, p.weight_dtype, 0, p.n, p.whole, 1.0f);
+    const float mean = p.means ? (float)load_double(p.means, p.means_dtype, row) : 0.0f, rstd = (float)load_double(p.rstds, p.rstds_dtype, row);
+    float sum_g = 0, sum_gh = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        h[v][i] = (h[v][i] - mean) * rstd;
+        for_weight[v][i] = fmaf(slope[v][i], h[v][i], for_weight[v][i]);
+        for_bias[v][i] += slope[v][i];
+        float g = slope[v][i] * weight[v][i];
+        slope[v][i] = g;
+        bool there = p.whole ? column_of<ROW>(v) < p.n : column_of<ROW>(v) + i < p.n;   // 0 * NaN elsewhere
+        sum_g += g;
+        sum_gh = there ? fmaf(g, h[v][i], sum_gh) : sum_gh;
+      }
+    const float mean_g = p.centred ? row_sum<ROW>(sum_g, room[turn][0]) / count : 0.0f, mean_gh = row_sum<ROW>(sum_gh, room[turn][1]) / count;
+    if (!p.dx) continue;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
+    store_columns<V, ROW>(p.dx, p.dx_dtype, row * p.n, h, p.n, p.whole);
+  }
+  if (!p.partial) return;
+  float *to = p.partial + (int64_t)blockIdx.x * 2 * p.n;
+  if constexpr (ROW == 32) {
+    __shared__ float sums[WARP_ROWS][V * 256];
+    for (int which = 0; which < 2; which++) {
+      __syncthreads();
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) sums[own][column_of<ROW>(v) + i] = which ? for_bias[v][i] : for_weight[v][i];
+      __syncthreads();
+      for (int c = threadIdx.x; c < p.n; c += BLOCK_THREADS<ROW>) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < WARP_ROWS; w++) sum += sums[w][c];
+        to[which * p.n + c] = sum;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (column_of<ROW>(v) + i < p.n) {
+          to[column_of<ROW>(v) + i] = for_weight[v][i];
+          to[p.n + column_of<ROW>(v) + i] = for_bias[v][i];
+        }
+  }
+}
+
+enum { SUM_COLUMNS = 32, SUM_SLICES = 16 };
+
+/// Adds up partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
+__global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype, const float *partial, int blocks, int n)
+{
+  __shared__ float slices[SUM_SLICES][SUM_COLUMNS + 1];
+  const int column = threadIdx.x % SUM_COLUMNS, slice = threadIdx.x / SUM_COLUMNS;
+  const int64_t c = (int64_t)blockIdx.x * SUM_COLUMNS + column;
+  float sum = 0;
+  if (c < 2 * (int64_t)n) {
+    const float *at = partial + c;
+    int first = blocks * slice / SUM_SLICES, end = blocks * (slice + 1) / SUM_SLICES;
+#pragma unroll 8
+    for (int block = first; block < end; block++) sum += at[(int64_t)block * 2 * n];
+  }
+  slices[slice][column] = sum;
+  __syncthreads();
+  if (slice != 0 || c >= 2 * (int64_t)n) return;
+  sum = 0;
+#pragma unroll
+  for (int s = 0; s < SUM_SLICES; s++) sum += slices[s][column];
+  if (c < n && dweight) store_double(dweight, dweight_dtype, c, sum);
+  if (c >= n && dbias) store_double(dbias, dbias_dtype, c - n, sum);
+}
+
+// ---- any format and length, in f64
+
+enum { PLAIN_THREADS = 256 };
+
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constant__ norm_call p)
+{
+  __shared__ double room[2][PLAIN_THREADS / 32];
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    int64_t first = row * p.n;
+    double sum = 0, squares = 0, mean = 0;
+    if (p.centred) {
+      for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) sum += load_double(p.x, p.x_dtype, first + i);
+      mean = row_sum<PLAIN_THREADS>(sum, room[0]) / p.n;
+    }
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double d = load_double(p.x, p.x_dtype, first + i) - mean;
+      squares += d * d;
+    }
+    double rstd = 1.0 / sqrt(row_sum<PLAIN_THREADS>(squares, room[1]) / p.n + p.eps);
+    if (threadIdx.x == 0) {
+      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
+      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
+    }
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd, w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
+      store_double(p.y, p.y_dtype, first + i, h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
+    }
+    __syncthreads();
+  }
+}
+
+__device__ static inline double normed(const norm_call &p, int64_t row, int64_t i)
+{
+  double mean = p.means ? load_double(p.means, p.means_dtype, row) : 0.0;
+  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) * load_double(p.rstds, p.rstds_dtype, row);
+}
+
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain(const __grid_constant__ norm_call p)
+{
+  __shared__ double room[2][PLAIN_THREADS / 32];
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    double sum_g = 0, sum_gh = 0;
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      sum_g += g;
+      sum_gh += g * normed(p, row, i);
+    }
+    double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n, mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
+    if (!p.centred) mean_g = 0;
+    double rstd = load_double(p.rstds, p.rstds_dtype, row);
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      store_double(p.dx, p.dx_dtype, row * p.n + i, rstd * (g - mean_g - normed(p, row, i) * mean_gh));
+    }
+    __syncthreads();
+  }
+}
+
+/// dweight and dbias: 32 columns a block, every eighth row a slice of its threads.
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype, void *dbias, int dbias_dtype)
+{
+  __shared__ double slices[2][8][33];
+  const int column = threadIdx.x % 32, slice = threadIdx.x / 32;
+  const int64_t c = (int64_t)blockIdx.x * 32 + column;
+  double for_weight = 0, for_bias = 0;
+  if (c < p.n)
+    for (int64_t row = slice; row < p.rows; row += 8) {
+      double slope = load_double(p.dy, p.dy_dtype, row * p.n + c);
+      for_weight += slope * normed(p, row, c);
+      for_bias += slope;
+    }
+  slices[0][slice][column] = for_weight;
+  slices[1][slice][column] = for_bias;
+  __syncthreads();
+  if (slice != 0 || c >= p.n) return;
+  for_weight = for_bias = 0;
+  for (int s = 0; s < 8; s++) {
+    for_weight += slices[0][s][column];
+    for_bias += slices[1][s][column];
+  }
+  if (dweight) store_double(dweight, dweight_dtype, c, for_weight);
+  if (dbias) store_double(dbias, dbias_dtype, c, for_bias);
+}
+
+// ---- launching
+
+typedef void norm_kernel(const norm_call);
+
+/// The kernel for n columns among those instantiated, and its block; NULL when a row is too long for registers.
+typedef struct norm_choice { norm_kernel *kernel; int threads, rows; } norm_choice;
+#define CHOOSE(KERNEL, V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{KERNEL<V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>}
+#define CHOOSE_AMONG(KERNEL) \
+  CHOOSE(KERNEL, 1, 32); CHOOSE(KERNEL, 2, 32); CHOOSE(KERNEL, 3, 32); CHOOSE(KERNEL, 4, 32); CHOOSE(KERNEL, 2, 128); \
+  CHOOSE(KERNEL, 3, 128); CHOOSE(KERNEL, 4, 128); CHOOSE(KERNEL, 3, 256); CHOOSE(KERNEL, 4, 256)
+
+static norm_choice forward_kernel(int64_t n)
+{
+  CHOOSE_AMONG(norm_rows);
+  return norm_choice{};
+}
+static norm_choice backward_kernel(int64_t n)
+{
+  CHOOSE_AMONG(norm_grad_rows);
+  return norm_choice{};
+}
+
+/// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
+static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
+{
+  *data = x ? x->data : NULL;
+  *dtype = x ? x->dtype : (int32_t)ENG_f32;
+  if (!x) return;
+  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype)) *fast = false;
+  if ((uintptr_t)x->data & 15) p->whole = false;
+}
+
+static norm_call call_of(const op_call *call, bool centred)
+{
+  const tensor *x = call->in[0];
+  norm_call p = {};
+  p.n = (int32_t)x->shape[x->ndim - 1];
+  p.rows = 1;
+  for (int d = 0; d + 1 < x->ndim; d++) p.rows *= x->shape[d];
+  p.centred = centred;
+  p.whole = p.n % 8 == 0;
+  p.eps = call->floats[0];
+  return p;
+}
+
+static eng_status check_length(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  if (x->shape[x->ndim - 1] <= INT32_MAX / 2) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE, "%s: expected rows below 2^30 on this device, got %s", eng_op_name(call->op), tensor_text(x));
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static eng_status forward(const op_call *call, bool centred)
+{
+  ENG_TRY(check_length(call));
+  norm_call p = call_of(call, centred);
+  bool fast = true;
+  look_at(&p, &fast, call->in[0], &p.x, &p.x_dtype);
+  look_at(&p, &fast, call->in[1], &p.weight, &p.weight_dtype);
+  look_at(&p, &fast, centred ? call->in[2] : NULL, &p.bias, &p.bias_dtype);
+  look_at(&p, &fast, call->out[0], (const void **)&p.y, &p.y_dtype);
+  const tensor *means = centred ? call->out[1] : NULL, *rstds = call->out[centred ? 2 : 1];
+  if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
+  if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
+  norm_choice choice = forward_kernel(p.n);
+  if (fast && choice.kernel && p.n > 0) {
+    int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)(2048 / choice.threads);
+    choice.kernel<<<(unsigned)least(groups, most), choice.threads, 0, cuda_stream()>>>(p);
+  } else {
+    norm_plain<<<(unsigned)least(p.rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(p);
+  }
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_layer_norm(const op_call *call) { return forward(call, true); }
+extern "C" eng_status cuda_rms_norm(const op_call *call)   { return forward(call, false); }
+
+static eng_status backward_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
+{
+  if (p->rows > 0 && p->dx) {
+    norm_grad_plain<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
+    CUDA_LAUNCHED("norm_grad");
+  }
+  if ((dweight || dbias) && p->n > 0) {
+    norm_grad_plain_columns<<<(unsigned)((p->n + 31) / 32), PLAIN_THREADS, 0, cuda_stream()>>>(
+        *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0);
+    CUDA_LAUNCHED("norm_grad");
+  }
+  return ENG_OK;
+}
+
+static eng_status backward(const op_call *call, bool centred)
+{
+  ENG_TRY(check_length(call));
+  norm_call p = call_of(call, centred);
+  bool fast = true;
+  look_at(&p, &fast, call->in[0], &p.x, &p.x_dtype);
+  look_at(&p, &fast, call->in[1], &p.weight, &p.weight_dtype);
+  look_at(&p, &fast, call->in[centred ? 4 : 3], &p.dy, &p.dy_dtype);
+  look_at(&p, &fast, call->out[0], (const void **)&p.dx, &p.dx_dtype);
+  const tensor *means = centred ? call->in[2] : NULL, *rstds = call->in[centred ? 3 : 2];
+  if (means) { p.means = means->data; p.means_dtype = means->dtype; }
+  p.rstds = rstds->data;
+  p.rstds_dtype = rstds->dtype;
+  const tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
+  norm_choice choice = backward_kernel(p.n);
+  if (!fast || !choice.kernel || p.n == 0 || p.rows == 0) return backward_plain(&p, dweight, dbias);
+
+  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, BLOCKS_MOST);
+  int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
+  if (bytes) {
+    p.partial = (float *)scratch_take(bytes);
+    if (!p.partial) return ENG_ERR_MEMORY;
+  }
+  choice.kernel<<<(unsigned)blocks, choice.threads, 0, cuda_stream()>>>(p);
+  if (bytes)
+    norm_sum_blocks<<<(unsigned)((2 * (int64_t)p.n + SUM_COLUMNS - 1) / SUM_COLUMNS), SUM_COLUMNS * SUM_SLICES, 0, cuda_stream()>>>(
+        dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
+  scratch_give(p.partial, bytes);
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_layer_norm_grad(const op_call *call) { return backward(call, true); }
+extern "C" eng_status cuda_rms_norm_grad(const op_call *call)   { return backward(call, false); }
