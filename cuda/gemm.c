@@ -139,12 +139,17 @@ static eng_status by_library(bool *done, const gemm_product *p, scratch *s)
     ENG_TRY(copy_operand(&q.a, p, p->m, p->k, factors, s));
   if (copy & 2 || p->b.dtype != factors || !gemm_leading_of(&leading, &p->b, p->k, p->n))
     ENG_TRY(copy_operand(&q.b, p, p->k, p->n, factors, s));
-  bool direct = can_write(p, factors);
-  if (!direct) ENG_TRY(make_sum(&q, factors, s));
+  if (can_write(p, factors)) {
+    gemm_product whole = q;
+    gemm_simplify(&whole);
+    ENG_TRY(launch_all(done, &whole));
+    if (*done || !p->bias) return ENG_OK;
+  }
+  ENG_TRY(make_sum(&q, factors, s));
   gemm_matrix sum = q.c;
   gemm_simplify(&q);
   ENG_TRY(launch_all(done, &q));
-  return *done && !direct ? gemm_finish(p, &sum) : ENG_OK;
+  return *done ? gemm_finish(p, &sum) : ENG_OK;
 }
 
 static eng_status run(gemm_product p)

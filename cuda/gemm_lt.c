@@ -204,13 +204,11 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
   LT_TRY(cublasLtMatmulPreferenceCreate(preference), p);
 #define PREFER(attribute, value) \
   LT_TRY(cublasLtMatmulPreferenceSetAttribute(*preference, CUBLASLT_MATMUL_PREF_##attribute, &(value), sizeof(value)), p)
-  uint64_t workspace = WORKSPACE, allowed = ~CUBLASLT_NUMERICAL_IMPL_FLAGS_ACCUMULATOR_16F;
-  if (!p->tf32) allowed &= ~CUBLASLT_NUMERICAL_IMPL_FLAGS_INPUT_TF32;
+  uint64_t workspace = WORKSPACE;
   uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   uint32_t align_a = (uint32_t)p->align_a, align_b = (uint32_t)p->align_b, align_c = (uint32_t)p->align_c;
   PREFER(MAX_WORKSPACE_BYTES, workspace);
   PREFER(REDUCTION_SCHEME_MASK, reductions);
-  PREFER(IMPL_MASK, allowed);
   PREFER(MIN_ALIGNMENT_A_BYTES, align_a);
   PREFER(MIN_ALIGNMENT_B_BYTES, align_b);
   PREFER(MIN_ALIGNMENT_C_BYTES, align_c);
@@ -321,6 +319,14 @@ static bool worth_searching(const gemm_problem *p)
          cudaStreamIsCapturing(cuda_stream(), &capture) == cudaSuccess && capture == cudaStreamCaptureStatusNone;
 }
 
+/// A product that would take long without cuBLASLt is worth a line; FP8 ones become errors anyway.
+static void tell_of_refusal(const gemm_problem *p)
+{
+  if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK || p->scaling_a) return;
+  fprintf(stderr, "engine: cuBLASLt %zu has no algorithm for the product %s, which takes another, slower way\n", cublasLtGetVersion(),
+          gemm_problem_text(p));
+}
+
 static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
 {
   const gemm_problem *p = &entry->problem;
@@ -328,7 +334,10 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
   int n, best = -1;
   ENG_TRY(candidates_of(list, &n, x, p));
   x->refused = n == 0;
-  if (n == 0) return ENG_OK;
+  if (n == 0) {
+    tell_of_refusal(p);
+    return ENG_OK;
+  }
   if (entry->chosen) best = named_candidate(list, n, &entry->choice);
   if (best < 0 && n > 1 && worth_searching(p)) {
     ENG_TRY(fastest(&best, x, p, on, list, n));

@@ -34,6 +34,7 @@ describe("matrix products on the CUDA device, host side", function()
   end
 
   it("equal the definition for any strides, formats, batches and transposes", function() run("products") end)
+  it("add a bias apart where cuBLASLt does not", function() run("bias") end)
   it("choose the fastest algorithm that adds in order, once", function() run("search") end)
   it("take the same algorithm in the next run", function() run("again") end)
   it("search again when the algorithm is no longer offered", function() run("gone") end)

@@ -213,7 +213,7 @@ typedef struct product {
   cublasComputeType_t compute;
 } product;
 typedef struct layout { cudaDataType_t type; int64_t rows, columns, ld, stride; int32_t batch; } layout;
-typedef struct wishes { uint64_t workspace, allowed; uint32_t reductions, align[4]; } wishes;
+typedef struct wishes { uint64_t workspace; uint32_t reductions, align[4]; } wishes;
 
 const char *cublasLtGetStatusName(cublasStatus_t status) { (void)status; return "STATUS"; }
 const char *cublasLtGetStatusString(cublasStatus_t status) { (void)status; return "a status"; }
@@ -278,7 +278,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t t
 {
   wishes *w = (wishes *)to;
   struct { cublasLtMatmulPreferenceAttributes_t attribute; void *to; size_t size; } known[] = {
-    {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &w->workspace, 8}, {CUBLASLT_MATMUL_PREF_IMPL_MASK, &w->allowed, 8},
+    {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &w->workspace, 8},
     {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &w->reductions, 4}, {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &w->align[0], 4},
     {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &w->align[1], 4}, {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &w->align[2], 4},
     {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &w->align[3], 4}};
@@ -295,9 +295,11 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference, int most,
                                               cublasLtMatmulHeuristicResult_t *results, int *found)
 {
-  (void)handle, (void)desc, (void)a, (void)b, (void)c, (void)d;
+  (void)handle, (void)a, (void)b, (void)c, (void)d;
   const wishes *w = (const wishes *)preference;
-  CHECK(w->workspace > 0 && !(w->allowed & CUBLASLT_NUMERICAL_IMPL_FLAGS_ACCUMULATOR_16F), "preferences");
+  CHECK(w->workspace > 0 && w->reductions == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, "preferences");
+  const product *p = (const product *)desc;
+  if (card.no_bias && p->epilogue == CUBLASLT_EPILOGUE_BIAS) return CUBLAS_STATUS_NOT_SUPPORTED;
   card.heuristics++;
   *found = card.offered < most ? card.offered : most;
   for (int i = 0; i < *found; i++) {

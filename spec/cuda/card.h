@@ -12,6 +12,7 @@ enum { CARD_ALGORITHMS = 10 };
 typedef struct fake_card {
   int   capability;                 // 90
   int   offered;                    // algorithms the heuristic offers; 0: none for any product
+  bool  no_bias;                    // none for products with a bias
   float time[CARD_ALGORITHMS];      // milliseconds each takes
   int   reduction[CARD_ALGORITHMS]; // its reduction scheme
   bool  capturing;                  // the stream is being captured

@@ -199,6 +199,15 @@ static void products(void)
   CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics, card.plain);
 }
 
+/// A bias that cuBLASLt does not add is added after the product.
+static void bias_apart(void)
+{
+  card.offered = 4;
+  card.no_bias = true;
+  for (int i = 0; i < 200; i++) random_linear(i);
+  CHECK(card.plain < 60 && card.finished > 60, "%d by ourselves, %d finished", card.plain, card.finished);   // K = 0 is ours
+}
+
 // ------------------------------------------------------------------ choices
 
 /// y += a b with sizes big enough to be worth a search; its algorithm.
@@ -476,6 +485,7 @@ int main(int argc, char **argv)
   } else {
     setenv("ENGINE_CACHE", folder, 1);
     if (strcmp(part, "products") == 0) products();
+    else if (strcmp(part, "bias") == 0) bias_apart();
     else if (strcmp(part, "search") == 0) search_first();
     else if (strcmp(part, "again") == 0) search_again();
     else if (strcmp(part, "gone") == 0) search_gone();
