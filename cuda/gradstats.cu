@@ -277,7 +277,7 @@ __device__ static inline wide_tally block_wide(wide_tally t)
 }
 
 /// A block per tensor; the last one to finish also sums over the tensors. `counter` is 0 between launches.
-__global__ static void __launch_bounds__(SPAN_THREADS)
+__global__ static void __launch_bounds__(SPAN_THREADS, 2)
 sum_up(const device_span *spans, int n, const tally *tallies, span_result *results, cuda_step_total *total, unsigned *counter,
        const cuda_fault_record *fault, cuda_fault_record *fault_seen)
 {
