@@ -173,14 +173,14 @@ function Set:optimizer(kind, moments, group_of)
   self.state, self.kind = out[0], KINDS[kind] or kind
 end
 
---- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind.
+--- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind, lagged, clip_norm.
 function Set:update(options)
   local list = #options.hyper > 0 and options.hyper or { options.hyper }
   local groups = ffi.new("eng_hyper[?]", #list)
   for i, hyper in ipairs(list) do groups[i - 1] = hyper end
   check(C.eng_optimizer_step(self.state, ffi.new("eng_update", {
     kind = options.kind or self.kind, n_groups = #list, groups = groups, gradient_factor = options.factor or 1,
-    clip_value = options.clip or 0, t = options.t or 1 })))
+    clip_value = options.clip or 0, t = options.t or 1, lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0 })))
 end
 
 --- A moment as an eng_tensor[1], or nil when the optimizer has none.
