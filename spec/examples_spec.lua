@@ -83,6 +83,18 @@ local entries = {
     words = { "llama%(2 layers, width 48, 4 heads over 2", "1: block", "done after 3 steps", "a sample:\nlocal function " } },
   ["bert_mlm.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1,
     talk = function() return small("steps=3") end, words = { "bert%(2 layers", "done after 3 steps" } },
+  ["compare.lua"] = { arguments = function() return small("policies=dynamic,megatron," .. root .. "/policies/static.lua", "steps=60", "lr=1e-2", "seeds=2") end,
+    losses = function(result)                              -- all at the beginning, then all at the end
+      local first, last = {}, {}
+      for a, b in result.out:gmatch("([%d.]+) %-> ([%d.]+)") do first[#first + 1], last[#last + 1] = tonumber(a), tonumber(b) end
+      for _, loss in ipairs(last) do first[#first + 1] = loss end
+      return first
+    end, falls = 0.5,
+    check = function(result)
+      assert.matches("policy +skipped +underflow +log2 scale +loss\n", result.out)
+      assert.is_true(tonumber(result.out:match("megatron +([%d.]+)")) > tonumber(result.out:match("dynamic +([%d.]+)")))     -- it begins at 2^32
+      assert.is_true(tonumber(result.out:match("static.lua +[%d.]+ +([%d.]+)%%")) > tonumber(result.out:match("dynamic +[%d.]+ +([%d.]+)%%")))
+    end },
   ["explicit_loop.lua"] = { arguments = function() return small("steps=80", "lr=4e-3") end, losses = printed_losses, falls = 0.3,
     talk = function() return small("steps=10", "accumulate=2", "policy=" .. root .. "/policies/deepspeed.lua") end, words = { "step  10  loss %d.*scale %d" } },
 }
