@@ -5,7 +5,7 @@
 // so that a place picked thousands of times costs no more than others. Sums that cross a chunk's ends are kept apart and
 // combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once.
 // Called through the device's table.
-#include "map.h"
+#include "lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -193,25 +193,6 @@ struct scatter {
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
   void       *part;         // [2 * chunks x columns]: of a chunk the sum that began before it, and that which goes on behind it
-};
-
-// V columns of sums in f32, or one in f64.
-template <int V_> struct float_lanes {
-  enum { V = V_ };
-  typedef float number;
-  typedef typename mixed<V>::raw raw;
-  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { mixed<V>::fetch(r, data, dtype, at, 1); }
-  __device__ static void values(float (&x)[V], const raw &r, int dtype) { mixed<V>::floats(x, r, dtype); }
-  __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V]) { mixed<V>::store(data, dtype, at, y); }
-};
-
-struct double_lanes {
-  enum { V = 1 };
-  typedef double number;
-  typedef double raw;
-  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { r = load_double(data, dtype, at); }
-  __device__ static void values(double (&x)[1], const raw &r, int) { x[0] = r; }
-  __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1]) { store_double(data, dtype, at, y[0]); }
 };
 
 template <class Lanes> __device__ static void keep_part(const scatter &s, int64_t slot, int64_t column, const typename Lanes::number (&sum)[Lanes::V])

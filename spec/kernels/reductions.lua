@@ -63,7 +63,7 @@ generators.extreme_grad = function(try)
   end
 end
 
-local ROWS = { 1, 3, 17, 33, 65, 129, 515, 1100, 5000 }
+local ROWS = { 1, 3, 17, 33, 64, 65, 129, 515, 1100, 2051, 5000, 9004 }
 
 local function along_rows(tolerance)
   return function(try)

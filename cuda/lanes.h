@@ -1,0 +1,26 @@
+// What kernels that sum are made for: V elements of f32, f16 or bf16 at a time with sums in f32, or single ones of any format
+// in f64. Included by kernel files. Owns nothing.
+#ifndef ENG_CUDA_LANES_H
+#define ENG_CUDA_LANES_H
+
+#include "map.h"
+
+template <int V_> struct float_lanes {
+  enum { V = V_ };
+  typedef float number;
+  typedef typename mixed<V>::raw raw;
+  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { mixed<V>::fetch(r, data, dtype, at, 1); }
+  __device__ static void values(float (&x)[V], const raw &r, int dtype) { mixed<V>::floats(x, r, dtype); }
+  __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V]) { mixed<V>::store(data, dtype, at, y); }
+};
+
+struct double_lanes {
+  enum { V = 1 };
+  typedef double number;
+  typedef double raw;
+  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { r = load_double(data, dtype, at); }
+  __device__ static void values(double (&x)[1], const raw &r, int) { x[0] = r; }
+  __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1]) { store_double(data, dtype, at, y[0]); }
+};
+
+#endif
