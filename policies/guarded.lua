@@ -1,0 +1,51 @@
+-- For losses with violent gradients, as DPO's log-sigmoid: x0.3 on overflow but never below 2^12, no growth for a while after five
+-- bad steps in a row, and the gradient's norm is clipped at 1. `ahead` lowers the scale before a growing norm overflows.
+-- Source: the DPO recipe for custom scalers in ms-swift's guides.
+return {
+  name = "guarded",
+  doc  = "x0.3 with a floor on overflow, growth paused after bad rows, clipping; for DPO.",
+  needs = { "norm", "amax" },
+
+  options = {
+    init_scale      = 2^16,
+    backoff_factor  = 0.3,
+    growth_factor   = 1.6,
+    growth_interval = 1000,   -- good steps in a row
+    floor           = 2^12,
+    max_scale       = 2^24,
+    bad_row         = 5,      -- overflows in a row after which growth pauses
+    pause           = 2000,   -- steps
+    clip            = 1,      -- largest norm of an update's gradient; inf: none
+    ahead           = 2^14,   -- the largest stored gradient that growth may lead to, and half of what is borne; inf: no limit
+    patience        = 50,     -- overflows in a row at the floor, until the run is stopped
+  },
+
+  init = function(options)
+    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1 and options.clip > 0) then
+      error("expected backoff_factor in (0, 1), growth_factor > 1 and clip > 0", 0)
+    end
+    return { scale = options.init_scale, good = 0, bad = 0, pause = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local before, action, reason = state.scale, nil, nil
+    state.pause = math.max(0, state.pause - 1)
+    if record.overflow then
+      state.good, state.bad = 0, state.bad + 1
+      if state.bad >= options.bad_row then state.pause, reason = options.pause, "bad steps in a row: growth pauses" end
+      state.scale = math.max(before * options.backoff_factor, options.floor)
+      if state.bad >= options.patience and before <= options.floor then
+        action, reason = "stop", "gradients overflow at the floor: look at the first bad tensor, the learning rate, the data"
+      end
+    else
+      state.good, state.bad = state.good + 1, 0
+      local largest = record.amax * before
+      if largest > 2 * options.ahead then
+        state.scale, state.good, reason = math.max(before / 2, options.floor), 0, "gradients grow: back off ahead"
+      elseif state.good % options.growth_interval == 0 and state.pause == 0 and largest * options.growth_factor <= options.ahead then
+        state.scale = math.min(before * options.growth_factor, options.max_scale)
+      end
+    end
+    return { scale = state.scale, action = action, clip = options.clip, reason = reason }
+  end,
+}

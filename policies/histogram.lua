@@ -1,0 +1,45 @@
+-- Two-bin histogram: gradients whose stored magnitude is above an eighth of fp16's range against those below. More than a share
+-- `threshold` above: the scale halves; else it doubles; every `period` steps. Source: Graphcore PopART's automatic loss scaling,
+-- which has neither limits nor a skip; both are here, and the doubling waits a while after an overflow.
+return {
+  name = "histogram",
+  doc  = "Halves or doubles by the share of gradients in the upper eighth of the format's range.",
+  needs = { "hist" },
+
+  options = {
+    init_scale = 2^12,
+    threshold  = 1e-7,    -- share of gradients that may be large
+    edge       = 13,      -- exponent from which a stored gradient is large: 2^13 is an eighth of 2^16
+    period     = 10,      -- steps between two decisions
+    wait       = 100,     -- steps without growth after an overflow
+    min_scale  = 2^-10,
+    max_scale  = 2^32,
+  },
+
+  init = function(options)
+    if not (options.period >= 1 and options.threshold >= 0 and options.threshold < 1) then
+      error("expected period >= 1 and threshold in [0, 1)", 0)
+    end
+    return { scale = options.init_scale, above = 0, below = 0, steps = 0, wait = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local reason
+    if record.overflow then
+      state.scale, state.wait, reason = state.scale / 2, options.wait, "overflow"
+      state.above, state.below, state.steps = 0, 0, 0
+    else
+      state.above = state.above + record.hist:sum(options.edge)
+      state.below = state.below + record.hist:sum(nil, options.edge - 1)
+      state.steps, state.wait = state.steps + 1, math.max(0, state.wait - 1)
+      if state.steps >= options.period then
+        local share = state.above / math.max(1, state.above + state.below)
+        if share > options.threshold then state.scale, reason = state.scale / 2, ("%.3g of the gradients are large"):format(share)
+        elseif state.wait == 0 and state.below > 0 then state.scale = state.scale * 2 end
+        state.above, state.below, state.steps = 0, 0, 0
+      end
+    end
+    state.scale = math.max(options.min_scale, math.min(options.max_scale, state.scale))
+    return { scale = state.scale, reason = reason }
+  end,
+}

@@ -1,0 +1,48 @@
+-- The hybrid: max-value scaling every step, calibrated now and then by a reference backward in f32. Where the f32 norm says that
+-- gradients are lost though the largest one stands at its target, the target rises (to `bold` at most); where they saturate, or
+-- overflow, it falls. Source: the combination of max_value.lua and norm_ratio.lua.
+return {
+  name = "max_norm",
+  doc  = "Max-value scaling whose target a reference f32 backward calibrates.",
+  needs = { "amax", "norm", "norm_ref" },
+
+  options = {
+    init_scale = 2^12,
+    target     = 32768,
+    bold       = 49152,   -- the highest target
+    ref_every  = 100,     -- steps between two reference backwards
+    high       = 1.05,    -- f32 norm / norm above: underflow
+    low        = 0.95,    -- below: saturation
+    decay      = 0.9,
+    min_scale  = 2^-10,
+    max_scale  = 2^32,
+  },
+
+  init = function(options)
+    if not (options.target > 0 and options.bold >= options.target and options.high > options.low) then
+      error("expected 0 < target <= bold and low < high", 0)
+    end
+    return { scale = options.init_scale, target = options.target }
+  end,
+
+  decide = function(state, record, options)
+    local scale, reason = state.scale, nil
+    local function aim(factor) state.target = math.max(2^-6, math.min(options.bold, state.target * factor)) end
+    if record.overflow then
+      aim(0.5)
+      scale, reason = scale / 2, ("overflow: target %.4g"):format(state.target)
+    elseif record.amax > 0 then
+      if record.norm_ref and record.norm > 0 then
+        local ratio = record.norm_ref / record.norm
+        if ratio > options.high then aim(1.5) elseif ratio < options.low then aim(0.75) end
+        reason = ("f32 norm / norm = %.4g: target %.4g"):format(ratio, state.target)
+      end
+      local wanted = math.max(scale / 2, math.min(scale * 2, state.target / record.amax))
+      scale = options.decay * scale + (1 - options.decay) * wanted
+    elseif record.norm_ref and record.norm_ref > 0 then
+      scale, reason = scale * 16, "all gradients are zero, in f32 they are not"
+    end
+    state.scale = math.max(options.min_scale, math.min(options.max_scale, scale))
+    return { scale = state.scale, reason = reason }
+  end,
+}

@@ -1,0 +1,43 @@
+-- A PID controller holds the largest stored gradient at its target: the error is measured in octaves, log2(target / largest), and the
+-- controller moves log2(scale). In velocity form, so that limits wind nothing up; an overflow counts as an error of `shock`
+-- octaves and clears what the controller remembers. Source: textbook control (Astrom and Murray, Feedback Systems, chapter 11).
+return {
+  name = "pid",
+  doc  = "A PID controller on log2 of the largest stored gradient.",
+  needs = { "amax" },
+
+  options = {
+    init_scale = 2^14,
+    target     = 8192,
+    kp         = 0.05,    -- octaves for each octave the error changes
+    ki         = 0.05,    -- octaves a step for each octave of error
+    kd         = 0,       -- octaves for each octave the error's change changes
+    shock      = 1,       -- octaves an overflow takes away at once
+    most       = 1,       -- octaves a step at most
+    min_scale  = 2^-10,
+    max_scale  = 2^32,
+  },
+
+  init = function(options)
+    if not (options.target > 0 and options.ki >= 0 and options.most > 0 and options.shock > 0) then
+      error("expected target, most and shock > 0 and ki >= 0", 0)
+    end
+    return { scale = options.init_scale, change = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local octaves = 0
+    if record.overflow then
+      octaves, state.error, state.change = -options.shock, nil, 0
+    elseif record.amax > 0 then
+      local e = math.log(options.target / (record.amax * record.scale)) / math.log(2)
+      e = math.max(-8, math.min(8, e))                                            -- an outlier is an outlier
+      local change = state.error and e - state.error or 0
+      octaves = options.kp * change + options.ki * e + options.kd * (change - state.change)
+      octaves = math.max(-options.most, math.min(options.most, octaves))
+      state.error, state.change = e, change
+    end
+    state.scale = math.max(options.min_scale, math.min(options.max_scale, state.scale * 2^octaves))
+    return { scale = state.scale, reason = record.overflow and "overflow" or nil }
+  end,
+}
