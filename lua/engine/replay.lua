@@ -45,7 +45,7 @@ function M.run(trace, source, options)
     defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, exact = 0, failures = 0, initial = policy:scale() }
   if trace.names then
     result.marks = marks
-    policy:tensors(require("engine.trainer").groups_of(trace.names))
+    policy:tensors(require("engine.groups").of(trace.names))
   end
   local needs, updates = policy.needs or 0, trace.rows and trace.rows[0].updates or 0
   local logs, elements, masses, applied = 0, 0, 0, 0
