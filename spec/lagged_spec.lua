@@ -1,118 +1,81 @@
--- Lagged statistics and updates: asked for at one step, read later, while the device skips, clips and counts by itself.
-local engine = require "engine.ffi"
-local sets = require "spec.kernels.parameter_set"
-local ffi, C, check = engine.ffi, engine.C, engine.check
+-- mode = "lagged": the policy decides one step later than the update, and nothing else changes.
+local engine = require "engine"
+local helper = require "spec.helper"
 
-local inf = math.huge
-local SHAPES = { { 20001 }, { 9, 3 }, { 5 } }
-local ADAMW = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 }
+local TEXT = io.open("core/errors.def"):read("*a"):rep(4)
 
-local function start(set, needs, losses)
-  local list = ffi.new("eng_tensor[?]", math.max(#(losses or {}), 1))
-  for i, x in ipairs(losses or {}) do list[i - 1] = x end
-  return C.eng_params_stats_start(set.params, needs or 31, list, #(losses or {}))
+--- Trains a small GPT; gives losses and scales by step, the weights' checksum and the trainer.
+local function train(options)
+  engine.seed(5)
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout or 0 }
+  local seen = { loss = {}, scale = {}, overflow = {} }
+  local trainer = engine.trainer {
+    model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = options.steps or 24, log = "quiet",
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }), clip = 0.5, accumulate = options.accumulate,
+    policy = options.policy, policy_options = options.policy_options, mode = options.mode, run = options.run, resume = options.resume,
+    checkpoint_every = options.checkpoint_every, trap = options.trap,
+    on_step = function(_, record)
+      local step = tonumber(record.step)
+      seen.loss[step], seen.scale[step], seen.overflow[step] = record.loss, record.scale, record.overflow
+    end,
+  }
+  local summary = trainer:run()
+  return seen, summary, trainer
 end
 
-local function fetch(set, scale)
-  local record, stats, loss = ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", set.n), ffi.new("double[1]")
-  check(C.eng_params_stats_fetch(record, stats, loss, set.params, scale or 1))
-  return record, stats, loss[0]
-end
-
---- Gradients of a step: mild ones times `size`, with `bad` somewhere when it is given.
-local function gradients(step, size, bad)
-  local lists = {}
-  for i, shape in ipairs(SHAPES) do
-    local n = sets.count_of(shape)
-    local list = ffi.new("float[?]", n)
-    for k = 0, n - 1 do list[k] = math.sin(k * 0.37 + i + step) * size end
-    if bad and i == 2 then list[3] = bad end
-    lists[i] = list
-  end
-  return lists
-end
-
-describe("lagged updates", function()
-  it("do what updates do that are decided before they are made", sets.step(function()
-    local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }   -- size of the gradients, and what spoils them
-    for _, format in ipairs { "f32", "f16" } do
-      for _, kind in ipairs { "adamw", "sgd", "lion" } do
-        sets.everywhere(function()
-          local eager, lagged = sets.new(SHAPES, { gradient = format }), sets.new(SHAPES, { gradient = format })
-          eager:optimizer(kind)
-          lagged:optimizer(kind)
-          local t, factor, clip = 1, 1 / 8, 200
-          for number, step in ipairs(steps) do
-            local lists = gradients(number, unpack(step))
-            eager:write_gradients(lists, "f32")
-            lagged:write_gradients(lists, "f32")
-            local record = eager:stats(8)
-            assert.equal(step[2] and 1 or 0, record.overflow)
-            if record.overflow == 0 then
-              local own = factor
-              if record.norm > clip then own = own * clip / (record.norm + 1e-6) end
-              eager:update { hyper = ADAMW, factor = own, t = t }
-              t = t + 1
-            end
-            check(start(lagged, C.ENG_NEED_NORM))
-            lagged:update { hyper = ADAMW, factor = factor, t = 1, lagged = true, clip_norm = clip }
-            local late = fetch(lagged, 8)
-            assert.equal(record.overflow, late.overflow)
-            assert.equal(record.norm, late.norm)
-          end
-          for i = 1, #SHAPES do
-            local one, other = eager:weights(i), lagged:weights(i)
-            for k = 1, #one, 7 do
-              assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k]), ("weight %d of %d: %.9g, lagged %.9g"):format(k, i, one[k], other[k]))
-            end
-          end
-          -- An update that is not lagged counts anew.
-          eager:write_gradients(gradients(9, 1), "f32")
-          lagged:write_gradients(gradients(9, 1), "f32")
-          eager:update { hyper = ADAMW, t = 40 }
-          lagged:update { hyper = ADAMW, t = 40 }
-          local one, other = eager:weights(2), lagged:weights(2)
-          for k = 1, #one do assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k])) end
-          eager:free()
-          lagged:free()
-        end)
+describe("lagged training", function()
+  it("makes the same updates while the scale stands still", function()
+    for _, options in ipairs { { policy = "static", policy_options = { loss_scale = 1024 } }, { policy = "static", accumulate = 3, dropout = 0.1 } } do
+      local a = train(options)
+      options.mode = "lagged"
+      local b, summary = train(options)
+      for step = 1, 22 do
+        assert.is_true(math.abs(a.loss[step] - b.loss[step]) <= 1e-6 * a.loss[step], ("step %d: %.9g and %.9g"):format(step, a.loss[step], b.loss[step]))
       end
+      assert.equal(24, summary.updates)
     end
-  end))
+  end)
 
-  it("bring records and losses in the order they were asked for", sets.step(function()
-    sets.everywhere(function()
-      local set = sets.new({ { 100 }, { 3 } }, { gradient = "bf16" })
-      for round = 1, 4 do
-        local losses = {}
-        for i = 1, round do
-          losses[i] = ffi.new("eng_tensor")
-          check(C.eng_new(losses[i], engine.dtype.f32, 0, nil, C.ENG_AUTO))
-          check(C.eng_fill(losses[i], round + i / 16))
-        end
-        local values = {}
-        for k = 1, 100 do values[k] = k % 4 == 0 and 0 or round end
-        set:write_gradients { values, round ~= 2 and { 1, 2, 2 ^ round * 4 } or false }
-        check(start(set, 31, losses))
-      end
-      assert.is_true(start(set) ~= 0)
-      assert.matches("on their way", engine.message())
-      for round = 1, 4 do
-        local record, stats, loss = fetch(set, 2)
-        assert.equal(round * round + round * (round + 1) / 32, loss)
-        assert.equal(25, tonumber(stats[0].zeros))
-        assert.equal(round, stats[0].amax)
-        assert.equal(round == 2 and 0 or 3, tonumber(stats[1].count))
-        assert.equal((round == 2 and 2 or 2 ^ round * 4) / 2, record.amax)
-      end
-      assert.error_matches(function() fetch(set) end, "none were asked for")
-      check(start(set))   -- left behind: the set takes it along
-      set:free()
-      local other = sets.new { { 2 } }
-      other:write_gradients { { 3, 4 } }
-      check(start(other))
-      assert.equal(5, (fetch(other)).norm)
-      other:free()
-    end)
-  end))
+  it("skips an overflow at once and lowers the scale a step later", function()
+    local options = { policy = "dynamic", policy_options = { init_scale = 2 ^ 30, growth_interval = 1000 }, mode = "lagged" }
+    local seen, summary = train(options)
+    assert.equal(1, seen.overflow[0])
+    assert.equal(2 ^ 30, seen.scale[1])      -- the second step was asked for before the first one was known
+    assert.equal(2 ^ 29, seen.scale[2])
+    assert.is_true(summary.skipped > 2 and summary.updates == 24 - summary.skipped)
+    for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
+  end)
+
+  it("goes on from a checkpoint as if it had not stopped", function()
+    local folder = helper.folder()
+    local options = { mode = "lagged", dropout = 0.1, policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 3 }, checkpoint_every = 8 }
+    options.run = folder .. "/whole"
+    local whole = train(options)
+    options.run, options.steps = folder .. "/parts", 16
+    local first = train(options)
+    options.steps, options.resume = 24, "auto"
+    local second = train(options)
+    for step = 17, 22 do assert.equal(whole.loss[step], second.loss[step]) end
+    assert.equal(whole.scale[23], second.scale[23])
+    assert.equal(whole.loss[14], first.loss[14])
+  end)
+
+  it("writes every step into the history", function()
+    local folder = helper.folder()
+    train { mode = "lagged", run = folder .. "/run", steps = 11 }
+    local history = engine.history.open(folder .. "/run")
+    local rows = history:query "SELECT step, loss FROM steps ORDER BY step"
+    assert.equal(11, #rows)
+    for i, row in ipairs(rows) do assert.equal(i - 1, row.step) end
+    history:close()
+  end)
+
+  it("refuses what must wait", function()
+    local good, message = pcall(train, { mode = "lagged", trap = "overflow" })
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("mode=lagged: trap runs an overflowed step again", 1, true))
+    good, message = pcall(train, { mode = "later" })
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("expected mode as sync or lagged, got 'later'", 1, true))
+  end)
 end)

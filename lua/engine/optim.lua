@@ -229,9 +229,10 @@ function Optimizer:clip_grad_value(limit)
   self._clip_value = limit
 end
 
-local STEP = { gradient_factor = true, clip_value = true, lr_mul = true }
+local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true, clip_norm = true }
 
---- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul. A clip set by clip_grad_norm applies too.
+--- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; lagged and clip_norm (lagged.lua).
+--- A clip set by clip_grad_norm applies too.
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
@@ -249,6 +250,7 @@ function Optimizer:step(options)
   update.gradient_factor = (options.gradient_factor or 1) * (self._clip or 1)
   update.clip_value = options.clip_value or self._clip_value or 0
   update.t = self.updates + 1
+  update.lagged, update.clip_norm = options.lagged and 1 or 0, options.clip_norm or 0
   check(C.eng_optimizer_step(self.state, update))
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil

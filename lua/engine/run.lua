@@ -287,11 +287,16 @@ function Run:save()
   return path, note
 end
 
+--- Whether a checkpoint is to be written after this step.
+function Run:due()
+  local every = self.checkpoint_every
+  return self.path ~= nil and every > 0 and self.trainer.steps_done % every == 0
+end
+
 --- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth showing, or nil.
 function Run:after_step(last)
   if not self.path then return nil end
-  local every = self.checkpoint_every
-  if not (last or (every > 0 and self.trainer.steps_done % every == 0)) or self.saved_at == self.trainer.steps_done then return nil end
+  if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end
   local path, message = self:save()
   if not path or message then return message end
 end

@@ -9,6 +9,7 @@
 -- What a run writes stands in run.lua (history, checkpoints, resuming); what it shows in progress.lua.
 local M_ffi = require "engine.ffi"
 local groups = require "engine.groups"
+local lagged = require "engine.lagged"
 local machine = require "engine.machine"
 local nearest = require "engine.nearest"
 local precision = require "engine.precision"
@@ -110,7 +111,7 @@ end
 local KNOWN = {
   model = true, data = true, loss = true, optimizer = true, schedule = true, precision = true, policy = true, policy_options = true,
   steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
-  log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true,
+  log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true, mode = true,
   ref_every = true, ref_layers = true,
   shadow = true, trap = true, watch = true, attach = true,
 }
@@ -151,6 +152,7 @@ local function check_options(o)
   want(o.evaluate == nil or (type(o.evaluate) == "table" and type(o.evaluate.data) == "table" and whole(o.evaluate.every)), "evaluate",
     "{ data = a loader, every = steps }", o.evaluate)
   want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
+  want(o.mode == nil or o.mode == "sync" or o.mode == "lagged", "mode", "sync or lagged", o.mode)
   want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
   want(o.schedule == nil or callable(o.schedule), "schedule", "one of engine.schedule or a function(updates)", o.schedule)
   want(o.trap == nil or o.trap == false or o.trap == "" or o.trap == "overflow", "trap", "overflow, or nothing", o.trap)
@@ -218,6 +220,11 @@ local function new(o)
   self:use_policy(self.policy)
   self.swaps, self.overflows = require("engine.swap").new(self, o), require("engine.overflow").new(self, o.trap == "overflow")
   self.control = require("engine.control").new(self, o)
+  if o.mode == "lagged" then
+    local refusal = lagged.refusal(o, self.policy)
+    if refusal then error(refusal, 0) end
+    self.step, self.asked = lagged.step, {}
+  end
   self.run_files = run_files.open(self, o)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
   if self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
@@ -243,6 +250,8 @@ end
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference backwards (the policy's option, or 100), and a
 ---                                pattern of the parameters they are for (all)
 ---   evaluate                     { data =, every =, batches = }: loss on other data
+---   mode                         "sync": the policy decides before the update, which takes a wait for the device; "lagged": nothing
+---                                waits, the policy decides one step later (lagged.lua)
 ---   config                       the script's settings, to be remembered
 ---   shadow                       policies that see every record and decide nothing: a list, or "a,b" (shadow.lua)
 ---   watch                        false: the policy's file is not looked at while the run goes on (swap.lua)
@@ -260,7 +269,7 @@ end
 
 -- ------------------------------------------------------------------ signals
 
-M.signals = {}
+M.signals = require "engine.signals"
 
 --- Publishes a number that policies read as record.signals[name], for example an attention entropy.
 function M.signal(name, value)
@@ -341,6 +350,8 @@ function Trainer:run()
       local from = machine.clock()
       local tokens_before = self.tokens
       local record, verdict = self:step()
+      if self.asked and (self.steps_done >= self.steps or self.run_files:due() or C.eng_interrupted() > 0) then record, verdict = lagged.drain(self, record, verdict) end
+      if not record then goto next end                                           -- lagged: the first record is still on its way
       local now = machine.clock()
       local rate = (self.tokens - tokens_before) / math.max(now - from, 1e-9)
       speed = speed ~= speed and rate or 0.9 * speed + 0.1 * rate
@@ -367,6 +378,7 @@ function Trainer:run()
       if interrupted then stopped = "interrupted" end
       local message = self.run_files:after_step(self.steps_done >= self.steps or stopped ~= nil)
       if message then progress:note(message) end
+      ::next::
     end
   end
 
@@ -393,6 +405,7 @@ end
 --- After an error: the unfinished step is taken back and the steps before it go into a checkpoint.
 function Trainer:rescue(problem)
   C.eng_step_end()
+  if self.asked then pcall(lagged.drain, self) end
   if self.place then pcall(self.go_back, self, self.place) end
   self.place = nil
   self.run_files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))

@@ -1,0 +1,99 @@
+-- A training step that never waits for the device: mode = "lagged". What Trainer:step does in order is done here in two halves. The first asks
+-- the device for everything: forward, backward, statistics, and an update that the device itself leaves out when a gradient is inf or
+-- nan. The second, one step later, reads the record that is there by then and lets the policy decide. So
+--   - a policy's scale is used two steps after the backward pass it was decided on, not one; overflows are skipped all the same;
+--   - a policy cannot hold back an update or ask for the batch again: `skip` and `retry` without an overflow come too late;
+--   - the learning rate follows the updates known so far and takes those on their way for granted.
+-- Used by trainer.lua.
+local M_ffi = require "engine.ffi"
+local machine = require "engine.machine"
+local signals = require "engine.signals"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local MOST_LOSSES = 64     -- micro-batches of a step, as the core has it
+
+--- Refuses what cannot work without waiting. Gives the message, or nil.
+function M.refusal(options, policy)
+  if bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then
+    return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; hint: mode=sync"):format(policy.name)
+  end
+  if options.trap then return "mode=lagged: trap runs an overflowed step again, which is over by the time it is known; hint: mode=sync" end
+  if (options.accumulate or 1) > MOST_LOSSES then return ("mode=lagged: expected accumulate of up to %d, got %d"):format(MOST_LOSSES, options.accumulate) end
+end
+
+--- The first half. Gives what the second needs to know.
+local function ask(self)
+  local opt, data, policy = self.optimizer, self.data, self.policy
+  local scale = policy:scale()
+  local lr = self.fixed_lr or self.schedule and self.schedule(self.updates) or opt.lr
+  check(C.eng_step_begin())
+  opt:zero_grad()
+  self.groups:apply(policy)
+  if self.groups.apart then
+    M_ffi.raise("mode=lagged: policy %s scales layers apart, which takes the record of the step itself; hint: mode=sync", policy.name)
+  end
+  local asked = { step = self.steps_done, updates = self.updates, scale = scale, lr = lr, tokens = 0, elapsed = machine.clock() - self.began }
+  local losses = M_ffi.new("eng_tensor[?]", self.accumulate)
+  self.place = self:remember_place()
+  for i = 1, self.accumulate do
+    local batch = data:next()
+    local loss = self:forward(batch)
+    loss:backward { scale = scale / self.accumulate }
+    losses[i - 1] = loss
+    asked.tokens = asked.tokens + (batch.tokens or batch.y and batch.y.count or 0)
+  end
+  for name, value in pairs(signals) do
+    asked.signals = asked.signals or {}
+    asked.signals[name] = value
+  end
+  check(C.eng_params_stats_start(opt.params, self.needs, losses, self.accumulate))
+  opt.lr = lr
+  local verdict = self.last_verdict
+  opt:step { gradient_factor = 1 / scale, clip_value = self.clip_value, lr_mul = verdict and verdict.lr_mul or 1, lagged = true,
+    clip_norm = verdict and verdict.clip > 0 and verdict.clip or self.clip or 0 }
+  self.updates = self.updates + 1
+  self.steps_done, self.place = self.steps_done + 1, nil
+  self.tokens = self.tokens + asked.tokens
+  check(C.eng_step_end())
+  return asked
+end
+
+--- The second half, for the oldest step asked for: its record, and the policy's verdict.
+local function settle(self)
+  local asked = table.remove(self.asked, 1)
+  local record, stats, opt, policy = self.record, self.stats, self.optimizer, self.policy
+  local loss = M_ffi.new("double[1]")
+  check(C.eng_params_stats_fetch(record, stats, loss, opt.params, asked.scale))
+  record.step, record.updates, record.scale, record.lr, record.elapsed = asked.step, asked.updates, asked.scale, asked.lr, asked.elapsed
+  record.loss, record.norm_ref = loss[0] / self.accumulate, 0 / 0
+  for name, value in pairs(asked.signals or {}) do policy:signal(name, value) end
+  local verdict = self.swaps:decide(record, stats)
+  if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
+  if record.overflow ~= 0 then    -- the device left the update out
+    self.skipped, self.updates, opt.updates = self.skipped + 1, self.updates - 1, opt.updates - 1
+  end
+  self.last_verdict = verdict
+  self.run_files:append(record, verdict, stats, asked.tokens)
+  return record, verdict
+end
+
+--- One step: asks for this one, settles the one before. Gives that one's record and verdict, nothing at the first step.
+function M.step(self)
+  self.asked[#self.asked + 1] = ask(self)
+  if #self.asked > 1 then return settle(self) end
+end
+
+--- Settles whatever is on its way: before a checkpoint, at the end of a run. `record`, `verdict`: what step() gave. Gives the last ones;
+--- those before go to on_step here.
+function M.drain(self, record, verdict)
+  while self.asked[1] do
+    if record and self.on_step then self.on_step(self, record, verdict) end
+    record, verdict = settle(self)
+  end
+  return record, verdict
+end
+
+return M

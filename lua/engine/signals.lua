@@ -1,0 +1,2 @@
+-- Numbers that a script publishes for policies, by name: engine.signal(name, value). Read by the trainer at each step.
+return {}
