@@ -34,7 +34,7 @@ function Trainer:step()
   opt:zero_grad()
   self.groups:apply(policy)                                                      -- layers that the policy scales apart
 
-  local loss_sum, tokens = 0, 0
+  local losses, tokens = {}, 0
   self.place = self:remember_place()                                             -- for a retry, or when this step fails
   local reference = self.reference
   local drawn = reference and reference:batches()                                -- now and then: the same in f32, for record.norm_ref
@@ -43,12 +43,12 @@ function Trainer:step()
     self:remember_batch(i, batch)
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
-    loss_sum = loss_sum + loss:item()                                            -- (3) gradients stand in the flat buffer
+    losses[i] = loss                                                             -- (3) gradients stand in the flat buffer
     tokens = tokens + (batch.tokens or batch.y and batch.y.count or 0)
   end
 
   record.step, record.updates, record.scale = self.steps_done, self.updates, scale
-  record.loss, record.lr, record.norm_ref = loss_sum / self.accumulate, lr, 0 / 0
+  record.loss, record.lr, record.norm_ref = self:mean(losses), lr, 0 / 0
   record.elapsed = machine.clock() - self.began
   local stats = self.stats
   check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
@@ -86,6 +86,13 @@ function Trainer:forward(batch)
   local loss = precision.autocast(self.precision, self.loss, self.model, batch)
   if not tensor.is_tensor(loss) then M_ffi.raise("trainer: expected the loss as a tensor of one element, got %s", M_ffi.value_text(loss)) end
   return loss
+end
+
+--- The mean of the micro-batches' losses: what waits for the device.
+function Trainer:mean(losses)
+  local sum = 0
+  for i = 1, self.accumulate do sum = sum + losses[i]:item() end
+  return sum / self.accumulate
 end
 
 --- Where the data and the random numbers stand, so that a retry sees the same batch.
@@ -350,7 +357,8 @@ function Trainer:run()
       local from = machine.clock()
       local tokens_before = self.tokens
       local record, verdict = self:step()
-      if self.asked and (self.steps_done >= self.steps or self.run_files:due() or C.eng_interrupted() > 0) then record, verdict = lagged.drain(self, record, verdict) end
+      local ends = self.steps_done >= self.steps or self.run_files:due() or C.eng_interrupted() > 0
+      if self.asked and ends then record, verdict = lagged.drain(self, record, verdict) end
       if not record then goto next end                                           -- lagged: the first record is still on its way
       local now = machine.clock()
       local rate = (self.tokens - tokens_before) / math.max(now - from, 1e-9)
