@@ -98,6 +98,18 @@ describe("scalers of other systems:", function()
     end
   end)
 
+  it("test_graph_grad_scaling in real fp16: inputs 5, 20000, 5, 40000 give gradients 20 inf 10 inf", function()
+    local inputs, at, seen = { 5, 20000, 5, 40000 }, 0, {}
+    local model = engine.nn.linear(1, 1, { bias = false })
+    engine.trainer { model = model, steps = 4, log = "quiet", policy = "dynamic", policy_options = { init_scale = 4, growth_interval = 2 },
+      data = { next = function() at = at + 1 return { x = engine.tensor { { inputs[at] } } } end },
+      loss = function(m, batch) return m(batch.x):mean() end, optimizer = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" }),
+      on_step = function(_, record, verdict)
+        seen[#seen + 1] = { record.overflow ~= 0 and math.huge or record.amax * record.scale, verdict.scale }
+      end }:run()
+    assert.are.same({ { 20, 4 }, { math.huge, 2 }, { 10, 2 }, { math.huge, 1 } }, seen)
+  end)
+
   it("each is in the README", function()
     local readme = helper.read "policies/README.md"
     for _, name in ipairs(engine.policy.names()) do assert.truthy(readme:find("`" .. name .. ".lua`", 1, true), name) end
