@@ -150,6 +150,10 @@ generators.topk = function(try)
         end
       end
     end
+    for _, k in ipairs { 5, 100 } do
+      local x = FORMATS[dtype] and float(dtype, { 2, 1500 }, "special") or whole(dtype, { 2, 1500 }, 0, 20)
+      try { inputs = { x }, ints = { k }, outputs = 2, zeros = true }
+    end
   end
 end
 
@@ -163,7 +167,9 @@ local function find_extreme(try)
         end
       end
     end
-    try { inputs = { FORMATS[dtype] and float(dtype, { 1100 }, "normal") or whole(dtype, { 1100 }, 0, 100) }, ints = { 0, 0 } }
+    for _, n in ipairs { 1100, 5000 } do
+      try { inputs = { FORMATS[dtype] and float(dtype, { n }, "normal") or whole(dtype, { n }, 0, 100) }, ints = { 0, 0 } }
+    end
     if dtype == "bf16" then
       for dimension = 0, 1 do try { inputs = { float(dtype, { 300, 65 }, "normal") }, ints = { dimension, 0 } } end
     end
