@@ -36,6 +36,16 @@ typedef struct fp8_scale {
 /// Whether q = x / factor.
 ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 
+/// The largest number of a format, e4m3, e5m2 or ENG_FORMAT_E5M6.
+ENG_INLINE float fp8_largest(int64_t format) { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
+
+/// What an infinite factor becomes, for scales in these blocks (0: the whole side) of a tensor of this dtype.
+ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
+{
+  if ((block_rows == 0 && block_columns == 0) || (dtype != ENG_f16 && dtype != ENG_bf16)) return f32_from(0x7F7FFFFFu);
+  return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
+}
+
 /// The least amax a rule works with, unless the caller has another.
 ENG_INLINE float fp8_eps(int rule, double eps)
 {

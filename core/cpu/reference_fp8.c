@@ -7,7 +7,6 @@
 #include "../fp8_scale.h"
 #include "../rng.h"
 
-#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -41,17 +40,6 @@ static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int
   return amax;
 }
 
-/// The largest number of the format that a given infinite factor becomes.
-static float limit_of(const op_call *call)
-{
-  bool tensor_wide = !call->ints[1] && !call->ints[2];
-  int dtype = call->in[0]->dtype;
-  if (tensor_wide || dtype == ENG_f32 || dtype == ENG_f64) return FLT_MAX;
-  return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
-}
-
-static float largest_of(int64_t format) { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
-
 static fp8_scale scale_of_block(const op_call *call, float amax)
 {
   int rule = (int)call->ints[3];
@@ -59,8 +47,8 @@ static fp8_scale scale_of_block(const op_call *call, float amax)
     float factor = ((const float *)call->in[1]->data)[0];
     return (fp8_scale){factor, 1.0f / factor};
   }
-  return fp8_scale_of(amax, largest_of(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
-                      limit_of(call));
+  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
+                      fp8_limit(call->ints[1], call->ints[2], call->in[0]->dtype));
 }
 
 static uint32_t random_of(const side *s, int64_t element)

@@ -10,6 +10,7 @@ local FP8 = { "e4m3", "e5m2" }
 local E5M6 = 12
 local BLOCKS = { { 0, 0 }, { 1, 0 }, { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 1 }, { 1, 16 }, { 3, 5 }, { 2, 300 }, { 64, 0 }, { 0, 64 } }
 local SHAPES = { { 1, 1 }, { 5, 3 }, { 3, 129 }, { 130, 257 }, { 7, 128 }, { 128, 16 }, { 1, 300 }, { 0, 5 }, { 3, 0 }, { 64, 256 } }
+local LARGE = { { 300, 40 }, { 5, 2100 }, { 140, 1100 } }   -- more than a tile either way
 
 --- What quantize yields for a tensor, on the device in force.
 local function quantized(x, format, block, flags, rule)
@@ -19,7 +20,7 @@ end
 generators.quantize = function(try)
   local n = 0
   for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
-    for _, shape in ipairs(SHAPES) do
+    for _, shape in ipairs(dtype == "bf16" and tensors.both(SHAPES, LARGE) or SHAPES) do
       for _, block in ipairs(BLOCKS) do
         n = n + 1
         local kind = ({ "normal", "rare", "tiny", "large" })[n % 4 + 1]
@@ -91,7 +92,7 @@ local function operand(format, rows, columns, block, transposed, kind)
 end
 
 generators.fp8_matmul = function(try)
-  local sizes = { { 1, 1, 1 }, { 3, 5, 32 }, { 17, 33, 65 }, { 9, 70, 128 }, { 33, 17, 200 }, { 65, 130, 257 }, { 5, 3, 520 }, { 4, 3, 0 }, { 0, 3, 5 } }
+  local sizes = { { 1, 1, 1 }, { 3, 5, 32 }, { 17, 33, 65 }, { 9, 70, 128 }, { 33, 17, 200 }, { 65, 130, 257 }, { 5, 3, 520 }, { 4, 3, 0 }, { 0, 3, 5 }, { 2, 1100, 40 }, { 1100, 3, 33 } }
   local pairs_of_blocks = { { { 0, 0 }, { 0, 0 } }, { { 1, 0 }, { 1, 0 } }, { { 1, 128 }, { 128, 128 } }, { { 1, 128 }, { 1, 128 } }, { { 128, 128 }, { 1, 128 } },
                             { { 1, 64 }, { 1, 128 } }, { { 1, 0 }, { 128, 128 } }, { { 1, 16 }, { 16, 16 } } }
   local n = 0

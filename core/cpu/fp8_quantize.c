@@ -1,0 +1,416 @@
+// The operations quantize and dequantize. Work goes by tiles that stay in the second cache: a tile's blocks are measured (the
+// largest magnitude, as bits: a NaN is larger than all), get their scales by core/fp8_scale.h, and are written as codes; where a
+// transposed copy is wanted the same tile gives it, too, in blocks of its own. Blocks too tall for a tile take two passes: one
+// that measures pieces of them, one that writes. Scales of one column each or of a whole row go through the same loops: a
+// row's factors are laid out, one for each element.
+// f64 and e5m6, and a transposed copy rounded at random, go to the reference. Called through backend.kernel[].
+#include "../fp8_layout.h"
+#include "../fp8_scale.h"
+#include "../rng.h"
+#include "philox.h"
+#include "rows.h"
+#include "simd.h"
+#include "tasks.h"
+#include "turn.h"
+
+enum {
+  STRIP = 1024,        // columns of a tile, at most, but for wider blocks
+  TALL = 256,          // rows of a block that a tile can hold
+  CHUNK = 64,          // rows measured and written at a time where blocks are taller
+  TURN = 64,           // rows and four times as many columns transposed at a time
+  VERTICAL = 64,       // columns of a block below which rows are compared with rows
+};
+
+/// One of the two results: x in its blocks, written as it is or transposed. Blocks are counted in x's rows and columns.
+typedef struct side {
+  const op_call *call;
+  const void *x;
+  int      dtype;                          // of x
+  int64_t  rows, columns;                  // of x
+  int64_t  high, wide;                     // of a block, in x; 0 is resolved
+  int64_t  across;                         // blocks beside each other
+  int64_t  scale_down, scale_across;       // floats between the scales of blocks below and beside each other
+  uint8_t *q;
+  float   *scale;
+  bool     turned;
+  uint8_t *turn_to;                        // square blocks: the transposed bytes are made of q's
+  float   *turn_scale;
+  int64_t  turn_down, turn_across;
+  int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
+  uint32_t *measured;                      // tall blocks: [pieces of all][across] magnitudes
+} side;
+
+// ------------------------------------------------------------------ measuring
+
+VF_INLINE vi magnitudes(vf x) { return vi_and((vi)x, vi_set1(0x7FFFFFFF)); }
+VF_INLINE vi vi_larger_(vi a, vi b)
+{
+#if defined(ENG_ISA_avx512)
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  return vi_select(vi_gt(a, b), a, b);
+#endif
+}
+
+static uint32_t largest_magnitude(const float *x, int64_t n)
+{
+  vi a = {0}, b = {0};
+  int64_t i = 0;
+  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    a = vi_larger_(a, magnitudes(vf_load(x + i)));
+    b = vi_larger_(b, magnitudes(vf_load(x + i + VF_LANES)));
+  }
+  for (; i < n; i += VF_LANES) a = vi_larger_(a, magnitudes(vf_load_n(x + i, (int)smaller(VF_LANES, n - i))));
+  a = vi_larger_(a, b);
+  int32_t most = 0;
+  for (int l = 0; l < VF_LANES; l++) most = a[l] > most ? a[l] : most;
+  return (uint32_t)most;
+}
+
+// Magnitudes of the blocks of rows [r0, r0+rows) (of one block's height at most), columns [c0, c0+columns), c0 at a block's edge.
+static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, uint32_t *most)
+{
+  float buffer[TILE];
+  int64_t blocks = (columns + s->wide - 1) / s->wide;
+  if (s->wide >= VERTICAL) {
+    for (int64_t j = 0; j < blocks; j++) {
+      int64_t from = c0 + j * s->wide, end = smaller(from + s->wide, c0 + columns);
+      uint32_t top = 0;
+      for (int64_t r = r0; r < r0 + rows; r++)
+        for (int64_t c = from; c < end; c += TILE) {
+          int n = (int)smaller(TILE, end - c);
+          uint32_t here = largest_magnitude(tile_load(buffer, s->x, s->dtype, r * s->columns + c, n), n);
+          if (here > top) top = here;
+        }
+      most[j] = top;
+    }
+    return;
+  }
+  int32_t top[STRIP] = {0};
+  for (int64_t r = r0; r < r0 + rows; r++)
+    for (int64_t c = 0; c < columns; c += TILE) {
+      int n = (int)smaller(TILE, columns - c);
+      const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c0 + c, n);
+      int i = 0;
+      for (; i + VF_LANES <= n; i += VF_LANES) vi_store(top + c + i, vi_larger_(vi_load(top + c + i), magnitudes(vf_load(x + i))));
+      for (; i < n; i++) {
+        int32_t here = (int32_t)(f32_bits(x[i]) & 0x7FFFFFFFu);
+        if (here > top[c + i]) top[c + i] = here;
+      }
+    }
+  for (int64_t j = 0; j < blocks; j++) {
+    int32_t here = 0;
+    for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
+    most[j] = (uint32_t)here;
+  }
+}
+
+// The largest magnitude with NaN left out, of a block that has one: rare.
+static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns)
+{
+  float top = 0, x;
+  for (int64_t r = r0; r < r0 + rows; r++)
+    for (int64_t c = c0; c < c0 + columns; c++) {
+      floats_from(&x, s->x, s->dtype, r * s->columns + c, 1);
+      if (vf_bits(vf_set1(x))[0] < 0) x = -x;
+      if (x > top) top = x;
+    }
+  return top;
+}
+
+// ------------------------------------------------------------------ scales and codes
+
+// The scale of the block at (r0, c0) of this magnitude.
+static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
+{
+  const op_call *call = s->call;
+  int rule = (int)call->ints[3];
+  if (call->in[1]) {
+    float factor = ((const float *)call->in[1]->data)[0];
+    return (fp8_scale){factor, 1.0f / factor};
+  }
+  float amax = f32_from(most);
+  if (most > 0x7F800000u && rule != ENG_SCALE_TORCHAO)
+    amax = without_nan(s, r0, smaller(s->high, s->rows - r0), c0, smaller(s->wide, s->columns - c0));
+  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
+                      fp8_limit(call->ints[1], call->ints[2], s->dtype));
+}
+
+// Scales of the blocks of a strip, written where they belong when `keep`, and the factor of each of its columns (of the first
+// TILE when the strip is one wide block).
+static void lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t columns, bool keep, float *factors)
+{
+  int64_t i = r0 / s->high, j0 = c0 / s->wide, blocks = (columns + s->wide - 1) / s->wide;
+  for (int64_t j = 0; j < blocks; j++) {
+    fp8_scale one = scale_of(s, most[j], i * s->high, c0 + j * s->wide);
+    if (keep) {
+      s->scale[i * s->scale_down + (j0 + j) * s->scale_across] = one.scale;
+      if (s->turn_scale) s->turn_scale[i * s->turn_down + (j0 + j) * s->turn_across] = one.scale;
+    }
+    int64_t first = j * s->wide, end = smaller(first + s->wide, s->wide > STRIP ? TILE : columns);
+    for (int64_t c = first; c < end; c++) factors[c] = one.factor;
+  }
+}
+
+VF_INLINE void codes_typed(uint8_t *to, const float *x, const float *factors, const int fraction, const bool divides, int n)
+{
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) {
+    vf y = vf_load(x + i), f = vf_load(factors + i);
+    vf_store_fp8(to + i, divides ? vf_div(y, f) : vf_mul(y, f), fraction, true);
+  }
+  for (; i < n; i++) to[i] = fp8_from_f32(divides ? x[i] / factors[i] : x[i] * factors[i], fraction, FP8_SATURATE, 0);
+}
+
+// n <= TILE codes of row r from column c on.
+static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors, int n)
+{
+  float buffer[TILE], y[TILE];
+  bool divides = fp8_divides((int)s->call->ints[3]) && !s->call->in[1];
+  const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c, n);
+  if (s->call->ints[4] & FP8_STOCHASTIC) {
+    uint32_t words[TILE + 4 * VF_LANES + 4];
+    int64_t element = r * s->columns + c, lead = element % 4;
+    for (int i = 0; i < n + lead; i += 4 * VF_LANES) philox_vectors(words + i, rng_seed(), (uint64_t)s->call->ints[5] + (uint64_t)((element - lead + i) / 4));
+    for (int i = 0; i < n; i++) y[i] = divides ? x[i] / factors[i] : x[i] * factors[i];
+    fp8_encode(to, (int)s->call->ints[0], y, n, true, words + lead);
+  } else if (s->call->ints[0] == ENG_e4m3) {
+    if (divides) codes_typed(to, x, factors, 3, true, n);
+    else codes_typed(to, x, factors, 3, false, n);
+  } else {
+    if (divides) codes_typed(to, x, factors, 2, true, n);
+    else codes_typed(to, x, factors, 2, false, n);
+  }
+}
+
+// from [rows x columns] bytes -> to [columns x rows].
+static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t from_row, int64_t rows, int64_t columns)
+{
+  int64_t r = 0;
+  for (; r + 16 <= rows; r += 16) {
+    int64_t c = 0;
+    for (; c + 16 <= columns; c += 16) turn_bytes(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
+    for (; c < columns; c++)
+      for (int64_t i = r; i < r + 16; i++) to[c * to_row + i] = from[i * from_row + c];
+  }
+  for (; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) to[c * to_row + r] = from[r * from_row + c];
+}
+
+// Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
+static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, const float *factors)
+{
+  bool one = s->wide > STRIP;   // the factor is the same all along
+  if (!s->turned) {
+    for (int64_t r = r0; r < r0 + rows; r++)
+      for (int64_t c = 0; c < columns; c += TILE)
+        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, (int)smaller(TILE, columns - c));
+    if (s->turn_to) turn(s->turn_to + c0 * s->rows + r0, s->rows, s->q + r0 * s->columns + c0, s->columns, rows, columns);
+    return;
+  }
+  uint8_t tile[TURN][4 * TURN];
+  for (int64_t r = r0; r < r0 + rows; r += TURN)
+    for (int64_t c = 0; c < columns; c += 4 * TURN) {
+      int64_t deep = smaller(TURN, r0 + rows - r), n = smaller(4 * TURN, columns - c);
+      for (int64_t i = 0; i < deep; i++) codes(s, tile[i], r + i, c0 + c, one ? factors : factors + c, (int)n);
+      turn(s->q + (c0 + c) * s->rows + r, s->rows, tile[0], 4 * TURN, deep, n);
+    }
+}
+
+// ------------------------------------------------------------------ tiles
+
+typedef struct work {
+  side     sides[2];
+  int      n;
+  int64_t  high, wide, across;      // rows and columns of a task, tasks beside each other
+  uint32_t *tops;                   // largest magnitude each task met
+} work;
+
+static void tile_task(const void *context, int64_t task)
+{
+  const work *w = context;
+  uint32_t most[STRIP], top = 0;
+  float factors[STRIP];
+  int64_t r0 = task / w->across * w->high, c0 = task % w->across * w->wide;
+  for (int k = 0; k < w->n; k++) {
+    const side *s = &w->sides[k];
+    int64_t end = smaller(r0 + w->high, s->rows), columns = smaller(w->wide, s->columns - c0);
+    for (int64_t r = r0; r < end; r += s->high) {
+      int64_t rows = smaller(s->high, end - r), blocks = (columns + s->wide - 1) / s->wide;
+      measure(s, r, rows, c0, columns, most);
+      for (int64_t j = 0; k == 0 && j < blocks; j++) top = most[j] > top ? most[j] : top;
+      lay_factors(s, most, r, c0, columns, true, factors);
+      write(s, r, rows, c0, columns, factors);
+    }
+  }
+  w->tops[task] = top;
+}
+
+// Tall blocks, first pass: magnitudes of pieces of CHUNK rows.
+static void piece_task(const void *context, int64_t task)
+{
+  const side *s = context;
+  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK, end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
+  int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
+  if (r0 >= end) return;
+  for (int64_t c = 0; c < s->columns; c += strip)
+    measure(s, r0, end - r0, c, smaller(strip, s->columns - c), s->measured + task * s->across + c / s->wide);
+}
+
+// Second pass, when the first piece of each block holds the magnitude of all.
+static void write_task(const void *context, int64_t task)
+{
+  const side *s = context;
+  float factors[STRIP];
+  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK, end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
+  int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
+  if (r0 >= end) return;
+  for (int64_t c = 0; c < s->columns; c += strip) {
+    int64_t columns = smaller(strip, s->columns - c);
+    lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c, columns, task % s->pieces == 0, factors);
+    write(s, r0, end - r0, c, columns, factors);
+  }
+}
+
+// A side with tall blocks. Tells the largest magnitude.
+static eng_status run_tall(side *s, bool together, uint32_t *top)
+{
+  s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
+  int64_t bands = (s->rows + s->high - 1) / s->high, tasks = bands * s->pieces, bytes = tasks * s->across * (int64_t)sizeof(uint32_t);
+  s->measured = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!s->measured) return ENG_ERR_MEMORY;
+  memset(s->measured, 0, (size_t)bytes);
+  run_tasks(tasks, together, piece_task, s);
+  for (int64_t task = 0; task < tasks; task++)
+    for (int64_t j = 0; j < s->across; j++) {
+      uint32_t here = s->measured[task * s->across + j], *first = &s->measured[task / s->pieces * s->pieces * s->across + j];
+      if (here > *first) *first = here;
+      if (here > *top) *top = here;
+    }
+  run_tasks(tasks, together, write_task, s);
+  arena_free(ARENA_SCRATCH, s->measured, bytes);
+  return ENG_OK;
+}
+
+// Sides whose blocks fit tiles, all in one pass.
+static eng_status run_tiles(work *w, bool together, uint32_t *top)
+{
+  const side *s = &w->sides[0];
+  int64_t down = (s->rows + w->high - 1) / w->high, tasks;
+  w->across = (s->columns + w->wide - 1) / w->wide;
+  tasks = down * w->across;
+  int64_t bytes = tasks * (int64_t)sizeof(uint32_t);
+  w->tops = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!w->tops) return ENG_ERR_MEMORY;
+  run_tasks(tasks, together, tile_task, w);
+  for (int64_t t = 0; t < tasks; t++) *top = w->tops[t] > *top ? w->tops[t] : *top;
+  arena_free(ARENA_SCRATCH, w->tops, bytes);
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ the operations
+
+static side side_of(const op_call *call, bool turned)
+{
+  const tensor *x = call->in[0];
+  side s = {.call = call, .x = x->data, .dtype = x->dtype, .columns = x->shape[x->ndim - 1], .turned = turned};
+  s.rows = s.columns ? x->count / s.columns : 0;
+  s.q = call->out[turned ? 3 : 0]->data;
+  s.scale = call->out[turned ? 4 : 1]->data;
+  fp8_scales at = turned ? fp8_scales_for(call->ints[1], call->ints[2], s.columns, s.rows, NULL)
+                         : fp8_scales_for(call->ints[1], call->ints[2], s.rows, s.columns, NULL);
+  s.high = turned ? at.inner_block : at.row_block;
+  s.wide = turned ? at.row_block : at.inner_block;
+  s.across = turned ? at.row_count : at.inner_count;
+  s.scale_down = turned ? at.inner_stride : at.row_stride;
+  s.scale_across = turned ? at.row_stride : at.inner_stride;
+  return s;
+}
+
+// Rows and columns of a tile that whole blocks of all sides fill; false when there is none.
+static bool fit(work *w)
+{
+  const side *a = &w->sides[0], *b = &w->sides[w->n - 1];
+  int64_t high = a->high > b->high ? a->high : b->high, wide = a->wide > b->wide ? a->wide : b->wide;
+  int64_t low = a->high + b->high - high, narrow = a->wide + b->wide - wide;
+  if (high > TALL && high < a->rows) return false;
+  if (high > TALL && a->rows > TALL) return false;
+  if (high % low || wide % narrow || (w->n == 2 && wide > STRIP)) return false;
+  w->high = high >= TALL / 2 ? high : TALL / 2 / high * high;
+  w->wide = wide >= STRIP ? wide : STRIP / wide * wide;
+  return true;
+}
+
+static eng_status quantize(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  bool turned = call->out[3] != NULL, square = call->ints[1] == call->ints[2], together = x->count >= PARALLEL_ELEMENTS;
+  if (!dtype_is_fast(x->dtype) || call->ints[0] == ENG_FORMAT_E5M6 || !call->out[0] || !call->out[1] || x->count == 0 ||
+      (turned && !square && call->ints[4] & FP8_STOCHASTIC)) return forward_to_reference(call);
+  for (int k = 1; k < 5; k += 3)
+    if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));   // the padding
+  work w = {.n = 1, .sides = {side_of(call, false)}};
+  if (turned) {
+    side t = side_of(call, true);
+    if (square) {
+      w.sides[0].turn_to = t.q;
+      w.sides[0].turn_scale = t.scale;
+      w.sides[0].turn_down = t.scale_down;
+      w.sides[0].turn_across = t.scale_across;
+    } else {
+      w.sides[w.n++] = t;
+    }
+  }
+  uint32_t top = 0;
+  if (fit(&w)) {
+    ENG_TRY(run_tiles(&w, together, &top));
+  } else {
+    for (int k = 0; k < w.n; k++) {
+      work one = {.n = 1, .sides = {w.sides[k]}};
+      if (fit(&one)) ENG_TRY(run_tiles(&one, together, &top));
+      else ENG_TRY(run_tall(&one.sides[0], together, &top));
+    }
+  }
+  if (call->out[2]) ((float *)call->out[2]->data)[0] = top > 0x7F800000u ? f32_from(0x7FC00000u) : f32_from(top);
+  return ENG_OK;
+}
+
+typedef struct back { const op_call *call; fp8_scales at; int64_t columns; } back;
+
+static void back_task(const void *context, int64_t row)
+{
+  const back *b = context;
+  const tensor *q = b->call->in[0], *y = b->call->out[0];
+  const float *scale = b->call->in[1]->data;
+  float x[TILE], factors[TILE], *to;
+  for (int64_t c = 0; c < b->columns; c += TILE) {
+    int n = (int)smaller(TILE, b->columns - c);
+    int64_t first = row * b->columns + c;
+    for (int i = 0; i < n;) {
+      int64_t end = smaller(n, ((c + i) / b->at.inner_block + 1) * b->at.inner_block - c);
+      float one = scale[fp8_scale_at(&b->at, row, c + i)];
+      for (; i < end; i++) factors[i] = one;
+    }
+    fp8_decode(x, (const uint8_t *)q->data + first, q->dtype, n);
+    to = tile_target(x, y->data, y->dtype, first);
+    for (int i = 0; i < n; i++) to[i] = x[i] * factors[i];
+    tile_store(y->data, y->dtype, first, to, n);
+  }
+}
+
+static eng_status dequantize(const op_call *call)
+{
+  const tensor *q = call->in[0], *y = call->out[0];
+  if (!dtype_is_fast(y->dtype) || !dtype_is_fp8(q->dtype)) return forward_to_reference(call);
+  back b = {.call = call, .columns = q->shape[q->ndim - 1]};
+  int64_t rows = q->count / b.columns;
+  b.at = fp8_scales_for(call->ints[1], call->ints[2], rows, b.columns, NULL);
+  run_tasks(rows, q->count >= PARALLEL_ELEMENTS, back_task, &b);
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_fp8_quantize)(backend *b)
+{
+  b->kernel[ENG_OP_quantize] = quantize;
+  b->kernel[ENG_OP_dequantize] = dequantize;
+}
