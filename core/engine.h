@@ -628,6 +628,32 @@ eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc)
 /// Forgets a writer that was not committed. NULL is fine.
 void       eng_safetensors_abort(eng_safetensors_writer *writer);
 
+// ------------------------------------------------------------------ attach
+
+/// A run's door for other processes of its owner: a Unix socket, mode 0600, that takes lines and gives lines back. Other
+/// users are turned away, up to 8 clients are served at once, and none of them can make the run wait.
+typedef struct eng_attach eng_attach;
+enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };   // most bytes of a line from a client; of answers that wait for one
+/// Opens the door at `path`, however long. A socket that nobody listens at is replaced. Errors: STATE (somebody does), IO.
+eng_status eng_attach_open(eng_attach **out, const char *path);
+/// Lets all clients go and removes the socket. NULL is fine.
+void       eng_attach_close(eng_attach *door);
+/// Serves the sockets, waiting up to `milliseconds` for something to happen (0: under a microsecond when nobody is there). True:
+/// a line came, without its end, from the client of that number; it is valid until the next call.
+bool       eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *door, int milliseconds);
+/// Answers a client with a line. It is let go when it left too much unread; one that is gone already is fine.
+void       eng_attach_answer(eng_attach *door, int client, const char *text, int64_t size);
+bool       eng_attach_here(eng_attach *door, int client);
+int        eng_attach_count(const eng_attach *door);
+
+/// The client's side. Errors: STATE (nobody listens), IO.
+typedef struct eng_attach_link eng_attach_link;
+eng_status eng_attach_connect(eng_attach_link **out, const char *path);
+eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
+/// The next line, valid until the next call. Errors: IO (the run is gone), STATE (none within `seconds`), INTERRUPTED.
+eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link, double seconds);
+void       eng_attach_leave(eng_attach_link *link);
+
 // ------------------------------------------------------------------ history
 
 /// A run's history: an SQLite file in WAL mode. Appending puts rows into a queue in memory; a thread
