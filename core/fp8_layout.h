@@ -55,8 +55,8 @@ typedef struct fp8_scales {
 FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
 {
   fp8_scales s;
-  s.row_block = scaling == FP8_TENSOR ? rows : scaling == FP8_BLK128 ? FP8_BLOCK : 1;
-  s.inner_block = scaling == FP8_TENSOR || scaling == FP8_ROW ? inner : FP8_BLOCK;
+  s.row_block = scaling == FP8_TENSOR ? rows : scaling == FP8_BLK128 ? (int64_t)FP8_BLOCK : 1;
+  s.inner_block = scaling == FP8_TENSOR || scaling == FP8_ROW ? inner : (int64_t)FP8_BLOCK;
   s.row_count = (rows + s.row_block - 1) / s.row_block;
   s.inner_count = (inner + s.inner_block - 1) / s.inner_block;
   if (scaling == FP8_BLK128) {

@@ -42,7 +42,7 @@ static const char *product_text(const fp8_result *y, const fp8_operand *x, const
                    (long long)y->n, (long long)y->stride, y->accumulate ? ", added to" : "", y->bias ? ", with a bias" : "");
   for (int i = 0; i < 2; i++)
     n += snprintf(text + n, sizeof text - (size_t)n, "%s %s [%lld x %lld], rows %lld apart, data %% 16 = %d, scales by %s, scale %% 16 = %d",
-                  i ? " times transposed" : "", side[i]->format == GEMM_E5M2 ? "E5M2" : side[i]->format == GEMM_E4M3 ? "E4M3" : "?",
+                  i ? " times transposed" : "", side[i]->format == ENG_e5m2 ? "E5M2" : side[i]->format == ENG_e4m3 ? "E4M3" : "?",
                   (long long)side[i]->rows, (long long)side[i]->inner, (long long)side[i]->stride, (int)((uintptr_t)side[i]->data % 16),
                   scaling_name(side[i]->scaling), (int)((uintptr_t)side[i]->scale % 16));
   snprintf(text + n, sizeof text - (size_t)n, "%s", fast ? ", fast sums" : "");
@@ -73,7 +73,7 @@ eng_status fp8_product_supported(int scaling_x, int scaling_w)
 
 static bool operand_fits(const fp8_operand *x)
 {
-  return (x->format == GEMM_E4M3 || x->format == GEMM_E5M2) && x->rows > 0 && x->inner > 0 && x->rows % FP8_PAD == 0 && x->inner % FP8_PAD == 0 &&
+  return (x->format == ENG_e4m3 || x->format == ENG_e5m2) && x->rows > 0 && x->inner > 0 && x->rows % FP8_PAD == 0 && x->inner % FP8_PAD == 0 &&
          x->stride % 16 == 0 && x->stride >= x->inner && x->rows <= INT_MAX && x->inner <= INT_MAX && (uintptr_t)x->data % 16 == 0 &&
          (x->scaling == FP8_TENSOR || (uintptr_t)x->scale % 16 == 0);
 }
@@ -84,7 +84,7 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   const char *wrong = NULL;
   if (!operand_fits(x) || !operand_fits(w)) wrong = "expected both sides E4M3 or E5M2, rows and inner sizes multiples of 16, everything 16-byte aligned";
   else if (x->inner != w->inner) wrong = "expected equal inner sizes";
-  else if (x->format == GEMM_E5M2 && w->format == GEMM_E5M2) wrong = "expected E4M3 on one side at least";
+  else if (x->format == ENG_e5m2 && w->format == ENG_e5m2) wrong = "expected E4M3 on one side at least";
   else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n) wrong = "expected y no larger than the operands' rows";
   else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16) wrong = "expected y in f32, f16 or bf16";
   else if (fast && by_block(x->scaling)) wrong = "expected no fast sums with scales by block";

@@ -10,16 +10,13 @@ extern "C" {
 #include "backend.h"
 #include "fp8_layout.h"
 
-/// Formats of FP8 operands, beside the dtypes of operations.
-enum { GEMM_E4M3 = 64, GEMM_E5M2 = 65 };
-
 /// An operand in device memory, [rows x inner] bytes, padded: rows and inner are multiples of FP8_PAD, rows `stride` bytes
 /// apart (16-byte aligned, as data is). `scale`: laid out by fp8_scales_of(scaling, rows, inner), 16-byte aligned.
 typedef struct fp8_operand {
   const void  *data;
   const float *scale;
   int64_t      rows, inner, stride;
-  int32_t      format;     // GEMM_E4M3 or GEMM_E5M2
+  int32_t      format;     // e4m3 or e5m2
   int32_t      scaling;    // fp8_scaling
 } fp8_operand;
 

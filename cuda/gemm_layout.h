@@ -48,7 +48,7 @@ bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, 
 
 /// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
 /// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
-/// `type_*`: a dtype, or one of gemm_fp8.h. `bias`: its dtype, or -1. `align_*`: bytes, up to 16.
+/// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none.
 #define GEMM_PROBLEM_FIELDS(F) \
   F(m) F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
   F(batch) F(stride_a) F(stride_b) F(stride_c) F(align_a) F(align_b) F(align_c) F(bias) F(accumulate) \

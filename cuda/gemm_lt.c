@@ -88,8 +88,8 @@ static cudaDataType_t type_of(int64_t dtype)
     case ENG_f64:   return CUDA_R_64F;
     case ENG_f16:   return CUDA_R_16F;
     case ENG_bf16:  return CUDA_R_16BF;
-    case GEMM_E4M3: return CUDA_R_8F_E4M3;
-    case GEMM_E5M2: return CUDA_R_8F_E5M2;
+    case ENG_e4m3: return CUDA_R_8F_E4M3;
+    case ENG_e5m2: return CUDA_R_8F_E5M2;
     default:        return CUDA_R_32F;
   }
 }

@@ -19,7 +19,7 @@ typedef struct fake_card {
   bool  no_memory;                  // cudaMalloc fails from now on
   int   sample;                     // of the elements of C one in so many is computed
   // what happened
-  int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm;
+  int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm, last_fast;
   long  scratch_bytes;              // taken and not given back
   long  memory;                     // cudaMalloc'ed pieces not freed
   char  error[4096];

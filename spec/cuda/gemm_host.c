@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-op_kernel cuda_matmul, cuda_linear;
+op_kernel cuda_matmul, cuda_linear, cuda_fp8_matmul;
 
 static uint64_t random_state = 88172645463325252u;
 static int64_t random_below(int64_t n)
@@ -363,8 +363,8 @@ static void file(const char *folder)
 
 static double fp8_decoded(uint8_t code, int format)   // the few codes used: 0, +-1, +-1.5 or +-2
 {
-  uint8_t one = format == GEMM_E4M3 ? 0x38 : 0x3C, magnitude = code & 0x7F;
-  double value = magnitude == 0 ? 0 : magnitude == one ? 1 : magnitude == one + (format == GEMM_E4M3 ? 4 : 2) ? 1.5 : 2;
+  uint8_t one = format == ENG_e4m3 ? 0x38 : 0x3C, magnitude = code & 0x7F;
+  double value = magnitude == 0 ? 0 : magnitude == one ? 1 : magnitude == one + (format == ENG_e4m3 ? 4 : 2) ? 1.5 : 2;
   return code & 0x80 ? -value : value;
 }
 
@@ -373,8 +373,8 @@ static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scali
 {
   fp8_operand x = {.rows = fp8_padded(rows), .inner = fp8_padded(inner), .format = format, .scaling = scaling};
   x.stride = x.inner + 16 * random_below(2);
-  uint8_t *data = aligned_alloc(256, (size_t)(x.rows * x.stride + 255) / 256 * 256), one = format == GEMM_E4M3 ? 0x38 : 0x3C;
-  uint8_t codes[] = {0, one, one | 0x80, (uint8_t)(one + (format == GEMM_E4M3 ? 4 : 2)), (uint8_t)(one + (format == GEMM_E4M3 ? 8 : 4))};
+  uint8_t *data = aligned_alloc(256, (size_t)(x.rows * x.stride + 255) / 256 * 256), one = format == ENG_e4m3 ? 0x38 : 0x3C;
+  uint8_t codes[] = {0, one, one | 0x80, (uint8_t)(one + (format == ENG_e4m3 ? 4 : 2)), (uint8_t)(one + (format == ENG_e4m3 ? 8 : 4))};
   for (int64_t i = 0; i < x.rows * x.stride; i++)
     data[i] = i / x.stride < rows && i % x.stride < inner ? codes[random_below(5)] : 0;
   fp8_scales s = fp8_scales_of(scaling, x.rows, x.inner);
@@ -389,8 +389,8 @@ static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scali
 
 static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_w, int dtype, bool accumulate, bool with_bias)
 {
-  fp8_operand x = fp8_random(m, k, random_below(2) ? GEMM_E4M3 : GEMM_E5M2, scaling_x);
-  fp8_operand w = fp8_random(n, k, x.format == GEMM_E5M2 || random_below(2) ? GEMM_E4M3 : GEMM_E5M2, scaling_w);
+  fp8_operand x = fp8_random(m, k, random_below(2) ? ENG_e4m3 : ENG_e5m2, scaling_x);
+  fp8_operand w = fp8_random(n, k, x.format == ENG_e5m2 || random_below(2) ? ENG_e4m3 : ENG_e5m2, scaling_w);
   int64_t shape[] = {m, n};
   tensor y = make(dtype, 2, shape, 0, false), bias = make(dtype, 1, &n, 0, false);
   fp8_result result = {.data = y.data, .dtype = dtype, .m = m, .n = n, .stride = n, .accumulate = accumulate,
@@ -450,7 +450,7 @@ static void fp8(void)
         free(seen);
       }
   // What cannot be done says the whole of it.
-  fp8_operand x = fp8_random(32, 64, GEMM_E4M3, FP8_VEC128), w = fp8_random(48, 64, GEMM_E4M3, FP8_BLK128), t = w, u = x, z;
+  fp8_operand x = fp8_random(32, 64, ENG_e4m3, FP8_VEC128), w = fp8_random(48, 64, ENG_e4m3, FP8_BLK128), t = w, u = x, z;
   float out[32 * 48];
   fp8_result y = {.data = out, .dtype = ENG_f32, .m = 32, .n = 48, .stride = 48};
   t.scaling = FP8_BLK128, u.scaling = FP8_BLK128;
@@ -460,7 +460,7 @@ static void fp8(void)
   refused("multiples of 16", y, z, w, false);
   z = x, z.data = (const char *)x.data + 1;
   refused("data % 16 = 1", y, z, w, false);
-  z = x, z.format = GEMM_E5M2, t = w, t.format = GEMM_E5M2;
+  z = x, z.format = ENG_e5m2, t = w, t.format = ENG_e5m2;
   refused("E4M3 on one side", y, z, t, false);
   card.capability = 89;
   refused("sm_90 alone", y, x, w, false);
@@ -469,9 +469,85 @@ static void fp8(void)
   refused("no FP8 units", y, z, t, false);
   card.capability = 90;
   card.offered = 0;
-  w = fp8_random(48, 64, GEMM_E4M3, FP8_VEC128);
+  w = fp8_random(48, 64, ENG_e4m3, FP8_VEC128);
   refused("[32 x 64], rows", y, x, w, false);
   forget_tensors();
+}
+
+// ------------------------------------------------------------------ fp8_matmul
+
+/// A factor [outer x K] in blocks, given as it is or transposed, without padding: bytes and scales as quantize makes them.
+static void fp8_factor(tensor *q, tensor *scale, int64_t outer, int64_t k, bool along_k, int64_t block_rows, int64_t block_columns)
+{
+  static const uint8_t codes[] = {0, 0x38, 0xB8, 0x3C, 0x40};
+  int64_t shape[2] = {along_k ? outer : k, along_k ? k : outer}, scale_shape[2];
+  fp8_scales at = fp8_scales_for(block_rows, block_columns, shape[0], shape[1], scale_shape);
+  *q = make(ENG_f32, 2, shape, 0, false);
+  q->dtype = ENG_e4m3;
+  for (int64_t i = 0; i < q->count; i++) ((uint8_t *)q->data)[i] = codes[random_below(5)];
+  *scale = make(ENG_f32, 2, scale_shape, 0, false);
+  CHECK(scale->count == at.count, "%lld scales", (long long)at.count);
+  for (int64_t i = 0; i < at.count; i++) ((float *)scale->data)[i] = (float)(1 + random_below(4)) / 2;
+}
+
+static double fp8_element(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns, int64_t i, int64_t k)
+{
+  int64_t row = along_k ? i : k, column = along_k ? k : i;
+  fp8_scales at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
+  return fp8_decoded(((const uint8_t *)q->data)[row * q->shape[1] + column], ENG_e4m3) * (double)((const float *)scale->data)[fp8_scale_at(&at, row, column)];
+}
+
+static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *blocks_a, const int64_t *blocks_b, bool ta, bool tb, bool adds)
+{
+  tensor a, sa, b, sb;
+  int64_t ra = blocks_a[ta], ca = blocks_a[!ta], rb = blocks_b[!tb], cb = blocks_b[tb], shape[] = {m, n};   // as given
+  fp8_factor(&a, &sa, m, k, !ta, ra, ca);
+  fp8_factor(&b, &sb, n, k, tb, rb, cb);
+  tensor y = make(ENG_f32, 2, shape, random_below(2) ? 3 : 0, false), bias = make(ENG_f32, 1, &n, 0, false);
+  op_call call = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1, .in = {&a, &sa, &b, &sb, !adds && random_below(2) ? &bias : NULL}, .out = {&y},
+                  .ints = {ta, tb, ra, ca, rb, cb, 0, ENG_ACCUMULATE_HOPPER, 128, adds}};
+  double *want = calloc((size_t)(m * n), sizeof *want);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      double sum = adds ? element_get(y.data, ENG_f32, place(&y, i * n + j)) : call.in[4] ? element_get(bias.data, ENG_f32, j) : 0;
+      for (int64_t p = 0; p < k; p++) sum += fp8_element(&a, &sa, !ta, ra, ca, i, p) * fp8_element(&b, &sb, tb, rb, cb, j, p);
+      want[i * n + j] = sum;
+    }
+  card.plain = 0;
+  CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == 0 && !card.last_fast, "%s", card.error);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  for (int64_t i = 0; i < m * n; i++) {
+    double got = element_get(y.data, ENG_f32, place(&y, i));
+    CHECK(got == want[i], "fp8_matmul [%lld x %lld], K %lld, transposed %d %d: element %lld is %g, expected %g", (long long)m, (long long)n,
+          (long long)k, ta, tb, (long long)i, got, want[i]);
+  }
+  // Others than the tensor cores' sums are the formula's; with scales by tensor no promotion is the fast way.
+  for (int model = ENG_ACCUMULATE_FP32; model < ENG_ACCUMULATORS; model++)
+    for (int promotion = 0; promotion <= 256; promotion += 32) {
+      bool blocks = blocks_a[1] == 128, cores = model == ENG_ACCUMULATE_HOPPER && (promotion == 0 || promotion == 128 || (blocks && promotion > 128));
+      if (random_below(24)) continue;
+      call.ints[7] = model;
+      call.ints[8] = promotion;
+      card.plain = card.last_fast = 0;
+      CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == !cores && card.last_fast == (cores && !blocks && promotion == 0),
+            "accumulator %d, promotion %d", model, promotion);
+    }
+  free(want);
+  forget_tensors();
+}
+
+static void fp8_matmul(void)
+{
+  static const int64_t tensor_wide[] = {0, 0}, row[] = {1, 0}, vec[] = {1, 128}, blk[] = {128, 128};   // outer, K
+  static const int64_t *const pairs[][2] = {{tensor_wide, tensor_wide}, {row, row}, {vec, blk}, {blk, vec}, {vec, vec}};
+  card.offered = 1;
+  for (int p = 0; p < 5; p++)
+    for (int i = 0; i < 16; i++) {
+      bool ta = i % 2, tb = i / 2 % 2, adds = i / 4 % 2, ragged = i >= 8;
+      int64_t m = ragged ? 1 + random_below(20) : 16 * (1 + random_below(3)), n = ragged ? 1 + random_below(150) : 16 * (1 + random_below(9));
+      int64_t k = ragged ? 1 + random_below(290) : 16 * (1 + random_below(18));
+      fp8_matmul_one(m, n, k, pairs[p][0], pairs[p][1], ta, tb, adds);
+    }
 }
 
 int main(int argc, char **argv)
@@ -491,6 +567,7 @@ int main(int argc, char **argv)
     else if (strcmp(part, "gone") == 0) search_gone();
     else if (strcmp(part, "off") == 0) search_off();
     else if (strcmp(part, "fp8") == 0) fp8();
+    else if (strcmp(part, "fp8_matmul") == 0) fp8_matmul();
     else return 2;
   }
   printf("ok\n");
