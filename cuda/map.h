@@ -40,38 +40,45 @@ template <typename T> struct uniform {
 
 /// Groups of V elements whose formats are known when the kernel runs. A target may be bool, too.
 template <int V_> struct mixed {
-  enum { V = V_ };
-  struct raw { uint32_t word[V_]; };   // f32 as it is, 16 bits in the lower half
+  enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
+  struct raw { uint32_t word[V_]; };   // as in memory: 16-bit formats fill one half. Nothing waits for it but floats().
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
     if (dtype == ENG_f32) {
+      const uint32_t *from = (const uint32_t *)data + at;
       if (inner) {
-        pack<uint32_t, V> p = *(const pack<uint32_t, V> *)((const uint32_t *)data + at);
+        pack<uint32_t, V> p = *(const pack<uint32_t, V> *)from;
 #pragma unroll
         for (int v = 0; v < V; v++) r.word[v] = p.v[v];
       } else {
-        uint32_t one = ((const uint32_t *)data)[at];
+        uint32_t one = *from;
 #pragma unroll
         for (int v = 0; v < V; v++) r.word[v] = one;
       }
     } else {
-      if (inner) {
-        pack<uint16_t, V> p = *(const pack<uint16_t, V> *)((const uint16_t *)data + at);
+      const uint16_t *from = (const uint16_t *)data + at;
+      if (V > 1 && inner) {
+        pack<uint32_t, HALF> p = *(const pack<uint32_t, HALF> *)from;
 #pragma unroll
-        for (int v = 0; v < V; v++) r.word[v] = p.v[v];
+        for (int v = 0; v < HALF; v++) r.word[v] = p.v[v];
       } else {
-        uint32_t one = ((const uint16_t *)data)[at];
+        uint32_t one = *from;
 #pragma unroll
-        for (int v = 0; v < V; v++) r.word[v] = one;
+        for (int v = 0; v < HALF; v++) r.word[v] = V > 1 ? one << 16 | one : one;
       }
     }
   }
   __device__ static void floats(float (&x)[V], const raw &r, int dtype)
   {
+    if (dtype == ENG_f32) {
 #pragma unroll
-    for (int v = 0; v < V; v++) {
-      float half = widen(f16_t{(uint16_t)r.word[v]}), brain = __uint_as_float(r.word[v] << 16);
-      x[v] = dtype == ENG_f32 ? __uint_as_float(r.word[v]) : dtype == ENG_f16 ? half : brain;
+      for (int v = 0; v < V; v++) x[v] = __uint_as_float(r.word[v]);
+    } else if (dtype == ENG_f16) {
+#pragma unroll
+      for (int v = 0; v < V; v++) x[v] = widen(f16_t{(uint16_t)(r.word[v / 2] >> (v % 2 * 16))});
+    } else {
+#pragma unroll
+      for (int v = 0; v < V; v++) x[v] = widen(bf16_t{(uint16_t)(r.word[v / 2] >> (v % 2 * 16))});
     }
   }
   template <typename T> __device__ static void store_as(void *data, int64_t at, const float (&y)[V])
