@@ -95,6 +95,10 @@ local entries = {
       assert.is_true(tonumber(result.out:match("megatron +([%d.]+)")) > tonumber(result.out:match("dynamic +([%d.]+)")))     -- it begins at 2^32
       assert.is_true(tonumber(result.out:match("static.lua +[%d.]+ +([%d.]+)%%")) > tonumber(result.out:match("dynamic +[%d.]+ +([%d.]+)%%")))
     end },
+  ["hot_swap.lua"] = { arguments = function() return { "steps=80", "log=json" } end, losses = json_losses, falls = 1.5,
+    talk = function() return { "steps=120" } end,
+    words = { "timid stays, %S+ is not used: %S+:6: 'then' expected", "policy timid %x+ %-> aiming %x+ %(its file was saved%)",
+      "policy aiming %x+ %-> aiming %x+ %(undone by the script%)", "\naiming +%d+ +0 +2^1" } },
   ["explicit_loop.lua"] = { arguments = function() return small("steps=80", "lr=4e-3") end, losses = printed_losses, falls = 0.3,
     talk = function() return small("steps=10", "accumulate=2", "policy=" .. root .. "/policies/deepspeed.lua") end, words = { "step  10  loss %d.*scale %d" } },
 }

@@ -82,9 +82,16 @@ function Control:status()
     shadows = t.shadows and t.shadows:text() or nil }
 end
 
+-- Whoever looks into the history of a paused run finds everything there.
+local function settle(self)
+  local history = self.trainer.run_files.history
+  if history and self.paused then pcall(history.flush, history) end
+end
+
 local function tell(self, kind, text)
   local t = self.trainer
   t.run_files:event(t.steps_done, kind, text)
+  settle(self)
   t:note(("step %d: %s"):format(t.steps_done, text))
   return text
 end
@@ -183,6 +190,7 @@ local function serve(self, number, line)
   local good, text, problem = pcall(command, self, request, number)
   if good and not text and not problem then return end          -- to be answered later
   if not good then text, problem = nil, tostring(text) end
+  settle(self)
   self:answer(number, request.id, text and { ok = true, text = text } or { ok = false, error = problem })
 end
 
@@ -215,6 +223,7 @@ function Control:between()
     self.steps_left = self.steps_left - 1
     if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
       self.steps_left, self.paused = nil, self.step_by
+      settle(self)
       for client, id in pairs(self.waiting) do self:answer(client, id, { ok = true, text = ("paused at step %d"):format(self.trainer.steps_done) }) end
       self.waiting = {}
     end

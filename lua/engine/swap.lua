@@ -23,12 +23,22 @@ function M.new(trainer, options)
   return self
 end
 
--- Gives a policy its methods swap and undo, and begins to watch its file.
-function Swap:hold(policy)
+local function read(path)
+  local file = io.open(path, "rb")
+  local text = file and file:read("*a")
+  if file then file:close() end
+  return text
+end
+
+-- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
+-- it is another text.
+function Swap:hold(policy, as_it_is)
   policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
   policy.undo = function() return self:undo("the script") end
   self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   self.pending_stamp = nil
+  -- saved since it was read: to be looked at
+  if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then self.stamp = 0 end
 end
 
 -- ------------------------------------------------------------------ telling
@@ -83,12 +93,12 @@ end
 -- ------------------------------------------------------------------ swapping
 
 -- Puts `fresh` into the place of the policy in force.
-local function put(self, fresh, by)
+local function put(self, fresh, by, as_it_is)
   local trainer = self.trainer
   local old = trainer.policy
   local history = trainer.run_files.history
   trainer:use_policy(fresh)
-  self:hold(fresh)
+  self:hold(fresh, as_it_is)
   self.swaps = self.swaps + 1
   if history and fresh.source then history:add_policy(fresh:hash(), fresh.name, fresh.source) end
   tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by, fresh:scale()),
@@ -112,7 +122,7 @@ local function attempt(self, source, options, by)
   end)
   if problem then return refuse(self, what, by, problem) end
   if not ready then return refuse(self, what, by, "it cannot take over") end
-  put(self, fresh, by)
+  put(self, fresh, by, type(source) == "table" and not source.of_the_file)
   self.former[#self.former + 1] = old
   if #self.former > MOST_UNDO then table.remove(self.former, 1) end
   self.probation = old
@@ -138,7 +148,7 @@ function Swap:undo(by)
     return true
   end
   self.probation = nil
-  put(self, table.remove(self.former), "undone by " .. (by or "the script"))
+  put(self, table.remove(self.former), "undone by " .. (by or "the script"), true)
   return true
 end
 
@@ -152,7 +162,7 @@ function Swap:decide(record, stats)
     if verdict.failed ~= 0 then
       local reason = ffi.string(verdict.reason)
       self.trainer:use_policy(old)
-      self:hold(old)
+      self:hold(old, true)
       if self.former[#self.former] == old then self.former[#self.former] = nil end
       refuse(self, label(policy), "its first decision", reason)
       return old:decide(record, stats)
@@ -163,20 +173,13 @@ end
 
 -- ------------------------------------------------------------------ watching
 
-local function read(path)
-  local file = io.open(path, "rb")
-  local text = file and file:read("*a")
-  if file then file:close() end
-  return text
-end
-
 -- Reads the file of the policy in force again.
 local function reread(self, by)
   local policy = self.trainer.policy
   local text = read(policy.path)
   if not text then return refuse(self, policy.file, by, policy.path .. " cannot be read") end
   if text == policy.source then return false end
-  return attempt(self, { source = text, file = policy.file, path = policy.path }, policy.given, by)
+  return attempt(self, { source = text, file = policy.file, path = policy.path, of_the_file = true }, policy.given, by)
 end
 
 --- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file. A file that was saved is
@@ -217,7 +220,7 @@ function Swap:resume(saved)
   local good, policy = pcall(require("engine.policy").load, { source = saved.source, file = saved.file, path = saved.path }, saved.options)
   if not good then return ("the policy that was swapped in, %s, cannot be used any more: %s"):format(tostring(saved.file), tostring(policy)) end
   self.trainer:use_policy(policy)
-  self:hold(policy)
+  self:hold(policy, true)
   self.swaps = 1
   return ("the policy is %s, which was swapped in for %s"):format(label(policy), self.asked.name)
 end
