@@ -52,6 +52,13 @@ generators.quantize = function(try)
             ints = { engine.dtype.e4m3, 0, 0, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
     end
   end
+  for _, shape in ipairs { { 264, 136 }, { 272, 264 } } do   -- several tiles of a card's kernel, the last ones cut
+    for k, block in ipairs { { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 0 }, { 1, 0 }, { 0, 1 } } do
+      local x = float(k % 2 == 0 and "f16" or "bf16", shape, k % 3 == 0 and "rare" or "normal")
+      try { inputs = { x, false }, ints = { engine.dtype[FP8[k % 2 + 1]], block[1], block[2], k % 5, 8 }, floats = { -1, 0 }, outputs = 5, zeros = true }
+      if k < 4 then try { inputs = { x, false }, ints = { E5M6, block[1], block[2], 2, 4 }, floats = { -1, 0 }, outputs = 5 } end
+    end
+  end
   try { inputs = { float("f32", { 2, 3, 256 }, "normal"), false }, ints = { engine.dtype.e4m3, 1, 128, 0, 8 }, floats = { -1, 0 }, outputs = 5 }
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { E5M6, 1, 0, 0, 0 }, floats = { -1, 0 }, outputs = 5, fails = "packs 8" }
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5, fails = "expected the format" }
