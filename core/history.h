@@ -14,7 +14,8 @@
 #include <sys/types.h>
 
 enum {
-  HISTORY_SCHEMA = 1,               // PRAGMA user_version; a higher one is refused
+  HISTORY_SCHEMA = 2,               // PRAGMA user_version; a higher one is refused
+  HISTORY_BLOCK = 256,              // steps summed up in a row of `blocks`
   HISTORY_APPLICATION = 0x454E4748, // PRAGMA application_id, "ENGH"
   HISTORY_QUEUE = 8 << 20,          // bytes
   HISTORY_PERIOD_MS = 250           // between two commits
@@ -22,7 +23,8 @@ enum {
 
 typedef enum history_statement {
   HISTORY_STEP, HISTORY_TENSORS, HISTORY_EVENT, HISTORY_META, HISTORY_CONFIG, HISTORY_POLICY, HISTORY_PARAMETER, HISTORY_SHADOW,
-  HISTORY_DELETE_STEPS, HISTORY_DELETE_TENSORS, HISTORY_DELETE_SHADOWS, HISTORY_DELETE_EVENTS, HISTORY_STATEMENTS,
+  HISTORY_DELETE_STEPS, HISTORY_DELETE_TENSORS, HISTORY_DELETE_SHADOWS, HISTORY_DELETE_EVENTS, HISTORY_DELETE_BLOCKS,
+  HISTORY_SUM_UP, HISTORY_STATEMENTS,
   HISTORY_RESUME = HISTORY_STATEMENTS,   // in the queue only: the deletions and an event
   HISTORY_WRAP                           // in the queue only: go on at its beginning
 } history_statement;
@@ -57,6 +59,7 @@ struct eng_history {
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
   int64_t       last_step, last_attempt;
   bool          last_retry;
+  int64_t       next_block;         // the first without a row in `blocks`
 
   sqlite3            *reader;       // opened by the first query
   struct eng_history *next;         // histories open for writing, closed at exit

@@ -32,6 +32,19 @@ static const char schema_shadows[] =
   "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT, failed INTEGER, reason TEXT,"
   " PRIMARY KEY(name, step)) WITHOUT ROWID;";
 
+// Since schema 2: what long runs are drawn and counted from. Block b sums up steps b * 256 to b * 256 + 255, once a later step
+// came; what has no block yet stands in `steps` alone. For each number its finite values: how many, least, largest, sum.
+#define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") X(norm, "norm") X(stored, "amax * scale") \
+  X(zeros, "1.0 * zeros / count") X(underflow, "1.0 * underflow / count")
+#define SUMMED_COLUMNS(name, value) ", " #name "_n INTEGER, " #name "_min REAL, " #name "_max REAL, " #name "_sum REAL"
+#define FINITE(value) "nullif(nullif(" value ", 9e999), -9e999)"
+#define SUMMED_VALUES(name, value) ", count(" FINITE(value) "), min(" FINITE(value) "), max(" FINITE(value) "), total(" FINITE(value) ")"
+_Static_assert(HISTORY_BLOCK == 256, "the statements below say 256");
+
+static const char schema_blocks[] =
+  "CREATE TABLE IF NOT EXISTS blocks(block INTEGER PRIMARY KEY, rows INTEGER, first INTEGER, last INTEGER, overflows INTEGER,"
+  " skipped INTEGER, failed INTEGER, tokens REAL, seconds REAL" EACH_SUMMED(SUMMED_COLUMNS) ");";
+
 static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_STEP] = "INSERT OR REPLACE INTO steps(step, updates, loss, lr, scale, next_scale, overflow, action, inf, nan, count, zeros,"
                    " underflow, amax, norm, norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens, hist, attempt)"
@@ -48,6 +61,10 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_DELETE_SHADOWS] = "DELETE FROM shadows WHERE step >= ?",
   // That the run was resumed before stays known.
   [HISTORY_DELETE_EVENTS] = "DELETE FROM events WHERE step >= ? AND kind <> 'resumed'",
+  [HISTORY_DELETE_BLOCKS] = "DELETE FROM blocks WHERE block >= ? / 256",
+  [HISTORY_SUM_UP] = "INSERT OR REPLACE INTO blocks SELECT step / 256, count(*), min(step), max(step), total(overflow), total(action <> 'step'),"
+                     " total(policy_failed), total(tokens), max(elapsed)" EACH_SUMMED(SUMMED_VALUES)
+                     " FROM steps WHERE step >= ? * 256 AND step < ? * 256 GROUP BY step / 256",
 };
 enum { STEP_PARAMETER_ATTEMPT = 25 };
 
@@ -57,6 +74,11 @@ static eng_status sqlite_error(sqlite3 *db, const char *path, const char *what)
 }
 
 // ---- opening
+
+static int64_t block_of(int64_t step)
+{
+  return step > 0 ? step / HISTORY_BLOCK : 0;
+}
 
 static eng_status read_position(eng_history *history)
 {
@@ -72,6 +94,11 @@ static eng_status read_position(eng_history *history)
     history->last_attempt = sqlite3_column_int64(query, 1);
     history->last_retry = action != NULL && strcmp(action, "retry") == 0;
   }
+  sqlite3_finalize(query);
+  history->next_block = 0;
+  if (sqlite3_prepare_v2(history->db, "SELECT max(block) + 1 FROM blocks", -1, &query, NULL) != SQLITE_OK)
+    return sqlite_error(history->db, history->path, "read");
+  if (sqlite3_step(query) == SQLITE_ROW) history->next_block = sqlite3_column_int64(query, 0);
   sqlite3_finalize(query);
   return ENG_OK;
 }
@@ -104,7 +131,13 @@ eng_status history_writer_open(eng_history *history)
   if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL, NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));
-  if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK) return sqlite_error(history->db, history->path, "make the tables");
+  if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK ||
+      sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
+    return sqlite_error(history->db, history->path, "make the tables");
+  // A history of schema 1 is one of schema 2 without blocks; they come with its next row.
+  char version[64];
+  snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
+  if (sqlite3_exec(history->db, version, NULL, NULL, NULL) != SQLITE_OK) return sqlite_error(history->db, history->path, "write");
   for (int i = 0; i < HISTORY_STATEMENTS; i++)
     if (sqlite3_prepare_v3(history->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT, &history->statements[i], NULL) != SQLITE_OK)
       return sqlite_error(history->db, history->path, "use its tables");
@@ -174,7 +207,7 @@ static int resume_at(eng_history *history, int64_t step)
 {
   char text[120];
   int64_t removed = 0;
-  for (int i = HISTORY_DELETE_STEPS; i <= HISTORY_DELETE_EVENTS; i++) {
+  for (int i = HISTORY_DELETE_STEPS; i <= HISTORY_DELETE_BLOCKS; i++) {
     sqlite3_bind_int64(history->statements[i], 1, step);
     int code = execute(history->statements[i]);
     if (code != SQLITE_OK) return code;
@@ -184,6 +217,22 @@ static int resume_at(eng_history *history, int64_t step)
   int code = add_event(history, step, "resumed", text);
   if (code == SQLITE_OK && read_position(history) != ENG_OK) code = SQLITE_ERROR;
   return code;
+}
+
+// Sums up the blocks before that of `step`; where a step comes that is earlier, those that it changes begin anew.
+static int sum_up(eng_history *history, int64_t step)
+{
+  const int64_t block = block_of(step);
+  if (block == history->next_block) return SQLITE_OK;
+  sqlite3_stmt *statement = history->statements[block < history->next_block ? HISTORY_DELETE_BLOCKS : HISTORY_SUM_UP];
+  if (block < history->next_block) {
+    sqlite3_bind_int64(statement, 1, step);
+  } else {
+    sqlite3_bind_int64(statement, 1, history->next_block);
+    sqlite3_bind_int64(statement, 2, block);
+  }
+  history->next_block = block;
+  return execute(statement);
 }
 
 static int do_message(eng_history *history, const history_message *message)
@@ -203,14 +252,15 @@ static int do_message(eng_history *history, const history_message *message)
   history->last_step = step;
   history->last_retry = action->bytes == 5 && memcmp(action + 1, "retry", 5) == 0;
   sqlite3_bind_int64(statement, STEP_PARAMETER_ATTEMPT, history->last_attempt);
-  return execute(statement);
+  int code = execute(statement);
+  return code == SQLITE_OK ? sum_up(history, step) : code;
 }
 
 // Commits the messages in [tail, head). A row that cannot be stored for its own sake is left out and
 // told of; anything else rolls the round back.
 static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int64_t dropped, char *trouble, size_t room)
 {
-  const int64_t step = history->last_step, attempt = history->last_attempt;
+  const int64_t step = history->last_step, attempt = history->last_attempt, block = history->next_block;
   const bool retry = history->last_retry;
   int code = sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL);
   while (code == SQLITE_OK && tail != head) {
@@ -235,6 +285,7 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   history->last_step = step;
   history->last_attempt = attempt;
   history->last_retry = retry;
+  history->next_block = block;
   return false;
 }
 
