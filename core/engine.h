@@ -168,6 +168,10 @@ typedef struct eng_op_call {
 /// records it on the tape when a gradient can be asked for. Outputs come back in call->out.
 eng_status eng_run(eng_op_call *call);
 
+/// The same for matmul and fp8_matmul, not recorded, with the output written into a tensor that is there, or added to it (ops.def):
+/// of the output's shape, contiguous, of any floating-point dtype, no input's memory.
+eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
+
 /// "matmul"; NULL past the end. `differentiable` may be NULL.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);

@@ -199,9 +199,10 @@ eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, co
 
 // ---- what Lua calls
 
-eng_status eng_run(eng_op_call *call)
+/// Runs a call of Lua's; a given `target` takes output 0.
+static eng_status run_call(eng_op_call *call, tensor *target)
 {
-  op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out};
+  op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};
   if (call->n_in < 0 || call->n_in > ENG_OP_INPUTS) return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
@@ -214,6 +215,33 @@ eng_status eng_run(eng_op_call *call)
   call->n_out = c.n_out;
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) call->out[k] = tensor_handle(c.out[k]);
   return ENG_OK;
+}
+
+eng_status eng_run(eng_op_call *call)
+{
+  return run_call(call, NULL);
+}
+
+eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
+{
+  tensor *y;
+  ENG_TRY(tensor_get(&y, target));
+  if (y->store->space != backend_current()->space)
+    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the device in force", tensor_text(y));
+  for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
+    tensor *x = NULL;
+    if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));
+    if (x && x->store == y->store) return error_set(ENG_ERR_VALUE, "an operation cannot read the memory it writes: %s", tensor_text(y));
+  }
+  if (call->op != ENG_OP_matmul && call->op != ENG_OP_fp8_matmul)
+    return error_set(ENG_ERR_VALUE, "only matmul and fp8_matmul write into tensors that are there");
+  if (!dtype_is_float(y->dtype) || !tensor_contiguous(y))
+    return error_set(ENG_ERR_SHAPE, "expected a contiguous floating-point tensor to write into, got %s", tensor_text(y));
+  bool recording = eng_grad_enabled(false);
+  eng_status status = run_call(call, y);
+  eng_grad_enabled(recording);
+  y->store->writes++;
+  return status;
 }
 
 const char *eng_op_name(int op)

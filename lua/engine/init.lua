@@ -127,6 +127,7 @@ local parts = {
   data = { "engine.data" },
   plot = { "engine.plot" },
   precision = { "engine.precision" },
+  fp8 = { "engine.fp8" },
   autocast = { "engine.precision", "autocast" },
   trainer = { "engine.trainer", "new" },
   signal = { "engine.trainer", "signal" },
