@@ -98,6 +98,11 @@ $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 
 cuda: $(PLUGIN)
 
+# A stand-in for a card, for spec/fake_card_spec.lua.
+FAKE_CARD := $(BUILD)/fake_card.so
+$(FAKE_CARD): spec/cuda/fake_card.c cuda/host.c cuda/host.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/dtype.o
+	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@ $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
+
 $(BUILD)/cuda.flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' | cmp -s - $@ || echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' > $@
@@ -111,7 +116,7 @@ $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
 	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
 
 # cuBLASLt is found where the toolkit or the system has it; the run-time library is in the plug-in.
-$(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS)
+$(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/dtype.o
 	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined -o $@.new $^ \
 	  -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
 	@mv $@.new $@
@@ -186,6 +191,7 @@ TEST_SECONDS ?= 300
 BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
+	@$(MAKE) --no-print-directory $(FAKE_CARD)
 	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine)
 
 test-gpu:

@@ -34,8 +34,7 @@ static eng_status moment_new(eng_optimizer *state, int which)
   int32_t *dtype = state->set->which;   // free between passes
   for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
   ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
-  memset(state->moment[which]->memory, 0, (size_t)state->moment[which]->bytes);
-  return ENG_OK;
+  return transfer_zero(state->set->space, state->moment[which]->memory, state->moment[which]->bytes);
 }
 
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of)

@@ -66,17 +66,18 @@ const backend *plugin_cuda(void)
     error_set(ENG_ERR_DEVICE, "cuda: cannot tell the folder of libengine.so");
     return NULL;
   }
-  snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
+  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // for specs: a device that needs no card
+  snprintf(path, sizeof path, "%s%s", other ? other : folder, other ? "" : "/libengine_cuda.so");
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE, "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the PATH; or device=cpu", path);
     return NULL;
   }
   char cards[512];
-  if (eng_gpu_probe(cards, sizeof cards) < 0) {
+  if (!other && eng_gpu_probe(cards, sizeof cards) < 0) {
     error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
     return NULL;
   }
-  load_library("libcublasLt.so.13");
+  if (!other) load_library("libcublasLt.so.13");
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     error_set(ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path, dlerror());

@@ -10,6 +10,14 @@
 
 // ---- bytes
 
+eng_status transfer_zero(int space, void *memory, int64_t bytes)
+{
+  if (bytes <= 0) return ENG_OK;
+  if (space != SPACE_HOST) return backend_of_space(space)->clear(memory, bytes);
+  memset(memory, 0, (size_t)bytes);
+  return ENG_OK;
+}
+
 eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
 {
   if (bytes <= 0) return ENG_OK;
@@ -41,10 +49,7 @@ static int64_t bytes_of(const tensor *x)
 
 eng_status transfer_clear(const tensor *x)
 {
-  if (x->count == 0) return ENG_OK;
-  if (x->store->space != SPACE_HOST) return backend_of_space(x->store->space)->clear(x->data, bytes_of(x));
-  memset(x->data, 0, (size_t)bytes_of(x));
-  return ENG_OK;
+  return transfer_zero(x->store->space, x->data, bytes_of(x));
 }
 
 eng_status transfer_set(const tensor *x, double value)

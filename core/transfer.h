@@ -14,7 +14,8 @@ eng_status transfer_write(const tensor *x, const void *buffer, int format);
 eng_status transfer_clear(const tensor *x);
 eng_status transfer_set(const tensor *x, double value);
 
-/// Bytes within a memory space, out of one to the host, and from the host into one.
+/// Zero bytes; bytes within a memory space, out of one to the host, and from the host into one.
+eng_status transfer_zero(int space, void *memory, int64_t bytes);
 eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes);
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes);
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes);

@@ -48,8 +48,8 @@ static eng_status view_reshape(op_call *c, const op_shape *s)
   tensor *copy = NULL;
   if (!reshape_strides(x, ndim, shape, stride)) {
     op_call flat = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}};
-    ENG_TRY(tensor_make(&flat.out[0], ARENA_STEP, x->dtype, x->ndim, x->shape));
-    eng_status status = backend_current()->kernel[ENG_OP_contiguous](&flat);
+    ENG_TRY(tensor_make_in(&flat.out[0], x->store->space, ARENA_STEP, x->dtype, x->ndim, x->shape));
+    eng_status status = backend_of_space(x->store->space)->kernel[ENG_OP_contiguous](&flat);
     if (status != ENG_OK) { tensor_drop(flat.out[0]); return status; }
     x = copy = flat.out[0];
     reshape_strides(x, ndim, shape, stride);

@@ -115,8 +115,8 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
 {
   cuda_fault_record fault = *seen;
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
-  return error_set(ENG_ERR_VALUE, "%s: index %lld is out of range, expected 0 to %lld (told when the device was next waited for)",
-                   eng_op_name(fault.op), (long long)fault.value, (long long)fault.limit - 1);
+  return error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld (told when the device was next waited for)",
+                   eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
 }
 
 /// What kernels could not tell at once.

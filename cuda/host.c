@@ -34,26 +34,6 @@ bool tensor_contiguous(const tensor *x) { return host->tensor_contiguous(x); }
 uint64_t rng_seed(void) { return host->rng_seed(); }
 int eng_interrupted(void) { return host->interrupted(); }
 
-const char *eng_dtype_name(int dtype)
-{
-  switch (dtype) {
-#define ENG_DTYPE(name, number, bytes, kind) case number: return #name;
-#include "dtypes.def"
-#undef ENG_DTYPE
-  }
-  return "?";
-}
-
-int eng_dtype_size(int dtype)
-{
-  switch (dtype) {
-#define ENG_DTYPE(name, number, bytes, kind) case number: return bytes;
-#include "dtypes.def"
-#undef ENG_DTYPE
-  }
-  return 0;
-}
-
 const char *eng_op_name(int op)
 {
   switch (op) {

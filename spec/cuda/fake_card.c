@@ -1,0 +1,179 @@
+// A card for machines without one: a plug-in like libengine_cuda.so whose "device memory" is host memory that nobody may touch outside of
+// a kernel or a copy (PROT_NONE: a core that looks into it crashes there and then), and whose kernels are the CPU's. What
+// it tests is the core's side: memory spaces, copies, lagged statistics. Loaded by ENGINE_CUDA_PLUGIN; built by the Makefile; run
+// by spec/fake_card_spec.lua.
+#include "backend.h"
+#include "error.h"
+#include "../../cuda/host.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { MOST_PIECES = 256, MOST_TENSORS = 512, MOST_LOSSES_HERE = 64, RING = 4 };
+static const int64_t CAPACITY = 1ll << 31;
+
+static struct { char *at; int64_t bytes; } pieces[MOST_PIECES];
+static int n_pieces;
+static int64_t taken;
+
+static void protect(int mode)
+{
+  for (int i = 0; i < n_pieces; i++) mprotect(pieces[i].at, (size_t)pieces[i].bytes, mode);
+}
+static bool opened;
+static void open_memory(void) { protect(PROT_READ | PROT_WRITE); opened = true; }
+static void close_memory(void) { protect(PROT_NONE); opened = false; }
+
+static void *take(int64_t bytes)
+{
+  if (n_pieces == MOST_PIECES || taken + bytes > CAPACITY) return NULL;
+  char *at = mmap(NULL, (size_t)bytes, opened ? PROT_READ | PROT_WRITE : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) return NULL;
+  pieces[n_pieces].at = at;
+  pieces[n_pieces++].bytes = bytes;
+  taken += bytes;
+  return at;
+}
+
+static void give(void *memory, int64_t bytes)
+{
+  for (int i = 0; i < n_pieces; i++)
+    if (pieces[i].at == memory) {
+      pieces[i] = pieces[--n_pieces];
+      break;
+    }
+  munmap(memory, (size_t)bytes);
+  taken -= bytes;
+}
+
+static int64_t capacity(void) { return CAPACITY; }
+
+static bool on_card(const void *memory)
+{
+  for (int i = 0; i < n_pieces; i++)
+    if ((const char *)memory >= pieces[i].at && (const char *)memory < pieces[i].at + pieces[i].bytes) return true;
+  return false;
+}
+
+static eng_status move(void *to, const void *from, int64_t bytes, copy_direction direction)
+{
+  bool fits = on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
+  if (!fits) return error_set(ENG_ERR_DEVICE, "fake card: a copy in direction %d between memory of the wrong kinds", (int)direction);
+  open_memory();
+  memcpy(to, from, (size_t)bytes);
+  close_memory();
+  return ENG_OK;
+}
+
+static eng_status clear(void *memory, int64_t bytes)
+{
+  if (!on_card(memory)) return error_set(ENG_ERR_DEVICE, "fake card: clearing memory that is not the card's");
+  open_memory();
+  memset(memory, 0, (size_t)bytes);
+  close_memory();
+  return ENG_OK;
+}
+
+static eng_status synchronize(void) { return ENG_OK; }
+static const char *describe(void) { return "fake card, the CPU's kernels"; }
+
+static eng_status run(const op_call *call)
+{
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k] && call->in[k]->count > 0 && !on_card(call->in[k]->data))
+      return error_set(ENG_ERR_DEVICE, "fake card: input %d of %s is not in its memory", k + 1, eng_op_name(call->op));
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && call->out[k]->count > 0 && !on_card(call->out[k]->data))
+      return error_set(ENG_ERR_DEVICE, "fake card: output %d of %s is not in its memory", k + 1, eng_op_name(call->op));
+  open_memory();
+  eng_status status = backend_cpu()->kernel[call->op](call);
+  close_memory();
+  return status;
+}
+
+// ---- passes over all parameters, lagged ones too
+
+static struct { eng_tensor_stats stats[MOST_TENSORS]; double loss[MOST_LOSSES_HERE]; } ring[RING];
+static int first, pending;
+static double last_sum_squares;
+static bool last_bad;
+static int64_t counter[ENG_UPDATE_SLOTS];
+
+static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+{
+  open_memory();
+  eng_status status = backend_cpu()->gradstats(spans, n, needs, stats);
+  close_memory();
+  return status;
+}
+
+static eng_status gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+{
+  if (pending == RING || n > MOST_TENSORS) return error_set(ENG_ERR_STATE, "fake card: no room for statistics");
+  int slot = (first + pending++) % RING;
+  ENG_TRY(gradstats(spans, n, needs | ENG_NEED_NORM, ring[slot].stats));
+  open_memory();
+  for (int i = 0; i < n_loss; i++) ring[slot].loss[i] = *(const float *)loss[i]->data;
+  close_memory();
+  last_sum_squares = 0;
+  last_bad = false;
+  for (int k = 0; k < n; k++) {
+    last_sum_squares += ring[slot].stats[k].sum_squares / (spans[k].scale * spans[k].scale);
+    last_bad = last_bad || ring[slot].stats[k].inf + ring[slot].stats[k].nan > 0;
+  }
+  return ENG_OK;
+}
+
+static eng_status gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss)
+{
+  memcpy(stats, ring[first].stats, (size_t)n * sizeof *stats);
+  memcpy(loss, ring[first].loss, (size_t)n_loss * sizeof *loss);
+  first = (first + 1) % RING;
+  pending--;
+  return ENG_OK;
+}
+
+static eng_status optimize(const param_span *spans, int n, const eng_update *update)
+{
+  eng_update here = *update;
+  int64_t *t = &counter[update->slot];
+  if (!update->lagged) *t = 0;
+  else {
+    if (*t == 0) *t = update->t;
+    if (last_bad) return ENG_OK;
+    here.t = (*t)++;
+    double norm = sqrt(last_sum_squares) * update->gradient_factor;
+    if (update->clip_norm > 0 && norm > update->clip_norm) here.gradient_factor *= update->clip_norm / (norm + 1e-6);
+    here.lagged = 0;
+  }
+  open_memory();
+  eng_status status = backend_cpu()->optimize(spans, n, &here);
+  close_memory();
+  return status;
+}
+
+static eng_status unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+{
+  open_memory();
+  eng_status status = backend_cpu()->unscale(spans, n, factor, target, found_inf);
+  close_memory();
+  return status;
+}
+
+static backend device = {
+  .name = "cuda", .gradstats = gradstats, .optimize = optimize, .unscale = unscale, .gradstats_start = gradstats_start,
+  .gradstats_fetch = gradstats_fetch, .space = SPACE_CUDA, .memory = {take, give, capacity}, .move = move, .clear = clear,
+  .synchronize = synchronize, .describe = describe,
+};
+
+__attribute__((visibility("default")))
+backend_plugin eng_cuda_backend;
+
+const backend *eng_cuda_backend(const backend_host *host)
+{
+  if (!host_accept(host)) return NULL;
+  for (int op = 0; op < ENG_OP_COUNT; op++) device.kernel[op] = backend_cpu()->kernel[op] ? run : NULL;
+  return &device;
+}
