@@ -144,7 +144,9 @@ static eng_status forward(attention_problem *p, pieces *all, const op_call *call
   p->entropy = call->ints[1] && call->out[2] ? call->out[2]->data : NULL;
   p->lse_dtype = call->in[0]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   p->width = (int32_t)padded;
-  return dtype_is_low(dtype) ? attention_forward(p, dtype, width) : attention_plain_forward(p, dtype);
+  if (!dtype_is_low(dtype)) return attention_plain_forward(p, dtype);
+  bool hopper = cuda_capability() == 90 && !p->entropy && (padded == 64 || padded == 128);
+  return hopper ? attention_forward_hopper(p, dtype, width) : attention_forward(p, dtype, width);
 }
 
 extern "C" eng_status cuda_attention(const op_call *call)

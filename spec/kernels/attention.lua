@@ -11,7 +11,7 @@ local generators = {}
 local HEADS = { { 1, 1, 1, 1, 1, 8 }, { 2, 17, 17, 3, 3, 16 }, { 1, 33, 33, 2, 1, 64 }, { 2, 5, 9, 4, 2, 33 }, { 1, 9, 5, 2, 2, 7 },
       { 1, 70, 70, 1, 1, 32 },
                 { 1, 130, 130, 2, 2, 24 }, { 1, 1, 65, 2, 1, 64 },
-      { 3, 40, 40, 4, 4, 64 } }
+      { 3, 40, 40, 4, 4, 64 }, { 1, 20, 140, 2, 1, 128 }, { 1, 33, 70, 1, 1, 96 } }
 
 --- q, k and v of a size: separate, or cut out of one projection as a GPT does.
 local function heads(dtype, size, kind, fused)

@@ -1,0 +1,236 @@
+// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide, without entropy. See attention.h; the same numbers in the same order of
+// keys as attention_forward.cu gives, whose rules about infinities and masks hold here, too.
+//
+// A block takes 128 queries of one head, each of its two warpgroups 64, and walks over the keys while the next ones are on their way.
+// wgmma runs by itself: while the warps turn the scores of one tile of keys into probabilities, the tensor cores multiply those
+// of the tile before with its values.
+#include "attention_tiles.h"
+#include "wgmma.h"
+
+enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
+template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
+template <int D> constexpr int BLOCKS_OF = D == 64 ? 2 : 1;         // blocks a multiprocessor holds
+template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
+
+typedef struct schedule { int32_t tiles, heads, together; } schedule;   // as in attention_forward.cu
+
+// Elsewhere nobody calls the kernel, and there are no such instructions.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+/// Rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
+template <int D, int N, class T>
+__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first, int limit)
+{
+  constexpr int PIECES = D / 8;
+#pragma unroll
+  for (int i = 0; i < N * PIECES / BLOCK; i++) {
+    int at = i * BLOCK + threadIdx.x, row = at / PIECES, piece = at % PIECES;
+    bool there = first + row < limit;
+    const T *from = head + (there ? (first + row) * stride : 0) + piece * 8;
+    copy16(tile + piece / 8 * (N * 128) + row * 128 + ((piece & 7) ^ (row & 7)) * 16, from, there);
+  }
+}
+
+/// s = q k^T, started. `q`, `k`: tiles of ROWS and KEYS rows.
+template <class T, int D, int KEYS>
+__device__ static inline void start_scores(float (&s)[KEYS / 2], uint32_t q, uint32_t k)
+{
+#pragma unroll
+  for (int i = 0; i < D / 16; i++)
+    rows_times_rows(s, tile_descriptor(q + i / 4 * (ROWS * 128) + i % 4 * 32, 16), tile_descriptor(k + i / 4 * (KEYS * 128) + i % 4 * 32, 16), i > 0, T());
+}
+
+/// Softmax's running numbers of a thread's two rows.
+typedef struct running { float top[2], sum[2]; } running;
+
+/// Turns scores into probabilities times 2^RAISE; `keep`: what y must be scaled by.
+template <class T, int N> __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
+{
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float largest = r->top[half];
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>, part = 0;
+    keep[half] = exp2_fast(fmaf(r->top[half], scale, shift));
+    r->top[half] = largest;
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      float *e = &s[4 * i + 2 * half];
+      e[0] = exp2_fast(fmaf(e[0], scale, raised));
+      e[1] = exp2_fast(fmaf(e[1], scale, raised));
+      part += e[0];
+      part += e[1];
+    }
+    r->sum[half] = fmaf(r->sum[half], keep[half], part);
+  }
+}
+
+/// Scores of columns that a row does not see become -inf. `row`: the thread's first; `key`: of the tile's first column.
+template <int N> __device__ static inline void hide(float (&s)[N], const attention_problem &p, int row, int key)
+{
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int seen = keys_seen(p, row + 8 * half) - key - 2 * ((int)threadIdx.x & 3);
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      if (8 * i >= seen) s[4 * i + 2 * half] = -INFINITY;
+      if (8 * i + 1 >= seen) s[4 * i + 2 * half + 1] = -INFINITY;
+    }
+  }
+}
+#endif
+
+template <class T, int D>
+__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+{
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char room[];
+  constexpr int KEYS = KEYS_OF<D>;
+  constexpr uint32_t TILE = KEYS * D * 2;
+  // The same for all lanes, which the compiler must see: wgmma does not go into branches that may diverge.
+  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+
+  int set = blockIdx.x / (plan.tiles * plan.together), rest = blockIdx.x % (plan.tiles * plan.together);
+  int width = min(plan.together, plan.heads - set * plan.together);
+  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
+  int t0 = (plan.tiles - 1 - rest / width) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;   // the first query of the block, the warpgroup, the warp
+
+  const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
+  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
+  // Tiles of keys, of the block and of the warpgroup: one at least, even if all of it is hidden.
+  const int tiles = max(1, (last + KEYS - 1) / KEYS), own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
+  const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
+  const uint32_t shared = (shared_address(room) + 1023) & ~1023u;
+  const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
+  const float scale = (float)(p.factor * 1.44269504088896340736);
+
+  // Two groups of copies: what the first scores need, and what the first round needs.
+  load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
+  load_rows<D, KEYS>(k_tiles, k, p.k.time, 0, p.keys);
+  copy_commit();
+  if (tiles > 1) load_rows<D, KEYS>(k_tiles + TILE, k, p.k.time, KEYS, p.keys);
+  load_rows<D, KEYS>(v_tiles, v, p.v.time, 0, p.keys);
+  copy_commit();
+
+  float y[D / 2], s[KEYS / 2], keep[2];
+  uint32_t weights[KEYS / 16][4];
+  running r = {{-INFINITY, -INFINITY}, {0, 0}};
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) y[i] = 0;
+#pragma unroll
+  for (int i = 0; i < KEYS / 16; i++) weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
+
+  copy_wait<1>();
+  publish_shared();
+  __syncthreads();
+  const uint32_t own_q = q_tile + part * 64 * 128;
+  group_begin();
+  start_scores<T, D, KEYS>(s, own_q, k_tiles);
+  group_commit();
+  group_wait<0>();
+  settle(s);
+  if (KEYS > all_see) hide(s, p, own + g, 0);
+  weigh<T>(s, &r, keep, scale);
+
+  int n = 0;
+  auto next_tiles = [&] {
+    copy_wait<0>();
+    publish_shared();
+    __syncthreads();   // keys n + 1 and values n are there, and everybody is done with keys n and values n - 1
+    if (n + 2 < tiles) load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
+    if (n + 1 < tiles) load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
+    copy_commit();
+  };
+  auto round_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
+  };
+  auto start_values = [&] {
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+      weights_times_rows(y, weights[i], tile_descriptor(v_tiles + (n & 1) * TILE + i * 2048, KEYS * 128), T());
+  };
+  // The end of the last round's product stands at the begin of a round: the compiler moves a wait up as far as the loop lets it.
+  auto end_values = [&] {
+    group_wait<0>();
+    settle(y);
+    settle(weights);
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) y[i] *= keep[i >> 1 & 1];
+  };
+  for (; n + 1 < own_tiles; n++) {
+    end_values();
+    next_tiles();
+    round_weights();
+    group_begin();
+    start_scores<T, D, KEYS>(s, own_q, k_tiles + ((n + 1) & 1) * TILE);
+    group_commit();
+    start_values();
+    group_commit();
+    group_wait<1>();
+    settle(s);
+    if ((n + 2) * KEYS > all_see) hide(s, p, own + g, (n + 1) * KEYS);
+    weigh<T>(s, &r, keep, scale);
+  }
+  end_values();
+  next_tiles();
+  round_weights();
+  group_begin();
+  start_values();
+  group_commit();
+  group_wait<0>();
+  settle(y);
+  settle(weights);
+  for (n++; n < tiles; n++) next_tiles();   // hidden from all of the warpgroup's queries, but not from the other's
+  copy_wait<0>();
+  __syncthreads();   // nobody reads q any more: y takes its place
+
+  float rows[1][D / 8][4];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int row = own + 8 * half + g;
+    float total = r.sum[half];
+    total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+    total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+    bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score -inf
+    float inverse = 1.0f / total;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
+    if (t == 0 && row < p.queries && p.lse)
+      ((float *)p.lse)[line_of(p, b, h, row)] = blind ? -INFINITY : lost ? NAN : fmaf(r.top[half], (float)p.factor, logf(total) - RAISE<T> * 0.693147180559945309f);
+  }
+  uint32_t bad = store_rows<T, D, 1>(rows, room + (shared - shared_address(room)) + warp * 16 * (D * 2), row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
+  __syncwarp();
+  for (; bad; bad &= bad - 1) {
+    int row = own + __ffs(bad) - 1;
+    if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
+  }
+#else
+  __trap();   // a build for sm_90 without the a
+#endif
+}
+
+template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
+{
+  CUDA_TRY(cudaFuncSetAttribute(hopper_tiles<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
+  int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
+  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
+  int64_t blocks = plan.tiles * heads;
+  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
+  hopper_tiles<T, D><<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
+  CUDA_LAUNCHED("attention");
+  return ENG_OK;
+}
+
+eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored)
+{
+  if (dtype == ENG_f16) return p->width == 64 ? forward<f16_t, 64>(p, stored) : forward<f16_t, 128>(p, stored);
+  return p->width == 64 ? forward<bf16_t, 64>(p, stored) : forward<bf16_t, 128>(p, stored);
+}
