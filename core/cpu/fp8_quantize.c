@@ -52,6 +52,18 @@ VF_INLINE vi vi_larger_(vi a, vi b)
 #endif
 }
 
+// The largest lane.
+VF_INLINE uint32_t across(vi a)
+{
+#if defined(ENG_ISA_avx512)
+  return (uint32_t)_mm512_reduce_max_epi32((__m512i)a);
+#else
+  int32_t most = 0;
+  for (int l = 0; l < VF_LANES; l++) most = a[l] > most ? a[l] : most;
+  return (uint32_t)most;
+#endif
+}
+
 static uint32_t largest_magnitude(const float *x, int64_t n)
 {
   vi a = {0}, b = {0};
@@ -60,11 +72,9 @@ static uint32_t largest_magnitude(const float *x, int64_t n)
     a = vi_larger_(a, magnitudes(vf_load(x + i)));
     b = vi_larger_(b, magnitudes(vf_load(x + i + VF_LANES)));
   }
-  for (; i < n; i += VF_LANES) a = vi_larger_(a, magnitudes(vf_load_n(x + i, (int)smaller(VF_LANES, n - i))));
-  a = vi_larger_(a, b);
-  int32_t most = 0;
-  for (int l = 0; l < VF_LANES; l++) most = a[l] > most ? a[l] : most;
-  return (uint32_t)most;
+  for (; i + VF_LANES <= n; i += VF_LANES) a = vi_larger_(a, magnitudes(vf_load(x + i)));
+  if (i < n) a = vi_larger_(a, magnitudes(vf_load_n(x + i, (int)(n - i))));
+  return across(vi_larger_(a, b));
 }
 
 // Magnitudes of the blocks of rows [r0, r0+rows) (of one block's height at most), columns [c0, c0+columns), c0 at a block's edge.
@@ -186,15 +196,15 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
 // from [rows x columns] bytes -> to [columns x rows].
 static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t from_row, int64_t rows, int64_t columns)
 {
-  int64_t r = 0;
-  for (; r + 16 <= rows; r += 16) {
-    int64_t c = 0;
-    for (; c + 16 <= columns; c += 16) turn_bytes(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
-    for (; c < columns; c++)
-      for (int64_t i = r; i < r + 16; i++) to[c * to_row + i] = from[i * from_row + c];
+  int64_t c = 0;
+  for (; c + 16 <= columns; c += 16) {   // down first, so that lines of `to` are filled while they are near
+    int64_t r = 0;
+    for (; r + 16 <= rows; r += 16) turn_bytes(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
+    for (; r < rows; r++)
+      for (int64_t j = c; j < c + 16; j++) to[j * to_row + r] = from[r * from_row + j];
   }
-  for (; r < rows; r++)
-    for (int64_t c = 0; c < columns; c++) to[c * to_row + r] = from[r * from_row + c];
+  for (; c < columns; c++)
+    for (int64_t r = 0; r < rows; r++) to[c * to_row + r] = from[r * from_row + c];
 }
 
 // Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
@@ -217,6 +227,54 @@ static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t c
     }
 }
 
+// ------------------------------------------------------------------ 1 x 128, the common case
+
+VF_INLINE vf elements(const side *s, const int dtype, int64_t at)
+{
+  if (dtype == ENG_f32) return vf_load((const float *)s->x + at);
+  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)s->x + at) : vf_load_bf16((const uint16_t *)s->x + at);
+}
+
+// Whole blocks of row r from column c0 on: measured and written while they are in registers. dtype, fraction and divides are
+// constants where this is inlined.
+VF_INLINE uint32_t row_typed(const side *s, const int dtype, const int fraction, const bool divides, int64_t r, int64_t c0, int64_t blocks)
+{
+  enum { VECTORS = FP8_BLOCK / VF_LANES };
+  uint32_t top = 0;
+  for (int64_t j = 0; j < blocks; j++) {
+    int64_t c = c0 + j * FP8_BLOCK, at = r * s->columns + c;
+    vf x[VECTORS];
+    vi most = {0};
+#pragma GCC unroll 32
+    for (int v = 0; v < VECTORS; v++) {
+      x[v] = elements(s, dtype, at + v * VF_LANES);
+      most = vi_larger_(most, magnitudes(x[v]));
+    }
+    uint32_t here = across(most);
+    if (here > top) top = here;
+    fp8_scale one = scale_of(s, here, r, c);
+    s->scale[r * s->scale_down + c / FP8_BLOCK * s->scale_across] = one.scale;
+    vf factor = vf_set1(one.factor);
+#pragma GCC unroll 32
+    for (int v = 0; v < VECTORS; v++)
+      vf_store_fp8(s->q + at + v * VF_LANES, divides ? vf_div(x[v], factor) : vf_mul(x[v], factor), fraction, true);
+  }
+  return top;
+}
+
+VF_INLINE uint32_t row_of_dtype(const side *s, const int dtype, int64_t r, int64_t c0, int64_t blocks)
+{
+  bool divides = fp8_divides((int)s->call->ints[3]);
+  if (s->call->ints[0] == ENG_e4m3) return divides ? row_typed(s, dtype, 3, true, r, c0, blocks) : row_typed(s, dtype, 3, false, r, c0, blocks);
+  return divides ? row_typed(s, dtype, 2, true, r, c0, blocks) : row_typed(s, dtype, 2, false, r, c0, blocks);
+}
+
+static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t blocks)
+{
+  if (s->dtype == ENG_f32) return row_of_dtype(s, ENG_f32, r, c0, blocks);
+  return s->dtype == ENG_f16 ? row_of_dtype(s, ENG_f16, r, c0, blocks) : row_of_dtype(s, ENG_bf16, r, c0, blocks);
+}
+
 // ------------------------------------------------------------------ tiles
 
 typedef struct work {
@@ -235,12 +293,19 @@ static void tile_task(const void *context, int64_t task)
   for (int k = 0; k < w->n; k++) {
     const side *s = &w->sides[k];
     int64_t end = smaller(r0 + w->high, s->rows), columns = smaller(w->wide, s->columns - c0);
+    bool common = !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !(s->call->ints[4] & FP8_STOCHASTIC);
     for (int64_t r = r0; r < end; r += s->high) {
-      int64_t rows = smaller(s->high, end - r), blocks = (columns + s->wide - 1) / s->wide;
-      measure(s, r, rows, c0, columns, most);
-      for (int64_t j = 0; k == 0 && j < blocks; j++) top = most[j] > top ? most[j] : top;
-      lay_factors(s, most, r, c0, columns, true, factors);
-      write(s, r, rows, c0, columns, factors);
+      int64_t rows = smaller(s->high, end - r), done = 0;
+      if (common) {
+        done = columns / FP8_BLOCK * FP8_BLOCK;
+        uint32_t here = row_of_blocks(s, r, c0, done / FP8_BLOCK);
+        if (here > top) top = here;
+      }
+      if (done == columns) continue;
+      measure(s, r, rows, c0 + done, columns - done, most);
+      for (int64_t j = 0; k == 0 && j * s->wide < columns - done; j++) top = most[j] > top ? most[j] : top;
+      lay_factors(s, most, r, c0 + done, columns - done, true, factors);
+      write(s, r, rows, c0 + done, columns - done, factors);
     }
   }
   w->tops[task] = top;
