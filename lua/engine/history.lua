@@ -5,6 +5,9 @@
 --   print(h)                                       what it holds
 --   print(h:last(20))                              rows are tables: row.step, row.loss, row.scale, row.action ...
 --   print(h:why(412))                              what happened at step 412, in words
+--   print(h:plot("loss"))                          a curve; h:plot("amax", { log = true }), h:plot { "loss", "scale" }
+--   print(h:heatmap())                             each layer's gradients by exponent; h:heatmap { by = "time" }
+--   print(h:tensor("blocks.3.attn.qkv.weight"))    the gradients of one parameter
 --   for row in h:each("SELECT step, loss FROM steps WHERE scale < ?", 1024) do ... end
 --
 -- A run opens it with { write = true } and appends; appending costs about a microsecond, since a thread of
@@ -342,6 +345,20 @@ function History:hist(step)
   return hist_table((unpack_stats(row.hist))[0].hist)
 end
 
+-- ------------------------------------------------------------------ pictures (views.lua)
+
+--- A curve of a number of the steps, or of several; see views.lua. The result prints as a picture.
+function History:plot(names, options) return require("engine.views").plot(self, names, options) end
+
+--- Layers by exponent, or by time; see views.lua.
+function History:heatmap(options) return require("engine.views").heatmap(self, options) end
+
+--- What is recorded of one parameter's gradients; see views.lua.
+function History:tensor(name, options) return require("engine.views").tensor(self, name, options) end
+
+--- Of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
+function History:totals() return require("engine.curves").totals(self) end
+
 -- ------------------------------------------------------------------ why
 
 local outcomes = {
@@ -434,8 +451,7 @@ end
 
 function History:__tostring()
   if not self.handle then return ("history %s (closed)"):format(self.path) end
-  local sums = one(self, "SELECT count(*) AS rows, min(step) AS first, max(step) AS last, sum(overflow) AS overflows, " ..
-    "sum(action = 'skip') AS skipped, max(updates) AS updates FROM steps")
+  local sums = self:totals()
   if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
   local last = self:last(1)[1]
   return ("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(self.path, sums.rows, sums.first, sums.last,

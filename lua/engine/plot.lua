@@ -5,8 +5,9 @@
 --   print(plot.draw { title = "loss scale", x = steps, y = scales, log = 2, marks = overflow_steps, mark_name = "overflow" })
 --
 --   x, y     lists of numbers of one length; x is 1, 2, 3 ... when absent
+--   low      a list: each x has a stroke from low to y, for what changes much within a column
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
---   marks    x values to be marked below the curve
+--   marks    x values to be marked below the curve; mark_count when that is more than these
 --   width, height   in characters; the width of the terminal and 12 when absent
 --   ascii    true: * instead of braille (by itself where TERM is linux or dumb)
 -- Inf and NaN have no place on an axis: they are left out and counted in the title.
@@ -57,13 +58,19 @@ local function terminal_width()
 end
 
 local function points_of(options)
-  local points, left_out = {}, 0
+  local points, left_out, up = {}, 0, false
   local log = options.log and math.log(options.log)
   for i, value in ipairs(options.y) do
     local x = options.x and options.x[i] or i
     if finite(value) and finite(x) and (not log or value > 0) then
-      value = log and math.log(value) / log or value
-      points[#points + 1] = { x, math.max(-8e307, math.min(8e307, value)) }     -- so that high - low is finite
+      local low = options.low and options.low[i]
+      local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low or nil }
+      up = not up
+      if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end           -- up one stroke, down the next
+      for k = 1, #ends do
+        local v = log and math.log(ends[k]) / log or ends[k]
+        points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }     -- so that high - low is finite
+      end
     else
       left_out = left_out + 1
     end
@@ -141,10 +148,15 @@ local function y_labels(rows, y_low, y_high, log)
   return labels, width
 end
 
+-- Steps are written out: 1000000, not 1e6.
+local function x_text(x, span)
+  if span >= 10 and math.abs(x) < 1e10 then return ("%.0f"):format(x) end
+  return number_text(x)
+end
+
 local function x_axis(columns, x_low, x_high)
-  local left, right = number_text(x_low), number_text(x_high)
-  local middle = (x_low + x_high) / 2
-  middle = number_text(x_high - x_low >= 10 and math.floor(middle + 0.5) or middle)
+  local span = x_high - x_low
+  local left, right, middle = x_text(x_low, span), x_text(x_high, span), x_text((x_low + x_high) / 2, span)
   local gap = columns - #left - #right - #middle
   if gap < 4 then return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right end
   local before = math.floor(columns / 2 - #middle / 2) - #left
@@ -164,6 +176,8 @@ local function mark_row(marks, columns, x_low, x_high, ascii)
   end
   return any and (table.concat(cells):gsub(" +$", "")) or nil
 end
+
+plot.number_text = number_text
 
 -- The plot as text, without a line end.
 function plot.draw(options)
@@ -204,7 +218,7 @@ function plot.draw(options)
   if marked then
     lines[#lines + 1] = margin .. " " .. marked
     lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
-    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") .. (options.mark_name or "marked") .. " (" .. #options.marks .. ")"
+    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") .. (options.mark_name or "marked") .. " (" .. (options.mark_count or #options.marks) .. ")"
   else
     lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
   end
