@@ -92,3 +92,19 @@ memory_line("layer norm, bf16", 4 * h.count, function() return h:layer_norm(weig
 memory_line("gelu, bf16", 4 * h.count, function() return h:gelu("tanh") end)
 memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):contiguous() end)
 memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
+do
+  local raw = require "engine.ffi"
+  local tokens, vocab = scaled(8192), scaled(50240) + 17   -- rows that begin anywhere
+  local logits, targets = engine.randn(tokens, vocab):to("bf16"):keep(), engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
+  local _, lse = raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2)
+  lse = lse:keep()
+  local dloss = engine.full({}, 1024, { keep = true })
+  memory_line(("cross entropy, bf16, %d classes"):format(vocab), 2 * logits.count, function() raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2) end)
+  memory_line("  its gradient", 4 * logits.count, function() raw.run("cross_entropy_grad", { logits, targets, lse, dloss }, { -100, 1 }, { 0 }) end)
+  local function quantize(block_rows, block_columns, flags)
+    return function() raw.run("quantize", { h, false }, { raw.dtype.e4m3, block_rows, block_columns, 1, flags }, { -1, 0 }, 5) end
+  end
+  memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
+  memory_line("bf16 to e4m3, blocks 128 x 128", 3 * h.count, quantize(128, 128, 0))
+  memory_line("bf16 to e4m3, one scale (two reads)", 5 * h.count, quantize(0, 0, 0))
+end
