@@ -7,13 +7,14 @@ local engine = require "engine"
 
 local cfg = engine.config({
   data = "", steps = 300, batch = 16, context = 64, layers = 2, width = 128, heads = 4, dropout = 0.0, mask = 0.15,
-  lr = 1e-3, warmup = 30, weight_decay = 0.01, clip = 1.0, precision = "fp16", policy = "", seed = 1, run = "", resume = "", log = "line",
+  lr = 1e-3, warmup = 30, weight_decay = 0.01, clip = 1.0, precision = "fp16", policy = "", seed = 1, run = "", resume = "", log = "line", tensorboard = false,
 }, {
   data = "a text file; empty: this project's own source", mask = "share of the bytes to be guessed",
   steps = "training steps", batch = "rows of a batch", context = "bytes a row", layers = "blocks", width = "features per byte", heads = "attention heads",
   dropout = "in embeddings and residuals", lr = "largest learning rate", warmup = "updates until the full learning rate", weight_decay = "of matrices",
   clip = "largest norm of the gradient; 0: none",
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", seed = "of weights, dropout, masks and order",
+  tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
 })
@@ -53,6 +54,7 @@ local trainer = engine.trainer {
   model = model, data = masked,
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule.linear { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps },
-  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log, config = cfg,
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log,
+  tensorboard = cfg.tensorboard, config = cfg,
 }
 return trainer:run()

@@ -11,7 +11,8 @@ local engine = require "engine"
 local cfg = engine.config({
   data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4, dropout = 0.0,
   lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
-  shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", sample = 200, temperature = 0.8,
+  shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", tensorboard = false,
+  sample = 200, temperature = 0.8,
   top_k = 40,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
@@ -21,6 +22,7 @@ local cfg = engine.config({
   accumulate = "micro-batches a step", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
   shadow = "policies that see all and decide nothing: a,b", trap = "overflow: name the operation in which one began",
+  tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
@@ -51,7 +53,7 @@ local trainer = engine.trainer {
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
-  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, config = cfg,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
   shadow = cfg.shadow, trap = cfg.trap,
 }
 if cfg.log == "line" then

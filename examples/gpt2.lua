@@ -14,7 +14,7 @@ local cfg = engine.config({
   steps = 100, batch = 4, context = 64, accumulate = 1, shuffle = true, seed = 1,
   lr = 3e-4, schedule = "constant", warmup = 0, floor = 0.0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, clip = 1.0,
   precision = "fp32", policy = "", threads = 0,
-  run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line",
+  run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line", tensorboard = false,
 }, {
   model = "folder with config.json and model.safetensors; empty: from scratch, by layers, width, heads, vocab",
   data = "a .bin file of uint16 tokens", layers = "from scratch: blocks", width = "from scratch: features per token",
@@ -27,6 +27,7 @@ local cfg = engine.config({
   weight_decay = "of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
+  tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", save = "folder to write the trained model to",
   log = { "what to show", choices = { "line", "json", "quiet" } },
@@ -62,7 +63,7 @@ local trainer = engine.trainer {
     decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule[cfg.schedule](rate),
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
-  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, config = cfg,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then
   print(("gpt2(%s), %d parameters, %s, policy %s, %d threads"):format(model:extra(), model:count(), cfg.precision, trainer.policy.name, engine.threads()))

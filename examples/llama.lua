@@ -7,13 +7,15 @@ local engine = require "engine"
 
 local cfg = engine.config({
   data = "", steps = 200, batch = 8, context = 64, layers = 4, width = 128, heads = 8, kv_heads = 2, hidden = 352, rope = 10000,
-  lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "", seed = 1, run = "", resume = "", log = "line", sample = 160,
+  lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "", seed = 1, run = "", resume = "", log = "line",
+  tensorboard = false, sample = 160,
 }, {
   data = "a text file; empty: this project's own source", kv_heads = "heads of keys and values, shared by the query heads",
   steps = "training steps", batch = "rows of a batch", context = "bytes a row", layers = "blocks", width = "features per byte", heads = "attention heads",
   hidden = "features inside SwiGLU", lr = "largest learning rate", warmup = "updates until the full learning rate", weight_decay = "of matrices",
   clip = "largest norm of the gradient; 0: none", sample = "bytes to write at the end; 0: none",
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", seed = "of weights, order and sample",
+  tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   log = { "what to show", choices = { "line", "json", "quiet" } },
@@ -35,7 +37,8 @@ local trainer = engine.trainer {
   model = model, data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed },
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule.wsd { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, decay = math.floor(cfg.steps / 5), floor = cfg.lr / 20 },
-  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log, config = cfg,
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log,
+  tensorboard = cfg.tensorboard, config = cfg,
 }
 local summary = trainer:run()
 

@@ -1,5 +1,6 @@
 -- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from them.
 --   runs/<name>/history.db       every step (history.lua)
+--   runs/<name>/tensorboard/     event files, where they are wanted (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
 -- Called by trainer.lua alone. Owns the order of things when a run is resumed.
 local M_ffi = require "engine.ffi"
@@ -197,10 +198,14 @@ end
 --- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
 function M.open(trainer, options)
   local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
-    stats_every = options.stats_every or 100, config = options.config, wants_history = options.history ~= false }, Run)
+    stats_every = options.stats_every or 100, config = options.config, wants_history = options.history ~= false,
+    wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
   if resume == "" or resume == "false" then resume = false end
   if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
+  if self.wants_tensorboard == true and not self.path then
+    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, or tensorboard as a directory", 0)
+  end
   local good, message = pcall(open, self, resume)
   if not good then
     self:give()
@@ -209,9 +214,21 @@ function M.open(trainer, options)
   return self
 end
 
+--- Whether what is written down holds exponent histograms.
+function Run:wants_hist() return self.history ~= nil or (self.wants_tensorboard or "") ~= "" end
+
+--- Opens the event file for TensorBoard, where one is wanted.
+function Run:open_tensorboard()
+  local wanted = self.wants_tensorboard
+  if not wanted or wanted == "" or self.events then return end
+  local dir = wanted == true and self.path .. "/tensorboard" or wanted
+  self.events = require("engine.tensorboard").live(dir, self.trainer.optimizer.list, self.trainer.steps_done)
+end
+
 --- A trainer runs again: after an error, or for more steps.
 function Run:reopen()
   self.running = true
+  self:open_tensorboard()
   if not self.path or self.lock then return end
   local good, message = self:take(self.path)
   if not good then error(("%s is being written by another run: %s"):format(self.path, message), 0) end
@@ -250,8 +267,14 @@ function Run:complain(good, message)
 end
 
 function Run:append(record, verdict, stats, tokens)
-  local history = self.history
+  local history, events = self.history, self.events
   self.running = true
+  if events then
+    events:step(record, verdict, tokens)
+    if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then events:tensors(tonumber(record.step), stats) end
+    local trouble = events:trouble()
+    if trouble then self:complain(nil, trouble) end
+  end
   if not history then return end
   record.amax_f16 = -1
   for _, i in ipairs(self.f16) do record.amax_f16 = math.max(record.amax_f16, stats[i].amax) end
@@ -307,6 +330,8 @@ function Run:close()
     self.history = nil
     if not good then self:complain(nil, message) end
   end
+  if self.events then self.events:close() end
+  self.events = nil
   self:give()
 end
 

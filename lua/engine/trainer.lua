@@ -120,7 +120,7 @@ local KNOWN = {
   steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
   log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true, mode = true,
   ref_every = true, ref_layers = true,
-  shadow = true, trap = true, watch = true, attach = true,
+  shadow = true, trap = true, watch = true, attach = true, tensorboard = true,
 }
 
 local function want(condition, key, expected, got)
@@ -164,6 +164,7 @@ local function check_options(o)
   want(o.schedule == nil or callable(o.schedule), "schedule", "one of engine.schedule or a function(updates)", o.schedule)
   want(o.trap == nil or o.trap == false or o.trap == "" or o.trap == "overflow", "trap", "overflow, or nothing", o.trap)
   want(o.shadow == nil or type(o.shadow) == "string" or type(o.shadow) == "table", "shadow", "a list of policies", o.shadow)
+  want(o.tensorboard == nil or type(o.tensorboard) == "boolean" or type(o.tensorboard) == "string", "tensorboard", "true, false or a directory", o.tensorboard)
   want(o.policy_options == nil or type(o.policy_options) == "table", "policy_options", "a table", o.policy_options)
   want(o.run == nil or type(o.run) == "string", "run", "a name or a path", o.run)
   want(o.loss == nil or callable(o.loss), "loss", "a function(model, batch)", o.loss)
@@ -182,7 +183,7 @@ function Trainer:use_policy(policy)
   self.policy = policy
   self.needs = bit.bor(policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
-  if self.run_files and self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
+  if self.run_files and self.run_files:wants_hist() then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
   local wanted = bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0
   if wanted and not self.reference then
     local own = policy.options
@@ -234,7 +235,7 @@ local function new(o)
   end
   self.run_files = run_files.open(self, o)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
-  if self.run_files.history then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
+  if self.run_files:wants_hist() then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
   return self
 end
 
@@ -263,6 +264,7 @@ end
 ---   shadow                       policies that see every record and decide nothing: a list, or "a,b" (shadow.lua)
 ---   watch                        false: the policy's file is not looked at while the run goes on (swap.lua)
 ---   trap                         "overflow": every overflow is run again to name the operation it began in (overflow.lua)
+---   tensorboard                  true: event files for TensorBoard in the run's directory; or a directory for them
 ---   attach                       false: `engine attach` cannot reach this run (control.lua)
 function M.new(options)
   if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
