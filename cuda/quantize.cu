@@ -272,10 +272,32 @@ quantize_tiles(const T *x, const job p)
 
 // ------------------------------------------------------------------ maxima of other blocks
 
-enum { STRIP = 64, MAXIMA_COLUMNS = 32 * EIGHT, MAXIMA_ROWS = THREADS / 32 * STRIP };
+enum { STRIP = 64, AHEAD = 4 /* rows on their way */, MAXIMA_COLUMNS = 32 * EIGHT, MAXIMA_ROWS = THREADS / 32 * STRIP };
+
+/// A thread's maxima of eight columns into those of the blocks of its row, and from then on anew.
+__device__ static inline void flush_maxima(uint32_t (&top)[EIGHT], uint32_t *of_row, int64_t c, int there, int64_t column_block, bool whole_rows)
+{
+  uint32_t some = 0;
+  if (whole_rows) {
+#pragma unroll
+    for (int k = 0; k < EIGHT; k++) some = max(some, top[k]);
+    some = __reduce_max_sync(0xFFFFFFFFu, some);
+    if (threadIdx.x % 32 == 0) atomicMax(of_row, some);
+  } else {
+#pragma unroll
+    for (int k = 0; k < EIGHT; k++) {
+      some = max(some, top[k]);
+      if (k >= there || (k + 1 < there && (c + k) / column_block == (c + k + 1) / column_block)) continue;
+      atomicMax(of_row + (c + k) / column_block, some);
+      some = 0;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < EIGHT; k++) top[k] = 0;
+}
 
 /// The largest magnitudes of all blocks, whose bits begin as 0. A warp goes down STRIP rows of 256 columns.
-template <typename T> __global__ static void __launch_bounds__(THREADS, 4)
+template <typename T> __global__ static void __launch_bounds__(THREADS, 3)
 block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block, int64_t column_block, int64_t blocks_across, uint32_t nan, uint32_t *maxima)
 {
   __shared__ uint32_t warps[THREADS / 32];
@@ -288,36 +310,26 @@ block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_bl
 #pragma unroll
   for (int k = 0; k < EIGHT; k++) top[k] = 0;
   int64_t next = (r0 / row_block + 1) * row_block;
-  for (int64_t r = r0; r < end; r++) {
-    float v[EIGHT];
-    const T *from = x + r * columns + c;
-    if (wide && there == EIGHT) load_wide(v, from);
-    else
+  for (int64_t first = r0; first < end; first += AHEAD) {
+    float v[AHEAD][EIGHT];
 #pragma unroll
-      for (int k = 0; k < EIGHT; k++) v[k] = k < there ? number(from[k]) : 0.0f;
+    for (int j = 0; j < AHEAD; j++) {
+      const T *from = x + (first + j) * columns + c;
+      if (wide && there == EIGHT && first + j < end) load_wide(v[j], from);
+      else
 #pragma unroll
-    for (int k = 0; k < EIGHT; k++) top[k] = max(top[k], magnitude_of(v[k], nan));
-    if (whole || (r + 1 < next && r + 1 < end)) continue;
-    uint32_t *of_row = maxima + r / row_block * blocks_across;
-    if (whole_rows) {
-      uint32_t all = 0;
-#pragma unroll
-      for (int k = 0; k < EIGHT; k++) all = max(all, top[k]);
-      all = __reduce_max_sync(0xFFFFFFFFu, all);
-      if (threadIdx.x % 32 == 0) atomicMax(of_row, all);
-    } else {
-      uint32_t some = 0;
-#pragma unroll
-      for (int k = 0; k < EIGHT; k++) {
-        some = max(some, top[k]);
-        if (k >= there || (k + 1 < there && (c + k) / column_block == (c + k + 1) / column_block)) continue;
-        atomicMax(of_row + (c + k) / column_block, some);
-        some = 0;
-      }
+        for (int k = 0; k < EIGHT; k++) v[j][k] = k < there && first + j < end ? number(from[k]) : 0.0f;
     }
 #pragma unroll
-    for (int k = 0; k < EIGHT; k++) top[k] = 0;
-    next += row_block;
+    for (int j = 0; j < AHEAD; j++) {
+      const int64_t r = first + j;
+      if (r >= end) continue;
+#pragma unroll
+      for (int k = 0; k < EIGHT; k++) top[k] = max(top[k], magnitude_of(v[j][k], nan));
+      if (whole || (r + 1 < next && r + 1 < end)) continue;
+      flush_maxima(top, maxima + r / row_block * blocks_across, c, there, column_block, whole_rows);
+      next += row_block;
+    }
   }
   if (!whole) return;
   uint32_t all = 0;
