@@ -72,7 +72,8 @@ template <typename T> struct row_result {
 };
 
 /// x: of softmax the element's exp, of log softmax the element.
-template <class L> __device__ static inline void finish(const rows_call &c, int64_t at, const typename L::number (&x)[L::V], const row_result<typename L::number> &r)
+template <class L>
+__device__ static inline void finish(const rows_call &c, int64_t at, const typename L::number (&x)[L::V], const row_result<typename L::number> &r)
 {
   typename L::number y[L::V];
 #pragma unroll
