@@ -1,8 +1,9 @@
 -- A scale for each layer, on the signal that runs backward between layers, so that every layer's gradients use the whole of fp16's
 -- range. Layers near the input, where gradients have become small, get larger scales. Scales are powers of two: going from layer to
--- layer rounds nothing. Sources: Zhao et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
--- Groups come in the model's order. An infinity runs on toward the input, so every layer that shows one backs off, and the one
--- after the last of them, where it may have begun; those that were innocent are back in a few steps.
+-- layer rounds nothing. Each goes by the layer's recent peak, which is forgotten slowly, so that rare spikes keep their room.
+-- Groups come in the model's order, and an infinity runs on toward the input: of those that show one only the last, nearest to the
+-- loss, backs off; when that does not help, the layer after it, too, for it may have passed the infinity on without showing one.
+-- Sources: Zhao et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
 return {
   name = "layerwise",
   doc  = "One scale per layer, each from that layer's largest gradient.",
@@ -11,36 +12,49 @@ return {
   options = {
     init_scale = 2^12,
     target     = 2^12,    -- the largest stored gradient of a layer, between target/4 and target
+    forget     = 0.005,   -- share of the octaves between a past peak and now that a step forgets
     up         = 2^4,     -- most growth in a step
-    forgive    = 500,     -- good steps until a layer that overflowed may use its full range again
     min_scale  = 2^-20,
     max_scale  = 2^60,
   },
 
-  init = function(options) return { scale = options.init_scale, layers = {}, good = 0 } end,
+  init = function(options)
+    if not (options.target > 0 and options.up > 1 and options.forget > 0 and options.forget <= 1) then
+      error("expected target > 0, up > 1 and forget in (0, 1]", 0)
+    end
+    return { scale = options.init_scale, layers = {}, row = 0 }
+  end,
 
   decide = function(state, record, options)
     if not record.groups then return state.scale end
-    state.good = record.overflow and 0 or state.good + 1
-    local above, scales, last, backed = nil, {}, nil, 0
+    local scales, above, last, guilty = {}, options.init_scale, nil, nil
     for i = #record.groups, 1, -1 do
-      local group, before = record.groups[i], record.groups[i - 1]
-      local layer = state.layers[group.name] or { scale = state.scale, room = 1 }
-      if state.good > 0 and state.good % options.forgive == 0 then layer.room = math.min(1, layer.room * 2) end
-      local target = options.target * layer.room
-      if group.overflow or before and before.overflow then
-        layer.scale, layer.room, backed = layer.scale / 4, math.max(2^-8, layer.room / 2), backed + 1
-      elseif not record.overflow and group.amax > 0 then
-        local factor = 2^math.floor(math.log(target / (group.amax * layer.scale)) / math.log(2))
-        if factor < 1 or factor > 2 then layer.scale = layer.scale * math.min(options.up, factor) end
-      elseif not record.overflow then                                           -- all zero: look for it, not far from its neighbour
-        layer.scale = math.min(layer.scale * options.up, math.max(layer.scale, (above or options.init_scale) * 2^8))
+      local group = record.groups[i]
+      local layer = state.layers[group.name] or { scale = state.scale, peak = 0 }
+      local smallest = 2^-24 / layer.scale
+      if record.overflow then
+        if group.overflow and not guilty then
+          guilty, state.row = group.name, group.name == state.guilty and state.row + 1 or 1
+          layer.peak = 4 * options.target / layer.scale
+        elseif not guilty and state.row >= 3 and record.groups[i - 1] and record.groups[i - 1].name == state.guilty then
+          layer.scale = layer.scale / 4
+        end
+      elseif layer.peak > 0 then
+        local amax = group.amax > 0 and group.amax or smallest                     -- all zero: even the largest was lost
+        layer.peak = math.max(amax, layer.peak * (amax / layer.peak)^options.forget)
+      else layer.peak = group.amax end
+      local wanted = 2^math.floor(math.log(options.target / (layer.peak > 0 and layer.peak or smallest)) / math.log(2))
+      if wanted < layer.scale then layer.scale = wanted
+      elseif not record.overflow and wanted > 2 * layer.scale then
+        local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)   -- search near the neighbour's
+        layer.scale = math.min(wanted, layer.scale * options.up, most)
       end
       layer.scale = math.max(options.min_scale, math.min(options.max_scale, layer.scale))
       above, last = layer.scale, last or layer.scale
       state.layers[group.name], scales[group.name] = layer, layer.scale
     end
+    state.guilty = guilty
     state.scale = last or state.scale                         -- what lies outside all layers, the loss, is scaled as the last one
-    return { scale = state.scale, scales = scales, reason = backed > 0 and ("%d layers back off"):format(backed) or nil }
+    return { scale = state.scale, scales = next(scales) and scales or nil, reason = guilty and "overflow: " .. guilty .. " backs off" or nil }
   end,
 }

@@ -274,17 +274,20 @@ describe("policy layerwise", function()
     local scale = whole.scales[2000]
     assert.is_true(look(scale, -60 + 6).zeros > 0)
   end)
-  it("lets the layers after an overflow alone", function()
-    local before
-    world("layerwise", {}, 60, function(step, i) return step == 50 and i <= 4 and 20 or -30 end, { layers = 8, at = function(p, _, step)
-      if step == 50 then
-        before = {}
-        for i = 1, 8 do before[i] = p:group_scale(i) end
+  it("punishes the layer nearest to the loss that shows an infinity, and the one after it when that does not help", function()
+    local before, after
+    world("layerwise", {}, 60, function(step, i) return step >= 50 and i == 4 and 20 + 2 * (step - 50) or -30 end, { layers = 8, at = function(p, record, step)
+      after = {}
+      for i = 1, 8 do after[i] = p:group_scale(i) end
+      if step == 50 then before = after
       elseif step == 51 then
-        for i = 1, 5 do assert.are.equal(before[i] / 4, p:group_scale(i)) end     -- the fifth: where it may have begun
-        for i = 6, 8 do assert.are.equal(before[i], p:group_scale(i)) end
+        for i = 1, 8 do assert.are.equal(i == 4 and before[4] / 4 or before[i], after[i]) end
       end
+      if record.overflow == 1 then record.inf = 1 end
     end })
+    assert.are.equal(before[3], after[3])
+    assert.is_true(after[5] < before[5])
+    assert.are.equal(before[6], after[6])
   end)
 end)
 

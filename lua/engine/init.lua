@@ -131,6 +131,7 @@ local parts = {
   autocast = { "engine.precision", "autocast" },
   trainer = { "engine.trainer", "new" },
   signal = { "engine.trainer", "signal" },
+  contest = { "engine.contest", "new" },
   scaler = { "engine.scaler", "new" },
   register_loss_scaler = { "engine.scaler", "register" },
   policy = { "engine.policy" },

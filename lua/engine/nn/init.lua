@@ -5,6 +5,7 @@ local module = require "engine.nn.module"
 local nn = { class = module.class, Module = module.Module, is_module = module.is_module }
 for name, layer in pairs(require "engine.nn.layers") do nn[name] = layer end
 for name, layer in pairs(require "engine.nn.transformer") do nn[name] = layer end
+for name, layer in pairs(require "engine.nn.moe") do nn[name] = layer end
 
 return setmetatable(nn, {
   __index = function(t, key)
