@@ -130,8 +130,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// LuaJIT keeps other values in the bits of NaNs of its own making: what it reads as a number must be the plain NaN.
-static double plain_nan(double x) { return f64_is_nan(x) ? f64_from(0x7FF8000000000000ull) : x; }
+// LuaJIT keeps its other values in the bits of negative NaNs with a payload: what it reads as a number must not be one of them.
+static double lua_number(double x) { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handle)
 {
@@ -139,7 +139,7 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handl
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, target, to, count));
   ENG_TRY(transfer_read(target, to, x));
-  for (int64_t i = 0; to == ENG_f64 && i < count; i++) ((double *)target)[i] = plain_nan(((double *)target)[i]);
+  for (int64_t i = 0; to == ENG_f64 && i < count; i++) ((double *)target)[i] = lua_number(((double *)target)[i]);
   return ENG_OK;
 }
 
@@ -150,7 +150,7 @@ eng_status eng_item(double *out, const eng_tensor *handle)
   if (x->count != 1) return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s", tensor_text(x));
   char cell[8];
   ENG_TRY(transfer_to_host(cell, x->store->space, x->data, eng_dtype_size(x->dtype)));
-  *out = plain_nan(tensor_load(cell, x->dtype, 0));
+  *out = lua_number(tensor_load(cell, x->dtype, 0));
   return ENG_OK;
 }
 

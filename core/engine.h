@@ -98,7 +98,7 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 /// (round to nearest even; to integers: toward zero, saturating, NaN becomes 0).
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
-/// Copies all elements in row-major order into host memory in format `to`, converting likewise; as f64 every NaN is the same.
+/// Copies all elements in row-major order into host memory in format `to`, converting likewise; as f64 a negative NaN has no payload.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// The value of a tensor with one element, as double.
