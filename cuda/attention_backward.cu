@@ -10,27 +10,10 @@
 // of two that brings the largest |dy| of the heads that share a key head to 16..32, and probabilities times 2^15.
 #include "attention_tiles.h"
 
-enum { QUERIES = 64 };    // queries at a time where blocks of keys walk over them
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;          // 16-row tiles of keys a warp takes
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;      // queries whose scores are in registers at a time
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;   // keys at a time where blocks of queries walk over them
 enum { QUERY_MT = 2, QUERY_STEP = 32 };                           // the same for blocks of queries, and keys in registers
-
-/// What the three kernels share beside the problem. shift [B x H x line]: -lse in powers of 2 plus RAISE, so that a probability is
-/// 2^(scaled score + shift); -inf, which makes it 0, at rows that see nothing or are not there. largest [B x G]: |dy|, as bits.
-typedef struct backward_room {
-  float    *shift;
-  uint32_t *largest;
-  int64_t   line;      // T in whole tiles of QUERIES
-} backward_room;
-
-/// The power of two that dscores are held times in f16, from the largest finite |dy|.
-template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
-{
-  if (RAISE<T> == 0) return 1.0f;
-  uint32_t exponent = r.largest[pair] >> 23;   // 0 for 0 (f16 has no other so small); at most 127 + 15
-  return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
-}
 
 // ---- delta
 
@@ -307,7 +290,7 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
 
 // ---- launching
 
-template <class T, int D> static eng_status launch(const attention_problem *p, const backward_room *r, int stored)
+template <class T, int D> static eng_status launch(const attention_problem *p, const backward_room *r, int dtype, int stored)
 {
   int64_t q_tiles = (p->queries + WARPS * 16 * QUERY_MT - 1) / (WARPS * 16 * QUERY_MT), k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
   int64_t heads = (int64_t)p->batch * p->heads, pairs = (int64_t)p->batch * p->groups;
@@ -319,6 +302,7 @@ template <class T, int D> static eng_status launch(const attention_problem *p, c
     attention_delta<T, D><<<(unsigned)delta_blocks, THREADS, 0, cuda_stream()>>>(*p, *r);
     CUDA_LAUNCHED("attention_grad");
   }
+  if (cuda_capability() == 90 && D % 64 == 0) return attention_hopper_backward(p, r, dtype, stored);
   if (k_tiles > 0 && (p->dk.data || p->dv.data)) {
     CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
     attention_grad_keys<T, D><<<(unsigned)(k_tiles * pairs), THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
@@ -332,13 +316,13 @@ template <class T, int D> static eng_status launch(const attention_problem *p, c
   return ENG_OK;
 }
 
-template <class T> static eng_status launch_wide(const attention_problem *p, const backward_room *r, int stored)
+template <class T> static eng_status launch_wide(const attention_problem *p, const backward_room *r, int dtype, int stored)
 {
   switch (p->width) {
-    case 32: return launch<T, 32>(p, r, stored);
-    case 64: return launch<T, 64>(p, r, stored);
-    case 96: return launch<T, 96>(p, r, stored);
-    default: return launch<T, 128>(p, r, stored);
+    case 32: return launch<T, 32>(p, r, dtype, stored);
+    case 64: return launch<T, 64>(p, r, dtype, stored);
+    case 96: return launch<T, 96>(p, r, dtype, stored);
+    default: return launch<T, 128>(p, r, dtype, stored);
   }
 }
 
@@ -352,7 +336,7 @@ eng_status attention_backward(const attention_problem *call, int dtype, int stor
   p.delta = room + floats;
   p.delta_line = line;
   backward_room r = {room, dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL, line};
-  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, stored) : launch_wide<bf16_t>(&p, &r, stored);
+  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, dtype, stored) : launch_wide<bf16_t>(&p, &r, dtype, stored);
   scratch_give(room, bytes);
   return status;
 }

@@ -4,41 +4,15 @@
 // A block takes 128 queries of one head, each of its two warpgroups 64, and walks over the keys while the next ones are on their way.
 // wgmma runs by itself: while the warps turn the scores of one tile of keys into probabilities, the tensor cores multiply those
 // of the tile before with its values.
-#include "attention_tiles.h"
-#include "wgmma.h"
+#include "attention_hopper.h"
 
-enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
 template <int D> constexpr int BLOCKS_OF = D == 64 ? 2 : 1;         // blocks a multiprocessor holds
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
 typedef struct schedule { int32_t tiles, heads, together; } schedule;   // as in attention_forward.cu
 
-// Elsewhere nobody calls the kernel, and there are no such instructions.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-/// Rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
-template <int D, int N, class T>
-__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first, int limit)
-{
-  constexpr int PIECES = D / 8;
-#pragma unroll
-  for (int i = 0; i < N * PIECES / BLOCK; i++) {
-    int at = i * BLOCK + threadIdx.x, row = at / PIECES, piece = at % PIECES;
-    bool there = first + row < limit;
-    const T *from = head + (there ? (first + row) * stride : 0) + piece * 8;
-    copy16(tile + piece / 8 * (N * 128) + row * 128 + ((piece & 7) ^ (row & 7)) * 16, from, there);
-  }
-}
-
-/// s = q k^T, started. `q`, `k`: tiles of ROWS and KEYS rows.
-template <class T, int D, int KEYS>
-__device__ static inline void start_scores(float (&s)[KEYS / 2], uint32_t q, uint32_t k)
-{
-#pragma unroll
-  for (int i = 0; i < D / 16; i++)
-    rows_times_rows(s, tile_descriptor(q + i / 4 * (ROWS * 128) + i % 4 * 32, 16), tile_descriptor(k + i / 4 * (KEYS * 128) + i % 4 * 32, 16), i > 0, T());
-}
-
+#if HOPPER_BODY
 /// Softmax's running numbers of a thread's two rows.
 typedef struct running { float top[2], sum[2]; } running;
 
@@ -66,26 +40,12 @@ template <class T, int N> __device__ static inline void weigh(float (&s)[N], run
     r->sum[half] = fmaf(r->sum[half], keep[half], part);
   }
 }
-
-/// Scores of columns that a row does not see become -inf. `row`: the thread's first; `key`: of the tile's first column.
-template <int N> __device__ static inline void hide(float (&s)[N], const attention_problem &p, int row, int key)
-{
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int seen = keys_seen(p, row + 8 * half) - key - 2 * ((int)threadIdx.x & 3);
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      if (8 * i >= seen) s[4 * i + 2 * half] = -INFINITY;
-      if (8 * i + 1 >= seen) s[4 * i + 2 * half + 1] = -INFINITY;
-    }
-  }
-}
 #endif
 
 template <class T, int D>
 __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
 {
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
   constexpr uint32_t TILE = KEYS * D * 2;
@@ -128,11 +88,11 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
   __syncthreads();
   const uint32_t own_q = q_tile + part * 64 * 128;
   group_begin();
-  start_scores<T, D, KEYS>(s, own_q, k_tiles);
+  start_rows_times_rows<T, D, KEYS>(s, own_q, k_tiles);
   group_commit();
   group_wait<0>();
   settle(s);
-  if (KEYS > all_see) hide(s, p, own + g, 0);
+  if (KEYS > all_see) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
   weigh<T>(s, &r, keep, scale);
 
   int n = 0;
@@ -143,17 +103,6 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
     if (n + 2 < tiles) load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
     if (n + 1 < tiles) load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
-  };
-  auto round_weights = [&] {
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; i++)
-#pragma unroll
-      for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
-  };
-  auto start_values = [&] {
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; i++)
-      weights_times_rows(y, weights[i], tile_descriptor(v_tiles + (n & 1) * TILE + i * 2048, KEYS * 128), T());
   };
   // The end of the last round's product stands at the begin of a round: the compiler moves a wait up as far as the loop lets it.
   auto end_values = [&] {
@@ -166,22 +115,22 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
   for (; n + 1 < own_tiles; n++) {
     end_values();
     next_tiles();
-    round_weights();
+    round_weights<T>(weights, s);
     group_begin();
-    start_scores<T, D, KEYS>(s, own_q, k_tiles + ((n + 1) & 1) * TILE);
+    start_rows_times_rows<T, D, KEYS>(s, own_q, k_tiles + ((n + 1) & 1) * TILE);
     group_commit();
-    start_values();
+    start_weights_times_rows<T, D, KEYS>(y, weights, v_tiles + (n & 1) * TILE);
     group_commit();
     group_wait<1>();
     settle(s);
-    if ((n + 2) * KEYS > all_see) hide(s, p, own + g, (n + 1) * KEYS);
+    if ((n + 2) * KEYS > all_see) hide_after(s, keys_seen(p, own + g) - (n + 1) * KEYS, keys_seen(p, own + g + 8) - (n + 1) * KEYS);
     weigh<T>(s, &r, keep, scale);
   }
   end_values();
   next_tiles();
-  round_weights();
+  round_weights<T>(weights, s);
   group_begin();
-  start_values();
+  start_weights_times_rows<T, D, KEYS>(y, weights, v_tiles + (n & 1) * TILE);
   group_commit();
   group_wait<0>();
   settle(y);

@@ -6,6 +6,19 @@
 
 #include "attention.h"
 
+enum { QUERIES = 64 };   // at a time, where blocks of keys walk over the queries
+
+/// What the kernels of the backward pass share beside the problem. shift [B x H x line]: -lse in powers of 2 plus RAISE, so that a probability is
+/// 2^(scaled score + shift); -inf, which makes it 0, at rows that see nothing or are not there. largest [B x G]: |dy|, as bits.
+typedef struct backward_room {
+  float    *shift;
+  uint32_t *largest;
+  int64_t   line;      // T in whole tiles of QUERIES
+} backward_room;
+
+/// dk, dv and dq on Hopper for D 64 and 128, delta and shift being there.
+eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype, int stored);
+
 #ifdef __CUDACC__
 
 enum { WARPS = 4, THREADS = 32 * WARPS };
@@ -15,6 +28,14 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 /// Probabilities are held times 2^RAISE: in f16 they would be subnormal below 2^-14 otherwise. (At most 1, so 2^15 is in range.)
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
+
+/// The power of two that dscores are held times in f16, from the largest finite |dy|.
+template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
+{
+  if (RAISE<T> == 0) return 1.0f;
+  uint32_t exponent = r.largest[pair] >> 23;   // 0 for 0 (f16 has no other so small); at most 127 + 15
+  return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
+}
 
 /// The place of piece `piece` of row `row`, among the pieces of that row.
 template <int D> __host__ __device__ static inline int piece_place(int row, int piece) { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
