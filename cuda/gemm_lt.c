@@ -25,7 +25,7 @@
 #include <string.h>
 
 enum {
-  CANDIDATES = 8,
+  CANDIDATES = 24,
   WORKSPACE = 64 << 20,   // bytes
 };
 static const double LEAST_WORK = 67108864;   // multiply-adds below which launching takes longer than computing
