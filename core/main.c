@@ -579,10 +579,10 @@ static bool check_gc64(lua_State *L)
   return wide;
 }
 
-// A word that names no file: a subcommand.
+// A word that names no file (a folder such as runs/ is no script): a subcommand.
 static bool is_command(const char *word)
 {
-  if (access(word, F_OK) == 0 || !(word[0] >= 'a' && word[0] <= 'z')) return false;
+  if (eng_file_kind(word) % 2 != 0 || !(word[0] >= 'a' && word[0] <= 'z')) return false;
   return strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
 }
 

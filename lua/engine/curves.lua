@@ -38,8 +38,10 @@ M.names = names
 
 --- { sql, title, log } of a number by its name; raises with the nearest one.
 function M.metric(name)
-  return by_name[name] or error(("no number of the history is called '%s'%s; there are %s"):format(tostring(name),
-    nearest.hint(tostring(name), names), table.concat(names, ", ")), 0)
+  if by_name[name] then return by_name[name] end
+  local hint = nearest.hint(tostring(name), names)
+  error(("no number of the history is called '%s'%s there are %s"):format(tostring(name), hint ~= "" and hint .. " In all" or ";",
+    table.concat(names, ", ")), 0)
 end
 
 local function has_blocks(h) return h:query("SELECT count(*) AS n FROM sqlite_master WHERE name = 'blocks'")[1].n > 0 end

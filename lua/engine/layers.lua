@@ -91,6 +91,49 @@ end
 
 local room = ffi.new("int[1]")
 
+-- A function that unpacks a blob: gives the statistics of its tensors and how many; nil for a damaged one.
+local function unpacker()
+  local stats, capacity = nil, 0
+  return function(blob)
+    if C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return nil end
+    if room[0] > capacity then
+      capacity = room[0]
+      stats = ffi.new("eng_tensor_stats[?]", capacity)
+      C.eng_history_unpack(room, stats, capacity, blob, #blob)
+    end
+    return stats, room[0]
+  end
+end
+
+local function add_hist(hist, bins)
+  for b = 0, 319 do
+    if bins[b] ~= 0 then hist[b + FIRST_EXPONENT] = (hist[b + FIRST_EXPONENT] or 0) + tonumber(bins[b]) end
+  end
+end
+
+--- Calls visit(step, { [k] = { hist, zeros, amax, norm } }) for recorded steps, up to about `points` of them, each layer k summed up.
+function M.each(h, options, visit)
+  local row_of = M.rows(h, options)
+  local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
+  if not range.first then return end
+  local unpack_blob = unpacker()
+  each_row(h, { x = {} }, range.first, range.last, options.points, function(_, step, blob)
+    local stats, n = unpack_blob(blob)
+    local sums = {}
+    for id = 0, stats and n - 1 or -1 do
+      local k, s = row_of[id], stats[id]
+      if k then
+        local sum = sums[k] or { hist = {}, zeros = 0, amax = 0, squares = 0 }
+        sums[k] = sum
+        sum.zeros, sum.amax, sum.squares = sum.zeros + tonumber(s.zeros), math.max(sum.amax, s.amax), sum.squares + s.sum_squares
+        sum.norm = math.sqrt(sum.squares)
+        add_hist(sum.hist, s.hist)
+      end
+    end
+    if next(sums) then visit(step, sums) end
+  end)
+end
+
 --- See above. options: points (120), only, tensors (rows), from, to (steps), hists (false: exponents are not added up).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
@@ -101,16 +144,12 @@ function M.read(h, options)
   if not range.first then return result end
   local first, last = math.max(range.first, options.from or range.first), math.min(range.last, options.to or range.last)
   result.first, result.last = first, last
-  local stats, capacity = nil, 0
+  local unpack_blob = unpacker()
   each_row(h, result, first, last, options.points or 120, function(column, step, blob, over)
-    if C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return end
-    if room[0] > capacity then
-      capacity = room[0]
-      stats = ffi.new("eng_tensor_stats[?]", capacity)
-      C.eng_history_unpack(room, stats, capacity, blob, #blob)
-    end
+    local stats, n = unpack_blob(blob)
+    if not stats then return end
     result.rows = result.rows + 1
-    for id = 0, room[0] - 1 do
+    for id = 0, n - 1 do
       local k = row_of[id]
       if k then
         local s = stats[id]
@@ -127,12 +166,7 @@ function M.read(h, options)
         end
         cell.inf, cell.nan, cell.over = cell.inf + inf, cell.nan + nan, cell.over or over
         cell.count, cell.zeros, cell.underflow = cell.count + tonumber(s.count), cell.zeros + tonumber(s.zeros), cell.underflow + tonumber(s.underflow)
-        if options.hists ~= false then
-          local hist = result.hists[k]
-          for b = 0, 319 do
-            if s.hist[b] ~= 0 then hist[b + FIRST_EXPONENT] = (hist[b + FIRST_EXPONENT] or 0) + tonumber(s.hist[b]) end
-          end
-        end
+        if options.hists ~= false then add_hist(result.hists[k], s.hist) end
       end
     end
   end)

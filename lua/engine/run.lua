@@ -245,7 +245,7 @@ function Run:describe()
   for i = 0, #list - 1 do
     if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
   end
-  for key, value in pairs { precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
+  for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
     optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
     parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
     history:set_meta(key, value)

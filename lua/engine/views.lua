@@ -66,7 +66,8 @@ function M.curve(c, name, options)
   end
   if log and most <= 0 then log = nil end                       -- nothing positive, as underflow in bf16
   local title = metric.title
-  if last then title = ("%s   %s to %s, at the end %s"):format(title, plot.number_text(least), plot.number_text(most), plot.number_text(last)) end
+  local function text(x) return metric.log == 2 and x >= 1 and require("engine.progress").scale_text(x) or plot.number_text(x) end
+  if last then title = ("%s   %s to %s, at the end %s"):format(title, text(least), text(most), text(last)) end
   local marks, count = marks_of(c)
   return plot.draw { title = title, x = c.x, y = y, low = low, log = log, width = options.width, height = options.height, ascii = options.ascii,
     marks = options.marks ~= false and #marks > 0 and marks or nil, mark_count = count, mark_name = "overflow" }

@@ -1,0 +1,143 @@
+-- A recorded run in the formats of other tools: CSV and JSON Lines, a step a line, and TensorBoard's event files. Called by `engine export`.
+local json = require "engine.json"
+
+local M = {}
+
+-- In the file's order. `kind`: r real (NULL was NaN), o real that may be missing, i whole, b boolean, t text.
+local COLUMNS = {
+  { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" }, { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },
+  { "overflow", "b" }, { "inf", "i" }, { "nan", "i" }, { "count", "i" }, { "zeros", "i" }, { "underflow", "i" }, { "amax", "r" }, { "norm", "r" },
+  { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" }, { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" },
+  { "tokens", "r" },
+}
+
+-- As many digits as it takes to read the same double back.
+local function number(x)
+  if x ~= x then return "nan" end
+  if x == math.huge then return "inf" end
+  if x == -math.huge then return "-inf" end
+  if x % 1 == 0 and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
+  for digits = 7, 16 do
+    local text = ("%." .. digits .. "g"):format(x)
+    if tonumber(text) == x then return text end
+  end
+  return ("%.17g"):format(x)
+end
+
+-- Calls visit(row) for each step, oldest first; first_bad is a parameter's name, or nil.
+local function each_step(h, visit)
+  local parts = {}
+  for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
+  local sql = "SELECT " .. table.concat(parts, ", "):gsub("s.first_bad", "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
+    " FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad ORDER BY s.step, s.attempt"
+  local n = 0
+  for row in h:each(sql) do
+    visit(row)
+    n = n + 1
+  end
+  return n
+end
+
+local function to_file(path, write)
+  local file, why = io.stdout, nil
+  if path ~= "-" then file, why = io.open(path, "wb") end
+  if not file then error("cannot write " .. tostring(why), 0) end
+  local problem
+  local count = write(function(text)
+    local good, message = file:write(text)
+    if not good and not problem then problem = message end
+  end)
+  local good, message
+  if path == "-" then good, message = file:flush() else good, message = file:close() end
+  if problem or not good then error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0) end
+  return count
+end
+
+--- CSV (RFC 4180), a header and a line for each step. nan, inf and -inf as Python and pandas read them; what is missing is empty.
+function M.csv(h, path)
+  return to_file(path, function(put)
+    local names = {}
+    for i, column in ipairs(COLUMNS) do names[i] = column[1] end
+    put(table.concat(names, ",") .. "\n")
+    return each_step(h, function(row)
+      local cells = {}
+      for i, column in ipairs(COLUMNS) do
+        local value, kind = row[column[1]], column[2]
+        if value == nil then cells[i] = kind == "r" and "nan" or ""
+        elseif type(value) == "number" then cells[i] = number(value)
+        else
+          value = tostring(value)
+          cells[i] = value:find('[,"\r\n]') and '"' .. value:gsub('"', '""') .. '"' or value
+        end
+      end
+      put(table.concat(cells, ",") .. "\n")
+    end)
+  end)
+end
+
+--- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null.
+function M.jsonl(h, path)
+  return to_file(path, function(put)
+    return each_step(h, function(row)
+      local parts = {}
+      for i, column in ipairs(COLUMNS) do
+        local value, kind = row[column[1]], column[2]
+        local text
+        if value == nil then text = kind == "r" and '"nan"' or "null"
+        elseif kind == "b" then text = value ~= 0 and "true" or "false"
+        elseif type(value) == "number" then
+          text = number(value)
+          if value - value ~= 0 then text = '"' .. text .. '"' end
+        else text = json.encode(value) end
+        parts[i] = ('"%s":%s'):format(column[1], text)
+      end
+      put("{" .. table.concat(parts, ",") .. "}\n")
+    end)
+  end)
+end
+
+local HISTOGRAMS = 200           -- of each layer, at most
+
+--- Event files for TensorBoard: numbers of each step (every one, or each `every`-th and all overflows), histograms of the layers' stored gradients
+--- where statistics were recorded, policies, settings and events as text. Gives the number of steps.
+function M.tensorboard(h, dir, options)
+  local every = options and options.every or 1
+  local tensorboard, layers = require "engine.tensorboard", require "engine.layers"
+  local began = require("engine.runs").info(h.path, h).created or 0
+  local w = tensorboard.open(dir, began)
+  local log2, before, n = math.log(2), nil, 0
+  each_step(h, function(row)
+    local nan, seconds = 0 / 0, row.elapsed and before and row.elapsed - before or 0
+    before = row.elapsed
+    if row.step % every ~= 0 and row.overflow == 0 then return end
+    n = n + 1
+    w:scalars(row.step, {
+      { "train/loss", row.loss or nan }, { "train/learning_rate", row.lr or nan }, { "scaling/scale", row.scale or nan },
+      { "scaling/log2_scale", row.scale and math.log(row.scale) / log2 or nan }, { "scaling/overflow", row.overflow },
+      { "scaling/skipped", row.action ~= "step" and 1 or 0 }, { "gradients/norm", row.norm or nan }, { "gradients/amax", row.amax or nan },
+      { "gradients/norm_ref", row.norm_ref }, { "gradients/underflow", row.count > 0 and row.underflow / row.count or nil },
+      { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds or nil },
+    }, began + (row.elapsed or 0))
+  end)
+  local _, names = layers.rows(h, {})
+  layers.each(h, { points = HISTOGRAMS }, function(step, hists)
+    for k, s in pairs(hists) do w:histogram(step, "stored_gradients/" .. names[k], s.hist, s, began) end
+  end)
+  for _, policy in ipairs(h:policies()) do
+    w:text(0, ("policy/%s %s"):format(policy.name, policy.hash), (("\n" .. policy.source):gsub("\n", "\n    ")), began)
+  end
+  local lines = { "| setting | value |", "| --- | --- |" }
+  for _, setting in ipairs(h:query("SELECT key, value FROM config ORDER BY key")) do
+    lines[#lines + 1] = ("| %s | %s |"):format(setting.key, (tostring(setting.value):gsub("[|\n]", " ")))
+  end
+  if #lines > 2 then w:text(0, "settings", table.concat(lines, "\n"), began) end
+  for _, event in ipairs(h:query("SELECT step, time, kind, text FROM events WHERE kind NOT IN ('overflow', 'checkpoint') ORDER BY id LIMIT 1000")) do
+    w:text(event.step, "events/" .. event.kind, event.text or "", event.time)
+  end
+  local path = w.path
+  w:close()
+  if w.trouble then error(w.trouble, 0) end
+  return n, path
+end
+
+return M
