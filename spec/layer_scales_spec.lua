@@ -41,6 +41,20 @@ describe("layers scaled apart", function()
     end
   end)
 
+  it("do so on the slow device, and agree with the fast one", function()
+    local fast = train { policy = APART, steps = 3, precision = "fp16" }
+    engine.device "reference"
+    local good, message = pcall(function()
+      assert.are.same((train { policy = "static:loss_scale=1024", steps = 3 }), (train { policy = APART, steps = 3 }))
+      local slow = train { policy = APART, steps = 3, precision = "fp16" }
+      for i, row in ipairs(fast) do
+        for k = 1, 3 do assert.near(row[k], slow[i][k], 2e-2 * math.abs(row[k])) end
+      end
+    end)
+    engine.device "cpu"
+    assert(good, message)
+  end)
+
   it("whose factor is no power of two differ by rounding only", function()
     local third = policy [[ name = "third", options = { init_scale = 1000 }, decide = function(state)
       return { scale = state.scale, scales = { ["blocks.1"] = 77777, ["blocks.3"] = 0.3 } } end ]]
