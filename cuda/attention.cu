@@ -181,7 +181,7 @@ static eng_status backward(attention_problem *p, pieces *all, const op_call *cal
   int width = p->width;
   bool tiles = dtype_is_low(dtype);
   ENG_TRY(views_of(p, all, call, dtype, padded));
-  if (tiles) ENG_TRY(input_view(&p->y, all, call->in[3], dtype, padded, true));
+  if (dtype != ENG_f64) ENG_TRY(input_view(&p->y, all, call->in[3], dtype, padded, tiles));
   ENG_TRY(input_view(&p->dy, all, call->in[5], dtype, padded, tiles));
   ENG_TRY(lse_view(p, all, call->in[4], dtype));
   p->dq = output_view(call->out[0]);

@@ -45,7 +45,7 @@ eng_status attention_forward_hopper(const attention_problem *p, int dtype, int s
 /// The same; y is the forward pass's, and its row is as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
-/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype.
+/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y of the inputs' dtype, too, where it is given.
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
