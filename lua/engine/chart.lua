@@ -30,7 +30,7 @@ function M.number(x)
     local mantissa, exponent = ("%.2e"):format(x):match("^(.-)e([+-]%d+)$")
     return mantissa:gsub("%.?0+$", "") .. "×" .. power("10", tonumber(exponent))
   end
-  return size >= 1000 and ("%.0f"):format(x) or ("%.4g"):format(x)
+  return size >= 1000 and require("engine.views").grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
 end
 
 -- 65536 -> "65,536", larger powers of two as such.

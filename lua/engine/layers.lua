@@ -3,6 +3,7 @@
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k], l.x[i]                    layers and columns; a column begins at step x[i]
 --   l.cells[k][i]                         { amax, inf, nan, count, zeros, underflow, overflows, step } of the gradients as stored (times the scale), or nil
+--   l.single                              whether each column is one recorded step
 --   l.hists[k][exponent], l.format        elements by exponent over all that was read; what the format holds (trace.lua)
 -- Used by views.lua and the report.
 local M_ffi = require "engine.ffi"
@@ -54,6 +55,7 @@ local function each_row(h, result, first, last, points, visit)
   if known == 0 then return end
   if known <= most then              -- a column for each, or for a few that are neighbours
     local column, per, seen = 0, math.ceil(known / points), 0
+    result.single = per == 1
     for row in h:each([[SELECT t.step AS step, t.stats AS stats, (SELECT max(overflow) FROM steps s WHERE s.step = t.step) AS over
       FROM tensor_stats t WHERE t.step BETWEEN ? AND ? ORDER BY t.step]], first, last) do
       if seen % per == 0 then
@@ -63,7 +65,6 @@ local function each_row(h, result, first, last, points, visit)
       seen = seen + 1
       visit(column, row.step, row.stats, row.over == 1)
     end
-    result.all = true
     return
   end
   local width = math.ceil((last - first + 1) / points)
@@ -137,7 +138,7 @@ end
 --- See above. options: points (120), only, tensors (rows), from, to (steps), hists (false: exponents are not added up).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
-  local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, all = false }
+  local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, single = false }
   result.format, result.format_name = M.format(h)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
