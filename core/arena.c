@@ -68,6 +68,7 @@ typedef struct arena {
 static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""), [SPACE_CUDA] = ARENAS_OF("cuda ")};
 static arena_source sources[SPACE_COUNT];
 static int in_force = SPACE_HOST;
+static int pinned[SPACE_COUNT];
 static free_piece *spare_nodes;
 static int64_t limit;      // bytes over all arenas of a space; 0: none
 
@@ -80,6 +81,11 @@ void arena_use(int space, const arena_source *source)
 int arena_space(void)
 {
   return in_force;
+}
+
+void arena_pin(int space, int by)
+{
+  pinned[space] += by;
 }
 
 static free_piece *node_take(void)
@@ -202,7 +208,7 @@ static void return_empty_chunks(int space)
 {
   for (int i = 0; i < ARENA_COUNT; i++)
     for (chunk **at = &arenas[space][i].first; *at;) {
-      if ((*at)->used == 0) chunk_return(space, &arenas[space][i], at);
+      if ((*at)->used == 0 && (lasting((arena_id)i) || pinned[space] == 0)) chunk_return(space, &arenas[space][i], at);
       else at = &(*at)->next;
     }
 }

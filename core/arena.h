@@ -31,6 +31,8 @@ typedef struct arena_source {
 void arena_use(int space, const arena_source *source);
 /// The space in force.
 int arena_space(void);
+/// While a space is pinned (counted) its step and scratch memory is not given back: a captured step lies there.
+void arena_pin(int space, int by);
 
 /// A piece of at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined; never NULL for 0 bytes.
 /// NULL with the error set (MEMORY, with the arena table in the text) when there is none.

@@ -72,6 +72,11 @@ typedef struct backend {
   eng_status (*clear)(void *memory, int64_t bytes);
   /// Waits for everything; reports what kernels could not tell at once (an index out of range, a fault).
   eng_status (*synchronize)(void);
+  /// Captured steps: between begin and end the device notes what it is asked for and computes nothing. NULL: it cannot.
+  eng_status (*capture_begin)(void);
+  eng_status (*capture_end)(void **graph);
+  eng_status (*graph_launch)(void *graph);
+  void       (*graph_free)(void *graph);
   /// "NVIDIA H200, sm_90, driver 580.82, ..." for people.
   const char *(*describe)(void);
 } backend;

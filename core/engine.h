@@ -460,6 +460,24 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// slot 0 when this optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
+// ------------------------------------------------------------------ captured steps
+
+/// Forward and backward of one batch, captured once and then launched as one piece of work of the device: for steps whose kernels are
+/// shorter than their launches. Gradients land where they always do.
+typedef struct eng_graph eng_graph;
+/// Between begin and end the script runs one forward and backward pass in an open step, nothing of which is computed. `batch`: the
+/// tensors it reads that change from step to step. Errors: DEVICE (it cannot capture), STATE. An operation that draws random numbers
+/// and a value that is read back fail there. After an error: eng_graph_free.
+eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
+eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
+/// Computes the step on the batch, the loss's own gradient being `seed`. Errors: SHAPE (the batch does not lie where the captured
+/// one did, or has other shapes: run the step without the graph), STATE (parameters changed their formats).
+eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
+/// The loss of the last launch: a tensor that holds until the next one.
+eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
+/// NULL is fine.
+void       eng_graph_free(eng_graph *graph);
+
 // ------------------------------------------------------------------ devices, threads, random numbers
 
 /// Chooses the device by name: "cpu"; "reference", the slow clear truth; "cuda"; or "auto": "cuda" where there is a card, else "cpu".

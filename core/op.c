@@ -2,6 +2,7 @@
 #include "op.h"
 
 #include "error.h"
+#include "graph.h"
 #include "params.h"
 #include "rng.h"
 #include "tape.h"
@@ -140,15 +141,17 @@ static void drop_outputs(op_call *c, const bool *given)
 }
 
 /// Random numbers of operations that use them, unless the call brings their place: a recorded call replays them.
-static void take_numbers(op_call *c)
+static eng_status take_numbers(op_call *c)
 {
   int64_t blocks = (c->in[0]->count + 3) / 4, *place = NULL;
   if (c->op == ENG_OP_dropout) place = &c->ints[0];
   if (c->op == ENG_OP_cast && dtype_is_fp8((int)c->ints[0]) && c->ints[1] & FP8_STOCHASTIC) place = &c->ints[2];
   if (c->op == ENG_OP_quantize && c->ints[4] & FP8_STOCHASTIC) place = &c->ints[5];
-  if (!place || place[1]) return;
+  if (!place || place[1]) return ENG_OK;
+  ENG_TRY(graph_forbids("an operation that draws random numbers"));
   place[0] = (int64_t)rng_take(c->op == ENG_OP_quantize && c->ints[4] & 8 ? 2 * blocks : blocks);
   place[1] = 1;
+  return ENG_OK;
 }
 
 eng_status op_run(op_call *c)
@@ -174,7 +177,7 @@ eng_status op_run(op_call *c)
   if (info->layout == LAYOUT_ROWS)
     for (int k = 0; k < c->n_in; k++)
       if (c->in[k] && !tensor_contiguous(c->in[k])) ENG_TRY(op_run1(&c->in[k], ENG_OP_contiguous, c->in[k], NULL, NULL, NULL, 0, 0, 0));
-  take_numbers(c);
+  ENG_TRY(take_numbers(c));
 
   op_kernel *kernel = backend_current()->kernel[c->op];
   if (!kernel) return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s", backend_current()->name, info->name);

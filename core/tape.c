@@ -12,6 +12,7 @@
 #include "transfer.h"
 
 #include "error.h"
+#include "graph.h"
 #include "numerics.h"
 #include "op.h"
 #include "params.h"
@@ -416,7 +417,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                      : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
-  ENG_TRY(transfer_set(dy, seed * carry_of(loss)));
+  if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * carry_of(loss)));
   let_go(loss);
   hang(loss, dy);
   pass.running = true;

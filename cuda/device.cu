@@ -130,6 +130,7 @@ static eng_status look_for_faults(void)
 
 eng_status cuda_synchronize(void)
 {
+  if (cuda_capturing()) return error_set(ENG_ERR_STATE, "graph: the device is waited for inside a captured step; hint: graph=false");
   return look_for_faults();
 }
 
@@ -140,10 +141,17 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
     return ENG_OK;
   }
+  if (direction == COPY_TO_DEVICE && cuda_capturing()) {   // a constant of the step: every launch copies it again
+    void *kept = cuda_capture_keep(from, bytes);
+    if (!kept) return ENG_ERR_MEMORY;
+    CUDA_TRY(cudaMemcpyAsync(to, kept, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
+    return ENG_OK;
+  }
   if (direction == COPY_TO_DEVICE) {   // from pageable memory: staged by the time this returns
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
     return ENG_OK;
   }
+  if (cuda_capturing()) return error_set(ENG_ERR_STATE, "graph: a value is read back inside a captured step; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();
 }

@@ -18,6 +18,14 @@ eng_status  cuda_move(void *to, const void *from, int64_t bytes, copy_direction 
 eng_status  cuda_clear(void *memory, int64_t bytes);
 eng_status  cuda_synchronize(void);
 const char *cuda_describe(void);
+// graph.cu
+eng_status  cuda_capture_begin(void);
+eng_status  cuda_capture_end(void **graph);
+eng_status  cuda_graph_launch(void *graph);
+void        cuda_graph_free(void *graph);
+/// Whether a step is being captured; host memory of `bytes` that lives as long as its graph, for what it copies to the card.
+bool        cuda_capturing(void);
+void       *cuda_capture_keep(const void *bytes, int64_t size);
 
 // gradstats.cu
 eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);

@@ -36,6 +36,10 @@ static const backend device = {
   .clear = cuda_clear,
   .synchronize = cuda_synchronize,
   .describe = cuda_describe,
+  .capture_begin = cuda_capture_begin,
+  .capture_end = cuda_capture_end,
+  .graph_launch = cuda_graph_launch,
+  .graph_free = cuda_graph_free,
 };
 
 __attribute__((visibility("default")))

@@ -4,10 +4,14 @@
 --   - a policy's scale is used two steps after the backward pass it was decided on, not one; overflows are skipped all the same;
 --   - a policy cannot hold back an update or ask for the batch again: `skip` and `retry` without an overflow come too late;
 --   - the learning rate follows the updates known so far and takes those on their way for granted.
+-- With graph = true the device captures forward and backward of the fourth step and launches them as one piece from then on. What the model
+-- does on the host (branches, signals, dropout's numbers) happens at the capture alone, so operations that draw numbers or read values
+-- back are refused there.
 -- Used by trainer.lua.
 local M_ffi = require "engine.ffi"
 local machine = require "engine.machine"
 local signals = require "engine.signals"
+local tensor = require "engine.tensor"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -21,8 +25,59 @@ function M.refusal(options, policy)
     return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; hint: mode=sync"):format(policy.name)
   end
   if options.trap then return "mode=lagged: trap runs an overflowed step again, which is over by the time it is known; hint: mode=sync" end
+  if options.graph and (options.accumulate or 1) > 1 then return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false" end
   if (options.accumulate or 1) > MOST_LOSSES then return ("mode=lagged: expected accumulate of up to %d, got %d"):format(MOST_LOSSES, options.accumulate) end
 end
+
+-- ------------------------------------------------------------------ captured steps
+
+local WARM_UP = 3          -- steps before one is captured: products have chosen their algorithms, the arenas have grown
+
+--- The tensors of a batch, in the order of their names.
+local function tensors_of(batch)
+  local names, list = {}, {}
+  for name, value in pairs(batch) do
+    if tensor.is_tensor(value) then names[#names + 1] = tostring(name) end
+  end
+  table.sort(names)
+  for i, name in ipairs(names) do list[i] = batch[name] end
+  local handles = M_ffi.new("eng_tensor[?]", math.max(1, #list))
+  for i, x in ipairs(list) do handles[i - 1] = x end
+  return handles, #list
+end
+
+--- Captures the step on `batch`: a graph that the device launches as one piece.
+local function capture(self, batch, handles, n)
+  local out = M_ffi.new("eng_graph *[1]")
+  check(C.eng_graph_begin(out, self.optimizer.params, handles, n))
+  local graph = M_ffi.ffi.gc(out[0], C.eng_graph_free)
+  local good, result = pcall(function()
+    local loss = self:forward(batch)
+    loss:backward { scale = 1 }
+    check(C.eng_graph_end(graph, loss))
+  end)
+  if good then return graph end
+  M_ffi.ffi.gc(graph, nil)
+  C.eng_graph_free(graph)
+  error(result, 0)
+end
+
+--- Forward and backward of a batch through the captured step; gives the loss, or nothing where the batch does not fit it.
+local function launch(self, batch, scale)
+  local handles, n = tensors_of(batch)
+  if not self.captured then
+    if self.steps_done - self.first_step < WARM_UP then return nil end
+    self.captured = capture(self, batch, handles, n)
+  end
+  local status = C.eng_graph_launch(self.captured, scale, handles, n)
+  if status == C.ENG_ERR_SHAPE or status == C.ENG_ERR_STATE then return nil end
+  check(status)
+  local loss = M_ffi.ffi.new("eng_tensor")
+  check(C.eng_graph_loss(loss, self.captured))
+  return loss
+end
+
+-- ------------------------------------------------------------------ the two halves
 
 --- The first half. Gives what the second needs to know.
 local function ask(self)
@@ -40,8 +95,11 @@ local function ask(self)
   self.place = self:remember_place()
   for i = 1, self.accumulate do
     local batch = data:next()
-    local loss = self:forward(batch)
-    loss:backward { scale = scale / self.accumulate }
+    local loss = self.graph and launch(self, batch, scale)
+    if not loss then
+      loss = self:forward(batch)
+      loss:backward { scale = scale / self.accumulate }
+    end
     losses[i - 1] = loss
     asked.tokens = asked.tokens + (batch.tokens or batch.y and batch.y.count or 0)
   end

@@ -118,7 +118,7 @@ end
 local KNOWN = {
   model = true, data = true, loss = true, optimizer = true, schedule = true, precision = true, policy = true, policy_options = true,
   steps = true, clip = true, clip_value = true, accumulate = true, run = true, resume = true, checkpoint_every = true, keep = true,
-  log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true, mode = true,
+  log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true, mode = true, graph = true,
   ref_every = true, ref_layers = true,
   shadow = true, trap = true, watch = true, attach = true, tensorboard = true,
 }
@@ -159,6 +159,7 @@ local function check_options(o)
   want(o.evaluate == nil or (type(o.evaluate) == "table" and type(o.evaluate.data) == "table" and whole(o.evaluate.every)), "evaluate",
     "{ data = a loader, every = steps }", o.evaluate)
   want(o.log == nil or o.log == "line" or o.log == "json" or o.log == "quiet", "log", "line, json or quiet", o.log)
+  want(o.graph == nil or type(o.graph) == "boolean", "graph", "true or false", o.graph)
   want(o.mode == nil or o.mode == "sync" or o.mode == "lagged", "mode", "sync or lagged", o.mode)
   want(o.on_policy_error == nil or o.on_policy_error == "hold" or o.on_policy_error == "stop", "on_policy_error", "hold or stop", o.on_policy_error)
   want(o.schedule == nil or callable(o.schedule), "schedule", "one of engine.schedule or a function(updates)", o.schedule)
@@ -231,7 +232,9 @@ local function new(o)
   if o.mode == "lagged" then
     local refusal = lagged.refusal(o, self.policy)
     if refusal then error(refusal, 0) end
-    self.step, self.asked = lagged.step, {}
+    self.step, self.asked, self.graph = lagged.step, {}, o.graph
+  elseif o.graph then
+    error("trainer: graph=true captures a step that nothing waits for; hint: mode='lagged' with it", 0)
   end
   self.run_files = run_files.open(self, o)
   -- engine replay asks of a recorded step what another scale would have done: that takes its histogram
@@ -260,6 +263,7 @@ end
 ---   evaluate                     { data =, every =, batches = }: loss on other data
 ---   mode                         "sync": the policy decides before the update, which takes a wait for the device; "lagged": nothing
 ---                                waits, the policy decides one step later (lagged.lua)
+---   graph                        true, with mode = "lagged" on a card: forward and backward are captured once and launched as one piece
 ---   config                       the script's settings, to be remembered
 ---   shadow                       policies that see every record and decide nothing: a list, or "a,b" (shadow.lua)
 ---   watch                        false: the policy's file is not looked at while the run goes on (swap.lua)
@@ -353,6 +357,7 @@ function Trainer:run()
   check(C.eng_step_end())   -- what was computed before the run, or in a loop left by break, is over
   local loss, scale, speed, stopped = 0 / 0, self.policy:scale(), 0 / 0, nil
   local first = self.steps_done
+  self.first_step = first
 
   local function loop()
     while self.steps_done < self.steps and not stopped do

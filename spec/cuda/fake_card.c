@@ -57,10 +57,98 @@ static bool on_card(const void *memory)
   return false;
 }
 
+// ---- captured steps: a list of what was asked for
+
+typedef struct act {
+  struct act *next;
+  op_call  call;             // an operation, whose tensors are copies below
+  tensor   tensors[ENG_OP_INPUTS + ENG_OP_OUTPUTS];
+  void    *to;               // or a copy, or zeros
+  void    *from;
+  int64_t  bytes;
+  int      what;             // 0 operation, 1 copy inside, 2 copy of `from`, which is kept, 3 zeros
+} act;
+
+static act *acts, **last_act;
+static bool capturing;
+
+static act *add_act(int what)
+{
+  act *a = calloc(1, sizeof *a);
+  a->what = what;
+  *last_act = a;
+  last_act = &a->next;
+  return a;
+}
+
+static void note_copy(int what, void *to, const void *from, int64_t bytes)
+{
+  act *a = add_act(what);
+  a->to = to;
+  a->bytes = bytes;
+  a->from = (void *)from;
+  if (what == 2) a->from = memcpy(malloc((size_t)bytes), from, (size_t)bytes);
+}
+
+static void note_call(const op_call *call)
+{
+  act *a = add_act(0);
+  int n = 0;
+  a->call = *call;
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k]) *(a->call.in[k] = &a->tensors[n++]) = *call->in[k];
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k]) *(a->call.out[k] = &a->tensors[n++]) = *call->out[k];
+}
+
+static eng_status capture_begin(void)
+{
+  capturing = true;
+  acts = NULL;
+  last_act = &acts;
+  return ENG_OK;
+}
+
+static eng_status capture_end(void **graph)
+{
+  capturing = false;
+  *graph = acts;
+  return ENG_OK;
+}
+
+static void graph_free(void *graph)
+{
+  for (act *a = graph, *next; a; a = next) {
+    next = a->next;
+    if (a->what == 2) free(a->from);
+    free(a);
+  }
+}
+
+static eng_status graph_launch(void *graph)
+{
+  open_memory();
+  eng_status status = ENG_OK;
+  for (act *a = graph; a && status == ENG_OK; a = a->next) {
+    if (a->what == 0) status = backend_cpu()->kernel[a->call.op](&a->call);
+    else if (a->what == 3) memset(a->to, 0, (size_t)a->bytes);
+    else memcpy(a->to, a->from, (size_t)a->bytes);
+  }
+  close_memory();
+  return status;
+}
+
+// ---- copies and kernels
+
 static eng_status move(void *to, const void *from, int64_t bytes, copy_direction direction)
 {
+  if (capturing && direction == COPY_TO_HOST) return error_set(ENG_ERR_STATE, "graph: a value is read back inside a captured step; hint: graph=false");
   bool fits = on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
   if (!fits) return error_set(ENG_ERR_DEVICE, "fake card: a copy in direction %d between memory of the wrong kinds", (int)direction);
+  if (capturing) {
+    note_copy(direction == COPY_INSIDE ? 1 : 2, to, from, bytes);
+    return ENG_OK;
+  }
   open_memory();
   memcpy(to, from, (size_t)bytes);
   close_memory();
@@ -70,6 +158,10 @@ static eng_status move(void *to, const void *from, int64_t bytes, copy_direction
 static eng_status clear(void *memory, int64_t bytes)
 {
   if (!on_card(memory)) return error_set(ENG_ERR_DEVICE, "fake card: clearing memory that is not the card's");
+  if (capturing) {
+    note_copy(3, memory, NULL, bytes);
+    return ENG_OK;
+  }
   open_memory();
   memset(memory, 0, (size_t)bytes);
   close_memory();
@@ -87,6 +179,10 @@ static eng_status run(const op_call *call)
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->count > 0 && !on_card(call->out[k]->data))
       return error_set(ENG_ERR_DEVICE, "fake card: output %d of %s is not in its memory", k + 1, eng_op_name(call->op));
+  if (capturing) {
+    note_call(call);
+    return ENG_OK;
+  }
   open_memory();
   eng_status status = backend_cpu()->kernel[call->op](call);
   close_memory();
@@ -165,7 +261,8 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
 static backend device = {
   .name = "cuda", .gradstats = gradstats, .optimize = optimize, .unscale = unscale, .gradstats_start = gradstats_start,
   .gradstats_fetch = gradstats_fetch, .space = SPACE_CUDA, .memory = {take, give, capacity}, .move = move, .clear = clear,
-  .synchronize = synchronize, .describe = describe,
+  .synchronize = synchronize, .describe = describe, .capture_begin = capture_begin, .capture_end = capture_end,
+  .graph_launch = graph_launch, .graph_free = graph_free,
 };
 
 __attribute__((visibility("default")))

@@ -102,3 +102,35 @@ describe("tensors on the card", function()
     assert.equal(3, engine.ones(3):sum():item())
   end)
 end)
+
+describe("a captured step", function()
+  --- Lagged training of a small GPT with and without a graph: losses by step.
+  local function losses(graph, options)
+    engine.device(CARD)
+    engine.seed(9)
+    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout }
+    local seen = {}
+    local trainer = engine.trainer {
+      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 24, log = "quiet", mode = "lagged",
+      optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), clip = 1, graph = graph,
+      policy_options = { init_scale = 2 ^ 26, growth_interval = 4 }, on_step = function(_, record) seen[#seen + 1] = { record.loss, record.scale, record.overflow } end,
+    }
+    local good, message = pcall(trainer.run, trainer)
+    local captured = trainer.captured ~= nil
+    engine.device("cpu")
+    return good and seen or tostring(message), captured
+  end
+
+  it("computes what the step computes, overflows and scales included", function()
+    local plain = losses(false, {})
+    local graph, captured = losses(true, {})
+    assert.is_true(captured)
+    assert.equal(24, #graph)
+    assert.same(plain, graph)
+  end)
+
+  it("refuses an operation that draws random numbers", function()
+    assert.truthy(losses(true, { dropout = 0.1 }):find("graph: an operation that draws random numbers cannot stand in a captured step; hint: graph=false", 1, true))
+    assert.equal(24, #losses(true, {}))
+  end)
+end)

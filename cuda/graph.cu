@@ -1,0 +1,93 @@
+// Captured steps as CUDA graphs: what goes to the stream between begin and end becomes one graph. Owns the host memory that its copies
+// to the card read. Called through the table (core/graph.c).
+#include "device.h"
+#include "passes.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct kept_piece {
+  kept_piece *next;
+  void *memory;      // pinned
+};
+
+struct step_graph {
+  cudaGraphExec_t launchable;
+  kept_piece *kept;
+};
+
+static bool capturing;
+static kept_piece *kept;
+
+bool cuda_capturing(void) { return capturing; }
+
+static void give_kept(kept_piece *list)
+{
+  while (list) {
+    kept_piece *next = list->next;
+    cudaFreeHost(list->memory);
+    free(list);
+    list = next;
+  }
+}
+
+void *cuda_capture_keep(const void *bytes, int64_t size)
+{
+  kept_piece *piece = (kept_piece *)malloc(sizeof *piece);
+  if (!piece || cudaMallocHost(&piece->memory, (size_t)size) != cudaSuccess) {
+    free(piece);
+    error_set(ENG_ERR_MEMORY, "graph: out of pinned memory for %lld bytes", (long long)size);
+    return NULL;
+  }
+  memcpy(piece->memory, bytes, (size_t)size);
+  piece->next = kept;
+  kept = piece;
+  return piece->memory;
+}
+
+eng_status cuda_capture_begin(void)
+{
+  CUDA_TRY(cudaStreamBeginCapture(cuda_stream(), cudaStreamCaptureModeRelaxed));
+  capturing = true;
+  kept = NULL;
+  return ENG_OK;
+}
+
+eng_status cuda_capture_end(void **out)
+{
+  cudaGraph_t noted = NULL;
+  step_graph *graph = (step_graph *)calloc(1, sizeof *graph);
+  cudaError_t result = cudaStreamEndCapture(cuda_stream(), &noted);
+  capturing = false;
+  *out = NULL;
+  if (result == cudaSuccess && graph) result = cudaGraphInstantiate(&graph->launchable, noted, 0);
+  if (noted) cudaGraphDestroy(noted);
+  if (result != cudaSuccess || !graph) {
+    cudaGetLastError();
+    give_kept(kept);
+    kept = NULL;
+    if (!graph) return error_set(ENG_ERR_MEMORY, "graph: out of memory");
+    free(graph);
+    return cuda_status(result, "capturing a step");
+  }
+  graph->kept = kept;
+  kept = NULL;
+  *out = graph;
+  return ENG_OK;
+}
+
+eng_status cuda_graph_launch(void *handle)
+{
+  CUDA_TRY(cudaGraphLaunch(((step_graph *)handle)->launchable, cuda_stream()));
+  return ENG_OK;
+}
+
+void cuda_graph_free(void *handle)
+{
+  step_graph *graph = (step_graph *)handle;
+  if (!graph) return;
+  cudaStreamSynchronize(cuda_stream());
+  cudaGraphExecDestroy(graph->launchable);
+  give_kept(graph->kept);
+  free(graph);
+}
