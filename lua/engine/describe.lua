@@ -4,6 +4,7 @@ local arguments = require "engine.arguments"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 local huge = math.huge
+local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }   -- they hold neither inf nor nan
 local MOST = 2 ^ 26   -- elements worth a look at each
 local info_buffer = ffi.new("eng_tensor_info")
 
@@ -42,7 +43,7 @@ return function(x)
   local lines = { head }
   if dtype ~= "bool" then
     lines[1] = head .. (finite > 0 and ("  min %s max %s mean %s"):format(number_text(least), number_text(most), number_text(sum / finite)) or "")
-      .. (inf > 0 and ("  inf %d"):format(inf) or "") .. (nan > 0 and ("  nan %d"):format(nan) or "")
+      .. (WHOLE[dtype] and "" or ("  inf %d nan %d"):format(inf, nan))
   end
   local columns = shape[#shape]
   local rows = count / columns

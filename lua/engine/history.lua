@@ -368,6 +368,8 @@ local outcomes = {
   stop = "the policy ended the run",
 }
 
+-- A magnitude as people write it.
+local function plain(x) return (x >= 1e4 and x < 1e9 and "%.0f" or "%.4g"):format(x) end
 local function percent(part, whole) return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none" end
 
 local function parameter_name(h, id)
@@ -385,8 +387,8 @@ local function say_gradients(h, row, say)
     say("All %d gradients were finite; %s were zero, %s subnormal.", row.count, percent(row.zeros, row.count), percent(row.underflow, row.count))
   end
   if row.amax == row.amax and row.amax > 0 then
-    say("The largest finite one was %.4g, times the loss scale %.4g (f16 reaches 65504); their norm was %.4g.", row.amax,
-      row.amax * row.scale, row.norm)
+    say("The largest finite one was %s, times the loss scale %s (f16 reaches 65504); their norm was %s.", plain(row.amax),
+      plain(row.amax * row.scale), plain(row.norm))
   end
   local tensors = row.overflow and h:tensors(row.step)
   local bad = 0
@@ -425,6 +427,16 @@ local function say_policy(row, say)
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then say("It asked for %g times the learning rate.", row.lr_mul) end
 end
 
+-- What the shadows would have done; a row of theirs holds until the next.
+local function say_shadows(h, row, say)
+  if not has_shadows(h) then return end
+  for shadow in each(h, 3, nil, [[SELECT name, scale, action, failed FROM shadows s
+    WHERE step = (SELECT max(step) FROM shadows t WHERE t.name = s.name AND t.step <= ?) ORDER BY name]], row.step) do
+    say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
+      ("would have chosen %s, loss scale %g"):format(shadow.action == row.action and "the same" or shadow.action, shadow.scale))
+  end
+end
+
 --- What happened at a step, in words.
 function History:why(step)
   if type(step) ~= "number" then error("why: expected the number of a step, got " .. tostring(step), 2) end
@@ -441,6 +453,7 @@ function History:why(step)
       row.elapsed, outcomes[row.action] or row.action)
     say_gradients(self, row, say)
     say_policy(row, say)
+    say_shadows(self, row, say)
     say_context(self, row, say)
   end
   for event in each(self, 2, nil, "SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do

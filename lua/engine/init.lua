@@ -145,6 +145,7 @@ local parts = {
   save = { "engine.safetensors", "save" },
   gradcheck = { "engine.gradcheck", "check" },
   profile = { "engine.profile", "run" },
+  bits = { "engine.bits", "of" },
 }
 
 return setmetatable(engine, {

@@ -1,7 +1,8 @@
 -- The REPL: `engine` on a terminal, and `engine -i script.lua`. Expressions print by themselves, `_` is the
 -- last result, an unfinished line goes on, Tab completes globals and fields, Ctrl-C drops the line or stops
--- what runs, Ctrl-D leaves. A `local` at the start of an entry is made global, so that lines
--- pasted from a script keep working on the next line. History: ~/.engine_history.
+-- what runs, Ctrl-D leaves. A `local` at the start of an entry is made global, so that lines pasted from a
+-- script keep working on the next line. `bits` shows a number in every format; after a run `history` is that
+-- run's. History of lines: ~/.engine_history.
 -- Called by main.c; reads lines through engine.host.
 local host = require "engine.host"
 
@@ -53,7 +54,9 @@ local function show(value, indent, depth, seen)
   return "{\n" .. indent .. "  " .. table.concat(parts, ",\n" .. indent .. "  ") .. "\n" .. indent .. "}"
 end
 
+-- A text of several lines, as h:why() gives, is shown as it is.
 function repl.show(value)
+  if type(value) == "string" and value:find("\n", 1, true) then return value end
   local ok, text = pcall(show, value, "", 1, {})
   return ok and text or tostring(value)
 end
@@ -215,9 +218,28 @@ end
 -- Words that people try, as long as they are no globals.
 local words = {
   help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
-    "Ctrl-C drops the line or stops what runs, Ctrl-D leaves. The library's parts are listed in lua/README.md.",
+    "Ctrl-C drops the line or stops what runs, Ctrl-D leaves. The library's parts are listed in lua/README.md.\n" ..
+    "bits(0.1) shows a number in every format; h = engine.history.open 'runs/NAME' asks a run: h:plot 'loss', h:why(812), h:heatmap().",
   exit = false, quit = false,
 }
+
+-- The globals that a REPL has beside a script's: never over one that is there.
+local function provide()
+  local engine = package.loaded["engine"]
+  if engine and rawget(_G, "bits") == nil then rawset(_G, "bits", function(x) return engine.bits(x) end) end
+  local files = package.loaded["engine.run"]
+  local path = files and files.latest
+  if path and path ~= repl.offered then
+    repl.offered = path
+    local held = rawget(_G, "history")
+    if held ~= nil and held ~= repl.history then return end
+    local good, history = pcall(engine.history.open, path)
+    if not good then return end
+    repl.history = history
+    rawset(_G, "history", history)
+    if host.edited then print(("`history` is that of %s"):format(path)) end
+  end
+end
 
 local function run()
   local home = os.getenv("HOME")
@@ -234,6 +256,7 @@ local function run()
   if host.edited then
     print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(host.version, host.luajit))
   end
+  provide()
   for text in read_entry do
     local word = text:match("^%s*(%a+)[%s%(%)]*$")
     if words[word] ~= nil and rawget(_G, word) == nil then
@@ -245,6 +268,7 @@ local function run()
       if chunk then
         jit.off(chunk)                     -- Ctrl-C cannot stop a compiled loop; what the entry calls is compiled as ever
         finish(xpcall(chunk, traceback))
+        provide()
       else
         io.stderr:write(problem, "\n")
       end

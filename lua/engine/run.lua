@@ -326,6 +326,7 @@ end
 
 function Run:close()
   if self.history then
+    M.latest = self.path                               -- what the REPL offers as `history`
     local good, message = pcall(self.history.close, self.history)
     self.history = nil
     if not good then self:complain(nil, message) end
