@@ -3,38 +3,41 @@
 // rows of a view, a bias repeated over rows, a column repeated along its row), else 4 elements, else single ones.
 // A rule is a struct with
 //   template <int V> __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
+// and, if it likes, a template low of the same arguments that is near enough for results of 16 bits.
 // Formats and layouts other than these: each()'s, in f64 or i64, one element a thread. Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_MAP_H
 #define ENG_CUDA_MAP_H
 
 #include "element.h"
+#include "vector.h"
 #include "walk.h"
 
 /// Groups of 16 bytes in one format that the compiler knows.
 template <typename T> struct uniform {
   enum { V = 16 / sizeof(T) };
-  typedef pack<T, V> raw;
+  typedef words<T, V> raw;
+  // Of a repeated element the first word is all: what it stands for is floats()'s, so that no load waits here.
   __device__ static void fetch(raw &r, const void *data, int, int64_t at, int64_t inner)
   {
-    if (inner) {
-      r = *(const raw *)((const T *)data + at);
-    } else {
-      T one = ((const T *)data)[at];
-#pragma unroll
-      for (int v = 0; v < V; v++) r.v[v] = one;
-    }
+    const T *from = (const T *)data + at;
+    if (inner) load_words(r, from);
+    else r.w[0] = sizeof(T) == 2 ? *(const uint16_t *)from : *(const uint32_t *)from;
   }
-  __device__ static void floats(float (&x)[V], const raw &r, int)
+  __device__ static void floats(float (&x)[V], const raw &r, int, int64_t inner)
   {
+    raw all = r;
+    if (!inner) {
+      uint32_t one = sizeof(T) == 2 ? r.w[0] * 0x10001u : r.w[0];
 #pragma unroll
-    for (int v = 0; v < V; v++) x[v] = widen(r.v[v]);
+      for (int k = 0; k < 4; k++) all.w[k] = one;
+    }
+    widen_words(x, all);
   }
   __device__ static void store(void *data, int, int64_t at, const float (&y)[V])
   {
     raw r;
-#pragma unroll
-    for (int v = 0; v < V; v++) narrow(r.v[v], y[v]);
-    *(raw *)((T *)data + at) = r;
+    narrow_words(r, y);
+    store_words((T *)data + at, r);
   }
 };
 
@@ -68,7 +71,7 @@ template <int V_> struct mixed {
       }
     }
   }
-  __device__ static void floats(float (&x)[V], const raw &r, int dtype)
+  __device__ static void floats(float (&x)[V], const raw &r, int dtype, int64_t = 1)
   {
     if (dtype == ENG_f32) {
 #pragma unroll
@@ -83,10 +86,13 @@ template <int V_> struct mixed {
   }
   template <typename T> __device__ static void store_as(void *data, int64_t at, const float (&y)[V])
   {
-    pack<T, V> p;
-#pragma unroll
-    for (int v = 0; v < V; v++) narrow(p.v[v], y[v]);
-    *(pack<T, V> *)((T *)data + at) = p;
+    if constexpr (V > 1) {
+      words<T, V> r;
+      narrow_words(r, y);
+      store_words((T *)data + at, r);
+    } else {
+      narrow(((T *)data)[at], y[0]);
+    }
   }
   __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V])
   {
@@ -105,10 +111,28 @@ template <int V_> struct mixed {
   }
 };
 
+/// Applies a rule, in its low form where it has one and every tensor of the call is f16 or bf16: the result of an element does
+/// not depend on where tensors lie.
+template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
+template <class Rule, int V> struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> { enum { value = 1 }; };
+
+template <class Rule, int M, int N, int V> __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V], const float (&x)[N][V])
+{
+  if constexpr (has_low<Rule, V>::value) {
+    if (low) rule.low(y, x);
+    else rule(y, x);
+  } else {
+    rule(y, x);
+  }
+}
+
 /// Tensors 0 .. M-1 of the walk are outputs (absent: NULL), the N after them inputs.
 template <class IO, int M, int N, class Rule> static __global__ void __launch_bounds__(WALK_THREADS) map_kernel(const walk<M + N> w, const Rule rule)
 {
   constexpr int V = IO::V, U = V == 1 ? 4 : 2;   // groups in flight
+  bool low = true;
+#pragma unroll
+  for (int k = 0; k < M + N; k++) low = low && w.dtype[k] != ENG_f32;
   int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x;
   typename IO::raw raw[U][N];
   int64_t to[U][M];
@@ -128,8 +152,8 @@ template <class IO, int M, int N, class Rule> static __global__ void __launch_bo
     if ((first + u * WALK_THREADS) * V + V > w.count) continue;
     float x[N][V], y[M][V];
 #pragma unroll
-    for (int k = 0; k < N; k++) IO::floats(x[k], raw[u][k], w.dtype[M + k]);
-    rule(y, x);
+    for (int k = 0; k < N; k++) IO::floats(x[k], raw[u][k], w.dtype[M + k], w.inner[M + k]);
+    apply(rule, low, y, x);
 #pragma unroll
     for (int k = 0; k < M; k++)
       if (M == 1 || w.data[k]) IO::store(w.data[k], w.dtype[k], to[u][k], y[k]);
@@ -145,7 +169,7 @@ template <class IO, int M, int N, class Rule> static __global__ void __launch_bo
     mixed<1>::fetch(one, w.data[M + k], w.dtype[M + k], at * w.inner[M + k], 1);
     mixed<1>::floats(x[k], one, w.dtype[M + k]);
   }
-  rule(y, x);
+  apply(rule, low, y, x);
 #pragma unroll
   for (int k = 0; k < M; k++)
     if (M == 1 || w.data[k]) mixed<1>::store(w.data[k], w.dtype[k], at, y[k]);
@@ -158,23 +182,90 @@ template <class IO, int M, int N, class Rule> static void map_launch(const walk<
   });
 }
 
+/// Dense tensors of one format; y may be NULL where there are several.
+template <typename T, int M, int N> struct dense { T *y[M]; const T *x[N]; int64_t count; };
+
+template <typename T, int M, int N, class Rule> static __global__ void __launch_bounds__(WALK_THREADS) dense_kernel(const dense<T, M, N> d, const Rule rule)
+{
+  constexpr int V = 16 / sizeof(T), U = N == 1 ? 4 : 2;
+  constexpr bool LOW = sizeof(T) == 2;
+  int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x;
+  words<T, V> raw[U][N];
+#pragma unroll
+  for (int u = 0; u < U; u++)
+    if ((first + u * WALK_THREADS) * V + V <= d.count)
+#pragma unroll
+      for (int k = 0; k < N; k++) load_words(raw[u][k], d.x[k] + (first + u * WALK_THREADS) * V);
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int64_t at = (first + u * WALK_THREADS) * V;
+    if (at + V > d.count) continue;
+    float x[N][V], y[M][V];
+#pragma unroll
+    for (int k = 0; k < N; k++) widen_words(x[k], raw[u][k]);
+    apply(rule, LOW, y, x);
+#pragma unroll
+    for (int k = 0; k < M; k++) {
+      words<T, V> rounded;
+      narrow_words(rounded, y[k]);
+      if (M == 1 || d.y[k]) store_words(d.y[k] + at, rounded);
+    }
+  }
+  if (blockIdx.x != gridDim.x - 1) return;
+  int64_t at = d.count / V * V + threadIdx.x;   // the short last group: an element a thread
+  if (at >= d.count) return;
+  float x[N][1], y[M][1];
+#pragma unroll
+  for (int k = 0; k < N; k++) x[k][0] = widen(d.x[k][at]);
+  apply(rule, LOW, y, x);
+#pragma unroll
+  for (int k = 0; k < M; k++)
+    if (M == 1 || d.y[k]) narrow(d.y[k][at], y[k][0]);
+}
+
+template <typename T, int M, int N, class Rule> static void dense_launch(const walk<M + N> &w, const Rule &rule)
+{
+  dense<T, M, N> d;
+  for (int k = 0; k < M; k++) d.y[k] = (T *)w.data[k];
+  for (int k = 0; k < N; k++) d.x[k] = (const T *)w.data[M + k];
+  d.count = w.count;
+  constexpr int64_t EACH = (int64_t)WALK_THREADS * (16 / sizeof(T)) * (N == 1 ? 4 : 2);
+  dense_kernel<T, M, N, Rule><<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
+}
+
+/// Runs a rule where every tensor of the call has one format and is dense, without gaps, from 16 bytes on; false elsewhere.
+template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, const Rule &rule)
+{
+  if (w.ndim != 1 || w.count >= 1ll << 40) return false;
+  for (int k = 0; k < M + N; k++)
+    if (w.dtype[k] != w.dtype[0] || (w.data[k] && w.stride[k][0] != 1) || (uintptr_t)w.data[k] % 16) return false;
+  if (w.dtype[0] == ENG_f32) dense_launch<float, M, N>(w, rule);
+  else if (w.dtype[0] == ENG_f16) dense_launch<f16_t, M, N>(w, rule);
+  else dense_launch<bf16_t, M, N>(w, rule);
+  return true;
+}
+
+/// The tensors of a call as a walk; one that is absent counts as if it lay like the others.
+template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
+{
+  const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
+  for (int k = 0; k < M + N; k++) list[k] = k < M ? call->out[k] : call->in[k - M];
+  return walk_over<M + N>(over, list);
+}
+
 /// Runs a rule whose inputs are all f32, f16 or bf16, and whose outputs are, too, or bool. Kernels for one format alone are
 /// made only where `Hot`.
 template <int M, int N, bool Hot = true, class Rule> static eng_status map(const op_call *call, const Rule &rule)
 {
-  const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
-  bool same = true;
-  for (int k = 0; k < M + N; k++) {
-    list[k] = k < M ? call->out[k] : call->in[k - M];
-    same = same && (!list[k] || list[k]->dtype == over->dtype);
-  }
-  walk<M + N> w = walk_over<M + N>(over, list);
-  bool done = false;
+  walk<M + N> w = walk_of_call<M, N>(call);
+  bool same = true, done = false;
+  for (int k = 0; k < M + N; k++) same = same && w.dtype[k] == w.dtype[0];
   if constexpr (Hot) {
-    if (same && walk_bundle(w, over->dtype == ENG_f32 ? 4 : 8)) {
+    done = same && map_dense<M, N>(w, rule);
+    if (!done && same && walk_bundle(w, w.dtype[0] == ENG_f32 ? 4 : 8)) {
       done = true;
-      if (over->dtype == ENG_f32) map_launch<uniform<float>, M, N>(w, rule);
-      else if (over->dtype == ENG_f16) map_launch<uniform<f16_t>, M, N>(w, rule);
+      if (w.dtype[0] == ENG_f32) map_launch<uniform<float>, M, N>(w, rule);
+      else if (w.dtype[0] == ENG_f16) map_launch<uniform<f16_t>, M, N>(w, rule);
       else map_launch<uniform<bf16_t>, M, N>(w, rule);
     }
   }
@@ -201,9 +292,7 @@ template <int K, class Body> static __global__ void __launch_bounds__(WALK_THREA
 /// The slow way for any formats: outputs and inputs as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
-  const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
-  for (int k = 0; k < M + N; k++) list[k] = k < M ? call->out[k] : call->in[k - M];
-  walk_parts<M + N>(walk_over<M + N>(over, list), 1, [&](const walk<M + N> &part, unsigned blocks) {
+  walk_parts<M + N>(walk_of_call<M, N>(call), 1, [&](const walk<M + N> &part, unsigned blocks) {
     each_kernel<M + N, Body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
   });
   CUDA_LAUNCHED(eng_op_name(call->op));
