@@ -117,6 +117,7 @@ local function line_path(c, list, axis, place, hold)
         if y ~= before then line[#line + 1] = "H" .. x .. "V" .. y
         elseif not list[i + 1] or not list[i + 1][2] then line[#line + 1] = "H" .. x end
       else line[#line + 1] = "L" .. x .. " " .. y end
+      if not (list[i + 1] and list[i + 1][2]) and not (i > 1 and list[i - 1][2]) then line[#line + 1] = "h.01" end     -- alone: a dot
       started, before = true, y
     else
       started = false
@@ -230,7 +231,8 @@ end
 M.style = [[
 .grid{stroke:var(--grid);stroke-width:1;fill:none}.frame{stroke:var(--axis);fill:none}
 .tick{fill:var(--muted);font:11.5px var(--sans);font-variant-numeric:tabular-nums}
-.line{fill:none;stroke:var(--s);stroke-width:1.7;stroke-linejoin:round;vector-effect:non-scaling-stroke}.line.thin{stroke-width:1.2;opacity:.8}
+.line{fill:none;stroke:var(--s);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
+.line.thin{stroke-width:1.2;opacity:.8}
 .band{fill:var(--s);opacity:.2}
 .mark{stroke:var(--bad);stroke-width:1.6;fill:none}
 .event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:4 3;fill:none}

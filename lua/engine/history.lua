@@ -387,8 +387,9 @@ local function say_gradients(h, row, say)
     say("All %d gradients were finite; %s were zero, %s subnormal.", row.count, percent(row.zeros, row.count), percent(row.underflow, row.count))
   end
   if row.amax == row.amax and row.amax > 0 then
-    say("The largest finite one was %s, times the loss scale %s (f16 reaches 65504); their norm was %s.", plain(row.amax),
-      plain(row.amax * row.scale), plain(row.norm))
+    local f16 = (h:meta().gradients or "f16") == "f16"
+    say("The largest finite one was %s, times the loss scale %s%s; their norm was %s.", plain(row.amax), plain(row.amax * row.scale),
+      f16 and " (f16 reaches 65504)" or "", plain(row.norm))
   end
   local tensors = row.overflow and h:tensors(row.step)
   local bad = 0

@@ -386,7 +386,7 @@ M.highlighted = highlighted
 
 local function duration(seconds)
   if not seconds then return "–" end
-  if seconds < 60 then return ("%.3g s"):format(seconds) end
+  if seconds < 60 then return (seconds < 1 and "%.2g s" or "%.1f s"):format(seconds) end
   if seconds < 3600 then return ("%d min %d s"):format(seconds / 60, seconds % 60) end
   if seconds < 86400 then return ("%d h %d min"):format(seconds / 3600, seconds / 60 % 60) end
   return ("%d d %d h"):format(seconds / 86400, seconds / 3600 % 24)
@@ -408,9 +408,11 @@ end
 
 local function lead(info, l, c)
   local parts = {}
-  local ended = info.how == "finished" and "The run made all its" or info.how == "running" and "The run goes on; it has made" or "The run made"
-  parts[1] = ("%s %s in %s, %s of them without an update%s."):format(ended, counted(info.rows, "step"), duration(info.seconds), grouped(info.skipped),
-    info.skipped > 0 and (" (%s)"):format(percent(info.skipped, info.rows)) or "")
+  local came = info.how == "running" and "The run goes on; so far it made %s in %s" or info.how == "finished" and "The run finished after %s in %s" or
+    "The run came to %s in %s"
+  local missed = info.skipped == 0 and ", each with an update." or (", %s of them without an update (%s)."):format(grouped(info.skipped),
+    percent(info.skipped, info.rows))
+  parts[1] = came:format(counted(info.rows, "step"), duration(info.seconds)) .. missed
   local least
   for i = 1, #c.x do
     local m = c.loss.min[i]

@@ -36,14 +36,15 @@ local function seconds_of(stamp)
   return as_local + (as_local - os.time(utc))
 end
 
--- Whether the process that holds a run's directory is alive.
+-- Whether the process that holds a run's directory is alive: there, and no zombie.
 local function is_held(path)
   local file = io.open(path .. "/lock")
   local pid = file and file:read("*n")
   if file then file:close() end
-  local command = pid and io.open(("/proc/%d/stat"):format(pid))
-  if command then command:close() end
-  return command ~= nil
+  local stat = pid and io.open(("/proc/%d/stat"):format(pid))
+  local state = stat and (stat:read("*a") or ""):match("^.*%)%s+(%a)")
+  if stat then stat:close() end
+  return state ~= nil and state ~= "Z" and state ~= "X"
 end
 
 --- How a run ended: "finished", "stopped: why", "error: why", "running", or "broken off".

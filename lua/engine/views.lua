@@ -123,7 +123,7 @@ local function note(l, k)
   if s.amax > 0 then
     local room = log2(l.format.limit / s.amax)
     parts[#parts + 1] = ("max 2^%.1f"):format(log2(s.amax))
-    if room < 40 then parts[#parts + 1] = room >= 0 and ("%.1f bits of room"):format(room) or "at the top" end
+    if room < 40 then parts[#parts + 1] = room >= 0.05 and ("%.1f bits of room"):format(room) or "at the top" end
   end
   if s.underflow > 0 then parts[#parts + 1] = ("%s subnormal"):format(percent(s.underflow, s.count)) end
   if s.bad > 0 then parts[#parts + 1] = ("inf or nan %s"):format(s.bad == 1 and "once" or s.bad .. " times") end
