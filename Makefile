@@ -130,7 +130,7 @@ $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BU
 
 # ------------------------------------------------------------------ what must be installed
 
-# Debian's names. gnuplot is wanted by image plots alone and not in the list.
+# Debian's names. gnuplot is wanted by engine plot --png alone and not in the list.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
             lua-cjson lua-argparse lua-busted lua-check
 TOOLS    := $(CC) luajit busted luacheck
@@ -236,7 +236,7 @@ $(VENV)/ready:
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade pip
 	$(VENV)/bin/pip install --quiet --retries 1 --timeout 15 torch --index-url https://download.pytorch.org/whl/cpu || $(VENV)/bin/pip install --quiet torch
-	$(VENV)/bin/pip install --quiet transformers numpy ml_dtypes safetensors
+	$(VENV)/bin/pip install --quiet transformers numpy ml_dtypes safetensors tensorboard
 	touch $@
 
 bench: built $(VENV)/ready
