@@ -1,0 +1,47 @@
+"""torch_rates.py: products and attention of PyTorch on the same card, timed as rates.lua times ours: sustained, on random data."""
+import time
+
+import torch
+from torch.nn import functional as F
+
+REPEAT = 20
+
+
+def seconds_of(f):
+    for _ in range(3):
+        f()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(REPEAT):
+            f()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / REPEAT)
+    return sorted(times)[2]
+
+
+def line(name, flops, f):
+    seconds = seconds_of(f)
+    print(f"{name:44s} {flops / seconds / 1e12:8.1f} TFLOP/s  {1e3 * seconds:8.3f} ms", flush=True)
+
+
+def main():
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    for dtype, n in ((torch.bfloat16, 8192), (torch.float16, 8192), (torch.float32, 4096)):
+        x, w = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
+        line(f"product {dtype} {n}^3", 2 * n**3, lambda x=x, w=w: x @ w.t())
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    line(f"product e4m3 {n}^3, one scale, fast", 2 * n**3, lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    B, T, H, D = 16, 2048, 16, 64
+    q, k, v, dy = (torch.randn(B, H, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    flops = 4 * B * H * T * T * D / 2
+    line(f"attention bf16, B {B} T {T} H {H} D {D}, causal", flops, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    for x in (q, k, v):
+        x.requires_grad_(True)
+    line("  with its gradient", 3.5 * flops, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy))
+
+
+main()
