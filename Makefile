@@ -39,9 +39,10 @@ OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/%.o) $(CPU_SOURCES:%.c=$(BUILD)/%.o) \
            $(foreach isa,$(ISAS),$(ISA_SOURCES:%.c=$(BUILD)/%.$(isa).o))
 BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
 
-# The CUDA device, a plug-in, where there is a CUDA compiler. CUDA_ARCHS: compute capabilities it is compiled for.
+# The CUDA device, a plug-in, where there is a CUDA compiler. CUDA_ARCHS: compute capabilities it is compiled for; this machine's
+# card alone, or Hopper's where there is none. CUDA_ARCHS='80 89 90a' builds for all that the kernels know.
 NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
-CUDA_ARCHS ?= 80 89 90a
+CUDA_ARCHS ?= $(or $(patsubst 90,90a,$(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d .))),90a)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
 CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
@@ -57,7 +58,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
 
-all: $(ENGINE) $(BUILD)/cdef.h
+all: $(ENGINE) $(BUILD)/cdef.h cuda
 
 # ------------------------------------------------------------------ building
 # One short line a file; `make V=1` shows the commands.
@@ -263,7 +264,7 @@ DIST      := build/engine-$(VERSION)-$(shell uname -sm | tr 'A-Z ' 'a-z-')
 LUA_SHARE := /usr/share/lua/5.1
 LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
 SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
-dist: all cuda
+dist: all
 	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
 	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples spec | tar -x -C $(DIST)
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
