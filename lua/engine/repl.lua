@@ -135,8 +135,59 @@ local function columns_text(names)
   return table.concat(lines, "\n")
 end
 
--- What Tab inserts after `before`, and the candidates to list.
+-- The names in a folder that begin with `start`, folders with a slash.
+local function paths(folder, start)
+  local good, list = pcall(function()
+    local M_ffi = require "engine.ffi"
+    local C, out = M_ffi.C, M_ffi.new("eng_listing *[1]")
+    if C.eng_file_list(out, folder == "" and "." or folder) ~= 0 then return {} end
+    local names, i = {}, 0
+    while C.eng_listing_name(out[0], i) ~= nil do
+      local name = M_ffi.string(C.eng_listing_name(out[0], i))
+      if name:sub(1, #start) == start and not (start == "" and name:sub(1, 1) == ".") then
+        names[#names + 1] = C.eng_file_kind(folder .. name) == 2 and name .. "/" or name
+      end
+      i = i + 1
+    end
+    C.eng_listing_free(out[0])
+    return names
+  end)
+  return good and list or {}
+end
+
+-- What to insert, and what to list, of candidates that all begin with `start`.
+local function offered(names, start)
+  if #names == 0 then return nil end
+  table.sort(names)
+  local insert = common_prefix(names):sub(#start + 1)
+  if #names == 1 or insert ~= "" then return insert end
+  if #names > 200 then return nil, ("(%d names)"):format(#names) end
+  return nil, columns_text(names)
+end
+
+-- Whether a line ends inside a text, and that text up to there.
+local function open_text(line)
+  local quote, from
+  local i = 1
+  while i <= #line do
+    local c = line:sub(i, i)
+    if quote and c == "\\" then i = i + 1
+    elseif quote then
+      if c == quote then quote = nil end
+    elseif c == "'" or c == '"' then quote, from = c, i + 1 end
+    i = i + 1
+  end
+  return quote and line:sub(from) or nil
+end
+
+-- What Tab inserts after `before`, and the candidates to list: names, or inside quotes files.
 function repl.complete(before)
+  local inside = open_text(before)
+  if inside then
+    local folder, start = inside:match("^(.*/)([^/]*)$")
+    if not folder then folder, start = "", inside end
+    return offered(paths(folder, start), start)
+  end
   local path, separator, start = before:match("([%w_.]-)([.:]?)([%w_]*)$")
   if separator == "" and before:match("^%s*$") then return "  " end
   local holder = separator == "" and _G or resolve(path)
@@ -153,12 +204,7 @@ function repl.complete(before)
   if separator == "" then
     for _, word in ipairs(keywords) do visit(word) end
   end
-  if #names == 0 then return nil end
-  table.sort(names)
-  local insert = common_prefix(names):sub(#start + 1)
-  if #names == 1 or insert ~= "" then return insert end
-  if #names > 200 then return nil, ("(%d names)"):format(#names) end
-  return nil, columns_text(names)
+  return offered(names, start)
 end
 
 -- ------------------------------------------------------------------ reading and running

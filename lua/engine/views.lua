@@ -120,14 +120,18 @@ M.percent = percent
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
-  if s.amax > 0 then
-    local room = log2(l.format.limit / s.amax)
-    parts[#parts + 1] = ("max 2^%.1f"):format(log2(s.amax))
-    if room < 40 then parts[#parts + 1] = room >= 0.05 and ("%.1f bits of room"):format(room) or "at the top" end
-  end
+  local room = s.amax > 0 and log2(l.format.limit / s.amax)
+  if room then parts[#parts + 1] = ("2^%.1f"):format(log2(s.amax)) end
+  if s.bad > 0 then parts[#parts + 1] = ("%dx inf or nan"):format(s.bad) end
+  if room and room < 40 then parts[#parts + 1] = room >= 0.05 and ("%.1f bits of room"):format(room) or "at the top" end
   if s.underflow > 0 then parts[#parts + 1] = ("%s subnormal"):format(percent(s.underflow, s.count)) end
-  if s.bad > 0 then parts[#parts + 1] = ("inf or nan %s"):format(s.bad == 1 and "once" or s.bad .. " times") end
   return table.concat(parts, ", ")
+end
+
+-- A row's note, cut where the terminal ends.
+local function fitted(text, room)
+  if #text <= room then return text end
+  return room < 8 and "" or text:sub(1, room - 2) .. ".."
 end
 
 local function by_exponent(l, width)
@@ -158,9 +162,10 @@ local function by_exponent(l, width)
     end
   end
   local wide = math.max(1, math.min(2, math.floor((width - label - notes - 4) / columns)))
+  for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.heat").draw { rows = rows, columns = columns, wide = wide, axis = axis, bad = true, low = "no gradient", high = "all of the layer's",
-    title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are inf. %s rows of statistics, steps %s to %s"):format(
-      l.format_name, l.format.normal, top, grouped(l.rows), grouped(l.first), grouped(l.last)) }
+    title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are inf\n" ..
+      "%s rows of statistics, steps %s to %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, grouped(l.rows), grouped(l.first), grouped(l.last)) }
 end
 
 --- The exponents that the shades of a heat map over time span: from the smallest that was seen up to what overflows; in wide formats up to
@@ -178,9 +183,9 @@ function M.shade_range(l)
   return low, high
 end
 
-local function by_time(l)
+local function by_time(l, width)
   local low, high = M.shade_range(l)
-  local rows = {}
+  local rows, label = {}, 0
   for k, name in ipairs(l.names) do
     local cells = {}
     for i = 1, #l.x do
@@ -190,11 +195,13 @@ local function by_time(l)
       end
     end
     rows[k] = { label = name, cells = cells, note = note(l, k) }
+    label = math.max(label, math.min(40, #name))
   end
+  for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - #l.x - 4) end
   local axis, n = {}, #l.x
   for _, i in ipairs { 1, math.ceil(n / 4), math.ceil(n / 2), math.ceil(3 * n / 4), n } do axis[i] = ("%.0f"):format(l.x[i]) end
   return require("engine.heat").draw { rows = rows, columns = n, wide = 1, axis = axis, bad = true, low = "2^" .. low, high = "2^" .. high,
-    title = ("largest %s gradient as stored, by step"):format(l.format_name) }
+    title = ("largest %s gradient as stored, by step; at the right of all"):format(l.format_name) }
 end
 
 --- history:heatmap(): layers by exponent, where each layer's gradients lie in the format's range. history:heatmap { by = "time" }: the
@@ -204,9 +211,9 @@ function M.heatmap(h, options)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then error(("heatmap: by is 'exponent' or 'time', got '%s'"):format(tostring(by)), 0) end
   local width = options.width or math.min(require("engine.machine").terminal(1) or 100, 160)
-  local l = layers.read(h, { points = by == "time" and math.max(10, width - 60) or 60, only = options.only, tensors = options.tensors, from = options.from,
+  local l = layers.read(h, { points = by == "time" and math.max(20, width - 60) or 60, only = options.only, tensors = options.tensors, from = options.from,
     to = options.to, hists = by == "exponent" })
-  local drawn = l.rows > 0 and (by == "time" and by_time(l) or by_exponent(l, width))
+  local drawn = l.rows > 0 and (by == "time" and by_time(l, width) or by_exponent(l, width))
   return text_of(drawn or "no statistics per tensor are recorded there", { layers = l })
 end
 

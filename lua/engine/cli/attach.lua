@@ -23,7 +23,8 @@ and ends. While the run goes on:
 and always:
 
   history:last(20)  history:overflows()  history:events()  history:why(812)  history:query("select ...")
-  history:shadows()  history:tensors(812)]==]
+  history:shadows()  history:tensors(812)  history:plot("scale")  history:plot("amax", { log = true })
+  history:heatmap()  history:heatmap { by = "time" }  history:tensor("blocks.3.attn.qkv.weight")]==]
 
 local function absolute(path)
   if path:sub(1, 1) == "/" then return path end
