@@ -236,7 +236,8 @@ M.style = [[
 .band{fill:var(--s);opacity:.2}
 .mark{stroke:var(--bad);stroke-width:1.6;fill:none}
 .event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:4 3;fill:none}
-path.limit{stroke:var(--bad);stroke-width:1;stroke-dasharray:2 4;fill:none}text.limit{fill:var(--bad);font:11px var(--sans)}]]
+path.limit{stroke:var(--bad);stroke-width:1;stroke-dasharray:2 4;fill:none}
+text.limit{fill:var(--bad);font:11px var(--sans);paint-order:stroke;stroke:var(--card,var(--back));stroke-width:3px;stroke-linejoin:round}]]
 
 M.light = [[--back:#fff;--text:#1d2433;--muted:#667085;--grid:#eceff4;--axis:#c3cad6;--bad:#d92d20;--event:#7a5af8;
 --c1:#1f6feb;--c2:#e8590c;--c3:#0f9960;--c4:#a832a4;--c5:#b58900;--c6:#4b5563]]

@@ -274,17 +274,23 @@ function History:policies() return collect(each(self, 2, nil, "SELECT hash, name
 -- Histories from before shadows have no table of theirs.
 local function has_shadows(h) return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows'").n > 0 end
 
+-- The shadows' names, one look-up each.
+local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
+  UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names WHERE names.name IS NOT NULL)]]
+
 --- The shadows of the run: { name, skipped, failed, scale, action }: steps each would have skipped, those in which it failed, and
 --- its last verdict.
 function History:shadows()
   if not has_shadows(self) then return setmetatable({}, { __tostring = function() return "(no shadows)" end }) end
-  return collect(each(self, 2, nil, [[
-    WITH rows AS (SELECT name, step, scale, action, failed,
-                         lead(step, 1, (SELECT max(step) + 1 FROM steps)) OVER (PARTITION BY name ORDER BY step) - step AS n,
-                         row_number() OVER (PARTITION BY name ORDER BY step DESC) AS from_end FROM shadows)
-    SELECT name, sum(CASE WHEN action <> 'step' THEN n ELSE 0 END) AS skipped, sum(CASE WHEN failed THEN n ELSE 0 END) AS failed,
-           max(CASE WHEN from_end = 1 THEN scale END) AS scale, max(CASE WHEN from_end = 1 THEN action END) AS action
-    FROM rows GROUP BY name ORDER BY name]]), { "name", "skipped", "failed", "scale", "action" })
+  -- Looks at verdicts other than a step and at the last ones: a shadow whose scale moves has a row for every step.
+  return collect(each(self, 2, nil, NAMES .. [[
+    , others AS (SELECT name, action, failed, coalesce((SELECT min(step) FROM shadows t WHERE t.name = s.name AND t.step > s.step),
+           (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s WHERE action <> 'step' OR failed)
+    SELECT name, (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND action <> 'step') AS skipped,
+           (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND failed) AS failed,
+           (SELECT scale FROM shadows s WHERE s.name = names.name ORDER BY step DESC LIMIT 1) AS scale,
+           (SELECT action FROM shadows s WHERE s.name = names.name ORDER BY step DESC LIMIT 1) AS action
+    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "failed", "scale", "action" })
 end
 
 --- Where a shadow's verdict changed: { step, scale, action, failed, reason }, each holding until the next.
@@ -431,10 +437,12 @@ end
 -- What the shadows would have done; a row of theirs holds until the next.
 local function say_shadows(h, row, say)
   if not has_shadows(h) then return end
-  for shadow in each(h, 3, nil, [[SELECT name, scale, action, failed FROM shadows s
-    WHERE step = (SELECT max(step) FROM shadows t WHERE t.name = s.name AND t.step <= ?) ORDER BY name]], row.step) do
-    say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
-      ("would have chosen %s, loss scale %g"):format(shadow.action == row.action and "the same" or shadow.action, shadow.scale))
+  for name in each(h, 3, nil, NAMES .. " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
+    local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
+    if shadow then
+      say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
+        ("would have chosen %s, loss scale %g"):format(shadow.action == row.action and "the same" or shadow.action, shadow.scale))
+    end
   end
 end
 

@@ -293,16 +293,28 @@ local function events_of(h)
   return marked, listed, evaluations
 end
 
-local MOST_POINTS = 800          -- of a shadow's curve
+local MOST_POINTS = 600          -- of a shadow's curve
 
-local function shadows_of(h)
+-- Verdicts of a shadow: every one, or, where they are many, those in force at so many steps.
+local function points_of(h, name, axis)
+  local points = {}
+  local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)", name, MOST_POINTS + 1)[1].n
+  if n <= MOST_POINTS then
+    for i, row in ipairs(h:shadow(name)) do points[i] = { row.step, row.scale, row.action } end
+    return points
+  end
+  for i = 0, MOST_POINTS do
+    local step = axis.first + math.floor((axis.last - axis.first) * i / MOST_POINTS)
+    local row = h:query("SELECT scale, action FROM shadows WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", name, step)[1]
+    if row then points[#points + 1] = { step, row.scale, row.action } end
+  end
+  return points
+end
+
+local function shadows_of(h, axis)
   local list = {}
   for i, s in ipairs(h:shadows()) do
-    local rows = h:shadow(s.name)
-    local points, every = {}, math.ceil(#rows / MOST_POINTS)
-    for k = 1, #rows, every do points[#points + 1] = { rows[k].step, rows[k].scale, rows[k].action } end
-    if #rows > 0 and (#rows - 1) % every ~= 0 then points[#points + 1] = { rows[#rows].step, rows[#rows].scale, rows[#rows].action } end
-    list[i] = { name = s.name, points = points, skipped = s.skipped, failed = s.failed, scale = s.scale, colour = 2 + (i - 1) % 5 }
+    list[i] = { name = s.name, points = points_of(h, s.name, axis), skipped = s.skipped, failed = s.failed, scale = s.scale, colour = 2 + (i - 1) % 5 }
   end
   return list
 end
@@ -537,7 +549,7 @@ function M.html(h, path)
   local axis = chart.axis(c)
   local l = layers.read(h, { points = HEAT_COLUMNS })
   local marked, listed, evaluations = events_of(h)
-  local shadows = shadows_of(h)
+  local shadows = shadows_of(h, axis)
   local marks = {}
   for i, n in ipairs(c.overflows) do
     if n > 0 then marks[#marks + 1] = c.x[i] end

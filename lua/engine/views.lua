@@ -165,7 +165,8 @@ local function by_exponent(l, width)
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.heat").draw { rows = rows, columns = columns, wide = wide, axis = axis, bad = true, low = "no gradient", high = "all of the layer's",
     title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are inf\n" ..
-      "%s rows of statistics, steps %s to %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, grouped(l.rows), grouped(l.first), grouped(l.last)) }
+      "%s rows of statistics, steps %s to %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, grouped(l.rows),
+        grouped(l.first), grouped(l.last)) }
 end
 
 --- The exponents that the shades of a heat map over time span: from the smallest that was seen up to what overflows; in wide formats up to

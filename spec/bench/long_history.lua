@@ -23,6 +23,7 @@ local function write()
   h:add_policy("00000000", "dynamic", "return {}")
   local record, verdict = ffi.new("eng_record"), ffi.new("eng_verdict")
   local stats = ffi.new("eng_tensor_stats[?]", #names)
+  local shadow = ffi.new("eng_verdict")
   local scale, good = 2 ^ 16, 0
   math.randomseed(1)
   for step = 0, n - 1 do
@@ -41,6 +42,8 @@ local function write()
     verdict.lr_mul = 1
     verdict.reason = over and "overflow: halved" or ""
     h:append(record, verdict, 16384)
+    shadow.scale, shadow.action = 30000 / amax, over and 1 or 0      -- one whose scale moves at every step
+    h:append_shadow(step, "max_value", shadow)
     if step % 100 == 0 or over then
       for i = 0, #names - 1 do
         local s = stats[i]
@@ -82,3 +85,5 @@ for _, what in ipairs { 'plot("loss")', 'plot("scale")', 'plot("amax", { log = t
   local ask = loadstring("local h = ... return h:" .. what)
   timed("h:" .. what, function() return tostring(ask(h)) end)
 end
+timed("h:shadows()", function() return tostring(h:shadows()) end)
+timed("the report", function() return require("engine.report").html(h, dir) end)
