@@ -1,13 +1,15 @@
 // Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose mean is taken for 0.
 //
 // Up to 8192 columns a row lives in the registers of the warp or block that takes it, so memory is read once: x forward, x and
-// dy backward. Arithmetic is f32, the variance about the mean just found; where f32 leaves its range the row's statistics are
-// formed again in f64. Everything else (f64, longer rows) goes through plain loops in f64, the last part of this file.
+// dy backward. Blocks stay for many rows, and the words of the next row are on their way while one is worked on. Arithmetic is
+// f32, the variance about the mean just found; where f32 leaves its range the row's statistics are formed again in f64.
+// Everything else (f64, x and dy of two formats, longer rows) goes through plain loops in f64, the last part of this file.
 //
 // Column sums (dweight, dbias) go in two stages: every group of threads adds up the rows it takes, blocks add their groups, a
 // second kernel adds the blocks. Who takes which rows is given by the shape alone.
 #include "device.h"
 #include "element.h"
+#include "vector.h"
 
 /// A call as the kernels see it: contiguous rows of n columns; data pointers are NULL where a tensor is absent.
 typedef struct norm_call {
@@ -22,68 +24,75 @@ typedef struct norm_call {
   float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
 } norm_call;
 
+enum { WARP_ROWS = 4 };   // rows a block takes at a time where a warp takes one
+template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
+template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
+
 // ---- columns of a thread: V pieces of 8, `ROW` threads of a row side by side
 
 template <int ROW> __device__ static inline int column_of(int piece) { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
 
-template <class T, int V, int ROW>
-__device__ static inline void load_as(float (&to)[V][8], const T *row, int n, bool whole, float absent)
+/// A thread's pieces of a row of n columns, the first from `column` on; zeros behind the row.
+template <typename T, int V, int ROW>
+__device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n, bool whole)
 {
 #pragma unroll
-  for (int v = 0; v < V; v++) {
-    int c = column_of<ROW>(v);
-    if (whole) {
-      if (c < n) {
-        uint4 raw[sizeof(T) / 2];
+  for (int v = 0; v < V; v++)
 #pragma unroll
-        for (int k = 0; k < (int)sizeof(T) / 2; k++) raw[k] = ((const uint4 *)(row + c))[k];
+    for (int k = 0; k < (int)(2 * sizeof(T)); k++) to[v].w[k] = 0;
+  if (whole) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) to[v][i] = widen(((const T *)raw)[i]);
-      } else {
+    for (int v = 0; v < V; v++)
+      if (column + v * ROW * 8 < n) load_words(to[v], row + column + v * ROW * 8);
+  } else {
+    typedef typename word_of<sizeof(T)>::type bits;
 #pragma unroll
-        for (int i = 0; i < 8; i++) to[v][i] = absent;
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        int c = column + v * ROW * 8 + i;
+        if (c < n) to[v].w[i * sizeof(T) / 4] |= (uint32_t)((const bits *)row)[c] << (i * sizeof(T) % 4 * 8);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) to[v][i] = c + i < n ? widen(row[c + i]) : absent;
-    }
   }
-}
-/// n columns from element `first` of data, `absent` in the others and where there is no data.
-template <int V, int ROW>
-__device__ static inline void load_columns(float (&to)[V][8], const void *data, int dtype, int64_t first, int n, bool whole, float absent)
-{
-  if (!data || dtype == ENG_f32) load_as<float, V, ROW>(to, (const float *)data + first, data ? n : 0, whole, absent);
-  else if (dtype == ENG_f16) load_as<f16_t, V, ROW>(to, (const f16_t *)data + first, n, whole, absent);
-  else load_as<bf16_t, V, ROW>(to, (const bf16_t *)data + first, n, whole, absent);
 }
 
-template <class T, int V, int ROW>
-__device__ static inline void store_from(T *row, const float (&from)[V][8], int n, bool whole)
+template <typename T> __device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
 {
+  words<T, 8> raw;
+  narrow_words(raw, from);
+  if (whole) {
+    if (c < n) store_words(row + c, raw);
+  } else {
+    typedef typename word_of<sizeof(T)>::type bits;
 #pragma unroll
-  for (int v = 0; v < V; v++) {
-    int c = column_of<ROW>(v);
-    if (whole) {
-      if (c >= n) continue;
-      uint4 raw[sizeof(T) / 2];
-#pragma unroll
-      for (int i = 0; i < 8; i++) narrow(((T *)raw)[i], from[v][i]);
-#pragma unroll
-      for (int k = 0; k < (int)sizeof(T) / 2; k++) ((uint4 *)(row + c))[k] = raw[k];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (c + i < n) narrow(row[c + i], from[v][i]);
-    }
+    for (int i = 0; i < 8; i++)
+      if (c + i < n) ((bits *)row)[c + i] = (bits)(raw.w[i * sizeof(T) / 4] >> (i * sizeof(T) % 4 * 8));
   }
 }
+
+// A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves, each beside that of the next
+// thread. Loads of global memory in the loop would be waited for together with those of the next row.
+
+/// Room in shared memory of a weight or bias: float4's.
+template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
+
+/// Brings n columns in, `absent` where there is no tensor. A barrier must follow.
 template <int V, int ROW>
-__device__ static inline void store_columns(void *data, int dtype, int64_t first, const float (&from)[V][8], int n, bool whole)
+__device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
 {
-  if (dtype == ENG_f32) store_from<float, V, ROW>((float *)data + first, from, n, whole);
-  else if (dtype == ENG_f16) store_from<f16_t, V, ROW>((f16_t *)data + first, from, n, whole);
-  else store_from<bf16_t, V, ROW>((bf16_t *)data + first, from, n, whole);
+  for (int c = threadIdx.x; c < V * ROW * 8; c += BLOCK_THREADS<ROW>) {
+    float value = !data ? absent : c < n ? (float)load_double(data, dtype, c) : 0.0f;
+    int piece = c / (ROW * 8), thread = c / 8 % ROW, half = c / 4 % 2;
+    ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] = value;
+  }
+}
+template <int ROW> __device__ static inline void recall(float (&to)[8], const float4 *kept, int piece)
+{
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float4 four = kept[(piece * 2 + half) * ROW + threadIdx.x % ROW];
+    to[4 * half] = four.x; to[4 * half + 1] = four.y; to[4 * half + 2] = four.z; to[4 * half + 3] = four.w;
+  }
 }
 
 /// The sum over the threads of a row, in all of them. `room`: shared memory, one number a warp, where a row takes a block. There
@@ -101,26 +110,49 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   return x;
 }
 
-enum { WARP_ROWS = 4 };   // rows a block takes at a time where a warp takes one
-template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
-template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
+/// Two sums at once, with one barrier; another pair must come between two that use the same room.
+template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
+{
+#pragma unroll
+  for (int k = 16; k; k >>= 1) {
+    a += __shfl_xor_sync(0xFFFFFFFFu, a, k);
+    b += __shfl_xor_sync(0xFFFFFFFFu, b, k);
+  }
+  if (ROW == 32) return;
+  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = float2{a, b};
+  __syncthreads();
+  a = b = 0;
+#pragma unroll
+  for (int w = 0; w < ROW / 32; w++) {
+    a += room[w].x;
+    b += room[w].y;
+  }
+}
 
 // ---- forward
 
-template <int V, int ROW>
-__global__ void __launch_bounds__(BLOCK_THREADS<ROW>) norm_rows(const __grid_constant__ norm_call p)
+/// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias.
+template <typename T, int V, int ROW> constexpr int FORWARD_BLOCKS = (sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : 4) : (V == 1 ? 10 : V == 2 ? 8 : V == 3 ? 7 : 6)) * 128 / BLOCK_THREADS<ROW>;
+
+template <typename T, int V, int ROW>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW>)) norm_rows(const __grid_constant__ norm_call p)
 {
   __shared__ float room[2][2][ROW / 32];
   __shared__ double wide_room[2][ROW / 32];
-  float weight[V][8], bias[V][8];
-  load_columns<V, ROW>(weight, p.weight, p.weight_dtype, 0, p.n, p.whole, 1.0f);
-  load_columns<V, ROW>(bias, p.bias, p.bias_dtype, 0, p.n, p.whole, -0.0f);   // x * 1 + -0 is x in every bit
+  extern __shared__ float4 kept[];   // weight, bias
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);   // x * 1 + -0 is x in every bit
+  __syncthreads();
   const float count = (float)p.n, eps = (float)p.eps;
-  const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
-  int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own;
-  for (int turn = 0; row < p.rows; row += (int64_t)gridDim.x * BLOCK_ROWS<ROW>, turn ^= 1) {
+  const int64_t step = (int64_t)gridDim.x * BLOCK_ROWS<ROW>;
+  int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + (ROW == 32 ? threadIdx.x >> 5 : 0);
+  words<T, 8> next[V];
+  if (row < p.rows) load_pieces<T, V, ROW>(next, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  for (int turn = 0; row < p.rows; row += step, turn ^= 1) {
     float x[V][8], mean = 0;
-    load_columns<V, ROW>(x, p.x, p.x_dtype, row * p.n, p.n, p.whole, 0.0f);
+#pragma unroll
+    for (int v = 0; v < V; v++) widen_words(x[v], next[v]);
+    if (row + step < p.rows) load_pieces<T, V, ROW>(next, (const T *)p.x + (row + step) * p.n, column_of<ROW>(0), p.n, p.whole);
     if (p.centred) {
       float sum = 0;
 #pragma unroll
@@ -128,44 +160,55 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>) norm_rows(const __grid_con
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[v][i];
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+        if (column_of<ROW>(v) + 8 > p.n)   // behind the row: no deviation
+#pragma unroll
+          for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
     float squares = 0;
 #pragma unroll
     for (int v = 0; v < V; v++)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        float d = column_of<ROW>(v) + i < p.n ? x[v][i] - mean : 0.0f;
+        float d = x[v][i] - mean;
         squares = fmaf(d, d, squares);
       }
     float variance = row_sum<ROW>(squares, room[turn][1]) / count + eps, rstd = 1.0f / sqrtf(variance);
     if (!(variance > 1e-30f && variance < 1e37f)) {   // too wide or too narrow for f32, or not finite; the same for the whole row
-      double sum = 0, wide = 0;
-      for (int v = 0; v < V; v++)
-        for (int i = 0; i < 8; i++) sum += x[v][i];
+      double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
+#pragma unroll 1
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += widen(((const T *)p.x)[row * p.n + c]);
       sum = row_sum<ROW>(sum, wide_room[0]);
       if (p.centred) mean = (float)(sum / p.n);
-      for (int v = 0; v < V; v++)
-        for (int i = 0; i < 8; i++) {
-          double d = column_of<ROW>(v) + i < p.n ? (double)x[v][i] - (double)mean : 0.0;
-          wide += d * d;
-        }
+#pragma unroll 1
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) {
+        double d = (double)widen(((const T *)p.x)[row * p.n + c]) - (double)mean;
+        wide += d * d;
+      }
       rstd = (float)(1.0 / sqrt(row_sum<ROW>(wide, wide_room[1]) / p.n + p.eps));
     }
     if (threadIdx.x % ROW == 0) {
-      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
-      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
+      if (p.out_means) ((float *)p.out_means)[row] = mean;
+      if (p.out_rstds) ((float *)p.out_rstds)[row] = rstd;
     }
 #pragma unroll
-    for (int v = 0; v < V; v++)
+    for (int v = 0; v < V; v++) {
+      float weight[8], bias[8];
+      recall<ROW>(weight, kept, v);
+      recall<ROW>(bias, kept + KEPT<V, ROW>, v);
 #pragma unroll
-      for (int i = 0; i < 8; i++) x[v][i] = fmaf((x[v][i] - mean) * rstd, weight[v][i], bias[v][i]);
-    store_columns<V, ROW>(p.y, p.y_dtype, row * p.n, x, p.n, p.whole);
+      for (int i = 0; i < 8; i++) x[v][i] = fmaf((x[v][i] - mean) * rstd, weight[i], bias[i]);
+      store_piece((T *)p.y + row * p.n, x[v], column_of<ROW>(v), p.n, p.whole);
+    }
   }
 }
 
 // ---- backward
 
-enum { BLOCKS_MOST = 528, BLOCK_LEAST = 4 };   // blocks of a call at most; rows each group takes at least, when there are so many
+/// Blocks that a multiprocessor of an H200 holds, and of a call at most; and rows each group takes at least, when there are so many.
+template <int V, int ROW> constexpr int GRAD_BLOCKS = (V == 1 ? 6 : V == 2 ? 4 : V == 3 ? 3 : 2) * 128 / BLOCK_THREADS<ROW>;
+enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
 
 /// Rows first..end of a group of threads, in order.
 __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows, int64_t group, int64_t groups)
@@ -174,10 +217,25 @@ __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_
   *end = rows * (group + 1) / groups;
 }
 
-template <int V, int ROW>
-__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, ROW > 128 ? 1 : V == 4 ? 2 : V == 3 ? 3 : 4) norm_grad_rows(const __grid_constant__ norm_call p)
+/// What a thread reads of a row: V pieces of x and of dy, and the row's statistics.
+template <typename T, int V> struct norm_row { words<T, 8> x[V], dy[V]; float mean, rstd; };
+
+template <typename T, int V, int ROW> __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, int64_t row)
 {
-  __shared__ float room[2][2][ROW / 32];
+  load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  load_pieces<T, V, ROW>(to.dy, (const T *)p.dy + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  to.mean = p.means ? ((const float *)p.means)[row] : 0.0f;
+  to.rstd = ((const float *)p.rstds)[row];
+}
+
+template <typename T, int V, int ROW>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) norm_grad_rows(const __grid_constant__ norm_call p)
+{
+  constexpr bool AHEAD = sizeof(T) == 2;   // rows of f32 would take too many registers
+  __shared__ float2 room[2][ROW / 32];
+  __shared__ float4 kept[KEPT<V, ROW>];
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  __syncthreads();
   const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
   const float count = (float)p.n;
   float for_weight[V][8], for_bias[V][8];
@@ -187,33 +245,46 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, ROW > 128 ? 1 : V == 4 ? 2
     for (int i = 0; i < 8; i++) for_weight[v][i] = for_bias[v][i] = 0;
   int64_t row, end;
   rows_of_group(&row, &end, p.rows, (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own, (int64_t)gridDim.x * BLOCK_ROWS<ROW>);
+  norm_row<T, V> next;
+  if (AHEAD && row < end) load_row<T, V, ROW>(next, p, row);
   for (int turn = 0; row < end; row++, turn ^= 1) {
-    float h[V][8], slope[V][8], weight[V][8];
-    load_columns<V, ROW>(h, p.x, p.x_dtype, row * p.n, p.n, p.whole, 0.0f);
-    load_columns<V, ROW>(slope, p.dy, p.dy_dtype, row * p.n, p.n, p.whole, 0.0f);
-    load_columns<V, ROW>(weight, p.weight, p.weight_dtype, 0, p.n, p.whole, 1.0f);
-    const float mean = p.means ? (float)load_double(p.means, p.means_dtype, row) : 0.0f, rstd = (float)load_double(p.rstds, p.rstds_dtype, row);
+    if (!AHEAD) load_row<T, V, ROW>(next, p, row);
+    float h[V][8], slope[V][8];
+    const float mean = next.mean, rstd = next.rstd;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      widen_words(h[v], next.x[v]);
+      widen_words(slope[v], next.dy[v]);
+    }
+    if (AHEAD && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
     float sum_g = 0, sum_gh = 0;
 #pragma unroll
-    for (int v = 0; v < V; v++)
+    for (int v = 0; v < V; v++) {
+      float weight[8];
+      recall<ROW>(weight, kept, v);
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[v][i] = (h[v][i] - mean) * rstd;
+      if (column_of<ROW>(v) + 8 > p.n)   // behind the row dy is 0, and so that 0 * NaN is none h must be
+#pragma unroll
+        for (int i = 0; i < 8; i++) h[v][i] = column_of<ROW>(v) + i < p.n ? h[v][i] : 0.0f;
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        h[v][i] = (h[v][i] - mean) * rstd;
         for_weight[v][i] = fmaf(slope[v][i], h[v][i], for_weight[v][i]);
         for_bias[v][i] += slope[v][i];
-        float g = slope[v][i] * weight[v][i];
-        slope[v][i] = g;
-        bool there = p.whole ? column_of<ROW>(v) < p.n : column_of<ROW>(v) + i < p.n;   // 0 * NaN elsewhere
-        sum_g += g;
-        sum_gh = there ? fmaf(g, h[v][i], sum_gh) : sum_gh;
+        slope[v][i] *= weight[i];
+        sum_g += slope[v][i];
+        sum_gh = fmaf(slope[v][i], h[v][i], sum_gh);
       }
-    const float mean_g = p.centred ? row_sum<ROW>(sum_g, room[turn][0]) / count : 0.0f, mean_gh = row_sum<ROW>(sum_gh, room[turn][1]) / count;
+    }
+    row_sums<ROW>(sum_g, sum_gh, room[turn]);
     if (!p.dx) continue;
+    const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
 #pragma unroll
-    for (int v = 0; v < V; v++)
+    for (int v = 0; v < V; v++) {
 #pragma unroll
       for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
-    store_columns<V, ROW>(p.dx, p.dx_dtype, row * p.n, h, p.n, p.whole);
+      store_piece((T *)p.dx + row * p.n, h[v], column_of<ROW>(v), p.n, p.whole);
+    }
   }
   if (!p.partial) return;
   float *to = p.partial + (int64_t)blockIdx.x * 2 * p.n;
@@ -245,7 +316,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, ROW > 128 ? 1 : V == 4 ? 2
   }
 }
 
-enum { SUM_COLUMNS = 32, SUM_SLICES = 16 };
+enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
 
 /// Adds up partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
 __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype, const float *partial, int blocks, int n)
@@ -257,7 +328,7 @@ __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void
   if (c < 2 * (int64_t)n) {
     const float *at = partial + c;
     int first = blocks * slice / SUM_SLICES, end = blocks * (slice + 1) / SUM_SLICES;
-#pragma unroll 8
+#pragma unroll 16
     for (int block = first; block < end; block++) sum += at[(int64_t)block * 2 * n];
   }
   slices[slice][column] = sum;
@@ -358,22 +429,47 @@ __global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain_columns(const _
 
 typedef void norm_kernel(const norm_call);
 
-/// The kernel for n columns among those instantiated, and its block; NULL when a row is too long for registers.
-typedef struct norm_choice { norm_kernel *kernel; int threads, rows; } norm_choice;
-#define CHOOSE(KERNEL, V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{KERNEL<V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>}
-#define CHOOSE_AMONG(KERNEL) \
-  CHOOSE(KERNEL, 1, 32); CHOOSE(KERNEL, 2, 32); CHOOSE(KERNEL, 3, 32); CHOOSE(KERNEL, 4, 32); CHOOSE(KERNEL, 2, 128); \
-  CHOOSE(KERNEL, 3, 128); CHOOSE(KERNEL, 4, 128); CHOOSE(KERNEL, 3, 256); CHOOSE(KERNEL, 4, 256)
+/// The kernel for n columns among those instantiated, threads and rows of its block, blocks of a multiprocessor, pieces of a
+/// thread; kernel: NULL when a row is too long for registers.
+typedef struct norm_choice { norm_kernel *kernel; int threads, rows, resident, pieces; } norm_choice;
 
-static norm_choice forward_kernel(int64_t n)
+template <typename T> static norm_choice forward_kernel_of(int64_t n)
 {
-  CHOOSE_AMONG(norm_rows);
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_rows<T, V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, FORWARD_BLOCKS<T, V, ROW>, V}
+  CHOOSE(1, 32);
+  CHOOSE(2, 32);
+  CHOOSE(3, 32);
+  CHOOSE(4, 32);
+  CHOOSE(2, 128);
+  CHOOSE(3, 128);
+  CHOOSE(4, 128);
+  CHOOSE(3, 256);
+  CHOOSE(4, 256);
+#undef CHOOSE
   return norm_choice{};
 }
-static norm_choice backward_kernel(int64_t n)
+template <typename T> static norm_choice backward_kernel_of(int64_t n)
 {
-  CHOOSE_AMONG(norm_grad_rows);
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_grad_rows<T, V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, GRAD_BLOCKS<V, ROW>, V}
+  CHOOSE(1, 32);
+  CHOOSE(2, 32);
+  CHOOSE(3, 32);
+  CHOOSE(4, 32);
+  CHOOSE(2, 128);
+  CHOOSE(3, 128);
+  CHOOSE(2, 256);
+  CHOOSE(2, 384);
+  CHOOSE(2, 512);
+#undef CHOOSE
   return norm_choice{};
+}
+static norm_choice forward_kernel(int dtype, int64_t n)
+{
+  return dtype == ENG_f32 ? forward_kernel_of<float>(n) : dtype == ENG_f16 ? forward_kernel_of<f16_t>(n) : forward_kernel_of<bf16_t>(n);
+}
+static norm_choice backward_kernel(int dtype, int64_t n)
+{
+  return dtype == ENG_f32 ? backward_kernel_of<float>(n) : dtype == ENG_f16 ? backward_kernel_of<f16_t>(n) : backward_kernel_of<bf16_t>(n);
 }
 
 /// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
@@ -420,10 +516,12 @@ static eng_status forward(const op_call *call, bool centred)
   const tensor *means = centred ? call->out[1] : NULL, *rstds = call->out[centred ? 2 : 1];
   if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
   if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
-  norm_choice choice = forward_kernel(p.n);
-  if (fast && choice.kernel && p.n > 0) {
-    int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)(2048 / choice.threads);
-    choice.kernel<<<(unsigned)least(groups, most), choice.threads, 0, cuda_stream()>>>(p);
+  norm_choice choice = forward_kernel(p.x_dtype, p.n);
+  if (fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0) {
+    int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)choice.resident;
+    int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
+    if (bytes > 40 << 10) CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    choice.kernel<<<(unsigned)least(groups, most), choice.threads, bytes, cuda_stream()>>>(p);
   } else {
     norm_plain<<<(unsigned)least(p.rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(p);
   }
@@ -463,10 +561,11 @@ static eng_status backward(const op_call *call, bool centred)
   p.rstds_dtype = rstds->dtype;
   const tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
   if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
-  norm_choice choice = backward_kernel(p.n);
+  if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 || (p.means && p.means_dtype != ENG_f32)) fast = false;
+  norm_choice choice = backward_kernel(p.x_dtype, p.n);
   if (!fast || !choice.kernel || p.n == 0 || p.rows == 0) return backward_plain(&p, dweight, dbias);
 
-  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, BLOCKS_MOST);
+  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, MULTIPROCESSORS * (int64_t)choice.resident);
   int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
   if (bytes) {
     p.partial = (float *)scratch_take(bytes);

@@ -7,6 +7,10 @@
 
 #include "device.h"
 
+/// The unsigned integer of 2 or 4 bytes.
+template <int SIZE> struct word_of { typedef uint32_t type; };
+template <> struct word_of<2> { typedef uint16_t type; };
+
 /// V elements of T: 4, 8, or a multiple of 16 bytes, aligned to themselves in memory (16 at most).
 template <typename T, int V> struct words { uint32_t w[V * sizeof(T) / 4]; };
 
