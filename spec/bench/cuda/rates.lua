@@ -92,6 +92,27 @@ memory_line("layer norm, bf16", 4 * h.count, function() return h:layer_norm(weig
 memory_line("gelu, bf16", 4 * h.count, function() return h:gelu("tanh") end)
 memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):contiguous() end)
 memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
+memory_line("sum of everything, bf16", 2 * h.count, function() return h:sum() end)
+do   -- what a step of GPT-2 does beside its products, 64 sequences of 1024
+  local raw = require "engine.ffi"
+  local tokens, columns, vocab = scaled(65536), scaled(768), scaled(50304)
+  local x, dy = engine.randn(tokens, columns):to("bf16"):keep(), engine.randn(tokens, columns):to("bf16"):keep()
+  local gain, shift = engine.ones(columns, { keep = true }), engine.zeros(columns, { keep = true })
+  local _, mean, rstd = raw.run("layer_norm", { x, gain, shift }, {}, { 1e-5 }, 3)
+  mean, rstd = mean:keep(), rstd:keep()
+  local f32 = raw.dtype.f32
+  local narrow, wide = ("bf16 [%d x %d]"):format(tokens, columns), ("bf16 [%d x %d]"):format(tokens, 4 * columns)
+  memory_line("layer norm " .. narrow, 4 * x.count, function() return x:layer_norm(gain, shift) end)
+  memory_line("  its gradient", 6 * x.count, function() raw.run("layer_norm_grad", { x, gain, mean, rstd, dy }, { f32, 1 }, {}, 3) end)
+  memory_line("add " .. narrow, 6 * x.count, function() return x + dy end)
+  memory_line("bias gradient " .. narrow, 2 * x.count, function() raw.run("bias_grad", { dy }, { f32, 0 }) end)
+  local ids = engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
+  memory_line("embedding gradient, bf16 to f32", 2 * x.count + 4 * vocab * columns, function() raw.run("embedding_grad", { dy, ids }, { vocab, f32, 0 }) end)
+  local hidden, dh = engine.randn(tokens, 4 * columns):to("bf16"):keep(), engine.randn(tokens, 4 * columns):to("bf16"):keep()
+  memory_line("gelu " .. wide, 4 * hidden.count, function() return hidden:gelu("tanh") end)
+  memory_line("  its gradient", 6 * hidden.count, function() raw.run("unary_grad", { hidden, dh }, { raw.op.gelu_tanh, raw.dtype.bf16 }) end)
+  memory_line("bias gradient " .. wide, 2 * hidden.count, function() raw.run("bias_grad", { dh }, { f32, 0 }) end)
+end
 do
   local raw = require "engine.ffi"
   local tokens, vocab = scaled(8192), scaled(50240) + 17   -- rows that begin anywhere
