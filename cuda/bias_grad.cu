@@ -1,31 +1,57 @@
 // The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends on the shape alone.
 //
-// Two passes. The first cuts dy into tiles of up to 32 x 16 bytes of columns by a chunk of rows; a block of 8 warps sums its
-// tile (a thread 16 bytes of columns, several rows in flight; then the lanes of a warp that share columns, then the warps, in
-// fixed order) and leaves one row of partial sums. The second adds the chunks up, and what was there before where it must.
-// Sums are f32, f64 for f64. Floor: one read of dy.
+// Two passes. The first cuts dy into tiles of up to 32 x 16 bytes of columns by a chunk of rows, as many blocks as an H200 holds
+// at once; a block of 8 warps sums its tile (a thread 16 bytes of columns, 8 rows in flight; then the lanes of a warp that share
+// columns, then the warps, in fixed order) and leaves one row of partial sums. The second adds the chunks up, and what was there
+// before where it must. Sums are f32, f64 for f64. Floor: one read of dy.
 #include "device.h"
 #include "gemm_element.h"
+#include "vector.h"
 
 namespace {
 
 enum {
   WARPS = 8,
   IN_FLIGHT = 8,          // rows a thread reads before it adds
-  MOST_BLOCKS = 2048,     // of the first pass, about
-  MOST_CHUNKS = 512,
+  RESIDENT = 4,           // blocks of a multiprocessor, of which there are 132
+  MOST_BLOCKS = 132 * RESIDENT,
   SUM_COLUMNS = 32, SUM_ROWS = 32,   // a block of the second pass
 };
 
 template <typename T> struct sum_type { typedef float type; };
 template <> struct sum_type<double> { typedef double type; };
 
-template <typename T, int V> struct alignas(V * sizeof(T)) pack { T value[V]; };
+// V neighbours as they are loaded, and added to sums.
+template <typename T, int V> struct piece {
+  words<T, V> raw;
+  __device__ void load(const T *from, bool there)   // zeros, which change no sum, where there is none
+  {
+    raw = {};
+    if (there) load_words(raw, from);
+  }
+  __device__ void add_to(float (&sum)[V]) const
+  {
+    float x[V];
+    widen_words(x, raw);
+#pragma unroll
+    for (int v = 0; v < V; v++) sum[v] += x[v];
+  }
+};
+template <typename T> struct piece<T, 1> {
+  T raw;
+  __device__ void load(const T *from, bool there) { raw = there ? *from : T{}; }
+  __device__ void add_to(typename sum_type<T>::type (&sum)[1]) const { sum[0] += widen(raw); }
+};
+template <> struct piece<double, 2> {
+  double2 raw;
+  __device__ void load(const double *from, bool there) { raw = there ? *(const double2 *)from : double2{}; }
+  __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
+};
 
 // partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp stand side by side, the rest
 // below them.
 template <typename T, int V>
-__global__ void __launch_bounds__(32 * WARPS) sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT) sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
                                                         int64_t rows, int64_t n, int64_t chunk_rows, int lanes_log2)
 {
   typedef typename sum_type<T>::type SUM;
@@ -36,23 +62,15 @@ __global__ void __launch_bounds__(32 * WARPS) sum_tiles(typename sum_type<T>::ty
   const int64_t first = blockIdx.y * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
   SUM sum[V] = {};
   if (column < n) {
-    int64_t row = first + warp * (32 >> lanes_log2) + below;
-    const pack<T, V> *from = reinterpret_cast<const pack<T, V> *>(dy + row * n + column);
-    const int64_t stride = (int64_t)step * n / V;   // packs; exact, since V divides n
-    for (; row + (IN_FLIGHT - 1) * step < end; row += IN_FLIGHT * step) {
-      pack<T, V> x[IN_FLIGHT];
+    const int above = warp * (32 >> lanes_log2) + below;
+    const T *from = dy + (first + above) * n + column;
+    const int64_t stride = (int64_t)step * n;
+    for (int left = (int)(end - first) - above; left > 0; left -= IN_FLIGHT * step) {
+      piece<T, V> x[IN_FLIGHT];
 #pragma unroll
-      for (int i = 0; i < IN_FLIGHT; i++) x[i] = from[i * stride];
+      for (int i = 0; i < IN_FLIGHT; i++, from += stride) x[i].load(from, i * step < left);
 #pragma unroll
-      for (int i = 0; i < IN_FLIGHT; i++)
-#pragma unroll
-        for (int v = 0; v < V; v++) sum[v] += (SUM)widen(x[i].value[v]);
-      from += IN_FLIGHT * stride;
-    }
-    for (; row < end; row += step, from += stride) {
-      const pack<T, V> x = *from;
-#pragma unroll
-      for (int v = 0; v < V; v++) sum[v] += (SUM)widen(x.value[v]);
+      for (int i = 0; i < IN_FLIGHT; i++) x[i].add_to(sum);
     }
   }
   for (int apart = 16; apart >= lanes; apart >>= 1)
@@ -81,8 +99,13 @@ __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS) sum_chunks(void *out, i
   const int64_t column = (int64_t)blockIdx.x * SUM_COLUMNS + threadIdx.x;
   SUM sum = 0;
   if (column < n)
-#pragma unroll 4
-    for (int chunk = threadIdx.y; chunk < chunks; chunk += SUM_ROWS) sum += partial[chunk * n + column];
+    for (int chunk = threadIdx.y; chunk < chunks; chunk += IN_FLIGHT * SUM_ROWS) {
+      SUM x[IN_FLIGHT];
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++) x[i] = chunk + i * SUM_ROWS < chunks ? partial[(int64_t)(chunk + i * SUM_ROWS) * n + column] : (SUM)0;
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++) sum += x[i];
+    }
   kept[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || column >= n) return;
@@ -98,12 +121,9 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   int lanes_log2 = 0;
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
   const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width, step = WARPS * (32 >> lanes_log2);
-  // As many chunks as keep the card busy, none of less than two rounds of a block.
-  int64_t chunks = MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1;
-  if (chunks > MOST_CHUNKS) chunks = MOST_CHUNKS;
-  if (chunks > (rows + 2 * step - 1) / (2 * step)) chunks = (rows + 2 * step - 1) / (2 * step);
-  const int64_t chunk_rows = chunks ? (rows + chunks - 1) / chunks : 0;
-  if (chunks) chunks = (rows + chunk_rows - 1) / chunk_rows;
+  // As many chunks as the card holds blocks for, of whole rounds of a block and less than 2^31 rows.
+  const int64_t round = IN_FLIGHT * step, most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30), rounds = (rows + round - 1) / round;
+  const int64_t chunk_rows = (rounds + most - 1) / most * round, chunks = chunk_rows ? (rows + chunk_rows - 1) / chunk_rows : 0;
 
   const int64_t bytes = (chunks ? chunks : 1) * n * (int64_t)sizeof(SUM);
   SUM *partial = static_cast<SUM *>(scratch_take(bytes));

@@ -328,8 +328,13 @@ __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void
   if (c < 2 * (int64_t)n) {
     const float *at = partial + c;
     int first = blocks * slice / SUM_SLICES, end = blocks * (slice + 1) / SUM_SLICES;
-#pragma unroll 16
-    for (int block = first; block < end; block++) sum += at[(int64_t)block * 2 * n];
+    for (int block = first; block < end; block += 16) {   // 16 in flight
+      float x[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) x[i] = block + i < end ? at[(int64_t)(block + i) * 2 * n] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 16; i++) sum += x[i];
+    }
   }
   slices[slice][column] = sum;
   __syncthreads();
