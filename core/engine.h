@@ -194,6 +194,56 @@ int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random
 /// The number behind a code; NaN for a format that does not exist.
 double eng_small_decode(const char *format, uint32_t code);
 
+/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their amaxes and their meters. A linear
+/// operation names its site in ints[0]; it runs in FP8 while eng_precision.fp8 is 1. Three tensors are quantized there.
+enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
+/// The products: y = x W^T, dx = dy W, dW = dy^T x.
+enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
+/// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side: by quantizing the real numbers behind
+/// them once more); the transposed codes that the forward pass makes from x; x in e5m6, blocks of 1 x 128, powers of two.
+enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2 };
+
+typedef struct eng_fp8_role {
+  int32_t format;                     // ENG_e4m3, ENG_e5m2
+  int32_t block_rows, block_columns;  // 0: the whole side
+  int32_t rule, pow2, margin, stochastic;   // as quantize has them
+  int32_t keep;                       // of x: ENG_FP8_KEEP_*
+  double  eps;                        // negative: the rule's
+} eng_fp8_role;
+typedef struct eng_fp8_product { int32_t accumulator, promotion; } eng_fp8_product;
+typedef struct eng_fp8_recipe {
+  eng_fp8_role role[3];               // ENG_FP8_X, W, DY
+  eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
+} eng_fp8_recipe;
+
+/// A new site; numbers are from 1 and never used again. `name` stands in messages.
+eng_status eng_fp8_site_new(int64_t *site, const char *name);
+void       eng_fp8_site_free(int64_t site);
+/// Its recipe, NULL: high precision. Between steps alone. Errors: VALUE, SHAPE, DTYPE (what no product can be made of), STATE.
+eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
+/// Delayed scaling: from now on a role in one block is scaled as if `amax` were its largest |x|; 0: by its own again. Errors: VALUE.
+eng_status eng_fp8_delay(int64_t site, int role, double amax);
+/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was quantized. Waits for the device.
+eng_status eng_fp8_amax(double amax[3], int64_t site);
+
+/// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even distances).
+typedef struct eng_fp8_meter {
+  int64_t count, zeros;               // finite elements; those that are 0, whatever their sign
+  int64_t underflow;                  // not 0, but of code 0 or -0
+  int64_t overflow;                   // beyond what rounds to the format's largest number
+  int64_t nonfinite;                  // not in count
+  double  signal, error;              // sums of x^2 and of (x - real value of its code)^2
+  double  amax, least;                // of |x|, least without zeros; 0: none
+  double  scale_min, scale_max;
+} eng_fp8_meter;
+/// Meters on or off; gives what was in force. They cost reading back what they look at.
+bool       eng_fp8_measure(bool on);
+/// What was measured since this was asked last.
+eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
+/// Bytes that the tape keeps for the backward pass: of memory that rules will read, each piece once, without parameters. `fp8`: those
+/// of them that are codes and scales.
+int64_t    eng_tape_bytes(int64_t *fp8);
+
 // ------------------------------------------------------------------ autograd
 
 /// Marks a leaf; backward() then accumulates into its gradient.
@@ -242,6 +292,7 @@ typedef struct eng_precision {
   int32_t residual;     // dtype an embedding yields, hence of the residual stream
   int32_t norm;         // dtype that class NORM yields (statistics are always f32)
   int32_t wide;         // dtype that class WIDE yields: softmax, exp, losses, sums
+  int32_t fp8;          // 1: linear operations that name a site (ints[0]) run in FP8 as its recipe says
 } eng_precision;
 
 /// Sets the precision in force; NULL turns autocast off. `previous` may be NULL.
@@ -270,6 +321,10 @@ typedef struct eng_tensor_stats {
   int64_t hist[320];          // filled with ENG_NEED_HIST
   double  carry;              // what the gradient carries beside the loss scale; 0 stands for 1
   double  norm_ref;           // norm of its gradient in a reference backward; 0: there was none
+  // Of what an FP8 layer quantized (fp8_sites.lua); `underflow` then counts numbers that became 0.
+  int64_t measured;           // elements looked at; 0: none, or a gradient
+  int64_t clipped;            // of them beyond the format's largest number
+  double  snr;                // dB of the real numbers over the error that quantizing made
 } eng_tensor_stats;
 
 /// What a policy is told about a step. amax and norm are true (unscaled) magnitudes of the finite
@@ -699,6 +754,9 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
 /// What a shadow policy would have decided, in `shadows`. Written where its scale or its action differs from the row before: a
 /// verdict holds until the next row of that name.
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name, const eng_verdict *verdict);
+/// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares), amax, least, scale_min, scale_max (without the
+/// loss scale), count.
+eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role, const double value[9]);
 /// `time` is set here; `data` is free text (JSON) for programs, may be NULL.
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data);
 /// A key and its value in `table`, "meta" or "config"; replaces an earlier value.

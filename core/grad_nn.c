@@ -1,6 +1,7 @@
 // Gradient rules of products, norms, attention and losses. Gradients of parameters are written
 // straight into their place in the flat buffer where the kernel can add there (grad_target).
 #include "error.h"
+#include "fp8_linear.h"
 #include "op.h"
 #include "tape.h"
 
@@ -53,6 +54,7 @@ static eng_status rows_of(tensor **out, tensor *x)
 // y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
 eng_status grad_linear(grad_call *g)
 {
+  if (fp8_is_linear(g->call)) return fp8_linear_grad(g);
   tensor *x, *w = g->call->in[1], *dy;
   ENG_TRY(rows_of(&x, g->call->in[0]));
   ENG_TRY(rows_of(&dy, g->dy[0]));

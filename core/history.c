@@ -272,6 +272,17 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
   return finish(&row, history);
 }
 
+eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role, const double value[9])
+{
+  draft row;
+  ENG_TRY(begin(&row, history, HISTORY_FP8, 12, length(site) + length(role)));
+  put_int(&row, step);
+  put_text(&row, site);
+  put_text(&row, role);
+  for (int i = 0; i < 9; i++) put_double(&row, value[i]);
+  return finish(&row, history);
+}
+
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data)
 {
   draft row;

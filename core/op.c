@@ -2,6 +2,7 @@
 #include "op.h"
 
 #include "error.h"
+#include "fp8_linear.h"
 #include "graph.h"
 #include "params.h"
 #include "rng.h"
@@ -17,12 +18,12 @@ const op_info op_table[ENG_OP_COUNT] = {
 #undef MANY
 };
 
-static eng_precision precision = {-1, -1, -1, -1};   // what autocast asks for now
+static eng_precision precision = {-1, -1, -1, -1, 0};   // what autocast asks for now
 
 void eng_autocast(const eng_precision *now, eng_precision *previous)
 {
   if (previous) *previous = precision;
-  precision = now ? *now : (eng_precision){-1, -1, -1, -1};
+  precision = now ? *now : (eng_precision){-1, -1, -1, -1, 0};
 }
 
 // ---- precision
@@ -163,6 +164,7 @@ eng_status op_run(op_call *c)
 
   const op_info *info = &op_table[c->op];
   ENG_TRY(check_space(c));
+  if (c->op == ENG_OP_linear && precision.fp8 && fp8_site_on(c->ints[0])) return fp8_linear(c, &precision);
   int yields;
   ENG_TRY(apply_precision(c, &yields));
   op_shape shape;

@@ -8,6 +8,7 @@
 #include "params.h"
 
 #include "error.h"
+#include "fp8_linear.h"
 #include "numerics.h"
 #include "transfer.h"
 
@@ -248,6 +249,8 @@ void eng_params_free(eng_params *set)
     parameter *p = &set->member[i];
     p->value->parameter = NULL;
     if (p->shadow) p->shadow->parameter = NULL;
+    fp8_weight_free(p->fp8);
+    p->fp8 = NULL;
     p->value = p->shadow = p->gradient = NULL;
     p->has_gradient = false;
   }
@@ -290,6 +293,7 @@ static void link_parts(eng_params *set)
     p->gradient = set->gradients->part[i];
     p->shadow = set->shadows ? set->shadows->part[i] : NULL;
     params_forget(p);
+    if (p->fp8) p->fp8->source = NULL;
     if (!p->shadow) continue;
     p->shadow->parameter = p;
     p->shadow->requires_grad = p->value->requires_grad;

@@ -17,6 +17,7 @@ typedef struct parameter {
   bool        unscaled;       // its gradient is the true one: it carries nothing any more
   double      carry;          // what its gradient carries beside the loss scale
   double      carry_next;     // what the next one will
+  struct fp8_weight *fp8;     // its FP8 copy (fp8_linear.h), or NULL
   uint32_t    seen;           // value's storage.writes when the shadow was last rounded from it
 } parameter;
 

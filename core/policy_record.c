@@ -34,9 +34,10 @@ static const unsigned record_needs[F_END] = { [F_ZEROS] = ENG_NEED_ZEROS, [F_UND
   [F_AMAX] = ENG_NEED_AMAX, [F_NORM] = ENG_NEED_NORM, [F_NORM_REF] = ENG_NEED_NORM_REF, [F_HIST] = ENG_NEED_HIST,
   [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS };
 
-enum { S_NAME, S_SCALE, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_NORM_REF, S_HIST, S_END };
+enum { S_NAME, S_SCALE, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_NORM_REF, S_MEASURED, S_CLIPPED,
+       S_SNR, S_HIST, S_END };
 static const char *const stats_fields[S_END] = { "name", "scale", "overflow", "inf", "nan", "count", "zeros", "underflow", "amax", "norm",
-                                                   "norm_ref", "hist" };
+                                                   "norm_ref", "measured", "clipped", "snr", "hist" };
 static const unsigned stats_needs[S_END] = { [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW,
   [S_AMAX] = ENG_NEED_AMAX, [S_NORM] = ENG_NEED_NORM, [S_NORM_REF] = ENG_NEED_NORM_REF, [S_HIST] = ENG_NEED_HIST };
 
@@ -167,6 +168,12 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int fiel
     case S_NORM_REF:
       if (s->norm_ref == 0) lua_pushnil(L);                  // no reference backward reached it
       else lua_pushnumber(L, s->norm_ref);
+      break;
+    case S_MEASURED:
+    case S_CLIPPED:
+    case S_SNR:
+      if (s->measured == 0) lua_pushnil(L);                  // a gradient, or nobody looked in this step
+      else lua_pushnumber(L, field == S_SNR ? s->snr : (double)(field == S_CLIPPED ? s->clipped : s->measured));
       break;
     default:                                                 // the hist view stands in the view's environment
       lua_getfenv(L, 1);

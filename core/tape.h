@@ -30,6 +30,8 @@ eng_status tape_record(const op_call *call);
 /// Whether the tape has the operation that made x.
 bool tape_holds(const tensor *x);
 bool tape_empty(void);
+/// Operation i of the tape; its op is -1 for a gradient that Lua computes.
+const op_call *tape_call(int i);
 /// Whether the tape names a tensor from place `mark` of the step's list on.
 bool tape_reaches(int mark);
 /// Empties the tape and lets go of the gradients of leaves: the step is over.

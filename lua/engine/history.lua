@@ -70,6 +70,19 @@ end
 --- What a shadow would have decided at a step; a row holds until the next of that name.
 function History:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
 
+local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max", "count" }
+local meter_values = ffi.new("double[9]")
+
+--- Meters of FP8 layers (fp8_sites.lua) of a step.
+function History:append_fp8(step, rows)
+  for _, row in ipairs(rows) do
+    for i, name in ipairs(METERS) do meter_values[i - 1] = row[name] end
+    local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role, meter_values))
+    if not good then return nil, message end
+  end
+  return true
+end
+
 --- Remembers a fact of the run, or a setting.
 function History:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
 function History:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
@@ -322,6 +335,27 @@ local function hist_table(bins)
     if bins[b] ~= 0 then hist[b - 160] = tonumber(bins[b]) end
   end
   return hist
+end
+
+local fp8_meta = { __tostring = function(rows)
+  if #rows == 0 then return "the history has no meters of FP8 layers by that name" end
+  local lines = { ("%6s  %-28s %-4s %8s %10s %10s %11s %11s %9s"):format("step", "layer", "role", "SNR dB", "underflow", "overflow", "amax", "scale",
+    "binades") }
+  for _, r in ipairs(rows) do
+    local range = r.least and r.least > 0 and math.log(r.amax / r.least) / math.log(2) or 0
+    lines[#lines + 1] = ("%6d  %-28s %-4s %8s %9.3g%% %9.3g%% %11.4g %11.4g %9.1f"):format(r.step, r.site, r.role, r.snr and ("%.1f"):format(r.snr) or "-",
+      100 * r.underflow, 100 * r.overflow, r.amax, r.scale_max, range)
+  end
+  return table.concat(lines, "\n")
+end }
+
+--- Meters of FP8 layers whose path begins with `site` (all), of one step where `step` is given: rows { step, site, role, snr, underflow,
+--- overflow, zeros, amax, least, scale_min, scale_max, count }; printed, they are a table.
+function History:fp8(site, step)
+  if #self:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return setmetatable({}, fp8_meta) end
+  site = site or ""
+  local where = " FROM fp8 WHERE substr(site, 1, ?) = ?" .. (step and " AND step = ?" or "") .. " ORDER BY step, site, role"
+  return setmetatable(step and self:query("SELECT *" .. where, #site, site, step) or self:query("SELECT *" .. where, #site, site), fp8_meta)
 end
 
 --- Statistics per tensor of a step, nil when none were recorded then: a list of { name, count, inf, nan, zeros,

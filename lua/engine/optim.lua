@@ -164,6 +164,10 @@ local function new(name, model, options)
 
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
+  if full.fp8 and not module.is_module(model) then
+    raise("optim.%s: the precision '%s' is for the layers of a module, got a list of tensors", name, full.name)
+  end
+  local sites = module.is_module(model) and require("engine.fp8_sites").attach(model, full) or nil
   local moments = options.moments or full.moments
   if moments ~= "f32" and moments ~= "bf16" then raise("optim.%s: expected moments in f32 or bf16, got %s", name, M_ffi.value_text(moments)) end
   local groups, group_of = make_groups(name, list, options, defaults)
@@ -171,7 +175,7 @@ local function new(name, model, options)
 
   local self = setmetatable({
     name = name, list = list, groups = groups, updates = 0, lr = defaults.lr, precision = full,
-    params = set.params,
+    params = set.params, model = module.is_module(model) and model or nil, fp8 = sites,
     _hyper = M_ffi.new("eng_hyper[?]", #groups), _update = M_ffi.new("eng_update"),
     _record = M_ffi.new("eng_record"), _kind = kind.kind, _group_of = group_of, _clip = nil,
   }, Optimizer)
@@ -194,7 +198,9 @@ function Optimizer:set_precision(recipe)
     raise("set_precision: the recipe '%s' wants moments in %s, this optimizer was made for %s; hint: give the recipe to engine.optim.%s",
       full.name, full.moments, self.precision.moments, self.name)
   end
+  if full.fp8 and not self.model then raise("set_precision: FP8 needs the module whose layers it is for: this optimizer was made of a list of tensors") end
   self.precision = full
+  self.fp8 = self.model and require("engine.fp8_sites").attach(self.model, full) or nil
   local shadow, gradient = precision.parameter_formats(self.precision, self.list)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end

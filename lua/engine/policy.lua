@@ -129,7 +129,7 @@ local here = debug.getinfo(1, "S").source:match("^@(.*)[/\\][^/\\]*$") or "."
 -- In the tree and as `make install` lays it out; beside share/lua/5.1.
 local folders = { here .. "/../../policies", here .. "/../../../engine/policies" }
 
---- Names of the policies that come with the engine, sorted.
+--- Names of the loss-scaling policies that come with the engine, sorted. Those of FP8 scales (fp8_*) are none.
 function M.names()
   local names, listing = {}, ffi.new("eng_listing *[1]")
   for _, folder in ipairs(folders) do
@@ -139,7 +139,7 @@ function M.names()
         local entry = C.eng_listing_name(listing[0], i)
         if entry == nil then break end
         local name = ffi.string(entry):match("^(.+)%.lua$")
-        if name then names[#names + 1] = name end
+        if name and not name:find("^fp8_") then names[#names + 1] = name end
         i = i + 1
       end
       C.eng_listing_free(listing[0])

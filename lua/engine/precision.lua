@@ -1,5 +1,6 @@
 -- Precision recipes: which number format each role has. A recipe is a table; users write their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
+--   engine.trainer{ precision = { name = "mine", base = "fp8_current", fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
 
@@ -25,6 +26,46 @@ M.recipes = {
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }
+
+-- FP8: linear layers multiply FP8 numbers; everything else is as bf16 has it. `fp8` is
+--   x, w, dy                 how a layer's input, weight and output's gradient become FP8: format (e4m3, e5m2), block (tensor, row, 1x128,
+--                            128x128, { rows, columns }), rule (transformer_engine, deepseek, deepgemm, torchao, msamp), pow2, eps, margin,
+--                            stochastic; of x also keep, what stands on the tape for dW: codes (quantized once more along the other side
+--                            where blocks are not square), transposed (so quantized in the forward pass), e5m6
+--   forward, dgrad, wgrad    the products: accumulator (device: the tensor cores' on a card, else fp32; fp32, exact, hopper, e4m3),
+--                            promotion (steps of K; 0: none)
+--   high                     patterns of modules that stay in high precision. Tied heads, the gates of nn.moe, norms, embeddings and
+--                            attention itself always do
+--   layers                   { { match = pattern, high =, x =, w =, .. } .. }: what is different in some layers; the last match wins
+--   policy                   an FP8 policy, or a list of them (fp8_sites.lua), policies/fp8_delayed.lua and fp8_fallback.lua
+--   sample                   steps between two looks at SNR, underflow and the like (100; 0: none)
+local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" }, high = { "^head", "^lm_head" } }
+local function hybrid(more)
+  local all = {}
+  for key, value in pairs(HYBRID) do all[key] = value end
+  for key, value in pairs(more) do all[key] = value end
+  return all
+end
+local function like_bf16(fp8, moments)
+  return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32", weight_gradients = "f32", norm_gradients = "f32",
+    moments = moments or "f32", scaled = false, fp8 = fp8 }
+end
+-- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast accumulation in the forward product
+local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 }, wgrad = { promotion = 128 } }
+M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
+M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
+-- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their transposes where these are rows
+local ROW = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }
+M.recipes.fp8_rowwise = like_bf16 { x = ROW, w = ROW, dy = ROW, high = HYBRID.high }
+-- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online amaxes, promotion every 128, bf16
+-- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two.
+local PROMOTED = { promotion = 128 }
+M.recipes.fp8_block = like_bf16({
+  x = { format = "e4m3", block = "1x128", rule = "deepgemm" }, w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
+  dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED, dgrad = PROMOTED, wgrad = PROMOTED,
+  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } } },
+}, "bf16")
+
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16", norm = "f32 f16 bf16", wide = "f32 f16 bf16",
   weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
@@ -60,8 +101,16 @@ function M.resolve(recipe)
   local full = { name = recipe.name or "custom", scaled = base.scaled }
   if recipe.scaled ~= nil then full.scaled = recipe.scaled end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
+  if recipe.fp8 == false then full.fp8 = nil
+  elseif recipe.fp8 ~= nil then
+    if type(recipe.fp8) ~= "table" then raise("precision '%s': expected fp8 as a table, or false for none, got %s", full.name, value_text(recipe.fp8)) end
+    full.fp8 = {}
+    for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
+    for key, value in pairs(recipe.fp8) do full.fp8[key] = value end
+  else full.fp8 = base.fp8 end
+  if full.fp8 then require("engine.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name)) end
   for key, value in pairs(recipe) do
-    if key ~= "name" and key ~= "base" and key ~= "scaled" then
+    if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
       if not FORMATS[key] then
         raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS)),
           table.concat(names_of(FORMATS), " "))
@@ -80,17 +129,17 @@ function M.same(a, b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end
   end
-  return true
+  return a.fp8 == b.fp8
 end
 
 --- Whether a full recipe leaves every operation as it is.
 local function is_plain(full)
-  return full.activations == "f32" and full.residual == "f32" and full.norm == "f32" and full.wide == "f32"
+  return not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32" and full.wide == "f32"
 end
 
 local function structure(full)
   if is_plain(full) then return nil end
-  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual], dtype[full.norm], dtype[full.wide] })
+  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual], dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
 local function restore(previous, good, ...)
@@ -113,7 +162,9 @@ function M.parameter_formats(full, list)
   local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
   for i, p in ipairs(list) do
     local norm = p.role == "norm"
-    shadow[i - 1] = norm and dtype.f32 or dtype[full.weights]
+    -- a layer in FP8 reads the FP8 copy of its matrix, which is made from the master: no other one beside it
+    local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
+    shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
     gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]
   end
   return shadow, gradient
@@ -125,6 +176,11 @@ function M.describe(recipe)
   local lines = { "precision " .. full.name }
   for _, role in ipairs { "weights", "activations", "residual", "norm", "wide", "weight_gradients", "norm_gradients", "moments" } do
     lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
+  end
+  for _, role in ipairs(full.fp8 and { "x", "w", "dy" } or {}) do
+    local r = full.fp8[role] or {}
+    local block = type(r.block) == "table" and table.concat(r.block, "x") or r.block or "tensor"
+    lines[#lines + 1] = ("  %-17s %s, a scale for each %s"):format("fp8 " .. role, r.format or "e4m3", block)
   end
   return table.concat(lines, "\n")
 end

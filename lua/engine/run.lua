@@ -38,7 +38,7 @@ local function state_of(trainer)
     policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
     rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
-    data = trainer.data.state and trainer.data:state() or nil,
+    data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state() or nil,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
     threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
   }
@@ -86,6 +86,7 @@ local function take_over(trainer, c)
   end
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
+  if trainer.optimizer.fp8 then notes[#notes + 1] = trainer.optimizer.fp8:restore(state.fp8, trainer.policy:scale() / trainer.accumulate) end
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
@@ -287,6 +288,12 @@ function Run:append(record, verdict, stats, tokens)
     local text, data = self.trainer.overflows:text(record, stats, M_ffi.string(verdict.reason))
     self:complain(history:event(step, "overflow", text, data))
   end
+end
+
+--- Meters of FP8 layers (fp8_sites.lua).
+function Run:fp8(step, rows)
+  if not self.history then return end
+  self:complain(self.history:append_fp8(step, rows))
 end
 
 function Run:event(step, kind, text, data)

@@ -546,8 +546,11 @@ local function run_many(name, n_out, required, ...)
   return run_call()
 end
 
---- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]
-function methods.linear(x, weight, bias) return run_many("linear", 1, 2, x, weight, bias) end
+--- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a layer (fp8_sites.lua), or nil.
+function methods.linear(x, weight, bias, site)
+  ints[0] = site or 0
+  return run_many("linear", 1, 2, x, weight, bias)
+end
 
 function methods.layer_norm(x, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "layer_norm", "eps")

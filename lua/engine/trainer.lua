@@ -33,6 +33,7 @@ function Trainer:step()
   check(C.eng_step_begin())
   opt:zero_grad()
   self.groups:apply(policy)                                                      -- layers that the policy scales apart
+  if opt.fp8 then opt.fp8:begin(self.steps_done) end
 
   local losses, tokens = {}, 0
   self.place = self:remember_place()                                             -- for a retry, or when this step fails
@@ -56,6 +57,7 @@ function Trainer:step()
   for name, value in pairs(M.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides
   if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
+  if opt.fp8 then self:observe_fp8(record, verdict) end                          -- scales of FP8 layers, and what was seen of them
   if verdict.action == C.ENG_ACTION_STEP then
     local factor = 1 / scale
     local clip = verdict.clip > 0 and verdict.clip or self.clip
@@ -86,6 +88,13 @@ function Trainer:forward(batch)
   local loss = precision.autocast(self.precision, self.loss, self.model, batch)
   if not tensor.is_tensor(loss) then M_ffi.raise("trainer: expected the loss as a tensor of one element, got %s", M_ffi.value_text(loss)) end
   return loss
+end
+
+--- What FP8 layers saw goes to their policies and, in a step that was looked at, into the history.
+function Trainer:observe_fp8(record, verdict)
+  local sites = self.optimizer.fp8
+  sites:observe(record, record.scale / self.accumulate, verdict.scale / self.accumulate)
+  if sites.looking then self.run_files:fp8(tonumber(record.step), sites:meters()) end
 end
 
 --- The mean of the micro-batches' losses: what waits for the device.

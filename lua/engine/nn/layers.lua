@@ -46,7 +46,7 @@ function Linear:init(inputs, outputs, options)
     self:parameter("bias", bias, "linear")
   end
 end
-function Linear:forward(x) return x:linear(self.weight, rawget(self, "bias")) end
+function Linear:forward(x) return x:linear(self.weight, rawget(self, "bias"), rawget(self, "_fp8")) end
 function Linear:extra() return ("%d -> %d%s"):format(self.inputs, self.outputs, rawget(self, "bias") and "" or ", no bias") end
 M.linear = Linear
 

@@ -32,6 +32,7 @@ function MoE:init(options)
   rawset(self, "k", k)
   rawset(self, "total", count)
   self.gate = layers.linear(width, count, { bias = false, std = options.std })
+  rawset(self.gate, "_high", true)                                                    -- no FP8 recipe touches it
   local experts = {}
   for e = 1, count do
     experts[e] = make(e)

@@ -1,0 +1,32 @@
+// Linear layers in FP8: sites, their recipes, amaxes and meters. See engine.h for what each function promises and fp8_linear.c for
+// how a layer computes. Called by op.c (forward), grad_nn.c (backward), params.c (weights' copies) and Lua.
+#ifndef ENG_FP8_LINEAR_H
+#define ENG_FP8_LINEAR_H
+
+#include "op.h"
+#include "tape.h"
+
+/// A weight's FP8 copy, made anew when what it was made from, its site or its factor changed.
+typedef struct fp8_weight {
+  int64_t  site;
+  uint32_t recipe, seen;       // version of the site's recipe, storage.writes of the source
+  const tensor *source;        // the master, or its low-precision copy
+  double   factor;
+  tensor  *q, *scale, *q_t, *scale_t;   // q_t: where the blocks are not square, for the gradient of x
+} fp8_weight;
+
+/// Forgets a weight's copy; its memory goes when the tape no longer looks at it. NULL is fine.
+void fp8_weight_free(fp8_weight *weight);
+/// Bytes of a copy.
+int64_t fp8_weight_bytes(const fp8_weight *weight);
+
+/// Whether there is such a site and it has a recipe.
+bool fp8_site_on(int64_t site);
+/// linear {x, w, bias?} of site ints[0], recorded with what its backward pass needs.
+eng_status fp8_linear(op_call *call, const eng_precision *precision);
+/// A recorded linear that ran in FP8: it has more inputs than a script can give.
+static inline bool fp8_is_linear(const op_call *call) { return call->op == ENG_OP_linear && call->n_in > 3; }
+/// Its gradient rule.
+eng_status fp8_linear_grad(grad_call *g);
+
+#endif

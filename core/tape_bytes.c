@@ -1,0 +1,73 @@
+// What the tape keeps for the backward pass: which of a recorded operation's tensors its gradient rule reads, and the bytes of their
+// memory. A tensor that no rule reads could go as soon as the forward pass is done with it. Called by Lua, for engine.memory's figures.
+#include "fp8_linear.h"
+#include "op.h"
+#include "tape.h"
+
+#include <stdlib.h>
+
+enum { FIRST = 1, SECOND = 2, THIRD = 4, ALL = ~0 };
+typedef struct reads { int in, out; } reads;   // bits of inputs and outputs
+
+static reads reads_of(const op_call *call)
+{
+  if (fp8_is_linear(call)) return (reads){ALL & ~(FIRST | SECOND | THIRD), 0};
+  switch (call->op) {
+    case ENG_OP_add: case ENG_OP_sub: case ENG_OP_affine: case ENG_OP_neg: case ENG_OP_cast: case ENG_OP_contiguous: case ENG_OP_dropout:
+    case ENG_OP_reshape: case ENG_OP_permute: case ENG_OP_expand: case ENG_OP_slice: case ENG_OP_split: case ENG_OP_concat:
+    case ENG_OP_sum: case ENG_OP_mean: case ENG_OP_rope:
+      return (reads){0, 0};
+    case ENG_OP_div:                              return (reads){SECOND, FIRST};
+    case ENG_OP_pow: case ENG_OP_clamp: case ENG_OP_max: case ENG_OP_min: case ENG_OP_logsumexp:
+      return (reads){ALL, FIRST};
+    case ENG_OP_where:                            return (reads){FIRST, 0};
+    case ENG_OP_gather: case ENG_OP_index_select: case ENG_OP_embedding:
+      return (reads){SECOND, 0};
+    case ENG_OP_topk:                             return (reads){0, SECOND};
+    case ENG_OP_softmax: case ENG_OP_log_softmax: return (reads){0, FIRST};
+    case ENG_OP_linear:                           return (reads){FIRST | SECOND, 0};
+    case ENG_OP_layer_norm:                       return (reads){FIRST | SECOND, SECOND | THIRD};
+    case ENG_OP_rms_norm:                         return (reads){FIRST | SECOND, SECOND};
+    case ENG_OP_attention:                        return (reads){ALL, FIRST | SECOND};
+    case ENG_OP_cross_entropy:                    return (reads){FIRST | SECOND, SECOND};
+    default:                                      return (reads){ALL, 0};
+  }
+}
+
+typedef struct piece { const storage *store; bool fp8; } piece;
+
+static int by_address(const void *a, const void *b)
+{
+  const storage *x = ((const piece *)a)->store, *y = ((const piece *)b)->store;
+  return x < y ? -1 : x > y;
+}
+
+static void take(piece *to, int *n, tensor *const *x, int count, int bits, bool codes)
+{
+  for (int k = 0; k < count; k++)
+    if (bits >> k & 1 && x[k] && !x[k]->parameter && x[k]->store->arena == ARENA_STEP) to[(*n)++] = (piece){x[k]->store, codes};
+}
+
+int64_t eng_tape_bytes(int64_t *fp8)
+{
+  *fp8 = 0;
+  int length = eng_tape_length(), n = 0;
+  piece *all = malloc(((size_t)length + 1) * (ENG_OP_INPUTS + ENG_OP_OUTPUTS) * sizeof *all);
+  if (!all) return -1;
+  for (int i = 0; i < length; i++) {
+    const op_call *call = tape_call(i);
+    if (call->op < 0) continue;
+    reads r = reads_of(call);
+    take(all, &n, call->in, call->n_in, r.in, fp8_is_linear(call));
+    take(all, &n, call->out, call->n_out, r.out, false);
+  }
+  qsort(all, (size_t)n, sizeof *all, by_address);
+  int64_t bytes = 0;
+  for (int i = 0; i < n; i++) {
+    if (i > 0 && all[i].store == all[i - 1].store) continue;
+    bytes += all[i].store->bytes;
+    if (all[i].fp8) *fp8 += all[i].store->bytes;
+  }
+  free(all);
+  return bytes;
+}

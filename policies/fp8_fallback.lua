@@ -1,0 +1,32 @@
+-- Layers that FP8 does not serve: one whose signal-to-noise ratio, or whose share of numbers lost to 0, leaves its band computes in
+-- high precision for `pause` steps and is then tried again; each time it fails anew the pause is `grow` times longer, up to `longest`.
+-- Goes by the meters, so by the steps in which the recipe looks (its `sample`). What is measured stands in every layer's three roles.
+return {
+  name    = "fp8_fallback",
+  doc     = "Takes layers out of FP8 whose SNR or underflow leaves its band, and tries them again later.",
+  needs   = { "tensors", "underflow" },
+  options = { snr = 20, underflow = 0.1, clipped = 0.01, pause = 200, grow = 2, longest = 10000 },
+  init = function(options)
+    if options.pause < 1 or options.grow < 1 then error("pause and grow must be 1 or more") end
+    return { scale = 1, step = 0, back = {}, pause = {} }
+  end,
+  decide = function(state, record, options)
+    local now, scales, why = state.step + 1, {}, nil
+    state.step = now
+    for name, t in pairs(record.tensors) do
+      local site = string.match(name, "^(.*):")
+      if t.measured and not (state.back[site] and state.back[site] > now) then
+        local lost, clipped = t.underflow / t.measured, t.clipped / t.measured
+        if t.snr < options.snr or lost > options.underflow or clipped > options.clipped then
+          local pause = math.min(state.pause[site] and state.pause[site] * options.grow or options.pause, options.longest)
+          state.pause[site], state.back[site] = pause, now + pause
+          why = why or string.format("%s to high precision: %.1f dB, %.2g of it lost to 0, %.2g clipped", name, t.snr, lost, clipped)
+        end
+      end
+    end
+    for site, back in pairs(state.back) do
+      if back > now then scales[site .. ":high"] = 2 else state.back[site] = nil end
+    end
+    return { scale = 1, scales = scales, reason = why }
+  end,
+}
