@@ -84,6 +84,12 @@ template <int V_> struct mixed {
       for (int v = 0; v < V; v++) x[v] = widen(bf16_t{(uint16_t)(r.word[v / 2] >> (v % 2 * 16))});
     }
   }
+  __device__ static float member(const raw &r, int v, int dtype)
+  {
+    if (dtype == ENG_f32) return __uint_as_float(r.word[v]);
+    uint16_t bits = (uint16_t)(r.word[v / 2] >> (v % 2 * 16));
+    return dtype == ENG_f16 ? widen(f16_t{bits}) : widen(bf16_t{bits});
+  }
   template <typename T> __device__ static void store_as(void *data, int64_t at, const float (&y)[V])
   {
     if constexpr (V > 1) {

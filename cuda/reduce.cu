@@ -7,6 +7,7 @@
 #include "map.h"
 
 enum { SUM, MAX, MIN };
+enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };   // blocks that a multiprocessor of an H200 holds
 
 /// A reduction as two walks over x: the results' dimensions and those reduced.
 struct reduction {
@@ -33,12 +34,13 @@ __device__ static inline float better(float a, float b, int rule)
 
 /// f32, f16, bf16, V at a time.
 template <int RULE, int V_> struct floats {
-  enum { V = V_ };
+  enum { V = V_, EVEN_ROWS = 0 };
   typedef typename mixed<V>::raw raw;
   typedef float  number;
   typedef double total;
   __device__ static void fetch(raw &r, const void *x, int dtype, int64_t at) { mixed<V>::fetch(r, x, dtype, at, 1); }
   __device__ static void values(float (&v)[V], const raw &r, int dtype) { mixed<V>::floats(v, r, dtype); }
+  __device__ static float value(const raw &r, int v, int dtype) { return mixed<V>::member(r, v, dtype); }
   __device__ static float identity() { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
   __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
   /// A few values into the total.
@@ -59,13 +61,28 @@ template <int RULE, int V_> struct floats {
   __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor) { store_double(y, dtype, at, total / divisor); }
 };
 
+/// 16 bytes of one format at a time; down columns only where rows lie at equal distances.
+template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
+  enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
+  typedef words<T, V> raw;
+  __device__ static void fetch(raw &r, const void *x, int, int64_t at) { load_words(r, (const T *)x + at); }
+  __device__ static void values(float (&v)[V], const raw &r, int) { widen_words(v, r); }
+  __device__ static float value(const raw &r, int v, int)
+  {
+    float x[V];
+    widen_words(x, r);   // those not asked for cost nothing
+    return x[v];
+  }
+};
+
 template <int RULE> struct doubles {
-  enum { V = 1 };
+  enum { V = 1, EVEN_ROWS = 0 };
   typedef double raw;
   typedef double number;
   typedef double total;
   __device__ static void fetch(double &r, const void *x, int dtype, int64_t at) { r = load_double(x, dtype, at); }
   __device__ static void values(double (&v)[1], const double &r, int) { v[0] = r; }
+  __device__ static double value(const double &r, int, int) { return r; }
   __device__ static double identity() { return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY; }
   __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
   template <int N> __device__ static void take(double &total, const double (&x)[N])
@@ -77,12 +94,13 @@ template <int RULE> struct doubles {
 };
 
 template <int RULE> struct integers {
-  enum { V = 1 };
+  enum { V = 1, EVEN_ROWS = 0 };
   typedef int64_t raw;
   typedef int64_t number;
   typedef int64_t total;
   __device__ static void fetch(int64_t &r, const void *x, int dtype, int64_t at) { r = load_int(x, dtype, at); }
   __device__ static void values(int64_t (&v)[1], const int64_t &r, int) { v[0] = r; }
+  __device__ static int64_t value(const int64_t &r, int, int) { return r; }
   __device__ static int64_t identity() { return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX; }
   __device__ static int64_t combine(int64_t a, int64_t b)
   {
@@ -141,7 +159,7 @@ template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(co
 }
 
 /// A block a piece.
-template <class P> static __global__ void __launch_bounds__(256) pieces_kernel(const reduction r)
+template <class P> static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
 {
   __shared__ typename P::total warps[8];
   int64_t result = blockIdx.x / r.pieces, first = blockIdx.x % r.pieces * r.length;
@@ -160,7 +178,7 @@ template <class P> static __global__ void __launch_bounds__(256) pieces_kernel(c
 // ------------------------------------------------------------------ results side by side in x
 
 /// A warp's lanes take V neighbouring results each, its block's eight warps every eighth row of a piece.
-template <class P> static __global__ void __launch_bounds__(256) columns_kernel(const reduction r)
+template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
 {
   constexpr int V = P::V, U = 8;   // rows in flight
   __shared__ typename P::total sums[8][32][V];
@@ -173,35 +191,33 @@ template <class P> static __global__ void __launch_bounds__(256) columns_kernel(
   if (column < r.kept.groups) {
     int64_t base[1];
     walk_offsets(base, r.kept, column);
-    for (int64_t at = first + warp; at < stop; at += 8 * U) {
+    for (int row = warp, rows = (int)(stop - first); row < rows; row += 8 * U) {
       typename P::raw raw[U];
-      typename P::number value[V][U];
 #pragma unroll
       for (int u = 0; u < U; u++) {
-        if (at + 8 * u >= stop) continue;
-        int64_t offset[1];
-        walk_offsets(offset, r.gone, at + 8 * u);
+        if (row + 8 * u >= rows) continue;
+        int64_t offset[1] = {(first + row + 8 * u) * r.gone.stride[0][0]};
+        if (!P::EVEN_ROWS) walk_offsets(offset, r.gone, first + row + 8 * u);
         P::fetch(raw[u], r.gone.data[0], r.gone.dtype[0], base[0] + offset[0]);
       }
 #pragma unroll
-      for (int u = 0; u < U; u++) {
-        typename P::number part[V];
-        if (at + 8 * u < stop) P::values(part, raw[u], r.gone.dtype[0]);
+      for (int v = 0; v < V; v++) {
+        typename P::number value[U];
 #pragma unroll
-        for (int v = 0; v < V; v++) value[v][u] = at + 8 * u < stop ? part[v] : P::identity();
+        for (int u = 0; u < U; u++) value[u] = row + 8 * u < rows ? P::value(raw[u], v, r.gone.dtype[0]) : P::identity();
+        P::take(total[v], value);
       }
-#pragma unroll
-      for (int v = 0; v < V; v++) P::take(total[v], value[v]);
     }
   }
 #pragma unroll
   for (int v = 0; v < V; v++) sums[warp][lane][v] = total[v];
   __syncthreads();
-  if (warp != 0 || column >= r.kept.groups) return;
+  for (int i = threadIdx.x; i < 32 * V; i += 256) {
+    if (tile * 32 + i / V >= r.kept.groups) return;
+    typename P::total all = sums[0][i / V][i % V];
 #pragma unroll
-  for (int v = 0; v < V; v++) {
-    for (int k = 1; k < 8; k++) total[v] = P::combine(total[v], sums[k][lane][v]);
-    P::store(r.y, r.y_dtype, (column * V + v) * r.pieces + piece, total[v], r.divisor);
+    for (int k = 1; k < 8; k++) all = P::combine(all, sums[k][i / V][i % V]);
+    P::store(r.y, r.y_dtype, (tile * 32 * V + i) * r.pieces + piece, all, r.divisor);
   }
 }
 
@@ -253,13 +269,13 @@ template <class P> static void launch_columns(reduction &r)
   columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
 }
 
-/// How many pieces: at most so many blocks as fill a card, each with enough to do. From the shape alone.
-static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least)
+/// How many pieces: at most as many blocks as the card holds, each with enough to do: a multiple of `least`. From the shape alone.
+static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
-  int64_t wanted = (1024 + blocks - 1) / blocks, possible = (groups + least - 1) / least;
+  int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
   r.pieces = wanted < possible ? wanted : possible;
   if (r.pieces < 1) r.pieces = 1;
-  r.length = (groups + r.pieces - 1) / r.pieces;
+  r.length = (possible + r.pieces - 1) / r.pieces * least;
   if (r.length < 1) r.length = 1;
   r.pieces = (groups + r.length - 1) / r.length;
   if (r.pieces < 1) r.pieces = 1;
@@ -281,9 +297,10 @@ template <int RULE> static eng_status reduce(const op_call *call)
     return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results and reduced elements, got %s", eng_op_name(call->op), tensor_text(x));
   bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside = r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;
-  bool vectors = fast && (beside ? bundle_inside(r.kept, r.gone, 4) : bundle_inside(r.gone, r.kept, 4));
-  if (beside) cut(r, r.each, (r.kept.groups + 31) / 32, 64);
-  else cut(r, r.gone.groups, r.results, vectors ? 2048 : 8192);
+  auto bundled = [&](int V) { return fast && (beside ? bundle_inside(r.kept, r.gone, V) : bundle_inside(r.gone, r.kept, V)); };
+  bool whole_pieces = (!beside || r.gone.ndim == 1) && bundled(x->dtype == ENG_f32 ? 4 : 8), vectors = !whole_pieces && bundled(4);
+  if (beside) cut(r, r.each, (r.kept.groups + 31) / 32, 64, COLUMN_BLOCKS * MULTIPROCESSORS);
+  else cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192, PIECE_BLOCKS * MULTIPROCESSORS);
 
   // Pieces go into scratch as [results x pieces] and are reduced once more.
   int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
@@ -305,7 +322,15 @@ template <int RULE> static eng_status reduce(const op_call *call)
     else launch_rows<integers<RULE>>(r);
     if (part) launch_rows<integers<RULE>>(again);
   } else {
-    if (beside && vectors) launch_columns<floats<RULE, 4>>(r);
+    auto launch_packed = [&](auto format) {
+      typedef packed<RULE, decltype(format)> P;
+      if (beside) launch_columns<P>(r);
+      else launch_rows<P>(r);
+    };
+    if (whole_pieces && x->dtype == ENG_f32) launch_packed(float{});
+    else if (whole_pieces && x->dtype == ENG_f16) launch_packed(f16_t{});
+    else if (whole_pieces) launch_packed(bf16_t{});
+    else if (beside && vectors) launch_columns<floats<RULE, 4>>(r);
     else if (beside && fast) launch_columns<floats<RULE, 1>>(r);
     else if (beside) launch_columns<doubles<RULE>>(r);
     else if (vectors) launch_rows<floats<RULE, 4>>(r);
