@@ -57,7 +57,30 @@ static eng_status move(walk<2> w)
 // ------------------------------------------------------------------ tiles
 
 /// The source runs along dimension `down` of the walk, the target along dimension 0.
-struct turn { int down; int64_t across_tiles, down_tiles; };
+struct turn { int down; uint32_t across_tiles, down_tiles; };
+
+/// Where a block's tile begins: along both dimensions, and in both tensors.
+struct turn_place { int64_t across, down, to, from; };
+
+__device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
+{
+  uint32_t rest = blockIdx.x, tile = rest / t.across_tiles;   // blocks are fewer than 2^31: 64-bit division is slow
+  turn_place p;
+  p.across = (int64_t)(rest - tile * t.across_tiles) * side;
+  rest = tile / t.down_tiles;
+  p.down = (int64_t)(tile - rest * t.down_tiles) * side;
+  p.to = p.across * w.stride[0][0] + p.down * w.stride[0][t.down];
+  p.from = p.across * w.stride[1][0] + p.down * w.stride[1][t.down];
+#pragma unroll 1
+  for (int d = 1; d < w.ndim; d++) {
+    if (d == t.down) continue;
+    uint32_t size = (uint32_t)w.shape[d], index = rest % size;
+    rest /= size;
+    p.to += index * w.stride[0][d];
+    p.from += index * w.stride[1][d];
+  }
+  return p;
+}
 
 __device__ static inline void convert(uint8_t &y, uint8_t x)   { y = x; }
 __device__ static inline void convert(uint16_t &y, uint16_t x) { y = x; }
@@ -69,39 +92,76 @@ template <typename To, typename From, int SIDE> static __global__ void __launch_
 {
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
   __shared__ To tile[SIDE][SIDE + PAD];
-  int64_t rest = blockIdx.x, across = rest % t.across_tiles * SIDE;
-  rest /= t.across_tiles;
-  int64_t down = rest % t.down_tiles * SIDE;
-  rest /= t.down_tiles;
-  int64_t to = across * w.stride[0][0] + down * w.stride[0][t.down], from = across * w.stride[1][0] + down * w.stride[1][t.down];
-  for (int d = 1; d < w.ndim; d++) {
-    if (d == t.down) continue;
-    int64_t index = rest % w.shape[d];
-    rest /= w.shape[d];
-    to += index * w.stride[0][d];
-    from += index * w.stride[1][d];
-  }
-  int64_t wide = w.shape[0] - across, high = w.shape[t.down] - down;   // what is left from here on
+  const turn_place p = place_of_tile(w, t, SIDE);
+  int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;   // what is left from here on
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll
   for (int j = 0; j < SIDE; j += 8)
 #pragma unroll
     for (int i = 0; i < SIDE; i += 32)
       if (y + j < wide && x + i < high)
-        convert(tile[x + i][y + j], ((const From *)w.data[1])[from + (y + j) * w.stride[1][0] + x + i]);
+        convert(tile[x + i][y + j], ((const From *)w.data[1])[p.from + (y + j) * w.stride[1][0] + x + i]);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < SIDE; j += 8)
 #pragma unroll
     for (int i = 0; i < SIDE; i += 32)
-      if (y + j < high && x + i < wide) ((To *)w.data[0])[to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
+      if (y + j < high && x + i < wide) ((To *)w.data[0])[p.to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
+}
+
+// Elements of 2 bytes in pairs: a thread turns squares of 2 x 2, so that memory is met in words. Tile: 32 x 32 squares; the words
+// of the target's even rows, then those of its odd ones.
+static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w, const turn t)
+{
+  __shared__ uint32_t tile[2][32][33];
+  const turn_place p = place_of_tile(w, t, 64);
+  int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
+  int x = threadIdx.x % 32, y = threadIdx.x / 32;
+  uint32_t first[4], second[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (2 * (y + 8 * j) >= wide || 2 * x >= high) continue;
+    const uint16_t *source = (const uint16_t *)w.data[1] + p.from + 2 * (y + 8 * j) * w.stride[1][0] + 2 * x;
+    first[j] = *(const uint32_t *)source;
+    second[j] = *(const uint32_t *)(source + w.stride[1][0]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (2 * (y + 8 * j) >= wide || 2 * x >= high) continue;
+    tile[0][x][y + 8 * j] = (first[j] & 0xFFFFu) | second[j] << 16;
+    tile[1][x][y + 8 * j] = first[j] >> 16 | (second[j] & 0xFFFF0000u);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    int row = y + 8 * j;
+    if (row < high && 2 * x < wide) *(uint32_t *)((uint16_t *)w.data[0] + p.to + row * w.stride[0][t.down] + 2 * x) = tile[row % 2][row / 2][x];
+  }
+}
+
+// Whether pairs along both dimensions are whole words.
+static bool turns_in_pairs(const walk<2> &w, int down)
+{
+  if (w.shape[0] % 2 || w.shape[down] % 2) return false;
+  for (int k = 0; k < 2; k++) {
+    if ((uintptr_t)w.data[k] % 4) return false;
+    for (int d = 0; d < w.ndim; d++)
+      if (d != (k == 0 ? 0 : down) && w.stride[k][d] % 2) return false;
+  }
+  return true;
 }
 
 template <typename To, typename From> static void turn_launch(const walk<2> &w, int down)
 {
   constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
-  turn t = {down, (w.shape[0] + SIDE - 1) / SIDE, (w.shape[down] + SIDE - 1) / SIDE};
-  int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
+  turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE), (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
+  int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;   // below 2^31 for what fits a card
+  if constexpr (SIDE == 64 && sizeof(To) == 2 && sizeof(From) == 2) {
+    if (w.dtype[0] == w.dtype[1] && turns_in_pairs(w, down)) {
+      turn_pairs_kernel<<<(unsigned)blocks, 256, 0, cuda_stream()>>>(w, t);
+      return;
+    }
+  }
   turn_kernel<To, From, SIDE><<<(unsigned)blocks, 256, 0, cuda_stream()>>>(w, t);
 }
 
