@@ -218,7 +218,7 @@ template <class Lanes> __device__ static void finish(const scatter &s, int64_t t
 // A thread takes V columns of one chunk; neighbouring threads neighbouring columns.
 template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
-  constexpr int V = Lanes::V, U = 4;   // rows in flight
+  constexpr int V = Lanes::V, U = 8;   // rows in flight
   typedef typename Lanes::number number;
   int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (thread >= threads) return;
