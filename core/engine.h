@@ -200,8 +200,9 @@ enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
 /// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side: by quantizing the real numbers behind
-/// them once more); the transposed codes that the forward pass makes from x; x in e5m6, blocks of 1 x 128, powers of two.
-enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2 };
+/// them once more); the transposed codes that the forward pass makes from x; x in e5m6, blocks of 1 x 128, powers of two; nothing, where
+/// x comes from a swiglu that named this site in its ints[0]: that keeps its inputs as codes like x's, and x is made from them anew.
+enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2, ENG_FP8_KEEP_SWIGLU = 3 };
 
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2
@@ -245,6 +246,10 @@ eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
+
+/// The caller is done with a tensor of the step: its memory goes back at once unless a view, or a gradient rule on the tape, looks at it.
+/// Whoever uses it after all is told so (STALE).
+eng_status eng_done(const eng_tensor *x);
 
 /// Marks a leaf; backward() then accumulates into its gradient.
 eng_status eng_requires_grad(const eng_tensor *x, bool on);
@@ -473,6 +478,8 @@ eng_status eng_params_carry(eng_params *set, const double *carry);
 /// being what they were seeded with; `norms` may be NULL. Calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
+/// Bytes of its memory: masters, low-precision copies, gradients, FP8 copies.
+void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
 /// FNV-1a checksum over the bytes of the masters.

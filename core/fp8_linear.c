@@ -160,7 +160,7 @@ static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, in
     return error_set(ENG_ERR_VALUE, "%s: blocks of %s: expected 1 or more rows and columns, or 0 for all, got %d x %d", s->name, role_name[role], r->block_rows, r->block_columns);
   if (r->rule < 0 || r->rule >= ENG_SCALES) return error_set(ENG_ERR_VALUE, "%s: %s: there is no scale rule %d", s->name, role_name[role], r->rule);
   if (r->margin < -100 || r->margin > 100) return error_set(ENG_ERR_VALUE, "%s: %s: expected a margin within +-100, got %d", s->name, role_name[role], r->margin);
-  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_E5M6) return error_set(ENG_ERR_VALUE, "%s: %s: there is no way number %d to keep it", s->name, role_name[role], r->keep);
+  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU) return error_set(ENG_ERR_VALUE, "%s: %s: there is no way number %d to keep it", s->name, role_name[role], r->keep);
   if (!(r->eps <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: %s: expected eps up to 1e30, or negative for the rule's, got %g", s->name, role_name[role], r->eps);
   return ENG_OK;
 }
@@ -458,6 +458,13 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
 
 /// Where a recorded linear keeps what its backward pass needs.
 enum { IN_X, IN_W, IN_BIAS, IN_XQ, IN_X_SCALE, IN_WQ, IN_W_SCALE, IN_WQ_T, IN_W_SCALE_T, IN_COUNT };
+// ints[1] of its node: how x is kept (ENG_FP8_KEEP_*); ints[2]: the node of the swiglu that made x, where it is to be made anew
+
+/// The node of a swiglu that keeps its inputs in FP8 and made x, or -1.
+static int swiglu_of(const tensor *x)
+{
+  return tape_holds(x) && fp8_is_swiglu(tape_call(x->node)) ? x->node : -1;
+}
 
 static eng_status check_shapes(const fp8_site *s, const op_call *c)
 {
@@ -476,6 +483,12 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
 /// What is kept of x, into the node's places; the copies lose what is kept.
 static eng_status keep_x(op_call *node, const eng_fp8_role *r, copies *x)
 {
+  node->ints[1] = r->keep;
+  node->ints[2] = swiglu_of(node->in[IN_X]);
+  if (r->keep == ENG_FP8_KEEP_SWIGLU) {
+    if (node->ints[2] >= 0) return ENG_OK;
+    node->ints[1] = ENG_FP8_KEEP_CODES;   // x is no swiglu's
+  }
   if (r->keep == ENG_FP8_KEEP_E5M6) {
     op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {node->in[IN_X]}, .ints = {ENG_FORMAT_E5M6, 1, FP8_BLOCK, ENG_SCALE_DEEPGEMM, 4}, .floats = {-1, 0}};
     ENG_TRY(op_run(&c));
@@ -555,6 +568,16 @@ bool fp8_site_on(int64_t site)
   return site >= 1 && site <= sites.length && sites.item[site - 1] && sites.item[site - 1]->on;
 }
 
+const eng_fp8_role *fp8_site_role(int64_t site, int role)
+{
+  return &sites.item[site - 1]->recipe.role[role];
+}
+
+bool fp8_site_recomputes(int64_t site)
+{
+  return fp8_site_on(site) && fp8_site_role(site, ENG_FP8_X)->keep == ENG_FP8_KEEP_SWIGLU;
+}
+
 // ---- backward
 
 /// x for dW: the sum goes over its rows.
@@ -563,12 +586,13 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   tensor *q = node->in[IN_XQ], *scale = node->in[IN_X_SCALE], *x;
   *out = (factor){q, scale, r->block_rows, r->block_columns, false};
-  if (r->keep != ENG_FP8_KEEP_E5M6 && is_square(r)) return ENG_OK;
+  bool packed = node->ints[1] == ENG_FP8_KEEP_E5M6, anew = node->ints[1] == ENG_FP8_KEEP_SWIGLU;
+  if (!packed && !anew && is_square(r)) return ENG_OK;
   out->turned = true;
-  if (r->keep == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
-  bool packed = r->keep == ENG_FP8_KEEP_E5M6;
-  ENG_TRY(op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
-                  (int64_t[]){ENG_f32, packed ? 1 : r->block_rows, packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0}, 4, 0, 0));
+  if (node->ints[1] == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
+  if (anew) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->ints[2])));
+  else ENG_TRY(op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
+                       (int64_t[]){ENG_f32, packed ? 1 : r->block_rows, packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0}, 4, 0, 0));
   // once more, in blocks along the other side; neither an amax nor a measurement of x
   bool turn = !is_square(r);
   op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},

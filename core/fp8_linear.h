@@ -26,6 +26,15 @@ bool fp8_site_on(int64_t site);
 eng_status fp8_linear(op_call *call, const eng_precision *precision);
 /// A recorded linear that ran in FP8: it has more inputs than a script can give.
 static inline bool fp8_is_linear(const op_call *call) { return call->op == ENG_OP_linear && call->n_in > 3; }
+/// Whether a SwiGLU in front of this site keeps its inputs in FP8 alone.
+bool fp8_site_recomputes(int64_t site);
+const eng_fp8_role *fp8_site_role(int64_t site, int role);
+/// Puts the codes of a swiglu's inputs among them, before it is recorded.
+eng_status fp8_keep_swiglu(op_call *call);
+static inline bool fp8_is_swiglu(const op_call *call) { return call->op == ENG_OP_swiglu && call->n_in > 2; }
+/// The inputs behind the codes of such a node, and its output made from them.
+eng_status fp8_swiglu_inputs(tensor *out[2], const op_call *node);
+eng_status fp8_swiglu_again(tensor **y, const op_call *node);
 /// Its gradient rule.
 eng_status fp8_linear_grad(grad_call *g);
 

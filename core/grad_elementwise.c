@@ -1,6 +1,7 @@
 // Gradient rules of elementwise operations. Each rule is the calculus of its line in ops.def;
 // grad_emit sums over broadcast dimensions and rounds to the input's dtype.
 #include "error.h"
+#include "fp8_linear.h"
 #include "op.h"
 #include "tape.h"
 #include "transfer.h"
@@ -201,7 +202,10 @@ eng_status grad_silu(grad_call *g)        { return by_kernel(g); }
 eng_status grad_swiglu(grad_call *g)
 {
   op_call c = {.op = ENG_OP_swiglu_grad, .n_in = 3, .in = {g->call->in[0], g->call->in[1], g->dy[0]}};
+  bool codes = fp8_is_swiglu(g->call);
+  if (codes) ENG_TRY(fp8_swiglu_inputs(c.in, g->call));
   ENG_TRY(op_run(&c));
+  for (int k = 0; k < 2 && codes; k++) tensor_drop(c.in[k]);
   for (int k = 0; k < 2; k++) {
     if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
     else tensor_drop(c.out[k]);

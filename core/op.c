@@ -187,6 +187,7 @@ eng_status op_run(op_call *c)
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) given[k] = c->out[k] != NULL;
   eng_status status = make_outputs(c, &shape);
   if (status == ENG_OK && !outputs_empty(c)) status = kernel(c);
+  if (status == ENG_OK && record && c->op == ENG_OP_swiglu && precision.fp8 && fp8_site_recomputes(c->ints[0])) status = fp8_keep_swiglu(c);
   if (status == ENG_OK && record) status = tape_record(c);
   if (status != ENG_OK) drop_outputs(c, given);
   return status;

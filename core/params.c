@@ -534,6 +534,14 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 
 // ---- facts
 
+void eng_params_bytes(int64_t bytes[4], const eng_params *set)
+{
+  const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
+  for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
+  bytes[3] = 0;
+  for (int i = 0; i < set->n; i++) bytes[3] += fp8_weight_bytes(set->member[i].fp8);
+}
+
 int64_t eng_params_count(const eng_params *set)
 {
   return set->count;

@@ -380,7 +380,7 @@ static eng_status check_unwritten(const tape_node *node)
   const op_call *call = &node->call;
   if (reads_no_values(call->op)) return ENG_OK;
   const tensor *changed = NULL;
-  for (int k = fp8_is_linear(call) ? 3 : 0; k < call->n_in; k++)   // in FP8 it reads copies alone
+  for (int k = fp8_is_linear(call) ? 3 : fp8_is_swiglu(call) ? 2 : 0; k < call->n_in; k++)   // in FP8 it reads copies alone
     if (call->in[k] && call->in[k]->store->writes != node->in_writes[k]) changed = call->in[k];
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->store->writes != node->out_writes[k]) changed = call->out[k];

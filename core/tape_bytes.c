@@ -1,6 +1,8 @@
 // What the tape keeps for the backward pass: which of a recorded operation's tensors its gradient rule reads, and the bytes of their
-// memory. A tensor that no rule reads could go as soon as the forward pass is done with it. Called by Lua, for engine.memory's figures.
+// memory. A tensor that no rule reads can go as soon as the forward pass is done with it. Called by Lua: figures, and who is done.
 #include "fp8_linear.h"
+
+#include "error.h"
 #include "op.h"
 #include "tape.h"
 
@@ -12,6 +14,7 @@ typedef struct reads { int in, out; } reads;   // bits of inputs and outputs
 static reads reads_of(const op_call *call)
 {
   if (fp8_is_linear(call)) return (reads){ALL & ~(FIRST | SECOND | THIRD), 0};
+  if (fp8_is_swiglu(call)) return (reads){ALL & ~(FIRST | SECOND), 0};
   switch (call->op) {
     case ENG_OP_add: case ENG_OP_sub: case ENG_OP_affine: case ENG_OP_neg: case ENG_OP_cast: case ENG_OP_contiguous: case ENG_OP_dropout:
     case ENG_OP_reshape: case ENG_OP_permute: case ENG_OP_expand: case ENG_OP_slice: case ENG_OP_split: case ENG_OP_concat:
@@ -58,7 +61,7 @@ int64_t eng_tape_bytes(int64_t *fp8)
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;
     reads r = reads_of(call);
-    take(all, &n, call->in, call->n_in, r.in, fp8_is_linear(call));
+    take(all, &n, call->in, call->n_in, r.in, fp8_is_linear(call) || fp8_is_swiglu(call));
     take(all, &n, call->out, call->n_out, r.out, false);
   }
   qsort(all, (size_t)n, sizeof *all, by_address);
@@ -70,4 +73,32 @@ int64_t eng_tape_bytes(int64_t *fp8)
   }
   free(all);
   return bytes;
+}
+
+/// Whether a rule will read what lies in this memory.
+static bool is_read(const storage *store, const op_call *call)
+{
+  reads r = reads_of(call);
+  for (int k = 0; k < call->n_in; k++)
+    if (r.in >> k & 1 && call->in[k] && call->in[k]->store == store) return true;
+  for (int k = 0; k < call->n_out; k++)
+    if (r.out >> k & 1 && call->out[k] && call->out[k]->store == store) return true;
+  return false;
+}
+
+eng_status eng_done(const eng_tensor *handle)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  storage *s = x->store;
+  bool computed = tape_holds(x);
+  if (s->arena != ARENA_STEP || s->references != 1 || !s->memory || (x->requires_grad && !computed)) return ENG_OK;
+  for (int i = eng_tape_length() - 1; i >= (computed ? x->node : 0); i--) {
+    const op_call *call = tape_call(i);
+    if (call->op < 0 || is_read(s, call)) return ENG_OK;   // what a gradient in Lua reads nobody knows
+  }
+  arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
+  s->memory = x->data = NULL;
+  s->bytes = 0;
+  return ENG_OK;
 }

@@ -92,6 +92,8 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
     return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
+    if (!x->data && !x->store->memory && x->count > 0)
+      return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back", tensor_text(x));
     *out = x;
     return ENG_OK;
   }

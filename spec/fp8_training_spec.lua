@@ -311,3 +311,60 @@ describe("meters", function()
     assert.are.equal(1, tonumber(m[0].overflow))
   end))
 end)
+
+describe("memory", function()
+  local function bytes_of(precision)
+    engine.seed(1)
+    local model = nn.llama { vocab = 64, context = 64, width = 128, heads = 4, kv_heads = 4, layers = 2, hidden = 256 }
+    local opt = engine.optim.adamw(model, { precision = precision })
+    local ids = engine.randint(0, 64, { 4, 64 }, { dtype = "i64", keep = true })
+    return opt:memory(function() return model:loss(ids, ids) end)
+  end
+  it("is less under fp8_block than under bf16, for weights, moments and what the tape keeps, and as predicted", function()
+    local low, high = bytes_of "fp8_block", bytes_of "bf16"
+    local function weights(m) return m.masters.measured + m["low-precision copies"].measured + m["FP8 copies"].measured end
+    assert.is_true(weights(low) < weights(high))
+    assert.are.equal(high.moments.measured / 2, low.moments.measured)
+    assert.is_true(low["kept for backward"].measured < 0.8 * high["kept for backward"].measured)
+    for _, m in ipairs { low, high } do
+      for _, row in ipairs(m) do
+        if row.predicted then
+          assert.is_true(math.abs(row.predicted - row.measured) <= 0.01 * row.measured, ("%s: %g, %g"):format(row.role, row.predicted, row.measured))
+        end
+      end
+    end
+    assert.is_truthy(tostring(low):find("of it FP8"))
+  end)
+  it("of what is done goes back, and using it is told", with_gradient(function()
+    local x = engine.randn(8, 8):requires_grad(true)
+    local y = x + 1
+    local z = y * 2
+    local held = z:exp()
+    y:done()
+    assert.has_error(function() return y + 1 end)
+    local loss = held:sum()
+    z:done()                             -- exp's rule reads it: nothing happens
+    loss:backward()
+    assert.is_true(relative(x.grad, ((x:detach() + 1) * 2):exp() * 2) < 1e-6)
+  end))
+end)
+
+describe("SwiGLU in FP8", function()
+  it("keeps its inputs as codes and has gradients beside f32's", function()
+    local function gradients(precision)
+      engine.seed(2)
+      local mlp = nn.swiglu(128, 256, {})
+      engine.optim.sgd(mlp, { lr = 0, precision = precision })
+      local got = {}
+      with_gradient(function()
+        local x, dy = engine.randn(32, 128):requires_grad(true), engine.randn(32, 128)
+        ;(engine.autocast(precision, function() return mlp(x) end):to("f32") * dy):sum():backward()
+        got.x = x.grad:to("f32"):keep()
+        for _, p in ipairs(mlp:parameters()) do got[p.name] = p.tensor.grad:to("f32"):keep() end
+      end)()
+      return got
+    end
+    local low, full = gradients { base = "fp8_block", activations = "f32", fp8 = { layers = { { match = "^down$", x = { keep = "swiglu" } } } } }, gradients "fp32"
+    for name, want in pairs(full) do assert.is_true(relative(low[name], want) < 0.09, name .. " " .. relative(low[name], want)) end
+  end)
+end)

@@ -33,7 +33,7 @@ local layers = {
   { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8", "system", "interrupt" },
   { "arena", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
   { "gradstats", "backend", "plugin", "transfer" },
-  { "op", "tape", "params", "fp8_linear", "optimizer", "grad", "infer", "view", "step", "graph", "profile", "trap", "api", "random" },
+  { "op", "tape", "params", "fp8_linear", "fp8_swiglu", "optimizer", "grad", "infer", "view", "step", "graph", "profile", "trap", "api", "random" },
   { "safetensors", "checkpoint", "history", "comm", "attach" },
   { "policy" },
   { "line", "main" },

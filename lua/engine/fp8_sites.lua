@@ -22,7 +22,7 @@ M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local RULES = { transformer_engine = 0, deepseek = 1, deepgemm = 2, torchao = 3, msamp = 4 }
 local ACCUMULATORS = { fp32 = 0, exact = 1, hopper = 2, e4m3 = 3, device = -1 }
-local KEEPS = { codes = 0, transposed = 1, e5m6 = 2 }
+local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 local LARGEST = { e4m3 = 448, e5m2 = 57344 }
 

@@ -299,6 +299,9 @@ function Optimizer:load_state(tensors, updates)
   self.updates = updates
 end
 
+--- What training takes, by role: see accountant.lua.
+function Optimizer:memory(loss) return require("engine.accountant").new(self, loss) end
+
 function Optimizer:__tostring()
   local lines = { ("%s: %d parameters, %s elements, %d updates, lr %g, precision %s"):format(self.name, #self.list,
     tostring(tonumber(C.eng_params_count(self.params))), self.updates, self.lr, self.precision.name) }

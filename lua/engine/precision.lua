@@ -31,7 +31,8 @@ M.recipes = {
 --   x, w, dy                 how a layer's input, weight and output's gradient become FP8: format (e4m3, e5m2), block (tensor, row, 1x128,
 --                            128x128, { rows, columns }), rule (transformer_engine, deepseek, deepgemm, torchao, msamp), pow2, eps, margin,
 --                            stochastic; of x also keep, what stands on the tape for dW: codes (quantized once more along the other side
---                            where blocks are not square), transposed (so quantized in the forward pass), e5m6
+--                            where blocks are not square), transposed (so quantized in the forward pass), e5m6, swiglu (nothing:
+--                            the inputs of the SwiGLU that made x stand there in FP8, and x is computed from them once more)
 --   forward, dgrad, wgrad    the products: accumulator (device: the tensor cores' on a card, else fp32; fp32, exact, hopper, e4m3),
 --                            promotion (steps of K; 0: none)
 --   high                     patterns of modules that stay in high precision. Tied heads, the gates of nn.moe, norms, embeddings and
@@ -58,12 +59,13 @@ M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.
 local ROW = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }
 M.recipes.fp8_rowwise = like_bf16 { x = ROW, w = ROW, dy = ROW, high = HYBRID.high }
 -- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online amaxes, promotion every 128, bf16
--- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two.
+-- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two,
+-- SwiGLU's inputs in FP8, its output is computed again.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" }, w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
   dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED, dgrad = PROMOTED, wgrad = PROMOTED,
-  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } } },
+  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } }, { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
 
 local FORMATS = {

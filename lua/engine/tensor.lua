@@ -115,6 +115,9 @@ end
 --- Frees a kept tensor.
 function methods.free(x) check(C.eng_free(x)) end
 
+--- The caller does not use x again: its memory goes back at once, unless the backward pass reads it.
+function methods.done(x) check(C.eng_done(x)) end
+
 function methods.requires_grad(x, on)
   check(C.eng_requires_grad(x, on == nil and true or on))
   return x
@@ -257,8 +260,11 @@ end
 
 function methods.square(x) return mul(x, x) end
 
---- silu(gate) * up
-function methods.swiglu(gate, up) return run2("swiglu", gate, up) end
+--- silu(gate) * up; site: that of the FP8 layer it is for, or nil.
+function methods.swiglu(gate, up, site)
+  ints[0] = site or 0
+  return run2("swiglu", gate, up)
+end
 
 function methods.clamp(x, low, high)
   want(x, "clamp")

@@ -109,7 +109,12 @@ function MLP:init(width, hidden, options)
   self.down = layers.linear(hidden, width, { bias = options.bias, std = options.out_std or options.std })
   rawset(self, "form", options.gelu or "tanh")
 end
-function MLP:forward(x) return self.down(self.up(x):gelu(self.form)) end
+function MLP:forward(x)
+  local h = self.up(x):gelu(self.form)
+  local y = self.down(h)
+  h:done()
+  return y
+end
 M.mlp = MLP
 
 --- Feed-forward with SwiGLU: silu(gate x) * (up x), then down.
@@ -120,7 +125,13 @@ function SwiGLU:init(width, hidden, options)
   self.up = layers.linear(width, hidden, { bias = false, std = options.std })
   self.down = layers.linear(hidden, width, { bias = false, std = options.out_std or options.std })
 end
-function SwiGLU:forward(x) return self.down(self.gate(x):swiglu(self.up(x))) end
+function SwiGLU:forward(x)
+  local gate, up = self.gate(x), self.up(x)
+  local h = gate:swiglu(up, rawget(self.down, "_fp8"))
+  local y = self.down(h)
+  gate:done() up:done() h:done()
+  return y
+end
 M.swiglu = SwiGLU
 
 --- A pre-norm residual block around an attention and a feed-forward module.
@@ -133,8 +144,13 @@ function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.drop = layers.dropout(dropout or 0)
 end
 function Block:forward(x)
-  x = x + self.drop(self.attn(self.norm1(x)))
-  return x + self.drop(self.mlp(self.norm2(x)))
+  local h = self.norm1(x)
+  x = x + self.drop(self.attn(h))
+  h:done()
+  h = self.norm2(x)
+  local y = x + self.drop(self.mlp(h))
+  h:done()
+  return y
 end
 M.block = Block
 
