@@ -52,6 +52,18 @@ generators.quantize = function(try)
             ints = { engine.dtype.e4m3, 0, 0, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
     end
   end
+  for _, dtype in ipairs { "bf16", "f16", "f32" } do   -- every rule by tiles, with numbers of every kind
+    for rule = 0, 4 do
+      for k, block in ipairs { { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 0 } } do
+        local x = float(dtype, { 144, 136 }, ({ "rare", "large", "tiny" })[(rule + k) % 3 + 1])
+        try { inputs = { x, false }, ints = { engine.dtype[FP8[(rule + k) % 2 + 1]], block[1], block[2], rule, 8 + k % 2 * 4 }, floats = { -1, 0 },
+              outputs = 5, zeros = true }
+      end
+    end
+  end
+  if os.getenv("ENGINE_TEST_DEVICE") then   -- more tiles than blocks that fit on a card
+    try { inputs = { float("bf16", { 2576, 2600 }, "normal"), false }, ints = { engine.dtype.e4m3, 1, 128, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
+  end
   for _, shape in ipairs { { 264, 136 }, { 272, 264 } } do   -- several tiles of a card's kernel, the last ones cut
     for k, block in ipairs { { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 0 }, { 1, 0 }, { 0, 1 } } do
       local x = float(k % 2 == 0 and "f16" or "bf16", shape, k % 3 == 0 and "rare" or "normal")
