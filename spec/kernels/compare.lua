@@ -13,7 +13,7 @@
 --   zeros     the signs of zeros agree, too
 --   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels there that round in
 --             between to feed the matrix units
---   card_ulp  on a card: units in the last place allowed in any format, where its library orders two roundings differently
+--   card_ulp  on a card: units in the last place allowed in any format, where its library multiplies two factors in another order
 --   fails     both raise an error that this pattern finds
 --   note      for the message
 local v = require "spec.kernels.values"
