@@ -483,6 +483,7 @@ template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN],
 {
   enum { QUADS = eight<T>::WORDS / 4 };
   __pipeline_wait_prior(0);
+  asm volatile("" ::: "memory");   // no read moves before the wait
 #pragma unroll
   for (int j = 0; j < DOWN; j++)
 #pragma unroll

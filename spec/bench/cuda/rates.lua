@@ -75,15 +75,64 @@ local function parameters(count, precision)
   return model, engine.optim.adamw(model, { lr = 1e-3, precision = precision })
 end
 
+--- Gradients of random numbers, row by row the same.
+local function random_gradients(list, format)
+  for _, w in ipairs(list) do
+    ((w:to(format) * engine.randn(w.shape[#w.shape]):to(format)):sum()):backward()
+    engine.end_step()
+  end
+end
+
+--- What the trainer asks a pass for: waited for at once (a norm alone, the default, with histograms), and on its way while others are.
+local function statistics_lines(name, opt, bytes)
+  local raw = require "engine.ffi"
+  local ffi, C, check = raw.ffi, raw.C, raw.check
+  local record, loss = ffi.new("eng_record"), ffi.new("double[1]")
+  local default = C.ENG_NEED_AMAX + C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW
+  memory_line("gradient statistics, " .. name, bytes, function() opt:grad_norm() end)
+  for k, text in ipairs { "  amax, norm, zeros, underflow", "  with histograms" } do
+    local needs = k == 1 and default or default + C.ENG_NEED_HIST
+    memory_line(text, bytes, function() check(C.eng_params_stats(record, nil, opt.params, 1, needs)) end)
+    local function fetch() check(C.eng_params_stats_fetch(record, nil, loss, opt.params, 1)) end
+    memory_line(text .. ", lagged", bytes, function()
+      if C.eng_params_stats_pending(opt.params) > 2 then fetch() end
+      check(C.eng_params_stats_start(opt.params, needs, nil, 0))
+    end)
+    while C.eng_params_stats_pending(opt.params) > 0 do fetch() end
+  end
+end
+
 for _, precision in ipairs { "bf16", "fp16" } do
   local model, opt = parameters(2 ^ 28, precision)
   local n = model:count()
   opt:zero_grad()
-  local loss = (model.weight:to(precision == "fp16" and "f16" or "bf16") * 0.5):sum()
-  loss:backward()
-  engine.end_step()
-  memory_line(("gradient statistics, %s, %d M"):format(precision, n / 1e6), 2 * n, function() opt:grad_norm() end)
+  random_gradients({ model.weight }, precision == "fp16" and "f16" or "bf16")
+  statistics_lines(("%s, %d M"):format(precision, n / 1e6), opt, 2 * n)
   memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n, function() opt:step { gradient_factor = 1e-3 } end)
+end
+do   -- the 148 parameters of GPT-2
+  local list, n = {}, 0
+  local function add(rows, columns)
+    local x = columns and engine.randn(rows, columns) or engine.randn(rows)
+    list[#list + 1] = x:keep():requires_grad(true)
+    n = n + list[#list].count
+  end
+  local C = scaled(768)
+  add(scaled(50304), C)
+  add(1024, C)
+  for _ = 1, 12 do
+    for _ = 1, 4 do add(C) end
+    for _, shape in ipairs { { 3 * C, C }, { C, C }, { 4 * C, C }, { C, 4 * C } } do
+      add(shape[1], shape[2])
+      add(shape[1])
+    end
+  end
+  add(C)
+  add(C)
+  local opt = engine.optim.adamw(list, { lr = 1e-3, precision = "bf16" })
+  opt:zero_grad()
+  random_gradients(list, "bf16")
+  statistics_lines(("bf16, GPT-2: %d tensors, %d M"):format(#list, n / 1e6), opt, 2 * n)
 end
 local rows, width = scaled(32768), scaled(4096)
 local h = engine.randn(rows, width):to("bf16"):keep()
@@ -122,10 +171,12 @@ do
   local dloss = engine.full({}, 1024, { keep = true })
   memory_line(("cross entropy, bf16, %d classes"):format(vocab), 2 * logits.count, function() raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2) end)
   memory_line("  its gradient", 4 * logits.count, function() raw.run("cross_entropy_grad", { logits, targets, lse, dloss }, { -100, 1 }, { 0 }) end)
-  local function quantize(block_rows, block_columns, flags)
-    return function() raw.run("quantize", { h, false }, { raw.dtype.e4m3, block_rows, block_columns, 1, flags }, { -1, 0 }, 5) end
+  local function quantize(block_rows, block_columns, flags, rule)   -- rule 1 divides (deepseek), 2 multiplies (deepgemm)
+    return function() raw.run("quantize", { h, false }, { raw.dtype.e4m3, block_rows, block_columns, rule or 1, flags }, { -1, 0 }, 5) end
   end
+  memory_line("bf16 to e4m3, blocks 1 x 128", 3 * h.count, quantize(1, 128, 0))
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
+  memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
   memory_line("bf16 to e4m3, blocks 128 x 128", 3 * h.count, quantize(128, 128, 0))
   memory_line("bf16 to e4m3, one scale (two reads)", 5 * h.count, quantize(0, 0, 0))
 end
