@@ -31,7 +31,8 @@ ISA_avx512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
 ISAS       := plain $(if $(filter x86_64 amd64,$(shell uname -m)),avx2 avx512)
 
 BINARY_SOURCES := $(wildcard core/main.c core/line.c)
-CORE_SOURCES   := $(filter-out $(BINARY_SOURCES),$(wildcard core/*.c))
+MPI_SOURCES    := core/comm_mpi.c
+CORE_SOURCES   := $(filter-out $(BINARY_SOURCES) $(MPI_SOURCES),$(wildcard core/*.c))
 ISA_SOURCES    := $(shell grep -l '^ *\# *include "simd\.h"' core/cpu/*.c 2>/dev/null)
 CPU_SOURCES    := $(filter-out $(ISA_SOURCES),$(wildcard core/cpu/*.c))
 
@@ -49,6 +50,10 @@ CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
 NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP
 
+# The MPI transport, a plug-in, where there is an MPI compiler.
+MPICC      ?= $(shell command -v mpicc)
+MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
+
 .PHONY: all cuda help deps built demo test test-gpu check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
@@ -58,7 +63,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
 
-all: $(ENGINE) $(BUILD)/cdef.h cuda
+all: $(ENGINE) $(BUILD)/cdef.h cuda $(MPI_PLUGIN)
 
 # ------------------------------------------------------------------ building
 # One short line a file; `make V=1` shows the commands.
@@ -99,6 +104,10 @@ $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 
 cuda: $(PLUGIN)
 
+$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/comm.h core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
+	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
+	@mv $@.new $@
+
 # A stand-in for a card, for spec/fake_card_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 $(FAKE_CARD): spec/cuda/fake_card.c cuda/host.c cuda/host.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/dtype.o
@@ -133,7 +142,7 @@ $(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BU
 
 # Debian's names. gnuplot is wanted by engine plot --png alone and not in the list.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
-            lua-cjson lua-argparse lua-busted lua-check
+            lua-cjson lua-argparse lua-busted lua-check libopenmpi-dev openmpi-bin
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
 
@@ -252,6 +261,7 @@ install: all
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/engine $(DESTDIR)$(PREFIX)/share/engine
 	install -m 755 $(ENGINE) $(DESTDIR)$(PREFIX)/bin/engine
 	install -m 755 $(LIB) $(DESTDIR)$(PREFIX)/lib/engine/libengine.so
+	@for f in $(MPI_PLUGIN); do install -m 755 $$f $(DESTDIR)$(PREFIX)/lib/engine/ || exit 1; done
 	install -m 644 $(BUILD)/cdef.h $(DESTDIR)$(PREFIX)/lib/engine/cdef.h
 	@# core/: the text that the examples learn
 	@for f in README.md core/*.[ch] $$(find lua policies examples -type f); do \

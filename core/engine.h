@@ -540,6 +540,99 @@ eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
 /// NULL is fine.
 void       eng_graph_free(eng_graph *graph);
 
+// ------------------------------------------------------------------ ranks
+
+/// Several processes ("ranks") on one job, started by mpirun, srun or the like. A group holds some of them, numbered from 0; the
+/// world all. Every rank of a group calls the same operations in the same order. Memory is the host's.
+typedef struct eng_comm eng_comm;
+enum { ENG_SUM = 0, ENG_MAX = 1 };
+
+/// What the environment says: whether this process was started as one of several, which, and of how many (1 when it was not). Starts nothing.
+bool eng_comm_launched(int *rank, int *size);
+/// The world. The first call loads the transport where this process was started as one of several (ENGINE_RANKS=off: never, mpi: always);
+/// alone it is a world of one. Errors: LIBRARY (no MPI in this build, or one that does not see the others).
+eng_status eng_comm_world(eng_comm **out);
+int eng_comm_rank(const eng_comm *comm);
+int eng_comm_size(const eng_comm *comm);
+/// Ranks of the world on this machine.
+int eng_comm_local_size(void);
+/// This machine's cores shared out among its ranks: threads that each may well use.
+int eng_comm_threads(void);
+/// "Open MPI v4.1.4, 4 ranks, 4 of them here".
+const char *eng_comm_text(void);
+/// Part of a group: those who give the same color, ordered by key and rank. Color -1: in no part (NULL in out).
+eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
+/// NULL and the world are fine.
+void eng_comm_free(eng_comm *comm);
+/// How long a rank waits for others (300 s at first) until it ends the job with a message that names them; 0 only asks. Gives what was in force.
+double eng_comm_timeout(double seconds);
+/// The last call of a process, made by itself when it exits: code 0 waits for the others, any other ends them too. Fine without ranks.
+void eng_comm_end(int code);
+
+eng_status eng_comm_barrier(eng_comm *comm);
+eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root);
+/// Values of a contiguous tensor, wherever it lies, from `root`.
+eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
+/// `bytes` of every rank, in order of ranks; all [size x bytes].
+eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
+/// In place, over f32, f64 or i64; op ENG_SUM or ENG_MAX (NaN wins). Sums have one order (core/comm.h): the same numbers give the same
+/// sum, bit for bit, on every rank and in every run. Errors: DTYPE.
+eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
+/// Rank r gets elements [r * count, (r+1) * count) of the reduction of `data` [size x count]; bit-equal to the all-reduce.
+eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count, int dtype, int op);
+/// The same without waiting. Every start needs its wait; test tells whether waiting would take no time, and moves things on.
+typedef struct eng_comm_request eng_comm_request;
+eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data, int64_t count, int dtype, int op);
+eng_status eng_comm_test(bool *done, eng_comm_request *request);
+eng_status eng_comm_wait(eng_comm_request *request);
+
+/// Gradients of a parameter set reduced over a group: parameters are gathered into buckets, and a bucket is on its way as soon as
+/// backward has finished its members. Every rank sends each other rank the piece that one sums, in the wire's format; sums are f32,
+/// each term divided by the number of ranks before; the sums go back in the same format.
+typedef struct eng_parallel eng_parallel;
+enum { ENG_WIRE_OWN = 0, ENG_WIRE_F32 = 1, ENG_WIRE_BF16 = 2, ENG_WIRE_F16 = 3, ENG_WIRE_FP8 = 4, ENG_WIRES = 5 };
+typedef struct eng_parallel_options {
+  int64_t bucket;             // bytes of gradients in a bucket, about
+  int32_t wire;               // ENG_WIRE_*; OWN: each gradient's own format. FP8: e4m3 in blocks of 128 with a power of two each
+  int32_t zero;               // 1: this rank updates its own pieces alone (ZeRO-1), moments are kept for these only
+} eng_parallel_options;
+/// One set has one at most. With `zero` the set's optimizers must be told (eng_optimizer_shard).
+eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options);
+void eng_parallel_free(eng_parallel *parallel);
+/// From now on the reduction starts by itself in the backward pass: to be called before the last one of a step.
+eng_status eng_parallel_begin(eng_parallel *parallel);
+/// Waits until all gradients are reduced. With `zero` those of other ranks' pieces are not touched.
+eng_status eng_parallel_finish(eng_parallel *parallel);
+/// Forgets a reduction that begun and was not finished because the step failed here.
+void eng_parallel_cancel(eng_parallel *parallel);
+/// eng_params_stats over all ranks: each looks at its own pieces, and one small message makes of it the same record everywhere. On the
+/// way go n_sums numbers to be added up over ranks and n_maxima to take the largest of. `stats` has n entries, without histograms.
+eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel, double scale, unsigned needs,
+                              double *sums, int n_sums, double *maxima, int n_maxima);
+/// The histograms of all ranks' stats, too.
+eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
+/// What rank `rank` brought to the last reduction as the gradient of parameter `index`: bits 1 a gradient, 2 inf, 4 nan, 8 numbers that the
+/// wire's format made inf.
+int eng_parallel_brought(const eng_parallel *parallel, int rank, int index);
+/// With `zero`, after an update: everybody's pieces of the weights to everybody.
+eng_status eng_parallel_gather(eng_parallel *parallel);
+/// The f32 gradients of a reference backward (eng_params_reference_begin), reduced at once.
+eng_status eng_parallel_reference(eng_parallel *parallel);
+/// The elements [from, to) of parameter `index` that this rank keeps up to date.
+void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
+/// Of the last reduction: bytes this rank sent, seconds from the first bucket's start to the last one's end, and of these seconds
+/// spent waiting in eng_parallel_finish.
+typedef struct eng_parallel_facts { int64_t buckets, bytes; double seconds, waited; } eng_parallel_facts;
+void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
+/// What becomes of n numbers on the wire, in place.
+eng_status eng_wire_round(float *x, int64_t n, int wire);
+
+/// Keeps this optimizer's moments for the own pieces of its set alone; what they hold there stays.
+eng_status eng_optimizer_shard(eng_optimizer *state);
+/// Collective: moment `which` of parameter `index`, whole, on rank 0 (target [elements] f32 there, NULL elsewhere); and back to everybody from rank 0.
+eng_status eng_parallel_moment_collect(float *target, eng_parallel *parallel, eng_optimizer *state, int which, int index);
+eng_status eng_parallel_moment_spread(const float *source, eng_parallel *parallel, eng_optimizer *state, int which, int index);
+
 // ------------------------------------------------------------------ devices, threads, random numbers
 
 /// Chooses the device by name: "cpu"; "reference", the slow clear truth; "cuda"; or "auto": "cuda" where there is a card, else "cpu".

@@ -33,7 +33,8 @@ static eng_status moment_new(eng_optimizer *state, int which)
   if (state->moment[which] || state->set->n == 0) return ENG_OK;
   int32_t *dtype = state->set->which;   // free between passes
   for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
-  ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
+  if (state->set->sharded) ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, state->moment_dtype));
+  else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   return transfer_zero(state->set->space, state->moment[which]->memory, state->moment[which]->bytes);
 }
 
@@ -80,6 +81,26 @@ void eng_optimizer_free(eng_optimizer *state)
   free(state);
 }
 
+eng_status eng_optimizer_shard(eng_optimizer *state)
+{
+  ENG_TRY(check_alive(state));
+  eng_params *set = state->set;
+  if (!set->sharded) return error_set(ENG_ERR_STATE, "%s: its parameters are not shared out among ranks", kinds[state->kind].name);
+  int size = eng_dtype_size(state->moment_dtype);
+  for (int which = 0; which < kinds[state->kind].moments; which++) {
+    flat_buffer *whole = state->moment[which], *part;
+    if (!whole) continue;
+    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, state->moment_dtype));
+    for (int i = 0; i < set->n; i++) {
+      const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
+      ENG_TRY(transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size));
+    }
+    state->moment[which] = part;
+    flat_release(whole);
+  }
+  return ENG_OK;
+}
+
 static eng_status check_update(const eng_optimizer *state, const eng_update *update)
 {
   const char *name = kinds[state->kind].name;
@@ -87,6 +108,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
     return error_set(ENG_ERR_VALUE, "this is the state of %s, the update is of %s", name,
                      update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name : "no known optimizer");
   if (update->t < 1) return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name, (long long)update->t);
+  for (int g = 0; state->set->sharded && g < update->n_groups; g++)
+    if (update->groups[g].dampening != 0)
+      return error_set(ENG_ERR_VALUE, "%s: dampening treats a tensor's first update apart, which ranks that hold parts of it cannot tell; hint: zero=0", name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
       return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups", name,
@@ -131,7 +155,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   state->lagged_t = update->lagged ? here.t + 1 : 0;
   here.slot = state->slot;
   update = &here;
-  int m = params_spans(set);
+  int m = set->sharded ? params_own_spans(set) : params_spans(set);
   for (int k = 0; k < m; k++) {
     param_span *span = &set->span[k];
     int i = set->which[k];

@@ -101,6 +101,25 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
   return ENG_OK;
 }
 
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, int dtype)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype);
+  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
+  char *at = (*out)->memory;
+  for (int i = 0; i < set->n; i++) {
+    int64_t count = set->own[2 * i + 1] - set->own[2 * i];
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype, 1, &count);
+    if (status != ENG_OK) {
+      flat_release(*out);
+      *out = NULL;
+      return status;
+    }
+    at += part_bytes(count, dtype);
+  }
+  return ENG_OK;
+}
+
 // ---- making and freeing a set
 
 static eng_status check_member(tensor **out, const eng_tensor *handle, const char *name)
@@ -133,6 +152,7 @@ static void set_discard(eng_params *set)
   free(set->stats);
   free(set->target);
   free(set->kept);
+  free(set->own);
   free(set);
 }
 
@@ -398,22 +418,31 @@ eng_status eng_params_zero_grad(eng_params *set)
   return ENG_OK;
 }
 
-int params_spans(eng_params *set)
+static void *past(const tensor *x, int64_t elements)
+{
+  return (char *)x->data + elements * eng_dtype_size(x->dtype);
+}
+
+static int spans(eng_params *set, const int64_t *own)
 {
   int m = 0;
   for (int i = 0; i < set->n; i++) {
     const parameter *p = &set->member[i];
-    if (!p->has_gradient) continue;
+    int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
+    if (!p->has_gradient || (own && from == to)) continue;
     set->which[m] = i;
     set->span[m++] = (param_span){
-      .name = p->name, .count = p->value->count, .master = p->value->data,
-      .shadow = p->shadow ? p->shadow->data : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
-      .gradient = p->gradient->data, .gradient_dtype = p->gradient->dtype,
+      .name = p->name, .count = to - from, .master = past(p->value, from),
+      .shadow = p->shadow ? past(p->shadow, from) : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
+      .gradient = past(p->gradient, from), .gradient_dtype = p->gradient->dtype,
       .moment_dtype = ENG_f32, .scale = p->unscaled ? 1 : p->carry,
     };
   }
   return m;
 }
+
+int params_spans(eng_params *set) { return spans(set, NULL); }
+int params_own_spans(eng_params *set) { return spans(set, set->own); }
 
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
 {
@@ -436,6 +465,30 @@ void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_pa
     if (k < m && which[k] == i) of_member[i] = of_span[k++];
     else of_member[i] = (eng_tensor_stats){0};
   }
+}
+
+eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs)
+{
+  const backend *device = backend_current();
+  ENG_TRY(check_alive(set));
+  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  int m = params_own_spans(set);
+  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  memset(stats, 0, (size_t)set->n * sizeof *stats);
+  for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
+  for (int i = 0; i < set->n; i++) stats[i].carry = set->member[i].unscaled ? 1 : set->member[i].carry;
+  return ENG_OK;
+}
+
+void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale, unsigned needs)
+{
+  int m = 0;
+  for (int i = 0; i < set->n; i++) {
+    if (!set->member[i].has_gradient) continue;
+    set->which[m] = i;
+    set->stats[m++] = stats[i];
+  }
+  params_record(record, NULL, set, set->stats, set->which, m, scale, needs);
 }
 
 /// Makes the f32 buffer beside the low-precision gradients, once.

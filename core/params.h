@@ -14,6 +14,7 @@ typedef struct parameter {
   tensor     *shadow;         // low-precision weights, or NULL; a leaf whose gradient is this parameter's
   tensor     *gradient;       // view of the flat gradient buffer, in gradient dtype (f32 once unscaled)
   bool        has_gradient;   // something was accumulated since the last zero_grad
+  bool        expected;       // a mark of the tape's, while it makes its list
   bool        unscaled;       // its gradient is the true one: it carries nothing any more
   double      carry;          // what its gradient carries beside the loss scale
   double      carry_next;     // what the next one will
@@ -60,6 +61,8 @@ struct eng_params {
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
   float      **target;        // [n]
+  int64_t     *own;           // [n][2] elements [from, to) of each member that this rank looks after; NULL: all (comm_gradients.c)
+  bool         sharded;       // it updates these alone (ZeRO-1)
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
   pending_stats *newest;      // what a lagged update goes by on devices that compute at once; NULL: none
@@ -67,6 +70,8 @@ struct eng_params {
 
 /// A buffer with room for parameter i's elements in dtype[i]; a negative dtype: no part. Contents undefined.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
+/// The same for the own elements of each member, as tensors of one dimension.
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, int dtype);
 /// Gives memory and tensors back, or does so later when the tape or a view still looks at them. NULL is fine.
 void flat_release(flat_buffer *flat);
 
@@ -85,6 +90,12 @@ void params_written(parameter *p);
 
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.
 int params_spans(eng_params *set);
+/// The same of the own elements alone; a member without any has no span.
+int params_own_spans(eng_params *set);
+/// Statistics of the own elements of each member [n]; zeros where there are none.
+eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs);
+/// The record of statistics of all members [n], of which those without a gradient count nothing.
+void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale, unsigned needs);
 /// The record of a pass over m spans, span k being member which[k]'s; and each member's statistics (of_member may be NULL).
 void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
                    int m, double scale, unsigned needs);

@@ -51,6 +51,10 @@ static struct {
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length, capacity; } leaves;
 
+// Parameters in order of the first operation that reads them: where the walk has passed that, their gradient is complete.
+typedef struct due { parameter *p; int node; } due;
+static struct { tape_watch on; due *items; int length, capacity; } watch;
+
 eng_status grad_none(grad_call *g)
 {
   return error_set(ENG_ERR_GRADIENT, "%s has no gradient", eng_op_name(g->call->op));
@@ -319,8 +323,41 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
 
 // ---- the backward pass
 
+void tape_set_watch(const tape_watch *on)
+{
+  watch.on = on ? *on : (tape_watch){0};
+  watch.length = 0;
+}
+
+/// Lists the parameters that the nodes below the cursor read.
+static eng_status expect_gradients(void)
+{
+  watch.length = 0;
+  for (int i = 0; watch.on.ready && i < pass.cursor; i++) {
+    const op_call *call = &tape.nodes[i].call;
+    for (int k = 0; k < call->n_in; k++) {
+      parameter *p = call->in[k] ? call->in[k]->parameter : NULL;
+      if (!p || !p->gradient || p->expected) continue;
+      ENG_TRY(grow((void **)&watch.items, watch.length, &watch.capacity, sizeof *watch.items));
+      watch.items[watch.length++] = (due){p, i};
+      p->expected = true;
+    }
+  }
+  for (int i = 0; i < watch.length; i++) watch.items[i].p->expected = false;
+  return ENG_OK;
+}
+
+/// Tells of the gradients that the walk, which has come down to the cursor, has completed.
+static eng_status tell_complete(void)
+{
+  while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
+    ENG_TRY(watch.on.ready(watch.on.data, watch.items[--watch.length].p));
+  return watch.on.between ? watch.on.between(watch.on.data) : ENG_OK;
+}
+
 static void finish(void)
 {
+  tape_set_watch(NULL);
   tape.off = pass.was_off;
   eng_autocast(&pass.precision, NULL);
   pass.running = false;
@@ -336,6 +373,7 @@ int tape_backward_node(int *op)
 
 void eng_backward_abort(void)
 {
+  tape_set_watch(NULL);
   if (!pass.running) return;
   finish();
   tape_clear();
@@ -391,7 +429,9 @@ static eng_status check_unwritten(const tape_node *node)
 static eng_status walk(void)
 {
   eng_status status = ENG_OK;
-  while (pass.cursor > 0 && status == ENG_OK) {
+  while (status == ENG_OK) {
+    if (watch.on.ready && (status = tell_complete()) != ENG_OK) break;
+    if (pass.cursor == 0) break;
     tape_node *node = &tape.nodes[--pass.cursor];
     grad_call g;
     if (!collect(&g, node)) continue;
@@ -432,7 +472,10 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
   pass.was_off = tape.off;
   tape.off = true;
   eng_autocast(NULL, &pass.precision);
-  return walk();
+  eng_status status = expect_gradients();
+  if (status == ENG_OK) return walk();
+  finish();
+  return status;
 }
 
 // ---- gradients written in Lua

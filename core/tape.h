@@ -37,6 +37,16 @@ bool tape_reaches(int mark);
 /// Empties the tape and lets go of the gradients of leaves: the step is over.
 void tape_end_step(void);
 
+/// Who wants to know during backward when a parameter's gradient is complete: no operation left on the way will add to it.
+/// `ready` is called once for each parameter with a gradient of its own, as soon as that is so; `between` after every operation.
+/// An error ends the pass. NULL ends the watch, as does the end of the pass.
+typedef struct tape_watch {
+  eng_status (*ready)(void *data, struct parameter *p);
+  eng_status (*between)(void *data);
+  void *data;
+} tape_watch;
+void tape_set_watch(const tape_watch *watch);
+
 /// The node whose gradient is being computed, -1 outside of backward; `op` (may be NULL): its operation, -1 for a Lua node.
 int tape_backward_node(int *op);
 

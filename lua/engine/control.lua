@@ -3,6 +3,9 @@
 --
 -- The door is the Unix socket RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any, ... }, and so is its
 -- answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":, "error": }. The commands stand in `commands` below.
+--
+-- Of several ranks, rank 0 listens. What it hears waits until all ranks know, by the record of the next step, that there is something;
+-- then rank 0 tells what, and all do it at once.
 -- Owned by the trainer.
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
@@ -18,13 +21,14 @@ local MOST_LINES = 8       -- answered between two steps
 local PAUSE_MS = 100       -- between two looks at signals and files while the run is paused
 
 function M.new(trainer, options)
-  return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {} }, Control)
+  return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {}, heard = {},
+    many = trainer.parallel.many, follows = trainer.parallel.rank > 0 }, Control)
 end
 
 --- Opens the door of a run that has a directory. Where it cannot be opened the run goes on without.
 function Control:open()
   local path = self.trainer.run_files.path
-  if not path or not self.wanted or self.door then return end
+  if not path or not self.wanted or self.door or self.follows then return end
   local out = ffi.new("eng_attach *[1]")
   if C.eng_attach_open(out, path .. "/attach.sock") ~= 0 then
     self.trainer:note("engine attach cannot reach this run: " .. M_ffi.message())
@@ -174,7 +178,7 @@ function Control:answer(number, id, reply)
   C.eng_attach_answer(self.door, number, text, #text)
 end
 
-local function serve(self, number, line)
+local function serve(self, number, line, told)
   local read, request = pcall(require("engine.json").decode, line)
   if not read or type(request) ~= "table" then
     self:answer(number, nil, { ok = false, error = "expected a JSON object in one line" })
@@ -185,6 +189,10 @@ local function serve(self, number, line)
     local names = names_of(commands)
     local problem = ("there is no command '%s'; commands: %s"):format(tostring(request["do"]), table.concat(names, " "))
     self:answer(number, request.id, { ok = false, error = problem })
+    return
+  end
+  if self.many and not told and command ~= commands.status then
+    self.heard[#self.heard + 1] = { number = number, line = line }
     return
   end
   local good, text, problem = pcall(command, self, request, number)
@@ -204,6 +212,37 @@ local function listen(self, milliseconds)
   end
 end
 
+--- Whether rank 0 has something to tell the others.
+function Control:wishes()
+  self.wish = self.wish or self.trainer.swaps:wish()
+  return #self.heard > 0 or self.wish ~= nil
+end
+
+-- Rank 0 tells what it heard, and every rank does it. Gives whether rank 0 was interrupted.
+local function together(self)
+  local json, ranks = require "engine.json", require "engine.ranks"
+  local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
+    left = self.paused and self.paused.by and self.door ~= nil and not C.eng_attach_here(self.door, self.paused.by) }
+  self.heard, self.wish = {}, nil
+  news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
+  if news.wish then self.trainer.swaps:grant(news.wish) end
+  for _, item in ipairs(news.heard or {}) do serve(self, item.number, item.line, true) end
+  if self.paused and news.left then
+    self.paused = nil
+    tell(self, "resumed by attach", "goes on: whoever paused it has left")
+  end
+  return news.interrupted > 0
+end
+
+local function pause_together(self)
+  local interrupted = false
+  while self.paused and not self.stopping and not interrupted do
+    if self.door then listen(self, PAUSE_MS) end
+    self:wishes()
+    interrupted = together(self)
+  end
+end
+
 local function pause(self)
   while self.paused and not self.stopping and C.eng_interrupted() == 0 do
     listen(self, PAUSE_MS)
@@ -218,7 +257,8 @@ end
 --- Between two steps. Gives a reason when somebody ended the run.
 function Control:between()
   self.trainer.swaps:between()
-  if not self.door then return nil end
+  if self.many and self.trainer.parallel.wish then together(self) end
+  if not self.door and not self.many then return nil end
   if self.steps_left then
     self.steps_left = self.steps_left - 1
     if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
@@ -228,8 +268,9 @@ function Control:between()
       self.waiting = {}
     end
   end
-  listen(self, 0)
-  if self.paused then pause(self) end
+  if self.door then listen(self, 0) end
+  if self.paused and self.many then pause_together(self)
+  elseif self.paused then pause(self) end
   local reason = self.stopping
   self.stopping = nil
   return reason

@@ -9,6 +9,10 @@ local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
 
 local engine = { version = M_ffi.version }
 
+-- Of several processes on one job (ranks.lua) one speaks.
+local launched_rank, launched_size = M_ffi.new("int[1]"), M_ffi.new("int[1]")
+if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 then _G.print = function() end end
+
 for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "from_memory", "concat", "stack",
   "attention", "cross_entropy", "mse", "is_tensor" } do
   engine[name] = tensor[name]
@@ -137,6 +141,7 @@ local parts = {
   policy = { "engine.policy" },
   config = { "engine.config", "read" },
   progress = { "engine.progress" },
+  ranks = { "engine.ranks" },
   checkpoint = { "engine.checkpoint" },
   history = { "engine.history" },
   replay = { "engine.replay" },

@@ -30,9 +30,15 @@ function Overflows:text(record, stats, reason)
   for i, kind in ipairs { "inf", "nan" } do
     parts[i] = ("%d %s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " .. first[kind] or "")
   end
+  local culprits = self.trainer.parallel:culprits()
+  for i = 1, math.min(#culprits, 4) do
+    local c = culprits[i]
+    parts[#parts + 1] = ("%s from rank %d, first in %s"):format(c.what, c.rank, c.tensor)
+  end
+  if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
   return text, require("engine.json").encode { inf = tonumber(record.inf), nan = tonumber(record.nan), first_inf = first.inf, first_nan = first.nan,
-    scale = record.scale }
+    scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
 --- Runs the step's forward and backward pass again under the watch, from the batches and random numbers it had. Gives a finding
@@ -91,6 +97,8 @@ end
 --- policy stops it, or lets the scale stand at overflow after overflow.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
+  local culprit = trainer.parallel:culprits()[1]
+  if culprit and culprit.rank ~= trainer.parallel.rank then return end      -- whose batches it was looks
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -103,14 +111,17 @@ function Overflows:look(record, verdict)
   local text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
   trainer.run_files:event(step, "trap", text, finding and require("engine.json").encode(finding:data()) or nil)
   local place = finding and finding:place() or text
-  if self.every_time and not self.told[place] then trainer:note(("step %d: overflow: %s"):format(step + 1, (text:gsub("\n", "\n  ")))) end
+  local function say(line)
+    if trainer.parallel.rank > 0 then require("engine.ranks").say("%s", line) else trainer:note(line) end
+  end
+  if self.every_time and not self.told[place] then say(("step %d: overflow: %s"):format(step + 1, (text:gsub("\n", "\n  ")))) end
   self.told[place] = true                          -- each place once; the history has them all
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at %g"):format(record.scale)
       or ("%d overflows in a row, and the loss scale stays at %g"):format(self.in_row, record.scale)
     local lines = advice(self, record, finding)
     trainer.run_files:event(step, "stuck", what .. "\n" .. table.concat(lines, "\n"))
-    trainer:note(("step %d: %s\n%s"):format(step + 1, what, table.concat(lines, "\n")))
+    say(("step %d: %s\n%s"):format(step + 1, what, table.concat(lines, "\n")))
   end
 end
 

@@ -26,7 +26,8 @@ end
 
 local function backward(self, batches)
   local trainer, mark = self.trainer, M_ffi.new("int64_t[1]")
-  for _, batch in ipairs(batches) do
+  for i, batch in ipairs(batches) do
+    trainer.parallel:draw(i)
     check(C.eng_scope_begin(mark))
     local good, message = pcall(function()
       precision.autocast("fp32", trainer.loss, trainer.model, batch):backward { scale = 1 / #batches }
@@ -48,6 +49,7 @@ function Reference:batches()
   for _, x in ipairs(self.spared) do x:requires_grad(false) end
   check(C.eng_params_reference_begin(trainer.optimizer.params))
   local good, message = pcall(backward, self, batches)
+  if good and trainer.parallel.many then check(C.eng_parallel_reference(trainer.parallel.reduction)) end
   local status = C.eng_params_reference_end(norm, self.norms, trainer.optimizer.params, 1)
   for _, x in ipairs(self.spared) do x:requires_grad(true) end
   if not good then error(message, 0) end

@@ -37,7 +37,7 @@ local function state_of(trainer)
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
     policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
-    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
+    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) }, accumulate = trainer.accumulate, ranks = trainer.parallel.size,
     data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state() or nil,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
     threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
@@ -69,13 +69,14 @@ end
 --- Puts a loaded checkpoint into the trainer's parts; returns lines about what is not as it was.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
-  local problem = state_problem(state) or (not c.model and "it has no weights") or (not c.optimizer and "it has no optimizer state")
+  local problem = state_problem(state) or not c.told and (not c.model and "it has no weights" or not c.optimizer and "it has no optimizer state")
   if problem then error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0) end
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
   end
-  trainer.model:load_state(c.model)
-  trainer.optimizer:load_state(c.optimizer, state.optimizer.updates)
+  if not trainer.parallel.many then trainer.optimizer:load_state(c.optimizer, state.optimizer.updates) end
+  trainer.optimizer.updates = state.optimizer.updates
+  if not c.told then trainer.model:load_state(c.model) end
   M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
   if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
@@ -92,6 +93,7 @@ local function take_over(trainer, c)
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
   trainer.retries, trainer.tokens = state.retries, state.tokens
   trainer.began = trainer.began - state.elapsed
+  notes[#notes + 1] = trainer:share_as_before(state.ranks or 1, state.accumulate or trainer.accumulate)
   for _, what in ipairs { "precision", "schedule", "threads" } do
     local now = ({ precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
     if state[what] ~= now then notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what, tostring(now), tostring(state[what])) end
@@ -182,6 +184,21 @@ function Run:open_history(cut)
   self:describe()
 end
 
+-- What rank 0 opened and read, on the other ranks: they write nothing and need no files.
+local function told(self)
+  local news = require("engine.json").decode(require("engine.ranks").from_first())
+  self.path, self.recorded = news.path, news.recorded
+  if news.state then take_over(self.trainer, { state = news.state, path = news.read, told = true }) end
+  self.trainer.parallel:start(news.state ~= nil)
+end
+
+local function tell(self, c)
+  local recorded = (self.path ~= nil and self.wants_history) or (self.wants_tensorboard or "") ~= ""
+  local news = { recorded = recorded, path = self.path, read = c and c.path, state = c and c.state }
+  require("engine.ranks").from_first(require("engine.json").encode(news))
+  self.trainer.parallel:start(c ~= nil, c and c.optimizer)
+end
+
 local function open(self, resume)
   local trainer = self.trainer
   local c = resume and find_checkpoint(self, resume) or nil
@@ -191,6 +208,7 @@ local function open(self, resume)
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
+  if trainer.parallel.many then tell(self, c) end
   if not self.path then return end
   if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
   self:open_history(resume)
@@ -203,6 +221,11 @@ function M.open(trainer, options)
     wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
   if resume == "" or resume == "false" then resume = false end
+  if trainer.parallel.rank > 0 then
+    self.follows = true
+    told(self)
+    return self
+  end
   if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
   if self.wants_tensorboard == true and not self.path then
     error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, or tensorboard as a directory", 0)
@@ -215,8 +238,8 @@ function M.open(trainer, options)
   return self
 end
 
---- Whether what is written down holds exponent histograms.
-function Run:wants_hist() return self.history ~= nil or (self.wants_tensorboard or "") ~= "" end
+--- Whether what is written down, by rank 0, holds exponent histograms.
+function Run:wants_hist() return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= "" end
 
 --- Opens the event file for TensorBoard, where one is wanted.
 function Run:open_tensorboard()
@@ -230,7 +253,7 @@ end
 function Run:reopen()
   self.running = true
   self:open_tensorboard()
-  if not self.path or self.lock then return end
+  if not self.path or self.lock or self.follows then return end
   local good, message = self:take(self.path)
   if not good then error(("%s is being written by another run: %s"):format(self.path, message), 0) end
   self:open_history(true)
@@ -300,12 +323,21 @@ function Run:event(step, kind, text, data)
   if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
 end
 
---- Writes a checkpoint; returns its path, or nil and a message.
+--- Writes a checkpoint; returns its path, or nil and a message. All ranks call it: rank 0 writes, the others bring what only they have.
 function Run:save()
   local trainer = self.trainer
-  local good, path, note = pcall(function()
+  local function write(moments)
     return checkpoint.save(self.path .. "/checkpoints", trainer.steps_done,
-      { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(), state = state_of(trainer) }, { keep = self.keep })
+      { model = trainer.model:state(), optimizer = moments, state = state_of(trainer) }, { keep = self.keep })
+  end
+  if self.follows then
+    self.saved_at = trainer.steps_done
+    if trainer.parallel.zero then trainer.parallel:collect() end
+    return self.path
+  end
+  local good, path, note = pcall(function()
+    if trainer.parallel.zero and trainer.parallel.many then return trainer.parallel:collect(write) end
+    return write(trainer.optimizer:state_tensors())
   end)
   if not good then
     local why = tostring(path):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it

@@ -58,7 +58,7 @@ function Shadows:observe(record, stats, verdict, history)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
   local limit = self.limit and record.overflow == 0 and self.limit or nil
-  local signals = require("engine.trainer").signals
+  local signals = self.trainer.parallel.signals
   for _, s in ipairs(self.list) do
     local policy = s.policy
     if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end   -- the scale it would have had in this step

@@ -2,6 +2,8 @@
 -- `engine attach`. Between two steps the new one is compiled, tried on the records of the last steps and takes over from the
 -- old one (its `migrate`); whatever goes wrong, the old one stays and the history says why. One that fails its first decision
 -- goes at once, and the old one decides that step.
+-- Of several ranks all swap at the same step to the same bytes, rank 0's, or none does: each compiles and tries them, and what one of
+-- them has against them all refuse.
 -- Owned by the trainer, which asks it for every verdict (decide) and between steps (between).
 local M_ffi = require "engine.ffi"
 
@@ -79,7 +81,7 @@ local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
   copy:take_over(trainer.policy)
-  for name, value in pairs(require("engine.trainer").signals) do copy:signal(name, value) end
+  for name, value in pairs(trainer.parallel.signals) do copy:signal(name, value) end
   local needs = bit.band(copy.needs, bit.bnot(C.ENG_NEED_NORM_REF))
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING
@@ -105,11 +107,43 @@ local function put(self, fresh, by, as_it_is)
     { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
 end
 
+-- Rank 0's bytes, in a policy of this rank's own; a policy that is no text is loaded by each. As pcall gives it.
+local function load_together(self, source, options)
+  local json, ranks, load = require "engine.json", require "engine.ranks", require("engine.policy").load
+  local news, good, fresh = nil, true, nil
+  if ranks.rank() == 0 then
+    good, fresh = pcall(load, source, options)
+    if not good then news = { problem = tostring(fresh) }
+    elseif fresh.source then news = { source = fresh.source, file = fresh.file, path = fresh.path, options = fresh.given, crc = fresh:hash() }
+    else news = {} end
+  end
+  news = json.decode(ranks.from_first(news and json.encode(news)))
+  if news.problem then return false, news.problem end
+  if ranks.rank() > 0 then
+    if news.source then good, fresh = pcall(load, { source = news.source, file = news.file, path = news.path }, news.options or {})
+    else good, fresh = pcall(load, source, options) end
+    if good and news.crc and fresh:hash() ~= news.crc then good, fresh = false, "its bytes came damaged" end
+  end
+  return good, fresh
+end
+
+--- What one of the ranks has against it, or nil: the same answer on all.
+local function anybody(self, problem)
+  if not self.trainer.parallel.many then return problem end
+  for rank, text in ipairs(require("engine.ranks").from_all(problem and tostring(problem) or "")) do
+    if text ~= "" then return ("rank %d: %s"):format(rank - 1, text) end
+  end
+end
+
 local function attempt(self, source, options, by)
   local load = require("engine.policy").load
   local what = type(source) == "table" and (source.file or source.name) or tostring(source)
-  local good, fresh = pcall(load, source, options)
-  if not good then return refuse(self, what, by, fresh) end
+  local many = self.trainer.parallel.many
+  local good, fresh
+  if many then good, fresh = load_together(self, source, options)
+  else good, fresh = pcall(load, source, options) end
+  local obstacle = anybody(self, not good and fresh or nil)
+  if obstacle then return refuse(self, what, by, obstacle) end
   local old = self.trainer.policy
   if fresh == old then return true end
   local ready, problem = pcall(function()
@@ -120,8 +154,8 @@ local function attempt(self, source, options, by)
     self.trainer:prepare(fresh)
     fresh:take_over(old)
   end)
+  problem = anybody(self, problem or not ready and "it cannot take over" or nil)
   if problem then return refuse(self, what, by, problem) end
-  if not ready then return refuse(self, what, by, "it cannot take over") end
   put(self, fresh, by, type(source) == "table" and not source.of_the_file)
   self.former[#self.former + 1] = old
   if #self.former > MOST_UNDO then table.remove(self.former, 1) end
@@ -177,31 +211,52 @@ end
 local function reread(self, by)
   local policy = self.trainer.policy
   local text = read(policy.path)
+  if self.trainer.parallel.many then text = require("engine.ranks").from_first(text) end
   if not text then return refuse(self, policy.file, by, policy.path .. " cannot be read") end
   if text == policy.source then return false end
   return attempt(self, { source = text, file = policy.file, path = policy.path, of_the_file = true }, policy.given, by)
 end
 
---- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file. A file that was saved is
---- looked at when it has the same stamp twice: whoever writes it may not be done.
-function Swap:between()
-  while self.queue[1] do table.remove(self.queue, 1)() end
+-- Whether the policy's file was saved: it is looked at when it has the same stamp twice, for whoever writes it may not be done.
+local function was_saved(self)
   local policy = self.trainer.policy
-  if C.eng_hangups() > 0 then
-    if not policy.path then self.trainer:note(("SIGHUP: policy %s has no file to be read again"):format(policy.name))
-    elseif reread(self, "SIGHUP") == false then self.trainer:note(("SIGHUP: %s is as it was"):format(policy.file)) end
-    return
-  end
-  if not self.watching or not policy.path then return end
+  if not self.watching or not policy.path then return false end
   local stamp = C.eng_file_stamp(policy.path)
   if stamp == self.stamp then
     self.pending_stamp = nil
   elseif stamp ~= 0 and stamp == self.pending_stamp then
     self.stamp, self.pending_stamp = stamp, nil
-    reread(self, "its file was saved")
+    return true
   else
     self.pending_stamp = stamp
   end
+  return false
+end
+
+local SAVED = "its file was saved"
+
+--- Why the policy's file is to be read again, or nil.
+function Swap:wish()
+  return was_saved(self) and SAVED or nil
+end
+
+--- Reads it again.
+function Swap:grant(by)
+  local policy = self.trainer.policy
+  if not policy.path then self.trainer:note(("%s: policy %s has no file to be read again"):format(by, policy.name))
+  elseif reread(self, by) == false and by ~= SAVED then self.trainer:note(("%s: %s is as it was"):format(by, policy.file)) end
+end
+
+--- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file. Several ranks learn of SIGHUP by the
+--- step's record, of the file by rank 0 (control.lua).
+function Swap:between()
+  while self.queue[1] do table.remove(self.queue, 1)() end
+  local parallel = self.trainer.parallel
+  if parallel.many then
+    if parallel.hangup then self:grant("SIGHUP") end
+    parallel.hangup = false
+  elseif C.eng_hangups() > 0 then self:grant("SIGHUP")
+  elseif was_saved(self) then self:grant(SAVED) end
 end
 
 -- ------------------------------------------------------------------ checkpoints

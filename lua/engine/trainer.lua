@@ -37,25 +37,31 @@ function Trainer:step()
 
   local losses, tokens = {}, 0
   self.place = self:remember_place()                                             -- for a retry, or when this step fails
-  local reference = self.reference
+  local reference, parallel = self.reference, self.parallel
+  parallel:share_begins()                                                        -- of several ranks each has its batches
   local drawn = reference and reference:batches()                                -- now and then: the same in f32, for record.norm_ref
   for i = 1, self.accumulate do
     local batch = drawn and drawn[i] or data:next()                              -- (0) a batch
+    parallel:draw(i)
     self:remember_batch(i, batch)
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
+    if i == self.accumulate then parallel:last_backward() end                    -- its gradients are reduced as they come
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
     losses[i] = loss                                                             -- (3) gradients stand in the flat buffer
     tokens = tokens + (batch.tokens or batch.y and batch.y.count or 0)
   end
+  parallel:backward_done()
+  parallel:share_ends()
 
   record.step, record.updates, record.scale = self.steps_done, self.updates, scale
   record.loss, record.lr, record.norm_ref = self:mean(losses), lr, 0 / 0
   record.elapsed = machine.clock() - self.began
   local stats = self.stats
-  check(C.eng_params_stats(record, stats, opt.params, scale, self.needs))        -- (4) one read-only pass over the gradients
+  tokens = parallel:record(record, stats, scale, tokens)                         -- (4) one read-only pass over the gradients; the same on all ranks
   if reference then reference:tell(record, stats) end
-  for name, value in pairs(M.signals) do policy:signal(name, value) end
+  for name, value in pairs(parallel.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides
+  parallel:decide(verdict)
   if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
   if opt.fp8 then self:observe_fp8(record, verdict) end                          -- scales of FP8 layers, and what was seen of them
   if verdict.action == C.ENG_ACTION_STEP then
@@ -64,6 +70,7 @@ function Trainer:step()
     if clip and record.norm > clip then factor = factor * clip / (record.norm + 1e-6) end
     opt.lr = lr
     opt:step { gradient_factor = factor, clip_value = self.clip_value, lr_mul = verdict.lr_mul }  -- (6) unscale, clip, update: one pass
+    parallel:updated()
     self.updates = self.updates + 1
   else
     self.skipped = self.skipped + 1
@@ -117,6 +124,20 @@ function Trainer:remember_batch(i, batch)
   C.eng_rng_get(self.random + 2 * i - 2, self.random + 2 * i - 1)
 end
 
+--- A run goes on that `ranks` made, each with `accumulate` micro-batches a step. Keeps the step what it was where that can be, unless the
+--- script asks for another; gives a line about it.
+function Trainer:share_as_before(ranks, accumulate)
+  local before, size = ranks * accumulate, self.parallel.size
+  if before == size * self.accumulate then return ranks ~= size and ("%d ranks go on where %d were, with the same step"):format(size, ranks) or nil end
+  if accumulate == self.accumulate and before % size == 0 then
+    self.accumulate = before / size
+    self.random = M_ffi.new("uint64_t[?]", 2 * self.accumulate)
+    return ("%d rank%s with accumulate=%d go on where %d with accumulate=%d were, with the same step"):format(size, size == 1 and "" or "s", self.accumulate,
+      ranks, accumulate)
+  end
+  return ("a step has %d batches now, it had %d: the losses will differ"):format(size * self.accumulate, before)
+end
+
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
   C.eng_rng_set(place.seed, place.counter)
@@ -130,6 +151,7 @@ local KNOWN = {
   log = true, on_step = true, on_policy_error = true, stats_every = true, history = true, config = true, evaluate = true, mode = true, graph = true,
   ref_every = true, ref_layers = true,
   shadow = true, trap = true, watch = true, attach = true, tensorboard = true,
+  wire = true, bucket = true, zero = true, rank_timeout = true,
 }
 
 local function want(condition, key, expected, got)
@@ -179,6 +201,8 @@ local function check_options(o)
   want(o.run == nil or type(o.run) == "string", "run", "a name or a path", o.run)
   want(o.loss == nil or callable(o.loss), "loss", "a function(model, batch)", o.loss)
   want(o.loss ~= nil or o.model.loss, "loss", "a function(model, batch), for this model has no loss of its own", o.loss)
+  local key, expected = require("engine.parallel").wrong(o)
+  if key then want(false, key, expected, o[key]) end
   want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
 end
 
@@ -235,6 +259,7 @@ local function new(o)
   loaded, shadows = pcall(require("engine.shadow").new, self, o.shadow)
   if not loaded then error(shadows, 0) end
   self.shadows = shadows
+  self.parallel = require("engine.parallel").new(self, o)
   self:use_policy(self.policy)
   self.swaps, self.overflows = require("engine.swap").new(self, o), require("engine.overflow").new(self, o.trap == "overflow")
   self.control = require("engine.control").new(self, o)
@@ -279,6 +304,11 @@ end
 ---   trap                         "overflow": every overflow is run again to name the operation it began in (overflow.lua)
 ---   tensorboard                  true: event files for TensorBoard in the run's directory; or a directory for them
 ---   attach                       false: `engine attach` cannot reach this run (control.lua)
+--- And where several ranks train together (ranks.lua, parallel.lua):
+---   wire                         format gradients travel in: "own" (each one's), "fp32", "bf16", "fp16" or "fp8"; sums are f32
+---   bucket                       MiB of gradients that travel together (2)
+---   zero                         1: each rank updates its part of the weights and keeps the moments of these alone (ZeRO-1)
+---   rank_timeout                 seconds a rank waits for another before it ends the job (300)
 function M.new(options)
   if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
   local good, result = pcall(new, options)
@@ -293,12 +323,18 @@ end
 
 M.signals = require "engine.signals"
 
---- Publishes a number that policies read as record.signals[name], for example an attention entropy.
-function M.signal(name, value)
+local rules = require "engine.signals_rules"
+
+--- Publishes a number that policies read as record.signals[name], for example an attention entropy. `rule`: what becomes of the numbers
+--- of several ranks, "mean" (as a rule), "max" or "sum"; ranks that published none do not count.
+function M.signal(name, value, rule)
   if type(name) ~= "string" or type(value) ~= "number" then
     error(("signal: expected a name and a number, got %s and %s"):format(type(name), type(value)), 2)
   end
-  M.signals[name] = value
+  if rule ~= nil and rule ~= "mean" and rule ~= "max" and rule ~= "sum" then
+    error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name, M_ffi.value_text(rule)), 2)
+  end
+  M.signals[name], rules[name] = value, rule or rules[name]
 end
 
 -- ------------------------------------------------------------------ the loop
@@ -354,7 +390,7 @@ end
 --- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts. Returns a summary:
 --- { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s, stopped = reason or nil, path }.
 function Trainer:run()
-  local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet",
+  local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" or self.parallel.rank > 0,
     unscaled = not self.precision.scaled and self.policy.name == "static" and self.policy:scale() == 1 }
   self.progress = progress
   self.run_files:reopen()
@@ -373,7 +409,7 @@ function Trainer:run()
       local from = machine.clock()
       local tokens_before = self.tokens
       local record, verdict = self:step()
-      local ends = self.steps_done >= self.steps or self.run_files:due() or C.eng_interrupted() > 0
+      local ends = self.steps_done >= self.steps or self.run_files:due() or self.parallel:interrupted()
       if self.asked and ends then record, verdict = lagged.drain(self, record, verdict) end
       if not record then goto next end                                           -- lagged: the first record is still on its way
       local now = machine.clock()
@@ -398,12 +434,12 @@ function Trainer:run()
         self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
       end
       stopped = self.control:between() or stopped                                -- swaps, and whoever is attached
-      local interrupted = C.eng_interrupted() > 0
-      if interrupted then stopped = "interrupted" end
+      if self.parallel:interrupted() then stopped = "interrupted" end
       local message = self.run_files:after_step(self.steps_done >= self.steps or stopped ~= nil)
       if message then progress:note(message) end
       ::next::
     end
+    self.parallel:agree()
   end
 
   local good, message = xpcall(loop, function(m)
@@ -433,7 +469,7 @@ function Trainer:rescue(problem)
   if self.place then pcall(self.go_back, self, self.place) end
   self.place = nil
   self.run_files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
-  local note = self.steps_done > 0 and self.run_files:after_step(true)
+  local note = self.steps_done > 0 and not self.parallel.zero and self.run_files:after_step(true)     -- with ZeRO it takes all ranks
   if note then self.progress:note(note)
   elseif self.run_files.saved_at == self.steps_done then
     self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(self.run_files.path, self.steps_done))

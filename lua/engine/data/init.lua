@@ -62,6 +62,9 @@ function Loader:next()
   return batch
 end
 
+--- Passes over n batches.
+function Loader:skip(n) self.at = self.at + n end
+
 -- What must be the same for a place to mean the same batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 

@@ -1,0 +1,82 @@
+// Ranks: groups of processes that work on one job, behind one interface. What moves bytes is a transport: MPI's stands in a plug-in
+// library (comm_mpi.c), a process of its own has none. All collective operations are made here (comm.c) of messages between two
+// ranks, so that sums have one order whatever the transport, the size of a message or the algorithm does.
+//
+// The order of a sum over ranks 0..n-1: with p the largest power of two <= n, first x[i] + x[i+p] for i < n - p, then pairs of
+// neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3)) for four.
+//
+// Called by Lua through engine.h and by comm_*.c. Everything below backend.h knows nothing of ranks.
+#ifndef ENG_COMM_H
+#define ENG_COMM_H
+
+#include "engine.h"
+
+/// One message of an exchange. The memory is the host's and must stand until the exchange is done.
+typedef struct comm_message {
+  void   *memory;
+  int64_t bytes;              // at most COMM_LARGEST
+  int32_t peer;               // rank in the group
+  bool    send;
+} comm_message;
+
+enum { COMM_LARGEST = 1 << 30 };
+
+/// What moves bytes. `group` is the transport's own.
+typedef struct comm_transport {
+  int32_t abi;                // COMM_ABI
+  int32_t rank, size, local_size;   // of the world; ranks on this machine
+  void   *world;
+  /// Starts n messages. Those between two ranks with one tag arrive in the order they were started.
+  eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
+  /// Whether all are done, after which the exchange is gone. Never waits.
+  eng_status (*test)(bool *done, void *exchange);
+  /// The group of those who give the same color, ordered by key and rank. Everybody in the parent calls it.
+  eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
+  void (*free)(void *group);
+  /// Ends every process of the job; does not return.
+  void (*abort)(int code);
+  /// The last call, when all ranks are through.
+  void (*finish)(void);
+  const char *(*describe)(void);
+} comm_transport;
+
+enum { COMM_ABI = 1 };
+
+typedef struct comm_host {
+  int32_t abi;
+  eng_status (*error)(eng_status status, const char *text);
+} comm_host;
+
+/// The plug-in's one function: NULL with the error set when the transport cannot start.
+typedef const comm_transport *comm_plugin(const comm_host *host);
+
+struct eng_comm {
+  const comm_transport *transport;   // NULL: a process of its own
+  void   *group;
+  int32_t rank, size;
+  int32_t next_tag;
+};
+
+/// Tags: operations of one group are numbered in the order they are started; gradient buckets have tags of their own.
+enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_BUCKET = 8192, COMM_TAG_ALARM = 8191 };
+
+/// Waits for an exchange. After the timeout (eng_comm_timeout) the job is ended with a message that names who did not come to `what`.
+eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
+/// One breath of a wait of one's own that began at `since` (eng_clock): offers the core to others, and ends the job as comm_wait does.
+eng_status comm_pause(double since, const char *what);
+/// Starts and waits.
+eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag, const char *what);
+int comm_tag(eng_comm *comm);
+
+/// Sums values[0..n_sums) and takes maxima (NaN wins) of the n_maxima after them, in one message where there are two ranks,
+/// log2(n) in all.
+eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima, const char *what);
+
+/// The order of sums, for memory: out[i] = sum over k of in[k][i].
+void comm_sum_f32(float *out, const float *const *in, int n, int64_t count);
+
+/// comm_start.c: the transport this process was started for; NULL in `out` when it is alone. Fails where it was started as one of
+/// several and cannot reach the others.
+eng_status comm_load(const comm_transport **out);
+
+#endif

@@ -1,0 +1,498 @@
+// Gradients reduced over ranks while backward goes on. See engine.h (eng_parallel) for the contract.
+//
+// The members of a parameter set are gathered into buckets, last ones first, as backward completes them. A bucket whose members are
+// complete goes out: to every rank the piece it sums, with a byte for each member that says whether this rank had a gradient for it
+// and what was wrong with it, so that everybody knows which rank brought the inf. The sums come back (without ZeRO) in the same format.
+// Both exchanges move on whenever backward has finished an operation. A rank's piece of every bucket is also what it computes statistics
+// of and, with ZeRO-1, what it updates.
+//
+// Owns the buckets and their memory, and the set's `own`. Gradients in other memory than the host's go through a buffer there.
+#include "comm_gradients.h"
+
+#include "error.h"
+#include "numerics.h"
+#include "tape.h"
+#include "transfer.h"
+#include "wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { HAS_GRADIENT = 1, WIRE_OVERFLOW = 8 };
+
+// ------------------------------------------------------------------ formats
+
+static int wire_dtype(int wire, int own)
+{
+  static const int32_t of[] = {[ENG_WIRE_F32] = ENG_f32, [ENG_WIRE_BF16] = ENG_bf16, [ENG_WIRE_F16] = ENG_f16, [ENG_WIRE_FP8] = ENG_e4m3};
+  return wire == ENG_WIRE_OWN ? own : of[wire];
+}
+
+static int64_t padded(int64_t count) { return (count + WIRE_BLOCK - 1) / WIRE_BLOCK * WIRE_BLOCK; }
+
+static int64_t packed_bytes(int wire, int64_t count)
+{
+  if (wire != ENG_e4m3) return count * eng_dtype_size(wire);
+  return count + (count + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float);
+}
+
+/// Row of n numbers from one format to another, by the CPU's kernel.
+static eng_status cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n)
+{
+  if (n == 0) return ENG_OK;
+  if (to_dtype == from_dtype) {
+    memcpy(to, from, (size_t)(n * eng_dtype_size(to_dtype)));
+    return ENG_OK;
+  }
+  storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST}, b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
+  tensor x = {.data = (void *)from, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = from_dtype, .store = &a, .live = true, .node = -1};
+  tensor y = {.data = to, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = to_dtype, .store = &b, .live = true, .node = -1};
+  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
+  return backend_cpu()->kernel[ENG_OP_cast](&call);
+}
+
+/// Elements [at, at + n) of a packed piece of `count`, from numbers in `dtype`. `room`: n floats. at is a multiple of a block.
+static eng_status pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
+{
+  if (wire != ENG_e4m3) return cast(piece + at * eng_dtype_size(wire), wire, from, dtype, n);
+  if (dtype != ENG_f32) {
+    ENG_TRY(cast(room, ENG_f32, from, dtype, n));
+    from = room;
+  }
+  wire_e4m3_encode((uint8_t *)piece + at, (float *)(piece + count) + at / WIRE_BLOCK, from, n);
+  return ENG_OK;
+}
+
+static eng_status unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room)
+{
+  if (wire != ENG_e4m3) return cast(to, dtype, piece + at * eng_dtype_size(wire), wire, n);
+  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at, (const float *)(piece + count) + at / WIRE_BLOCK, n);
+  return dtype == ENG_f32 ? ENG_OK : cast(to, dtype, room, ENG_f32, n);
+}
+
+eng_status eng_wire_round(float *x, int64_t n, int wire)
+{
+  if (wire <= ENG_WIRE_OWN || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
+  int dtype = wire_dtype(wire, ENG_f32);
+  int64_t count = padded(n);
+  char *piece = malloc((size_t)packed_bytes(dtype, count) + 1);
+  if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
+  eng_status status = pack(piece, dtype, count, 0, x, ENG_f32, n, NULL);
+  if (status == ENG_OK) status = unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
+  free(piece);
+  return status;
+}
+
+// ------------------------------------------------------------------ making
+
+/// Overlap of member k's elements with piece `rank`: from, to in the member's own count; at: where that begins in the piece.
+static int64_t overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from, int64_t *at)
+{
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = b->at[k], last = first + p->set->member[b->member[k]].value->count;
+  int64_t low = first > begin ? first : begin, high = last < end ? last : end;
+  *from = low - first;
+  *at = low - begin;
+  return high > low ? high - low : 0;
+}
+
+/// Members in the order backward completes them, cut into buckets of one format each.
+static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire)
+{
+  eng_params *set = p->set;
+  int32_t open[ENG_DTYPE_COUNT];
+  int64_t bytes[ENG_DTYPE_COUNT] = {0};
+  memset(open, -1, sizeof open);
+  for (int i = set->n - 1; i >= 0; i--) {
+    int dtype = set->gradients->part[i]->dtype;
+    int64_t own = set->member[i].value->count * eng_dtype_size(dtype);
+    if (open[dtype] < 0 || bytes[dtype] + own > limit) {
+      open[dtype] = p->n_buckets++;
+      bytes[dtype] = 0;
+      bucket *b = &p->buckets[open[dtype]];
+      *b = (bucket){.dtype = dtype, .wire = wire_dtype(wire, dtype)};
+      b->member = calloc((size_t)i + 1, sizeof *b->member);
+      b->at = calloc((size_t)i + 2, sizeof *b->at);
+      if (!b->member || !b->at) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    }
+    bucket *b = &p->buckets[open[dtype]];
+    b->member[b->n] = i;
+    b->at[b->n + 1] = b->at[b->n] + padded(set->member[i].value->count);
+    b->n++;
+    bytes[dtype] += own;
+    p->bucket_of[i] = open[dtype];
+  }
+  return ENG_OK;
+}
+
+/// Where the pieces of a bucket begin.
+static void cut(bucket *b, int ranks)
+{
+  enum { STEP = 4096 };                  // what gradstats sums at a time
+  int64_t total = b->at[b->n];
+  for (int rank = 0, k = 0; rank <= ranks; rank++) {
+    int64_t ideal = total / ranks * rank + total % ranks * rank / ranks;
+    while (k < b->n - 1 && b->at[k + 1] <= ideal) k++;
+    int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k], down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
+    b->cut[rank] = rank == ranks ? total : b->at[k] + (inside - down <= up - inside ? down : up);
+  }
+}
+
+static int64_t message_bytes(const bucket *b, int rank)
+{
+  return (packed_bytes(b->wire, b->cut[rank + 1] - b->cut[rank]) + b->n + 7) / 8 * 8;
+}
+
+static eng_status take_memory(eng_parallel *p)
+{
+  int64_t size = p->comm->size, longest = 0, largest = 0;
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    b->cut = calloc((size_t)size + 1, sizeof *b->cut);
+    b->begin = calloc((size_t)size + 1, sizeof *b->begin);
+    if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    cut(b, p->comm->size);
+    for (int rank = 0; rank < size; rank++) {
+      b->begin[rank + 1] = b->begin[rank] + message_bytes(b, rank);
+      if (message_bytes(b, rank) > COMM_LARGEST)
+        return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)message_bytes(b, rank));
+    }
+    int64_t own = b->cut[p->comm->rank + 1] - b->cut[p->comm->rank];
+    b->packed = packed_bytes(b->wire, own);
+    b->bytes = message_bytes(b, p->comm->rank);
+    b->out = calloc(1, (size_t)b->begin[size]);           // what pads a member stays zero
+    b->in = calloc(1, (size_t)(b->bytes * size > b->begin[size] ? b->bytes * size : b->begin[size]));
+    b->sum = calloc(1, (size_t)b->packed + 1);
+    if (!b->out || !b->in || !b->sum) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    if (own > longest) longest = own;
+  }
+  for (int i = 0; i < p->set->n; i++) {
+    if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
+    bucket *b = &p->buckets[p->bucket_of[i]];
+    for (int k = 0; k < b->n; k++) {
+      int64_t from, at, n = overlap(p, b, k, p->comm->rank, &from, &at);
+      if (b->member[k] != i) continue;
+      p->set->own[2 * i] = n ? from : 0;
+      p->set->own[2 * i + 1] = n ? from + n : 0;
+    }
+  }
+  p->values = malloc((size_t)((size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float)) + 1);
+  if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
+  p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
+  p->terms = calloc((size_t)size, sizeof *p->terms);
+  p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
+  if (p->values && p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
+  return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+}
+
+void eng_parallel_free(eng_parallel *p)
+{
+  if (!p) return;
+  eng_parallel_cancel(p);
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    free(b->member);
+    free(b->at);
+    free(b->cut);
+    free(b->begin);
+    free(b->out);
+    free(b->in);
+    free(b->sum);
+  }
+  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
+    free(p->set->own);
+    p->set->own = NULL;
+  }
+  params_release(p->set);
+  free(p->buckets);
+  free(p->bucket_of);
+  free(p->complete);
+  free(p->brought);
+  free(p->values);
+  free(p->raw);
+  free(p->messages);
+  free(p->terms);
+  free(p->numbers);
+  free(p);
+}
+
+eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options)
+{
+  *out = NULL;
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
+  if (options->wire < 0 || options->wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->wire);
+  if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
+  eng_parallel *p = calloc(1, sizeof *p);
+  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  size_t n = (size_t)set->n + 1;
+  p->set = set;
+  p->comm = comm;
+  set->references++;
+  set->own = calloc(2 * n, sizeof *set->own);
+  p->buckets = calloc(n, sizeof *p->buckets);
+  p->bucket_of = calloc(n, sizeof *p->bucket_of);
+  p->complete = calloc(n, sizeof *p->complete);
+  eng_status status = set->own && p->buckets && p->bucket_of && p->complete ? fill_buckets(p, options->bucket, options->wire)
+                                                                           : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (status == ENG_OK) status = take_memory(p);
+  if (status != ENG_OK) {
+    eng_parallel_free(p);
+    return status;
+  }
+  p->facts.buckets = p->n_buckets;
+  p->zero = set->sharded = options->zero != 0;
+  *out = p;
+  return ENG_OK;
+}
+
+void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *p, int index)
+{
+  *from = p->set->own[2 * index];
+  *to = p->set->own[2 * index + 1];
+}
+
+// ------------------------------------------------------------------ a bucket's way
+
+static int64_t piece_of(const bucket *b, int rank) { return b->cut[rank + 1] - b->cut[rank]; }
+
+/// The member's gradient in host memory.
+static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
+{
+  *values = gradient->data;
+  if (gradient->store->space == SPACE_HOST) return ENG_OK;
+  *values = p->raw;
+  return transfer_to_host(p->raw, gradient->store->space, gradient->data, gradient->count * eng_dtype_size(gradient->dtype));
+}
+
+static eng_status pack_member(eng_parallel *p, bucket *b, int k)
+{
+  const parameter *member = &p->set->member[b->member[k]];
+  int ranks = p->comm->size, flags = 0;
+  const void *values = NULL;
+  if (member->has_gradient) {
+    ENG_TRY(on_host(&values, p, member->gradient));
+    flags = HAS_GRADIENT | wire_flags(values, b->dtype, member->value->count);
+  }
+  for (int rank = 0; rank < ranks; rank++) {
+    int64_t from, at, n = overlap(p, b, k, rank, &from, &at);
+    if (n == 0) continue;
+    char *piece = b->out + b->begin[rank];
+    int64_t count = piece_of(b, rank);
+    if (values) {
+      ENG_TRY(pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
+      if (b->wire == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
+    } else if (b->wire == ENG_e4m3) {
+      memset(p->values, 0, (size_t)n * sizeof *p->values);
+      ENG_TRY(pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
+    } else memset(piece + at * eng_dtype_size(b->wire), 0, (size_t)(n * eng_dtype_size(b->wire)));
+  }
+  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + packed_bytes(b->wire, piece_of(b, rank)) + k] = (char)flags;
+  return ENG_OK;
+}
+
+static int tag_of(const eng_parallel *p, const bucket *b) { return COMM_TAG_BUCKET + (int)(b - p->buckets); }
+
+/// All members are complete: the pieces go out.
+static eng_status send_out(eng_parallel *p, bucket *b)
+{
+  if (p->first == 0) p->first = eng_clock();
+  for (int k = 0; k < b->n; k++) ENG_TRY(pack_member(p, b, k));
+  int n = 0, own = p->comm->rank;
+  for (int peer = 0; peer < p->comm->size; peer++) {
+    if (peer == own) continue;
+    int64_t bytes = b->begin[peer + 1] - b->begin[peer];
+    p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
+    p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->bytes, peer, false};
+    p->facts.bytes += bytes;
+  }
+  memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
+  b->state = BUCKET_OUT;
+  p->under_way++;
+  return p->comm->transport && n > 0 ? p->comm->transport->start(&b->exchange, p->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+}
+
+/// Everybody's pieces are here: the sum, rounded to the wire's format as the others will see it.
+static eng_status sum_piece(eng_parallel *p, bucket *b)
+{
+  int ranks = p->comm->size;
+  int64_t own = piece_of(b, p->comm->rank);
+  for (int rank = 0; rank < ranks; rank++) {
+    const char *piece = b->in + b->bytes * rank;
+    float *values = p->values + own * rank;
+    p->terms[rank] = values;
+    if (b->wire == ENG_f32) p->terms[rank] = (const float *)piece;
+    else ENG_TRY(unpack(values, ENG_f32, own, piece, b->wire, own, 0, NULL));
+    for (int k = 0; k < b->n; k++) p->brought[(int64_t)rank * p->set->n + b->member[k]] = (uint8_t)piece[b->packed + k];
+  }
+  wire_sum(p->values, p->terms, ranks, own, (float)ranks);
+  return pack(b->sum, b->wire, own, 0, p->values, ENG_f32, own, NULL);
+}
+
+static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
+{
+  int64_t from, at, n = overlap(p, b, k, rank, &from, &at);
+  if (n == 0) return ENG_OK;
+  const tensor *gradient = p->set->member[b->member[k]].gradient;
+  int64_t size = eng_dtype_size(b->dtype);
+  char *to = (char *)gradient->data + from * size;
+  bool here = gradient->store->space == SPACE_HOST;
+  ENG_TRY(unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, piece_of(b, rank), at, p->values));
+  return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
+}
+
+/// The sums, the own one or all, become gradients.
+static eng_status take_sums(eng_parallel *p, bucket *b)
+{
+  for (int k = 0; k < b->n; k++) {
+    parameter *member = &p->set->member[b->member[k]];
+    bool anyone = false;
+    for (int rank = 0; rank < p->comm->size; rank++) anyone = anyone || eng_parallel_brought(p, rank, b->member[k]) & HAS_GRADIENT;
+    if (!anyone) continue;
+    member->has_gradient = true;
+    for (int rank = 0; rank < p->comm->size; rank++) {
+      if (rank == p->comm->rank) ENG_TRY(write_gradient(p, b, k, rank, b->sum));
+      else if (!p->zero) ENG_TRY(write_gradient(p, b, k, rank, b->in + b->begin[rank]));
+    }
+  }
+  b->state = BUCKET_DONE;
+  p->under_way--;
+  return ENG_OK;
+}
+
+/// Everybody's sums to everybody; they arrive where the terms were.
+static eng_status send_back(eng_parallel *p, bucket *b)
+{
+  int n = 0;
+  for (int peer = 0; peer < p->comm->size; peer++) {
+    if (peer == p->comm->rank) continue;
+    int64_t theirs = packed_bytes(b->wire, piece_of(b, peer));
+    if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
+    if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
+    p->facts.bytes += b->packed;
+  }
+  b->state = BUCKET_BACK;
+  return n > 0 ? p->comm->transport->start(&b->exchange, p->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+}
+
+/// Takes a bucket as far as it comes without waiting.
+static eng_status move_on(eng_parallel *p, bucket *b)
+{
+  while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
+    bool arrived = true;
+    if (b->exchange) ENG_TRY(p->comm->transport->test(&arrived, b->exchange));
+    if (!arrived) return ENG_OK;
+    b->exchange = NULL;
+    if (b->state == BUCKET_BACK) return take_sums(p, b);
+    ENG_TRY(sum_piece(p, b));
+    if (p->zero) return take_sums(p, b);
+    ENG_TRY(send_back(p, b));
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ in step with backward
+
+static eng_status member_complete(void *data, parameter *member)
+{
+  eng_parallel *p = data;
+  if (member->set != p->set || p->complete[member->index]) return ENG_OK;
+  p->complete[member->index] = true;
+  bucket *b = &p->buckets[p->bucket_of[member->index]];
+  return --b->left == 0 ? send_out(p, b) : ENG_OK;
+}
+
+static eng_status between_operations(void *data)
+{
+  eng_parallel *p = data;
+  for (int k = 0; p->under_way > 0 && k < p->n_buckets; k++) ENG_TRY(move_on(p, &p->buckets[k]));
+  return ENG_OK;
+}
+
+eng_status eng_parallel_begin(eng_parallel *p)
+{
+  if (p->set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
+  if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has begun already");
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    if (p->set->gradients->part[b->member[0]]->dtype != b->dtype)
+      return error_set(ENG_ERR_STATE, "the gradients' formats changed after they were shared out among ranks");
+    b->state = BUCKET_FILLS;
+    b->left = b->n;
+  }
+  memset(p->complete, 0, (size_t)p->set->n);
+  p->first = 0;
+  p->facts.bytes = 0;
+  p->armed = true;
+  tape_set_watch(&(tape_watch){member_complete, between_operations, p});
+  return ENG_OK;
+}
+
+eng_status eng_parallel_finish(eng_parallel *p)
+{
+  if (!p->armed) return error_set(ENG_ERR_STATE, "no reduction over ranks has begun");
+  tape_set_watch(NULL);
+  double began = eng_clock();
+  for (int k = 0; k < p->n_buckets; k++)
+    if (p->buckets[k].state == BUCKET_FILLS) ENG_TRY(send_out(p, &p->buckets[k]));
+  // Whatever comes first is treated first; only where nothing comes does this rank wait, for the oldest.
+  while (p->under_way > 0) {
+    int before = p->under_way, oldest = -1;
+    for (int k = 0; k < p->n_buckets; k++) {
+      ENG_TRY(move_on(p, &p->buckets[k]));
+      if (oldest < 0 && p->buckets[k].exchange) oldest = k;
+    }
+    if (p->under_way < before || oldest < 0) continue;
+    bucket *b = &p->buckets[oldest];
+    bool done = false;
+    for (int spin = 0; spin < 64 && !done; spin++) {
+      ENG_TRY(p->comm->transport->test(&done, b->exchange));
+    }
+    if (done) {
+      b->exchange = NULL;
+      continue;
+    }
+    ENG_TRY(comm_pause(began, "the sum of gradients"));
+  }
+  double now = eng_clock();
+  p->facts.waited = now - began;
+  p->facts.seconds = now - (p->first ? p->first : began);
+  p->armed = false;
+  return ENG_OK;
+}
+
+void eng_parallel_cancel(eng_parallel *p)
+{
+  if (!p->armed) return;
+  tape_set_watch(NULL);
+  p->armed = false;
+}
+
+int eng_parallel_brought(const eng_parallel *p, int rank, int index)
+{
+  if (rank < 0 || rank >= p->comm->size || index < 0 || index >= p->set->n) return 0;
+  return p->brought[(int64_t)rank * p->set->n + index];
+}
+
+void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *p) { *out = p->facts; }
+
+eng_status eng_parallel_reference(eng_parallel *p)
+{
+  for (int i = 0; i < p->set->n; i++) {
+    parameter *member = &p->set->member[i];
+    int64_t count = member->value->count;
+    double has = member->has_gradient;
+    ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
+    if (has == 0) continue;
+    const void *values;
+    float *sum = p->values;        // as long as the largest member
+    if (member->has_gradient) {
+      ENG_TRY(on_host(&values, p, member->gradient));
+      memcpy(sum, values, (size_t)count * sizeof *sum);
+    } else memset(sum, 0, (size_t)count * sizeof *sum);
+    for (int64_t k = 0; k < count; k++) sum[k] /= (float)p->comm->size;
+    ENG_TRY(eng_comm_all_reduce(p->comm, sum, count, ENG_f32, ENG_SUM));
+    ENG_TRY(transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
+    member->has_gradient = true;
+  }
+  return ENG_OK;
+}

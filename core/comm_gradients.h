@@ -1,0 +1,47 @@
+// What comm_gradients.c keeps about a parameter set whose gradients are reduced over ranks; comm_record.c reads it.
+#ifndef ENG_COMM_GRADIENTS_H
+#define ENG_COMM_GRADIENTS_H
+
+#include "comm.h"
+#include "params.h"
+
+typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
+
+/// Gradients of one format that travel together. Its elements are those of its members one after the other, each padded to a multiple of
+/// 128; rank r sums the piece [cut[r], cut[r+1]) of them. Cuts are at members' ends or at multiples of 4096 inside one, so that statistics
+/// of pieces add up as those of the whole do.
+typedef struct bucket {
+  int32_t  n, dtype, wire;    // members; their gradients' format, and the one they travel in (a dtype; ENG_e4m3 with scales)
+  int32_t *member;            // [n]
+  int64_t *at;                // [n + 1] where each begins
+  int64_t *cut;               // [ranks + 1] elements
+  int64_t *begin;             // [ranks + 1] bytes: where the message to each rank begins in `out`, its sum in `in`: a packed piece, n flags
+  int64_t  packed, bytes;     // the own piece in the wire's format; and with flags
+  char    *out, *in;          // what goes to each rank; what came from each, `bytes` apart, then the sums
+  char    *sum;               // [packed] the own piece's
+  bucket_state state;
+  int32_t  left;              // members that are not complete
+  void    *exchange;
+} bucket;
+
+struct eng_parallel {
+  eng_params *set;
+  eng_comm   *comm;
+  bool        zero;
+  int32_t     n_buckets, under_way;
+  bucket     *buckets;
+  int32_t    *bucket_of;      // [set->n]
+  bool       *complete;       // [set->n] told by the tape
+  uint8_t    *brought;        // [ranks][set->n] of the last reduction
+  float      *values;         // [ranks][own piece] of the largest bucket: pieces as f32; at least the largest member
+  char       *raw;            // a member's gradient brought to the host, where it lies elsewhere
+  comm_message *messages;     // [2 * ranks]
+  const float **terms;        // [ranks]
+  double     *numbers;        // comm_record.c's message
+  int64_t     n_numbers;
+  bool        armed;
+  double      first;          // when the first bucket of this reduction started
+  eng_parallel_facts facts;
+};
+
+#endif

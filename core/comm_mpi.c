@@ -1,0 +1,155 @@
+// The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. Messages between two ranks, groups, and the end of
+// a job; what is made of them stands in comm.c. Of MPI it takes little, so that any implementation will do.
+#include "comm.h"
+
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/// Messages under way. Kept in a list when done, so that a step allocates nothing after the first.
+typedef struct exchange {
+  struct exchange *next;
+  MPI_Comm     comm;
+  int          n, capacity;
+  MPI_Request *request;
+} exchange;
+
+static const comm_host *core;
+static exchange *spare;
+
+static eng_status failed(const char *what, int code)
+{
+  char text[MPI_MAX_ERROR_STRING + 128], reason[MPI_MAX_ERROR_STRING];
+  int length = 0, class = 0;
+  MPI_Error_string(code, reason, &length);
+  MPI_Error_class(code, &class);
+  snprintf(text, sizeof text, "ranks: %s: %.*s%s", what, length, reason,
+           class == MPI_ERR_TRUNCATE ? "; hint: the ranks do not do the same: another script, model or setting on one of them?" : "");
+  return core->error(ENG_ERR_LIBRARY, text);
+}
+
+static exchange *take(int n)
+{
+  exchange **at = &spare;
+  while (*at && (*at)->capacity < n) at = &(*at)->next;
+  exchange *e = *at;
+  if (e) {
+    *at = e->next;
+    return e;
+  }
+  e = calloc(1, sizeof *e);
+  if (!e) return NULL;
+  e->capacity = n < 8 ? 8 : n;
+  e->request = malloc((size_t)e->capacity * sizeof *e->request);
+  if (e->request) return e;
+  free(e);
+  return NULL;
+}
+
+static void give(exchange *e)
+{
+  e->next = spare;
+  spare = e;
+}
+
+static eng_status start(void **out, void *group, const comm_message *messages, int n, int tag)
+{
+  exchange *e = take(n);
+  *out = NULL;
+  if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
+  e->comm = *(MPI_Comm *)group;
+  e->n = 0;
+  // Receives first: what arrives then finds its place.
+  for (int pass = 0; pass < 2; pass++)
+    for (int i = 0; i < n; i++) {
+      const comm_message *m = &messages[i];
+      if (m->send != (pass == 1)) continue;
+      int code = m->bytes > COMM_LARGEST ? MPI_ERR_COUNT
+               : m->send ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n])
+                         : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n]);
+      if (code != MPI_SUCCESS) return failed(m->send ? "sending" : "receiving", code);
+      e->n++;
+    }
+  *out = e;
+  return ENG_OK;
+}
+
+static eng_status test(bool *done, void *under_way)
+{
+  exchange *e = under_way;
+  int flag = 0;
+  int code = MPI_Testall(e->n, e->request, &flag, MPI_STATUSES_IGNORE);
+  *done = flag != 0;
+  if (code != MPI_SUCCESS) return failed("a message", code);
+  if (flag) give(e);
+  return ENG_OK;
+}
+
+static eng_status split(void **out, int32_t *rank, int32_t *size, void *parent, int color, int key)
+{
+  MPI_Comm *comm = malloc(sizeof *comm);
+  if (!comm) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for a group");
+  int code = MPI_Comm_split(*(MPI_Comm *)parent, color < 0 ? MPI_UNDEFINED : color, key, comm);
+  if (code != MPI_SUCCESS || *comm == MPI_COMM_NULL) {
+    free(comm);
+    *out = NULL;
+    return code == MPI_SUCCESS ? ENG_OK : failed("splitting a group", code);
+  }
+  MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN);
+  int r, n;
+  MPI_Comm_rank(*comm, &r);
+  MPI_Comm_size(*comm, &n);
+  *out = comm;
+  *rank = r;
+  *size = n;
+  return ENG_OK;
+}
+
+static void release(void *group)
+{
+  MPI_Comm_free(group);
+  free(group);
+}
+
+static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
+static void finish(void) { MPI_Finalize(); }
+
+static MPI_Comm everybody;
+static comm_transport transport;
+
+static const char *describe(void)
+{
+  static char text[256];
+  char version[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  MPI_Get_library_version(version, &length);
+  version[strcspn(version, ",\n")] = 0;
+  snprintf(text, sizeof text, "%.160s, %d ranks, %d of them here", version, transport.size, transport.local_size);
+  return text;
+}
+
+__attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const comm_host *host)
+{
+  if (host->abi != COMM_ABI) return NULL;
+  core = host;
+  int code = MPI_SUCCESS, there = 0, provided;
+  MPI_Initialized(&there);
+  if (!there) code = MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
+  if (code != MPI_SUCCESS) {
+    failed("starting MPI", code);
+    return NULL;
+  }
+  MPI_Comm here;
+  MPI_Comm_dup(MPI_COMM_WORLD, &everybody);
+  MPI_Comm_set_errhandler(everybody, MPI_ERRORS_RETURN);
+  int rank, size, local = 1;
+  MPI_Comm_rank(everybody, &rank);
+  MPI_Comm_size(everybody, &size);
+  MPI_Comm_split_type(everybody, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here);
+  MPI_Comm_size(here, &local);
+  MPI_Comm_free(&here);
+  transport = (comm_transport){.abi = COMM_ABI, .rank = rank, .size = size, .local_size = local, .world = &everybody, .start = start,
+    .test = test, .split = split, .free = release, .abort = end_all, .finish = finish, .describe = describe};
+  return &transport;
+}

@@ -1,0 +1,153 @@
+// The step's record over all ranks, moments collected and spread, weights gathered: what belongs to a reduction of gradients
+// (comm_gradients.c) beside the gradients themselves.
+//
+// The record: each rank has the statistics of its own pieces. One message of numbers makes the same of it everywhere: sums of the
+// counts and squares of every tensor, of the histogram where one is wanted, and of what the caller adds; maxima of amax and of what the
+// caller adds. It is sent at every step, whatever happened.
+#include "comm_gradients.h"
+
+#include "error.h"
+#include "transfer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUMS_OF_TENSOR = 6 };
+
+eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *p, double scale, unsigned needs, double *sums, int n_sums,
+                              double *maxima, int n_maxima)
+{
+  eng_params *set = p->set;
+  bool hist = needs & ENG_NEED_HIST;
+  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + 1) + ENG_HIST_BINS + n_sums + n_maxima;
+  if (most > p->n_numbers) {
+    free(p->numbers);
+    p->numbers = malloc((size_t)most * sizeof *p->numbers);
+    p->n_numbers = p->numbers ? most : 0;
+    if (!p->numbers) return error_set(ENG_ERR_MEMORY, "out of memory for the record of %lld parameters", (long long)n);
+  }
+  ENG_TRY(params_own_stats(stats, set, needs));
+  double *at = p->numbers, total[ENG_HIST_BINS] = {0};
+  for (int i = 0; i < n; i++) {
+    const eng_tensor_stats *s = &stats[i];
+    *at++ = (double)s->count;
+    *at++ = (double)s->inf;
+    *at++ = (double)s->nan;
+    *at++ = (double)s->zeros;
+    *at++ = (double)s->underflow;
+    *at++ = s->sum_squares;
+    for (int b = 0; hist && b < ENG_HIST_BINS; b++) total[b] += (double)s->hist[b];
+  }
+  if (hist) at = (double *)memcpy(at, total, sizeof total) + ENG_HIST_BINS;
+  memcpy(at, sums, (size_t)n_sums * sizeof *sums);
+  at += n_sums;
+  int all_sums = (int)(at - p->numbers);
+  for (int i = 0; i < n; i++) *at++ = stats[i].amax;
+  memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
+  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)n + n_maxima, "the record of a step"));
+
+  at = p->numbers;
+  for (int i = 0; i < n; i++) {
+    eng_tensor_stats *s = &stats[i];
+    s->count = (int64_t)*at++;
+    s->inf = (int64_t)*at++;
+    s->nan = (int64_t)*at++;
+    s->zeros = (int64_t)*at++;
+    s->underflow = (int64_t)*at++;
+    s->sum_squares = *at++;
+    s->amax = p->numbers[all_sums + i];
+  }
+  params_total(record, set, stats, scale, needs & ~(unsigned)ENG_NEED_HIST);
+  for (int b = 0; hist && b < ENG_HIST_BINS; b++) record->hist[b] = (int64_t)*at++;
+  memcpy(sums, at, (size_t)n_sums * sizeof *sums);
+  memcpy(maxima, p->numbers + all_sums + n, (size_t)n_maxima * sizeof *maxima);
+  return ENG_OK;
+}
+
+eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
+{
+  for (int i = 0; i < p->set->n; i++) ENG_TRY(eng_comm_all_reduce(p->comm, stats[i].hist, ENG_HIST_BINS, ENG_i64, ENG_SUM));
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ pieces of weights and moments
+
+/// For every rank r and member, elements [from, to) that r owns: the same cut as `own`, of any rank.
+static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
+{
+  const bucket *b = &p->buckets[p->bucket_of[index]];
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0, count = p->set->member[index].value->count;
+  for (int k = 0; k < b->n; k++)
+    if (b->member[k] == index) first = b->at[k];
+  int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
+  *from = low < high ? low - first : 0;
+  *to = low < high ? high - first : 0;
+}
+
+/// Everybody's pieces of member `index` to everybody. `host`: all its elements as f32 in host memory.
+static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
+{
+  int n = 0, own = p->comm->rank;
+  int64_t from, to, a, b;
+  owned(&from, &to, p, index, own);
+  for (int peer = 0; peer < p->comm->size; peer++) {
+    if (peer == own) continue;
+    owned(&a, &b, p, index, peer);
+    if (to > from) p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+    if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
+  }
+  return comm_exchange(p->comm, p->messages, n, comm_tag(p->comm), what);
+}
+
+eng_status eng_parallel_gather(eng_parallel *p)
+{
+  eng_params *set = p->set;
+  for (int i = 0; i < set->n; i++) {
+    parameter *member = &set->member[i];
+    if (!member->has_gradient) continue;          // nobody updated it
+    params_written(member);
+    int64_t bytes = member->value->count * (int64_t)sizeof(float);
+    float *host = set->space == SPACE_HOST ? member->value->data : p->values;
+    if (set->space != SPACE_HOST) ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
+    ENG_TRY(round_pieces(p, i, host, "the updated weights"));
+    if (set->space != SPACE_HOST) ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
+  }
+  return eng_params_refresh(set);
+}
+
+static eng_status find_moment(tensor **out, eng_parallel *p, eng_optimizer *state, int which, int index)
+{
+  eng_tensor handle;
+  *out = NULL;
+  if (index < 0 || index >= p->set->n) return error_set(ENG_ERR_VALUE, "there is no parameter number %d", index);
+  ENG_TRY(eng_optimizer_moment(&handle, state, which, index));
+  if (handle.slot == 0) return error_set(ENG_ERR_VALUE, "this optimizer has no moment %d", which);
+  return tensor_get(out, &handle);
+}
+
+eng_status eng_parallel_moment_collect(float *target, eng_parallel *p, eng_optimizer *state, int which, int index)
+{
+  tensor *moment;
+  ENG_TRY(find_moment(&moment, p, state, which, index));
+  int64_t from, to, count = p->set->member[index].value->count;
+  owned(&from, &to, p, index, p->comm->rank);
+  float *whole = p->values;
+  memset(whole, 0, (size_t)count * sizeof *whole);
+  if (p->set->sharded) {
+    ENG_TRY(transfer_read(whole + from, ENG_f32, moment));
+    ENG_TRY(round_pieces(p, index, whole, "the optimizer's state"));
+  } else ENG_TRY(transfer_read(whole, ENG_f32, moment));
+  if (target) memcpy(target, whole, (size_t)count * sizeof *whole);
+  return ENG_OK;
+}
+
+eng_status eng_parallel_moment_spread(const float *source, eng_parallel *p, eng_optimizer *state, int which, int index)
+{
+  tensor *moment;
+  ENG_TRY(find_moment(&moment, p, state, which, index));
+  int64_t from, to, count = p->set->member[index].value->count;
+  owned(&from, &to, p, index, p->comm->rank);
+  if (source) memcpy(p->values, source, (size_t)count * sizeof *source);
+  ENG_TRY(eng_comm_broadcast(p->comm, p->values, count * (int64_t)sizeof *p->values, 0));
+  return transfer_write(moment, p->set->sharded ? p->values + from : p->values, ENG_f32);
+}

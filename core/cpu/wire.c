@@ -1,0 +1,99 @@
+// Gradients between ranks, in host memory. See wire.h.
+#include "../wire.h"
+
+#include "../fp8_scale.h"
+#include "../numerics.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+enum { PIECE = 1024, LEVELS = 24 };        // elements summed at a time; 2^24 ranks
+
+int wire_flags(const void *x, int dtype, int64_t n)
+{
+  int found = 0;
+  if (dtype == ENG_f32) {
+    const uint32_t *bits = x;
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+      int32_t magnitude = (int32_t)(bits[i] & 0x7FFFFFFFu);
+      most = magnitude > most ? magnitude : most;
+    }
+    if (most < 0x7F800000) return 0;
+    for (int64_t i = 0; i < n; i++) {
+      uint32_t magnitude = bits[i] & 0x7FFFFFFFu;
+      if (magnitude >= 0x7F800000u) found |= magnitude == 0x7F800000u ? WIRE_INF : WIRE_NAN;
+    }
+    return found;
+  }
+  const uint16_t *bits = x;
+  int16_t inf = dtype == ENG_f16 ? 0x7C00 : 0x7F80, most = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int16_t magnitude = (int16_t)(bits[i] & 0x7FFFu);
+    most = magnitude > most ? magnitude : most;
+  }
+  if (most < inf) return 0;
+  for (int64_t i = 0; i < n; i++) {
+    int16_t magnitude = (int16_t)(bits[i] & 0x7FFFu);
+    if (magnitude >= inf) found |= magnitude == inf ? WIRE_INF : WIRE_NAN;
+  }
+  return found;
+}
+
+static void divided(float *restrict out, const float *restrict x, int m, float share, bool exact)
+{
+  float factor = 1 / share;               // of a power of two, the product is the quotient
+  if (exact) for (int i = 0; i < m; i++) out[i] = x[i] * factor;
+  else for (int i = 0; i < m; i++) out[i] = x[i] / share;
+}
+
+static void add(float *restrict out, const float *restrict x, int m)
+{
+  for (int i = 0; i < m; i++) out[i] += x[i];
+}
+
+void wire_sum(float *out, const float *const *in, int n, int64_t count, float share)
+{
+  bool exact = (f32_bits(share) & 0x7FFFFFu) == 0;
+  float room[LEVELS][PIECE], term[PIECE];
+  int p = 1;
+  while (2 * p <= n) p *= 2;
+  for (int64_t from = 0; from < count; from += PIECE) {
+    int m = (int)(count - from < PIECE ? count - from : PIECE);
+    int level[LEVELS], depth = 0;
+    for (int k = 0; k < p; k++) {         // a counter in binary: equal neighbours merge
+      divided(room[depth], in[k] + from, m, share, exact);
+      if (k + p < n) {
+        divided(term, in[k + p] + from, m, share, exact);
+        add(room[depth], term, m);
+      }
+      level[depth++] = 0;
+      for (; depth > 1 && level[depth - 1] == level[depth - 2]; depth--, level[depth - 1]++) add(room[depth - 2], room[depth - 1], m);
+    }
+    memcpy(out + from, room[0], (size_t)m * sizeof *out);
+  }
+}
+
+void wire_e4m3_encode(uint8_t *codes, float *scales, const float *x, int64_t n)
+{
+  for (int64_t from = 0, block = 0; from < n; from += WIRE_BLOCK, block++) {
+    int m = (int)(n - from < WIRE_BLOCK ? n - from : WIRE_BLOCK);
+    float amax = 0;
+    for (int i = 0; i < m; i++) {
+      float magnitude = f32_from(f32_bits(x[from + i]) & 0x7FFFFFFFu);
+      if (f32_is_finite(magnitude) && magnitude > amax) amax = magnitude;
+    }
+    fp8_scale s = fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
+    scales[block] = s.scale;
+    for (int i = 0; i < m; i++)
+      codes[from + i] = f32_is_finite(x[from + i]) ? e4m3_from_f32(x[from + i] * s.factor, FP8_SATURATE)
+                                                   : (uint8_t)(0x7F | (f32_bits(x[from + i]) >> 24 & 0x80));
+  }
+}
+
+void wire_e4m3_decode(float *x, const uint8_t *codes, const float *scales, int64_t n)
+{
+  float value[256];
+  for (int code = 0; code < 256; code++) value[code] = e4m3_to_f32((uint8_t)code);
+  for (int64_t i = 0; i < n; i++) x[i] = value[codes[i]] * scales[i / WIRE_BLOCK];
+}

@@ -1,0 +1,383 @@
+-- The trainer's part of data parallelism: what a step does differently where several ranks make it together (ranks.lua). Each rank has
+-- its share of the step's batches; gradients are summed as backward completes them; the record is made the same everywhere by one
+-- message a step, and so is the verdict; a hash of it travels with the next record, and ranks that decided differently stop.
+-- Only rank 0 shows, writes and listens; what it hears is told to all between two steps.
+--
+-- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So a job with the same product of ranks
+-- and accumulate sees the same batches, with the same random numbers.
+-- Owned by trainer.lua. A process of its own has a `Parallel` with one rank, which costs nothing.
+local M_ffi = require "engine.ffi"
+local ranks = require "engine.ranks"
+local signals = require "engine.signals"
+
+local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
+
+local M = {}
+
+local Parallel = {}
+Parallel.__index = Parallel
+
+local WIRES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
+local MIB = 2 ^ 20
+
+--- What is wrong with the trainer's options about ranks: expected text, or nil.
+function M.wrong(o)
+  if o.wire ~= nil and not WIRES[o.wire] then return "wire", "own, fp32, bf16, fp16 or fp8" end
+  if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then return "bucket", "MiB of gradients, between 0 and 1024" end
+  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 then return "zero", "0 or 1" end
+  if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then return "rank_timeout", "seconds" end
+end
+
+-- ------------------------------------------------------------------ telling the ranks apart
+
+local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
+
+local function policy_text(policy)
+  local options = {}
+  for _, name in ipairs(policy.option_names or {}) do options[#options + 1] = name .. "=" .. tostring(policy.options[name]) end
+  return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class", table.concat(options, " "))
+end
+
+-- What must be the same on every rank, a line each.
+local function identity(trainer, o)
+  local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+  for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(p.tensor.shape, "x") end
+  C.eng_rng_get(seed, counter)
+  local lines = { "engine " .. M_ffi.version }
+  local script = arg and arg[0] and io.open(arg[0], "rb")
+  if script then
+    lines[#lines + 1] = ("script %s %s"):format(arg[0], crc(script:read("*a") or ""))
+    script:close()
+  end
+  lines[#lines + 1] = "arguments " .. table.concat(arg or {}, " ")
+  for _, setting in ipairs(o.config and require("engine.config").flatten(o.config) or {}) do
+    lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
+  end
+  lines[#lines + 1] = "policy " .. policy_text(trainer.policy)
+  for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
+  lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class), #parameters, crc(table.concat(parameters, "\n")))
+  lines[#lines + 1] = "precision " .. trainer.precision.name
+  lines[#lines + 1] = "optimizer " .. tostring(opt)
+  lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule) or type(trainer.schedule))
+  lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
+  lines[#lines + 1] = "data " .. (getmetatable(trainer.data) and getmetatable(trainer.data).__tostring and tostring(trainer.data) or "of the script")
+  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
+  lines[#lines + 1] = ("wire %s, zero %s, bucket %s"):format(tostring(o.wire), tostring(o.zero), tostring(o.bucket))
+  return lines
+end
+
+local function first_difference(own, first)
+  for i = 1, math.max(#own, #first) do
+    if own[i] ~= first[i] then return ("%s; rank 0: %s"):format((own[i] or "nothing"):sub(1, 230), (first[i] or "nothing"):sub(1, 230)) end
+  end
+  return ""
+end
+
+--- Stops ranks that were started with other scripts, settings, policies or models than rank 0.
+local function compare(trainer, o)
+  local own, first = identity(trainer, o), {}
+  for line in (ranks.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do first[#first + 1] = line end
+  local texts, problems = ranks.from_all(first_difference(own, first)), {}
+  for i, text in ipairs(texts) do
+    if text ~= "" then problems[#problems + 1] = ("rank %d differs from rank 0: %s"):format(i - 1, text) end
+  end
+  if #problems > 0 then error("the ranks were not started alike:\n  " .. table.concat(problems, "\n  "), 0) end
+end
+
+-- ------------------------------------------------------------------ making
+
+local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
+
+local function reduction(params, options)
+  local key = ("%d %d %d"):format(options.bucket, options.wire, options.zero)
+  local had = of_set[params]
+  if had and had.key == key then return had.handle end
+  if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
+  local out = ffi.new("eng_parallel *[1]")
+  check(C.eng_parallel_new(out, params, ranks.world(), ffi.new("eng_parallel_options", options)))
+  local handle = ffi.gc(out[0], C.eng_parallel_free)
+  of_set[params] = { key = key, handle = handle }
+  return handle
+end
+
+-- Places in the sums of a record's message, and in its maxima.
+local NUMBERS = { loss = 0, tokens = 1 }
+local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5, drawn = 6, unknown = 7 }
+local N_SUMS, N_MAXIMA = 2, 8
+
+--- Before the run's files are opened: the ranks meet and compare what they were started with.
+function M.new(trainer, o)
+  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), zero = o.zero == 1, signals = signals,
+    level = 0, decided = "", names = {} }, Parallel)
+  self.many = self.size > 1
+  if not self.many then return self end
+  if o.mode == "lagged" then raise("mode=lagged: several ranks reduce the record before the update, which waits for it; hint: mode=sync") end
+  if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
+  ranks.world()
+  self.signals = {}
+  compare(trainer, o)
+  self.reduction = reduction(trainer.optimizer.params, { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0 })
+  if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
+  self:make_room()
+  return self
+end
+
+function Parallel:make_room()
+  self.sums = ffi.new("double[?]", N_SUMS + 2 * #self.names)
+  self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
+end
+
+-- Names of tensors in order, so that all ranks send them alike.
+local function sorted(tensors)
+  local names = {}
+  for name in pairs(tensors) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+--- Rank 0's weights on every rank, and the moments of a checkpoint that it read (`moments`, on rank 0).
+function Parallel:start(resumed, moments)
+  local trainer = self.trainer
+  local state = trainer.model:state()
+  for _, name in ipairs(sorted(state)) do check(C.eng_comm_broadcast_tensor(ranks.world(), state[name], 0)) end
+  check(C.eng_params_refresh(trainer.optimizer.params))
+  if resumed then self:spread(moments) end
+  local sum = tostring(C.eng_params_checksum(trainer.optimizer.params))
+  for i, other in ipairs(ranks.from_all(sum, 40)) do
+    if other ~= sum then
+      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the same"):format(i - 1, other, self.rank, sum), 0)
+    end
+  end
+end
+
+-- ------------------------------------------------------------------ a step
+
+local function skip(data, n)
+  if n == 0 or data.sharded then return end
+  if data.skip then data:skip(n) return end
+  for _ = 1, n do data:next() end
+end
+
+--- This rank's share of the step's batches begins, and ends: all ranks stand at the same place of the data between two steps.
+function Parallel:share_begins() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
+function Parallel:share_ends() skip(self.trainer.data, (self.size - 1 - self.rank) * self.trainer.accumulate) end
+
+--- Micro-batch i of this rank: its random numbers are those of its number in the step, whichever rank it falls to.
+function Parallel:draw(i)
+  local trainer, place = self.trainer, self.trainer.place
+  if trainer.accumulate * self.size == 1 then return end
+  self:note_drawn(i == 1)
+  C.eng_rng_set(place.seed + (self.rank * trainer.accumulate + i - 1) * 0x9E3779B97F4A7C15ULL, place.counter)
+end
+
+local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+function Parallel:note_drawn(first)
+  C.eng_rng_get(seed, counter)
+  self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - self.trainer.place.counter))
+end
+
+--- The last micro-batch's backward pass is about to begin.
+function Parallel:last_backward()
+  if self.many then check(C.eng_parallel_begin(self.reduction)) end
+end
+
+--- All of them are through: gradients are reduced, random numbers go on where the one that drew most ended.
+function Parallel:backward_done()
+  if self.many then check(C.eng_parallel_finish(self.reduction)) end
+  if self.trainer.accumulate * self.size == 1 then return end
+  self:note_drawn(false)
+  C.eng_rng_set(self.trainer.place.seed, self.trainer.place.counter + self.drawn)
+end
+
+local RULES = require("engine.signals_rules")
+
+local function put_signals(self)
+  self.maxima[MAXIMA.unknown] = 0
+  for name in pairs(signals) do
+    if not self.names[name] then self.maxima[MAXIMA.unknown] = 1 end
+  end
+  for i, name in ipairs(self.names) do
+    local value = signals[name]
+    self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1] = value or 0, value and 1 or 0
+    self.maxima[N_MAXIMA + i - 1] = value or -math.huge
+  end
+end
+
+local function take_signals(self)
+  for i, name in ipairs(self.names) do
+    local sum, n, most = self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1], self.maxima[N_MAXIMA + i - 1]
+    local rule = RULES[name] or "mean"
+    if n > 0 then self.signals[name] = rule == "max" and most or rule == "sum" and sum or sum / n end
+  end
+end
+
+--- Somebody published a name that is new: all agree on the names, and reduce the values once more.
+local function agree_on_signals(self)
+  local own = {}
+  for name in pairs(signals) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
+  for _, text in ipairs(ranks.from_all(table.concat(own, "\0"), 4000)) do
+    for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
+      if RULES[name] and RULES[name] ~= rule then
+        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name, RULES[name], rule), 0)
+      end
+      RULES[name] = rule
+      if not self.names[name] then self.names[#self.names + 1], self.names[name] = name, true end
+    end
+  end
+  table.sort(self.names)
+  self:make_room()
+  put_signals(self)
+  local f64, world = M_ffi.dtype.f64, ranks.world()
+  check(C.eng_comm_all_reduce(world, self.sums, N_SUMS + 2 * #self.names, f64, C.ENG_SUM))
+  check(C.eng_comm_all_reduce(world, self.maxima, N_MAXIMA + #self.names, f64, C.ENG_MAX))
+  take_signals(self)
+end
+
+--- The step's record, the same on every rank.
+function Parallel:record(record, stats, scale, tokens)
+  local trainer = self.trainer
+  local params, needs = trainer.optimizer.params, trainer.needs
+  if not self.many then
+    check(C.eng_params_stats(record, stats, params, scale, needs))
+    return tokens
+  end
+  local sums, maxima, hash = self.sums, self.maxima, C.eng_crc32c(0, self.decided, #self.decided)
+  sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, tokens
+  maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0
+  maxima[MAXIMA.hash], maxima[MAXIMA.minus_hash] = hash, -hash
+  maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = C.eng_interrupted(), C.eng_hangups()
+  maxima[MAXIMA.wish], maxima[MAXIMA.drawn] = self.rank == 0 and trainer.control:wishes() and 1 or 0, self.drawn
+  put_signals(self)
+  check(C.eng_parallel_stats(record, stats, self.reduction, scale, needs, sums, N_SUMS + 2 * #self.names, maxima, N_MAXIMA + #self.names))
+  record.loss, record.elapsed = sums[NUMBERS.loss] / self.size, maxima[MAXIMA.elapsed]
+  tokens = sums[NUMBERS.tokens]
+  self.level, self.hangup, self.wish = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0, maxima[MAXIMA.wish] > 0
+  if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
+  if self.drawn ~= maxima[MAXIMA.drawn] then C.eng_rng_set(trainer.place.seed, trainer.place.counter + maxima[MAXIMA.drawn]) end
+  take_signals(self)
+  if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self) end
+  -- Histograms of single tensors are a big message: only where somebody looks at them, which every rank knows by now.
+  local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
+    or tonumber(record.step) % trainer.run_files.stats_every == 0)
+  if wanted then check(C.eng_parallel_histograms(stats, self.reduction)) end
+  return tokens
+end
+
+--- What was decided, to be compared with the others: with the next record, and at once where the update itself takes all ranks.
+function Parallel:decide(verdict)
+  if not self.many then return end
+  local trainer = self.trainer
+  local parts = { ("step %d: %s, scale %.17g, clip %.17g, lr x%.17g"):format(trainer.steps_done, verdict:what(), verdict.scale, verdict.clip, verdict.lr_mul) }
+  for i, group in ipairs(trainer.groups.groups) do
+    local scale = trainer.policy.group_scale and trainer.policy:group_scale(i)
+    if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %.17g"):format(group, scale) end
+  end
+  self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), trainer.policy.name, trainer.policy.hash and " " .. trainer.policy:hash() or "")
+  if self.zero then self:agree() end
+end
+
+--- Compares decisions now: at the end of a run, too.
+function Parallel:agree()
+  if not self.many then return end
+  local hash = C.eng_crc32c(0, self.decided, #self.decided)
+  local both = ffi.new("double[2]", hash, -hash)
+  check(C.eng_comm_all_reduce(ranks.world(), both, 2, M_ffi.dtype.f64, C.ENG_MAX))
+  if both[0] ~= -both[1] then self:differ() end
+end
+
+--- The ranks decided differently: each decision with the ranks it is of.
+function Parallel:differ()
+  local of, order = {}, {}
+  for i, text in ipairs(ranks.from_all(self.decided)) do
+    if not of[text] then
+      order[#order + 1], of[text] = text, {}
+    end
+    table.insert(of[text], i - 1)
+  end
+  local lines = {}
+  for i, text in ipairs(order) do lines[i] = ("  %s: %s"):format(ranks.names(of[text]), text) end
+  error("the ranks decided differently, and their weights would drift apart:\n" .. table.concat(lines, "\n")
+    .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else either", 0)
+end
+
+--- After an update: everybody's part of the weights to everybody (ZeRO-1).
+function Parallel:updated()
+  if self.zero and self.many then check(C.eng_parallel_gather(self.reduction)) end
+end
+
+--- The highest level of Ctrl-C on any rank, as of this step's record.
+function Parallel:interrupted()
+  if not self.many then return C.eng_interrupted() > 0 end
+  return self.level > 0
+end
+
+-- ------------------------------------------------------------------ whose overflow
+
+local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past the wire's fp16" } }
+
+--- What the ranks brought to this step's gradients: { { rank =, tensor =, what = "inf" } ... }, for each rank and kind the first tensor in
+--- the model's order. Empty for one rank.
+function Parallel:culprits()
+  local found = {}
+  if not self.many then return found end
+  for rank = 0, self.size - 1 do
+    for _, kind in ipairs(BITS) do
+      for i, p in ipairs(self.trainer.optimizer.list) do
+        if bit.band(C.eng_parallel_brought(self.reduction, rank, i - 1), kind[1]) ~= 0 then
+          found[#found + 1] = { rank = rank, tensor = p.name, what = kind[2] }
+          break
+        end
+      end
+    end
+  end
+  return found
+end
+
+-- ------------------------------------------------------------------ checkpoints
+
+local function moments_of(optimizer)
+  local most = optimizer.name == "sgd" and 0 or 2
+  for _, group in ipairs(optimizer.groups) do
+    if (group.momentum or 0) > 0 then most = 1 end
+  end
+  if optimizer.name == "lion" then most = 1 end
+  return most
+end
+
+--- The whole moments on rank 0, as state_tensors() names them; frees them after f(tensors). Every rank calls it.
+function Parallel:collect(f)
+  local optimizer, all, first = self.trainer.optimizer, {}, self.rank == 0
+  local tensor = require "engine.tensor"
+  for i, p in ipairs(optimizer.list) do
+    local buffer = first and ffi.new("float[?]", p.tensor.count) or nil
+    for which = 1, moments_of(optimizer) do
+      check(C.eng_parallel_moment_collect(buffer, self.reduction, optimizer.state, which, i - 1))
+      if first then all[("%s.moment%d"):format(p.name, which)] = tensor.from_memory(buffer, "f32", p.tensor.shape, { keep = true }) end
+    end
+  end
+  local good, result, more
+  if first then good, result, more = pcall(f, all) end
+  for _, x in pairs(all) do check(C.eng_free(x)) end
+  if first and not good then error(result, 0) end
+  return result, more
+end
+
+--- The moments of a checkpoint (on rank 0) to every rank: whole, or the part it keeps.
+function Parallel:spread(moments)
+  local optimizer, first = self.trainer.optimizer, self.rank == 0
+  for i, p in ipairs(optimizer.list) do
+    for which = 1, moments_of(optimizer) do
+      local name, source = ("%s.moment%d"):format(p.name, which), nil
+      if first then
+        local x = moments[name] or error(("optimizer state: '%s' is missing"):format(name), 0)
+        if x.count ~= p.tensor.count then
+          error(("optimizer state: expected '%s' with %d elements, got %d"):format(name, p.tensor.count, x.count), 0)
+        end
+        source = x:read("f32")
+      end
+      check(C.eng_parallel_moment_spread(source, self.reduction, optimizer.state, which, i - 1))
+    end
+  end
+end
+
+return M

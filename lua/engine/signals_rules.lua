@@ -1,0 +1,2 @@
+-- How signals (signals.lua) of several ranks become one number, by name: "mean", "max" or "sum".
+return {}

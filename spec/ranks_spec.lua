@@ -1,0 +1,199 @@
+-- Several ranks on one job, over Open MPI on this machine: the same training as one rank, through overflows; whose overflow it was; decisions
+-- that differ; ranks that die or hang; resuming with other numbers of ranks. The job stands in spec/ranks/job.lua.
+local helper = require "spec.helper"
+
+local has_mpi = helper.shell("command -v mpirun").code == 0
+  and helper.read(require("engine.ffi").library_dir .. "/libengine_mpi.so") ~= nil
+if not has_mpi then
+  describe("ranks", function()
+    pending "there is no mpirun here, or this build has no MPI: these are not run"
+  end)
+  return
+end
+
+local quote = helper.quote
+local LIMIT = helper.sanitized and 300 or 60
+
+-- Runs the job with n ranks (0: without mpirun). Gives the lines of its steps, the weights' checksums by rank, and the result.
+local function job(n, settings)
+  local words = { "OMP_NUM_THREADS=1", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout -k 5", LIMIT }
+  if n > 0 then words[#words + 1] = ("mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0 -np %d"):format(n) end
+  words[#words + 1] = quote(helper.engine) .. " spec/ranks/job.lua"
+  for _, setting in ipairs(settings or {}) do words[#words + 1] = quote(setting) end
+  local result = helper.shell(table.concat(words, " "))
+  local lines, weights = {}, {}
+  for line in result.out:gmatch("[^\n]+") do
+    if line:find("^%d+ ") or line:find("^signal") then lines[#lines + 1] = line end
+  end
+  for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do weights[tonumber(rank) + 1] = sum end
+  return lines, weights, result
+end
+
+local function alike(weights, n)
+  assert.equal(n, #weights)
+  for i = 2, n do assert.equal(weights[1], weights[i]) end
+  return weights[1]
+end
+
+local function numbers(line)
+  local loss, scale, action = line:match("^%d+ (%S+) (%S+) (%S+)")
+  return tonumber(loss), tonumber(scale), action
+end
+
+-- Losses within a relative difference, the same scales and actions.
+local function near(expected, got)
+  assert.equal(#expected, #got)
+  for i, line in ipairs(expected) do
+    local a, scale, action = numbers(line)
+    local b, scale_b, action_b = numbers(got[i])
+    assert.is_true(math.abs(a - b) <= 1e-5 * math.abs(a), line .. " against " .. got[i])
+    assert.same({ scale, action }, { scale_b, action_b })
+  end
+end
+
+local folder
+describe("ranks", function()
+  before_each(function() folder = helper.folder() end)
+  after_each(function() helper.remove(folder) end)
+
+  it("train as one rank does with all their batches", function()
+    local one = job(0, { "accumulate=4", "clip=1" })
+    local two, two_weights = job(2, { "accumulate=2", "clip=1" })
+    local four, four_weights = job(4, { "clip=1" })
+    near(one, two)
+    near(one, four)
+    alike(two_weights, 2)
+    alike(four_weights, 4)
+  end)
+
+  it("with ZeRO-1 do the same bit for bit", function()
+    for _, settings in ipairs { { "clip=1", "optimizer=lion" }, { "precision=fp16", "policy=dynamic:init_scale=2^27" } } do
+      local plain, weights = job(2, settings)
+      local shared, shared_weights = job(2, { "zero=1", unpack(settings) })
+      assert.same(plain, shared)
+      assert.equal(alike(weights, 2), alike(shared_weights, 2))
+    end
+    local plain, weights = job(3, { "wire=bf16" })
+    local shared, shared_weights = job(3, { "wire=bf16", "zero=1" })
+    assert.same(plain, shared)
+    assert.equal(alike(weights, 3), alike(shared_weights, 3))
+  end)
+
+  it("go through overflows, skips and retries together", function()
+    local policy = helper.write(folder .. "/again.lua", [[return { name = "again", init = function() return { scale = 2^30 } end,
+      decide = function(s, r) if r.overflow then s.scale = s.scale / 16 return { scale = s.scale, action = "retry" } end return s.scale end }]])
+    local one = job(0, { "accumulate=2", "precision=fp16", "policy=" .. policy, "dropout=0.1" })
+    local two, weights = job(2, { "precision=fp16", "policy=" .. policy, "dropout=0.1" })
+    assert.matches("retry", table.concat(two, "\n"))
+    assert.matches("step", table.concat(two, "\n"))
+    assert.equal(#one, #two)
+    for i = 1, #one do
+      local a, scale, action = numbers(one[i])
+      local b, scale_b, action_b = numbers(two[i])
+      assert.same({ scale, action }, { scale_b, action_b })
+      assert.is_true(math.abs(a - b) < 1e-3 * a)          -- fp16 rounds where the sum is made
+    end
+    alike(weights, 2)
+  end)
+
+  it("send gradients in bf16 and FP8 with errors that belong to these formats", function()
+    local exact = job(2, {})
+    for wire, most in pairs { bf16 = 1e-3, fp8 = 1e-2 } do
+      local lines, weights = job(2, { "wire=" .. wire })
+      alike(weights, 2)
+      local a, b = numbers(exact[#exact]), numbers(lines[#lines])
+      assert.is_true(math.abs(a - b) <= most * a, wire)
+    end
+  end)
+
+  it("skip the same step whoever brought the inf or nan, and say who and where", function()
+    for _, case in ipairs { { "inf", 1, "blocks.2.mlp.up.weight", 0 }, { "nan", 2, "wte.weight", 1 } } do
+      local kind, rank, tensor, zero = unpack(case)
+      local run = folder .. "/" .. kind .. rank
+      local lines, weights = job(3, { "plant=" .. kind, "plant_rank=" .. rank, "plant_tensor=" .. tensor, "zero=" .. zero, "precision=fp16", "run=" .. run })
+      alike(weights, 3)
+      for i, line in ipairs(lines) do
+        local _, scale, action = numbers(line)
+        assert.equal(i == 3 and "skip" or "step", action)
+        assert.equal(i <= 3 and 65536 or 32768, scale)
+      end
+      local history = require("engine.history").open(run)
+      local event = history:query("select text from events where kind = 'overflow'")[1]
+      history:close()
+      assert.matches(("%s from rank %d, first in %s"):format(kind, rank, tensor), event.text, 1, true)
+    end
+  end)
+
+  it("go on from a checkpoint with the same and with another number of ranks", function()
+    local whole, weights = job(4, { "steps=6", "dropout=0.1" })
+    job(4, { "steps=3", "dropout=0.1", "zero=1", "run=" .. folder .. "/run" })
+    for _, n in ipairs { 4, 2, 1 } do
+      local copy = ("%s/run%d"):format(folder, n)
+      helper.shell(("cp -r %s/run %s"):format(folder, copy))
+      local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "run=" .. copy, "resume=auto" })
+      near({ unpack(whole, 4) }, rest)
+      alike(rest_weights, n)
+      if n == 4 then
+        assert.same({ unpack(whole, 4) }, rest)
+        assert.equal(weights[1], rest_weights[1])
+      end
+    end
+  end)
+
+  -- ---------------------------------------------------------------- differences
+
+  it("started with another policy, or other settings, are told apart at once", function()
+    local _, _, result = job(2, { "odd_rank=1", "odd_policy=dynamic" })
+    assert.are_not.equal(0, result.code)
+    assert.matches("rank 1 differs from rank 0: policy dynamic", result.err, 1, true)
+    local edited = helper.write(folder .. "/mine.lua", helper.read("policies/dynamic.lua"):gsub("name *= *\"dynamic\"", "name = \"mine\""))
+    _, _, result = job(2, { "policy=" .. edited, "odd_rank=1", "odd_steps=7" })
+    assert.matches("rank 1 differs from rank 0: steps 7", result.err, 1, true)
+  end)
+
+  it("that decide differently stop with both decisions", function()
+    local lines, _, result = job(2, { "policy=moody" })
+    assert.are_not.equal(0, result.code)
+    assert.is_true(#lines <= 1)
+    assert.matches("rank 0: step 0: step, scale 1,", result.err, 1, true)
+    assert.matches("rank 1: step 0: step, scale 2,", result.err, 1, true)
+  end)
+
+  it("swap policies together, or not at all", function()
+    local good = helper.write(folder .. "/good.lua", [[return { name = "good", init = function() return { scale = 1 } end, decide = function() return 4 end }]])
+    local bad = helper.write(folder .. "/bad.lua", [[return { name = "bad", init = function() return { scale = 1 } end, decide = function() error("no") end }]])
+    local lines, weights = job(2, { "swap_step=2", "swap=" .. good })
+    assert.matches("static$", lines[2])
+    assert.matches("good$", lines[3])
+    alike(weights, 2)
+    lines = job(2, { "swap_step=2", "swap=" .. bad })
+    assert.matches("static$", lines[#lines])
+    lines, weights = job(2, { "swap_step=2", "swap=" .. good, "few_rank=1" })      -- one rank cannot run it
+    assert.equal(6, #lines)
+    assert.matches("static$", lines[#lines])
+    alike(weights, 2)
+  end)
+
+  it("reduce signals by the rule the script names", function()
+    for rule, value in pairs { mean = 1.5, max = 2, sum = 3 } do
+      local lines = job(2, { "signal=" .. rule, "steps=3" })
+      local last
+      for _, line in ipairs(lines) do last = line:match("^signal (%S+)") or last end
+      assert.equal(value, tonumber(last))
+    end
+  end)
+
+  -- ---------------------------------------------------------------- the end of a job
+
+  it("end when one of them raises, dies or hangs, and the message names it", function()
+    local _, _, result = job(2, { "raise_rank=1" })
+    assert.are_not.equal(0, result.code)
+    assert.matches("this rank has had enough", result.err, 1, true)
+    _, _, result = job(2, { "die_rank=1" })
+    assert.are_not.equal(0, result.code)
+    assert.matches("process rank 1", result.err .. result.out, 1, true)
+    _, _, result = job(3, { "hang_rank=2", "timeout=2" })
+    assert.equal(70, result.code)
+    assert.matches("rank 2 did not come to the sum of gradients within 2 s", result.err, 1, true)
+  end)
+end)
