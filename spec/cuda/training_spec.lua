@@ -41,6 +41,15 @@ describe("training on the card", function()
     end)
   end
 
+  -- on the card Hopper's accumulator multiplies, on the CPU f32 sums do: the recipes' `device`
+  for _, name in ipairs { "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block" } do
+    it("follows the CPU's losses in " .. name, function()
+      local card = train(CARD, { precision = name })
+      same_within(train("cpu", { precision = name }), card, 3e-2)
+      assert.same(card.losses, train(CARD, { precision = name }).losses)
+    end)
+  end
+
   it("overflows at the same steps and keeps the same scales", function()
     local options = { precision = "fp16", policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 4 } }
     local a, b = train("cpu", options), train(CARD, options)
