@@ -224,7 +224,8 @@ void       eng_fp8_site_free(int64_t site);
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// Delayed scaling: from now on a role in one block is scaled as if `amax` were its largest |x|; 0: by its own again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was quantized. Waits for the device.
+/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was quantized. Waits for the
+/// device. Of what thousands of quantizations left that nobody asked for, the oldest is forgotten: ask once before what is to be known.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even distances).

@@ -77,6 +77,7 @@ enum { AMAX_SLOTS = 4096 };
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
+  bool    asked;                         // for, since the slots were full last: else nobody waits for the device
   struct { int64_t site; int role; } of[AMAX_SLOTS];
 } amaxes;
 
@@ -108,7 +109,11 @@ static eng_status amax_slot(tensor **out, int64_t site, int role)
     amaxes.slots = NULL;
   }
   if (!amaxes.slots) ENG_TRY(tensor_make(&amaxes.slots, ARENA_KEPT, ENG_f32, 1, (int64_t[]){AMAX_SLOTS}));
-  if (amaxes.used == AMAX_SLOTS) ENG_TRY(collect_amaxes());
+  if (amaxes.used == AMAX_SLOTS) {
+    if (amaxes.asked) ENG_TRY(collect_amaxes());
+    amaxes.used = 0;
+    amaxes.asked = false;
+  }
   ENG_TRY(tensor_view(out, amaxes.slots, amaxes.used, 0, NULL, NULL));
   amaxes.of[amaxes.used].site = site;
   amaxes.of[amaxes.used++].role = role;
@@ -235,6 +240,7 @@ eng_status eng_fp8_amax(double amax[3], int64_t site)
   fp8_site *s;
   ENG_TRY(site_get(&s, site));
   ENG_TRY(collect_amaxes());
+  amaxes.asked = true;
   for (int r = 0; r < ENG_FP8_ROLES; r++) {
     amax[r] = s->amax[r];
     s->amax[r] = -1;

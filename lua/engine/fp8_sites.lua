@@ -228,6 +228,7 @@ function Sites:prepare(policies)
     if not policy.handle then raise("an FP8 policy is a file (policies/README.md), not a class: %s", tostring(policy.name)) end
     policy:tensors(names, group_of, groups, true)
   end
+  if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end      -- from now on they are to be kept
   self.policies, self.names = policies, names
   self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
 end

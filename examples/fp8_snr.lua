@@ -1,0 +1,186 @@
+-- A study of DeepSeek-V3's FP8 recipe, asked twice. It (reiase/ieee754_simulation, simfloat_fp8_e4m3_v2.ipynb) simulates dot products of
+-- N(0, 0.01) numbers and finds large gaps: promotion and block scales lift the signal-to-noise ratio from about 1 dB to 28 dB.
+--
+-- Part 1 is the study as printed. Its numbers are not a tensor core's, and its slips are kept unless slips=false:
+--   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero; products and running sums rounded to it
+--   - values in (0.013672, 0.015625) round one subnormal step too low (a bug of its simfloat)
+--   - "chunk none" of block scaling is 128; its sets of 2048 and 4096 have length 1024 (here lengths are true)
+--   - in its figure of correlations "none" has the fixed factor 64
+-- Part 2 asks the same with Hopper's numbers: E4M3 with 448, ties to even, saturating, scales of 448 / amax, products summed as wgmma
+-- does, 13 fraction bits and cut.
+--
+--   ./engine examples/fp8_snr.lua
+--   ./engine examples/fp8_snr.lua samples=2000 svg=snr.svg
+--
+-- Seen (samples=2000), median dB:        r 0          r 0.1       r 0.2
+--                                  n   128  1024  4096        4096  1024  4096
+--   factor 64                        11.74  4.20 -0.01        2.90  4.74  1.60
+--     chunks of 128                  11.74 10.92 11.81       20.90 28.99 33.68
+--   block scale of 128               27.72 27.43 27.74       38.56 40.16 40.04
+--   Hopper, tensor scale, none       28.61 28.33 27.94       46.48 47.93 40.84
+--     promoted every 128             28.61 28.28 27.93       48.58 48.58 53.79
+--   Hopper, 1x128, every 128         28.61 28.69 28.64       49.03 49.09 54.78
+local engine = require "engine"
+local lab = require "engine.lab"
+local M_ffi = require "engine.ffi"
+local ffi, fp8 = M_ffi.ffi, engine.fp8
+
+local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
+  { samples = "dot products of each kind", seed = "of the numbers", slips = "with the study's simfloat bug", svg = "a file for the curves" })
+local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }
+
+-- ------------------------------------------------------------------ the study's arithmetic
+
+local floor, abs, log = math.floor, math.abs, math.log
+local frexp = math.frexp
+
+--- x with `fraction` bits and least exponent `least`, ties away from zero; at `over` and beyond infinite.
+local function rounded(x, fraction, least, over)
+  local size = abs(x)
+  if size == 0 or size ~= size or size == math.huge then return x end
+  local _, e = frexp(size)
+  e = e - 1
+  if e < least then e = least end
+  local unit = 2 ^ (e - fraction)
+  local y = floor(size / unit + 0.5) * unit
+  if y >= over then y = math.huge end
+  return x < 0 and -y or y
+end
+
+local STEP = 2 ^ -9
+local function study(x)
+  local y = rounded(x, 3, -6, 256)
+  if cfg.slips then
+    local size = abs(x)
+    if size > 7 * STEP and size < 8 * STEP then y = y - (x < 0 and -STEP or STEP) end
+  end
+  return y
+end
+local function wide(x) return rounded(x, 8, -126, math.huge) end        -- its context (8, 8) of block scaling
+
+--- Factor 64 (or `factor`), products and sums in E4M3, chunks of `chunk` added in doubles.
+local function fixed(a, b, at, n, factor, chunk)
+  local total, sum = 0, 0
+  for i = 0, n - 1 do
+    if chunk and i % chunk == 0 then total, sum = total + sum, 0 end
+    sum = study(sum + study(study(a[at + i] * factor) * study(b[at + i] * factor)))
+  end
+  return (total + sum) / factor / factor
+end
+
+--- Factors of 224 / max for each chunk and operand, products and sums in (8, 8), chunks in doubles.
+local function blocks(a, b, at, n, chunk)
+  local total = 0
+  for from = 0, n - 1, chunk do
+    local to, la, lb, sum = math.min(from + chunk, n) - 1, 0, 0, 0
+    for i = from, to do
+      la, lb = math.max(la, abs(a[at + i])), math.max(lb, abs(b[at + i]))
+    end
+    local fa, fb = 224 / la, 224 / lb
+    for i = from, to do sum = wide(sum + wide(study(a[at + i] * fa) * study(b[at + i] * fb))) end
+    total = total + sum / fa / fb
+  end
+  return total
+end
+
+local function decibel(want, got)
+  local off = got - want
+  if off == 0 then return math.huge end
+  if off ~= off or abs(off) == math.huge then return -math.huge end
+  return 10 * log(want * want / (off * off)) / log(10)
+end
+
+local METHODS = {
+  { "factor 1", function(a, b, at, n) return fixed(a, b, at, n, 1) end },
+  { "factor 64", function(a, b, at, n) return fixed(a, b, at, n, 64) end },
+  { "  chunks of 512", function(a, b, at, n) return fixed(a, b, at, n, 64, 512) end },
+  { "  chunks of 128", function(a, b, at, n) return fixed(a, b, at, n, 64, 128) end },
+  { "block scale, whole", function(a, b, at, n) return blocks(a, b, at, n, n) end },
+  { "  of 512", function(a, b, at, n) return blocks(a, b, at, n, 512) end },
+  { "  of 128", function(a, b, at, n) return blocks(a, b, at, n, 128) end },
+  { "  of 64", function(a, b, at, n) return blocks(a, b, at, n, 64) end },
+}
+
+-- ------------------------------------------------------------------ Hopper's
+
+local HOPPER = {
+  { "tensor scale, no promotion", { block = "row" }, 0 },
+  { "  promoted every 512", { block = "row" }, 512 },
+  { "  promoted every 128", { block = "row" }, 128 },
+  { "1x128, promoted every 128", { block = "1x128" }, 128 },
+  { "1x128 pow2, every 128", { block = "1x128", pow2 = true }, 128 },
+}
+
+--- Dot products of the rows of a and b [samples x n]: the diagonal of small products.
+local function hopper(a, b, kind, samples)
+  local list = {}
+  for from = 1, samples, 16 do
+    local to = math.min(from + 15, samples)
+    engine.scope(function()
+      local qa, qb = fp8.quantize(a:slice(1, from, to), kind[2]), fp8.quantize(b:slice(1, from, to), kind[2])
+      local y = fp8.matmul(qa, qb, { transpose_b = true, accumulator = "hopper", promotion = kind[3] }):totable()
+      for i = 1, to - from + 1 do list[#list + 1] = y[i][i] end
+    end)
+  end
+  return list
+end
+
+-- ------------------------------------------------------------------ both
+
+local function numbers(x)
+  local values = ffi.new("double[?]", x.count)
+  M_ffi.check(M_ffi.C.eng_read(values, M_ffi.dtype.f64, x.count, x))
+  return values
+end
+
+local function text(db) return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db) end
+
+engine.seed(cfg.seed)
+local heads, first, second = { "median dB" }, {}, {}
+local curves = {}
+for column, pair in ipairs((function()
+  local list = {}
+  for _, rho in ipairs(RHOS) do
+    for _, n in ipairs(LENGTHS) do list[#list + 1] = { rho, n } end
+  end
+  return list
+end)()) do
+  local rho, n, S = pair[1], pair[2], cfg.samples
+  heads[column + 1] = ("r%g n%d"):format(rho, n)
+  engine.scope(function()
+    local z = engine.randn(S, n) * 0.01
+    local w = z * rho + engine.randn(S, n) * 0.01 * (1 - rho)
+    local a, b, want = numbers(z), numbers(w), {}
+    for s = 0, S - 1 do
+      local sum = 0
+      for i = s * n, s * n + n - 1 do sum = sum + a[i] * b[i] end
+      want[s + 1] = sum
+    end
+    for m, method in ipairs(METHODS) do
+      local db = {}
+      for s = 0, S - 1 do db[s + 1] = decibel(want[s + 1], method[2](a, b, s * n, n)) end
+      first[m] = first[m] or { method[1] }
+      first[m][column + 1] = text(lab.median(db))
+    end
+    for m, kind in ipairs(HOPPER) do
+      local got, db = hopper(z, w, kind, S), {}
+      for s = 1, S do db[s] = decibel(want[s], got[s]) end
+      second[m] = second[m] or { kind[1] }
+      second[m][column + 1] = text(lab.median(db))
+      curves[m] = curves[m] or { name = kind[1], values = {} }
+      curves[m].values[column] = lab.median(db)
+    end
+  end)
+end
+print("The study as printed: e4m3 with 240, sums rounded to it, correlation r, n numbers")
+lab.table(heads, first)
+print("\nThe same with Hopper's numbers")
+lab.table(heads, second)
+print [[
+
+Where the study's conclusions hold: promotion matters once many products share a sign (r 0.2, n 4096: more than 10 dB), and block scales
+lose nothing. Where they do not: for independent numbers (r 0) the variants differ by less than 1 dB, all near 28.5; a running sum in e4m3,
+which made the gap, is not what the hardware does. Scales by block earn their keep on outliers instead (fp8_outliers.lua).]]
+if cfg.svg ~= "" then
+  print(lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) }, y = "correlation and length", series = curves }))
+end

@@ -1,0 +1,83 @@
+-- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe: final losses with their spread, and how far each is from
+-- bf16's. Each recipe's run differs in the numbers alone. The loss is that of held-out text at the end, dropout none.
+--
+--   ./engine examples/fp8_train.lua                                  a GPT, a few minutes
+--   ./engine examples/fp8_train.lua model=moe recipes=bf16,fp8_block seeds=5
+--   ./engine examples/fp8_train.lua data=book.txt width=256 layers=4 steps=3000 svg=train.svg
+--
+-- SEEN_TRAIN
+local engine = require "engine"
+local lab = require "engine.lab"
+
+local cfg = engine.config({ model = "gpt", recipes = "fp32,bf16,fp16,fp8_delayed,fp8_current,fp8_rowwise,fp8_block", seeds = 3, steps = 300, data = "",
+  batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 2e-3, svg = "" },
+  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas", seeds = "runs of each, with seeds from 1",
+    steps = "of each run", data = "a text file; else this project's own text", batch = "sequences a step", context = "bytes a sequence",
+    width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
+    svg = "a file for the loss curves" })
+
+local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
+local function read(path)
+  local file = assert(io.open(path, "rb"))
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+local text = cfg.data ~= "" and read(cfg.data) or read(root .. "README.md") .. read(root .. "policies/README.md") .. read(root .. "lua/engine/trainer.lua")
+local cut = math.floor(0.9 * #text)
+local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
+
+--- A GPT; in a mixture the feed-forward parts are experts.
+local function model_of()
+  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers }
+  if cfg.model == "moe" then
+    for _, block in ipairs(model.blocks) do block.mlp = engine.nn.moe { width = cfg.width, experts = cfg.experts, top_k = 2, std = 0.02 } end
+  end
+  return model
+end
+
+local function run(recipe, seed, curve)
+  engine.seed(seed)
+  local model = model_of()
+  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
+    data = engine.data.text { text = train_text, batch = cfg.batch, context = cfg.context, seed = seed },
+    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
+    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20), total = cfg.steps },
+    loss = function(m, batch)
+      local loss = m:loss(batch.x, batch.y)
+      if cfg.model == "moe" then
+        for _, block in ipairs(m.blocks) do loss = loss + block.mlp.balance * 0.01 end
+      end
+      return loss
+    end,
+    on_step = function(t, record)
+      local place = math.ceil(t.steps_done * 40 / cfg.steps)
+      curve[place] = (curve[place] or 0) + record.loss / (cfg.steps / 40) / cfg.seeds
+    end }
+  trainer:run()
+  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch, context = cfg.context, seed = 1 }, 10)
+end
+
+local rows, series, of = {}, {}, {}
+for name in cfg.recipes:gmatch("[^,]+") do
+  local held, curve = {}, {}
+  for seed = 1, cfg.seeds do held[seed] = run(name, seed, curve) end
+  of[#of + 1], series[#series + 1] = { name = name, held = held }, { name = name, values = curve }
+end
+local base
+for _, r in ipairs(of) do base = base or (r.name == "bf16" and r) end
+base = base or of[1]
+for i, r in ipairs(of) do
+  local apart = {}
+  for seed, loss in ipairs(r.held) do apart[seed] = 100 * (loss / base.held[seed] - 1) end
+  local mean, spread = lab.mean(r.held)
+  local d_mean, d_spread = lab.mean(apart)
+  rows[i] = { r.name, ("%.4f +- %.4f"):format(mean, spread), ("%+.3f +- %.3f %%"):format(d_mean, d_spread) }
+end
+lab.table({ cfg.model, "held-out loss", "beside " .. base.name .. ", seed by seed" }, rows)
+if cfg.svg ~= "" then
+  local places = {}
+  for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
+  print(lab.svg(cfg.svg, { title = "training loss, mean of " .. cfg.seeds .. " seeds", x = places, y = "step", series = series }))
+end
+return of

@@ -1,0 +1,99 @@
+-- The studies examples/fp8_*.lua: their tables come out as printed elsewhere, within sampling error, and wrong settings are one line.
+local helper = require "spec.helper"
+
+local root = helper.shell("pwd").out:match("[^\n]+")
+local function run(name, ...)
+  return helper.run { root .. "/examples/fp8_" .. name .. ".lua", ... }
+end
+
+--- The numbers in the line of a table that begins with `label`.
+local function row(result, label, from)
+  local at = from and result.out:find(from, 1, true) or 1
+  local line = result.out:sub(at):match("\n" .. label:gsub("%p", "%%%0") .. " +([^\n]*)")
+  assert(line, "no line " .. label .. " in " .. result.out)
+  local list = {}
+  for word in line:gmatch("%S+") do list[#list + 1] = tonumber(word) end
+  return list
+end
+
+describe("the FP8 laboratory", function()
+  local folder
+  setup(function() folder = helper.folder() end)
+  teardown(function() helper.remove(folder) end)
+
+  it("bits: ranges and codes", function()
+    local result = run("bits", "numbers=true", "value=0.1", "svg=" .. folder .. "/a.svg")
+    assert.equal(0, result.code, result.err)
+    assert.matches("\ne4m3 +1%-4%-3 +7 +448 +2^%-6 +2^%-9", result.out)
+    assert.matches("\ne5m2 +1%-5%-2 +15 +57344 +2^%-14 +2^%-16", result.out)
+    assert.matches("7e 448", result.out)
+    assert.matches("e4m3 0 0011 101  0x1d  0.1015625", result.out)
+    assert.matches("^<svg", helper.read(folder .. "/a.svg"))
+  end)
+
+  it("promotion: the table of Hopper's accumulator", function()
+    local result = run("promotion", "draws=100", "svg=" .. folder .. "/b.svg")
+    assert.equal(0, result.code, result.err)
+    local function mean(label)
+      local none, some, often = result.out:match("\n" .. label .. " +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %%")
+      return tonumber(none), tonumber(some), tonumber(often)
+    end
+    local function near(want, got) assert.is_true(math.abs(got / want - 1) < 0.05, ("%g beside %g"):format(got, want)) end
+    for label, want in pairs { ["U%[0,1%) +1024"] = { 1.50, 0.58, 0.055 }, ["U%[0,1%) +4096"] = { 7.46, 0.58, 0.055 }, ["U%[0,1%) +16384"] = { 25.1, 0.58, 0.055 },
+      ["|N%(0,1%)| +4096"] = { 6.64, 0.57, 0.060 } } do
+      local got = { mean(label) }
+      for i = 1, 3 do near(want[i], got[i]) end
+    end
+  end)
+
+  it("outliers: block scales matter above 2^12", function()
+    local result = run("outliers", "rows=64")
+    assert.equal(0, result.code, result.err)
+    local by_row, by_block = row(result, "row"), row(result, "1x128")
+    for i, want in pairs { [1] = 31.6, [3] = 31.5, [5] = 31.5, [6] = 28.8, [7] = 17.9 } do assert.near(want, by_row[i], 0.4) end
+    for i, want in pairs { [1] = 31.8, [5] = 31.8, [6] = 31.6, [7] = 28.4 } do assert.near(want, by_block[i], 0.4) end
+  end)
+
+  it("snr: the study as printed, and Hopper's numbers", function()
+    local result = run("snr", "samples=100", "svg=" .. folder .. "/c.svg")
+    assert.equal(0, result.code, result.err)
+    -- columns: r 0, 0.01, 0.1, 0.2, each with n 128, 1024, 4096; medians of 100 draws stray by 1.5 dB or so
+    local first, second = "The study", "Hopper's numbers"
+    local function like(from, label, wanted)
+      local got = row(result, label, from)
+      for column, want in pairs(wanted) do assert.near(want, got[column], 3, label .. " " .. column) end
+    end
+    like(first, "factor 1", { 0, 0, 0 })
+    like(first, "factor 64", { 11.93, 4.64, 0.63 })
+    like(first, "  chunks of 128", { 11.93, 11.91, 11.05, [8] = 20.64, [11] = 28.77 })
+    like(first, "block scale, whole", { 28.21, 20.42, 11.22 })
+    like(first, "  of 128", { 28.21, 28.17, 27.62, [12] = 40.01 })
+    like(second, "tensor scale, no promotion", { [3] = 28.64, [9] = 46.68, [11] = 48.62, [12] = 40.90 })
+    like(second, "  promoted every 128", { [3] = 28.62, [9] = 48.59, [12] = 54.08 })
+    like(second, "1x128, promoted every 128", { [3] = 28.92, [12] = 55.28 })
+  end)
+
+  it("train: a GPT and a mixture under several recipes", function()
+    for _, model in ipairs { "gpt", "moe" } do
+      local result = run("train", "model=" .. model, "steps=12", "seeds=2", "width=32", "layers=1", "batch=4", "context=32", "recipes=bf16,fp16,fp8_block,fp8_delayed",
+        "svg=" .. folder .. "/d.svg")
+      assert.equal(0, result.code, result.err)
+      for _, recipe in ipairs { "bf16", "fp16", "fp8_block", "fp8_delayed" } do
+        local loss, apart = result.out:match("\n" .. recipe .. " +([%d.]+) %+%- [%d.]+ +([%+%-][%d.]+) %+%-")
+        assert.is_true(tonumber(loss) < 5.6, recipe)
+        assert.is_true(math.abs(tonumber(apart)) < 1, recipe)
+      end
+    end
+  end)
+
+  it("answers wrong settings in one line", function()
+    for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many", snr = "smaples=2", train = "model=rnn" } do
+      local result = run(name, wrong)
+      assert.not_equal(0, result.code)
+      assert.matches("^engine: config: [^\n]*\n$", result.err)
+    end
+    local result = run("train", "recipes=fp8_blok", "steps=1")
+    assert.not_equal(0, result.code)
+    assert.matches("there is no precision 'fp8_blok'; did you mean 'fp8_block'%?", result.err)
+  end)
+end)
