@@ -6,7 +6,7 @@
 // transposed matrix costs one pass over B, not one per use. Threads own rectangles of C. For its
 // rows a thread lays A out as f32 where it is not that already, then runs the micro-kernel:
 // GEMM_MR x GEMM_NR results in registers. Sums wait in f32 for the next piece of k; with the last one
-// they are scaled, get bias and old C, and are rounded on their way out.
+// they are scaled, get bias, GELU or old C, and are rounded on their way out.
 // No sum crosses a thread, so results do not depend on the number of threads; avx2 and avx512 agree
 // bit for bit, the plain build rounds products and sums apart.
 #include "gemm.h"
@@ -98,10 +98,28 @@ static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0,
   }
 }
 
+// The same with a GELU behind the bias, or its slope times the sums.
+static __attribute__((noinline)) void finish_gelu(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+{
+  const gemm_call *g = p->call;
+  for (int64_t i = 0; i < rows; i++) {
+    int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
+    for (int j = 0; j < columns; j += VF_LANES) {
+      int n = least(columns - j, VF_LANES);
+      vf x = vf_load(sums + i * ld + j);
+      if (g->bias) x = vf_add(x, vector(g->bias, g->bias_dtype, j0 + j, n));
+      if (g->after == GEMM_GELU_GRAD) x = vf_mul(vf_gelu_tanh_derivative(vector(g->side, g->side_dtype, to + j, n)), x);
+      store(g->c, g->c_dtype, to + j, x, n);
+      if (g->after == GEMM_GELU) store(g->side, g->side_dtype, to + j, vf_gelu_tanh(vector(g->c, g->c_dtype, to + j, n)), n);
+    }
+  }
+}
+
 static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
 {
   const gemm_call *g = p->call;
-  if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
+  if (g->after != GEMM_AS_IT_IS) finish_gelu(p, sums, ld, i0, rows, j0, columns);
+  else if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
   else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
   else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
@@ -136,7 +154,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     a = a_copy;
   }
   // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the first cache.
-  bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias;
+  bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
     int64_t j0 = p->n0 + panel * GEMM_NR;
