@@ -27,13 +27,13 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
       int n = (int)(g->n - j < TILE ? g->n - j : TILE);
       bool slope = g->after == GEMM_GELU_GRAD;
       if (!slope) floats_to(g->c, g->c_dtype, at, x, n);
-      const float *from = tile_load(u, slope ? g->side : g->c, slope ? g->side_dtype : g->c_dtype, at, n);
+      const float *from = tile_load(u, slope ? g->side : g->c, g->c_dtype, at, n);
       for (int v = 0; v < n; v += VF_LANES) {
         int lanes = n - v < VF_LANES ? n - v : VF_LANES;
         vf a = vf_load_n(from + v, lanes);
         vf_store_n(out + v, slope ? vf_mul(vf_gelu_tanh_derivative(a), vf_load_n(x + v, lanes)) : vf_gelu_tanh(a), lanes);
       }
-      floats_to(slope ? g->c : g->side, slope ? g->c_dtype : g->side_dtype, at, out, n);
+      floats_to(slope ? g->c : g->side, g->c_dtype, at, out, n);
     }
   }
 }
@@ -192,7 +192,6 @@ static eng_status mlp_gelu(const op_call *call)
   gemm_call up = product_of_linear(u, call->in[0], call->in[1], call->in[2]);
   up.after = GEMM_GELU;
   up.side = h->data;
-  up.side_dtype = h->dtype;
   ENG_TRY(run(up));
   return run(product_of_linear(y, h, call->in[3], call->in[4]));
 }
@@ -206,7 +205,6 @@ static eng_status matmul_gelu_grad(const op_call *call)
   gemm_call g = product_of_rows(call->out[0], &a, &b, row_count(dy), w->shape[0], NULL);
   g.after = GEMM_GELU_GRAD;
   g.side = u->data;
-  g.side_dtype = u->dtype;
   return run(g);
 }
 

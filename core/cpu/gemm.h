@@ -25,10 +25,10 @@ typedef struct gemm_operand {
   int64_t     batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_operand;
 
-/// What happens to a finished element of C on its way out, x = A B + bias. `side` is a matrix that lies as C does.
+/// What happens to a finished element of C on its way out, x = A B + bias. `side` is a matrix in C's dtype that lies as C does.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  GEMM_GELU,        // C = x; side = gelu_tanh(C), of x as it was rounded, in C's dtype
+  GEMM_GELU,        // C = x; side = gelu_tanh(C), of x as it was rounded
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
 } gemm_after;
 
@@ -49,7 +49,6 @@ typedef struct gemm_call {
   float        alpha, beta;
   gemm_after   after;                   // other than GEMM_AS_IT_IS: one product, alpha 1, beta 0
   void        *side;
-  int32_t      side_dtype;
 } gemm_call;
 
 /// Computes a product by the better path. Called from the main thread (it takes scratch memory and
