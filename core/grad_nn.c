@@ -51,33 +51,79 @@ static eng_status rows_of(tensor **out, tensor *x)
   return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, x->shape[x->ndim - 1] ? -1 : 0, x->shape[x->ndim - 1]}, 3, 0, 0);
 }
 
+/// dx = dy w for input 0, a linear layer's x [.. x K]; dy [rows x N], w [N x K].
+static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
+{
+  const tensor *x = g->call->in[0];
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .ints = {0, 0, x->dtype + 1}};
+  ENG_TRY(op_run(&c));
+  tensor *dx;
+  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+  memcpy(ints + 1, x->shape, sizeof x->shape);
+  ENG_TRY(op_run1(&dx, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + ENG_MAX_DIMS, 0, 0));
+  tensor_drop(c.out[0]);
+  return grad_emit(g, 0, dx);
+}
+
+/// What a linear layer's weight, input w, and bias, input w + 1, get from dy [rows x N] and its x [rows x K]: dy^T x and column sums.
+static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
+{
+  const int b = w + 1;
+  if (!grad_wants(g, b)) return grad_wants(g, w) ? product_to(g, w, dy, x, true, false) : ENG_OK;
+  bool adds[2] = {false, false};
+  tensor *into = grad_target(g, b, &adds[1]);
+  if (!grad_wants(g, w)) {
+    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, .ints = {g->call->in[b]->dtype, adds[1]}};
+    ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
+    return into ? ENG_OK : grad_emit(g, b, c.out[0]);
+  }
+  op_call c = {.op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
+  bool direct[2] = {c.out[0] != NULL, into != NULL};
+  for (int k = 0; k < 2; k++) {
+    c.ints[k] = g->call->in[w + k]->dtype;
+    c.ints[2 + k] = adds[k];
+  }
+  eng_status status = op_run(&c);
+  for (int k = 0; k < 2; k++) {
+    if (status != ENG_OK && direct[k]) grad_target_failed(g, w + k, adds[k]);
+    if (status == ENG_OK && !direct[k]) status = grad_emit(g, w + k, c.out[k]);
+  }
+  return status;
+}
+
 // y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
 eng_status grad_linear(grad_call *g)
 {
   if (fp8_is_linear(g->call)) return fp8_linear_grad(g);
-  tensor *x, *w = g->call->in[1], *dy;
+  tensor *x, *dy;
   ENG_TRY(rows_of(&x, g->call->in[0]));
   ENG_TRY(rows_of(&dy, g->dy[0]));
-  if (grad_wants(g, 0)) {
-    op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .ints = {0, 0, g->call->in[0]->dtype + 1}};
-    ENG_TRY(op_run(&c));
-    tensor *dx;
-    int64_t ints[1 + ENG_MAX_DIMS] = {g->call->in[0]->ndim};
-    memcpy(ints + 1, g->call->in[0]->shape, sizeof g->call->in[0]->shape);
-    ENG_TRY(op_run1(&dx, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + ENG_MAX_DIMS, 0, 0));
-    tensor_drop(c.out[0]);
-    ENG_TRY(grad_emit(g, 0, dx));
-  }
-  if (grad_wants(g, 1)) ENG_TRY(product_to(g, 1, dy, x, true, false));
-  if (grad_wants(g, 2)) {
-    bool accumulate = false;
-    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {grad_target(g, 2, &accumulate)}, .ints = {g->call->in[2]->dtype, 0}};
-    bool direct = c.out[0] != NULL;
-    c.ints[1] = accumulate;
-    ENG_TRY(run_into(&c, g, 2, direct, accumulate));
-    if (!direct) ENG_TRY(grad_emit(g, 2, c.out[0]));
-  }
+  if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, dy, g->call->in[1]));
+  ENG_TRY(weight_gradients(g, 1, dy, x));
   tensor_drop(x);
+  tensor_drop(dy);
+  return ENG_OK;
+}
+
+// y = gelu(u) W2^T + b2, u = x W1^T + b1: two linear layers, du = gelu'(u) (dy W2) between them
+eng_status grad_mlp_gelu(grad_call *g)
+{
+  const op_call *y = g->call;
+  tensor *dy, *h, *x, *u, *du;
+  ENG_TRY(rows_of(&dy, g->dy[0]));
+  ENG_TRY(rows_of(&h, y->out[2]));
+  ENG_TRY(weight_gradients(g, 3, dy, h));
+  tensor_drop(h);
+  if (grad_wants(g, 0) || grad_wants(g, 1) || grad_wants(g, 2)) {
+    ENG_TRY(rows_of(&x, y->in[0]));
+    ENG_TRY(rows_of(&u, y->out[1]));
+    ENG_TRY(op_run1(&du, ENG_OP_matmul_gelu_grad, dy, y->in[3], u, NULL, 0, 0, 0));
+    tensor_drop(u);
+    ENG_TRY(weight_gradients(g, 1, du, x));
+    if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, du, y->in[1]));
+    tensor_drop(x);
+    tensor_drop(du);
+  }
   tensor_drop(dy);
   return ENG_OK;
 }

@@ -377,6 +377,58 @@ static eng_status infer_linear(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
+static eng_status infer_mlp_gelu(op_call *c, op_shape *s)
+{
+  const tensor *x = c->in[0], *up = c->in[1], *down = c->in[3];
+  for (int k = 0; k < 4; k += k == 1 ? 2 : 1) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_ndim(c, 0, 1));
+  if (up->ndim != 2 || down->ndim != 2 || up->shape[1] != x->shape[x->ndim - 1] || down->shape[1] != up->shape[0])
+    return error_set(ENG_ERR_SHAPE, "mlp_gelu: expected x [.. x C] and weights [H x C] and [N x H], got %s, %s and %s", tensor_text(x),
+                     tensor_text(up), tensor_text(down));
+  ENG_TRY(want_vector(c, 2, "a first bias", up->shape[0]));
+  ENG_TRY(want_vector(c, 4, "a second bias", down->shape[0]));
+  int dtype = x->dtype;
+  for (int k = 1; k < 5; k++)
+    if (c->in[k]) dtype = dtype_promote(dtype, c->in[k]->dtype);
+  for (int k = 0; k < 3; k++) {
+    put_like(s, k, dtype, x);
+    s->out[k].shape[x->ndim - 1] = k == 0 ? down->shape[0] : up->shape[0];
+  }
+  return ENG_OK;
+}
+
+static eng_status infer_matmul_gelu_grad(op_call *c, op_shape *s)
+{
+  const tensor *dy = c->in[0], *w = c->in[1], *u = c->in[2];
+  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_ndim(c, 0, 1));
+  int last = dy->ndim - 1;
+  if (w->ndim != 2 || w->shape[0] != dy->shape[last] || u->ndim != dy->ndim || w->shape[1] != u->shape[last] ||
+      memcmp(u->shape, dy->shape, (size_t)last * sizeof *u->shape) != 0)
+    return error_set(ENG_ERR_SHAPE, "matmul_gelu_grad: expected dy [.. x N], a weight [N x H] and u [.. x H], got %s, %s and %s", tensor_text(dy),
+                     tensor_text(w), tensor_text(u));
+  put_like(s, 0, u->dtype, u);
+  return ENG_OK;
+}
+
+static eng_status infer_linear_grad(op_call *c, op_shape *s)
+{
+  const tensor *dy = c->in[0], *x = c->in[1];
+  for (int k = 0; k < 2; k++) {
+    ENG_TRY(want_float(c, k));
+    ENG_TRY(want_ndim(c, k, 1));
+    ENG_TRY(want_float_attribute(c, c->ints[k]));
+    if (c->ints[2 + k] && !c->out[k]) return error_set(ENG_ERR_VALUE, "linear_grad: cannot add onto an output that is not given");
+  }
+  int last = dy->ndim - 1;
+  if (x->ndim != dy->ndim || memcmp(x->shape, dy->shape, (size_t)last * sizeof *x->shape) != 0)
+    return error_set(ENG_ERR_SHAPE, "linear_grad: expected dy [.. x N] and x [.. x K], got %s and %s", tensor_text(dy), tensor_text(x));
+  int64_t shape[2] = {dy->shape[last], x->shape[last]};
+  put(s, 0, (int)c->ints[0], 2, shape);
+  put(s, 1, (int)c->ints[1], 1, shape);
+  return ENG_OK;
+}
+
 static eng_status infer_norm(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
@@ -670,6 +722,9 @@ eng_status op_infer(op_call *c, op_shape *s)
       ENG_TRY(want_target(c, c->ints[1]));
       put(s, 0, (int)c->ints[0], 1, &x->shape[x->ndim - 1]);
       return ENG_OK;
+    case ENG_OP_linear_grad: return infer_linear_grad(c, s);
+    case ENG_OP_mlp_gelu: return infer_mlp_gelu(c, s);
+    case ENG_OP_matmul_gelu_grad: return infer_matmul_gelu_grad(c, s);
     case ENG_OP_layer_norm: case ENG_OP_rms_norm:
       return infer_norm(c, s);
     case ENG_OP_layer_norm_grad: case ENG_OP_rms_norm_grad:

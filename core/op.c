@@ -86,7 +86,7 @@ static eng_status check_present(const op_call *c)
   for (int k = 0; k < c->n_in; k++) {
     bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad;
     bool optional = (norm && k == 1) || (c->op == ENG_OP_quantize && k == 1) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
-                    (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm));
+                    (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm)) || (c->op == ENG_OP_mlp_gelu && (k == 2 || k == 4));
     if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
   }
   return ENG_OK;

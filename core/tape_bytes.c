@@ -8,7 +8,7 @@
 
 #include <stdlib.h>
 
-enum { FIRST = 1, SECOND = 2, THIRD = 4, ALL = ~0 };
+enum { FIRST = 1, SECOND = 2, THIRD = 4, FOURTH = 8, ALL = ~0 };
 typedef struct reads { int in, out; } reads;   // bits of inputs and outputs
 
 static reads reads_of(const op_call *call)
@@ -29,6 +29,7 @@ static reads reads_of(const op_call *call)
     case ENG_OP_topk:                             return (reads){0, SECOND};
     case ENG_OP_softmax: case ENG_OP_log_softmax: return (reads){0, FIRST};
     case ENG_OP_linear:                           return (reads){FIRST | SECOND, 0};
+    case ENG_OP_mlp_gelu:                         return (reads){FIRST | SECOND | FOURTH, SECOND | THIRD};
     case ENG_OP_layer_norm:                       return (reads){FIRST | SECOND, SECOND | THIRD};
     case ENG_OP_rms_norm:                         return (reads){FIRST | SECOND, SECOND};
     case ENG_OP_attention:                        return (reads){ALL, FIRST | SECOND};

@@ -2,6 +2,7 @@
 // (gemm_lt.c) as it lies where that can read it; an operand it cannot read is copied first, an output it cannot write is
 // made in scratch memory in f32 and rounded from there, and a product it does not know is done by gemm_plain.cu.
 #include "device.h"
+#include "gemm.h"
 #include "gemm_lt.h"
 #include "gemm_plain.h"
 
@@ -162,8 +163,9 @@ static eng_status by_library(bool *done, const gemm_product *p, scratch *s)
   return *done ? gemm_finish(p, &sum) : ENG_OK;
 }
 
-static eng_status run(gemm_product p)
+eng_status gemm_run(const gemm_product *given)
 {
+  gemm_product p = *given;
   gemm_simplify(&p);
   if (p.k == 0) return gemm_plain(&p);   // zeros, the bias, or nothing to add
   bool done = false;
@@ -174,5 +176,14 @@ static eng_status run(gemm_product p)
   return status;
 }
 
-eng_status cuda_matmul(const op_call *call) { return run(gemm_of_matmul(call)); }
-eng_status cuda_linear(const op_call *call) { return run(gemm_of_linear(call)); }
+eng_status cuda_matmul(const op_call *call)
+{
+  gemm_product p = gemm_of_matmul(call);
+  return gemm_run(&p);
+}
+
+eng_status cuda_linear(const op_call *call)
+{
+  gemm_product p = gemm_of_linear(call);
+  return gemm_run(&p);
+}

@@ -135,6 +135,7 @@ bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked)
     .align_a = batch_alignment(p, &p->b), .align_b = batch_alignment(p, &p->a), .align_c = batch_alignment(p, &p->c),
     .bias = p->bias ? p->bias_dtype : -1,
     .accumulate = p->accumulate,
+    .after = p->after,
   };
   if (walked >= 0) {
     problem->batch = p->batch[walked];

@@ -1,6 +1,6 @@
 // Matrix products as the CUDA device describes them: first by strides, as tensors have them, then as cuBLASLt wants them,
 // column-major with leading dimensions. Host logic alone, no CUDA in it: spec/cuda/gemm_host.c tests it anywhere.
-// Called by gemm.c and gemm_fp8.c.
+// Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #ifndef ENG_CUDA_GEMM_LAYOUT_H
 #define ENG_CUDA_GEMM_LAYOUT_H
 
@@ -17,6 +17,14 @@ typedef struct gemm_matrix {
   int64_t batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_matrix;
 
+/// What one kernel of cuBLASLt may make beside a product, `side` being contiguous. Asked of gemm_fused.c alone; elsewhere as it is.
+typedef enum gemm_after {
+  GEMM_AS_IT_IS,
+  GEMM_GELU,        // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
+  GEMM_GELU_GRAD,   // C = gelu_tanh'(side [m x n], in C's dtype) * A B
+  GEMM_BIAS_GRAD,   // side [m] in C's dtype = sums of A's rows, beside C = A B or C += A B
+} gemm_after;
+
 /// C = A B + bias, or C += A B, for every batch: A [m x k], B [k x n], C [m x n], bias [n] or none.
 typedef struct gemm_product {
   int64_t     m, n, k;
@@ -26,6 +34,8 @@ typedef struct gemm_product {
   const void *bias;                     // contiguous, or NULL
   int32_t     bias_dtype;
   int32_t     accumulate;               // C += ..
+  int32_t     after;                    // gemm_after
+  void       *side;
 } gemm_product;
 
 gemm_product gemm_of_matmul(const op_call *call);
@@ -48,11 +58,11 @@ bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, 
 
 /// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
 /// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
-/// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none.
+/// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
 #define GEMM_PROBLEM_FIELDS(F) \
   F(m) F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
   F(batch) F(stride_a) F(stride_b) F(stride_c) F(align_a) F(align_b) F(align_c) F(bias) F(accumulate) \
-  F(tf32) F(scaling_a) F(scaling_b) F(fast)
+  F(tf32) F(scaling_a) F(scaling_b) F(fast) F(after)
 typedef struct gemm_problem {
 #define GEMM_FIELD(name) int64_t name;
   GEMM_PROBLEM_FIELDS(GEMM_FIELD)

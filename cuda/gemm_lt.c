@@ -11,7 +11,8 @@
 // allowed that keeps its parts in the workspace, in the sum's own format, and adds them in a step of its own. Another
 // algorithm may give other bits; so bits are pinned by the file, or by ENGINE_CUBLASLT_SEARCH=0.
 //
-// Owns the handle, the workspace (64 MiB, taken at first use) and every problem's plan. Called by gemm.c and gemm_fp8.c.
+// Owns the handle, the workspace (64 MiB, taken at first use) and every problem's plan. Called by gemm.c,
+// gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
 
 #include "device.h"
@@ -65,6 +66,13 @@ bool gemm_tf32(void)
   return known;
 }
 
+bool gemm_fuses(void)
+{
+  static int known = -1;
+  if (known < 0) known = is_on("ENGINE_CUBLASLT_FUSE", true);
+  return known;
+}
+
 static eng_status open_library(void)
 {
   int ordinal;
@@ -108,6 +116,20 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
   return ENG_OK;
 }
 
+/// What comes after the sums, in cuBLASLt's words. Its D is our C transposed, so a bias belongs to its rows, and sums of our A's rows
+/// are those of its B's columns.
+static uint32_t epilogue_of(const gemm_problem *p)
+{
+  switch (p->after) {
+    case GEMM_GELU:      return p->bias >= 0 ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case GEMM_GELU_GRAD: return CUBLASLT_EPILOGUE_DGELU;
+    case GEMM_BIAS_GRAD: return CUBLASLT_EPILOGUE_BGRADB;
+    default:             return p->bias >= 0 ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  }
+}
+
+static bool has_matrix_beside(const gemm_problem *p) { return p->after == GEMM_GELU || p->after == GEMM_GELU_GRAD; }
+
 static eng_status describe(plan *x, const gemm_problem *p)
 {
   bool f64 = p->type_c == ENG_f64;
@@ -116,12 +138,13 @@ static eng_status describe(plan *x, const gemm_problem *p)
   int32_t op_a = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   SET(x->product, TRANSA, op_a, p);
   SET(x->product, TRANSB, op_b, p);
+  uint32_t epilogue = epilogue_of(p);
+  SET(x->product, EPILOGUE, epilogue, p);
   if (p->bias >= 0) {
-    uint32_t epilogue = CUBLASLT_EPILOGUE_BIAS;
     int32_t type = type_of(p->bias);
-    SET(x->product, EPILOGUE, epilogue, p);
     SET(x->product, BIAS_DATA_TYPE, type, p);
   }
+  if (has_matrix_beside(p)) SET(x->product, EPILOGUE_AUX_LD, p->ldc, p);
   if (p->scaling_a || p->scaling_b) {
     int32_t mode_a = (int32_t)p->scaling_a - 1, mode_b = (int32_t)p->scaling_b - 1;
     int8_t fast = p->fast != 0;
@@ -139,6 +162,8 @@ static eng_status describe(plan *x, const gemm_problem *p)
 static eng_status point(const plan *x, const gemm_problem *p, const gemm_operands *on)
 {
   if (p->bias >= 0) SET(x->product, BIAS_POINTER, on->bias, p);
+  if (p->after == GEMM_BIAS_GRAD) SET(x->product, BIAS_POINTER, on->side, p);
+  if (has_matrix_beside(p)) SET(x->product, EPILOGUE_AUX_POINTER, on->side, p);
   if (p->scaling_a || p->scaling_b) {
     SET(x->product, A_SCALE_POINTER, on->scale_a, p);
     SET(x->product, B_SCALE_POINTER, on->scale_b, p);
@@ -319,10 +344,10 @@ static bool worth_searching(const gemm_problem *p)
          cudaStreamIsCapturing(cuda_stream(), &capture) == cudaSuccess && capture == cudaStreamCaptureStatusNone;
 }
 
-/// A product that would take long without cuBLASLt is worth a line; FP8 ones become errors anyway.
+/// A product that would take long without cuBLASLt is worth a line; FP8 ones become errors anyway, what comes after others is done apart.
 static void tell_of_refusal(const gemm_problem *p)
 {
-  if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK || p->scaling_a) return;
+  if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK || p->scaling_a || p->after) return;
   fprintf(stderr, "engine: cuBLASLt %zu has no algorithm for the product %s, which takes another, slower way\n", cublasLtGetVersion(),
           gemm_problem_text(p));
 }
@@ -365,13 +390,28 @@ static eng_status prepare(gemm_entry *entry, const gemm_operands *on)
   return status;
 }
 
+/// The entry of a problem, with its plan made.
+static eng_status prepared(gemm_entry **found, const gemm_problem *problem, const gemm_operands *on)
+{
+  if (!lt.handle) ENG_TRY(open_library());
+  *found = gemm_cache_entry(problem);
+  if (!*found) return error_set(ENG_ERR_MEMORY, "cuBLASLt: no memory for the table of products");
+  return (*found)->plan ? ENG_OK : prepare(*found, on);
+}
+
+eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
+{
+  gemm_entry *entry;
+  ENG_TRY(prepared(&entry, problem, on));
+  *ns = ((plan *)entry->plan)->refused ? -1 : entry->chosen ? entry->choice.ns : 0;
+  return ENG_OK;
+}
+
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on)
 {
   *done = false;
-  if (!lt.handle) ENG_TRY(open_library());
-  gemm_entry *entry = gemm_cache_entry(problem);
-  if (!entry) return error_set(ENG_ERR_MEMORY, "cuBLASLt: no memory for the table of products");
-  if (!entry->plan) ENG_TRY(prepare(entry, on));
+  gemm_entry *entry;
+  ENG_TRY(prepared(&entry, problem, on));
   plan *x = entry->plan;
   if (x->refused) return ENG_OK;
   ENG_TRY(point(x, problem, on));

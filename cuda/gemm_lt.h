@@ -1,19 +1,29 @@
-// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by gemm.c and gemm_fp8.c.
+// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by gemm.c, gemm_fused.c and
+// gemm_fp8.c.
 #ifndef ENG_CUDA_GEMM_LT_H
 #define ENG_CUDA_GEMM_LT_H
 
 #include "gemm_layout.h"
 
-/// What a problem is run on: device memory, in cuBLASLt's order (A is our B). Scales are for FP8 operands, else NULL.
+/// What a problem is run on: device memory, in cuBLASLt's order (A is our B). Scales are for FP8 operands, else NULL; `side` is what
+/// problem->after reads or writes.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;
   const void  *bias;
   const float *scale_a, *scale_b;
+  void        *side;
 } gemm_operands;
 
 /// Queues the product. *done false, and nothing written: cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
+
+/// How long the algorithm chosen for a problem took when it was searched, in ns; 0: it was not timed, -1: there is none. Searches now
+/// where that was not done, which writes into C.
+eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
+
+/// Whether products may come with what follows them: not with ENGINE_CUBLASLT_FUSE=0.
+bool gemm_fuses(void);
 
 /// Whether f32 products may round their factors to TF32: ENGINE_TF32=1.
 bool gemm_tf32(void);

@@ -2,7 +2,7 @@
 -- (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. CUDA's headers are enough.
 local helper = require "spec.helper"
 
-local SOURCES = "spec/cuda/card.c spec/cuda/gemm_host.c cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fp8.c cuda/fp8_matmul.c"
+local SOURCES = "spec/cuda/card.c spec/cuda/gemm_host.c cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fused.c cuda/gemm_fp8.c cuda/fp8_matmul.c"
 
 --- A folder with CUDA's headers, or nil.
 local function headers()
@@ -35,6 +35,13 @@ describe("matrix products on the CUDA device, host side", function()
 
   it("equal the definition for any strides, formats, batches and transposes", function() run("products") end)
   it("add a bias apart where cuBLASLt does not", function() run("bias") end)
+  it("make a GELU, its slope and column sums in one kernel", function() run("fused") end)
+  it("make them apart where cuBLASLt does not, or with ENGINE_CUBLASLT_FUSE=0", function()
+    run("fused_refused")
+    run("fused_refused", "ENGINE_CUBLASLT_FUSE=0")
+  end)
+  it("make them apart where that is faster", function() run("fused_search") end)
+  it("make them the same way in the next run", function() run("fused_again") end)
   it("choose the fastest algorithm that adds in order, once", function() run("search") end)
   it("take the same algorithm in the next run", function() run("again") end)
   it("search again when the algorithm is no longer offered", function() run("gone") end)

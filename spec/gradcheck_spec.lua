@@ -124,6 +124,11 @@ local cases = {
     check(function(x, w) return x:linear(w) end, { random(3, 5), random(4, 5) })
     check(function(x, w, b) return x:transpose():linear(w, b) end, { random(5, 3), random(4, 5), random(4) })
   end,
+  mlp_gelu = function(check)
+    check(function(x, a, b, c, d) return x:mlp_gelu(a, b, c, d) end, { random(2, 3, 5), random(7, 5), random(7), random(4, 7), random(4) })
+    check(function(x, a, c) return x:mlp_gelu(a, nil, c) end, { random(3, 5), random(7, 5), random(4, 7) })
+    check(function(x, a, c, d) return x:transpose():mlp_gelu(a, nil, c, d) end, { random(5, 3), random(7, 5), random(4, 7), random(4) })
+  end,
   layer_norm = function(check)
     check(function(x, w, b) return x:layer_norm(w, b) end, { random(3, 7), random(7), random(7) })
     check(function(x, w) return x:layer_norm(w) end, { random(2, 2, 5), random(5) })

@@ -1,4 +1,4 @@
-// The operations matmul, linear and bias_grad on the CPU. Turns tensors into a gemm_call (transposes
+// The operations matmul, linear, mlp_gelu and what their gradients need on the CPU. Turns tensors into a gemm_call (transposes
 // become strides, batch dimensions that only lengthen A become rows), then gemm_run picks the path: gemm.h
 // says which paths there are and what each promises.
 //
@@ -10,13 +10,66 @@
 #include "gemm.h"
 
 #include "../error.h"
+#include "rows.h"
 #include "simd.h"
+
+enum { APART_FLOATS = 1 << 20 };   // sums that wait in f32 for what comes after them, at a time
+
+// What comes after the product, for rows [i0, i0+rows) whose sums, bias included, stand in `sums` [rows x n].
+static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int64_t rows)
+{
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < rows; i++) {
+    float u[TILE], out[TILE];
+    for (int64_t j = 0; j < g->n; j += TILE) {
+      int64_t at = (i0 + i) * g->c_row + j;
+      const float *x = sums + i * g->n + j;
+      int n = (int)(g->n - j < TILE ? g->n - j : TILE);
+      bool slope = g->after == GEMM_GELU_GRAD;
+      if (!slope) floats_to(g->c, g->c_dtype, at, x, n);
+      const float *from = tile_load(u, slope ? g->side : g->c, g->c_dtype, at, n);
+      for (int v = 0; v < n; v += VF_LANES) {
+        int lanes = n - v < VF_LANES ? n - v : VF_LANES;
+        vf a = vf_load_n(from + v, lanes);
+        vf_store_n(out + v, slope ? vf_mul(vf_gelu_tanh_derivative(a), vf_load_n(x + v, lanes)) : vf_gelu_tanh(a), lanes);
+      }
+      floats_to(slope ? g->c : g->side, g->c_dtype, at, out, n);
+    }
+  }
+}
+
+// By oneDNN, what comes after it apart: piece by piece, while the sums are near.
+static eng_status onednn_and_after(bool *done, const gemm_call *g)
+{
+  if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
+  int64_t step = APART_FLOATS / (g->n > 0 ? g->n : 1) / 64 * 64;
+  if (step < 64) step = 64;
+  if (step > g->m) step = g->m;
+  int64_t bytes = step * g->n * (int64_t)sizeof(float);
+  float *sums = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!sums) return ENG_ERR_MEMORY;
+  gemm_call piece = *g;
+  piece.after = GEMM_AS_IT_IS;
+  piece.c = sums;
+  piece.c_dtype = ENG_f32;
+  piece.c_row = g->n;
+  eng_status status = ENG_OK;
+  for (int64_t i = 0; i < g->m && status == ENG_OK; i += step) {
+    piece.m = g->m - i < step ? g->m - i : step;
+    piece.a.data = (const char *)g->a.data + i * g->a.row * eng_dtype_size(g->a.dtype);
+    status = gemm_onednn(done, &piece);
+    if (status == ENG_OK && !*done) break;
+    if (status == ENG_OK) finish_apart(g, sums, i, piece.m);
+  }
+  arena_free(ARENA_SCRATCH, sums, bytes);
+  return status;
+}
 
 eng_status ISA_NAME(gemm_run)(const gemm_call *call)
 {
   if (gemm_onednn_prefers(call)) {
     bool done;
-    ENG_TRY(gemm_onednn(&done, call));
+    ENG_TRY(onednn_and_after(&done, call));
     if (done) return ENG_OK;
   }
   return ISA_NAME(gemm_packed)(call);
@@ -86,26 +139,73 @@ static eng_status matmul(const op_call *call)
   return ISA_NAME(gemm_run)(&g);
 }
 
-// y [rows x N] = x [rows x K] W^T + bias, W [N x K]
-static eng_status linear(const op_call *call)
+// A tensor [.. x columns] without gaps as a matrix.
+static gemm_operand rows_operand(const tensor *x)
 {
-  const tensor *x = call->in[0], *w = call->in[1], *bias = call->in[2], *y = call->out[0];
-  bool fast = dtype_is_fast(x->dtype) && dtype_is_fast(w->dtype) && dtype_is_fast(y->dtype) &&
-              (!bias || dtype_is_fast(bias->dtype));
-  if (!fast) return backend_reference()->kernel[call->op](call);
-  gemm_call g = {.m = 1, .n = w->shape[0], .k = w->shape[1], .alpha = 1};
-  for (int d = 0; d < x->ndim - 1; d++) g.m *= x->shape[d];
-  g.a = (gemm_operand){.data = x->data, .dtype = x->dtype, .row = g.k, .column = 1};
-  g.b = (gemm_operand){.data = w->data, .dtype = w->dtype, .row = 1, .column = g.k};
-  g.c = y->data;
-  g.c_dtype = y->dtype;
-  g.c_row = g.n;
+  return (gemm_operand){.data = x->data, .dtype = x->dtype, .row = x->shape[x->ndim - 1], .column = 1};
+}
+
+static gemm_operand turned(gemm_operand x)
+{
+  int64_t row = x.row;
+  x.row = x.column;
+  x.column = row;
+  return x;
+}
+
+// c [rows x n] = a [rows x k] times b [k x n] + bias
+static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const gemm_operand *b, int64_t rows, int64_t k, const tensor *bias)
+{
+  int64_t n = c->shape[c->ndim - 1];
+  gemm_call g = {.m = rows, .n = n, .k = k, .a = *a, .b = *b, .c = c->data, .c_dtype = c->dtype, .c_row = n, .alpha = 1};
   if (bias) {
     g.bias = bias->data;
     g.bias_dtype = bias->dtype;
   }
+  return g;
+}
+
+// y [.. x N] = x [.. x K] W^T + bias, W [N x K]
+static gemm_call product_of_linear(const tensor *y, const tensor *x, const tensor *w, const tensor *bias)
+{
+  gemm_operand a = rows_operand(x), b = turned(rows_operand(w));
+  return product_of_rows(y, &a, &b, row_count(x), w->shape[1], bias);
+}
+
+static eng_status run(gemm_call g)
+{
   simplify(&g);
   return ISA_NAME(gemm_run)(&g);
+}
+
+static eng_status linear(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  return run(product_of_linear(call->out[0], call->in[0], call->in[1], call->in[2]));
+}
+
+// y = h W2^T + b2, h = gelu(u), u = x W1^T + b1: u and h leave the first product together
+static eng_status mlp_gelu(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *y = call->out[0], *u = call->out[1], *h = call->out[2];
+  gemm_call up = product_of_linear(u, call->in[0], call->in[1], call->in[2]);
+  up.after = GEMM_GELU;
+  up.side = h->data;
+  ENG_TRY(run(up));
+  return run(product_of_linear(y, h, call->in[3], call->in[4]));
+}
+
+// du [.. x H] = gelu'(u) * (dy [.. x N] W), W [N x H]
+static eng_status matmul_gelu_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2];
+  gemm_operand a = rows_operand(dy), b = rows_operand(w);
+  gemm_call g = product_of_rows(call->out[0], &a, &b, row_count(dy), w->shape[0], NULL);
+  g.after = GEMM_GELU_GRAD;
+  g.side = u->data;
+  return run(g);
 }
 
 // ------------------------------------------------------------------ bias_grad
@@ -154,8 +254,7 @@ static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
   if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(db->dtype)) return backend_reference()->kernel[call->op](call);
-  int64_t n = dy->shape[dy->ndim - 1], rows = 1;
-  for (int d = 0; d < dy->ndim - 1; d++) rows *= dy->shape[d];
+  int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy);
   if (n == 0) return ENG_OK;
   int64_t blocks = (rows + SUM_ROWS - 1) / SUM_ROWS, bytes = (blocks + 1) * n * (int64_t)sizeof(float);
   float *partial = arena_alloc(ARENA_SCRATCH, bytes);
@@ -180,9 +279,25 @@ static eng_status bias_grad(const op_call *call)
   return ENG_OK;
 }
 
+// dW [N x K] = or += dy^T x, and db as bias_grad: dy [.. x N], x [.. x K]
+static eng_status linear_grad(const op_call *call)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
+  gemm_operand a = turned(rows_operand(dy)), b = rows_operand(x);
+  gemm_call g = product_of_rows(dw, &a, &b, dw->shape[0], row_count(dy), NULL);
+  g.beta = call->ints[2] ? 1 : 0;
+  ENG_TRY(run(g));
+  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]}, .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+  return bias_grad(&bias);
+}
+
 void ISA_NAME(cpu_register_gemm)(backend *b)
 {
   b->kernel[ENG_OP_matmul] = matmul;
   b->kernel[ENG_OP_linear] = linear;
+  b->kernel[ENG_OP_mlp_gelu] = mlp_gelu;
+  b->kernel[ENG_OP_matmul_gelu_grad] = matmul_gelu_grad;
   b->kernel[ENG_OP_bias_grad] = bias_grad;
+  b->kernel[ENG_OP_linear_grad] = linear_grad;
 }

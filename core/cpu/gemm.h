@@ -25,6 +25,13 @@ typedef struct gemm_operand {
   int64_t     batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_operand;
 
+/// What happens to a finished element of C on its way out, x = A B + bias. `side` is a matrix in C's dtype that lies as C does.
+typedef enum gemm_after {
+  GEMM_AS_IT_IS,
+  GEMM_GELU,        // C = x; side = gelu_tanh(C), of x as it was rounded
+  GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
+} gemm_after;
+
 /// C = alpha * A B + beta * C + bias, for every batch: A [m x k], B [k x n], C [m x n], rows of C
 /// contiguous. Sums in f32, one rounding into C. beta 0: C is not read (NaN there does not matter).
 /// k = 0 gives beta * C + bias.
@@ -40,6 +47,8 @@ typedef struct gemm_call {
   const void  *bias;                    // [n] contiguous, or NULL
   int32_t      bias_dtype;
   float        alpha, beta;
+  gemm_after   after;                   // other than GEMM_AS_IT_IS: one product, alpha 1, beta 0
+  void        *side;
 } gemm_call;
 
 /// Computes a product by the better path. Called from the main thread (it takes scratch memory and

@@ -6,7 +6,7 @@
 // transposed matrix costs one pass over B, not one per use. Threads own rectangles of C. For its
 // rows a thread lays A out as f32 where it is not that already, then runs the micro-kernel:
 // GEMM_MR x GEMM_NR results in registers. Sums wait in f32 for the next piece of k; with the last one
-// they are scaled, get bias and old C, and are rounded on their way out.
+// they are scaled, get bias, GELU or old C, and are rounded on their way out.
 // No sum crosses a thread, so results do not depend on the number of threads; avx2 and avx512 agree
 // bit for bit, the plain build rounds products and sums apart.
 #include "gemm.h"
@@ -98,20 +98,61 @@ static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0,
   }
 }
 
+// sums + bias into C and their GELU, as they were rounded, into what lies beside; or the slope of that times the sums into C. What is
+// constant where this is inlined: dtype, of both; slope; whole, that columns are GEMM_NR.
+VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, const bool whole, const float *sums, int64_t ld, int64_t i0,
+                           int64_t rows, int64_t j0, int columns)
+{
+  const gemm_call *g = p->call;
+  void *c = g->c, *side = g->side;
+  for (int64_t i = 0; i < rows; i++, sums += ld) {
+    int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
+#pragma GCC unroll 4
+    for (int v = 0; v < GEMM_NV; v++, to += VF_LANES) {   // side by side, as each is a long chain
+      const int j = v * VF_LANES, n = whole ? VF_LANES : least(columns - j, VF_LANES);
+      if (!whole && n <= 0) break;
+      vf x = vf_load(sums + j);
+      if (slope) {
+        store(c, dtype, to, vf_mul(vf_gelu_tanh_derivative(vector(side, dtype, to, n)), x), n);
+      } else {
+        if (g->bias) x = vf_add(x, vector(g->bias, g->bias_dtype, j0 + j, n));
+        store(c, dtype, to, x, n);
+        if (dtype != ENG_f32) x = vector(c, dtype, to, n);
+        store(side, dtype, to, vf_gelu_tanh(x), n);
+      }
+    }
+  }
+}
+
+#define FINISH_GELU(name, slope)                                                                                                        \
+  static __attribute__((noinline)) void name(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns) \
+  {                                                                                                                                     \
+    int dtype = p->call->c_dtype;                                                                                                       \
+    if (columns < GEMM_NR) finish_gelu(p, dtype, slope, false, sums, ld, i0, rows, j0, columns);                                        \
+    else if (dtype == ENG_f32) finish_gelu(p, ENG_f32, slope, true, sums, ld, i0, rows, j0, columns);                                   \
+    else if (dtype == ENG_f16) finish_gelu(p, ENG_f16, slope, true, sums, ld, i0, rows, j0, columns);                                   \
+    else finish_gelu(p, ENG_bf16, slope, true, sums, ld, i0, rows, j0, columns);                                                        \
+  }
+FINISH_GELU(finish_with_gelu, false)
+FINISH_GELU(finish_with_slope, true)
+
 static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
 {
   const gemm_call *g = p->call;
-  if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
+  if (g->after == GEMM_GELU) finish_with_gelu(p, sums, ld, i0, rows, j0, columns);
+  else if (g->after == GEMM_GELU_GRAD) finish_with_slope(p, sums, ld, i0, rows, j0, columns);
+  else if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
   else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
   else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
 }
 
-// Asks for the lines of C that will be written, so that they arrive while the micro-kernel computes.
-VF_INLINE void announce(const void *c, int64_t row_bytes, int rows, int bytes)
+// Asks for the lines of C that will be written, or of what its elements are multiplied with, so that they arrive while the
+// micro-kernel computes.
+VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int rows, int bytes)
 {
   for (int i = 0; i < rows; i++)
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, 1);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, writes);
 }
 
 // Rows [i0, i0+rows) of panels [first, end). a_copy: room for rows x k floats and a little more.
@@ -136,7 +177,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     a = a_copy;
   }
   // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the first cache.
-  bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias;
+  bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
     int64_t j0 = p->n0 + panel * GEMM_NR;
@@ -153,10 +194,12 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     }
     const float *b = p->packed + panel * p->k * GEMM_NR;
     int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
-    const char *final = (const char *)g->c + (p->at.c + i0 * g->c_row + j0) * size;
+    int64_t at = p->at.c + i0 * g->c_row + j0;
+    const char *final = (const char *)g->c + at * size, *slopes = g->after == GEMM_GELU_GRAD ? (const char *)g->side + at * size : NULL;
     for (int64_t i = 0; i < rows; i += GEMM_MR) {
       int high = least(rows - i, GEMM_MR);
-      if (direct || p->last) announce(final + i * final_row, final_row, high, columns * (int)size);
+      if (direct || p->last) announce(final + i * final_row, 1, final_row, high, columns * (int)size);
+      if (slopes && p->last) announce(slopes + i * final_row, 0, final_row, high, columns * (int)size);
       micro[high - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * step, ldc, p->k0 > 0);
       if (!direct && p->last) finish(p, c + i * step, ldc, i0 + i, high, j0, columns);
     }

@@ -1,4 +1,4 @@
-// Reference kernels for products: matmul, linear, bias_grad. Sums run in double, in the order of k,
+// Reference kernels for products: matmul, linear, what their gradients need, mlp_gelu. Sums run in double, in the order of k,
 // and are rounded once. See reference.h.
 #include "reference.h"
 
@@ -76,4 +76,45 @@ eng_status reference_bias_grad(const op_call *call)
     for (int64_t c = 0; c < columns; c++) sums[c] += slopes[r * columns + c];
   values_store(dbias, sums, call->ints[1] != 0);
   return workspace_close(&space);
+}
+
+eng_status reference_linear_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
+  int64_t rows = rows_of(dy), columns = columns_of(dy), inner = columns_of(x);
+  workspace space = {0};
+  double *slopes = workspace_load(&space, dy), *from = workspace_load(&space, x), *sums = workspace_doubles(&space, dw->count);
+  if (space.failed) return workspace_close(&space);
+  multiply(sums, columns, inner, rows, slopes, 1, columns, from, inner, 1);
+  values_store(dw, sums, call->ints[2] != 0);
+  ENG_TRY(workspace_close(&space));
+  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]}, .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+  return reference_bias_grad(&bias);
+}
+
+eng_status reference_mlp_gelu(const op_call *call)
+{
+  tensor *y = call->out[0], *u = call->out[1], *h = call->out[2];
+  op_call up = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {call->in[0], call->in[1], call->in[2]}, .out = {u}};
+  op_call gelu = {.op = ENG_OP_gelu_tanh, .n_in = 1, .n_out = 1, .in = {u}, .out = {h}};
+  op_call down = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {h, call->in[3], call->in[4]}, .out = {y}};
+  ENG_TRY(reference_linear(&up));
+  ENG_TRY(reference_gelu_tanh(&gelu));
+  return reference_linear(&down);
+}
+
+eng_status reference_matmul_gelu_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0], *u = call->in[2];
+  tensor dh = *u;   // the product, not rounded
+  int64_t rows = rows_of(dy), columns = columns_of(u), inner = columns_of(dy);
+  workspace space = {0};
+  double *slopes = workspace_load(&space, dy), *weight = workspace_load(&space, call->in[1]), *sums = workspace_doubles(&space, u->count);
+  if (space.failed) return workspace_close(&space);
+  multiply(sums, rows, columns, inner, slopes, inner, 1, weight, columns, 1);
+  dh.dtype = ENG_f64;
+  dh.data = sums;
+  op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {call->in[2], &dh}, .out = {call->out[0]}, .ints = {ENG_OP_gelu_tanh, u->dtype}};
+  eng_status status = reference_unary_grad(&slope), closed = workspace_close(&space);
+  return status != ENG_OK ? status : closed;
 }

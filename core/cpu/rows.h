@@ -1,5 +1,5 @@
 // What the row kernels share: the rows of a tensor, rows of any fast dtype as f32, sums in a fixed
-// order. Included by norm.c, softmax.c, loss.c and index.c, once per instruction set. Owns nothing.
+// order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set. Owns nothing.
 //
 // Sums: lanes within a tile of TILE elements, a fixed tree over the lanes, tiles in double in order.
 // The order depends on the length of a row and the lanes of the instruction set, never on threads.

@@ -7,6 +7,7 @@
 #include "gemm_plain.h"
 
 #include <cublasLt.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -113,6 +114,47 @@ eng_status cuda_cast(const op_call *call)
 {
   CHECK(call->ints[0] == call->out[0]->dtype, "cast to another format than its output's");
   return copy(call);
+}
+
+// ------------------------------------------------------------------ unary.cu, bias_grad.cu
+
+double gelu_of(double x)    { return 0.5 * x * (1 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x))); }
+double gelu_slope(double x)
+{
+  double t = tanh(0.79788456080286536 * (x + 0.044715 * x * x * x));
+  return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.79788456080286536 * (1 + 3 * 0.044715 * x * x);
+}
+
+eng_status cuda_gelu_tanh(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  card.passes++;
+  for (int64_t i = 0; i < y->count; i += card.sample) element_set(y->data, y->dtype, i, gelu_of(element_get(x->data, x->dtype, i)));
+  return ENG_OK;
+}
+
+eng_status cuda_unary_grad(const op_call *call)
+{
+  const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
+  CHECK(call->ints[0] == ENG_OP_gelu_tanh && call->ints[1] == dx->dtype && x->count == dy->count && dx->count == x->count, "unary_grad");
+  card.passes++;
+  for (int64_t i = 0; i < dx->count; i += card.sample)
+    element_set(dx->data, dx->dtype, i, gelu_slope(element_get(x->data, x->dtype, i)) * element_get(dy->data, dy->dtype, i));
+  return ENG_OK;
+}
+
+eng_status cuda_bias_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0], *db = call->out[0];
+  int64_t n = db->count, rows = n ? dy->count / n : 0;
+  CHECK(dy->shape[dy->ndim - 1] == n && call->ints[0] == db->dtype, "bias_grad");
+  if (rows > 1) card.passes++;
+  for (int64_t j = 0; j < n; j++) {
+    double sum = call->ints[1] ? element_get(db->data, db->dtype, j) : 0;
+    for (int64_t i = 0; i < rows; i++) sum += element_get(dy->data, dy->dtype, i * n + j);
+    element_set(db->data, db->dtype, j, sum);
+  }
+  return ENG_OK;
 }
 
 // ------------------------------------------------------------------ gemm_plain.cu
@@ -223,7 +265,8 @@ typedef struct product {
   int32_t  op[2], mode[2], bias_type;
   const float *scale[2];
   uint32_t epilogue;
-  const void *bias;
+  void *bias, *aux;
+  int64_t aux_ld;
   int8_t   fast;
   cublasComputeType_t compute;
 } product;
@@ -241,6 +284,7 @@ cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *desc, cublasComput
   product *p = calloc(1, sizeof *p);
   p->compute = compute;
   p->epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  p->bias_type = -1;
   *desc = (cublasLtMatmulDesc_t)p;
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -251,6 +295,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasL
   struct { cublasLtMatmulDescAttributes_t attribute; void *to; size_t size; } known[] = {
     {CUBLASLT_MATMUL_DESC_TRANSA, &p->op[0], 4}, {CUBLASLT_MATMUL_DESC_TRANSB, &p->op[1], 4},
     {CUBLASLT_MATMUL_DESC_EPILOGUE, &p->epilogue, 4}, {CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p->bias, 8},
+    {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &p->aux, 8}, {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &p->aux_ld, 8},
     {CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &p->bias_type, 4}, {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &p->mode[0], 4},
     {CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &p->mode[1], 4}, {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &p->scale[0], 8},
     {CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &p->scale[1], 8}, {CUBLASLT_MATMUL_DESC_FAST_ACCUM, &p->fast, 1}};
@@ -315,6 +360,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   CHECK(w->workspace > 0 && w->reductions == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, "preferences");
   const product *p = (const product *)desc;
   if (card.no_bias && p->epilogue == CUBLASLT_EPILOGUE_BIAS) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (card.no_epilogue && (p->aux_ld || p->epilogue == CUBLASLT_EPILOGUE_BGRADB)) return CUBLAS_STATUS_NOT_SUPPORTED;
   card.heuristics++;
   *found = card.offered < most ? card.offered : most;
   for (int i = 0; i < *found; i++) {
@@ -377,6 +423,11 @@ static double factor(const void *data, const layout *x, const product *p, int si
   return fp8_value(((const uint8_t *)data)[at], dtype) * (double)*scale;
 }
 
+static bool is_gelu(const product *p)
+{
+  return p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || p->epilogue == CUBLASLT_EPILOGUE_DGELU;
+}
+
 /// What a real cublasLtMatmul refuses.
 static void check_product(const product *p, const layout *a, const layout *b, const layout *c)
 {
@@ -393,7 +444,34 @@ static void check_product(const product *p, const layout *a, const layout *b, co
   CHECK(ta == tb, "factors of formats %d and %d", ta, tb);
   CHECK((p->compute == CUBLAS_COMPUTE_64F) == (ta == ENG_f64), "sums");
   CHECK(tc == ta || (tc == ENG_f32 && ta != ENG_f64), "output %d of factors %d", tc, ta);
-  if (p->epilogue == CUBLASLT_EPILOGUE_BIAS) CHECK(dtype_of((cudaDataType_t)p->bias_type) == tc, "the bias's format");
+  bool has_bias = p->epilogue == CUBLASLT_EPILOGUE_BIAS || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  if (has_bias) CHECK(dtype_of((cudaDataType_t)p->bias_type) == tc, "the bias's format");
+  if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB) CHECK(p->bias && (uintptr_t)p->bias % 16 == 0 && p->bias_type < 0, "column sums, in C's format");
+  if (is_gelu(p)) {
+    CHECK(p->aux && (uintptr_t)p->aux % 16 == 0 && p->aux_ld % 8 == 0 && p->aux_ld >= c->rows && c->batch == 1, "the matrix beside");
+    CHECK(tc == ta && (tc == ENG_f16 || tc == ENG_bf16), "a GELU of format %d", tc);
+  }
+}
+
+/// What comes after the sum for element (i, j) of D.
+static double after(const product *p, int tc, int64_t i, int64_t j, double sum)
+{
+  bool bias = p->epilogue == CUBLASLT_EPILOGUE_BIAS || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  if (bias) sum += element_get(p->bias, dtype_of((cudaDataType_t)p->bias_type), i);
+  if (!is_gelu(p)) return sum;
+  if (p->epilogue == CUBLASLT_EPILOGUE_DGELU) return gelu_slope(element_get(p->aux, tc, j * p->aux_ld + i)) * sum;
+  element_set(p->aux, tc, j * p->aux_ld + i, sum);
+  return gelu_of(sum);
+}
+
+/// Sums of B over k, one for each column of D.
+static void sum_columns(const product *p, const layout *b, const void *B, int tc, int64_t columns, int64_t inner)
+{
+  for (int64_t j = 0; j < columns; j++) {
+    double sum = 0;
+    for (int64_t k = 0; k < inner; k++) sum += factor(B, b, p, 1, 0, j, k);
+    element_set(p->bias, tc, j, sum);
+  }
 }
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *A, cublasLtMatrixLayout_t a_,
@@ -416,13 +494,19 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   card.last_fast = p->fast;
   running += card.time[algo->data[0]];
   int tc = dtype_of(c->type);
+  bool sums = p->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+  if (sums) sum_columns(p, b, B, tc, c->columns, inner);
+  if (sums || is_gelu(p)) {
+    card.epilogues++;
+    running += card.epilogue_time;
+  }
   for (int64_t z = 0; z < c->batch; z++)
     for (int64_t j = 0; j < c->columns; j++)
       for (int64_t i = 0; i < c->rows; i++) {
         double sum = 0;
         if ((j * c->rows + i) % card.sample != 0) continue;
         for (int64_t k = 0; k < inner; k++) sum += factor(A, a, p, 0, z, i, k) * factor(B, b, p, 1, z, j, k);
-        if (p->epilogue == CUBLASLT_EPILOGUE_BIAS) sum += element_get(p->bias, dtype_of((cudaDataType_t)p->bias_type), i);
+        sum = after(p, tc, i, j, sum);
         int64_t at = z * c->stride + j * c->ld + i;
         if (adds) sum += element_get(C, tc, at);
         element_set(D, tc, at, sum);

@@ -13,6 +13,8 @@ typedef struct fake_card {
   int   capability;                 // 90
   int   offered;                    // algorithms the heuristic offers; 0: none for any product
   bool  no_bias;                    // none for products with a bias
+  bool  no_epilogue;                // none for products with a GELU, its slope or column sums
+  float epilogue_time;              // milliseconds that those take more
   float time[CARD_ALGORITHMS];      // milliseconds each takes
   int   reduction[CARD_ALGORITHMS]; // its reduction scheme
   bool  capturing;                  // the stream is being captured
@@ -20,6 +22,7 @@ typedef struct fake_card {
   int   sample;                     // of the elements of C one in so many is computed
   // what happened
   int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm, last_fast;
+  int   epilogues, passes;          // products with a GELU, its slope or column sums; passes that made these apart
   long  scratch_bytes;              // taken and not given back
   long  memory;                     // cudaMalloc'ed pieces not freed
   char  error[4096];
@@ -30,6 +33,10 @@ extern fake_card card;
 #define CHECK(holds, ...) do { if (!(holds)) check_failed(__FILE__, __LINE__, #holds, __VA_ARGS__); } while (0)
 __attribute__((noreturn, format(printf, 4, 5)))
 void check_failed(const char *file, int line, const char *what, const char *format, ...);
+
+/// tanh's GELU and its slope.
+double gelu_of(double x);
+double gelu_slope(double x);
 
 /// Elements by dtype (f32, f64, f16, bf16), at an index in elements.
 double element_get(const void *data, int dtype, int64_t at);

@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-op_kernel cuda_matmul, cuda_linear, cuda_fp8_matmul;
+op_kernel cuda_matmul, cuda_linear, cuda_fp8_matmul, cuda_mlp_gelu, cuda_matmul_gelu_grad, cuda_linear_grad;
 
 static uint64_t random_state = 88172645463325252u;
 static int64_t random_below(int64_t n)
@@ -206,6 +206,167 @@ static void bias_apart(void)
   card.no_bias = true;
   for (int i = 0; i < 200; i++) random_linear(i);
   CHECK(card.plain < 60 && card.finished > 60, "%d by ourselves, %d finished", card.plain, card.finished);   // K = 0 is ours
+}
+
+// ------------------------------------------------------------------ with a GELU, its slope, column sums
+
+/// Element `at` of x is `want` within a rounding or two of x's format at the magnitude `size`.
+static void expect_near(const tensor *x, int64_t at, double want, double size, const char *what, int number)
+{
+  double unit = x->dtype == ENG_bf16 ? 0x1p-7 : x->dtype == ENG_f16 ? 0x1p-10 : x->dtype == ENG_f32 ? 0x1p-20 : 0x1p-40;
+  double got = element_get(x->data, x->dtype, at), off = got > want ? got - want : want - got;
+  CHECK(off <= unit * (size + 1), "%s %d: element %lld is %g, expected %g", what, number, (long long)at, got, want);
+}
+
+static tensor make_rows(int dtype, int64_t rows, int64_t columns) { return make(dtype, 2, (int64_t[]){rows, columns}, 0, false); }
+
+static double at_row(const tensor *x, int64_t row, int64_t column) { return element_get(x->data, x->dtype, row * x->shape[1] + column); }
+
+static void run_one(eng_status (*kernel)(const op_call *), const op_call *call, const char *what)
+{
+  card.error[0] = 0;
+  card.epilogues = card.passes = 0;
+  CHECK(kernel(call) == ENG_OK && card.scratch_bytes == 0, "%s: %s", what, card.error);
+}
+
+static bool is_low(int dtype) { return dtype == ENG_f16 || dtype == ENG_bf16; }
+
+static void random_mlp_gelu(int number)
+{
+  int64_t rows = 1 + random_below(9), width = random_below(12), hidden = random_below(3) ? 8 * (1 + random_below(3)) : random_below(20), out = random_below(9);
+  int dtype = FLOATS[random_below(4)];
+  tensor x = make_rows(dtype, rows, width), up = make_rows(dtype, hidden, width), down = make_rows(dtype, out, hidden);
+  tensor b1 = make(dtype, 1, &hidden, random_below(3) ? 0 : 5, false), b2 = make(dtype, 1, &out, 0, false);
+  tensor y = make_rows(dtype, rows, out), u = make_rows(dtype, rows, hidden), h = make_rows(dtype, rows, hidden);
+  bool first = random_below(3), second = random_below(2);
+  op_call call = {.op = ENG_OP_mlp_gelu, .n_in = 5, .n_out = 3, .in = {&x, &up, first ? &b1 : NULL, &down, second ? &b2 : NULL}, .out = {&y, &u, &h}};
+  run_one(cuda_mlp_gelu, &call, "mlp_gelu");
+  for (int64_t i = 0; i < rows; i++) {
+    for (int64_t j = 0; j < hidden; j++) {
+      double sum = first ? element_get(b1.data, dtype, j) : 0;
+      for (int64_t k = 0; k < width; k++) sum += at_row(&x, i, k) * at_row(&up, j, k);
+      expect_near(&u, i * hidden + j, sum, 0, "u of mlp_gelu", number);   // small whole numbers: exact
+      expect_near(&h, i * hidden + j, gelu_of(sum), sum < 0 ? -sum : sum, "h of mlp_gelu", number);
+    }
+    for (int64_t j = 0; j < out; j++) {
+      double sum = second ? element_get(b2.data, dtype, j) : 0, size = 0;
+      for (int64_t k = 0; k < hidden; k++) {
+        double term = at_row(&h, i, k) * at_row(&down, j, k);
+        sum += term;
+        size += term < 0 ? -term : term;
+      }
+      expect_near(&y, i * out + j, sum, size, "y of mlp_gelu", number);
+    }
+  }
+  bool one = is_low(dtype) && hidden % 8 == 0 && hidden > 0 && width > 0 && (!first || (uintptr_t)b1.data % 16 == 0) && !card.no_epilogue;
+  CHECK(card.epilogues == one && card.passes == (hidden > 0 && !one), "mlp_gelu %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  forget_tensors();
+}
+
+static void random_gelu_grad(int number)
+{
+  int64_t rows = 1 + random_below(9), hidden = random_below(3) ? 8 * (1 + random_below(3)) : 1 + random_below(20), out = random_below(12);
+  int dtype = FLOATS[random_below(4)], factors = random_below(4) ? dtype : FLOATS[random_below(4)];
+  tensor dy = make_rows(factors, rows, out), w = make_rows(factors, out, hidden), u = make_rows(dtype, rows, hidden), du = make_rows(dtype, rows, hidden);
+  op_call call = {.op = ENG_OP_matmul_gelu_grad, .n_in = 3, .n_out = 1, .in = {&dy, &w, &u}, .out = {&du}};
+  run_one(cuda_matmul_gelu_grad, &call, "matmul_gelu_grad");
+  for (int64_t i = 0; i < rows * hidden; i++) {
+    double sum = 0, slope = gelu_slope(element_get(u.data, dtype, i));
+    for (int64_t k = 0; k < out; k++) sum += at_row(&dy, i / hidden, k) * at_row(&w, k, i % hidden);
+    expect_near(&du, i, slope * sum, sum < 0 ? -sum : sum, "matmul_gelu_grad", number);
+  }
+  bool one = is_low(dtype) && factors == dtype && hidden % 8 == 0 && out > 0 && !card.no_epilogue;
+  CHECK(card.epilogues == one && card.passes == !one, "matmul_gelu_grad %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  forget_tensors();
+}
+
+static void random_linear_grad(int number)
+{
+  int64_t rows = 2 + random_below(9), n = 1 + random_below(9), k = random_below(9);
+  int dtype = FLOATS[random_below(4)], format = is_low(dtype) && random_below(3) ? ENG_f32 : dtype;
+  bool add_w = random_below(2), add_b = random_below(2), late = random_below(4) == 0;
+  tensor dy = make_rows(dtype, rows, n), x = make_rows(dtype, rows, k), dw = make_rows(format, n, k), db = make(format, 1, &n, late ? 5 : 0, false);
+  double *want_w = calloc((size_t)(n * k + 1), sizeof *want_w), *want_b = calloc((size_t)n, sizeof *want_b);
+  for (int64_t i = 0; i < n; i++) {
+    for (int64_t r = 0; r < rows; r++) want_b[i] += at_row(&dy, r, i);
+    if (add_b) want_b[i] += element_get(db.data, format, i);
+    for (int64_t j = 0; j < k; j++) {
+      for (int64_t r = 0; r < rows; r++) want_w[i * k + j] += at_row(&dy, r, i) * at_row(&x, r, j);
+      if (add_w) want_w[i * k + j] += at_row(&dw, i, j);
+    }
+  }
+  op_call call = {.op = ENG_OP_linear_grad, .n_in = 2, .n_out = 2, .in = {&dy, &x}, .out = {&dw, &db}, .ints = {format, format, add_w, add_b}};
+  run_one(cuda_linear_grad, &call, "linear_grad");
+  for (int64_t i = 0; i < n * k; i++) expect_near(&dw, i, want_w[i], 0, "dW of linear_grad", number);
+  for (int64_t i = 0; i < n; i++) expect_near(&db, i, want_b[i], 0, "db of linear_grad", number);
+  bool one = is_low(dtype) && format == ENG_f32 && k > 0 && !card.no_epilogue;
+  CHECK(card.epilogues == one && card.passes == !one, "linear_grad %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  free(want_w);
+  free(want_b);
+  forget_tensors();
+}
+
+static void random_fused(int count)
+{
+  for (int i = 0; i < count; i++) {
+    random_mlp_gelu(i);
+    random_gelu_grad(i);
+    random_linear_grad(i);
+  }
+}
+
+/// linear_grad of a size that is worth a search: whether the column sums came with the product.
+static bool sums_come_along(int64_t k)
+{
+  card.sample = 1024;
+  tensor dy = make_rows(ENG_bf16, k, 64), x = make_rows(ENG_bf16, k, 64), dw = make_rows(ENG_f32, 64, 64), db = make(ENG_f32, 1, &x.shape[1], 0, false);
+  op_call call = {.op = ENG_OP_linear_grad, .n_in = 2, .n_out = 2, .in = {&dy, &x}, .out = {&dw, &db}, .ints = {ENG_f32, ENG_f32}};
+  run_one(cuda_linear_grad, &call, "a linear_grad worth a search");
+  for (int64_t j = 0; j < 64; j++) {
+    double sum = 0;
+    for (int64_t r = 0; r < k; r++) sum += at_row(&dy, r, j);
+    expect_near(&db, j, sum, 0, "db after a search", (int)j);
+  }
+  forget_tensors();
+  return card.passes == 0;
+}
+
+static void fused(void)
+{
+  card.offered = 4;
+  random_fused(2000);
+}
+
+/// What cuBLASLt does not know goes apart, whether it is asked or not.
+static void fused_refused(void)
+{
+  card.offered = 4;
+  card.no_epilogue = true;
+  random_fused(500);
+}
+
+/// What takes longer in one kernel than in two goes apart; that is timed once.
+static void fused_search(void)
+{
+  enum { K = 16384 };
+  card.offered = 4;
+  card.epilogue_time = 0.001f;
+  CHECK(sums_come_along(K) && card.synchronizations > 0, "the sums go apart though that takes longer");
+  card.epilogue_time = 0.5f;
+  CHECK(!sums_come_along(K + 8), "the sums come along though that takes longer");
+  card.synchronizations = 0;
+  card.epilogue_time = 0;
+  CHECK(!sums_come_along(K + 8) && card.synchronizations == 0, "the choice is not kept");
+}
+
+/// The next run: what was chosen is in the file.
+static void fused_again(void)
+{
+  enum { K = 16384 };
+  card.offered = 4;
+  card.epilogue_time = 0.2f;
+  CHECK(sums_come_along(K) && card.synchronizations == 0, "timed again");
+  CHECK(!sums_come_along(K + 8) && card.synchronizations == 0, "timed again");
 }
 
 // ------------------------------------------------------------------ choices
@@ -562,6 +723,10 @@ int main(int argc, char **argv)
     setenv("ENGINE_CACHE", folder, 1);
     if (strcmp(part, "products") == 0) products();
     else if (strcmp(part, "bias") == 0) bias_apart();
+    else if (strcmp(part, "fused") == 0) fused();
+    else if (strcmp(part, "fused_again") == 0) fused_again();
+    else if (strcmp(part, "fused_refused") == 0) fused_refused();
+    else if (strcmp(part, "fused_search") == 0) fused_search();
     else if (strcmp(part, "search") == 0) search_first();
     else if (strcmp(part, "again") == 0) search_again();
     else if (strcmp(part, "gone") == 0) search_gone();

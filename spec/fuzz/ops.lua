@@ -249,6 +249,19 @@ function plans.linear()
   local k, n = one_of(SIZES), one_of(SIZES)
   return { float(appended(shape_of(0, 4), k)), float { n, k }, chance(50) and float { n } or false }
 end
+function plans.mlp_gelu()
+  local c, h, n = one_of(SIZES), one_of(SIZES), one_of(SIZES)
+  return { float(appended(shape_of(0, 4), c)), float { h, c }, chance(50) and float { h } or false, float { n, h }, chance(50) and float { n } or false },
+    {}, {}, 3
+end
+function plans.matmul_gelu_grad()
+  local batch, h, n = shape_of(0, 4), one_of(SIZES), one_of(SIZES)
+  return { float(appended(batch, n)), float { n, h }, float(appended(batch, h)) }
+end
+function plans.linear_grad()
+  local batch = shape_of(0, 4)
+  return { float(appended(batch, one_of(SIZES))), float(appended(batch, one_of(SIZES))) }, { float_number(), float_number(), 0, 0 }, {}, 2
+end
 function plans.bias_grad() return { float(shape_of(1, 5)) }, { float_number(), 0 } end
 function plans.layer_norm()
   local s = shape_of(1, 5)

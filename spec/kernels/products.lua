@@ -1,6 +1,7 @@
 -- Calls for matrix products. See spec/kernels_spec.lua.
 local engine = require "engine.ffi"
 local tensors = require "spec.kernels.values"
+local compare = require "spec.kernels.compare"
 local FLOATS, LAYOUTS, float, with = tensors.FLOATS, tensors.LAYOUTS, tensors.float, tensors.with
 
 local generators = {}
@@ -75,6 +76,60 @@ generators.linear = function(try)
   try(with({ inputs = { float("f32", { 9, 33 }, "normal"), float("bf16", { 17, 33 }, "normal"), false } }, PRODUCT))
 end
 
+-- ------------------------------------------------------------------ mlp_gelu and what gradients need
+
+-- u and h are rounded, and a sum near the middle between two numbers may become either: a unit of the format on its way to y. A card may
+-- take the GELU of u before it is rounded, and a tanh good for the format. f32 has nothing in between to round.
+local UNIT = { f16 = 2 ^ 14, bf16 = 2 ^ 17 }
+local function through_gelu(dtype) return { ulp = 1, eps = UNIT[dtype] or 64, card = 4, bound = "sums" } end
+-- A card's library decides for itself what GELU gives at infinity, in the formats it fuses.
+local function with_infinities(dtype) return not compare.CARD or not UNIT[dtype] end
+
+generators.mlp_gelu = function(try)
+  for _, dtype in ipairs(FLOATS) do
+    local how = through_gelu(dtype)
+    for k, size in ipairs { { 1, 1, 1, 1 }, { 3, 5, 7, 9 }, { 33, 129, 65, 17 }, { 130, 33, 48, 50 }, { 64, 64, 256, 64 }, { 9, 400, 33, 16 }, { 5, 0, 7, 3 },
+                            { 5, 3, 0, 4 }, { 5, 3, 4, 0 }, { 0, 3, 5, 7 } } do
+      local rows, width, hidden, out = unpack(size)
+      local x, up = float(dtype, { rows, width }, "normal", LAYOUTS[k % 3 + 1]), float(dtype, { hidden, width }, "normal", LAYOUTS[(k + 1) % 3 + 1])
+      local down = float(dtype, { out, hidden }, "normal")
+      try(with({ inputs = { x, up, float(dtype, { hidden }, "normal"), down, float(dtype, { out }, "normal") }, outputs = 3 }, how))
+      try(with({ inputs = { x, up, false, down, false }, outputs = 3 }, how))
+    end
+    local function one(kind, bias)
+      return { inputs = { float(dtype, { 2, 3, 33 }, kind), float(dtype, { 17, 33 }, "normal"), float(dtype, { 17 }, bias), float(dtype, { 9, 17 }, "normal"), false },
+        outputs = 3 }
+    end
+    try(with(one("tiny", "tiny"), how))
+    if with_infinities(dtype) then
+      try(with(one("large", "normal"), how))
+      try(with(one("rare", "rare"), how))
+    end
+  end
+  local mixed = { float("f16", { 9, 33 }, "normal"), float("f16", { 16, 33 }, "normal"), float("f32", { 16 }, "normal"), float("f16", { 8, 16 }, "normal"), false }
+  try(with({ inputs = mixed, outputs = 3 }, through_gelu "f32"))
+end
+
+generators.matmul_gelu_grad = function(try)
+  for _, dtype in ipairs(FLOATS) do
+    local how = { ulp = 1, eps = 64, card = 4, bound = "sums" }
+    for k, size in ipairs { { 1, 1, 1 }, { 3, 7, 9 }, { 33, 65, 129 }, { 130, 48, 33 }, { 64, 256, 64 }, { 9, 33, 400 }, { 5, 7, 0 }, { 0, 5, 3 } } do
+      local rows, hidden, out = unpack(size)
+      try(with({ inputs = { float(dtype, { rows, out }, "normal", LAYOUTS[k % 3 + 1]), float(dtype, { out, hidden }, "normal", LAYOUTS[(k + 1) % 3 + 1]),
+                            float(dtype, { rows, hidden }, "normal") } }, how))
+    end
+    local function one(kind, u) return { inputs = { float(dtype, { 2, 3, 17 }, kind), float(dtype, { 17, 33 }, "normal"), float(dtype, { 2, 3, 33 }, u) } } end
+    try(with(one("tiny", "normal"), how))
+    try(with(one("normal", "tiny"), how))
+    if with_infinities(dtype) then
+      try(with(one("large", "normal"), how))
+      try(with(one("rare", "special"), how))
+    end
+  end
+  try(with({ inputs = { float("f32", { 9, 17 }, "normal"), float("f16", { 17, 33 }, "normal"), float("bf16", { 9, 33 }, "normal") } },
+           { ulp = 1, eps = 64, card = 4, bound = "sums" }))
+end
+
 -- Up to 128 rows are added one after the other in f32.
 local SUMS = { ulp = 1, eps = 64, bound = "sums" }
 
@@ -88,6 +143,24 @@ generators.bias_grad = function(try)
       try(with({ inputs = { float(dtype, { 65, 33 }, "large") }, ints = { engine.dtype[out], 0 } }, SUMS))
     end
   end
+end
+
+generators.linear_grad = function(try)
+  for _, dtype in ipairs(FLOATS) do
+    for _, out in ipairs { dtype, dtype ~= "f64" and "f32" or "f64" } do
+      local formats = { engine.dtype[out], engine.dtype[out], 0, 0 }
+      for k, size in ipairs { { 1, 1, 1 }, { 17, 3, 5 }, { 129, 65, 33 }, { 1100, 17, 9 }, { 256, 64, 48 }, { 0, 5, 3 }, { 7, 5, 0 }, { 7, 0, 5 } } do
+        local rows, n, inner = unpack(size)
+        try(with({ inputs = { float(dtype, { rows, n }, "normal", LAYOUTS[k % 3 + 1]), float(dtype, { rows, inner }, "normal", LAYOUTS[(k + 1) % 3 + 1]) },
+                   ints = formats, outputs = 2 }, SUMS))
+      end
+      for _, kind in ipairs { "rare", "large", "tiny" } do
+        try(with({ inputs = { float(dtype, { 3, 11, 17 }, kind), float(dtype, { 3, 11, 9 }, "normal") }, ints = formats, outputs = 2 }, SUMS))
+      end
+    end
+  end
+  try(with({ inputs = { float("bf16", { 33, 17 }, "normal"), float("f32", { 33, 9 }, "normal") }, ints = { engine.dtype.f32, engine.dtype.bf16, 0, 0 },
+             outputs = 2 }, SUMS))
 end
 
 return generators

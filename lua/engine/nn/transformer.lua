@@ -109,9 +109,22 @@ function MLP:init(width, hidden, options)
   self.down = layers.linear(hidden, width, { bias = options.bias, std = options.out_std or options.std })
   rawset(self, "form", options.gelu or "tanh")
 end
+
+-- A linear layer that is nothing else: not a module put in its place (an adapter), not scaled apart, not in FP8.
+local function is_plain(m) return m.forward == layers.linear.forward and not rawget(m, "_carry") and not rawget(m, "_fp8") end
+
+-- Whether an MLP runs as one operation, mlp_gelu, in place of three. The one place that decides it: whatever wants the two products
+-- apart (FP8 sites quantize what goes into each) says so in is_plain.
+local function runs_in_one(self)
+  local up, down = self.up, self.down
+  return self.form == "tanh" and is_plain(up) and is_plain(down) and up.outputs == down.inputs
+end
+
 function MLP:forward(x)
-  local h = self.up(x):gelu(self.form)
-  local y = self.down(h)
+  local up, down = self.up, self.down
+  if runs_in_one(self) then return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias")) end
+  local h = up(x):gelu(self.form)
+  local y = down(h)
   h:done()
   return y
 end
