@@ -10,7 +10,7 @@ local engine = require "engine"
 local lab = require "engine.lab"
 
 local cfg = engine.config({ model = "gpt", recipes = "fp32,bf16,fp16,fp8_delayed,fp8_current,fp8_rowwise,fp8_block", seeds = 3, steps = 300, data = "",
-  batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 2e-3, svg = "" },
+  batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, svg = "" },
   { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas", seeds = "runs of each, with seeds from 1",
     steps = "of each run", data = "a text file; else this project's own text", batch = "sequences a step", context = "bytes a sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
@@ -23,9 +23,22 @@ local function read(path)
   file:close()
   return text
 end
-local text = cfg.data ~= "" and read(cfg.data) or read(root .. "README.md") .. read(root .. "policies/README.md") .. read(root .. "lua/engine/trainer.lua")
-local cut = math.floor(0.9 * #text)
-local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
+local text = cfg.data ~= "" and read(cfg.data)
+if not text then
+  local files = {}
+  for i, name in ipairs { "trainer", "tensor", "run", "history", "policy", "optim", "precision", "config", "scaler", "trace", "plot", "views" } do
+    files[i] = read(root .. "lua/engine/" .. name .. ".lua")
+  end
+  text = table.concat(files)
+end
+
+-- Every tenth kilobyte is held out.
+local train_text, test_text = {}, {}
+for at = 1, #text, 1024 do
+  local list = at % 10240 == 1 and test_text or train_text
+  list[#list + 1] = text:sub(at, at + 1023)
+end
+train_text, test_text = table.concat(train_text), table.concat(test_text)
 
 --- A GPT; in a mixture the feed-forward parts are experts.
 local function model_of()
@@ -55,7 +68,7 @@ local function run(recipe, seed, curve)
       curve[place] = (curve[place] or 0) + record.loss / (cfg.steps / 40) / cfg.seeds
     end }
   trainer:run()
-  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch, context = cfg.context, seed = 1 }, 10)
+  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch, context = cfg.context, seed = 1 }, 20)
 end
 
 local rows, series, of = {}, {}, {}

@@ -79,6 +79,15 @@ describe("ranks", function()
     assert.equal(alike(weights, 3), alike(shared_weights, 3))
   end)
 
+  it("scale FP8 layers by the amaxes of all, with ZeRO-1 too", function()
+    for _, precision in ipairs { "fp8_delayed", "fp8_block" } do
+      local plain, weights = job(2, { "precision=" .. precision })
+      local shared, shared_weights = job(2, { "precision=" .. precision, "zero=1" })
+      assert.same(plain, shared)
+      assert.equal(alike(weights, 2), alike(shared_weights, 2))
+    end
+  end)
+
   it("go through overflows, skips and retries together", function()
     local policy = helper.write(folder .. "/again.lua", [[return { name = "again", init = function() return { scale = 2^30 } end,
       decide = function(s, r) if r.overflow then s.scale = s.scale / 16 return { scale = s.scale, action = "retry" } end return s.scale end }]])

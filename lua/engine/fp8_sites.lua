@@ -176,6 +176,8 @@ end
 local Sites = {}
 Sites.__index = Sites
 
+local SUMS, MAXIMA = 7, 5      -- numbers kept of each role (read)
+
 local function load_policies(names)
   local list = {}
   if type(names) ~= "table" or names.source then names = { names } end
@@ -203,7 +205,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder, module = module, recipe = recipe, on = true,
-      amax = {}, meters = {} }
+      meters = {} }
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
@@ -231,6 +233,7 @@ function Sites:prepare(policies)
   if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end      -- from now on they are to be kept
   self.policies, self.names = policies, names
   self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
+  self.sums, self.maxima = ffi.new("double[?]", SUMS * #names), ffi.new("double[?]", MAXIMA * #names)
 end
 
 --- Before a step's forward passes: whether this one is looked at closely.
@@ -244,27 +247,42 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- What the core knows of a site since it was asked last. `gradient` is what dy carries.
-local function read(self, site, gradient, first)
+-- What the core knows of a site since it was asked last, as numbers that ranks add up (SUMS of them for each role) or of which they take the
+-- largest (MAXIMA).
+local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
   for r = 0, 2 do
-    local s, unit = self.stats[first + r], r == 2 and gradient or 1
+    local m, sums, maxima = self.meter[r], self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
+    maxima[0] = self.amax[r]
+    if self.looking then
+      local list = { m.count, m.zeros, m.underflow, m.overflow, m.nonfinite, m.signal, m.error }
+      for k, value in ipairs(list) do sums[k - 1] = tonumber(value) end
+      -- the least of several are the largest of their inverses
+      maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0, m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
+    end
+  end
+end
+
+local function inverse(x) return x > 0 and 1 / x or 0 end
+
+-- Statistics for policies and the site's meters. `gradient` is what dy carries.
+local function tell(self, site, gradient, first)
+  for r = 0, 2 do
+    local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, M.roles[r + 1]
+    local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
-    local amax = self.amax[r]
-    local name = M.roles[r + 1]
-    site.amax[name] = amax >= 0 and amax / unit or amax ~= amax and amax or nil
+    local amax = maxima[0]
     s.carry, s.amax = 1, amax >= 0 and amax / unit or 0
     if amax ~= amax then s.nan = 1 elseif amax == math.huge then s.inf, s.amax = 1, 0 end
-    local m = self.meter[r]
-    if self.looking and m.count > 0 then
-      s.measured, s.count, s.zeros, s.underflow, s.clipped = m.count, m.count, m.zeros, m.underflow, m.overflow
-      s.sum_squares, s.snr = m.signal / (unit * unit), decibel(m.signal, m.error)
-      local count = tonumber(m.count)
-      site.meters[name] = { step = self.step, snr = s.snr, underflow = tonumber(m.underflow) / count, overflow = tonumber(m.overflow) / count,
-        zeros = tonumber(m.zeros) / count, amax = m.amax / unit, least = m.least / unit,
-        range = m.least > 0 and math.log(m.amax / m.least) / math.log(2) or 0, scale_min = m.scale_min / unit, scale_max = m.scale_max / unit,
-        count = count, nonfinite = tonumber(m.nonfinite) }
+    local count = sums[0]
+    if self.looking and count > 0 then
+      s.measured, s.count, s.zeros, s.underflow, s.clipped = count, count, sums[1], sums[2], sums[3]
+      s.sum_squares, s.snr = sums[5] / (unit * unit), decibel(sums[5], sums[6])
+      local least = inverse(maxima[2])
+      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count, overflow = sums[3] / count, zeros = sums[1] / count,
+        amax = maxima[1] / unit, least = least / unit, range = least > 0 and math.log(maxima[1] / least) / math.log(2) or 0,
+        scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count, nonfinite = sums[4] }
     end
   end
 end
@@ -277,7 +295,13 @@ function Sites:observe(record, gradient, next_gradient)
   self.step = tonumber(record.step)
   C.eng_fp8_measure(false)
   if #self.policies == 0 and not self.looking then return end
-  for i, site in ipairs(self.list) do read(self, site, gradient, 3 * (i - 1)) end
+  local n = #self.names
+  for i, site in ipairs(self.list) do read(self, site, 3 * (i - 1)) end
+  if self.world then                                                             -- all ranks decide by the same numbers
+    check(C.eng_comm_all_reduce(self.world, self.maxima, MAXIMA * n, M_ffi.dtype.f64, C.ENG_MAX))
+    if self.looking then check(C.eng_comm_all_reduce(self.world, self.sums, SUMS * n, M_ffi.dtype.f64, C.ENG_SUM)) end
+  end
+  for i, site in ipairs(self.list) do tell(self, site, gradient, 3 * (i - 1)) end
   ffi.copy(self.record, record, ffi.sizeof("eng_record"))
   self.record.scale = 1
   for _, policy in ipairs(self.policies) do policy:decide(self.record, self.stats) end

@@ -100,6 +100,7 @@ end
 --- What FP8 layers saw goes to their policies and, in a step that was looked at, into the history.
 function Trainer:observe_fp8(record, verdict)
   local sites = self.optimizer.fp8
+  sites.world = self.parallel.many and require("engine.ranks").world() or nil
   sites:observe(record, record.scale / self.accumulate, verdict.scale / self.accumulate)
   if sites.looking then self.run_files:fp8(tonumber(record.step), sites:meters()) end
 end
