@@ -114,15 +114,17 @@ end
 local function is_plain(m) return m.forward == layers.linear.forward and not rawget(m, "_carry") and not rawget(m, "_fp8") end
 
 -- Whether an MLP runs as one operation, mlp_gelu, in place of three. The one place that decides it: whatever wants the two products
--- apart (FP8 sites quantize what goes into each) says so in is_plain.
-local function runs_in_one(self)
+-- apart (FP8 sites quantize what goes into each) says so in is_plain. On a card the operation's epilogues have never been executed:
+-- there ENGINE_MLP_IN_ONE=1 tries them.
+local IN_ONE_ON_CARD = os.getenv("ENGINE_MLP_IN_ONE") == "1"
+local function runs_in_one(self, x)
   local up, down = self.up, self.down
-  return self.form == "tanh" and is_plain(up) and is_plain(down) and up.outputs == down.inputs
+  return self.form == "tanh" and is_plain(up) and is_plain(down) and up.outputs == down.inputs and (IN_ONE_ON_CARD or x.device ~= "cuda")
 end
 
 function MLP:forward(x)
   local up, down = self.up, self.down
-  if runs_in_one(self) then return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias")) end
+  if runs_in_one(self, x) then return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias")) end
   local h = up(x):gelu(self.form)
   local y = down(h)
   h:done()
