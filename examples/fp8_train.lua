@@ -9,7 +9,7 @@
 --   bf16         2.4723 +- 0.0243
 --   fp8_block    2.4739 +- 0.0197    +0.069 +- 0.465 %
 --   fp8_delayed  2.4754 +- 0.0217    +0.126 +- 0.294 %
--- The mean is within 0.25 % and 1 %; a single seed strays further, as it does between fp32 and bf16: rounding is noise to a short run.
+-- The means are within 0.25 % and 1 %; single seeds stray further in a run as short as this.
 local engine = require "engine"
 local lab = require "engine.lab"
 
