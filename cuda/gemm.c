@@ -80,13 +80,6 @@ static int factor_dtype(const gemm_product *p)
   return p->a.dtype == p->b.dtype ? p->a.dtype : ENG_f32;
 }
 
-/// Whether the rows of a matrix begin on 16 bytes.
-static bool rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns)
-{
-  gemm_leading leading;
-  return gemm_leading_of(&leading, x, rows, columns) && gemm_alignment(x->data) == 16 && leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
-}
-
 /// Whether cuBLASLt can write C (and add the bias) itself. On rows that are not aligned its kernels were seen to round the sum to f16 or
 /// bf16 before they add the bias, which is one rounding more than we promise.
 static bool can_write(const gemm_product *p, int factors)
@@ -95,7 +88,7 @@ static bool can_write(const gemm_product *p, int factors)
   bool format = p->c.dtype == factors || (p->c.dtype == ENG_f32 && factors != ENG_f64);
   bool bias = !p->bias || (p->bias_dtype == p->c.dtype && gemm_alignment(p->bias) == 16);
   if (p->bias && eng_dtype_size(p->c.dtype) == 2)
-    bias = bias && rows_aligned(&p->a, p->m, p->k) && rows_aligned(&p->b, p->k, p->n) && rows_aligned(&p->c, p->m, p->n);
+    bias = bias && gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) && gemm_rows_aligned(&p->c, p->m, p->n);
   return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
 }
 

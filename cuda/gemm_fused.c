@@ -3,7 +3,7 @@
 // apart: gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // What is left to cuBLASLt: GELU and its slope for f16 and bf16, whose numbers its tanh is good for; column sums into f32 alone, so
-// that they are rounded no earlier than our own. ENGINE_CUBLASLT_FUSE=0: nothing.
+// that they are rounded no earlier than our own. Only with ENGINE_CUBLASLT_FUSE=1: these kernels have not been executed on a card yet.
 #include "device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -37,7 +37,8 @@ static bool can_fuse(const gemm_product *p)
   if (!gemm_fuses() || (dtype != ENG_f16 && dtype != ENG_bf16) || p->b.dtype != dtype || p->c.dtype != (sums ? ENG_f32 : dtype)) return false;
   if (p->k == 0 || p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX || gemm_alignment(p->side) != 16) return false;
   if (p->bias && (p->bias_dtype != dtype || gemm_alignment(p->bias) != 16)) return false;
-  return sums || p->c.row % 8 == 0;
+  // On rows that are not aligned the sum was seen to be rounded before what comes after it (gemm.c); of u it is a condition of cuBLASLt's.
+  return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) && gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
 /// The product and p->after in one kernel. *done false, and nothing said about what is written: they must go apart, which takes passes

@@ -112,6 +112,12 @@ int64_t gemm_alignment(const void *data)
   return (int64_t)(address & (0 - address));
 }
 
+bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns)
+{
+  gemm_leading leading;
+  return gemm_leading_of(&leading, x, rows, columns) && gemm_alignment(x->data) == 16 && leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
+}
+
 /// The same for every matrix of a batch.
 static int64_t batch_alignment(const gemm_product *p, const gemm_matrix *x)
 {

@@ -56,6 +56,9 @@ typedef struct gemm_leading {
 /// False when neither rows nor columns are contiguous, or they overlap.
 bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, int64_t columns);
 
+/// Whether every row (or column, when transposed) begins on 16 bytes.
+bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns);
+
 /// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
 /// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
 /// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
