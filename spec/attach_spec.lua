@@ -238,8 +238,9 @@ describe("the door", function()
     client.send('{"do":"status"}\n')
     assert.is_truthy(client.receive())
     attach(run, "run:checkpoint()")
-    sleep(0.3)                                                  -- the history is committed every quarter of a second
-    wait_for_step(run, status(run).step)
+    wait_for("rows in the history", function()                  -- committed every quarter of a second
+      return helper.run({ "-e", ("print(#require('engine').history.open('%s'):last(5))"):format(run) }).out:match("^5")
+    end)
     helper.shell("kill -9 " .. pid)
     wait_for("its end", function() return not alive(pid) end)
     assert.is_nil(client.receive(1))

@@ -98,6 +98,7 @@ local function ask(self)
   self.place = self:remember_place()
   for i = 1, self.accumulate do
     local batch = data:next()
+    self.parallel:draw(i)                            -- one rank alone, but the random numbers of a micro-batch are those it always has
     local loss = self.graph and launch(self, batch, scale)
     if not loss then
       loss = self:forward(batch)
@@ -110,6 +111,7 @@ local function ask(self)
     asked.signals = asked.signals or {}
     asked.signals[name] = value
   end
+  self.parallel:backward_done()
   check(C.eng_params_stats_start(opt.params, self.needs, losses, self.accumulate))
   opt.lr = lr
   local verdict = self.last_verdict

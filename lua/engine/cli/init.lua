@@ -3,7 +3,7 @@
 -- To add one, write the module and name it here.
 local nearest = require "engine.nearest"
 
-local commands = { "attach", "doctor", "export", "help", "plot", "replay", "report", "runs", "tune", "version" }
+local commands = { "attach", "doctor", "export", "help", "plan", "plot", "replay", "report", "runs", "tune", "version" }
 
 local cli = { commands = commands }
 
