@@ -18,7 +18,7 @@ const op_info op_table[ENG_OP_COUNT] = {
 #undef MANY
 };
 
-static eng_precision precision = {-1, -1, -1, -1, 0};   // what autocast asks for now
+static eng_precision precision = {-1, -1, -1, -1, 0};   // in force: what the innermost autocast asks for
 
 void eng_autocast(const eng_precision *now, eng_precision *previous)
 {

@@ -12,7 +12,7 @@ local cfg = engine.config({
   data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4, dropout = 0.0,
   lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
   shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", tensorboard = false,
-  sample = 200, temperature = 0.8,
+  mode = "sync", graph = false, sample = 200, temperature = 0.8,
   top_k = 40,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
@@ -21,6 +21,8 @@ local cfg = engine.config({
   warmup = "updates until the full learning rate", floor = "last learning rate as a share of lr", clip = "largest norm of the gradient; 0: none",
   accumulate = "micro-batches a step", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
+  mode = { "sync: the policy decides before the update; lagged: one step later, nothing waits for the card", choices = { "sync", "lagged" } },
+  graph = "with mode=lagged on a card: the step is one launch",
   shadow = "policies that see all and decide nothing: a,b", trap = "overflow: name the operation in which one began",
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
@@ -54,6 +56,7 @@ local trainer = engine.trainer {
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
   run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
+  mode = cfg.mode, graph = cfg.graph or nil,
   shadow = cfg.shadow, trap = cfg.trap,
 }
 if cfg.log == "line" then

@@ -27,7 +27,7 @@ function M.refusal(options, policy)
   if options.optimizer.fp8 and #options.optimizer.fp8.policies > 0 then
     return "mode=lagged: FP8 policies go by each step's amaxes, which waits for the device; hint: mode=sync, or precision=fp8_current"
   end
-  if options.trap then return "mode=lagged: trap runs an overflowed step again, which is over by the time it is known; hint: mode=sync" end
+  if options.trap == "overflow" then return "mode=lagged: trap runs an overflowed step again, which is over by the time it is known; hint: mode=sync" end
   if options.graph and (options.accumulate or 1) > 1 then return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false" end
   if (options.accumulate or 1) > MOST_LOSSES then return ("mode=lagged: expected accumulate of up to %d, got %d"):format(MOST_LOSSES, options.accumulate) end
 end

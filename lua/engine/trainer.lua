@@ -207,8 +207,6 @@ local function check_options(o)
   want(o.resume == nil or type(o.resume) == "string" or type(o.resume) == "boolean", "resume", "'auto', a path, or false", o.resume)
 end
 
-M.groups_of = groups.of
-
 --- Tells a policy which tensors and groups there are.
 function Trainer:prepare(policy) policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true) end
 

@@ -105,7 +105,7 @@ local function programs()
     end
   end
   local mpi = output("command -v mpirun")
-  line("note", "MPI", (mpi and mpi .. "; " or "not here; ") .. "this version trains in one process")
+  line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or "not here; training runs in one process")
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
     print(("\nTo install what is missing: %sapt-get install %s"):format(sudo, table.concat(missing, " ")))
