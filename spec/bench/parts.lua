@@ -69,7 +69,10 @@ record.scale, record.loss, record.amax, record.norm, record.count = 65536, 3.2, 
 local decide = {}
 for round = 0, rounds do
   local from = machine.clock()
-  for _ = 1, 100 * CALLS do policy:decide(record, stats) end
+  for i = 1, 100 * CALLS do
+    record.step = i                             -- as in a run: a policy's options are looked at when a step is a power of two, 0 too
+    policy:decide(record, stats)
+  end
   if round > 0 then decide[round] = (machine.clock() - from) / (100 * CALLS) end
 end
 report("policy", decide)

@@ -1,0 +1,67 @@
+-- What attached clients cost a run that trains at full speed: one job, windows of time in turn with nobody, one client and two clients
+-- attached, each asking as fast as it gets answers. Prints the median step of each kind and what was asked.
+--   ./engine spec/bench/attach.lua [SECONDS [ROUNDS]]
+local engine = require "engine"
+local helper = require "spec.helper"
+
+local seconds, rounds = tonumber(arg[1] or 3), tonumber(arg[2] or 5)
+local quote = helper.quote
+local folder = helper.folder()
+local run = folder .. "/run"
+
+-- One thread, so that a second core is left for who asks: a step of some 10 ms.
+local JOB = [[
+local engine = require "engine"
+engine.seed(1)
+local model = engine.nn.gpt { vocab = 256, context = 64, width = 128, heads = 4, layers = 2 }
+local x, y = engine.randint(0, 256, 8, 64, { dtype = "i32", keep = true }), engine.randint(0, 256, 8, 64, { dtype = "i32", keep = true })
+local data = { next = function() return { x = x, y = y, tokens = 512 } end }
+engine.trainer { model = model, data = data, steps = 1e9, precision = "fp16", policy = "dynamic", run = arg[1], log = "quiet",
+  optimizer = engine.optim.adamw(model, { lr = 1e-4, precision = "fp16" }) }:run()
+]]
+local CLIENT = [[local n, from = 0, os.time()
+while os.time() - from < %d do run:status() history:last(20) n = n + 2 end
+print(n)]]
+
+local job = io.popen(("OMP_NUM_THREADS=1 %s %s %s >%s 2>&1 </dev/null & echo $!"):format(quote(helper.engine), quote(helper.write(folder .. "/job.lua", JOB)),
+  quote(run), quote(folder .. "/out")))
+local pid = job:read("*n")
+job:close()
+helper.shell(("for i in $(seq 200); do test -S %s/attach.sock && break; sleep 0.1; done; sleep 2"):format(quote(run)))
+
+local steps, asked = { [0] = {}, {}, {} }, { [0] = 0, 0, 0 }
+local history = assert(engine.history.open(run))
+local function last_step() return history:query("select max(step) as s from steps")[1].s end
+for _ = 1, rounds do
+  for clients = 0, 2 do
+    history:flush()
+    local from, pipes = last_step(), {}
+    for i = 1, clients do
+      pipes[i] = io.popen(("%s attach %s -e %s"):format(quote(helper.engine), quote(run), quote(CLIENT:format(seconds))))
+    end
+    if clients == 0 then helper.shell("sleep " .. seconds) end
+    for _, pipe in ipairs(pipes) do
+      asked[clients] = asked[clients] + (tonumber(pipe:read("*a"):match("(%d+)%s*$")) or error("a client ended without a count"))
+      pipe:close()
+    end
+    local till = last_step()
+    for _, row in ipairs(history:query(("select elapsed - lag(elapsed) over (order by step) as elapsed from steps where step >= %d and step <= %d"):format(from, till))) do
+      if row.elapsed then table.insert(steps[clients], row.elapsed) end   -- the first has none before it
+    end
+  end
+end
+helper.shell(("%s attach %s -e 'run:stop()' >%s; for i in $(seq 100); do kill -0 %d 2>/dev/null || break; sleep 0.1; done; kill -9 %d 2>/dev/null"):format(
+  quote(helper.engine), quote(run), quote(folder .. "/stop"), pid, pid))
+local rows = history:query("select count(*) as n, max(step) - min(step) + 1 as span from steps")[1]
+
+local function quantile(list, q) return list[math.max(1, math.ceil(q * #list))] end
+for clients = 0, 2 do table.sort(steps[clients]) end
+local base = quantile(steps[0], 0.5)
+for clients = 0, 2 do
+  local list = steps[clients]
+  print(("%d attached  %6d steps  median %6.3f ms (%+.1f %%)  p10 %6.3f  p90 %6.3f  %6.0f requests a second"):format(clients, #list,
+    quantile(list, 0.5) * 1e3, (quantile(list, 0.5) / base - 1) * 100, quantile(list, 0.1) * 1e3, quantile(list, 0.9) * 1e3,
+    asked[clients] / (seconds * rounds)))
+end
+print(("steps in the history: %d of %d"):format(rows.n, rows.span))
+helper.remove(folder)

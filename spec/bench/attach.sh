@@ -1,0 +1,2 @@
+# What attached clients cost a run at full speed.
+exec ./engine spec/bench/attach.lua
