@@ -858,6 +858,8 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 /// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares), amax, least, scale_min, scale_max (without the
 /// loss scale), count.
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role, const double value[9]);
+/// What a script published under `name` (record.signals), in `signals`. Written where it differs from the row before of that name.
+eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
 /// `time` is set here; `data` is free text (JSON) for programs, may be NULL.
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data);
 /// A key and its value in `table`, "meta" or "config"; replaces an earlier value.

@@ -283,6 +283,16 @@ eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site,
   return finish(&row, history);
 }
 
+eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value)
+{
+  draft row;
+  ENG_TRY(begin(&row, history, HISTORY_SIGNAL, 3, length(name) + 8));
+  put_int(&row, step);
+  put_text(&row, name);
+  put_double(&row, value);
+  return finish(&row, history);
+}
+
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data)
 {
   draft row;

@@ -36,6 +36,9 @@ static const char schema_fp8[] =
   "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL, overflow REAL, zeros REAL, amax REAL, least REAL,"
   " scale_min REAL, scale_max REAL, count REAL, PRIMARY KEY(site, role, step)) WITHOUT ROWID;";
 
+static const char schema_signals[] =
+  "CREATE TABLE IF NOT EXISTS signals(name TEXT, step INTEGER, value REAL, PRIMARY KEY(name, step)) WITHOUT ROWID;";
+
 // Since schema 2: what long runs are drawn and counted from. Block b sums up steps b * 256 to b * 256 + 255, once a later step
 // came; what has no block yet stands in `steps` alone. For each number its finite values: how many, least, largest, sum.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") X(norm, "norm") X(stored, "amax * scale") \
@@ -62,6 +65,8 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_SHADOW] = "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason) VALUES(?,?,?,?,?,?)",
   [HISTORY_FP8] = "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min, scale_max, count)"
                   " VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+  [HISTORY_SIGNAL] = "INSERT OR REPLACE INTO signals(step, name, value) VALUES(?,?,?)",
+  [HISTORY_DELETE_SIGNALS] = "DELETE FROM signals WHERE step >= ?",
   [HISTORY_DELETE_FP8] = "DELETE FROM fp8 WHERE step >= ?",
   [HISTORY_DELETE_STEPS] = "DELETE FROM steps WHERE step >= ?",
   [HISTORY_DELETE_TENSORS] = "DELETE FROM tensor_stats WHERE step >= ?",
@@ -140,6 +145,7 @@ eng_status history_writer_open(eng_history *history)
   if (fresh) ENG_TRY(make_schema(history));
   if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_fp8, NULL, NULL, NULL) != SQLITE_OK ||
+      sqlite3_exec(history->db, schema_signals, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "make the tables");
   // A history of schema 1 is one of schema 2 without blocks; they come with its next row.

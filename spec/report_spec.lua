@@ -225,7 +225,7 @@ describe("a run's commands", function()
     local live = tensorboard.live(folder .. "/live", { { name = "w" } }, 7)
     local record, verdict = M_ffi.new("eng_record"), M_ffi.new("eng_verdict")
     record.step, record.scale, record.loss = 7, 8, 0 / 0
-    live:step(record, verdict, 0)
+    live:step(record, verdict, 0, {})
     live:close()
     local events = read_events(helper.read(live.writer.path))
     assert.same({ true, 7 }, { events[2].session, events[2].step })

@@ -36,12 +36,28 @@ for i, metric in ipairs(METRICS) do
 end
 M.names = names
 
---- { sql, title, log } of a number by its name; raises with the nearest one.
+-- A signal's value at each step: a row of `signals` holds until the next.
+local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER BY g.step DESC LIMIT 1)"
+
+--- { sql, title, log } of a number by its name; raises with the nearest one. "signals.NAME" is what the script published as NAME.
 function M.metric(name)
   if by_name[name] then return by_name[name] end
+  local signal = type(name) == "string" and name:match("^signals%.(.+)$")
+  if signal then return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal, title = "signal " .. signal } end
   local hint = nearest.hint(tostring(name), names)
   error(("no number of the history is called '%s'%s there are %s"):format(tostring(name), hint ~= "" and hint .. " In all" or ";",
     table.concat(names, ", ")), 0)
+end
+
+-- Raises where the run has no such signal.
+local function need_signal(h, name)
+  local known = {}
+  for i, signal in ipairs(h:signals()) do
+    known[i] = signal.name
+    if signal.name == name then return end
+  end
+  error(("the run published no signal '%s'%s"):format(name, #known == 0 and "; a script does with engine.signal(name, value)"
+    or nearest.hint(name, known) .. "; there " .. (#known == 1 and "is " or "are ") .. table.concat(known, ", ")), 0)
 end
 
 local function has_blocks(h) return h:query("SELECT count(*) AS n FROM sqlite_master WHERE name = 'blocks'")[1].n > 0 end
@@ -138,6 +154,7 @@ function M.read(h, wanted_names, options)
   local summed, other = {}, {}
   for _, name in ipairs(wanted_names) do
     local metric = M.metric(name)
+    if metric.signal then need_signal(h, metric.signal) end
     table.insert(metric.summed and summed or other, metric)
   end
   local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {}, overflows = {}, skipped = {}, failed = {}, tokens = {}, seconds = {} }

@@ -24,15 +24,15 @@ local function number(x)
   return ("%.17g"):format(x)
 end
 
--- Calls visit(row) for each step, oldest first; first_bad is a parameter's name, or nil.
+-- Calls visit(row, signals) for each step, oldest first; first_bad is a parameter's name, or nil; signals: those in force, by name.
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
   local sql = "SELECT " .. table.concat(parts, ", "):gsub("s.first_bad", "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
     " FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad ORDER BY s.step, s.attempt"
-  local n = 0
+  local n, signals_at = 0, h:signals_at()
   for row in h:each(sql) do
-    visit(row)
+    visit(row, signals_at(row.step))
     n = n + 1
   end
   return n
@@ -53,44 +53,56 @@ local function to_file(path, write)
   return count
 end
 
---- CSV (RFC 4180), a header and a line for each step. nan, inf and -inf as Python and pandas read them; what is missing is empty.
+local function csv_text(text)
+  return text:find('[,"\r\n]') and '"' .. text:gsub('"', '""') .. '"' or text
+end
+
+--- CSV (RFC 4180), a header and a line for each step. nan, inf and -inf as Python and pandas read them; what is missing is empty. A
+--- signal is a column signals.NAME.
 function M.csv(h, path)
   return to_file(path, function(put)
     local names = {}
     for i, column in ipairs(COLUMNS) do names[i] = column[1] end
+    local signals = h:signals()
+    for _, signal in ipairs(signals) do names[#names + 1] = csv_text("signals." .. signal.name) end
     put(table.concat(names, ",") .. "\n")
-    return each_step(h, function(row)
+    return each_step(h, function(row, held)
       local cells = {}
       for i, column in ipairs(COLUMNS) do
         local value, kind = row[column[1]], column[2]
         if value == nil then cells[i] = kind == "r" and "nan" or ""
         elseif type(value) == "number" then cells[i] = number(value)
-        else
-          value = tostring(value)
-          cells[i] = value:find('[,"\r\n]') and '"' .. value:gsub('"', '""') .. '"' or value
-        end
+        else cells[i] = csv_text(tostring(value)) end
       end
+      for _, signal in ipairs(signals) do cells[#cells + 1] = held[signal.name] and number(held[signal.name]) or "" end
       put(table.concat(cells, ",") .. "\n")
     end)
   end)
 end
 
---- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null.
+local function json_number(x)
+  return x - x ~= 0 and '"' .. number(x) .. '"' or number(x)
+end
+
+--- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null. "signals" holds what
+--- the script had published, if anything.
 function M.jsonl(h, path)
   return to_file(path, function(put)
-    return each_step(h, function(row)
-      local parts = {}
+    return each_step(h, function(row, held)
+      local parts, signals = {}, {}
       for i, column in ipairs(COLUMNS) do
         local value, kind = row[column[1]], column[2]
         local text
         if value == nil then text = kind == "r" and '"nan"' or "null"
         elseif kind == "b" then text = value ~= 0 and "true" or "false"
         elseif type(value) == "number" then
-          text = number(value)
-          if value - value ~= 0 then text = '"' .. text .. '"' end
+          text = json_number(value)
         else text = json.encode(value) end
         parts[i] = ('"%s":%s'):format(column[1], text)
       end
+      for name, value in pairs(held) do signals[#signals + 1] = json.encode(name) .. ":" .. json_number(value) end
+      table.sort(signals)
+      if #signals > 0 then parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}" end
       put("{" .. table.concat(parts, ",") .. "}\n")
     end)
   end)
@@ -106,18 +118,20 @@ function M.tensorboard(h, dir, options)
   local began = require("engine.runs").info(h.path, h).created or 0
   local w = tensorboard.open(dir, began)
   local log2, before, n = math.log(2), nil, 0
-  each_step(h, function(row)
+  each_step(h, function(row, held)
     local nan, seconds = 0 / 0, row.elapsed and before and row.elapsed - before or 0
     before = row.elapsed
     if row.step % every ~= 0 and row.overflow == 0 then return end
     n = n + 1
-    w:scalars(row.step, {
+    local values = {
       { "train/loss", row.loss or nan }, { "train/learning_rate", row.lr or nan }, { "scaling/scale", row.scale or nan },
       { "scaling/log2_scale", row.scale and math.log(row.scale) / log2 or nan }, { "scaling/overflow", row.overflow },
       { "scaling/skipped", row.action ~= "step" and 1 or 0 }, { "gradients/norm", row.norm or nan }, { "gradients/amax", row.amax or nan },
       { "gradients/norm_ref", row.norm_ref }, { "gradients/underflow", row.count > 0 and row.underflow / row.count or nil },
       { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds or nil },
-    }, began + (row.elapsed or 0))
+    }
+    for name, value in pairs(held) do values[#values + 1] = { "signals/" .. name, value } end
+    w:scalars(row.step, values, began + (row.elapsed or 0))
   end)
   local _, names = layers.rows(h, {})
   layers.each(h, { points = HISTOGRAMS }, function(step, hists)

@@ -70,6 +70,9 @@ end
 --- What a shadow would have decided at a step; a row holds until the next of that name.
 function History:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
 
+--- A number that the script published; a row holds until the next of that name.
+function History:append_signal(step, name, value) return told(C.eng_history_signal(handle(self), step, name, value)) end
+
 local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max", "count" }
 local meter_values = ffi.new("double[9]")
 
@@ -313,6 +316,32 @@ function History:shadow(name)
     { "step", "scale", "action", "failed", "reason" })
 end
 
+-- Histories from before signals have no table of theirs.
+local function has_signals(h) return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'signals'").n > 0 end
+
+--- The numbers the script published (engine.signal): { name, changes, least, most, last }.
+function History:signals()
+  if not has_signals(self) then return setmetatable({}, { __tostring = function() return "(no signals)" end }) end
+  return collect(each(self, 2, nil, [[SELECT name, count(*) AS changes, min(value) AS least, max(value) AS most,
+    (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last FROM signals s GROUP BY name ORDER BY name]]),
+    { "name", "changes", "least", "most", "last" })
+end
+
+--- A function that gives { name = value }, the signals in force at a step; to be asked for steps that never go down.
+function History:signals_at()
+  local held = {}
+  if not has_signals(self) then return function() return held end end
+  local next_row = each(self, 2, nil, "SELECT step, name, value FROM signals ORDER BY step, name")
+  local row = next_row()
+  return function(step)
+    while row and row.step <= step do
+      held[row.name] = row.value or 0 / 0
+      row = next_row()
+    end
+    return held
+  end
+end
+
 --- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
 function History:parameters()
   return collect(each(self, 2, nil, "SELECT id, name, shape FROM parameters ORDER BY id"), { "id", "name", "shape" })
@@ -480,6 +509,16 @@ local function say_shadows(h, row, say)
   end
 end
 
+local function say_signals(h, row, say)
+  if not has_signals(h) then return end
+  local parts = {}
+  for _, signal in ipairs(h:signals()) do
+    local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", signal.name, row.step)
+    if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
+  end
+  if #parts > 0 then say("Signals of the script: %s.", table.concat(parts, ", ")) end
+end
+
 --- What happened at a step, in words.
 function History:why(step)
   if type(step) ~= "number" then error("why: expected the number of a step, got " .. tostring(step), 2) end
@@ -497,6 +536,7 @@ function History:why(step)
     say_gradients(self, row, say)
     say_policy(row, say)
     say_shadows(self, row, say)
+    say_signals(self, row, say)
     say_context(self, row, say)
   end
   for event in each(self, 2, nil, "SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do

@@ -93,7 +93,8 @@ local function ask(self)
   if self.groups.apart then
     M_ffi.raise("mode=lagged: policy %s scales layers apart, which takes the record of the step itself; hint: mode=sync", policy.name)
   end
-  local asked = { step = self.steps_done, updates = self.updates, scale = scale, lr = lr, tokens = 0, elapsed = machine.clock() - self.began }
+  local asked = { step = self.steps_done, updates = self.updates, scale = scale, lr = lr, tokens = 0, elapsed = machine.clock() - self.began,
+    signals = {} }
   local losses = M_ffi.new("eng_tensor[?]", self.accumulate)
   self.place = self:remember_place()
   for i = 1, self.accumulate do
@@ -107,10 +108,7 @@ local function ask(self)
     losses[i - 1] = loss
     asked.tokens = asked.tokens + (batch.tokens or batch.y and batch.y.count or 0)
   end
-  for name, value in pairs(signals) do
-    asked.signals = asked.signals or {}
-    asked.signals[name] = value
-  end
+  for name, value in pairs(signals) do asked.signals[name] = value end
   self.parallel:backward_done()
   check(C.eng_params_stats_start(opt.params, self.needs, losses, self.accumulate))
   opt.lr = lr
@@ -132,14 +130,14 @@ local function settle(self)
   check(C.eng_params_stats_fetch(record, stats, loss, opt.params, asked.scale))
   record.step, record.updates, record.scale, record.lr, record.elapsed = asked.step, asked.updates, asked.scale, asked.lr, asked.elapsed
   record.loss, record.norm_ref = loss[0] / self.accumulate, 0 / 0
-  for name, value in pairs(asked.signals or {}) do policy:signal(name, value) end
+  for name, value in pairs(asked.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)
-  if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
+  if self.shadows then self.shadows:observe(record, stats, verdict, asked.signals, self.run_files.history) end
   if record.overflow ~= 0 then    -- the device left the update out
     self.skipped, self.updates, opt.updates = self.skipped + 1, self.updates - 1, opt.updates - 1
   end
   self.last_verdict = verdict
-  self.run_files:append(record, verdict, stats, asked.tokens)
+  self.run_files:append(record, verdict, stats, asked.tokens, asked.signals)
   return record, verdict
 end
 

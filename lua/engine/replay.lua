@@ -53,6 +53,7 @@ function M.run(trace, source, options)
     local scale = policy:scale()
     local exact, share, mass, stats = trace:at(record, i, scale, needs)
     record.updates = updates
+    for name, value in pairs(trace.signals and trace.signals[i] or {}) do policy:signal(name, value) end
     local verdict = policy:decide(record, stats)
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action

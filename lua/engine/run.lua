@@ -265,7 +265,7 @@ function Run:describe()
   for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = p.tensor.shape } end
   history:set_parameters(list)
   local _, formats = require("engine.precision").parameter_formats(trainer.precision, trainer.optimizer.list)
-  self.f16 = {}
+  self.f16, self.signals = {}, {}                          -- signals: those told, as they were
   for i = 0, #list - 1 do
     if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
   end
@@ -290,11 +290,24 @@ function Run:complain(good, message)
   if self.trainer.progress then self.trainer.progress:note(line) else self.notes[#self.notes + 1] = line end
 end
 
-function Run:append(record, verdict, stats, tokens)
+-- What the script published, where it changed.
+function Run:append_signals(step, signals)
+  local told_before = self.signals
+  for name, value in pairs(signals) do
+    local before = told_before[name]
+    if before ~= value and not (value ~= value and before ~= nil and before ~= before) then
+      told_before[name] = value
+      self:complain(self.history:append_signal(step, name, value))
+    end
+  end
+end
+
+--- A step: its record and verdict, statistics per tensor, the tokens it trained on and the signals ({ name = number }) its policy saw.
+function Run:append(record, verdict, stats, tokens, signals)
   local history, events = self.history, self.events
   self.running = true
   if events then
-    events:step(record, verdict, tokens)
+    events:step(record, verdict, tokens, signals)
     if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then events:tensors(tonumber(record.step), stats) end
     local trouble = events:trouble()
     if trouble then self:complain(nil, trouble) end
@@ -304,6 +317,7 @@ function Run:append(record, verdict, stats, tokens)
   for _, i in ipairs(self.f16) do record.amax_f16 = math.max(record.amax_f16, stats[i].amax) end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
+  self:append_signals(step, signals)
   if record.overflow ~= 0 or step % self.stats_every == 0 then
     self:complain(history:append_tensors(step, stats, #self.trainer.optimizer.list))
   end

@@ -14,6 +14,7 @@ local M_ffi = require "engine.ffi"
 local autograd = require "engine.autograd"
 local groups = require "engine.groups"
 local policy = require "engine.policy"
+local signals = require "engine.signals"
 local tensor = require "engine.tensor"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
@@ -269,6 +270,7 @@ function Scaler:update(new_scale)
     if not any then
       error("scaler:update: no gradients were checked for inf and nan since the last update(); call step() or unscale() before", 2)
     end
+    for name, value in pairs(signals) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))
     if self.groups then self.groups:apply(self.policy) end
     self.attempts = self.attempts + 1

@@ -53,12 +53,11 @@ function M.new(trainer, shadow)
   return self
 end
 
---- One step: the record and its statistics, and the verdict that counts.
-function Shadows:observe(record, stats, verdict, history)
+--- One step: the record and its statistics, the verdict that counts, and the signals of the step.
+function Shadows:observe(record, stats, verdict, signals, history)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
   local limit = self.limit and record.overflow == 0 and self.limit or nil
-  local signals = self.trainer.parallel.signals
   for _, s in ipairs(self.list) do
     local policy = s.policy
     if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end   -- the scale it would have had in this step

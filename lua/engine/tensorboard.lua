@@ -187,20 +187,22 @@ end
 
 local function known(x) return x == x and x or nil end
 
---- A record and a verdict of the core.
-function Live:step(record, verdict, tokens)
+--- A record and a verdict of the core, and the signals their policy saw.
+function Live:step(record, verdict, tokens, signals)
   local now = self.base + self.clock()
   local step = tonumber(record.step)
   local seconds = self.before and record.elapsed - self.before or 0
   self.before = record.elapsed
-  self.writer:scalars(step, {
+  local values = {
     { "train/loss", record.loss }, { "train/learning_rate", record.lr }, { "scaling/scale", record.scale },
     { "scaling/log2_scale", math.log(record.scale) / math.log(2) }, { "scaling/overflow", record.overflow ~= 0 and 1 or 0 },
     { "scaling/skipped", verdict.action ~= C.ENG_ACTION_STEP and 1 or 0 },
     { "gradients/norm", record.norm }, { "gradients/amax", record.amax }, { "gradients/norm_ref", known(record.norm_ref) },
     { "gradients/underflow", record.count > 0 and tonumber(record.underflow) / tonumber(record.count) or nil },
     { "speed/tokens_per_s", seconds > 0 and tokens > 0 and tokens / seconds or nil },
-  }, now)
+  }
+  for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
+  self.writer:scalars(step, values, now)
   if now - self.flushed >= FLUSH_SECONDS then
     self.writer:flush()
     self.flushed = now

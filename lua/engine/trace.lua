@@ -200,6 +200,17 @@ function M.run(path)
     self.n, self.first = i, tonumber(self.rows[0].step)
     self.names, self.tensors = {}, {}
     for k, p in ipairs(history:parameters()) do self.names[k] = p end
+    self.signals = {}                                      -- by row: those that changed there; they hold until they change again
+    local held, at = {}, history:signals_at()
+    for k = 1, i do
+      for name, value in pairs(at(tonumber(self.rows[k - 1].step))) do
+        if held[name] ~= value then
+          held[name] = value
+          self.signals[k] = self.signals[k] or {}
+          self.signals[k][name] = value
+        end
+      end
+    end
     for row in history:each "SELECT step, stats FROM tensor_stats" do self.tensors[row.step] = row.stats end
     return self
   end)

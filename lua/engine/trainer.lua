@@ -62,7 +62,7 @@ function Trainer:step()
   for name, value in pairs(parallel.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides
   parallel:decide(verdict)
-  if self.shadows then self.shadows:observe(record, stats, verdict, self.run_files.history) end
+  if self.shadows then self.shadows:observe(record, stats, verdict, parallel.signals, self.run_files.history) end
   if opt.fp8 then self:observe_fp8(record, verdict) end                          -- scales of FP8 layers, and what was seen of them
   if verdict.action == C.ENG_ACTION_STEP then
     local factor = 1 / scale
@@ -82,7 +82,7 @@ function Trainer:step()
   end
   self.steps_done, self.place = self.steps_done + 1, nil
   self.tokens = self.tokens + tokens
-  self.run_files:append(record, verdict, stats, tokens)                          -- (7) history; the step's memory is free again
+  self.run_files:append(record, verdict, stats, tokens, parallel.signals)        -- (7) history; the step's memory is free again
   check(C.eng_step_end())
   return record, verdict
 end

@@ -17,7 +17,8 @@ name under runs/ or a directory. Each dot's column spans the values of its steps
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul tokens
 elapsed. amax is the largest true gradient, stored the same times the loss scale, as the format holds
-it; underflow and zeros are shares of all gradients.]==]
+it; underflow and zeros are shares of all gradients. signals.NAME is what the script published with
+engine.signal("NAME", ...).]==]
 
 local function write(path, text)
   local file, why = io.open(path, "wb")
