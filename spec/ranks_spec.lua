@@ -183,6 +183,13 @@ describe("ranks", function()
     alike(weights, 2)
   end)
 
+  it("take a nan of one replica for everybody's, as tf_keras does: its scale goes from 2 to 1", function()
+    local lines, weights = job(2, { "precision=fp16", "policy=tensorflow:initial_loss_scale=2", "plant=nan", "plant_rank=1", "plant_step=0", "steps=2" })
+    assert.matches("^0 %S+ 2 skip", lines[1])
+    assert.matches("^1 %S+ 1 step", lines[2])
+    alike(weights, 2)
+  end)
+
   it("reduce signals by the rule the script names", function()
     for rule, value in pairs { mean = 1.5, max = 2, sum = 3 } do
       local lines = job(2, { "signal=" .. rule, "steps=3" })

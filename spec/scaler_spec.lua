@@ -253,6 +253,20 @@ describe("scaler", function()
     assert.are.equal(12 - skipped, opt.updates)
   end)
 
+  it("sees rows of an embedding that overflow only as they are summed (PyTorch's test_grad_scaling_unscale_sparse)", function()
+    for ids, skipped in pairs { [{ 2, 2 }] = true, [{ 1, 2 }] = false } do
+      local model = nn.embedding(4, 3)
+      local opt = optim.sgd(model, { lr = 1e-6, precision = "fp16" })
+      local scaler = engine.scaler { policy = "dynamic", init_scale = 64000 }
+      step(function()
+        local rows = engine.autocast("fp16", function() return model(engine.tensor(ids, { dtype = "i32" })) end)
+        scaler:scale(rows:sum()):backward()                -- 64000 into each row asked for; twice is more than fp16 holds
+        assert.are.equal(skipped, scaler:step(opt).skipped)
+        assert.are.equal(skipped and 32000 or 64000, scaler:update().scale)
+      end)
+    end
+  end)
+
   it("shows a policy every statistic it needs, also of several optimizers", function()
     local folder = helper.folder()
     local path = helper.write(folder .. "/look.lua", [[return { needs = { "amax", "norm", "hist", "tensors", "zeros" },
