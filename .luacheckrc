@@ -12,5 +12,5 @@ files["spec"] = { std = "+busted", max_line_length = 180 }
 -- Policies run in a sandbox: no io, os, require or ffi.
 files["policies"] = {
   std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next", "pairs", "pcall", "select",
-                           "tonumber", "tostring", "type", "unpack" } },
+                           "tonumber", "tostring", "type", "unpack", "check", "back_off", "grow" } },
 }

@@ -21,7 +21,7 @@ static int unknown_global(lua_State *L)
 {
   static const char *const names[] = {
     "assert", "error", "ipairs", "next", "pairs", "pcall", "select", "tonumber", "tostring", "type", "unpack",
-    "math", "table", "string", "bit" };
+    "math", "table", "string", "bit", "check", "back_off", "grow" };
   static const char *const removed[] = {
     "load", "loadstring", "loadfile", "dofile", "require", "collectgarbage", "getfenv", "setfenv", "newproxy", "rawset",
     "rawget", "rawequal", "setmetatable", "getmetatable", "xpcall", "print", "coroutine", "io", "os", "debug", "package",
@@ -499,6 +499,7 @@ void policy_box_open(eng_policy *p)
   lua_setfield(L, -2, "__index");
   lua_pop(L, 2);
   lua_setfield(L, -2, "string");
+  policy_checks_open(L);
 
   lua_newtable(L);
   set_function(L, "__index", unknown_global);

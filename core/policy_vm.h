@@ -112,6 +112,10 @@ const char *policy_error_text(eng_policy *policy);
 /// Pushes the table that is the policy's environment.
 void policy_box_open(eng_policy *policy);
 
+// ---- policy_checks.c
+/// Adds check, back_off and grow to the environment on top of the stack.
+void policy_checks_open(lua_State *L);
+
 // ---- policy_record.c
 /// Makes the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);

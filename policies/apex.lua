@@ -15,19 +15,12 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local init, least, most, window = options.init_scale, options.min_loss_scale, options.max_loss_scale, options.scale_window
-    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
-    need(least >= 0 and least < math.huge, "min_loss_scale must be 0 or a positive finite number, got " .. least)
-    need(most > 0 and most < math.huge, "max_loss_scale must be a positive finite number, got " .. most)
-    trap(not (window >= 1) or window ~= math.floor(window),
-      "scale_window = " .. window .. " is never met by a whole number of steps, so the scale would never grow")
-    trap(init > most, "init_scale = " .. init .. " is above max_loss_scale = " .. most .. " and would be cut to it")
-    trap(least > math.min(init, most), "min_loss_scale = " .. least .. " is above the first scale " .. math.min(init, most)
-      .. ", so an overflow would raise the scale; lower min_loss_scale")
+    local init = check.positive(options, "init_scale")
+    check.not_negative(options, "min_loss_scale")
+    local most = check.positive(options, "max_loss_scale")
+    check.count(options, "scale_window")
+    check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = " .. most .. " and would be cut to it")
+    check.floor(options, "min_loss_scale", init > most and "max_loss_scale" or "init_scale")
     return { scale = math.min(most, init), unskipped = 0 }
   end,
 
@@ -37,20 +30,11 @@ return {
       state.unskipped = 0
       local smaller = scale / 2
       if options.min_loss_scale ~= 0 then smaller = math.max(options.min_loss_scale, smaller) end
-      if smaller == 0 then
-        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
-          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
-          .. " (look at the first bad tensor, the learning rate, the data)" }
-      end
-      state.scale = smaller
-      return { scale = smaller, reason = scale == smaller and "overflow at the smallest scale " .. scale
-        or "overflow: scale " .. scale .. " -> " .. smaller }
+      return back_off(state, smaller)
     end
     state.unskipped = state.unskipped + 1
     if state.unskipped ~= options.scale_window then return scale end
     state.unskipped = 0
-    state.scale = math.min(options.max_loss_scale, scale * 2)
-    return { scale = state.scale, reason = scale == state.scale and "the largest scale, " .. scale
-      or options.scale_window .. " good in a row: scale " .. scale .. " -> " .. state.scale }
+    return grow(state, math.min(options.max_loss_scale, scale * 2), options.scale_window .. " good in a row")
   end,
 }

@@ -19,44 +19,34 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local init, least, window = options.init_scale, options.min_scale, options.scale_window
-    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
-    need(least > 0 and least < math.huge, "min_scale must be a positive finite number, got " .. least)
-    need(window > 0 and window < math.huge, "scale_window must be a positive number of steps, got " .. window)
-    need(options.scale_factor > 1 and options.scale_factor < math.huge,
-      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
-    trap(options.hysteresis < 1 or options.hysteresis ~= math.floor(options.hysteresis),
-      "hysteresis = " .. options.hysteresis .. " never counts down to 1, so the scale would never back off;"
-      .. " use 1 to back off at every overflow")
-    trap(least > init, "min_scale = " .. least .. " is above init_scale = " .. init
-      .. ", so an overflow would raise the scale; lower min_scale")
-    trap(window ~= math.floor(window), "scale_window = " .. window .. " is no whole number of steps")
+    local init = check.positive(options, "init_scale", "min_scale")
+    check.steps(options, "scale_window")
+    check.factor(options, "scale_factor")
+    check.count(options, "hysteresis", "never counts down to 1, so the scale would never back off; use 1 to back off at every overflow")
+    check.floor(options, "min_scale", "init_scale")
+    check.count(options, "scale_window", "is no whole number of steps")
     return { scale = init, iter = 0, last_overflow_iter = -1, hysteresis = options.hysteresis }
   end,
 
   decide = function(state, record, options)
     local scale = state.scale
     if record.overflow then
-      local reason
+      local verdict
       if options.hysteresis == 1 or state.hysteresis == 1 then
         if scale == options.min_scale and options.raise_error_at_min_scale then
           return { scale = scale, action = "stop", reason = "overflow at the smallest loss scale " .. scale
             .. ": the gradients are inf or nan for another reason than the scale; look at the first bad tensor,"
             .. " the learning rate and the data, or set min_scale lower, or raise_error_at_min_scale=false" }
         end
-        state.scale = math.max(scale / options.scale_factor, options.min_scale)
-        reason = "overflow: scale " .. scale .. " -> " .. state.scale
+        verdict = back_off(state, math.max(scale / options.scale_factor, options.min_scale))
       else
         state.hysteresis = state.hysteresis - 1
-        reason = "overflow: hysteresis " .. state.hysteresis + 1 .. " -> " .. state.hysteresis .. ", scale stays " .. scale
+        verdict = { scale = scale, reason = "overflow: hysteresis " .. state.hysteresis + 1 .. " -> " .. state.hysteresis
+          .. ", scale stays " .. scale }
       end
       state.last_overflow_iter = state.iter
       state.iter = state.iter + 1
-      return { scale = state.scale, reason = reason }
+      return verdict
     end
 
     if options.consecutive_hysteresis then state.hysteresis = options.hysteresis end
@@ -64,11 +54,6 @@ return {
     state.iter = state.iter + 1
     if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
     state.hysteresis = options.hysteresis
-    if scale * options.scale_factor == math.huge then
-      if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
-      return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
-    end
-    state.scale = scale * options.scale_factor
-    return { scale = state.scale, reason = "window of " .. options.scale_window .. " good: scale " .. scale .. " -> " .. state.scale }
+    return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
   end,
 }

@@ -14,40 +14,24 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local init, least, window = options.init_scale, options.min_scale, options.scale_window
-    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
-    need(least > 0 and least < math.huge, "min_scale must be a positive finite number, got " .. least)
-    need(window > 0 and window < math.huge, "scale_window must be a positive number of steps, got " .. window)
-    need(options.scale_factor > 1 and options.scale_factor < math.huge,
-      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
-    trap(least > init, "min_scale = " .. least .. " is above init_scale = " .. init
-      .. ", so an overflow would raise the scale; lower min_scale")
-    trap(window ~= math.floor(window), "scale_window = " .. window .. " is no whole number of steps")
+    local init = check.positive(options, "init_scale", "min_scale")
+    check.steps(options, "scale_window")
+    check.factor(options, "scale_factor")
+    check.floor(options, "min_scale", "init_scale")
+    check.count(options, "scale_window", "is no whole number of steps")
     return { scale = init, iter = 0, last_overflow_iter = -1 }
   end,
 
   decide = function(state, record, options)
     local scale = state.scale
     if record.overflow then
-      state.scale = math.max(scale / options.scale_factor, options.min_scale)
       state.last_overflow_iter = state.iter
       state.iter = state.iter + 1
-      return { scale = state.scale, reason = scale == state.scale and "overflow at the smallest scale " .. scale
-        or "overflow: scale " .. scale .. " -> " .. state.scale }
+      return back_off(state, math.max(scale / options.scale_factor, options.min_scale))
     end
     local stable = state.iter - state.last_overflow_iter - 1
     state.iter = state.iter + 1
     if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
-    local larger = scale * options.scale_factor
-    if larger == math.huge then
-      if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
-      return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
-    end
-    state.scale = larger
-    return { scale = larger, reason = "window of " .. options.scale_window .. " good: scale " .. scale .. " -> " .. larger }
+    return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
   end,
 }

@@ -18,24 +18,15 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local init, window, threshold = options.init_scale, options.scale_window, options.threshold
-    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
-    need(options.scale_factor > 1 and options.scale_factor < math.huge,
-      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
-    need(window > 0, "scale_window must be a positive number of steps, got " .. window)
-    need(threshold >= 0 and threshold < math.huge, "threshold must be 0 or a positive finite number, got " .. threshold)
-    need(options.min_loss_scale >= 0 and options.min_loss_scale < math.huge,
-      "min_loss_scale must be 0 or a positive finite number, got " .. options.min_loss_scale)
-    need(options.tolerance == options.tolerance, "tolerance must be a share from 0 to 1, got nan")
-    trap(window ~= math.floor(window) or window == math.huge, "scale_window = " .. window .. " is no whole number of steps")
-    trap(options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
-    trap(threshold > init, "threshold = " .. threshold .. " is above init_scale = " .. init
-      .. ", so an overflow would raise the scale; lower threshold")
-    trap(options.min_loss_scale >= init, "min_loss_scale = " .. options.min_loss_scale .. " is not below init_scale = " .. init
+    local init = check.positive(options, "init_scale")
+    check.factor(options, "scale_factor")
+    check.steps(options, "scale_window")
+    check.not_negative(options, "threshold", "min_loss_scale")
+    if options.tolerance ~= options.tolerance then error("tolerance must be a share from 0 to 1, got nan", 0) end
+    check.count(options, "scale_window", "is no whole number of steps")
+    check.trap(options, options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+    check.floor(options, "threshold", "init_scale")
+    check.trap(options, options.min_loss_scale >= init, "min_loss_scale = " .. options.min_loss_scale .. " is not below init_scale = " .. init
       .. ", so the first overflow would stop the run")
     return { scale = init, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
   end,
@@ -44,16 +35,10 @@ return {
     local scale = state.scale
     if not record.overflow then
       local due = (state.iter - state.last_overflow_iter) % options.scale_window == 0
-      local larger = scale * options.scale_factor
       if due then state.last_rescale_iter = state.iter end
       state.iter = state.iter + 1
       if not due then return scale end
-      if larger == math.huge then
-        if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
-        return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
-      end
-      state.scale = larger
-      return { scale = larger, reason = "window of " .. options.scale_window .. " good: scale " .. scale .. " -> " .. larger }
+      return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
     end
 
     local since = state.iter - state.last_rescale_iter

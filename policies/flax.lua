@@ -15,21 +15,12 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local scale, least, interval = math.f32(options.scale), math.f32(options.minimum_scale), options.growth_interval
-    need(scale > 0 and scale < math.huge, "scale must be a positive number that float32 can hold, got " .. options.scale)
-    need(least > 0 and least < math.huge, "minimum_scale must be a positive number that float32 can hold, got " .. options.minimum_scale)
-    need(options.growth_factor > 1 and options.growth_factor < math.huge,
-      "growth_factor must be greater than 1 and finite, got " .. options.growth_factor)
-    need(options.backoff_factor > 0 and options.backoff_factor < 1,
-      "backoff_factor must lie between 0 and 1, got " .. options.backoff_factor)
-    trap(not (interval >= 0) or interval ~= math.floor(interval),
-      "growth_interval = " .. interval .. " is never met by a whole number of steps, so the scale would never grow")
-    trap(least > scale, "minimum_scale = " .. least .. " is above scale = " .. scale
-      .. ", so an overflow would raise the scale; lower minimum_scale")
+    local scale = check.float32(options, "scale", "minimum_scale")
+    check.factor(options, "growth_factor")
+    check.share(options, "backoff_factor")
+    check.trap(options, not (options.growth_interval >= 0) or options.growth_interval ~= math.floor(options.growth_interval),
+      "growth_interval = " .. options.growth_interval .. " is never met by a whole number of steps, so the scale would never grow")
+    check.floor(options, "minimum_scale", "scale")
     return { scale = scale, fin_steps = 0 }
   end,
 
@@ -37,9 +28,7 @@ return {
     local scale = state.scale
     if record.overflow then
       state.fin_steps = 0
-      state.scale = math.max(math.f32(scale * math.f32(options.backoff_factor)), math.f32(options.minimum_scale))
-      return { scale = state.scale, reason = scale == state.scale and "overflow at the smallest scale " .. scale
-        or "overflow: scale " .. scale .. " -> " .. state.scale }
+      return back_off(state, math.max(math.f32(scale * math.f32(options.backoff_factor)), math.f32(options.minimum_scale)))
     end
     if state.fin_steps ~= options.growth_interval then
       state.fin_steps = state.fin_steps + 1
@@ -47,8 +36,6 @@ return {
     end
     state.fin_steps = 0
     local largest = (2 - 2^-23) * 2^127
-    state.scale = math.min(math.f32(scale * math.f32(options.growth_factor)), largest)
-    return { scale = state.scale, reason = scale == state.scale and "the largest scale, " .. scale
-      or options.growth_interval + 1 .. " good in a row: scale " .. scale .. " -> " .. state.scale }
+    return grow(state, math.min(math.f32(scale * math.f32(options.growth_factor)), largest), options.growth_interval + 1 .. " good in a row")
   end,
 }

@@ -14,19 +14,12 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local scale, least, period = math.f32(options.loss_scale), math.f32(options.min_loss_scale), options.period
-    need(scale > 0 and scale < math.huge, "loss_scale must be a positive number that float32 can hold, got " .. options.loss_scale)
-    need(least >= 0 and least < math.huge, "min_loss_scale must be 0 or a positive finite number, got " .. options.min_loss_scale)
-    need(options.factor > 1 and options.factor < math.huge, "factor must be greater than 1 and finite, got " .. options.factor)
-    need(period ~= 0, "period must be a number of steps, got 0")
-    trap(not (period >= 1) or period ~= math.floor(period),
-      "period = " .. period .. " is never met by a whole number of steps, so the scale would never grow")
-    trap(least > scale, "min_loss_scale = " .. least .. " is above loss_scale = " .. scale
-      .. ", so an overflow would raise the scale; lower min_loss_scale")
+    local scale = check.float32(options, "loss_scale")
+    check.not_negative(options, "min_loss_scale")
+    check.factor(options, "factor")
+    if options.period == 0 then error("period must be a number of steps, got 0", 0) end
+    check.count(options, "period")
+    check.floor(options, "min_loss_scale", "loss_scale")
     return { scale = scale, counter = 0 }
   end,
 
@@ -34,22 +27,11 @@ return {
     local scale, factor = state.scale, math.f32(options.factor)
     if record.overflow then
       state.counter = 0
-      local smaller = math.max(math.f32(options.min_loss_scale), math.f32(scale / factor))
-      if smaller == 0 then
-        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
-          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
-          .. " (look at the first bad tensor, the learning rate, the data)" }
-      end
-      state.scale = smaller
-      return { scale = smaller, reason = scale == smaller and "overflow at the smallest scale " .. scale
-        or "overflow: scale " .. scale .. " -> " .. smaller }
+      return back_off(state, math.max(math.f32(options.min_loss_scale), math.f32(scale / factor)))
     end
     local due = state.counter == options.period - 1
     state.counter = (state.counter + 1) % options.period
     if not due then return scale end
-    local larger = math.f32(scale * factor)
-    if larger == math.huge then return scale end
-    state.scale = larger
-    return { scale = larger, reason = options.period .. " good in a row: scale " .. scale .. " -> " .. larger }
+    return grow(state, math.f32(scale * factor), options.period .. " good in a row")
   end,
 }

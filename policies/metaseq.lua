@@ -17,26 +17,17 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local init, window, threshold = options.init_scale, options.scale_window, options.threshold
-    need(init > 0 and init < math.huge, "init_scale must be a positive finite number, got " .. init)
-    need(options.scale_factor > 1 and options.scale_factor < math.huge,
-      "scale_factor must be greater than 1 and finite, got " .. options.scale_factor)
-    need(window > 0 and window < math.huge, "scale_window must be a positive number of steps, got " .. window)
-    need(threshold >= 0 and threshold < math.huge, "threshold must be 0 or a positive finite number, got " .. threshold)
-    need(options.min_loss_scale > 0 and options.min_loss_scale < math.huge,
-      "min_loss_scale must be a positive finite number, got " .. options.min_loss_scale)
-    need(options.tolerance == options.tolerance, "tolerance must be a share from 0 to 1, got nan")
-    trap(window ~= math.floor(window), "scale_window = " .. window .. " is no whole number of steps")
-    trap(options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
-    trap(threshold > init, "threshold = " .. threshold .. " is above init_scale = " .. init
-      .. ", so an overflow would raise the scale; lower threshold")
-    trap(options.min_loss_scale > init, "min_loss_scale = " .. options.min_loss_scale .. " is above init_scale = " .. init
+    local init = check.positive(options, "init_scale", "min_loss_scale")
+    check.factor(options, "scale_factor")
+    check.steps(options, "scale_window")
+    check.not_negative(options, "threshold")
+    if options.tolerance ~= options.tolerance then error("tolerance must be a share from 0 to 1, got nan", 0) end
+    check.count(options, "scale_window", "is no whole number of steps")
+    check.trap(options, options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+    check.floor(options, "threshold", "init_scale")
+    check.trap(options, options.min_loss_scale > init, "min_loss_scale = " .. options.min_loss_scale .. " is above init_scale = " .. init
       .. ", so the scale could never fall; lower min_loss_scale")
-    return { scale = init, window = window, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
+    return { scale = init, window = options.scale_window, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
   end,
 
   decide = function(state, record, options)
@@ -46,14 +37,9 @@ return {
       if due then state.last_rescale_iter = state.iter end
       state.iter = state.iter + 1
       if not due then return scale end
-      local window, larger = state.window, scale * factor
+      local window = state.window
       state.window = window * factor
-      if larger == math.huge then
-        if options.strict then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
-        return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
-      end
-      state.scale = larger
-      return { scale = larger, reason = "window of " .. window .. " good: scale " .. scale .. " -> " .. larger .. ", window " .. state.window }
+      return grow(state, scale * factor, "window of " .. window .. " good, the next of " .. state.window, options)
     end
 
     local since = state.iter - state.last_rescale_iter

@@ -13,16 +13,9 @@ return {
   },
 
   init = function(options)
-    local init, most, length = options.init_scale, options.max_loss_scale, options.scale_seq_len
-    if not (init > 0 and init < math.huge) then error("init_scale must be a positive finite number, got " .. init, 0) end
-    if not (most > 0 and most < math.huge) then error("max_loss_scale must be a positive finite number, got " .. most, 0) end
-    if options.strict and (not (length >= 1) or length ~= math.floor(length)) then
-      error("scale_seq_len = " .. length .. " is never met by a whole number of steps, so the scale would never grow;"
-        .. " strict=false accepts it", 0)
-    end
-    if options.strict and init > most then
-      error("init_scale = " .. init .. " is above max_loss_scale = " .. most .. ", so growth would lower it; strict=false accepts it", 0)
-    end
+    local init, most = check.positive(options, "init_scale", "max_loss_scale")
+    check.count(options, "scale_seq_len")
+    check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = " .. most .. ", so growth would lower it")
     return { scale = init, next_scale = init, unskipped = 0 }
   end,
 

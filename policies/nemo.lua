@@ -16,20 +16,11 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local scale, interval = math.f32(options.init_scale), options.growth_interval
-    need(scale > 0 and scale < math.huge, "init_scale must be a positive number that float32 can hold, got " .. options.init_scale)
-    need(options.growth_factor > 1 and options.growth_factor < math.huge,
-      "growth_factor must be greater than 1 and finite, got " .. options.growth_factor)
-    need(options.backoff_factor > 0 and options.backoff_factor < 1,
-      "backoff_factor must lie between 0 and 1, got " .. options.backoff_factor)
-    trap(not (interval >= 1) or interval ~= math.floor(interval),
-      "growth_interval = " .. interval .. " is never met by a whole number of steps, so the scale would never grow")
-    trap(not (options.hysteresis >= 1) or options.hysteresis ~= math.floor(options.hysteresis),
-      "hysteresis = " .. options.hysteresis .. " is no count of overflows; use 1 to back off at every overflow")
+    local scale = check.float32(options, "init_scale")
+    check.factor(options, "growth_factor")
+    check.share(options, "backoff_factor")
+    check.count(options, "growth_interval")
+    check.count(options, "hysteresis", "is no count of overflows; use 1 to back off at every overflow")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,
 
@@ -42,22 +33,12 @@ return {
         return { scale = scale, reason = "overflow: hysteresis " .. state.hysteresis_tracker + 1 .. " -> "
           .. state.hysteresis_tracker .. ", scale stays " .. scale }
       end
-      local smaller = math.f32(scale * options.backoff_factor)
-      if smaller == 0 then
-        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
-          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
-          .. " (look at the first bad tensor, the learning rate, the data)" }
-      end
-      state.scale = smaller
-      return { scale = smaller, reason = "overflow: scale " .. scale .. " -> " .. smaller }
+      return back_off(state, math.f32(scale * options.backoff_factor))
     end
     state.hysteresis_tracker = options.hysteresis
     state.growth_tracker = state.growth_tracker + 1
     if state.growth_tracker ~= options.growth_interval then return scale end
     state.growth_tracker = 0
-    local larger = math.f32(scale * options.growth_factor)
-    if larger == math.huge then return scale end
-    state.scale = larger
-    return { scale = larger, reason = options.growth_interval .. " good in a row: scale " .. scale .. " -> " .. larger }
+    return grow(state, math.f32(scale * options.growth_factor), options.growth_interval .. " good in a row")
   end,
 }

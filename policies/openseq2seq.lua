@@ -13,32 +13,22 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local least, most, window = math.f32(options.scale_min), math.f32(options.scale_max), options.step_window
-    need(least > 0 and least < math.huge, "scale_min must be a positive number that float32 can hold, got " .. options.scale_min)
-    need(most > 0 and most < math.huge, "scale_max must be a positive number that float32 can hold, got " .. options.scale_max)
-    need(least <= most, "scale_min = " .. least .. " is above scale_max = " .. most)
-    need(options.step_factor > 1 and options.step_factor < math.huge,
-      "step_factor must be greater than 1 and finite, got " .. options.step_factor)
-    need(window > 0, "step_window must be a positive number of steps, got " .. window)
-    trap(window ~= math.floor(window) or window == math.huge, "step_window = " .. window .. " is no whole number of steps")
+    local least, most = check.float32(options, "scale_min", "scale_max")
+    if least > most then error("scale_min = " .. least .. " is above scale_max = " .. most, 0) end
+    check.factor(options, "step_factor")
+    check.steps(options, "step_window")
+    check.count(options, "step_window", "is no whole number of steps")
     return { scale = most, iteration = 0, last_overflow_iteration = -1 }
   end,
 
   decide = function(state, record, options)
-    local scale, factor, reason = state.scale, math.f32(options.step_factor), nil
+    local scale, factor, iteration = state.scale, math.f32(options.step_factor), state.iteration
+    state.iteration = iteration + 1
     if record.overflow then
-      state.last_overflow_iteration = state.iteration
-      state.scale = math.max(math.f32(scale / factor), math.f32(options.scale_min))
-      reason = scale == state.scale and "overflow at the smallest scale " .. scale or "overflow: scale " .. scale .. " -> " .. state.scale
-    elseif (state.iteration - state.last_overflow_iteration) % options.step_window == 0 then
-      state.scale = math.min(math.f32(scale * factor), math.f32(options.scale_max))
-      if state.scale ~= scale then reason = "window of " .. options.step_window .. " good: scale " .. scale .. " -> " .. state.scale end
+      state.last_overflow_iteration = iteration
+      return back_off(state, math.max(math.f32(scale / factor), math.f32(options.scale_min)))
     end
-    state.iteration = state.iteration + 1
-    return { scale = state.scale, reason = reason }
+    if (iteration - state.last_overflow_iteration) % options.step_window ~= 0 then return scale end
+    return grow(state, math.min(math.f32(scale * factor), math.f32(options.scale_max)), "window of " .. options.step_window .. " good")
   end,
 }

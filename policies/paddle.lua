@@ -19,22 +19,13 @@ return {
   },
 
   init = function(options)
-    local function need(condition, text) if not condition then error(text, 0) end end
-    local function trap(condition, text)
-      if options.strict and condition then error(text .. "; strict=false accepts it", 0) end
-    end
-    local function count(name, otherwise)
-      local n = options[name]
-      trap(not (n >= 1) or n ~= math.floor(n), name .. " = " .. n .. " is never met by a whole number of steps, so the scale would never " .. otherwise)
-    end
-    local scale = math.f32(options.init_loss_scaling)
-    need(scale > 0 and scale < math.huge,
-      "init_loss_scaling must be a positive number that float32 can hold, got " .. options.init_loss_scaling)
-    need(options.incr_ratio > 1 and options.incr_ratio < math.huge, "incr_ratio must be greater than 1 and finite, got " .. options.incr_ratio)
-    need(options.decr_ratio > 0 and options.decr_ratio < 1, "decr_ratio must lie between 0 and 1, got " .. options.decr_ratio)
-    count("incr_every_n_steps", "grow")
-    count("decr_every_n_nan_or_inf", "back off")
-    trap(options.static_graph and scale < 1, "init_loss_scaling = " .. scale .. " is below 1, the smallest scale, so an overflow would raise it")
+    local scale = check.float32(options, "init_loss_scaling")
+    check.factor(options, "incr_ratio")
+    check.share(options, "decr_ratio")
+    check.count(options, "incr_every_n_steps")
+    check.count(options, "decr_every_n_nan_or_inf", "is never met by a whole number of steps, so the scale would never back off")
+    check.trap(options, options.static_graph and scale < 1,
+      "init_loss_scaling = " .. scale .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = scale, incr_count = 0, decr_count = 0 }
   end,
 
@@ -51,25 +42,13 @@ return {
       state.decr_count = 0
       local smaller = math.f32(scale * math.f32(options.decr_ratio))
       if options.static_graph then smaller = math.max(smaller, 1) end
-      if smaller == 0 then
-        return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
-          .. " and gradients still overflow: they are inf or nan for another reason than the scale"
-          .. " (look at the first bad tensor, the learning rate, the data)" }
-      end
-      state.scale = smaller
-      return { scale = smaller, reason = scale == smaller and "overflow at the smallest scale " .. scale
-        or "overflow: scale " .. scale .. " -> " .. smaller }
+      return back_off(state, smaller)
     end
     state.decr_count = 0
     state.incr_count = state.incr_count + 1
     if state.incr_count ~= options.incr_every_n_steps then return scale end
     state.incr_count = 0
-    local larger = math.f32(scale * math.f32(options.incr_ratio))
-    if larger == math.huge then
-      if options.strict or options.static_graph then return { scale = scale, reason = "growth would reach infinity: the scale stays" } end
-      return { scale = scale, action = "stop", reason = "the loss scale would grow to infinity and stay there" }
-    end
-    state.scale = larger
-    return { scale = larger, reason = options.incr_every_n_steps .. " good in a row: scale " .. scale .. " -> " .. larger }
+    return grow(state, math.f32(scale * math.f32(options.incr_ratio)), options.incr_every_n_steps .. " good in a row",
+      not options.static_graph and options or nil)
   end,
 }

@@ -9,10 +9,7 @@ return {
   },
 
   init = function(options)
-    if not (options.loss_scale > 0 and options.loss_scale < math.huge) then
-      error("loss_scale must be a positive finite number, got " .. options.loss_scale, 0)
-    end
-    return { scale = options.loss_scale }
+    return { scale = check.positive(options, "loss_scale") }
   end,
 
   decide = function(state, record, options)

@@ -382,6 +382,62 @@ describe("a verdict", function()
   end)
 end)
 
+describe("what most scalers say alike", function()
+  local function init(line, options)
+    return load(("return { options = { scale = 4, least = 1, interval = 10, strict = true }, init = function(options) %s return { scale = 1 } end, "
+      .. "decide = function(state) return state.scale end }"):format(line), options)
+  end
+
+  it("refuses options outside their range, and gives the others back", function()
+    for _, case in ipairs { { "positive", 0, "a positive finite number" }, { "positive", 1 / 0, "a positive finite number" },
+      { "float32", 1e39, "a positive number that float32 can hold" }, { "float32", 1e-60, "a positive number that float32 can hold" },
+      { "not_negative", -1, "0 or a positive finite number" }, { "factor", 1, "greater than 1 and finite" }, { "steps", 0, "a positive number of steps" } } do
+      assert.has_error(function() init(("check.%s(options, 'scale', 'interval')"):format(case[1]), { scale = case[2] }) end,
+        ("p.lua: scale must be %s, got %.14g"):format(case[3], case[2]))
+    end
+    assert.has_error(function() init("check.share(options, 'scale')", { scale = 1 }) end, "p.lua: scale must lie between 0 and 1, got 1")
+    assert.has_error(function() init("check.positive(options, 'scale')", { scale = 0 / 0 }) end, "p.lua: scale must be a positive finite number, got nan")
+    local p = load("return { options = { a = 0.1, b = 7 }, init = function(o) local a, b = check.float32(o, 'a', 'b') return { scale = a * 2^27 + b } end, "
+      .. "decide = function(state) return state.scale end }")
+    assert.are.equal(13421773 + 7, p:scale())              -- 0.1 as a float32 is 13421773 / 2^27
+    for line, text in pairs { ["check.positive(options, 'scal')"] = "there is no option 'scal' that is a number", ["check.positive(options, nil)"] = "string expected",
+      ["check.positive(1, 'scale')"] = "table expected" } do
+      local good, why = pcall(init, line)
+      assert.is_false(good)
+      assert.matches(text, why, 1, true)
+    end
+  end)
+
+  it("refuses probable mistakes unless strict=false", function()
+    for line, text in pairs { ["check.count(options, 'scale')"] = "scale = 2.5 is never met by a whole number of steps, so the scale would never grow",
+      ["check.count(options, 'scale', 'is odd')"] = "scale = 2.5 is odd", ["check.trap(options, options.scale == 2.5, 'no good')"] = "no good",
+      ["check.floor(options, 'interval', 'scale')"] = "interval = 10 is above scale = 2.5, so an overflow would raise the scale; lower interval" } do
+      assert.has_error(function() init(line, { scale = 2.5 }) end, "p.lua: " .. text .. "; strict=false accepts it")
+      init(line, { scale = 2.5, strict = false })
+      if not line:find("'is odd'") then init(line, { scale = 40 }) end
+    end
+  end)
+
+  it("moves a scale and says why", function()
+    local function moves(call, strict)
+      local p = load(("return { options = { strict = %s }, init = function() return { scale = 4 } end, decide = function(state, record, options) "
+        .. "local v = %s; v.reason = v.reason .. ' / ' .. state.scale; return v end }"):format(tostring(strict ~= false), call))
+      local v = decide(p)
+      return ("%g %s %s"):format(v.scale, v:what(), v:why())
+    end
+    assert.are.equal("2 step overflow: scale 4 -> 2 / 2", moves("back_off(state, 2)"))
+    assert.are.equal("4 step overflow at the smallest scale 4 / 4", moves("back_off(state, 4)"))
+    assert.matches("^4 stop the loss scale fell to 4 and gradients still overflow: .* / 4$", moves("back_off(state, 0)"))
+    assert.are.equal("8 step 3 good: scale 4 -> 8 / 8", moves("grow(state, 8, '3 good')"))
+    assert.are.equal("4 step the largest scale, 4 / 4", moves("grow(state, 4, '3 good')"))
+    assert.are.equal("4 step growth would reach infinity: the scale stays / 4", moves("grow(state, math.huge, '3 good', options)"))
+    assert.are.equal("4 stop the loss scale would grow to infinity and stay there / 4", moves("grow(state, math.huge, '3 good', options)", false))
+    fails(with("return back_off(state, 0/0)"), "scale = nan; expected a positive finite number")
+    fails(with("return back_off(record, 1)"), "table expected")
+    fails(with("return grow(state, 8)"), "string expected")
+  end)
+end)
+
 describe("the record", function()
   local function reads(needs, expression)
     return load(("return { needs = { %s }, init = function() return { scale = 8 } end, decide = function(state, record) local v = %s\n"

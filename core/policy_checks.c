@@ -1,0 +1,190 @@
+// What most scalers say alike, as functions a policy finds beside its library: checks of options in `init` (check.positive,
+// check.floor ...) and the two ways a scale moves in `decide` (back_off, grow), with their reasons. policies/README.md has the list.
+// None of them keeps anything; a policy could write each in a line of Lua. Called by policy_box.c when a policy is loaded.
+#include "policy_vm.h"
+
+#include <math.h>
+
+// Raises the text on top of the stack as it is, without a position: it speaks of an option, not of a line.
+static int refuse(lua_State *L) { return lua_error(L); }
+
+// Whether the options at `index` say strict=false.
+static bool is_lenient(lua_State *L, int index)
+{
+  lua_getfield(L, index, "strict");
+  bool lenient = lua_isboolean(L, -1) && !lua_toboolean(L, -1);
+  lua_pop(L, 1);
+  return lenient;
+}
+
+// Raises the text on top of the stack unless the options, argument 1, say strict=false.
+static int refuse_strictly(lua_State *L)
+{
+  if (is_lenient(L, 1)) return 0;
+  lua_pushliteral(L, "; strict=false accepts it");
+  lua_concat(L, 2);
+  return refuse(L);
+}
+
+static double option(lua_State *L, int name)
+{
+  const char *text = luaL_checkstring(L, name);
+  luaL_checktype(L, 1, LUA_TTABLE);
+  lua_getfield(L, 1, text);
+  if (lua_type(L, -1) != LUA_TNUMBER) return luaL_error(L, "check: there is no option '%s' that is a number", text);
+  double x = lua_tonumber(L, -1);
+  lua_pop(L, 1);
+  return x;
+}
+
+// ------------------------------------------------------------------ options by themselves
+
+typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, STEPS } range;
+
+static const char *const wanted[] = {
+  [POSITIVE] = "a positive finite number", [FLOAT32] = "a positive number that float32 can hold",
+  [NOT_NEGATIVE] = "0 or a positive finite number", [FACTOR] = "greater than 1 and finite", [STEPS] = "a positive number of steps",
+};
+
+static bool within(range r, double x)
+{
+  switch (r) {
+    case POSITIVE:     return x > 0 && x < INFINITY;
+    case FLOAT32:      return (float)x > 0 && (float)x < INFINITY;
+    case NOT_NEGATIVE: return x >= 0 && x < INFINITY;
+    case FACTOR:       return x > 1 && x < INFINITY;
+    case SHARE:        return x > 0 && x < 1;
+    case STEPS:        return x > 0;
+  }
+  return false;
+}
+
+// check.RANGE(options, name, ...): the options' numbers, as float32 values by check.float32.
+static int check_range(lua_State *L)                       // upvalue: the range
+{
+  range r = (range)lua_tointeger(L, lua_upvalueindex(1));
+  int last = lua_gettop(L);
+  for (int name = 2; name <= last; ++name) {
+    double x = option(L, name);
+    if (!within(r, x)) {
+      if (r == SHARE) lua_pushfstring(L, "%s must lie between 0 and 1, got %f", lua_tostring(L, name), x);
+      else lua_pushfstring(L, "%s must be %s, got %f", lua_tostring(L, name), wanted[r], x);
+      return refuse(L);
+    }
+    lua_pushnumber(L, r == FLOAT32 ? (double)(float)x : x);
+  }
+  return last > 1 ? last - 1 : 0;
+}
+
+// ------------------------------------------------------------------ settings that are probably mistakes
+
+// check.trap(options, condition, text): refuses the options, unless they say strict=false.
+static int check_trap(lua_State *L)
+{
+  luaL_checktype(L, 1, LUA_TTABLE);
+  luaL_checkstring(L, 3);
+  lua_settop(L, 3);
+  return lua_toboolean(L, 2) ? refuse_strictly(L) : 0;
+}
+
+// check.count(options, name [, consequence]): a trap unless the option is a whole number of at least 1. Infinity is one: never.
+static int check_count(lua_State *L)
+{
+  double x = option(L, 2);
+  const char *consequence = luaL_optstring(L, 3, "is never met by a whole number of steps, so the scale would never grow");
+  if (x >= 1 && x == floor(x)) return 0;
+  lua_pushfstring(L, "%s = %f %s", lua_tostring(L, 2), x, consequence);
+  return refuse_strictly(L);
+}
+
+// check.floor(options, least, first): a trap when the smallest scale is above the first one.
+static int check_floor(lua_State *L)
+{
+  double least = option(L, 2), first = option(L, 3);
+  if (!(least > first)) return 0;
+  lua_pushfstring(L, "%s = %f is above %s = %f, so an overflow would raise the scale; lower %s", lua_tostring(L, 2), least, lua_tostring(L, 3), first,
+                  lua_tostring(L, 2));
+  return refuse_strictly(L);
+}
+
+// ------------------------------------------------------------------ how a scale moves
+
+static double scale_of(lua_State *L)                       // of the state, argument 1
+{
+  luaL_checktype(L, 1, LUA_TTABLE);
+  lua_getfield(L, 1, "scale");
+  double scale = luaL_checknumber(L, -1);
+  lua_pop(L, 1);
+  return scale;
+}
+
+// The scale becomes `scale`, in the state and in a verdict { scale =, reason = the text on top of the stack, action = "stop" }.
+static int verdict(lua_State *L, double scale, bool stop)
+{
+  lua_pushnumber(L, scale);
+  lua_setfield(L, 1, "scale");
+  lua_createtable(L, 0, 3);
+  lua_pushnumber(L, scale);
+  lua_setfield(L, -2, "scale");
+  lua_pushvalue(L, -2);
+  lua_setfield(L, -2, "reason");
+  if (stop) {
+    lua_pushliteral(L, "stop");
+    lua_setfield(L, -2, "action");
+  }
+  return 1;
+}
+
+// back_off(state, to): the verdict on an overflow after which the scale is `to`; a scale of 0 stops the run.
+static int back_off(lua_State *L)
+{
+  double to = luaL_checknumber(L, 2), scale = scale_of(L);
+  if (to == 0) {
+    lua_pushfstring(L, "the loss scale fell to %f and gradients still overflow: they are inf or nan for another reason than the scale"
+                       " (look at the first bad tensor, the learning rate, the data)", scale);
+    return verdict(L, scale, true);
+  }
+  if (to == scale) lua_pushfstring(L, "overflow at the smallest scale %f", scale);
+  else lua_pushfstring(L, "overflow: scale %f -> %f", scale, to);
+  return verdict(L, to, false);
+}
+
+// grow(state, to, why [, options]): the verdict on good steps, `why`, after which the scale is `to`. A scale that would become
+// infinite stays as it is; with options that say strict=false, the run stops.
+static int grow(lua_State *L)
+{
+  double to = luaL_checknumber(L, 2);
+  const char *why = luaL_checkstring(L, 3);
+  double scale = scale_of(L);
+  if (to == INFINITY) {
+    bool lenient = lua_istable(L, 4) && is_lenient(L, 4);
+    lua_pushstring(L, lenient ? "the loss scale would grow to infinity and stay there" : "growth would reach infinity: the scale stays");
+    return verdict(L, scale, lenient);
+  }
+  if (to == scale) lua_pushfstring(L, "the largest scale, %f", scale);
+  else lua_pushfstring(L, "%s: scale %f -> %f", why, scale, to);
+  return verdict(L, to, false);
+}
+
+void policy_checks_open(lua_State *L)
+{
+  static const struct { const char *name; range range; } ranges[] = {
+    { "positive", POSITIVE }, { "float32", FLOAT32 }, { "not_negative", NOT_NEGATIVE }, { "factor", FACTOR }, { "share", SHARE }, { "steps", STEPS } };
+  static const struct { const char *name; lua_CFunction function; } others[] = {
+    { "trap", check_trap }, { "count", check_count }, { "floor", check_floor } };
+  lua_newtable(L);
+  for (size_t i = 0; i < sizeof ranges / sizeof *ranges; ++i) {
+    lua_pushinteger(L, ranges[i].range);
+    lua_pushcclosure(L, check_range, 1);
+    lua_setfield(L, -2, ranges[i].name);
+  }
+  for (size_t i = 0; i < sizeof others / sizeof *others; ++i) {
+    lua_pushcfunction(L, others[i].function);
+    lua_setfield(L, -2, others[i].name);
+  }
+  lua_setfield(L, -2, "check");
+  lua_pushcfunction(L, back_off);
+  lua_setfield(L, -2, "back_off");
+  lua_pushcfunction(L, grow);
+  lua_setfield(L, -2, "grow");
+}
