@@ -335,6 +335,27 @@ describe("a registered loss scaler", function()
     assert.are.equal("loss scaler custom_dynamic (a class): scale 81", tostring(other.policy))
   end)
 
+  it("is shown the statistics it asks for, per tensor by name too", function()
+    local seen
+    engine.register_loss_scaler("looking", { needs = { "zeros", "tensors" }, get_scale = function() return 8 end,
+      update = function(_, _, record, tensors) seen = { zeros = tonumber(record.zeros), bias = tensors.bias.amax, weight = tonumber(tensors.weight.count) } end })
+    local model, opt = setup()
+    local scaler = engine.scaler { policy = "looking" }
+    step(function()
+      backward(scaler, model)
+      scaler:step(opt)
+      scaler:update()
+    end)
+    assert.are.equal(12, seen.weight)
+    assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)      -- as stored: times the scale
+    assert.are.equal(0, seen.zeros)
+    engine.trainer { model = model, optimizer = opt, steps = 1, policy = "looking", log = "quiet", data = { next = function() return {} end },
+      loss = function(m) return m(input()):mean() end }:run()
+    assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)
+    assert.has_error(function() engine.register_loss_scaler("odd", { get_scale = print, update = print, needs = { "tensor" } }) end,
+      "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean 'tensors'?; there are amax, hist, norm, norm_ref, tensors, underflow, zeros")
+  end)
+
   it("may scale the loss and unscale the gradients itself", function()
     local calls = {}
     local Own = { get_scale = function() return 64 end, update = function() calls[#calls + 1] = "update" end }

@@ -9,7 +9,9 @@
 --   engine.register_loss_scaler("careful", Careful)
 --   engine.trainer{ policy = "careful", ... }
 --
--- get_scale() and update(overflow, record) are required; record is the step's eng_record. Optional:
+-- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record. Optional:
+--   needs = { "hist", "tensors" }  which statistics beside amax and norm: zeros underflow hist norm_ref, and tensors, after which update's
+--                                third argument is { name = eng_tensor_stats }, magnitudes as stored (times record.scale); else nil
 --   scale_loss(loss)             used by engine.scaler in place of seeding backward with the scale
 --   unscale_gradients(optimizer) used by engine.scaler in place of its own unscaling
 --   state_dict(), load_state_dict(state)   without them the object's fields are saved, which must be plain data
@@ -21,7 +23,25 @@ local ffi, C = M_ffi.ffi, M_ffi.C
 
 local M = {}
 
+local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NEED_ZEROS, underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
+  tensors = C.ENG_NEED_TENSORS, norm_ref = C.ENG_NEED_NORM_REF }
+
 local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients", "state_dict", "load_state_dict" }
+
+-- What a class asks for, as bits. nil and what is wrong where that is no list of known statistics.
+local function needs_of(class)
+  local bits, names = C.ENG_NEED_AMAX + C.ENG_NEED_NORM, {}
+  if class.needs ~= nil and type(class.needs) ~= "table" then return nil, ("expected a list of statistics, got a %s"):format(type(class.needs)) end
+  for name in pairs(NEEDS) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(class.needs or {}) do
+    if not NEEDS[name] then
+      return nil, ("there is no statistic %s%s; there are %s"):format(M_ffi.value_text(name), nearest.hint(tostring(name), names), table.concat(names, ", "))
+    end
+    bits = bit.bor(bits, NEEDS[name])
+  end
+  return bits
+end
 
 --- Raises unless `class` can serve as a loss scaler.
 function M.check(name, class, level)
@@ -42,6 +62,8 @@ function M.check(name, class, level)
       error(("register_loss_scaler '%s': %s must be a function, got a %s"):format(name, method, type(value)), level)
     end
   end
+  local bits, wrong = needs_of(class)
+  if not bits then error(("register_loss_scaler '%s': needs: %s"):format(name, wrong), level) end
 end
 
 local ClassPolicy = {}
@@ -61,13 +83,13 @@ function ClassPolicy:scale() return self.last end
 
 --- The same as a policy's decide: an error in the class, or a scale that is none, fails the verdict and the last
 --- good scale holds. What the class changed before the error stays changed.
-function ClassPolicy:decide(record)
+function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0
   v.action = overflow and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
   v.clip, v.lr_mul, v.failed, v.reason = 0, 1, 0, ""
   local good, result = pcall(function()
-    self.object:update(overflow, record)
+    self.object:update(overflow, record, self:by_name(stats))
     return scale_of(self)
   end)
   if good then
@@ -128,8 +150,20 @@ function ClassPolicy:take_over(old)
   end
 end
 
--- A class reads the record it is given; names and signals are the script's own business.
-function ClassPolicy:tensors() end
+--- The names of the tensors whose statistics follow.
+function ClassPolicy:tensors(names) self.names, self.array = names, nil end
+
+-- Statistics per tensor by name, or nil: the same table as long as they stand in the same place.
+function ClassPolicy:by_name(stats)
+  if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then return nil end
+  if self.array ~= stats then
+    self.array, self.table = stats, {}
+    for i, name in ipairs(self.names) do self.table[name] = stats[i - 1] end
+  end
+  return self.table
+end
+
+-- Signals are the script's own business.
 function ClassPolicy:signal() end
 function ClassPolicy:group_scale() return self.last end
 
@@ -151,7 +185,7 @@ function M.new(name, class, options)
     return setmetatable(copy, { __index = class })
   end
   local self = setmetatable({ name = name, doc = class.doc or "", file = name, options = options or {}, is_class = true,
-    needs = C.ENG_NEED_AMAX + C.ENG_NEED_NORM, make = make, failed = 0, verdict = ffi.new("eng_verdict") }, ClassPolicy)
+    needs = needs_of(class), make = make, failed = 0, verdict = ffi.new("eng_verdict") }, ClassPolicy)
   self:reset()
   return self
 end
