@@ -2,25 +2,20 @@
 -- that differ; ranks that die or hang; resuming with other numbers of ranks. The job stands in spec/ranks/job.lua.
 local helper = require "spec.helper"
 
-local has_mpi = helper.shell("command -v mpirun").code == 0
-  and helper.read(require("engine.ffi").library_dir .. "/libengine_mpi.so") ~= nil
-if not has_mpi then
+local start = require "spec.ranks.start"
+
+if not start.there then
   describe("ranks", function()
     pending "there is no mpirun here, or this build has no MPI: these are not run"
   end)
   return
 end
 
-local quote = helper.quote
 local LIMIT = helper.sanitized and 300 or 60
 
 -- Runs the job with n ranks (0: without mpirun). Gives the lines of its steps, the weights' checksums by rank, and the result.
 local function job(n, settings)
-  local words = { "OMP_NUM_THREADS=1", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout -k 5", LIMIT }
-  if n > 0 then words[#words + 1] = ("mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0 -np %d"):format(n) end
-  words[#words + 1] = quote(helper.engine) .. " spec/ranks/job.lua"
-  for _, setting in ipairs(settings or {}) do words[#words + 1] = quote(setting) end
-  local result = helper.shell(table.concat(words, " "))
+  local result = start.run(n, "spec/ranks/job.lua", settings, { limit = LIMIT })
   local lines, weights = {}, {}
   for line in result.out:gmatch("[^\n]+") do
     if line:find("^%d+ ") or line:find("^signal") then lines[#lines + 1] = line end
@@ -131,6 +126,12 @@ describe("ranks", function()
       history:close()
       assert.matches(("%s from rank %d, first in %s"):format(kind, rank, tensor), event.text, 1, true)
     end
+  end)
+
+  it("agree in random runs with an inf or nan on one of them", function()
+    local result = helper.run { "spec/ranks/plantings.lua", "runs=20", "ranks=2,3", "seed=11" }
+    assert.equal(0, result.code, result.out .. result.err)
+    assert.matches("20 runs, 0 failed", result.out, 1, true)
   end)
 
   it("go on from a checkpoint with the same and with another number of ranks", function()
