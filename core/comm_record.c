@@ -1,4 +1,4 @@
-// The step's record over all ranks, moments collected and spread, weights gathered: what belongs to a reduction of gradients
+// The step's record over all ranks, weights gathered: what belongs to a reduction of gradients
 // (comm_gradients.c) beside the gradients themselves.
 //
 // The record: each rank has the statistics of its own pieces. One message of numbers makes the same of it everywhere: sums of the
@@ -113,41 +113,4 @@ eng_status eng_parallel_gather(eng_parallel *p)
     if (set->space != SPACE_HOST) ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
   }
   return eng_params_refresh(set);
-}
-
-static eng_status find_moment(tensor **out, eng_parallel *p, eng_optimizer *state, int which, int index)
-{
-  eng_tensor handle;
-  *out = NULL;
-  if (index < 0 || index >= p->set->n) return error_set(ENG_ERR_VALUE, "there is no parameter number %d", index);
-  ENG_TRY(eng_optimizer_moment(&handle, state, which, index));
-  if (handle.slot == 0) return error_set(ENG_ERR_VALUE, "this optimizer has no moment %d", which);
-  return tensor_get(out, &handle);
-}
-
-eng_status eng_parallel_moment_collect(float *target, eng_parallel *p, eng_optimizer *state, int which, int index)
-{
-  tensor *moment;
-  ENG_TRY(find_moment(&moment, p, state, which, index));
-  int64_t from, to, count = p->set->member[index].value->count;
-  owned(&from, &to, p, index, p->comm->rank);
-  float *whole = p->values;
-  memset(whole, 0, (size_t)count * sizeof *whole);
-  if (p->set->sharded) {
-    ENG_TRY(transfer_read(whole + from, ENG_f32, moment));
-    ENG_TRY(round_pieces(p, index, whole, "the optimizer's state"));
-  } else ENG_TRY(transfer_read(whole, ENG_f32, moment));
-  if (target) memcpy(target, whole, (size_t)count * sizeof *whole);
-  return ENG_OK;
-}
-
-eng_status eng_parallel_moment_spread(const float *source, eng_parallel *p, eng_optimizer *state, int which, int index)
-{
-  tensor *moment;
-  ENG_TRY(find_moment(&moment, p, state, which, index));
-  int64_t from, to, count = p->set->member[index].value->count;
-  owned(&from, &to, p, index, p->comm->rank);
-  if (source) memcpy(p->values, source, (size_t)count * sizeof *source);
-  ENG_TRY(eng_comm_broadcast(p->comm, p->values, count * (int64_t)sizeof *p->values, 0));
-  return transfer_write(moment, p->set->sharded ? p->values + from : p->values, ENG_f32);
 }

@@ -630,9 +630,6 @@ eng_status eng_wire_round(float *x, int64_t n, int wire);
 
 /// Keeps this optimizer's moments for the own pieces of its set alone; what they hold there stays.
 eng_status eng_optimizer_shard(eng_optimizer *state);
-/// Collective: moment `which` of parameter `index`, whole, on rank 0 (target [elements] f32 there, NULL elsewhere); and back to everybody from rank 0.
-eng_status eng_parallel_moment_collect(float *target, eng_parallel *parallel, eng_optimizer *state, int which, int index);
-eng_status eng_parallel_moment_spread(const float *source, eng_parallel *parallel, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ devices, threads, random numbers
 

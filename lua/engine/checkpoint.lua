@@ -9,6 +9,9 @@
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } }, { keep = 3 })
 --   local c, message = checkpoint.load(dir)        the newest good one: c.step, c.model, c.optimizer, c.state, c.skipped
+--   local c, message = checkpoint.open(dir)        the same, tensors when they are asked for: c:read("model", name)
+--
+-- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read alike.
 local M_ffi = require "engine.ffi"
 local safetensors = require "engine.safetensors"
 local json = require "engine.json"
@@ -17,7 +20,7 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local FORMAT = 1
+local WHOLE, SHARDS = 1, 2                   -- formats: a file a part; a file a rank
 local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
 
 local function names_in(directory)
@@ -72,21 +75,19 @@ local function seal(body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
 end
 
-local function write_parts(directory, step, parts)
-  local files = {}
-  for part, tensors in pairs(parts) do
-    if part ~= "state" then
-      local name = part .. ".safetensors"
-      local path = directory .. "/" .. name
-      local crc = safetensors.save(path, tensors, { part = part, step = tostring(step) })
-      local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
-      check(C.eng_file_checksum(seen, size, path))
-      if seen[0] ~= crc then error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(path), 0) end
-      files[name] = { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
-    end
-  end
-  local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(FORMAT, json.encode(M_ffi.version), step,
-    json.encode(os.time()), json.encode(files), json.encode(parts.state or {}, "state"))
+--- Writes a file of tensors and reads it back; gives its { crc32c =, bytes = }.
+function M.write_tensors(directory, name, tensors, metadata)
+  local path = directory .. "/" .. name
+  local crc = safetensors.save(path, tensors, metadata)
+  local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
+  check(C.eng_file_checksum(seen, size, path))
+  if seen[0] ~= crc then error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(path), 0) end
+  return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
+end
+
+local function write_state(directory, step, format, files, state)
+  local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(format, json.encode(M_ffi.version), step,
+    json.encode(os.time()), json.encode(files), json.encode(state or {}, "state"))
   local text = seal(body)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
@@ -103,6 +104,36 @@ local function put_in_place(temporary, final)
   end
 end
 
+--- Makes room for the checkpoint of `step` beside its place: { temporary =, final =, dir = }.
+function M.begin(dir, step)
+  check(C.eng_file_mkdir(dir))
+  for _, name in ipairs(names_in(dir)) do
+    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
+  end
+  local final = dir .. "/" .. directory_name(step)
+  check(C.eng_file_mkdir(final .. ".tmp"))
+  return { dir = dir, final = final, temporary = final .. ".tmp" }
+end
+
+--- All files are written there: the checkpoint takes its place, and those past options.keep go. Gives its path, and a message when an
+--- old one could not be removed.
+function M.finish(place, step, format, files, state, options)
+  for name in pairs(files) do
+    if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
+      error(("%s is not in %s; hint: the ranks need a disk in common"):format(name, place.temporary), 0)
+    end
+  end
+  write_state(place.temporary, step, format, files, state)
+  check(C.eng_file_sync(place.temporary))
+  put_in_place(place.temporary, place.final)
+  local keep = options and options.keep
+  if not keep then return place.final end
+  local pruned, problem = pcall(M.prune, place.dir, keep)
+  return place.final, not pruned and problem or nil
+end
+
+function M.abandon(place) pcall(remove, place.temporary) end
+
 --- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every other part a
 --- table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises when it fails; then nothing in
 --- dir has changed. That an old checkpoint could not be removed comes back as a second value.
@@ -110,25 +141,19 @@ function M.save(dir, step, parts, options)
   if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2) end
   local keep = options and options.keep
   if keep and (type(keep) ~= "number" or keep < 1) then error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2) end
-  check(C.eng_file_mkdir(dir))
-  for _, name in ipairs(names_in(dir)) do
-    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
-  end
-  local final = dir .. "/" .. directory_name(step)
-  local temporary = final .. ".tmp"
-  local good, message = pcall(function()
-    check(C.eng_file_mkdir(temporary))
-    write_parts(temporary, step, parts)
-    check(C.eng_file_sync(temporary))
-    put_in_place(temporary, final)
+  local place = { final = dir .. "/" .. directory_name(step) }
+  local good, path, note = pcall(function()
+    place = M.begin(dir, step)
+    local files = {}
+    for part, tensors in pairs(parts) do
+      local name = part .. ".safetensors"
+      if part ~= "state" then files[name] = M.write_tensors(place.temporary, name, tensors, { part = part, step = tostring(step) }) end
+    end
+    return M.finish(place, step, WHOLE, files, parts.state, options)
   end)
-  if not good then
-    pcall(remove, temporary)
-    error("checkpoint " .. final .. ": " .. tostring(message), 2)
-  end
-  if not keep then return final end
-  local pruned, problem = pcall(M.prune, dir, keep)
-  return final, not pruned and problem or nil
+  if good then return path, note end
+  if place.temporary then M.abandon(place) end
+  error("checkpoint " .. place.final .. ": " .. tostring(path), 2)
 end
 
 --- Removes all but the newest `keep` checkpoints.
@@ -163,8 +188,8 @@ local function read_state(directory)
   if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then return nil, "state.json is damaged: its checksum is not " .. crc end
   local good, header = pcall(json.decode, text)
   if not good then return nil, "state.json is damaged: " .. tostring(header) end
-  if type(header.format) ~= "number" or header.format > FORMAT then
-    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(tostring(header.format), FORMAT)
+  if type(header.format) ~= "number" or header.format > SHARDS then
+    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(tostring(header.format), SHARDS)
   end
   if type(header.files) ~= "table" or type(header.step) ~= "number" then return nil, "state.json is damaged: it names no files or no step" end
   for name, file in pairs(header.files) do
@@ -173,7 +198,26 @@ local function read_state(directory)
   return header
 end
 
--- The contents of state.json when every file is as it was written, or nil and what is wrong.
+-- What is in a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } }; `pieces` of shards alone.
+local function contents(path, header)
+  local names, parts = {}, {}
+  for name in pairs(header.files) do names[#names + 1] = name end
+  table.sort(names)
+  if header.format == SHARDS then return require("engine.shards").index(path, names) end
+  for _, name in ipairs(names) do
+    local file, part = safetensors.open(path .. "/" .. name), {}
+    file:close()
+    for _, tensor in ipairs(file.names) do
+      local entry, count = file.entries[tensor], 1
+      for _, n in ipairs(entry.shape) do count = count * n end
+      part[tensor] = { dtype = entry.dtype, shape = entry.shape, count = count }
+    end
+    parts[name:match("^(.*)%.safetensors$")] = part
+  end
+  return parts
+end
+
+-- The contents of state.json, and `parts`, when every file is as it was written, or nil and what is wrong.
 local function verify(directory)
   local header, problem = read_state(directory)
   if not header then return nil, problem end
@@ -189,6 +233,9 @@ local function verify(directory)
       return nil, ("%s is damaged: its checksum is %s, expected %s"):format(name, crc_text(crc[0]), expected.crc32c)
     end
   end
+  local good, parts = pcall(contents, directory, header)
+  if not good then return nil, tostring(parts) end
+  header.parts = parts
   return header
 end
 
@@ -209,17 +256,29 @@ function M.latest(dir)
   return path, skipped
 end
 
-local function read_parts(path, header)
-  local result = { path = path, step = header.step, state = header.state }
-  for name in pairs(header.files) do
-    result[name:match("^(.*)%.safetensors$")] = safetensors.load(path .. "/" .. name)
-  end
-  return result
+local Checkpoint = {}
+Checkpoint.__index = Checkpoint
+
+local function file_of(self, name)
+  self.files[name] = self.files[name] or safetensors.open(self.path .. "/" .. name)
+  return self.files[name]
 end
 
---- Loads a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is. Returns
---- { step, path, state, skipped = { messages }, model = tensors, ... }, or nil and why not.
-function M.load(dir)
+--- A tensor, whole and kept.
+function Checkpoint:read(part, name)
+  local entry = self.parts[part] and self.parts[part][name] or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
+  if entry.pieces then return require("engine.shards").read(entry, function(file) return file_of(self, file) end) end
+  return file_of(self, part .. ".safetensors"):read(name)
+end
+
+function Checkpoint:close()
+  for _, file in pairs(self.files) do file:close() end
+  self.files = {}
+end
+
+--- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is. Returns { step, path, state, skipped =
+--- { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil and why not.
+function M.open(dir)
   local path, header, skipped
   if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
     local problem
@@ -234,10 +293,23 @@ function M.load(dir)
       return nil, ("there is no checkpoint in %s"):format(dir)
     end
   end
-  local good, result = pcall(read_parts, path, header)
-  if not good then return nil, ("checkpoint %s: %s"):format(path, tostring(result)) end
-  result.skipped = skipped
-  return result
+  return setmetatable({ path = path, step = header.step, state = header.state, skipped = skipped, parts = header.parts, files = {} }, Checkpoint)
+end
+
+--- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and why not.
+function M.load(dir)
+  local c, message = M.open(dir)
+  if not c then return nil, message end
+  local result = { path = c.path, step = c.step, state = c.state, skipped = c.skipped }
+  local good, problem = pcall(function()
+    for part, tensors in pairs(c.parts) do
+      result[part] = {}
+      for name in pairs(tensors) do result[part][name] = c:read(part, name) end
+    end
+  end)
+  c:close()
+  if good then return result end
+  return nil, ("checkpoint %s: %s"):format(c.path, tostring(problem))
 end
 
 return M

@@ -135,13 +135,15 @@ local function sorted(tensors)
   return names
 end
 
---- Rank 0's weights on every rank, and the moments of a checkpoint that it read (`moments`, on rank 0).
-function Parallel:start(resumed, moments)
+--- Rank 0's weights on every rank, or a checkpoint's that rank 0 has open (`c`; nil elsewhere).
+function Parallel:start(resumed, c)
   local trainer = self.trainer
-  local state = trainer.model:state()
-  for _, name in ipairs(sorted(state)) do check(C.eng_comm_broadcast_tensor(ranks.world(), state[name], 0)) end
+  if resumed then self:spread(c)
+  else
+    local state = trainer.model:state()
+    for _, name in ipairs(sorted(state)) do check(C.eng_comm_broadcast_tensor(ranks.world(), state[name], 0)) end
+  end
   check(C.eng_params_refresh(trainer.optimizer.params))
-  if resumed then self:spread(moments) end
   local sum = tostring(C.eng_params_checksum(trainer.optimizer.params))
   for i, other in ipairs(ranks.from_all(sum, 40)) do
     if other ~= sum then
@@ -335,48 +337,90 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
-local function moments_of(optimizer)
-  local most = optimizer.name == "sgd" and 0 or 2
-  for _, group in ipairs(optimizer.groups) do
-    if (group.momentum or 0) > 0 then most = 1 end
-  end
-  if optimizer.name == "lion" then most = 1 end
-  return most
+local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
+local function own_part(self, i)
+  C.eng_parallel_own(own_from, own_to, self.reduction, i - 1)
+  return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- The whole moments on rank 0, as state_tensors() names them; frees them after f(tensors). Every rank calls it.
-function Parallel:collect(f)
-  local optimizer, all, first = self.trainer.optimizer, {}, self.rank == 0
-  local tensor = require "engine.tensor"
+--- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and with ZeRO-1 the moments it keeps.
+function Parallel:pieces()
+  local shards, optimizer = require "engine.shards", self.trainer.optimizer
+  local pieces = shards.pieces()
+  local function share(part, tensors)
+    local list = {}
+    for i, name in ipairs(sorted(tensors)) do list[i] = { name = name, x = tensors[name] } end
+    shards.cut(list, self.rank, self.size, function(name, x, from, to) pieces:add(part, name, x, from, to) end)
+  end
+  share("model", self.trainer.model:state())
+  local moments = optimizer:state_tensors()
+  if not self.zero then
+    share("optimizer", moments)
+    return pieces
+  end
   for i, p in ipairs(optimizer.list) do
-    local buffer = first and ffi.new("float[?]", p.tensor.count) or nil
-    for which = 1, moments_of(optimizer) do
-      check(C.eng_parallel_moment_collect(buffer, self.reduction, optimizer.state, which, i - 1))
-      if first then all[("%s.moment%d"):format(p.name, which)] = tensor.from_memory(buffer, "f32", p.tensor.shape, { keep = true }) end
+    local from, to = own_part(self, i)
+    for which = 1, 2 do
+      local name = ("%s.moment%d"):format(p.name, which)
+      if moments[name] and to > from then pieces:add("optimizer", name, moments[name], from, to, p.tensor.shape) end
     end
   end
-  local good, result, more
-  if first then good, result, more = pcall(f, all) end
-  for _, x in pairs(all) do check(C.eng_free(x)) end
-  if first and not good then error(result, 0) end
-  return result, more
+  return pieces
 end
 
---- The moments of a checkpoint (on rank 0) to every rank: whole, or the part it keeps.
-function Parallel:spread(moments)
-  local optimizer, first = self.trainer.optimizer, self.rank == 0
+-- Raises where a part of a checkpoint does not have the tensors { name = shape } that are wanted.
+local function want_tensors(c, part, wanted)
+  local problems, text = {}, require("engine.tensor").shape_text
+  for name, shape in pairs(wanted) do
+    local found = c.parts[part][name]
+    if not found then problems[#problems + 1] = "missing: " .. name
+    elseif text(found.shape) ~= text(shape) then problems[#problems + 1] = ("%s: expected %s, got %s"):format(name, text(shape), text(found.shape)) end
+  end
+  for name in pairs(c.parts[part]) do
+    if not wanted[name] then problems[#problems + 1] = "unknown: " .. name end
+  end
+  table.sort(problems)
+  local shown = table.concat(problems, "\n  ", 1, math.min(#problems, 12))
+  if #problems > 0 then error(("resume: %s does not fit this %s:\n  %s"):format(c.path, part, shown), 0) end
+end
+
+--- The tensors of a checkpoint, one after the other from rank 0, which has it open (`c`), to every rank: whole, or the part it keeps.
+function Parallel:spread(c)
+  local optimizer, state, largest = self.trainer.optimizer, self.trainer.model:state(), 0
+  local list, wanted = {}, { model = {}, optimizer = {} }
+  for _, name in ipairs(sorted(state)) do
+    local x = state[name]
+    wanted.model[name] = x.shape
+    list[#list + 1] = { part = "model", name = name, x = x, dtype = x.dtype, count = x.count, from = 0 }
+  end
+  local moments = optimizer:state_tensors()
   for i, p in ipairs(optimizer.list) do
-    for which = 1, moments_of(optimizer) do
-      local name, source = ("%s.moment%d"):format(p.name, which), nil
-      if first then
-        local x = moments[name] or error(("optimizer state: '%s' is missing"):format(name), 0)
-        if x.count ~= p.tensor.count then
-          error(("optimizer state: expected '%s' with %d elements, got %d"):format(name, p.tensor.count, x.count), 0)
-        end
-        source = x:read("f32")
+    for which = 1, 2 do
+      local name = ("%s.moment%d"):format(p.name, which)
+      local x = moments[name]
+      if x then
+        wanted.optimizer[name] = p.tensor.shape
+        list[#list + 1] = { part = "optimizer", name = name, x = x, dtype = x.dtype, count = p.tensor.count, from = self.zero and own_part(self, i) or 0 }
       end
-      check(C.eng_parallel_moment_spread(source, self.reduction, optimizer.state, which, i - 1))
     end
+  end
+  if c then
+    for part, tensors in pairs(wanted) do want_tensors(c, part, tensors) end
+  end
+  for _, item in ipairs(list) do
+    item.size = C.eng_dtype_size(M_ffi.dtype_number(item.dtype))
+    largest = math.max(largest, item.count * item.size)
+  end
+  local memory = ffi.new("char[?]", largest)
+  for _, item in ipairs(list) do
+    local number = M_ffi.dtype_number(item.dtype)
+    if c then
+      local whole = c:read(item.part, item.name)
+      check(C.eng_read(memory, number, item.count, whole))
+      whole:free()
+    end
+    check(C.eng_comm_broadcast(ranks.world(), memory, item.count * item.size, 0))
+    check(C.eng_write(item.x, memory + item.from * item.size, number, item.x.count))
   end
 end
 

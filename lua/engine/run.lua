@@ -66,17 +66,30 @@ local function state_problem(state)
   end
 end
 
---- Puts a loaded checkpoint into the trainer's parts; returns lines about what is not as it was.
+-- Calls f with all tensors of a checkpoint's part, { name = tensor }, and frees them.
+local function take_tensors(c, part, f)
+  local tensors = {}
+  local good, message = pcall(function()
+    for name in pairs(c.parts[part]) do tensors[name] = c:read(part, name) end
+    f(tensors)
+  end)
+  for _, x in pairs(tensors) do x:free() end
+  if not good then error(message, 0) end
+end
+
+--- Puts an opened checkpoint into the trainer's parts; returns lines about what is not as it was.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
-  local problem = state_problem(state) or not c.told and (not c.model and "it has no weights" or not c.optimizer and "it has no optimizer state")
+  local problem = state_problem(state) or not c.told and (not c.parts.model and "it has no weights" or not c.parts.optimizer and "it has no optimizer state")
   if problem then error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0) end
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
   end
-  if not trainer.parallel.many then trainer.optimizer:load_state(c.optimizer, state.optimizer.updates) end
+  if not trainer.parallel.many then                                     -- else parallel:start() tells all ranks
+    take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments, state.optimizer.updates) end)
+    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
+  end
   trainer.optimizer.updates = state.optimizer.updates
-  if not c.told then trainer.model:load_state(c.model) end
   M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
   if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
@@ -164,7 +177,7 @@ local function find_checkpoint(self, resume)
     if C.eng_file_kind(dir) ~= DIRECTORY then error(("resume: there is no run or checkpoint %s"):format(dir), 0) end
   end
   if C.eng_file_kind(dir) ~= DIRECTORY then return nil end
-  local c, message = checkpoint.load(dir)
+  local c, message = checkpoint.open(dir)
   if not c and resume ~= "auto" and resume ~= true then error("resume: " .. tostring(message), 0) end
   if c then
     for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
@@ -184,7 +197,7 @@ function Run:open_history(cut)
   self:describe()
 end
 
--- What rank 0 opened and read, on the other ranks: they write nothing and need no files.
+-- What rank 0 opened and read, on the other ranks: they write shards of checkpoints alone.
 local function told(self)
   local news = require("engine.json").decode(require("engine.ranks").from_first())
   self.path, self.recorded = news.path, news.recorded
@@ -196,7 +209,7 @@ local function tell(self, c)
   local recorded = (self.path ~= nil and self.wants_history) or (self.wants_tensorboard or "") ~= ""
   local news = { recorded = recorded, path = self.path, read = c and c.path, state = c and c.state }
   require("engine.ranks").from_first(require("engine.json").encode(news))
-  self.trainer.parallel:start(c ~= nil, c and c.optimizer)
+  self.trainer.parallel:start(c ~= nil, c)
 end
 
 local function open(self, resume)
@@ -209,6 +222,7 @@ local function open(self, resume)
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
   if trainer.parallel.many then tell(self, c) end
+  if c then c:close() end
   if not self.path then return end
   if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
   self:open_history(resume)
@@ -337,26 +351,30 @@ function Run:event(step, kind, text, data)
   if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
 end
 
---- Writes a checkpoint; returns its path, or nil and a message. All ranks call it: rank 0 writes, the others bring what only they have.
-function Run:save()
-  local trainer = self.trainer
-  local function write(moments)
-    return checkpoint.save(self.path .. "/checkpoints", trainer.steps_done,
-      { model = trainer.model:state(), optimizer = moments, state = state_of(trainer) }, { keep = self.keep })
-  end
-  if self.follows then
-    self.saved_at = trainer.steps_done
-    if trainer.parallel.zero then trainer.parallel:collect() end
-    return self.path
+-- The checkpoint's path, or nil and what went wrong.
+local function write(self, alone)
+  local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
+  if trainer.parallel.many and not alone then
+    return require("engine.shards").save(dir, trainer.steps_done, function() return trainer.parallel:pieces() end,
+      function() return state_of(trainer) end, options)
   end
   local good, path, note = pcall(function()
-    if trainer.parallel.zero and trainer.parallel.many then return trainer.parallel:collect(write) end
-    return write(trainer.optimizer:state_tensors())
+    return checkpoint.save(dir, trainer.steps_done, { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(),
+      state = state_of(trainer) }, options)
   end)
-  if not good then
-    local why = tostring(path):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
-    self:event(trainer.steps_done, "error", "checkpoint: " .. why)
-    return nil, "no checkpoint was written: " .. why
+  if good then return path, note end
+  return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- the script's line has no part in it
+end
+
+--- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a shard, or rank 0 does it `alone`, when
+--- it is not known whether the others are there still.
+function Run:save(alone)
+  local trainer = self.trainer
+  if alone and self.follows then return nil end
+  local path, note = write(self, alone)
+  if not path then
+    self:event(trainer.steps_done, "error", "checkpoint: " .. note)
+    return nil, "no checkpoint was written: " .. note
   end
   self:event(trainer.steps_done, "checkpoint", path)
   self.saved_at = trainer.steps_done
@@ -370,10 +388,10 @@ function Run:due()
 end
 
 --- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth showing, or nil.
-function Run:after_step(last)
+function Run:after_step(last, alone)
   if not self.path then return nil end
   if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end
-  local path, message = self:save()
+  local path, message = self:save(alone)
   if not path or message then return message end
 end
 
