@@ -4,9 +4,9 @@
 #include "host.h"
 #include "passes.h"
 
-// Weak: an operation without a kernel is reported as not supported.
-#define KERNEL_ANY(name)  __attribute__((weak)) op_kernel cuda_##name;
-#define KERNEL_ROWS(name) __attribute__((weak)) op_kernel cuda_##name;
+// An operation of ops.def without a kernel does not link.
+#define KERNEL_ANY(name)  op_kernel cuda_##name;
+#define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)
 #define ENG_OP(name, inputs, outputs, layout, cast, gradient) KERNEL_##layout(name)
 #include "ops.def"
