@@ -3,6 +3,7 @@
 local helper = require "spec.helper"
 local checkpoint = require "engine.checkpoint"
 local shards = require "engine.shards"
+local start = require "spec.ranks.start"
 local engine = require "engine"
 
 local quote = helper.quote
@@ -56,9 +57,7 @@ describe("shards", function()
   end)
 end)
 
-local has_mpi = helper.shell("command -v mpirun").code == 0
-  and helper.read(require("engine.ffi").library_dir .. "/libengine_mpi.so") ~= nil
-if not has_mpi then
+if not start.there then
   describe("checkpoints of several ranks", function()
     pending "there is no mpirun here, or this build has no MPI: these are not run"
   end)
@@ -67,12 +66,7 @@ end
 
 -- Runs a script, the job or one around it, with n ranks (0: without mpirun). Gives its lines, the weights' checksum, and the result.
 local function job(n, settings, script)
-  local words = { "OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout -k 5",
-    helper.sanitized and 300 or 60 }
-  if n > 0 then words[#words + 1] = ("mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0 -np %d"):format(n) end
-  words[#words + 1] = quote(helper.engine) .. " " .. quote(script or "spec/ranks/job.lua")
-  for _, setting in ipairs(settings) do words[#words + 1] = quote(setting) end
-  local result = helper.shell(table.concat(words, " "))
+  local result = start.run(n, script or "spec/ranks/job.lua", settings, { limit = helper.sanitized and 300 or 60 })
   local lines = {}
   for line in result.out:gmatch("[^\n]+") do
     if line:find("^%d+ ") then lines[#lines + 1] = line end

@@ -405,7 +405,7 @@ function Parallel:spread(c)
     end
   end
   if c then
-    for part, tensors in pairs(wanted) do want_tensors(c, part, tensors) end
+    for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
   for _, item in ipairs(list) do
     item.size = C.eng_dtype_size(M_ffi.dtype_number(item.dtype))
