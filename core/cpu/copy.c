@@ -77,6 +77,10 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
     move(r->target + to * r->target_size, r->to[0], r->source + from * r->source_size, r->from[0], n, r->source_size);
     return;
   }
+  if (r->source_size == 2 && dtype_is_fp8(r->target_dtype) && r->from[0] == 1 && r->to[0] == 1) {
+    fp8_of_halves((uint8_t *)r->target + to, r->target_dtype, (const uint16_t *)r->source + from, r->source_dtype == ENG_f16, n);
+    return;
+  }
   float buffer[TILE];
   const float *values = tile_gather(buffer, r->source, r->source_dtype, from, r->from[0], n);
   if (r->to[0] == 1) {

@@ -18,6 +18,8 @@ enum {
   TALL = 256,          // rows of a block that a tile can hold
   CHUNK = 64,          // rows measured and written at a time where blocks are taller
   TURN = 64,           // rows and four times as many columns transposed at a time
+  LINE = 64,           // bytes of the cache's lines
+  ROW_BLOCKS = 16,     // of 1 x 128, measured and written at a time
   VERTICAL = 64,       // columns of a block below which rows are compared with rows
 };
 
@@ -64,7 +66,43 @@ VF_INLINE uint32_t across(vi a)
 #endif
 }
 
-static uint32_t largest_magnitude(const float *x, int64_t n)
+// f16 and bf16 are compared as they stand, twice as many at a time.
+typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
+enum { HALVES = 2 * VF_LANES };
+VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
+VF_INLINE void vh_store(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
+VF_INLINE vh vh_larger(vh a, vh b)
+{
+#if defined(ENG_ISA_avx512)
+  return (vh)_mm512_max_epu16((__m512i)a, (__m512i)b);
+#elif defined(ENG_ISA_avx2)
+  return (vh)_mm256_max_epu16((__m256i)a, (__m256i)b);
+#else
+  vh m = (vh)(a > b);
+  return (m & a) | (~m & b);
+#endif
+}
+VF_INLINE uint16_t vh_across(vh a)
+{
+#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
+#if defined(ENG_ISA_avx512)
+  __m256i x = _mm256_max_epu16(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
+#else
+  __m256i x = (__m256i)a;
+#endif
+  __m128i y = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  return (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(y, _mm_set1_epi16(-1))), 0);
+#else
+  uint16_t most = 0;
+  for (int l = 0; l < HALVES; l++) most = a[l] > most ? a[l] : most;
+  return most;
+#endif
+}
+
+// A half-word's magnitude as the bits of a float.
+VF_INLINE uint32_t widened(uint16_t half, int dtype) { return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half)); }
+
+VF_INLINE uint32_t largest_of_floats(const float *x, int64_t n)
 {
   vi a = {0}, b = {0};
   int64_t i = 0;
@@ -77,41 +115,79 @@ static uint32_t largest_magnitude(const float *x, int64_t n)
   return across(vi_larger_(a, b));
 }
 
+VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
+{
+  vh a = {0}, b = {0};
+  int64_t i = 0;
+  for (; i + 2 * HALVES <= n; i += 2 * HALVES) {
+    a = vh_larger(a, vh_load(x + i) & 0x7FFF);
+    b = vh_larger(b, vh_load(x + i + HALVES) & 0x7FFF);
+  }
+  for (; i + HALVES <= n; i += HALVES) a = vh_larger(a, vh_load(x + i) & 0x7FFF);
+  uint16_t most = vh_across(vh_larger(a, b));
+  for (; i < n; i++) most = (x[i] & 0x7FFF) > most ? x[i] & 0x7FFF : most;
+  return most;
+}
+
+// The largest magnitude of n elements from `first` on.
+VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
+{
+  return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n) : widened(largest_of_halves((const uint16_t *)x + first, n), dtype);
+}
+
+// top[c]: the larger of what it was and row r's magnitudes in columns [c0, c0+columns).
+static void compare_floats(int32_t *top, const float *x, int64_t columns)
+{
+  int64_t c = 0;
+  for (; c + VF_LANES <= columns; c += VF_LANES) vi_store(top + c, vi_larger_(vi_load(top + c), magnitudes(vf_load(x + c))));
+  for (; c < columns; c++) {
+    int32_t here = (int32_t)(f32_bits(x[c]) & 0x7FFFFFFFu);
+    if (here > top[c]) top[c] = here;
+  }
+}
+
+static void compare_halves(uint16_t *top, const uint16_t *x, int64_t columns)
+{
+  int64_t c = 0;
+  for (; c + HALVES <= columns; c += HALVES) vh_store(top + c, vh_larger(vh_load(top + c), vh_load(x + c) & 0x7FFF));
+  for (; c < columns; c++) {
+    uint16_t here = x[c] & 0x7FFF;
+    if (here > top[c]) top[c] = here;
+  }
+}
+
 // Magnitudes of the blocks of rows [r0, r0+rows) (of one block's height at most), columns [c0, c0+columns), c0 at a block's edge.
 static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, uint32_t *most)
 {
-  float buffer[TILE];
   int64_t blocks = (columns + s->wide - 1) / s->wide;
   if (s->wide >= VERTICAL) {
     for (int64_t j = 0; j < blocks; j++) {
       int64_t from = c0 + j * s->wide, end = smaller(from + s->wide, c0 + columns);
       uint32_t top = 0;
-      for (int64_t r = r0; r < r0 + rows; r++)
-        for (int64_t c = from; c < end; c += TILE) {
-          int n = (int)smaller(TILE, end - c);
-          uint32_t here = largest_magnitude(tile_load(buffer, s->x, s->dtype, r * s->columns + c, n), n);
-          if (here > top) top = here;
-        }
+      for (int64_t r = r0; r < r0 + rows; r++) {
+        uint32_t here = largest_magnitude(s->x, s->dtype, r * s->columns + from, end - from);
+        if (here > top) top = here;
+      }
       most[j] = top;
     }
     return;
   }
-  int32_t top[STRIP] = {0};
-  for (int64_t r = r0; r < r0 + rows; r++)
-    for (int64_t c = 0; c < columns; c += TILE) {
-      int n = (int)smaller(TILE, columns - c);
-      const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c0 + c, n);
-      int i = 0;
-      for (; i + VF_LANES <= n; i += VF_LANES) vi_store(top + c + i, vi_larger_(vi_load(top + c + i), magnitudes(vf_load(x + i))));
-      for (; i < n; i++) {
-        int32_t here = (int32_t)(f32_bits(x[i]) & 0x7FFFFFFFu);
-        if (here > top[c + i]) top[c + i] = here;
-      }
+  if (s->dtype == ENG_f32) {
+    int32_t top[STRIP] = {0};
+    for (int64_t r = r0; r < r0 + rows; r++) compare_floats(top, (const float *)s->x + r * s->columns + c0, columns);
+    for (int64_t j = 0; j < blocks; j++) {
+      int32_t here = 0;
+      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
+      most[j] = (uint32_t)here;
     }
-  for (int64_t j = 0; j < blocks; j++) {
-    int32_t here = 0;
-    for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
-    most[j] = (uint32_t)here;
+  } else {
+    uint16_t top[STRIP] = {0};
+    for (int64_t r = r0; r < r0 + rows; r++) compare_halves(top, (const uint16_t *)s->x + r * s->columns + c0, columns);
+    for (int64_t j = 0; j < blocks; j++) {
+      uint16_t here = 0;
+      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
+      most[j] = widened(here, s->dtype);
+    }
   }
 }
 
@@ -146,59 +222,151 @@ static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
                       fp8_limit(call->ints[1], call->ints[2], s->dtype));
 }
 
-// Scales of the blocks of a strip, written where they belong when `keep`, and the factor of each of its columns (of the first
-// TILE when the strip is one wide block).
-static void lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t columns, bool keep, float *factors)
+// Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule, the default, goes by vectors: the
+// same operations as fp8_scale_of's.
+static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t blocks, float *scale, float *factor)
 {
-  int64_t i = r0 / s->high, j0 = c0 / s->wide, blocks = (columns + s->wide - 1) / s->wide;
-  for (int64_t j = 0; j < blocks; j++) {
-    fp8_scale one = scale_of(s, most[j], i * s->high, c0 + j * s->wide);
-    if (keep) {
-      s->scale[i * s->scale_down + (j0 + j) * s->scale_across] = one.scale;
-      if (s->turn_scale) s->turn_scale[i * s->turn_down + (j0 + j) * s->turn_across] = one.scale;
+  const op_call *call = s->call;
+  int64_t j = 0;
+  if (call->ints[3] == ENG_SCALE_TRANSFORMER_ENGINE && !call->in[1]) {
+    vf one = vf_set1(1.0f), eps = vf_set1(fp8_eps(ENG_SCALE_TRANSFORMER_ENGINE, call->floats[0])), power = vf_set1(fp8_power(-(int)call->floats[1]));
+    vf largest = vf_set1(fp8_largest(call->ints[0])), limit = vf_set1(fp8_limit(call->ints[1], call->ints[2], s->dtype));
+    vi kept = vi_set1(call->ints[4] & 4 ? (int32_t)0xFF800000 : -1);
+    for (; j + VF_LANES <= blocks; j += VF_LANES) {
+      vf amax = (vf)vi_load((const int32_t *)most + j);
+      if (vm_any(vf_isnan(amax))) break;
+      vm infinite = vf_isinf(amax);
+      amax = vf_select(vf_lt(amax, eps), eps, amax);
+      vf f = vf_mul(vf_div(largest, amax), power);
+      f = (vf)vi_and((vi)vf_select(vf_isinf(f), limit, f), kept);
+      f = vf_select(vm_or(infinite, vf_eq(amax, vf_zero())), one, f);
+      vf_store(factor + j, f);
+      vf_store(scale + j, vf_div(one, f));
     }
-    int64_t first = j * s->wide, end = smaller(first + s->wide, s->wide > STRIP ? TILE : columns);
-    for (int64_t c = first; c < end; c++) factors[c] = one.factor;
+  }
+  for (; j < blocks; j++) {
+    fp8_scale one = scale_of(s, most[j], r0, c0 + j * s->wide);
+    scale[j] = one.scale;
+    factor[j] = one.factor;
   }
 }
 
-VF_INLINE void codes_typed(uint8_t *to, const float *x, const float *factors, const int fraction, const bool divides, int n)
+static bool divides(const side *s) { return fp8_divides((int)s->call->ints[3]) && !s->call->in[1]; }
+
+// Whether no number of a block of this magnitude rounds past the format's largest, by a factor that is not negative: most blocks are
+// so, and need no bounds.
+VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
+{
+  float y = by ? f32_from(most) / factor : f32_from(most) * factor;
+  return (int32_t)f32_bits(y) >= 0 && fp8_is_within(y, fraction);
+}
+
+// Scales of the blocks of a strip, written where they belong when `keep`, and the factor of each of its columns (of the first
+// TILE when the strip is one wide block). Tells whether all blocks are within.
+static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t columns, bool keep, float *factors)
+{
+  int64_t i = r0 / s->high, j0 = c0 / s->wide, blocks = (columns + s->wide - 1) / s->wide;
+  bool within = true, by = divides(s);
+  float scale[STRIP], factor[STRIP];
+  scales_of(s, most, i * s->high, c0, blocks, scale, factor);
+  for (int64_t j = 0; j < blocks; j++) {
+    within = within && is_within(most[j], factor[j], s->call->ints[0] == ENG_e4m3 ? 3 : 2, by);
+    if (keep) {
+      s->scale[i * s->scale_down + (j0 + j) * s->scale_across] = scale[j];
+      if (s->turn_scale) s->turn_scale[i * s->turn_down + (j0 + j) * s->turn_across] = scale[j];
+    }
+    int64_t first = j * s->wide, end = smaller(first + s->wide, s->wide > STRIP ? TILE : columns);
+    for (int64_t c = first; c < end; c++) factors[c] = factor[j];
+  }
+  return within;
+}
+
+static bool is_common(const side *s)   // 1 x 128
+{
+  return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !(s->call->ints[4] & FP8_STOCHASTIC);
+}
+
+VF_INLINE vf elements(const void *x, const int dtype, int64_t at)
+{
+  if (dtype == ENG_f32) return vf_load((const float *)x + at);
+  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)x + at) : vf_load_bf16((const uint16_t *)x + at);
+}
+
+VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const bool by, const bool within)
+{
+  vf y = by ? vf_div(x, factor) : vf_mul(x, factor);
+  if (within) vf_store_fp8_within(to, y, fraction);
+  else vf_store_fp8(to, y, fraction, true);
+}
+
+#if defined(ENG_ISA_avx512)
+// 32 codes of bf16 numbers that are within; factors of those in even and in odd places.
+VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction, const bool by)
+{
+  __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));
+  vf even = vf_even_bf16_(magnitude), odd = vf_odd_bf16_(magnitude);
+  __m512i code = vf_pair_codes_(by ? vf_div(even, even_f) : vf_mul(even, even_f), by ? vf_div(odd, odd_f) : vf_mul(odd, odd_f), w, fraction);
+  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi16_epi8(code));
+}
+#endif
+
+// The constants that loops over elements are made for, each in a call of its own of f(.., dtype, fraction, by, within).
+#define FOR_BOUNDS(f, dtype, fraction, by, within, ...) ((within) ? f(__VA_ARGS__, dtype, fraction, by, true) : f(__VA_ARGS__, dtype, fraction, by, false))
+#define FOR_RULES(f, dtype, fraction, by, within, ...) \
+  ((by) ? FOR_BOUNDS(f, dtype, fraction, true, within, __VA_ARGS__) : FOR_BOUNDS(f, dtype, fraction, false, within, __VA_ARGS__))
+#define FOR_FORMATS(f, dtype, fraction, by, within, ...) \
+  ((fraction) == 3 ? FOR_RULES(f, dtype, 3, by, within, __VA_ARGS__) : FOR_RULES(f, dtype, 2, by, within, __VA_ARGS__))
+#define FOR_ALL(f, dtype, fraction, by, within, ...) \
+  ((dtype) == ENG_f32 ? FOR_FORMATS(f, ENG_f32, fraction, by, within, __VA_ARGS__) : \
+   (dtype) == ENG_f16 ? FOR_FORMATS(f, ENG_f16, fraction, by, within, __VA_ARGS__) : FOR_FORMATS(f, ENG_bf16, fraction, by, within, __VA_ARGS__))
+
+VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *factors, int n, const int dtype, const int fraction, const bool by,
+                           const bool within)
 {
   int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) {
-    vf y = vf_load(x + i), f = vf_load(factors + i);
-    vf_store_fp8(to + i, divides ? vf_div(y, f) : vf_mul(y, f), fraction, true);
+#if defined(ENG_ISA_avx512)
+  const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odds = _mm512_or_si512(evens, _mm512_set1_epi32(1));
+  for (; dtype == ENG_bf16 && within && i + HALVES <= n; i += HALVES) {
+    vf a = vf_load(factors + i), b = vf_load(factors + i + VF_LANES);
+    pair_of_bf16(to + i, (const uint16_t *)x + at + i, _mm512_permutex2var_ps(a, evens, b), _mm512_permutex2var_ps(a, odds, b), fraction, by);
   }
-  for (; i < n; i++) to[i] = fp8_from_f32(divides ? x[i] / factors[i] : x[i] * factors[i], fraction, FP8_SATURATE, 0);
+#endif
+  for (; i + VF_LANES <= n; i += VF_LANES) put_codes(to + i, elements(x, dtype, at + i), vf_load(factors + i), fraction, by, within);
+  for (; i < n; i++) {
+    float one = get(x, dtype, at + i);
+    to[i] = fp8_from_f32(by ? one / factors[i] : one * factors[i], fraction, FP8_SATURATE, 0);
+  }
 }
 
 // n <= TILE codes of row r from column c on.
-static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors, int n)
+static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors, bool within, int n)
 {
-  float buffer[TILE], y[TILE];
-  bool divides = fp8_divides((int)s->call->ints[3]) && !s->call->in[1];
-  const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c, n);
+  int64_t element = r * s->columns + c;
   if (s->call->ints[4] & FP8_STOCHASTIC) {
+    float buffer[TILE], y[TILE];
+    const float *x = tile_load(buffer, s->x, s->dtype, element, n);
     uint32_t words[TILE + 4 * VF_LANES + 4];
-    int64_t element = r * s->columns + c, lead = element % 4;
+    int64_t lead = element % 4;
     for (int i = 0; i < n + lead; i += 4 * VF_LANES) philox_vectors(words + i, rng_seed(), (uint64_t)s->call->ints[5] + (uint64_t)((element - lead + i) / 4));
-    for (int i = 0; i < n; i++) y[i] = divides ? x[i] / factors[i] : x[i] * factors[i];
+    for (int i = 0; i < n; i++) y[i] = divides(s) ? x[i] / factors[i] : x[i] * factors[i];
     fp8_encode(to, (int)s->call->ints[0], y, n, true, words + lead);
-  } else if (s->call->ints[0] == ENG_e4m3) {
-    if (divides) codes_typed(to, x, factors, 3, true, n);
-    else codes_typed(to, x, factors, 3, false, n);
   } else {
-    if (divides) codes_typed(to, x, factors, 2, true, n);
-    else codes_typed(to, x, factors, 2, false, n);
+    FOR_ALL(codes_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), within, to, s->x, element, factors, n);
   }
 }
 
-// from [rows x columns] bytes -> to [columns x rows].
+// from [rows x columns] bytes -> to [columns x rows]. Lines of `to` are filled whole: rows of it may lie so far apart that they meet in
+// one set of the cache.
 static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t from_row, int64_t rows, int64_t columns)
 {
   int64_t c = 0;
-  for (; c + 16 <= columns; c += 16) {   // down first, so that lines of `to` are filled while they are near
+  for (; c + 16 <= columns; c += 16) {
+    uint8_t lines[16][LINE];
     int64_t r = 0;
+    for (; r + LINE <= rows; r += LINE) {
+      for (int k = 0; k < LINE; k += 16) turn_bytes(lines[0] + k, LINE, from + (r + k) * from_row + c, from_row);
+      for (int j = 0; j < 16; j++) memcpy(to + (c + j) * to_row + r, lines[j], LINE);
+    }
     for (; r + 16 <= rows; r += 16) turn_bytes(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
     for (; r < rows; r++)
       for (int64_t j = c; j < c + 16; j++) to[j * to_row + r] = from[r * from_row + j];
@@ -208,13 +376,13 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t from_
 }
 
 // Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
-static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, const float *factors)
+static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, const float *factors, bool within)
 {
   bool one = s->wide > STRIP;   // the factor is the same all along
   if (!s->turned) {
     for (int64_t r = r0; r < r0 + rows; r++)
       for (int64_t c = 0; c < columns; c += TILE)
-        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, (int)smaller(TILE, columns - c));
+        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, within, (int)smaller(TILE, columns - c));
     if (s->turn_to) turn(s->turn_to + c0 * s->rows + r0, s->rows, s->q + r0 * s->columns + c0, s->columns, rows, columns);
     return;
   }
@@ -222,57 +390,56 @@ static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t c
   for (int64_t r = r0; r < r0 + rows; r += TURN)
     for (int64_t c = 0; c < columns; c += 4 * TURN) {
       int64_t deep = smaller(TURN, r0 + rows - r), n = smaller(4 * TURN, columns - c);
-      for (int64_t i = 0; i < deep; i++) codes(s, tile[i], r + i, c0 + c, one ? factors : factors + c, (int)n);
+      for (int64_t i = 0; i < deep; i++) codes(s, tile[i], r + i, c0 + c, one ? factors : factors + c, within, (int)n);
       turn(s->q + (c0 + c) * s->rows + r, s->rows, tile[0], 4 * TURN, deep, n);
     }
 }
 
 // ------------------------------------------------------------------ 1 x 128, the common case
 
-VF_INLINE vf elements(const side *s, const int dtype, int64_t at)
+
+VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor, const int dtype, const int fraction, const bool by, const bool within)
 {
-  if (dtype == ENG_f32) return vf_load((const float *)s->x + at);
-  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)s->x + at) : vf_load_bf16((const uint16_t *)s->x + at);
+  vf f = vf_set1(factor);
+#if defined(ENG_ISA_avx512)
+  if (dtype == ENG_bf16 && within) {
+#pragma GCC unroll 4
+    for (int v = 0; v < FP8_BLOCK; v += 2 * VF_LANES) pair_of_bf16(to + v, (const uint16_t *)x + at + v, f, f, fraction, by);
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int v = 0; v < FP8_BLOCK; v += VF_LANES) put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
 }
 
-// Whole blocks of row r from column c0 on: measured and written while they are in registers. dtype, fraction and divides are
-// constants where this is inlined.
-VF_INLINE uint32_t row_typed(const side *s, const int dtype, const int fraction, const bool divides, int64_t r, int64_t c0, int64_t blocks)
+// Whole blocks of row r from column c0 on. Several are measured, then scaled, then written, while they are in the first cache: what one
+// of these waits for is hidden behind the others. fraction and by are constants where this is inlined.
+VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype, const int fraction, const bool by, const bool within)
 {
-  enum { VECTORS = FP8_BLOCK / VF_LANES };
-  uint32_t top = 0;
-  for (int64_t j = 0; j < blocks; j++) {
-    int64_t c = c0 + j * FP8_BLOCK, at = r * s->columns + c;
-    vf x[VECTORS];
-    vi most = {0};
-#pragma GCC unroll 32
-    for (int v = 0; v < VECTORS; v++) {
-      x[v] = elements(s, dtype, at + v * VF_LANES);
-      most = vi_larger_(most, magnitudes(x[v]));
+  (void)within;
+  uint32_t top = 0, most[ROW_BLOCKS];
+  float scales[ROW_BLOCKS], factors[ROW_BLOCKS];
+  for (int64_t done = 0; done < blocks; done += ROW_BLOCKS) {
+    int n = (int)smaller(ROW_BLOCKS, blocks - done);
+    int64_t c = c0 + done * FP8_BLOCK, at = r * s->columns + c;
+    float *scale = s->scale + r * s->scale_down + c / FP8_BLOCK * s->scale_across;
+    for (int j = 0; j < n; j++) {
+      most[j] = largest_magnitude(s->x, dtype, at + j * FP8_BLOCK, FP8_BLOCK);
+      if (most[j] > top) top = most[j];
     }
-    uint32_t here = across(most);
-    if (here > top) top = here;
-    fp8_scale one = scale_of(s, here, r, c);
-    s->scale[r * s->scale_down + c / FP8_BLOCK * s->scale_across] = one.scale;
-    vf factor = vf_set1(one.factor);
-#pragma GCC unroll 32
-    for (int v = 0; v < VECTORS; v++)
-      vf_store_fp8(s->q + at + v * VF_LANES, divides ? vf_div(x[v], factor) : vf_mul(x[v], factor), fraction, true);
+    scales_of(s, most, r, c, n, scales, factors);
+    for (int j = 0; j < n; j++) scale[j * s->scale_across] = scales[j];
+    for (int j = 0; j < n; j++) {
+      if (is_within(most[j], factors[j], fraction, by)) block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, true);
+      else block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, false);
+    }
   }
   return top;
 }
 
-VF_INLINE uint32_t row_of_dtype(const side *s, const int dtype, int64_t r, int64_t c0, int64_t blocks)
-{
-  bool divides = fp8_divides((int)s->call->ints[3]);
-  if (s->call->ints[0] == ENG_e4m3) return divides ? row_typed(s, dtype, 3, true, r, c0, blocks) : row_typed(s, dtype, 3, false, r, c0, blocks);
-  return divides ? row_typed(s, dtype, 2, true, r, c0, blocks) : row_typed(s, dtype, 2, false, r, c0, blocks);
-}
-
 static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t blocks)
 {
-  if (s->dtype == ENG_f32) return row_of_dtype(s, ENG_f32, r, c0, blocks);
-  return s->dtype == ENG_f16 ? row_of_dtype(s, ENG_f16, r, c0, blocks) : row_of_dtype(s, ENG_bf16, r, c0, blocks);
+  return FOR_ALL(row_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), true, s, r, c0, blocks);
 }
 
 // ------------------------------------------------------------------ tiles
@@ -293,7 +460,7 @@ static void tile_task(const void *context, int64_t task)
   for (int k = 0; k < w->n; k++) {
     const side *s = &w->sides[k];
     int64_t end = smaller(r0 + w->high, s->rows), columns = smaller(w->wide, s->columns - c0);
-    bool common = !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !(s->call->ints[4] & FP8_STOCHASTIC);
+    bool common = is_common(s);
     for (int64_t r = r0; r < end; r += s->high) {
       int64_t rows = smaller(s->high, end - r), done = 0;
       if (common) {
@@ -304,8 +471,8 @@ static void tile_task(const void *context, int64_t task)
       if (done == columns) continue;
       measure(s, r, rows, c0 + done, columns - done, most);
       for (int64_t j = 0; k == 0 && j * s->wide < columns - done; j++) top = most[j] > top ? most[j] : top;
-      lay_factors(s, most, r, c0 + done, columns - done, true, factors);
-      write(s, r, rows, c0 + done, columns - done, factors);
+      bool within = lay_factors(s, most, r, c0 + done, columns - done, true, factors);
+      write(s, r, rows, c0 + done, columns - done, factors, within);
     }
   }
   w->tops[task] = top;
@@ -332,8 +499,8 @@ static void write_task(const void *context, int64_t task)
   if (r0 >= end) return;
   for (int64_t c = 0; c < s->columns; c += strip) {
     int64_t columns = smaller(strip, s->columns - c);
-    lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c, columns, task % s->pieces == 0, factors);
-    write(s, r0, end - r0, c, columns, factors);
+    bool within = lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c, columns, task % s->pieces == 0, factors);
+    write(s, r0, end - r0, c, columns, factors, within);
   }
 }
 
@@ -400,6 +567,11 @@ static bool fit(work *w)
   int64_t low = a->high + b->high - high, narrow = a->wide + b->wide - wide;
   if (high > TALL && high < a->rows) return false;
   if (high > TALL && a->rows > TALL) return false;
+  if (w->n == 1 && is_common(a)) {   // whole rows, one after the other
+    w->high = 16;
+    w->wide = a->columns;
+    return true;
+  }
   if (high % low || wide % narrow || (w->n == 2 && wide > STRIP)) return false;
   w->high = high >= TALL / 2 ? high : TALL / 2 / high * high;
   w->wide = wide >= STRIP ? wide : STRIP / wide * wide;

@@ -20,16 +20,49 @@ VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, 
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
+/// a - b where that is positive, else 0; of numbers whose low halves are zeros.
+VF_INLINE vi vi_above_(vi a, int32_t b)
+{
+#if defined(ENG_ISA_avx512)
+  return (vi)_mm512_subs_epu16((__m512i)a, _mm512_set1_epi32(b));
+#elif defined(ENG_ISA_avx2)
+  return (vi)_mm256_subs_epu16((__m256i)a, _mm256_set1_epi32(b));
+#else
+  return vi_select(vi_gt(a, vi_set1(b)), vi_sub(a, vi_set1(b)), vi_set1(0));
+#endif
+}
+
+/// Codes, in the low bytes of lanes, of magnitudes that do not round past the format's numbers; the other bytes hold anything.
+/// The sum with 2^`drop` times the binade's power of two, that of the subnormals below, rounds at the format's step, to nearest even, and
+/// leaves the significand in its last bits.
+VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
+{
+  const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
+  vi binade = vi_above_(vi_and(magnitude, vi_set1(0x7F800000)), least);
+  vi sum = (vi)vf_add((vf)magnitude, (vf)vi_add(binade, vi_set1(least + (drop << 23))));
+  return vi_add(sum, vi_shr(binade, drop));
+}
+VF_INLINE vi vf_fp8_code_(vi bits, vi magnitude, const int fraction)
+{
+  return vi_or(vi_and(vf_fp8_magnitude_(magnitude, fraction), vi_set1(0x7F)), vi_and(vi_shr(bits, 24), vi_set1(0x80)));
+}
+
 VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
 {
-  const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, unit = (127 + 24 - bias - fraction) << 23;
+  // what stands for all beyond: the largest number, or the next one on its grid, whose code is e4m3's NaN, e5m2's Inf
+  const float bound = fraction == 3 ? (saturate ? 448.0f : 480.0f) : (saturate ? 57344.0f : 65536.0f);
   vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF));
-  vi even = vi_add(vi_and(vi_shr(magnitude, drop), vi_set1(1)), vi_set1((1 << (drop - 1)) - 1));
-  vi normal = vi_sub(vi_shr(vi_add(magnitude, even), drop), vi_set1((127 - bias) << fraction));
-  vi subnormal = vi_sub((vi)vf_add((vf)magnitude, vf_from_bits(vi_set1(unit))), vi_set1(unit));
-  vi code = vi_select(vi_gt(vi_set1((128 - bias) << 23), magnitude), subnormal, normal);
-  return vf_fp8_finish_(code, bits, magnitude, fraction, saturate);
+  vi code = vf_fp8_code_(bits, vi_least_(magnitude, (int32_t)f32_bits(bound)), fraction);
+  return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
+
+/// The same of numbers that are known not to round past the largest one.
+VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
+{
+  return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
+}
+/// Whether a magnitude is such a one; false for NaN.
+VF_INLINE bool fp8_is_within(float magnitude, const int fraction) { return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f; }
 
 /// Stochastic rounding by one random word a lane.
 VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool saturate)
@@ -62,6 +95,7 @@ VF_INLINE vf vf_of_e5m2_(__m128i bytes) { return _mm512_cvtph_ps(_mm256_slli_epi
 #elif defined(ENG_ISA_avx2)
 VF_INLINE __m128i vf_narrow_bytes_(vi code)
 {
+  code = vi_and(code, vi_set1(0xFF));
   __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);   // lanes 0123 0123 | 4567 4567
   __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
   return _mm_packus_epi16(halves, halves);
@@ -98,6 +132,50 @@ VF_INLINE vf vf_load_fp8(const uint8_t *p, const int fraction)           { retur
 VF_INLINE vf vf_load_fp8_n(const uint8_t *p, const int fraction, int n)  { return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n)); }
 VF_INLINE void vf_store_fp8(uint8_t *p, vf x, const int fraction, const bool saturate)          { vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate)); }
 VF_INLINE void vf_store_fp8_n(uint8_t *p, vf x, const int fraction, const bool saturate, int n) { vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n); }
+VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)                        { vf_put_bytes_(p, vf_to_fp8_within(x, fraction)); }
+
+#if defined(ENG_ISA_avx512)
+// 32 bf16 numbers at a time: those in even and in odd places as floats each, their signs put back when all are codes.
+VF_INLINE vf vf_even_bf16_(__m512i w) { return (vf)_mm512_slli_epi32(w, 16); }
+VF_INLINE vf vf_odd_bf16_(__m512i w)  { return (vf)_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xFFFF0000)); }
+VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
+{
+  __m512i high = _mm512_slli_epi32((__m512i)vf_fp8_magnitude_((vi)odd, fraction), 16);
+  __m512i code = _mm512_mask_blend_epi16(0xAAAAAAAAu, (__m512i)vf_fp8_magnitude_((vi)even, fraction), high);
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 8), code, _mm512_set1_epi16(0x7F), 0xD8);   // the code where the last is 1, else the sign
+}
+
+VF_INLINE void vf_store_fp8_of_bf16_(uint8_t *p, const uint16_t *x, const int fraction)   // not saturating
+{
+  __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));
+  __m512i bounded = _mm512_min_epu16(magnitude, _mm512_set1_epi16(fraction == 3 ? 0x43F0 : 0x4780));   // 480, 65536: as vf_to_fp8 has them
+  __m512i code = vf_pair_codes_(vf_even_bf16_(bounded), vf_odd_bf16_(bounded), w, fraction);
+  code = _mm512_mask_mov_epi16(code, _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7F80)), _mm512_set1_epi16(0x7F));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi16_epi8(code));
+}
+#endif
+
+VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restrict from, const bool is_f16, const int fraction, int64_t n)
+{
+  int64_t i = 0;
+#if defined(ENG_ISA_avx512)
+  for (; !is_f16 && i + 2 * VF_LANES <= n; i += 2 * VF_LANES) vf_store_fp8_of_bf16_(to + i, from + i, fraction);
+#endif
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store_fp8(to + i, is_f16 ? vf_load_f16(from + i) : vf_load_bf16(from + i), fraction, false);
+  if (i < n) vf_store_fp8_n(to + i, is_f16 ? vf_load_f16_n(from + i, (int)(n - i)) : vf_load_bf16_n(from + i, (int)(n - i)), fraction, false, (int)(n - i));
+}
+
+/// n numbers of f16 or bf16 as codes, not saturating.
+static inline __attribute__((unused)) void fp8_of_halves(uint8_t *restrict to, int dtype, const uint16_t *restrict from, bool is_f16, int64_t n)
+{
+  if (dtype == ENG_e4m3) {
+    if (is_f16) fp8_of_halves_typed_(to, from, true, 3, n);
+    else fp8_of_halves_typed_(to, from, false, 3, n);
+  } else {
+    if (is_f16) fp8_of_halves_typed_(to, from, true, 2, n);
+    else fp8_of_halves_typed_(to, from, false, 2, n);
+  }
+}
 
 VF_INLINE void fp8_decode_typed_(float *restrict to, const uint8_t *restrict from, const int fraction, int64_t n)
 {

@@ -47,7 +47,7 @@ generators.quantize = function(try)
         end
       end
     end
-    for _, factor in ipairs { 1, 448, 0.3, 2 ^ -20, 0, 1 / 0 } do   -- given: delayed scaling
+    for _, factor in ipairs { 1, 448, 0.3, -0.3, 2 ^ -20, 0, 1 / 0 } do   -- given: delayed scaling
       try { inputs = { float(dtype, { 33, 70 }, "normal"), tensors.listed("f32", { 1 }, { factor }) },
             ints = { engine.dtype.e4m3, 0, 0, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
     end
@@ -58,6 +58,15 @@ generators.quantize = function(try)
         local x = float(dtype, { 144, 136 }, ({ "rare", "large", "tiny" })[(rule + k) % 3 + 1])
         try { inputs = { x, false }, ints = { engine.dtype[FP8[(rule + k) % 2 + 1]], block[1], block[2], rule, 8 + k % 2 * 4 }, floats = { -1, 0 },
               outputs = 5, zeros = true }
+      end
+    end
+  end
+  for k, dtype in ipairs { "bf16", "f16", "f32" } do   -- long rows: more blocks than are measured at a time, the last one cut
+    for rule = 0, 4 do
+      for j, kind in ipairs { "normal", "rare", "tiny", "large" } do
+        local x = float(dtype, { 18, 2200 }, kind)
+        try { inputs = { x, false }, ints = { engine.dtype[FP8[(j + k) % 2 + 1]], 1, 128, rule, (rule + j) % 2 * 4 }, floats = { -1, (rule + k) % 3 - 1 },
+              outputs = 5, zeros = true, note = kind }
       end
     end
   end
