@@ -1,4 +1,4 @@
-// The library a policy sees: base, math, table, string and bit, less whatever could leave the sandbox, keep
+// The library a policy sees, all of it constant: base, math, table, string and bit, less whatever could leave the sandbox, keep
 // hidden state, eat the clock inside one C call, or answer differently on the next run of the same record.
 // Ours in place of LuaJIT's: pairs and next (fixed order), tostring and string.format (no addresses),
 // math.random (seeded by the step), table.sort and the pattern functions (bounded work and C stack).
@@ -11,6 +11,7 @@
 
 #include <lualib.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -49,6 +50,47 @@ static int box_tostring(lua_State *L)
     default:           lua_pushstring(L, luaL_typename(L, 1));
   }
   return 1;
+}
+
+// ---- constants: a table behind an empty one, which a policy can neither fill nor see behind. It has no function that makes or finds a
+// metatable, so a table with one is such a constant.
+
+static int constant_assigned(lua_State *L)                 // upvalue: what it is
+{
+  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes", lua_tostring(L, lua_upvalueindex(1)),
+                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
+}
+
+void policy_make_constant(lua_State *L, const char *what)
+{
+  lua_newtable(L);
+  lua_createtable(L, 0, 2);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pushstring(L, what);
+  lua_pushcclosure(L, constant_assigned, 1);
+  lua_setfield(L, -2, "__newindex");
+  lua_setmetatable(L, -2);
+  lua_remove(L, -2);
+}
+
+void policy_open_constant(lua_State *L, int index)
+{
+  if (!lua_istable(L, index) || !lua_getmetatable(L, index)) return;
+  lua_getfield(L, -1, "__index");
+  lua_replace(L, index);
+  lua_pop(L, 1);
+}
+
+// table.insert and table.move write past a metatable: into their first argument or their fifth.
+static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
+{
+  for (int i = 1; i <= 5; i += 4)
+    if (lua_istable(L, i) && lua_getmetatable(L, i)) return luaL_error(L, "this table is constant; keep in 'state' what changes");
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);
+  return lua_gettop(L);
 }
 
 // ---- pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order of
@@ -107,6 +149,7 @@ static int box_pairs(lua_State *L)
   if (policy_record_pairs(L, 1)) return 3;
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 1);
+  policy_open_constant(L, 1);
   size_t n = 0;
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) ++n;
   policy_charge(policy_of(L), (int64_t)n * 8);
@@ -133,6 +176,7 @@ static int box_next(lua_State *L)
 {
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 2);
+  policy_open_constant(L, 1);
   key after = {0}, best = {0};
   bool first = lua_isnil(L, 2), found = false;
   if (!first) after = read_key(L, 2);
@@ -436,6 +480,15 @@ static void set_function(lua_State *L, const char *name, lua_CFunction function)
   lua_setfield(L, -2, name);
 }
 
+// The library on top of the stack goes into the environment below it.
+static void set_library(lua_State *L, const char *name)
+{
+  char what[32];
+  snprintf(what, sizeof what, "the fields of '%s'", name);
+  policy_make_constant(L, what);
+  lua_setfield(L, -2, name);
+}
+
 // Puts `function` in place of the library's own, which becomes its upvalue.
 static void wrap(lua_State *L, const char *name, lua_CFunction function)
 {
@@ -470,17 +523,19 @@ void policy_box_open(eng_policy *p)
   take(L, math_names);
   set_function(L, "random", box_random);
   set_function(L, "f32", box_f32);
-  lua_setfield(L, -2, "math");
+  set_library(L, "math");
 
   lua_getglobal(L, "table");
   take(L, table_names);
   wrap(L, "sort", box_sort);
+  wrap(L, "insert", box_writing);
+  wrap(L, "move", box_writing);
   wrap(L, "concat", box_charged);
-  lua_setfield(L, -2, "table");
+  set_library(L, "table");
 
   lua_getglobal(L, "bit");
   take(L, bit_names);
-  lua_setfield(L, -2, "bit");
+  set_library(L, "bit");
 
   lua_getglobal(L, "string");
   take(L, string_names);
@@ -498,8 +553,9 @@ void policy_box_open(eng_policy *p)
   lua_pushvalue(L, -3);
   lua_setfield(L, -2, "__index");
   lua_pop(L, 2);
-  lua_setfield(L, -2, "string");
+  set_library(L, "string");
   policy_checks_open(L);
+  set_library(L, "check");
 
   lua_newtable(L);
   set_function(L, "__index", unknown_global);

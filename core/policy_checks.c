@@ -11,9 +11,12 @@ static int refuse(lua_State *L) { return lua_error(L); }
 // Whether the options at `index` say strict=false.
 static bool is_lenient(lua_State *L, int index)
 {
-  lua_getfield(L, index, "strict");
+  lua_pushvalue(L, index);
+  policy_open_constant(L, lua_gettop(L));
+  lua_pushliteral(L, "strict");
+  lua_rawget(L, -2);                                       // it need not be an option
   bool lenient = lua_isboolean(L, -1) && !lua_toboolean(L, -1);
-  lua_pop(L, 1);
+  lua_pop(L, 2);
   return lenient;
 }
 
@@ -168,6 +171,10 @@ static int grow(lua_State *L)
 
 void policy_checks_open(lua_State *L)
 {
+  lua_pushcfunction(L, back_off);
+  lua_setfield(L, -2, "back_off");
+  lua_pushcfunction(L, grow);
+  lua_setfield(L, -2, "grow");
   static const struct { const char *name; range range; } ranges[] = {
     { "positive", POSITIVE }, { "float32", FLOAT32 }, { "not_negative", NOT_NEGATIVE }, { "factor", FACTOR }, { "share", SHARE }, { "steps", STEPS } };
   static const struct { const char *name; lua_CFunction function; } others[] = {
@@ -182,9 +189,4 @@ void policy_checks_open(lua_State *L)
     lua_pushcfunction(L, others[i].function);
     lua_setfield(L, -2, others[i].name);
   }
-  lua_setfield(L, -2, "check");
-  lua_pushcfunction(L, back_off);
-  lua_setfield(L, -2, "back_off");
-  lua_pushcfunction(L, grow);
-  lua_setfield(L, -2, "grow");
 }

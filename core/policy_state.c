@@ -390,39 +390,13 @@ static void keep_verdict(eng_policy *p, const eng_policy *old)
       if (strcmp(p->groups[i], old->groups[k]) == 0) p->group_scale[i] = old->group_scale[k];
 }
 
-// Neither init nor decide may have changed them: what is not in the state would be lost in a checkpoint.
-eng_status policy_check_options(eng_policy *p, const char *who)
-{
-  char why[256];
-  data_blob now = {0}, text = {0}, before = {0};
-  eng_status status = ENG_OK;
-  if (!policy_encode(p, SLOT_OPTIONS, "options", &now, why, sizeof why))
-    status = error_set(ENG_ERR_POLICY, "%s: %s changed the options: %s", p->file, who, why);
-  else if (!p->options_blob.bytes) {
-    data_append(&p->options_blob, now.bytes, now.size);
-  } else {
-    data_text(&text, now.bytes);
-    data_text(&before, p->options_blob.bytes);
-    if (text.size != before.size || memcmp(text.bytes, before.bytes, text.size) != 0)
-      status = error_set(ENG_ERR_POLICY, "%s: %s changed the options to %.*s; they are constants, keep in 'state' what changes",
-                         p->file, who, (int)(text.size < 200 ? text.size : 200), text.bytes);
-  }
-  data_free(&now);
-  data_free(&text);
-  data_free(&before);
-  return status;
-}
-
 eng_status eng_policy_init(eng_policy *p)
 {
   lua_settop(p->L, SLOT_COUNT);
-  ENG_TRY(policy_check_options(p, "the file"));
   ENG_TRY(fresh_state(p));
   ENG_TRY(adopt(p, "init", option_number(p, "init_scale")));
   p->failures = 0;
-  eng_status status = policy_check_options(p, "init");
-  p->ready = status == ENG_OK;
-  return status;
+  return ENG_OK;
 }
 
 static void scale_task(eng_policy *p, void *scale)
@@ -464,7 +438,6 @@ static void put_field(data_blob *b, const char *name)
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
   if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save before init or restore", p->name);
-  ENG_TRY(policy_check_options(p, "decide"));
   data_blob *b = &p->envelope;
   b->size = 0;
   b->failed = false;
@@ -543,7 +516,6 @@ eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
   char why[128];
   data_blob blob = {0};
   lua_settop(p->L, SLOT_COUNT);
-  if (!p->options_blob.bytes) ENG_TRY(policy_check_options(p, "the file"));
   eng_status status;
   if (!data_parse(&blob, text, (size_t)bytes, why, sizeof why))
     status = error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
@@ -597,7 +569,6 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   lua_State *L = p->L;
   if (!old->ready) return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet", p->name, old->name);
   lua_settop(L, SLOT_COUNT);
-  ENG_TRY(policy_check_options(p, "the file"));
   double scale = old->last.scale;
   struct handing handing = { old, scale };
   if (p->has_migrate) {

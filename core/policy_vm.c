@@ -396,6 +396,15 @@ static void set_option(eng_policy *p, const char *name, const char *value)
   option->value = text;
 }
 
+static int unknown_option(lua_State *L)
+{
+  const eng_policy *p = policy_of(L);
+  const char *names[64], *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
+  int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
+  for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
+  return luaL_error(L, "there is no option '%s'%s", name, nearest_hint(name, names, n));
+}
+
 static void push_options(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -410,6 +419,11 @@ static void push_options(eng_policy *p)
     else lua_pushstring(L, option->value);
     lua_setfield(L, -2, option->name);
   }
+  lua_createtable(L, 0, 1);
+  lua_pushcfunction(L, unknown_option);
+  lua_setfield(L, -2, "__index");
+  lua_setmetatable(L, -2);
+  policy_make_constant(L, "options");
 }
 
 struct load { const char *source; int64_t bytes; const char *const *names, *const *values; int n; };
@@ -521,7 +535,6 @@ void eng_policy_free(eng_policy *p)
   data_free(&p->next);
   data_free(&p->text);
   data_free(&p->envelope);
-  data_free(&p->options_blob);
   free(p->name);
   free(p->doc);
   free(p->file);
@@ -759,11 +772,6 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   else snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }", luaL_typename(L, -1));
   if (!good) {
     fall_back(out, p, record, why, true);
-    return ENG_OK;
-  }
-  // The options are a plain table, for speed: looked at now and then, not at every call.
-  if ((record->step & (record->step - 1)) == 0 && policy_check_options(p, "decide") != ENG_OK) {
-    fall_back(out, p, record, eng_error_message(), false);
     return ENG_OK;
   }
   char field[256];

@@ -71,7 +71,6 @@ struct eng_policy {
   flat_field flat[FLAT_FIELDS];  // their common layout, in the order Lua walks the table
   int      n_flat;               // 0: not known, or not flat
   data_blob text, envelope;      // what save gave out, and what it is made from
-  data_blob options_blob;        // the options as init got them
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good one
   double  *group_scale, *group_next;     // [n_groups]; 0: that of the verdict
@@ -89,8 +88,6 @@ struct eng_policy {
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// The same with the state at stack index 1 of the task.
 eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
-/// An error when the policy's code, `who`, changed its options, which no checkpoint holds.
-eng_status policy_check_options(eng_policy *policy, const char *who);
 /// Before and after the policy's own code runs (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
@@ -111,9 +108,13 @@ const char *policy_error_text(eng_policy *policy);
 // ---- policy_box.c
 /// Pushes the table that is the policy's environment.
 void policy_box_open(eng_policy *policy);
+/// Puts an empty table in place of the one on top of the stack, through which that one can be read and not written; `what` it is, in the plural.
+void policy_make_constant(lua_State *L, const char *what);
+/// Puts the table behind such an empty one at `index` in its place; any other value stays. index: from the bottom.
+void policy_open_constant(lua_State *L, int index);
 
 // ---- policy_checks.c
-/// Adds check, back_off and grow to the environment on top of the stack.
+/// Adds back_off and grow to the environment on top of the stack and pushes the library check.
 void policy_checks_open(lua_State *L);
 
 // ---- policy_record.c
