@@ -141,7 +141,8 @@ static bool is_plumbing(const char *frame, size_t length)
 }
 
 // Pushes `text`, a message and its traceback, for those who wrote the script: without the engine's own frames, and without
-// a traceback that would only name the message's place again. A message that names the engine's files keeps everything.
+// a traceback that would only name the message's place again, or that has no part in the file which the message is about (a policy's).
+// A message that names the engine's files keeps everything.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -150,10 +151,12 @@ static void push_trimmed(lua_State *L, const char *text)
   luaL_Buffer kept;
   luaL_buffinit(L, &kept);
   luaL_addlstring(&kept, text, (size_t)(trace - text) + strlen(head));
-  size_t dropped = 0, others = 0;
+  size_t dropped = 0, others = 0, own = strcspn(text, " \n");          // own: length of the place the message names, "file.lua:" or with a line
+  bool elsewhere = own >= 5 && text[own - 1] == ':' && memmem(text, own, ".lua:", 5);
   for (const char *line = trace + strlen(head); line < end;) {
     const char *frame = line + strspn(line, "\n\t"), *stop = frame + strcspn(frame, "\n");
     size_t length = (size_t)(stop - frame), place = strcspn(frame, " ");     // "file:line:"
+    if (place == own && strncmp(text, frame, own) == 0) elsewhere = false;
     if (is_own_place(frame, length)) {
       dropped++;
     } else if (!is_plumbing(frame, length)) {
@@ -163,7 +166,7 @@ static void push_trimmed(lua_State *L, const char *text)
     line = stop;
   }
   luaL_pushresult(&kept);
-  if (dropped > 0 && others > 0) return;
+  if (dropped > 0 && others > 0 && !elsewhere) return;
   lua_pop(L, 1);
   lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
 }

@@ -225,7 +225,7 @@ describe("the trainer", function()
   it("tells once when the loss itself is lost", function()
     local trainer, told = job {}, {}
     for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do
-      for _ = 1, i == 2 and 9 or 15 do told[#told + 1] = trainer:loss_note { loss = loss } end
+      for _ = 1, i == 2 and 9 or 15 do told[#told + 1] = trainer:loss_note { loss = loss, step = 7 } end
     end
     assert.equal(1, #told)
     assert.matches("the loss has been inf for 10 steps", told[1], 1, true)

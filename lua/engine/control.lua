@@ -9,6 +9,7 @@
 -- Owned by the trainer.
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
+local swap = require "engine.swap"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -61,8 +62,12 @@ local settings = {
   clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end, function(t, x) t.clip = x > 0 and x or nil end, kept = true },
   clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end, function(t, x) t.clip_value = x > 0 and x or nil end,
     kept = true },
-  scale = { "a positive number", positive, function(t) return t.policy:scale() end, function(t, x) t.policy:set_scale(x) end },
-  steps = { "a whole number", count, function(t) return t.steps end, function(t, x) t.steps = x end },
+  scale = { swap.USABLE, function(x) return type(x) == "number" and swap.usable(x) end, function(t) return t.policy:scale() end,
+    function(t, x) t.policy:set_scale(x) end },
+  steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
+    t.steps = x
+    if t.progress then t.progress:expect(x) end
+  end },
   checkpoint_every = { "a whole number, 0 for the end only", count, function(t) return t.run_files.checkpoint_every end,
     function(t, x) t.run_files.checkpoint_every = x end },
   stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end, function(t) return t.run_files.stats_every end,
@@ -114,6 +119,20 @@ function commands.swap(self, request)
   return ("the policy is %s now, loss scale %.10g"):format(self.trainer.policy.name, self.trainer.policy:scale())
 end
 
+-- The policy in force: its options and its state.
+function commands.policy(self)
+  local policy, lines = self.trainer.policy, {}
+  lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.swap").label(policy), policy:scale())
+  local names = {}
+  for name in pairs(policy.options) do names[#names + 1] = tostring(name) end
+  table.sort(names)
+  for i, name in ipairs(names) do names[i] = name .. "=" .. M_ffi.value_text(policy.options[name]) end
+  lines[2] = "options " .. (#names > 0 and table.concat(names, " ") or "(none)")
+  local good, state = pcall(policy.save, policy)
+  lines[3] = "state " .. (good and state or "(cannot be saved: " .. tostring(state) .. ")")
+  return table.concat(lines, "\n")
+end
+
 function commands.undo(self)
   local good, problem = self.trainer.swaps:undo("attached")
   if not good then return nil, problem end
@@ -151,6 +170,9 @@ function commands.set(self, request)
     return nil, ("there is no setting '%s'%s settings: %s"):format(tostring(request.name), hint ~= "" and hint or ";", table.concat(names, " "))
   end
   if not setting[2](request.value) then return nil, ("%s: expected %s, got %s"):format(request.name, setting[1], M_ffi.value_text(request.value)) end
+  if request.name == "steps" and request.value <= self.trainer.steps_done then
+    return nil, ("steps: %d are made already; run:stop() ends the run"):format(self.trainer.steps_done)
+  end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end

@@ -13,6 +13,7 @@
 -- A run opens it with { write = true } and appends; appending costs about a microsecond, since a thread of
 -- the core does the writing.
 local M_ffi = require "engine.ffi"
+local json = require "engine.json"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
@@ -487,11 +488,20 @@ local function say_context(h, row, say)
   say("The loss was %.6g%s.", row.loss, last and last.loss and (", %.6g the step before"):format(last.loss) or "")
 end
 
-local function say_policy(row, say)
+-- The policy in force at a step, as the events tell it; nil in histories from before they did.
+local function policy_at(h, step)
+  local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? ORDER BY id DESC LIMIT 1", step)
+  local good, data = pcall(json.decode, event and event.data or "")
+  local policy = good and type(data) == "table" and (data.to or data)
+  return policy and policy.name and policy.name .. (policy.options and " (" .. policy.options .. ")" or "")
+end
+
+local function say_policy(h, row, say)
   local change
   if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
   else change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale, row.next_scale / row.scale) end
-  say("The policy %s%s.", change, row.reason and ": " .. row.reason or " and gave no reason")
+  local name = policy_at(h, row.step)
+  say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason or " and gave no reason")
   if row.policy_failed then say("It failed at this step; its last good verdict stood in.") end
   if row.clip > 0 then say("It asked to clip the gradient norm at %g.", row.clip) end
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then say("It asked for %g times the learning rate.", row.lr_mul) end
@@ -504,7 +514,7 @@ local function say_shadows(h, row, say)
     local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
     if shadow then
       say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
-        ("would have chosen %s, loss scale %g"):format(shadow.action == row.action and "the same" or shadow.action, shadow.scale))
+        ("would have chosen %s and a loss scale of %g"):format(shadow.action, shadow.scale))
     end
   end
 end
@@ -534,7 +544,7 @@ function History:why(step)
     say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates, row.attempt > 1 and ", attempt " .. row.attempt or "",
       row.elapsed, outcomes[row.action] or row.action)
     say_gradients(self, row, say)
-    say_policy(row, say)
+    say_policy(self, row, say)
     say_shadows(self, row, say)
     say_signals(self, row, say)
     say_context(self, row, say)

@@ -114,14 +114,14 @@ function Overflows:look(record, verdict)
   local function say(line)
     if trainer.parallel.rank > 0 then require("engine.ranks").say("%s", line) else trainer:note(line) end
   end
-  if self.every_time and not self.told[place] then say(("step %d: overflow: %s"):format(step + 1, (text:gsub("\n", "\n  ")))) end
+  if self.every_time and not self.told[place] then say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  ")))) end
   self.told[place] = true                          -- each place once; the history has them all
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at %g"):format(record.scale)
       or ("%d overflows in a row, and the loss scale stays at %g"):format(self.in_row, record.scale)
     local lines = advice(self, record, finding)
     trainer.run_files:event(step, "stuck", what .. "\n" .. table.concat(lines, "\n"))
-    say(("step %d: %s\n%s"):format(step + 1, what, table.concat(lines, "\n")))
+    say(("step %d: %s\n%s"):format(step, what, table.concat(lines, "\n")))
   end
 end
 

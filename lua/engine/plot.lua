@@ -225,7 +225,8 @@ function plot.draw(options)
   return table.concat(lines, "\n")
 end
 
--- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each.
+-- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each; rows.overflows: how many there were, where the
+-- rows do not hold all.
 function plot.run(rows, options)
   if type(rows) ~= "table" then error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2) end
   options = options or {}
@@ -238,7 +239,7 @@ function plot.run(rows, options)
   local low, high = math.huge, -math.huge
   for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
-    parts[2] = plot.draw { title = "loss scale", x = x, y = scale, log = 2, marks = marks, mark_name = "overflow",
+    parts[2] = plot.draw { title = "loss scale", x = x, y = scale, log = 2, marks = marks, mark_count = rows.overflows, mark_name = "overflow",
                            width = options.width, height = 8, ascii = options.ascii }
   end
   return table.concat(parts, "\n\n")

@@ -91,6 +91,9 @@ function progress.new(options)
   return self
 end
 
+--- The run is to have another number of steps.
+function progress:expect(total) self.total = total end
+
 -- Columns of the terminal, or false.
 function progress:columns()
   if self.fixed_columns ~= nil then return self.fixed_columns end

@@ -142,7 +142,8 @@ function M.table(results)
     rows[1][c] = column[1]
     for i, r in ipairs(results) do
       rows[i + 1] = rows[i + 1] or {}
-      rows[i + 1][c] = column[2](r)
+      -- one that never decided anything has no figures
+      rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped" and "failed" or "-"
     end
     width[c] = 0
     for _, row in ipairs(rows) do width[c] = math.max(width[c], #row[c]) end

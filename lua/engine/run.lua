@@ -290,7 +290,9 @@ function Run:describe()
   end
   for _, setting in ipairs(self.config and require("engine.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
   local source = trainer.policy.source
-  if source then history:add_policy(("%08x"):format(C.eng_crc32c(0, source, #source)), trainer.policy.name, source) end
+  if source then history:add_policy(trainer.policy:hash(), trainer.policy.name, source) end
+  local swap = require "engine.swap"
+  self:event(trainer.steps_done, "policy", swap.label(trainer.policy), require("engine.json").encode(swap.described(trainer.policy)))
 end
 
 -- ------------------------------------------------------------------ while it runs

@@ -45,13 +45,19 @@ end
 
 -- ------------------------------------------------------------------ telling
 
-local function described(policy)
-  return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil }
+--- A policy for programs that read the history: its name, file, hash of its source, and the options that are not its defaults.
+function M.described(policy)
+  local options = require("engine.replay").changed(policy)
+  return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil, options = options ~= "" and options or nil }
 end
 
-local function label(policy)
-  return policy.hash and ("%s %s"):format(policy.name, policy:hash()) or policy.name
+--- The same for people: "careful d322f655 (growth=2 every=7)".
+function M.label(policy)
+  local d = M.described(policy)
+  return d.name .. (d.hash and " " .. d.hash or "") .. (d.options and " (" .. d.options .. ")" or "")
 end
+
+local described, label = M.described, M.label
 
 local function tell(self, kind, text, data)
   local trainer = self.trainer
@@ -186,8 +192,22 @@ function Swap:undo(by)
   return true
 end
 
+-- A scale that float32 gradients cannot carry, or whose inverse they cannot, would ruin the weights without a sign: it ends the run.
+local function usable(policy, verdict)
+  if M.usable(verdict.scale) then return verdict end
+  verdict.reason = ("%s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(policy.name, verdict.scale, M.USABLE)
+  verdict.action = C.ENG_ACTION_STOP
+  return verdict
+end
+
+--- Whether a loss scale and its inverse are numbers of float32 with all their bits.
+function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
+M.USABLE = "scales from 2^-126 to 3.4e38"
+
 --- The verdict on a step. A policy that fails the first decision after its swap was none: the old one decides.
-function Swap:decide(record, stats)
+function Swap:decide(record, stats) return usable(self.trainer.policy, self:ask(record, stats)) end
+
+function Swap:ask(record, stats)
   local policy, old = self.trainer.policy, self.probation
   local verdict = policy:decide(record, stats)
   self:remember(record)

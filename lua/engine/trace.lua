@@ -70,12 +70,12 @@ end
 
 -- ------------------------------------------------------------------ another scale
 
--- limit: the smallest magnitude that rounds to inf; top: exponent of the largest finite numbers; normal: that of the
+-- limit: the smallest magnitude that rounds to inf; largest: the largest finite one; top: exponent of the largest finite numbers; normal: that of the
 -- smallest normal one; zero: that of the largest magnitude that rounds to zero.
 local FORMATS = {
-  f16 = { limit = 65520, top = 15, normal = -14, zero = -25 },
-  bf16 = { limit = (2 - 2 ^ -8) * 2 ^ 127, top = 127, normal = -126, zero = -134 },
-  f32 = { limit = (2 - 2 ^ -24) * 2 ^ 127, top = 127, normal = -126, zero = -150 },
+  f16 = { limit = 65520, largest = 65504, top = 15, normal = -14, zero = -25 },
+  bf16 = { limit = (2 - 2 ^ -8) * 2 ^ 127, largest = (2 - 2 ^ -7) * 2 ^ 127, top = 127, normal = -126, zero = -134 },
+  f32 = { limit = (2 - 2 ^ -24) * 2 ^ 127, largest = (2 - 2 ^ -23) * 2 ^ 127, top = 127, normal = -126, zero = -150 },
 }
 M.formats = FORMATS
 

@@ -14,6 +14,7 @@ local machine = require "engine.machine"
 local nearest = require "engine.nearest"
 local precision = require "engine.precision"
 local run_files = require "engine.run"
+local swap = require "engine.swap"
 local tensor = require "engine.tensor"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -252,6 +253,10 @@ local function new(o)
   local loaded, message = pcall(require("engine.policy").load, policy, o.policy_options)
   if not loaded then error(message, 0) end
   self.policy = message
+  local scale = message:scale()
+  if not swap.usable(scale) then
+    error(("trainer: policy %s begins with a loss scale of %.10g; gradients in float32 carry %s"):format(message.name, scale, swap.USABLE), 0)
+  end
   self.groups = groups.new(self.model, self.optimizer.list, { { params = self.optimizer.params, n = #self.optimizer.list } })
   self.ref_every, self.ref_layers = o.ref_every, o.ref_layers
   local shadows
@@ -355,10 +360,11 @@ local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer r
 
 function Trainer:remember_row(record)
   local every = self.row_every or 1
+  if record.overflow ~= 0 then self.rows.overflows = (self.rows.overflows or 0) + 1 end
   if self.steps_done % every ~= 0 and record.overflow == 0 then return end
-  self.rows[#self.rows + 1] = { step = self.steps_done, loss = record.loss, scale = record.scale, overflow = record.overflow ~= 0 }
+  self.rows[#self.rows + 1] = { step = tonumber(record.step), loss = record.loss, scale = record.scale, overflow = record.overflow ~= 0 }
   if #self.rows > MAX_ROWS then
-    local thin = {}
+    local thin = { overflows = self.rows.overflows }
     for i = 1, #self.rows, 2 do thin[#thin + 1] = self.rows[i] end
     self.rows, self.row_every = thin, every * 2
   end
@@ -371,7 +377,7 @@ function Trainer:loss_note(record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost == LOST_STEPS then
     return ("step %d: the loss has been %g for %d steps, and no loss scale mends that: weights or data hold inf or nan; hint: a smaller learning rate, clip=1")
-      :format(self.steps_done, record.loss, LOST_STEPS)
+      :format(tonumber(record.step), record.loss, LOST_STEPS)
   end
 end
 
@@ -380,9 +386,9 @@ local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
-    if self.policy_errors <= 5 then return ("step %d: the policy failed, the last good verdict holds: %s"):format(self.steps_done, reason) end
+    if self.policy_errors <= 5 then return ("step %d: the policy failed, the last good verdict holds: %s"):format(tonumber(record.step), reason) end
   elseif verdict.action == C.ENG_ACTION_STOP then
-    return ("step %d: policy %s stops the run: %s"):format(self.steps_done, self.policy.name, reason ~= "" and reason or "no reason given")
+    return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name, reason ~= "" and ": " .. reason or ", and gives no reason")
   end
 end
 
@@ -423,7 +429,7 @@ function Trainer:run()
       if note then progress:note(note) end
       note = self:loss_note(record)
       if note then progress:note(note) end
-      if verdict.action == C.ENG_ACTION_STOP then stopped = M_ffi.string(verdict.reason)
+      if verdict.action == C.ENG_ACTION_STOP then stopped = verdict.reason[0] ~= 0 and M_ffi.string(verdict.reason) or "the policy asked for it"
       elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then stopped = "the policy failed: " .. M_ffi.string(verdict.reason) end
       if self.on_step then self.on_step(self, record, verdict) end
       local e = self.evaluate

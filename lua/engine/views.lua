@@ -122,7 +122,7 @@ local function note(l, k)
   local parts = {}
   local room = s.amax > 0 and log2(l.format.limit / s.amax)
   if room then parts[#parts + 1] = ("2^%.1f"):format(log2(s.amax)) end
-  if s.bad > 0 then parts[#parts + 1] = ("%dx inf or nan"):format(s.bad) end
+  if s.bad > 0 then parts[#parts + 1] = "inf or nan" end
   if room and room < 40 then parts[#parts + 1] = room >= 0.05 and ("%.1f bits of room"):format(room) or "at the top" end
   if s.underflow > 0 then parts[#parts + 1] = ("%s subnormal"):format(percent(s.underflow, s.count)) end
   return table.concat(parts, ", ")
@@ -261,7 +261,7 @@ function M.tensor(h, name, options)
     if t.inf + t.nan > 0 then marks[#marks + 1], bad = t.step, bad + 1 end
   end
   local last = rows[#rows]
-  local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(l.format_name, l.format.limit), x = x, y = y, log = 2,
+  local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(l.format_name, l.format.largest), x = x, y = y, log = 2,
     width = options.width, height = 8, marks = #marks > 0 and marks or nil, mark_name = "inf or nan" } }
   parts[#parts + 1] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of %s; %d recorded steps, %d with inf or nan"):format(
     grouped(last.step), plot.number_text(last.amax), plot.number_text(last.norm), percent(last.zeros, last.count), percent(last.underflow, last.count),

@@ -1,6 +1,7 @@
 -- engine attach RUN [-e CODE]: a REPL on a run. While it runs, `run` and `policy` speak to it over its socket (control.lua);
 -- `history` is read from the file, here. On a finished run there is the history alone.
 local M_ffi = require "engine.ffi"
+local nearest = require "engine.nearest"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -19,6 +20,7 @@ and ends. While the run goes on:
   run:checkpoint()  run:stop()
   policy:swap("mine.lua")       another policy, tried first; or "dynamic:growth_interval=500"
   policy:undo()                 back to the one before
+  policy:show()                 its options and its state     (also: policy)
 
 and always:
 
@@ -90,15 +92,21 @@ local function objects(link, why)
     local reply = ask(request)
     print(reply.text ~= "" and reply.text or status_text(reply.status))
   end
-  local function object(methods)
+  local function object(name, methods, text)
+    local known = {}
+    for method in pairs(methods) do known[#known + 1] = method end
+    table.sort(known)
+    setmetatable(methods, { __index = function(_, key)
+      error(("%s has no '%s'%s; there are %s"):format(name, tostring(key), nearest.hint(tostring(key), known), table.concat(known, ", ")), 0)
+    end })
     return setmetatable({}, { __index = methods, __tostring = function()
       if not link then return why end
-      local reply, problem = link:ask { ["do"] = "status" }
-      return reply and status_text(reply.status) or problem
+      local good, result = pcall(text)
+      return good and result or tostring(result)
     end })
   end
   local function stays(options) return type(options) == "table" and options.stay or nil end
-  local run = object {
+  local run = object("run", {
     status = function() return setmetatable(ask({ ["do"] = "status" }).status, { __tostring = status_text }) end,
     pause = function(_, options) say { ["do"] = "pause", stay = stays(options) } end,
     resume = function() say { ["do"] = "resume" } end,
@@ -106,15 +114,16 @@ local function objects(link, why)
     set = function(_, name, value) say { ["do"] = "set", name = name, value = value } end,
     checkpoint = function() say { ["do"] = "checkpoint" } end,
     stop = function(_, reason) say { ["do"] = "stop", reason = reason } end,
-  }
-  local policy = object {
+  }, function() return status_text(ask({ ["do"] = "status" }).status) end)
+  local policy = object("policy", {
     swap = function(_, file, options)
       if type(file) ~= "string" then error("swap: expected the name or the file of a policy, got " .. M_ffi.value_text(file), 0) end
       local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:") or file:find("%.json$")
       say { ["do"] = "swap", file = is_path and absolute(file) or file, options = options }
     end,
     undo = function() say { ["do"] = "undo" } end,
-  }
+    show = function() say { ["do"] = "policy" } end,
+  }, function() return ask({ ["do"] = "policy" }).text end)
   return run, policy
 end
 

@@ -10,6 +10,7 @@ local cli = { commands = commands }
 -- Called by main.c.
 function cli.run(name, ...)
   for _, command in ipairs(commands) do
+    if command == name and (... == "--help" or ... == "-h") then return require("engine.cli.help").main(name) or 0 end
     if command == name then return require("engine.cli." .. name).main(...) or 0 end
   end
   local hint = nearest.hint(name, commands)

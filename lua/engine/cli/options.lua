@@ -47,10 +47,6 @@ end
 function M.command(name, doc, help, known, body)
   return { doc = doc, help = help, main = function(...)
     local words = { ... }
-    if words[1] == "--help" or words[1] == "-h" then
-      print(help)
-      return 0
-    end
     return arguments.guard(name, function()
       local options = M.parse(words, known)
       if #options.words ~= 1 then M.fail("expected one run, got %d; engine help %s says more", #options.words, name) end

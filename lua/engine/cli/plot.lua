@@ -42,6 +42,7 @@ return options.command("plot", "curves of a run, in the terminal, as SVG or PNG"
   function(given, history, path)
     local curves, views = require "engine.curves", require "engine.views"
     if given.heatmap then
+      if given.svg or given.png then options.fail("--heatmap draws in the terminal; engine report has the heat maps as a page") end
       print(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to, width = given.width }))
       return 0
     end

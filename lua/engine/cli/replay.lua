@@ -32,10 +32,6 @@ On a run it adds "verdicts" (exact or bound), "underflow", "mass_lost", "mean_lo
 
 local function main(...)
   local words = { ... }
-  if words[1] == "--help" or words[1] == "-h" then
-    print(help)
-    return 0
-  end
   local given = arguments.parse(words, { json = false })
   if #given.traces == 0 then arguments.fail("expected a trace: a run's directory or a string of verdicts; engine help replay says more") end
   if #given.traces > 1 then arguments.fail("expected one trace, got '%s' and '%s'", given.traces[1], given.traces[2]) end

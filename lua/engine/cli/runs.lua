@@ -67,9 +67,5 @@ end
 
 return { doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended", help = help, main = function(...)
   local words = { ... }
-  if words[1] == "--help" or words[1] == "-h" then
-    print(help)
-    return 0
-  end
   return arguments.guard("runs", function() return main(options.parse(words, { json = false })) end)
 end }

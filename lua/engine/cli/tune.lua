@@ -52,16 +52,15 @@ local function show(result, source)
   if not told then line(result.default) end
   print(("%d settings tried"):format(result.evaluations))
   local best = result.best
+  local ties = 0
+  for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
+  if ties > 1 then print(("%d of the %d settings tried cost the same; the one tried first is named"):format(ties, #result.rows)) end
   if best == result.default then print("none is better than what it has")
   else print(("best: policy=%s:%s"):format(source, best.text)) end
 end
 
 local function main(...)
   local words = { ... }
-  if words[1] == "--help" or words[1] == "-h" then
-    print(help)
-    return 0
-  end
   -- "--over a=1..2 b=3..4": a word that is a range belongs to --over wherever it stands.
   local list, over = {}, {}
   for i, word in ipairs(words) do
