@@ -11,10 +11,14 @@
 #include "tensor.h"
 #include "transfer.h"
 
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { SPINS = 2000,                 // tests before the core is offered to others: ranks may be more than cores
@@ -28,6 +32,65 @@ static bool started;
 
 // ------------------------------------------------------------------ groups
 
+enum { LOST_CODE = 70 };             // exit code of a job that lost a rank
+
+/// While the transport waits for all ranks in a library that knows no patience, a thread looks at the clock.
+typedef struct watch {
+  pthread_t       thread;
+  pthread_mutex_t lock;
+  pthread_cond_t  changed;
+  bool            over, runs;
+  const char     *what;
+} watch;
+
+static void *look_at_clock(void *data)
+{
+  watch *w = data;
+  struct timespec end;
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  end.tv_sec += (time_t)patience;
+  end.tv_nsec += (long)((patience - floor(patience)) * 1e9);
+  if (end.tv_nsec >= 1000000000) {
+    end.tv_sec++;
+    end.tv_nsec -= 1000000000;
+  }
+  pthread_mutex_lock(&w->lock);
+  while (!w->over)
+    if (pthread_cond_timedwait(&w->changed, &w->lock, &end) == ETIMEDOUT && !w->over) {
+      int rank, size;
+      eng_comm_launched(&rank, &size);
+      fprintf(stderr, "engine: rank %d of %d waits for %g s at %s: another one is gone or hanging, or was never started. The job ends.\n", rank, size,
+              patience, w->what);
+      fflush(stderr);
+      _exit(LOST_CODE);
+    }
+  pthread_mutex_unlock(&w->lock);
+  return NULL;
+}
+
+static void watch_begin(watch *w, const char *what)
+{
+  pthread_condattr_t attributes;
+  *w = (watch){.what = what};
+  pthread_mutex_init(&w->lock, NULL);
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&w->changed, &attributes);
+  pthread_condattr_destroy(&attributes);
+  w->runs = pthread_create(&w->thread, NULL, look_at_clock, w) == 0;
+}
+
+static void watch_end(watch *w)
+{
+  pthread_mutex_lock(&w->lock);
+  w->over = true;
+  pthread_cond_signal(&w->changed);
+  pthread_mutex_unlock(&w->lock);
+  if (w->runs) pthread_join(w->thread, NULL);
+  pthread_cond_destroy(&w->changed);
+  pthread_mutex_destroy(&w->lock);
+}
+
 /// However the process ends, the other ranks hear of it.
 static void at_exit(int code, void *nothing)
 {
@@ -39,14 +102,18 @@ eng_status eng_comm_world(eng_comm **out)
 {
   *out = NULL;
   if (!started) {
+    const char *text = getenv("ENGINE_RANK_TIMEOUT");
+    if (text && strtod(text, NULL) > 0) patience = strtod(text, NULL);
     const comm_transport *transport;
-    ENG_TRY(comm_load(&transport));
+    watch w;
+    watch_begin(&w, "the start of the job");
+    eng_status status = comm_load(&transport);
+    watch_end(&w);
+    if (status != ENG_OK) return status;
     world = (eng_comm){.transport = transport, .group = transport ? transport->world : NULL, .rank = transport ? transport->rank : 0,
                        .size = transport ? transport->size : 1};
     started = true;
     if (transport) on_exit(at_exit, NULL);
-    const char *text = getenv("ENGINE_RANK_TIMEOUT");
-    if (text && strtod(text, NULL) > 0) patience = strtod(text, NULL);
   }
   *out = &world;
   return ENG_OK;
@@ -78,7 +145,10 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
   part->transport = parent->transport;
   part->size = 1;
   if (parent->transport) {
+    watch w;
+    watch_begin(&w, "the making of a group");
     eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
+    watch_end(&w);
     if (status != ENG_OK) {
       free(part);
       return status;
@@ -103,8 +173,12 @@ void eng_comm_end(int code)
 {
   if (!started || !world.transport) return;
   started = false;
-  if (code == 0) world.transport->finish();
-  else {
+  if (code == 0) {
+    watch w;
+    watch_begin(&w, "the end of the job");
+    world.transport->finish();
+    watch_end(&w);
+  } else {
     if (world.rank > 0) usleep(500000);      // rank 0 has the same to say as a rule, and a checkpoint to write
     fflush(NULL);
     world.transport->abort(code);
@@ -119,9 +193,10 @@ int comm_tag(eng_comm *comm)
 
 // ------------------------------------------------------------------ waiting
 
-enum { LOST_CODE = 70, NOTE = 96 };      // exit code of a job that lost a rank; bytes of a note
+enum { NOTE = 96 };                  // bytes of a note
 
-/// Somebody did not come. Those who wait tell each other so, out of turn; who sends no note is the one. The lowest of those
+/// Somebody did not come. Those who wait tell each other so, out of turn; who sends no note is the one. A rank that waits, however
+/// short, and hears of it does the same at once. The lowest of those
 /// who wait says it and ends the job. Does not return.
 static void lost(const char *what)
 {
@@ -143,10 +218,13 @@ static void lost(const char *what)
     messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
     if (t->start(&letters[r], world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) letters[r] = NULL;
   }
-  for (int ms = 0; letters && ms < GRACE_MS; ms += 10) {
+  bool open = true;
+  for (int ms = 0; letters && open && ms < GRACE_MS; ms += 10) {
+    open = false;
     for (int r = 0; r < n; r++) {
       bool done = false;
       if (letters[r] && t->test(&done, letters[r]) == ENG_OK && done) letters[r] = NULL;
+      open = open || letters[r];
     }
     usleep(10000);
   }
@@ -176,14 +254,14 @@ static void lost(const char *what)
   _exit(LOST_CODE);
 }
 
-/// Offers the core now and then; gives INTERRUPTED on a second Ctrl-C, ends the job when patience does.
+/// Offers the core now and then; gives INTERRUPTED on a second Ctrl-C, ends the job when patience does, anybody's.
 static eng_status idle(int *spins, double *since, const char *what)
 {
   if (++*spins % SPINS) return ENG_OK;
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   double now = eng_clock();
   if (*since == 0) *since = now;
-  if (now - *since > patience) lost(what);
+  if (now - *since > patience || world.transport->knocked(world.group, COMM_TAG_ALARM)) lost(what);
   sched_yield();
   return ENG_OK;
 }

@@ -30,6 +30,8 @@ typedef struct comm_transport {
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
   /// Whether all are done, after which the exchange is gone. Never waits.
   eng_status (*test)(bool *done, void *exchange);
+  /// Whether somebody's message with that tag has arrived that nobody receives yet. Never waits.
+  bool (*knocked)(void *group, int tag);
   /// The group of those who give the same color, ordered by key and rank. Everybody in the parent calls it.
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
@@ -40,7 +42,7 @@ typedef struct comm_transport {
   const char *(*describe)(void);
 } comm_transport;
 
-enum { COMM_ABI = 1 };
+enum { COMM_ABI = 2 };
 
 typedef struct comm_host {
   int32_t abi;

@@ -86,6 +86,12 @@ static eng_status test(bool *done, void *under_way)
   return ENG_OK;
 }
 
+static bool knocked(void *group, int tag)
+{
+  int flag = 0;
+  return MPI_Iprobe(MPI_ANY_SOURCE, tag, *(MPI_Comm *)group, &flag, MPI_STATUS_IGNORE) == MPI_SUCCESS && flag;
+}
+
 static eng_status split(void **out, int32_t *rank, int32_t *size, void *parent, int color, int key)
 {
   MPI_Comm *comm = malloc(sizeof *comm);
@@ -150,6 +156,6 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
   MPI_Comm_size(here, &local);
   MPI_Comm_free(&here);
   transport = (comm_transport){.abi = COMM_ABI, .rank = rank, .size = size, .local_size = local, .world = &everybody, .start = start,
-    .test = test, .split = split, .free = release, .abort = end_all, .finish = finish, .describe = describe};
+    .test = test, .knocked = knocked, .split = split, .free = release, .abort = end_all, .finish = finish, .describe = describe};
   return &transport;
 }

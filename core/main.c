@@ -24,6 +24,7 @@
 static lua_State *main_state;
 static pthread_t main_thread;
 static volatile sig_atomic_t last_signal;
+static int rank, ranks;        // of several processes on one job; 0 and 1 for one alone
 static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];   // root: the folder of Lua modules
 
 // ------------------------------------------------------------------ signals
@@ -51,7 +52,7 @@ static void on_signal(int signal_number)
   last_signal = signal_number;
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
-    say("\nending at this step's end; again to stop at once\n");
+    if (rank == 0) say("\nending at this step's end; again to stop at once\n");
   } else {
     eng_interrupt(2);
     alarm(1);
@@ -63,7 +64,7 @@ static void on_signal(int signal_number)
 static void on_alarm(int signal_number)
 {
   (void)signal_number;
-  if (eng_interrupted()) say("\nstill at work in one call; again to stop at once\n");
+  if (eng_interrupted() && rank == 0) say("\nstill at work in one call; again to stop at once\n");
 }
 
 // A mapped file was cut off while it was read. What was not in the file cannot be had: end with a reason.
@@ -117,10 +118,17 @@ static bool settle_interrupt(lua_State *L)
 
 // ------------------------------------------------------------------ errors
 
+// Of several ranks all have the same to say as a rule: rank 0 says it and ends the job. Who has something else says it a little later,
+// unless the job has been ended by then.
 static void complain(const char *text)
 {
   fflush(stdout);
-  fprintf(stderr, "engine: %s\n", text);
+  if (rank > 0) {
+    int before = eng_interrupted();
+    for (int i = 0; i < 50; i++) usleep(10000);
+    if (eng_interrupted() > before) return;
+    fprintf(stderr, "engine: rank %d: %s\n", rank, text);
+  } else fprintf(stderr, "engine: %s\n", text);
   fflush(stderr);
 }
 
@@ -643,6 +651,7 @@ int main(int argc, char **argv)
   set_path(L);
   if (!found) fprintf(stderr, "engine: its Lua modules are missing (looked for %s); hint: keep lua/ beside the binary, or use make install\n", root);
   main_state = L;
+  eng_comm_launched(&rank, &ranks);
   catch_signals();
 
   int code = run(L, argc, argv);

@@ -373,6 +373,7 @@ end
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
+  if self.history then self:complain(self.history:flush()) end      -- a run killed after this goes on from here: no step may be missing
   local path, note = write(self, alone)
   if not path then
     self:event(trainer.steps_done, "error", "checkpoint: " .. note)

@@ -213,12 +213,13 @@ function Swap:ask(record, stats)
   self:remember(record)
   if old then
     self.probation = nil
-    if verdict.failed ~= 0 then
-      local reason = ffi.string(verdict.reason)
+    local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or nil
+    problem = anybody(self, problem == "" and "it failed" or problem)
+    if problem then
       self.trainer:use_policy(old)
       self:hold(old, true)
       if self.former[#self.former] == old then self.former[#self.former] = nil end
-      refuse(self, label(policy), "its first decision", reason)
+      refuse(self, label(policy), "its first decision", problem)
       return old:decide(record, stats)
     end
   end

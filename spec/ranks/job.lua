@@ -6,10 +6,10 @@ local ranks = engine.ranks
 
 local cfg = engine.config({
   steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "", resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
-  checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet",
+  checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet", tied = true,
   plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",   -- inf or nan in a gradient of one rank
   odd_rank = -1, odd_policy = "", odd_steps = 0,                                        -- one rank with other settings than the others
-  hang_rank = -1, die_rank = -1, raise_rank = -1, trouble_step = 3, swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
+  hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3, swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
 })
 local odd = ranks.rank() == cfg.odd_rank
 if odd and cfg.odd_policy ~= "" then cfg.policy = cfg.odd_policy end
@@ -18,7 +18,7 @@ engine.seed(5)
 
 local text = {}
 for i = 1, 6000 do text[i] = string.char(32 + i * i % 89) end
-local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2, dropout = cfg.dropout }
+local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2, dropout = cfg.dropout, tied = cfg.tied }
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
 
 local Moody = { get_scale = function(self) return self.scale end,
@@ -58,6 +58,7 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
     local step = tonumber(record.step)
     if step == cfg.trouble_step then
       if ranks.rank() == cfg.hang_rank then while true do end end
+      if ranks.rank() == cfg.slow_rank then os.execute("sleep " .. cfg.slow) end
       if ranks.rank() == cfg.die_rank then os.execute("kill -9 " .. io.open("/proc/self/stat"):read("*n")) end
       if ranks.rank() == cfg.raise_rank then error("this rank has had enough", 0) end
     end
