@@ -4,7 +4,7 @@
 --
 --   ./engine examples/bad_batch.lua
 --   ./engine examples/bad_batch.lua policy=dynamic
---   ./engine examples/bad_batch.lua seeds=5              the policies compared
+--   ./engine examples/bad_batch.lua seeds=5              the policies compared, and with policy=./mine.lua yours
 --
 -- Seen with seeds=5 (loss of the clean batches in the second half, steps skipped of 300, 12 batches being poisoned, last scale): dynamic
 -- 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12;
@@ -89,16 +89,18 @@ local function train(policy, clip, seed, tell)
       end
     end,
   }:run()
-  return { loss = result.loss / result.clean, skipped = summary.skipped, log2_scale = math.log(summary.scale) / math.log(2) }
+  return { loss = result.loss / result.clean, skipped = summary.skipped, path = summary.path, log2_scale = math.log(summary.scale) / math.log(2) }
 end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy == "spikes" and SPIKES or cfg.policy, nil, cfg.seed, true)
   print(("loss of the clean batches in the second half %.4f, %d steps skipped"):format(result.loss, result.skipped))
+  if result.path then print("run: " .. result.path) end
 else
-  print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" }, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "spikes" then return train(SPIKES, nil, seed) end
-      return train(policy:match("^%a+"), policy:find("clip") and 1 or nil, seed)
+      if policy == "dynamic, clip 1" then return train("dynamic", 1, seed) end
+      return train(policy, nil, seed)
     end })
 end

@@ -11,11 +11,12 @@
 -- this one the losses do not tell them apart: what underflows still holds some bits. The skips are what differs.
 local engine = require "engine"
 
-local cfg = engine.config({ policies = "all", steps = 300, window = 50, seeds = 1, data = "README.md", batch = 8, context = 32,
+local cfg = engine.config({ policies = "all", steps = 300, window = 50, seeds = 1, data = "", batch = 8, context = 32,
   width = 64, layers = 2, heads = 4, lr = 3e-3 },
   { policies = "names and files, separated by commas; all: those that come with the engine", steps = "training steps of each",
     window = "good steps until a policy grows its scale, where it has such an option", seeds = "runs of each, with seeds from 1",
-    data = "a text file", batch = "sequences a step", context = "bytes a sequence", width = "features per byte", layers = "blocks", heads = "attention heads",
+    data = "a text file; empty: sentences of a small grammar", batch = "sequences a step", context = "bytes a sequence",
+    width = "features per byte", layers = "blocks", heads = "attention heads",
     lr = "largest learning rate" })
 
 -- The file beside the examples when there is none of that name here.
@@ -25,7 +26,7 @@ local function text_of(path)
   file:close()
   return text
 end
-local text = text_of(cfg.data)
+local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.lab").text(40000)
 
 -- What policies call the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps", "period", "incr_every_n_steps", "step_window",

@@ -91,7 +91,7 @@ if cfg.seeds == 0 then
   local result = train(cfg.policy, "fp16", cfg.seed, true)
   print(("%d steps skipped; largest jump of the KL in a step %.4f nats"):format(result.skipped, result.kl_jump))
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=20", "guarded", "fp32" }, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=20", "guarded", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return train("static", "fp32", seed) end
       return train(policy, "fp16", seed)

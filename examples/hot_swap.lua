@@ -43,7 +43,6 @@ local function save(text)
 end
 save(FIRST)
 
-local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
 local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers }
 local phases = {}
 
@@ -65,7 +64,7 @@ local function on_step(trainer, record, verdict)
 end
 
 local trainer = engine.trainer {
-  model = model, data = engine.data.text { path = root .. "core/op.c", batch = cfg.batch, context = cfg.context, seed = cfg.seed },
+  model = model, data = engine.data.text { text = require("engine.lab").text(40000), batch = cfg.batch, context = cfg.context, seed = cfg.seed },
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = "fp16" }), policy = file, clip = 1.0, steps = cfg.steps,
   run = cfg.run, log = cfg.log, config = cfg, on_step = on_step,
 }

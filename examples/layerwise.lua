@@ -95,7 +95,7 @@ if cfg.seeds == 0 then
   local result = train(cfg.policy, cfg.precision, cfg.seed, true)
   print(("%d steps skipped; %.1f %% of the first layer's gradients were lost"):format(result.skipped, 100 * result.lost))
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "layerwise", "fp32" }, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "layerwise", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return train("static", "fp32", seed) end
       return train(policy, "fp16", seed)

@@ -96,7 +96,7 @@ if cfg.seeds == 0 then
   print(("%d steps skipped; %.2g %% of the third expert's gradients lost bits"):format(result.skipped, 100 * result.lost))
   print("tokens of each expert in the last step: " .. table.concat(net.moe.counts, " "))
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "per_expert", "fp32" }, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return (train("static", "fp32", seed)) end
       return (train(policy, "fp16", seed))

@@ -400,7 +400,8 @@ describe("what most scalers say alike", function()
     local p = load("return { options = { a = 0.1, b = 7 }, init = function(o) local a, b = check.float32(o, 'a', 'b') return { scale = a * 2^27 + b } end, "
       .. "decide = function(state) return state.scale end }")
     assert.are.equal(13421773 + 7, p:scale())              -- 0.1 as a float32 is 13421773 / 2^27
-    for line, text in pairs { ["check.positive(options, 'scal')"] = "there is no option 'scal'; did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected", ["check.positive(options, 'strict')"] = "there is no option 'strict' that is a number",
+    for line, text in pairs { ["check.positive(options, 'scal')"] = "there is no option 'scal'; did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected",
+      ["check.positive(options, 'strict')"] = "there is no option 'strict' that is a number",
       ["check.positive(1, 'scale')"] = "table expected" } do
       local good, why = pcall(init, line)
       assert.is_false(good)

@@ -32,9 +32,20 @@ local function text_of(result)
   return table.concat(lines, "\n")
 end
 
-local KNOWN = { policies = true, seeds = true, run = true }
+local KNOWN = { policies = true, also = true, seeds = true, run = true }
 
---- Runs `run(policy, seed)` for every policy and the seeds 1 to `seeds` (5); it gives back a table of numbers. Returns a list of
+-- With `also` at the end, unless it is one of them, or the name alone of one that stands there with options.
+local function with(policies, also)
+  local list = { unpack(policies) }
+  for _, policy in ipairs(policies) do
+    if also == nil or policy == also or tostring(policy):match("^[^:]+") == also then return list end
+  end
+  list[#list + 1] = also
+  return list
+end
+
+--- Runs `run(policy, seed)` for every policy, and for `also` where that is none of them, and the seeds 1 to `seeds`
+--- (5); it gives back a table of numbers. Returns a list of
 --- { policy =, NAME = { mean =, spread = standard deviation, values } ... } which prints as a table.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
@@ -42,7 +53,7 @@ function M.new(options)
     M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = function(policy, seed) ... end }")
   end
   local result = { columns = {} }
-  for p, policy in ipairs(options.policies) do
+  for p, policy in ipairs(with(options.policies, options.also)) do
     local row = { policy = tostring(policy) }
     for seed = 1, options.seeds or 5 do
       local numbers = options.run(policy, seed)

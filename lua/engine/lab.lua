@@ -1,4 +1,4 @@
--- What a study prints: a table of rows, and the same numbers as curves in an SVG file. Used by examples/fp8_*.lua.
+-- What a study needs: a text to train on, a table of rows, and the same numbers as curves in an SVG file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
 --   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "dB", log = 10 or nil, series = { { name =, values = { ... } } } })
@@ -36,6 +36,40 @@ function M.mean(list)
   for _, x in ipairs(list) do square = square + (x - sum) ^ 2 / math.max(1, #list - 1) end
   return sum, math.sqrt(square)
 end
+
+-- ------------------------------------------------------------------ a text
+
+local NOUNS = { "engine", "scale", "gradient", "tensor", "layer", "step", "number", "model", "weight", "loss", "batch", "policy", "river", "garden", "lamp",
+  "mountain", "letter", "window", "clock", "bridge" }
+local ADJECTIVES = { "small", "large", "quiet", "patient", "early", "infinite", "honest", "broken", "steady", "narrow" }
+local VERBS = { "follows", "carries", "remembers", "divides", "crosses", "measures", "loses", "doubles", "waits for", "looks at" }
+local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
+
+--- A text of about `bytes` bytes that is the same everywhere and for ever: sentences of a small grammar whose words are not equally common, so that
+--- there is something to learn from it. Examples whose figures are to be seen again train on it. `seed` gives other sentences.
+function M.text(bytes, seed)
+  local state = (seed or 1) * 2654435769 % 2 ^ 32
+  local function draw(n)
+    state = (state * 1664525 + 1013904223) % 2 ^ 32
+    return math.floor(state / 2 ^ 32 * n)
+  end
+  -- The later words are the more common ones.
+  local function pick(list) return list[math.floor(draw(#list * #list) ^ 0.5) + 1] end
+  local parts, length, fresh = {}, 0, true
+  while length < bytes do
+    local noun, other = pick(NOUNS), pick(NOUNS)
+    local sentence = ("%s %s%s %s %s %s"):format(fresh and (draw(3) == 0 and "Every" or "The") or "the", draw(2) == 0 and pick(ADJECTIVES) .. " " or "", noun,
+      pick(VERBS), noun:byte() % 2 == 0 and "its" or "the", other)
+    if draw(5) == 0 then sentence = sentence .. (" %d times"):format(2 + draw(7)) end
+    local stop = ENDS[draw(#ENDS) + 1]
+    fresh = stop:sub(1, 1) == "."
+    parts[#parts + 1] = sentence .. stop
+    length = length + #sentence + #stop
+  end
+  return table.concat(parts)
+end
+
+-- ------------------------------------------------------------------ curves
 
 local COLOURS = { "#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#9c6b4e", "#6cc5b0", "#97bbf5" }
 local W, H, LEFT, TOP, BOTTOM, RIGHT = 760, 420, 70, 40, 46, 190

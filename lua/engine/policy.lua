@@ -230,6 +230,11 @@ function M.register(name, class)
     error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " .. tostring(name), 2)
   end
   require("engine.class_scaler").check(name, class, 2)
+  for _, folder in ipairs(folders) do
+    if C.eng_file_kind(folder .. "/" .. name .. ".lua") ~= 0 then
+      error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(name), 2)
+    end
+  end
   M.classes[name] = class
 end
 
