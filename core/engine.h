@@ -248,8 +248,8 @@ int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
 
-/// The caller is done with a tensor of the step: its memory goes back at once unless a view, or a gradient rule on the tape, looks at it.
-/// Whoever uses it after all is told so (STALE).
+/// The caller is done with a tensor of the step: its memory goes back at once unless a view that nobody is done with, or a gradient rule on
+/// the tape, looks at it. Whoever uses it after all is told so (STALE).
 eng_status eng_done(const eng_tensor *x);
 
 /// Marks a leaf; backward() then accumulates into its gradient.

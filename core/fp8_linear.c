@@ -6,7 +6,7 @@
 //             the bias' gradient is summed from dy itself
 // A product along the other side of a matrix wants blocks along that side. Where blocks are square or the whole matrix the same bytes
 // serve, read transposed. Else the transposed matrix is quantized: dy's and W's with the pass that makes the other copy, x's as the
-// role's `keep` says. So the tape keeps one copy of x, and none of x itself.
+// role's `keep` says. So the tape keeps one copy of x, for all layers in a row that read it alike, and none of x itself.
 //
 // W is quantized from what a forward pass reads otherwise (its low-precision copy, or the master), once, until somebody writes there.
 // Owns the table of sites. Not recorded: the operations inside.
@@ -79,16 +79,25 @@ static struct {
   int     used;
   bool    asked;                         // for, since the slots were full last: else nobody waits for the device
   struct { int64_t site; int role; } of[AMAX_SLOTS];
+  int64_t round;                         // how often the slots began anew
+  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // sites whose x is the one that a slot is of
+  int     too;
 } amaxes;
 
 static double larger_or_nan(double a, double b) { return a != a ? a : b != b || b > a ? b : a; }
+
+static void amaxes_anew(void)
+{
+  amaxes.used = amaxes.too = 0;
+  amaxes.round++;
+}
 
 static eng_status collect_amaxes(void)
 {
   if (!amaxes.slots || amaxes.used == 0) return ENG_OK;
   static float value[AMAX_SLOTS];
-  int used = amaxes.used;
-  amaxes.used = 0;
+  int used = amaxes.used, too = amaxes.too;
+  amaxes_anew();
   tensor *some;
   ENG_TRY(tensor_view(&some, amaxes.slots, 0, 1, (int64_t[]){used}, (int64_t[]){1}));
   eng_status status = transfer_read(value, ENG_f32, some);
@@ -96,6 +105,10 @@ static eng_status collect_amaxes(void)
   for (int i = 0; i < used && status == ENG_OK; i++) {
     fp8_site *s = sites.item[amaxes.of[i].site - 1];
     if (s) s->amax[amaxes.of[i].role] = larger_or_nan(s->amax[amaxes.of[i].role], value[i]);
+  }
+  for (int i = 0; i < too && status == ENG_OK; i++) {
+    fp8_site *s = sites.item[amaxes.x_too[i].site - 1];
+    if (s) s->amax[ENG_FP8_X] = larger_or_nan(s->amax[ENG_FP8_X], value[amaxes.x_too[i].slot]);
   }
   return status;
 }
@@ -111,7 +124,7 @@ static eng_status amax_slot(tensor **out, int64_t site, int role)
   if (!amaxes.slots) ENG_TRY(tensor_make(&amaxes.slots, ARENA_KEPT, ENG_f32, 1, (int64_t[]){AMAX_SLOTS}));
   if (amaxes.used == AMAX_SLOTS) {
     if (amaxes.asked) ENG_TRY(collect_amaxes());
-    amaxes.used = 0;
+    amaxes_anew();
     amaxes.asked = false;
   }
   ENG_TRY(tensor_view(out, amaxes.slots, amaxes.used, 0, NULL, NULL));
@@ -464,7 +477,9 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
 
 /// Where a recorded linear keeps what its backward pass needs.
 enum { IN_X, IN_W, IN_BIAS, IN_XQ, IN_X_SCALE, IN_WQ, IN_W_SCALE, IN_WQ_T, IN_W_SCALE_T, IN_COUNT };
-// ints[1] of its node: how x is kept (ENG_FP8_KEEP_*); ints[2]: the node of the swiglu that made x, where it is to be made anew
+// ints of its node from 1 on: how x is kept (ENG_FP8_KEEP_*); the node of the swiglu that made x, where it is to be made anew; the slot of
+// x's amax, and the round of slots it belongs to
+enum { INT_KEEP = 1, INT_SWIGLU, INT_SLOT, INT_ROUND };
 
 /// The node of a swiglu that keeps its inputs in FP8 and made x, or -1.
 static int swiglu_of(const tensor *x)
@@ -486,20 +501,44 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   return ENG_OK;
 }
 
+/// The node of the attention whose output x shows in another shape, or -1.
+static int attention_of(const tensor *x)
+{
+  while (tape_holds(x) && tape_call(x->node)->op == ENG_OP_reshape) x = tape_call(x->node)->in[0];
+  return tape_holds(x) && x->output == 0 && tape_call(x->node)->op == ENG_OP_attention ? x->node : -1;
+}
+
+eng_status fp8_attention_output(tensor **y, const op_call *node)
+{
+  const tensor *like = node->out[0];
+  tensor *flat_y;
+  ENG_TRY(op_run1(&flat_y, ENG_OP_dequantize, node->in[3], node->in[4], NULL, (int64_t[]){like->dtype, 1, FP8_BLOCK, ENG_FORMAT_E5M6}, 4, 0, 0));
+  int64_t ints[1 + ENG_MAX_DIMS] = {like->ndim};
+  memcpy(ints + 1, like->shape, sizeof like->shape);
+  eng_status status = op_run1(y, ENG_OP_reshape, flat_y, NULL, NULL, ints, 1 + like->ndim, 0, 0);
+  tensor_drop(flat_y);
+  return status;
+}
+
 /// What is kept of x, into the node's places; the copies lose what is kept.
 static eng_status keep_x(op_call *node, const eng_fp8_role *r, copies *x)
 {
-  node->ints[1] = r->keep;
-  node->ints[2] = swiglu_of(node->in[IN_X]);
+  node->ints[INT_KEEP] = r->keep;
+  node->ints[INT_SWIGLU] = swiglu_of(node->in[IN_X]);
   if (r->keep == ENG_FP8_KEEP_SWIGLU) {
-    if (node->ints[2] >= 0) return ENG_OK;
-    node->ints[1] = ENG_FP8_KEEP_CODES;   // x is no swiglu's
+    if (node->ints[INT_SWIGLU] >= 0) return ENG_OK;
+    node->ints[INT_KEEP] = ENG_FP8_KEEP_CODES;   // x is no swiglu's
   }
   if (r->keep == ENG_FP8_KEEP_E5M6) {
     op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {node->in[IN_X]}, .ints = {ENG_FORMAT_E5M6, 1, FP8_BLOCK, ENG_SCALE_DEEPGEMM, 4}, .floats = {-1, 0}};
     ENG_TRY(op_run(&c));
     tensor_drop(c.out[2]);
     node->in[IN_XQ] = c.out[0], node->in[IN_X_SCALE] = c.out[1];
+    int attention = attention_of(node->in[IN_X]);   // its own rule reads the same codes
+    if (attention >= 0 && !fp8_is_attention(tape_call(attention))) {
+      tape_add_input(attention, c.out[0]);
+      tape_add_input(attention, c.out[1]);
+    }
   } else if (x->q_t) {
     node->in[IN_XQ] = x->q_t, node->in[IN_X_SCALE] = x->scale_t;
     x->q_t = x->scale_t = NULL;
@@ -510,13 +549,48 @@ static eng_status keep_x(op_call *node, const eng_fp8_role *r, copies *x)
   return ENG_OK;
 }
 
+static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
+{
+  return a->format == b->format && a->block_rows == b->block_rows && a->block_columns == b->block_columns && a->rule == b->rule &&
+         a->pow2 == b->pow2 && !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
+}
+
+/// A linear just recorded that keeps the codes this one needs: the same x in the same way, by its own amax (gate and up of a SwiGLU). One copy
+/// serves both. NULL: there is none.
+static const op_call *same_codes(const fp8_site *s, const tensor *x)
+{
+  enum { BACK = 8 };
+  const eng_fp8_role *role = &s->recipe.role[ENG_FP8_X];
+  int length = eng_tape_length();
+  for (int i = length - 1; i >= 0 && i >= length - BACK; i--) {
+    const op_call *c = tape_call(i);
+    if (!fp8_is_linear(c) || c->in[IN_X] != x || !c->in[IN_XQ] || c->ints[INT_KEEP] != ENG_FP8_KEEP_CODES) continue;
+    const fp8_site *other = fp8_site_on(c->ints[0]) ? sites.item[c->ints[0] - 1] : NULL;
+    if (!other || other->factor[ENG_FP8_X] != 0 || s->factor[ENG_FP8_X] != 0 || !same_role(&other->recipe.role[ENG_FP8_X], role)) continue;
+    if (c->ints[INT_ROUND] == amaxes.round && amaxes.too < AMAX_SLOTS && tape_unwritten(i, IN_X)) return c;
+  }
+  return NULL;
+}
+
 static eng_status forward(op_call *c, fp8_site *s, int compute, bool record)
 {
   const eng_fp8_role *rx = &s->recipe.role[ENG_FP8_X], *rw = &s->recipe.role[ENG_FP8_W];
   tensor *x = c->in[IN_X], *w = c->in[IN_W];
   copies xq = {0}, wq = {0};
   bool kept = false, keeps_x = record && w->requires_grad;
-  eng_status status = quantize(&xq, c->ints[0], s, ENG_FP8_X, x, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !is_square(rx));
+  const op_call *other = keeps_x && rx->keep == ENG_FP8_KEEP_CODES ? same_codes(s, x) : NULL;
+  eng_status status = ENG_OK;
+  if (other) {
+    xq.q = other->in[IN_XQ], xq.scale = other->in[IN_X_SCALE];
+    c->ints[INT_SLOT] = other->ints[INT_SLOT];
+    amaxes.x_too[amaxes.too].site = c->ints[0];
+    amaxes.x_too[amaxes.too++].slot = (int)c->ints[INT_SLOT];
+    if (measuring) status = measure(s, ENG_FP8_X, x, xq.q, xq.scale);
+  } else {
+    status = quantize(&xq, c->ints[0], s, ENG_FP8_X, x, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !is_square(rx));
+    c->ints[INT_SLOT] = amaxes.used - 1;
+  }
+  c->ints[INT_ROUND] = amaxes.round;
   if (status == ENG_OK) status = weight_copies(&wq, &kept, c->ints[0], s, w);
   tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
   if (status == ENG_OK && bias && bias->parameter && bias->parameter->shadow) status = params_shadow(&bias, bias->parameter);
@@ -542,7 +616,7 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record)
       if (!kept && !turned) wq.q = wq.scale = NULL;
     }
   }
-  drop_copies(&xq);
+  if (!other) drop_copies(&xq);
   if (!kept) drop_copies(&wq);
   c->out[0] = y;
   return status;
@@ -592,11 +666,11 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   tensor *q = node->in[IN_XQ], *scale = node->in[IN_X_SCALE], *x;
   *out = (factor){q, scale, r->block_rows, r->block_columns, false};
-  bool packed = node->ints[1] == ENG_FP8_KEEP_E5M6, anew = node->ints[1] == ENG_FP8_KEEP_SWIGLU;
+  bool packed = node->ints[INT_KEEP] == ENG_FP8_KEEP_E5M6, anew = node->ints[INT_KEEP] == ENG_FP8_KEEP_SWIGLU;
   if (!packed && !anew && is_square(r)) return ENG_OK;
   out->turned = true;
-  if (node->ints[1] == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
-  if (anew) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->ints[2])));
+  if (node->ints[INT_KEEP] == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
+  if (anew) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->ints[INT_SWIGLU])));
   else ENG_TRY(op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
                        (int64_t[]){ENG_f32, packed ? 1 : r->block_rows, packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0}, 4, 0, 0));
   // once more, in blocks along the other side; neither an amax nor a measurement of x

@@ -35,7 +35,11 @@ static inline bool fp8_is_swiglu(const op_call *call) { return call->op == ENG_O
 /// The inputs behind the codes of such a node, and its output made from them.
 eng_status fp8_swiglu_inputs(tensor *out[2], const op_call *node);
 eng_status fp8_swiglu_again(tensor **y, const op_call *node);
-/// Its gradient rule.
+/// An attention whose output stands on the tape as the e5m6 codes that the linear after it keeps, and nowhere else.
+static inline bool fp8_is_attention(const op_call *call) { return call->op == ENG_OP_attention && call->n_in > 3; }
+/// That output, in its own format and shape, made from the codes.
+eng_status fp8_attention_output(tensor **y, const op_call *node);
+/// The gradient rule of linear.
 eng_status fp8_linear_grad(grad_call *g);
 
 #endif

@@ -203,8 +203,11 @@ eng_status grad_attention(grad_call *g)
   op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], y->out[0], y->out[1], g->dy[0]},
                .ints = {y->ints[0]}, .floats = {y->floats[0]}};
   eng_status status = ENG_OK;
+  bool codes = fp8_is_attention(y);
+  if (codes) ENG_TRY(fp8_attention_output(&c.in[3], y));
   if (grad_wants(g, 0) && grad_wants(g, 1) && grad_wants(g, 2)) status = joint_gradients(&c);
   if (status == ENG_OK) status = op_run(&c);
+  if (codes) tensor_drop(c.in[3]);
   if (status != ENG_OK) {
     for (int k = 0; k < 3; k++) tensor_drop(c.out[k]);
     return status;

@@ -145,6 +145,18 @@ const op_call *tape_call(int i)
   return &tape.nodes[i].call;
 }
 
+bool tape_unwritten(int i, int k)
+{
+  return tape.nodes[i].call.in[k]->store->writes == tape.nodes[i].in_writes[k];
+}
+
+void tape_add_input(int i, tensor *x)
+{
+  tape_node *node = &tape.nodes[i];
+  node->in_writes[node->call.n_in] = x->store->writes;
+  node->call.in[node->call.n_in++] = x;
+}
+
 bool tape_reaches(int mark)
 {
   for (int i = 0; i < tape.length; i++) {

@@ -32,6 +32,10 @@ bool tape_holds(const tensor *x);
 bool tape_empty(void);
 /// Operation i of the tape; its op is -1 for a gradient that Lua computes.
 const op_call *tape_call(int i);
+/// Whether nobody wrote into input k of a recorded node since.
+bool tape_unwritten(int node, int k);
+/// One more input of a recorded node, which its gradient rule will read.
+void tape_add_input(int node, tensor *x);
 /// Whether the tape names a tensor from place `mark` of the step's list on.
 bool tape_reaches(int mark);
 /// Empties the tape and lets go of the gradients of leaves: the step is over.

@@ -15,6 +15,7 @@ static reads reads_of(const op_call *call)
 {
   if (fp8_is_linear(call)) return (reads){ALL & ~(FIRST | SECOND | THIRD), 0};
   if (fp8_is_swiglu(call)) return (reads){ALL & ~(FIRST | SECOND), 0};
+  if (fp8_is_attention(call)) return (reads){ALL, SECOND};
   switch (call->op) {
     case ENG_OP_add: case ENG_OP_sub: case ENG_OP_affine: case ENG_OP_neg: case ENG_OP_cast: case ENG_OP_contiguous: case ENG_OP_dropout:
     case ENG_OP_reshape: case ENG_OP_permute: case ENG_OP_expand: case ENG_OP_slice: case ENG_OP_split: case ENG_OP_concat:
@@ -62,7 +63,8 @@ int64_t eng_tape_bytes(int64_t *fp8)
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;
     reads r = reads_of(call);
-    take(all, &n, call->in, call->n_in, r.in, fp8_is_linear(call) || fp8_is_swiglu(call));
+    int own = fp8_is_attention(call) ? 3 : call->n_in;   // its codes are those of the linear after it
+    take(all, &n, call->in, own, r.in, fp8_is_linear(call) || fp8_is_swiglu(call));
     take(all, &n, call->out, call->n_out, r.out, false);
   }
   qsort(all, (size_t)n, sizeof *all, by_address);
@@ -93,13 +95,17 @@ eng_status eng_done(const eng_tensor *handle)
   ENG_TRY(tensor_get(&x, handle));
   storage *s = x->store;
   bool computed = tape_holds(x);
-  if (s->arena != ARENA_STEP || s->references != 1 || !s->memory || (x->requires_grad && !computed)) return ENG_OK;
-  for (int i = eng_tape_length() - 1; i >= (computed ? x->node : 0); i--) {
+  if (s->arena != ARENA_STEP || !s->memory || (x->requires_grad && !computed)) return ENG_OK;
+  if (!x->done) s->done++;
+  x->done = true;
+  if (s->done != s->references) return ENG_OK;
+  int first = computed && s->references == 1 ? x->node : 0;
+  for (int i = eng_tape_length() - 1; i >= first; i--) {
     const op_call *call = tape_call(i);
     if (call->op < 0 || is_read(s, call)) return ENG_OK;   // what a gradient in Lua reads nobody knows
   }
   arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
-  s->memory = x->data = NULL;
+  s->memory = x->data = NULL;   // views among them are known by their storage
   s->bytes = 0;
   return ENG_OK;
 }

@@ -92,7 +92,7 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
     return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
-    if (!x->data && !x->store->memory && x->count > 0)
+    if (x->done && !x->store->memory && x->count > 0)
       return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back", tensor_text(x));
     *out = x;
     return ENG_OK;
@@ -230,6 +230,7 @@ void tensor_drop(tensor *x)
 {
   if (!x || !x->live) return;
   tensor_drop(x->gradient);
+  x->store->done -= x->done;
   storage_release(x->store);
   slot_return(x);
 }
@@ -237,6 +238,8 @@ void tensor_drop(tensor *x)
 void tensor_rehome(tensor *x, void *memory)
 {
   storage *old = x->store, *s = storage_take();
+  old->done -= x->done;
+  x->done = false;
   if (s) {
     *s = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
     x->store = s;

@@ -15,6 +15,7 @@ typedef struct storage {
   int32_t  arena;           // arena_id; -1: somebody else's memory
   int32_t  space;           // whose memory: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // how often a script wrote into it (fill, copy, random numbers)
+  int32_t  done;            // of these tensors, those whose user said done()
 } storage;
 
 typedef struct tensor {
@@ -31,6 +32,7 @@ typedef struct tensor {
   bool      of_step;                 // belongs to the current step
   bool      held;                    // a flat buffer's: only its parameter set may drop it
   bool      hung;                    // is the gradient of some tensor
+  bool      done;                    // its user needs it no more
   int32_t   node;                    // tape node that made it; -1: none
   int32_t   output;                  // which output of that node
   int32_t   step_index;              // place in the step's list

@@ -86,8 +86,20 @@ describe("the FP8 laboratory", function()
     end
   end)
 
+  it("memory: each role takes what shapes and formats say, and less under FP8", function()
+    for _, settings in ipairs { { "model=llama", "recipe=fp8_block" }, { "model=gpt", "recipe=fp8_current" } } do
+      local result = run("memory", "width=64", "layers=2", "context=32", settings[1], settings[2])
+      assert.equal(0, result.code, result.err)
+      for _, role in ipairs { "masters", "low%-precision copies", "FP8 copies", "gradients", "moments", "kept for backward", "  of it FP8" } do
+        local a, b, c, d = result.out:match("\n" .. role .. " +([%d.]+) +([%d.]+) +([%d.]+) +([%d.]+)")
+        assert.is_true(math.abs(a - b) <= 0.011 and math.abs(c - d) <= 0.011, result.out)
+      end
+      assert.is_true(tonumber(result.out:match("kept for backward.- ([%d.]+)\n")) < 0.95, result.out)
+    end
+  end)
+
   it("answers wrong settings in one line", function()
-    for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many", snr = "smaples=2", train = "model=rnn" } do
+    for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many", snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
       local result = run(name, wrong)
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*\n$", result.err)

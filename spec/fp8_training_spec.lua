@@ -335,6 +335,55 @@ describe("memory", function()
     end
     assert.is_truthy(tostring(low):find("of it FP8"))
   end)
+  it("of attention's output under fp8_block is 12 bits a number and nothing else, with gradients beside those of the whole one", function()
+    local plain = { base = "fp8_block", fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
+    local packed, codes = bytes_of "fp8_block", bytes_of(plain)
+    -- for each of 2 layers, 256 rows of 128: 1.5 bytes in the place of 1 and of bf16's 2
+    assert.are.equal(2 * 256 * 128 * 1.5, codes["kept for backward"].measured - packed["kept for backward"].measured)
+    local function gradients(precision)
+      engine.seed(4)
+      local attention, got = nn.attention(128, 4, {}), {}
+      local model = nn.sequential { attention }
+      engine.optim.sgd(model, { lr = 0, precision = precision })
+      with_gradient(function()
+        local x, dy = engine.randn(2, 32, 128):requires_grad(true), engine.randn(2, 32, 128)
+        ;(engine.autocast(precision, function() return model(x) end):to("f32") * dy):sum():backward()
+        got.x = x.grad:to("f32"):keep()
+        for _, p in ipairs(model:parameters()) do got[p.name] = p.tensor.grad:to("f32"):keep() end
+      end)()
+      return got
+    end
+    local function recipe(keep)
+      return { base = "fp8_block", fp8 = { high = { "qkv" }, layers = { { match = "out$", x = { keep = keep } } } } }
+    end
+    local low, full = gradients(recipe "e5m6"), gradients(recipe "codes")
+    for name, want in pairs(full) do assert.is_true(relative(low[name], want) < (name:find("out") and 0.05 or 0.005), name .. " " .. relative(low[name], want)) end
+  end)
+  it("of a view goes back when all who look at it are done", with_gradient(function()
+    local x = engine.randn(8, 8):requires_grad(true)
+    local y = x + 1
+    local flat = y:view(-1)
+    local loss = flat:sum()
+    flat:done()
+    assert.are.equal(64, (y * 1).count)
+    y = x + 1
+    flat = y:view(-1)
+    loss = loss + flat:sum()
+    y:done() flat:done()
+    assert.has_error(function() return y * 1 end)
+    assert.has_error(function() return flat * 1 end)
+    y = x + 1
+    flat = y:view(-1)
+    loss = loss + flat:exp():sum()
+    y:done() flat:done()                 -- exp's rule reads what it gave, not what it took
+    y = x + 1
+    flat = y:view(-1)
+    loss = loss + flat:log():sum()
+    flat:done() y:done()                 -- log's rule reads it: nothing happens
+    assert.are.equal(64, (y * 1).count)
+    loss:backward()
+    assert.is_true(relative(x.grad, (x:detach() + 1):exp() + 2 + 1 / (x:detach() + 1)) < 1e-6)
+  end))
   it("of what is done goes back, and using it is told", with_gradient(function()
     local x = engine.randn(8, 8):requires_grad(true)
     local y = x + 1
@@ -350,6 +399,42 @@ describe("memory", function()
 end)
 
 describe("SwiGLU in FP8", function()
+  it("keeps one copy of what gate and up both read, and tells both of its amax", with_gradient(function()
+    engine.seed(2)
+    local mlp = nn.swiglu(128, 256, {})
+    local opt = engine.optim.sgd(mlp, { lr = 0, precision = "fp8_block" })
+    local x = engine.randn(32, 128):requires_grad(true)
+    local amax, m = M_ffi.new("double[3]"), M_ffi.new("eng_fp8_meter[3]")
+    C.eng_fp8_amax(amax, opt.fp8.list[1].id)
+    C.eng_fp8_measure(true)
+    local y = engine.autocast("fp8_block", function() return mlp(x) end)
+    C.eng_fp8_measure(false)
+    local fp8_bytes = M_ffi.new("int64_t[1]")
+    C.eng_tape_bytes(fp8_bytes)
+    assert.are.equal(32 * (128 + 4 + 256 + 8), tonumber(fp8_bytes[0]))   -- x once, down's input: codes and a scale for each 128 of them
+    y:to("f32"):sum():backward()
+    local want = x:detach():abs():max():item()
+    for _, site in ipairs(opt.fp8.list) do
+      M_ffi.check(C.eng_fp8_amax(amax, site.id))
+      M_ffi.check(C.eng_fp8_meters(m, site.id))
+      if site.path ~= "down" then
+        assert.are.equal(want, amax[0], site.path)
+        assert.are.same({ 32 * 128, want }, { tonumber(m[0].count), m[0].amax }, site.path)
+      end
+    end
+  end))
+  it("does not take another's codes where it quantizes otherwise", with_gradient(function()
+    for _, case in ipairs { { "^up$", { rule = "deepseek" } }, { "^up$", { stochastic = true } }, { "^up$", { keep = "transposed" } } } do
+      local mlp = nn.swiglu(128, 128, {})
+      engine.optim.sgd(mlp, { lr = 0, precision = { base = "fp8_block", fp8 = { layers = { { match = case[1], x = case[2] } } } } })
+      local x, fp8_bytes = engine.randn(32, 128):requires_grad(true), M_ffi.new("int64_t[1]")
+      local y = engine.autocast("fp8_block", function() return mlp(x) end)
+      C.eng_tape_bytes(fp8_bytes)
+      -- 32 scales each, of x transposed 128
+      assert.are.equal(3 * 32 * (128 + 4) + (case[2].keep and 4 * (128 - 32) or 0), tonumber(fp8_bytes[0]))
+      y:to("f32"):sum():backward()
+    end
+  end))
   it("keeps its inputs as codes and has gradients beside f32's", function()
     local function gradients(precision)
       engine.seed(2)

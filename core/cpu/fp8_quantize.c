@@ -3,7 +3,7 @@
 // transposed copy is wanted the same tile gives it, too, in blocks of its own. Blocks too tall for a tile take two passes: one
 // that measures pieces of them, one that writes. Scales of one column each or of a whole row go through the same loops: a
 // row's factors are laid out, one for each element.
-// f64 and e5m6, and a transposed copy rounded at random, go to the reference. Called through backend.kernel[].
+// f64, e5m6 in blocks of several rows, and a transposed copy rounded at random go to the reference. Called through backend.kernel[].
 #include "../fp8_layout.h"
 #include "../fp8_scale.h"
 #include "../rng.h"
@@ -524,8 +524,8 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Sides whose blocks fit tiles, all in one pass.
-static eng_status run_tiles(work *w, bool together, uint32_t *top)
+// Sides whose blocks fit tiles, all in one pass: a body for each tile, which tells the largest magnitude it met.
+static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
   int64_t down = (s->rows + w->high - 1) / w->high, tasks;
@@ -534,7 +534,7 @@ static eng_status run_tiles(work *w, bool together, uint32_t *top)
   int64_t bytes = tasks * (int64_t)sizeof(uint32_t);
   w->tops = arena_alloc(ARENA_SCRATCH, bytes);
   if (!w->tops) return ENG_ERR_MEMORY;
-  run_tasks(tasks, together, tile_task, w);
+  run_tasks(tasks, together, body, w);
   for (int64_t t = 0; t < tasks; t++) *top = w->tops[t] > *top ? w->tops[t] : *top;
   arena_free(ARENA_SCRATCH, w->tops, bytes);
   return ENG_OK;
@@ -578,11 +578,50 @@ static bool fit(work *w)
   return true;
 }
 
+// ---- e5m6: rows of blocks, eight codes in three words
+
+static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors, int n)
+{
+  float buffer[TILE];
+  int32_t lanes[TILE];
+  const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c, n);
+  bool by = divides(s);
+  for (int i = 0; i < n; i += VF_LANES) {
+    int m = n - i < VF_LANES ? n - i : VF_LANES;
+    vf y = vf_load_n(x + i, m), f = vf_select(vm_first(m), vf_load_n(factors + i, m), vf_set1(1.0f));
+    vi_store(lanes + i, vf_to_e5m6(by ? vf_div(y, f) : vf_mul(y, f)));
+  }
+  uint32_t *word = (uint32_t *)s->q + (r * s->columns + c) / 8 * 3;
+  for (int i = 0; i < n; i += 8, word += 3) {
+    uint16_t code[8];
+    for (int k = 0; k < 8; k++) code[k] = (uint16_t)lanes[i + k];
+    e5m6_pack(word, code);
+  }
+}
+
+static void packed_task(const void *context, int64_t r)
+{
+  const work *w = context;
+  const side *s = &w->sides[0];
+  uint32_t most[STRIP], top = 0;
+  float factors[STRIP];
+  for (int64_t c0 = 0; c0 < s->columns; c0 += w->wide) {
+    int64_t columns = smaller(w->wide, s->columns - c0);
+    measure(s, r, 1, c0, columns, most);
+    for (int64_t j = 0; j * s->wide < columns; j++) top = most[j] > top ? most[j] : top;
+    lay_factors(s, most, r, c0, columns, true, factors);
+    for (int64_t c = 0; c < columns; c += TILE)
+      pack_codes(s, r, c0 + c, s->wide > STRIP ? factors : factors + c, (int)smaller(TILE, columns - c));
+  }
+  w->tops[r] = top;
+}
+
 static eng_status quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
   bool turned = call->out[3] != NULL, square = call->ints[1] == call->ints[2], together = x->count >= PARALLEL_ELEMENTS;
-  if (!dtype_is_fast(x->dtype) || call->ints[0] == ENG_FORMAT_E5M6 || !call->out[0] || !call->out[1] || x->count == 0 ||
+  bool packed = call->ints[0] == ENG_FORMAT_E5M6;
+  if (!dtype_is_fast(x->dtype) || !call->out[0] || !call->out[1] || x->count == 0 ||
       (turned && !square && call->ints[4] & FP8_STOCHASTIC)) return forward_to_reference(call);
   for (int k = 1; k < 5; k += 3)
     if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));   // the padding
@@ -599,12 +638,18 @@ static eng_status quantize(const op_call *call)
     }
   }
   uint32_t top = 0;
-  if (fit(&w)) {
-    ENG_TRY(run_tiles(&w, together, &top));
+  if (packed) {
+    const side *s = &w.sides[0];
+    if (s->high != 1 || (s->wide % 8 && s->wide < s->columns)) return forward_to_reference(call);
+    w.high = 1;
+    w.wide = s->wide > STRIP ? s->columns : STRIP / s->wide * s->wide;
+    ENG_TRY(run_tiles(&w, together, packed_task, &top));
+  } else if (fit(&w)) {
+    ENG_TRY(run_tiles(&w, together, tile_task, &top));
   } else {
     for (int k = 0; k < w.n; k++) {
       work one = {.n = 1, .sides = {w.sides[k]}};
-      if (fit(&one)) ENG_TRY(run_tiles(&one, together, &top));
+      if (fit(&one)) ENG_TRY(run_tiles(&one, together, tile_task, &top));
       else ENG_TRY(run_tall(&one.sides[0], together, &top));
     }
   }
@@ -612,7 +657,16 @@ static eng_status quantize(const op_call *call)
   return ENG_OK;
 }
 
-typedef struct back { const op_call *call; fp8_scales at; int64_t columns; } back;
+typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
+
+// n numbers, a multiple of 8, of e5m6: the top bits of f16.
+static void unpack(float *to, const uint32_t *word, int n)
+{
+  uint16_t code[TILE];
+  for (int i = 0; i < n; i += 8, word += 3) e5m6_unpack(code + i, word);
+  for (int i = 0; i < n; i++) code[i] = (uint16_t)(code[i] << 4);
+  floats_from(to, code, ENG_f16, 0, n);
+}
 
 static void back_task(const void *context, int64_t row)
 {
@@ -628,7 +682,8 @@ static void back_task(const void *context, int64_t row)
       float one = scale[fp8_scale_at(&b->at, row, c + i)];
       for (; i < end; i++) factors[i] = one;
     }
-    fp8_decode(x, (const uint8_t *)q->data + first, q->dtype, n);
+    if (b->packed) unpack(x, (const uint32_t *)q->data + first / 8 * 3, n);
+    else fp8_decode(x, (const uint8_t *)q->data + first, q->dtype, n);
     to = tile_target(x, y->data, y->dtype, first);
     for (int i = 0; i < n; i++) to[i] = x[i] * factors[i];
     tile_store(y->data, y->dtype, first, to, n);
@@ -638,11 +693,12 @@ static void back_task(const void *context, int64_t row)
 static eng_status dequantize(const op_call *call)
 {
   const tensor *q = call->in[0], *y = call->out[0];
-  if (!dtype_is_fast(y->dtype) || !dtype_is_fp8(q->dtype)) return forward_to_reference(call);
-  back b = {.call = call, .columns = q->shape[q->ndim - 1]};
-  int64_t rows = q->count / b.columns;
+  bool packed = call->ints[3] == ENG_FORMAT_E5M6;
+  if (!dtype_is_fast(y->dtype) || (!packed && !dtype_is_fp8(q->dtype)) || y->count == 0) return forward_to_reference(call);
+  back b = {.call = call, .columns = y->shape[y->ndim - 1], .packed = packed};
+  int64_t rows = y->count / b.columns;
   b.at = fp8_scales_for(call->ints[1], call->ints[2], rows, b.columns, NULL);
-  run_tasks(rows, q->count >= PARALLEL_ELEMENTS, back_task, &b);
+  run_tasks(rows, y->count >= PARALLEL_ELEMENTS, back_task, &b);
   return ENG_OK;
 }
 

@@ -32,7 +32,7 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 #endif
 }
 
-/// Codes, in the low bytes of lanes, of magnitudes that do not round past the format's numbers; the other bytes hold anything.
+/// Codes, in the low bits of lanes, of magnitudes that do not round past the format's numbers; the bits above hold anything. fraction: 6 for e5m6.
 /// The sum with 2^`drop` times the binade's power of two, that of the subnormals below, rounds at the format's step, to nearest even, and
 /// leaves the significand in its last bits.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
@@ -63,6 +63,15 @@ VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 }
 /// Whether a magnitude is such a one; false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction) { return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f; }
+
+/// Codes of e5m6, saturating.
+VF_INLINE vi vf_to_e5m6(vf x)
+{
+  vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF));
+  vi code = vf_fp8_magnitude_(vi_least_(magnitude, (int32_t)f32_bits(E5M6_MAX)), 6);
+  code = vi_or(vi_and(code, vi_set1(0x7FF)), vi_and(vi_shr(bits, 20), vi_set1(0x800)));
+  return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7E0), code);
+}
 
 /// Stochastic rounding by one random word a lane.
 VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool saturate)

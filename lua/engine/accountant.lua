@@ -76,14 +76,23 @@ function M.new(opt, loss)
   local rows_of = {}
   if loss then
     local paths = {}
-    for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do paths[site.module] = site.path end
-    local inputs = {}
+    -- one copy of x serves all layers that keep its codes in one way
+    local inputs, seen, sharing = {}, {}, {}
+    for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
+      local role = site.recipe.role[0]
+      paths[site.module] = site.path
+      if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
+        sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows, role.block_columns, role.rule, role.pow2, role.margin, role.eps)
+      end
+    end
     opt.model:apply(function(m) if m._class == "swiglu" then rows_of.swiglu = true end end)
     for m, path in pairs(paths) do
       inputs[m] = rawget(m, "forward")
       local forward = m.forward
       rawset(m, "forward", function(self, x)
-        rows_of[path] = (rows_of[path] or 0) + x.count / self.inputs
+        local key = ("%d.%d %s"):format(x.slot, x.generation, sharing[self] or path)
+        if not seen[key] then rows_of[path] = (rows_of[path] or 0) + x.count / self.inputs end
+        seen[key] = true
         return forward(self, x)
       end)
     end

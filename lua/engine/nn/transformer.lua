@@ -95,7 +95,10 @@ function Attention:forward(x)
   if self.dropout > 0 and self._training then y = attention_with_dropout(q, k, v, self.causal, self.dropout)
   else y, entropy = tensor.attention(q, k, v, { causal = self.causal, entropy = self.watch_entropy }) end   -- [B x T x H x D]
   rawset(self, "entropy", entropy)
-  return self.out(y:view(B, T, C))
+  local flat = y:view(B, T, C)
+  local answer = self.out(flat)
+  flat:done() y:done()
+  return answer
 end
 function Attention:extra() return ("%d heads%s"):format(self.heads, self.causal and ", causal" or "") end
 M.attention = Attention
