@@ -39,6 +39,21 @@ static int global_assigned(lua_State *L)
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 
+// A budget that is spent ends the policy whoever would catch its errors; and each call costs something, for with the stack nearly full
+// LuaJIT raises before it counts an instruction.
+static int box_pcall(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  luaL_checkany(L, 1);
+  policy_check_stack(p);
+  policy_charge(p, 16);
+  int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
+  policy_charge(p, 0);                                     // raises again where the policy is being ended
+  lua_pushboolean(L, status == 0);
+  lua_insert(L, 1);
+  return lua_gettop(L);
+}
+
 static int box_tostring(lua_State *L)
 {
   luaL_checkany(L, 1);
@@ -82,9 +97,14 @@ void policy_open_constant(lua_State *L, int index)
   lua_pop(L, 1);
 }
 
-// table.insert and table.move write past a metatable: into their first argument or their fifth.
+// table.insert and table.move write past a metatable: into their first argument or their fifth. An insert moves what follows its place.
 static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
 {
+  if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
+    lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
+    if (!(at >= 1 && at <= n + 1)) return luaL_error(L, "table.insert: place %f of a list of %f", at, n);
+    policy_charge(policy_of(L), (int64_t)(n + 1 - at));
+  }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i)) return luaL_error(L, "this table is constant; keep in 'state' what changes");
   lua_pushvalue(L, lua_upvalueindex(1));
@@ -499,7 +519,7 @@ static void wrap(lua_State *L, const char *name, lua_CFunction function)
 
 void policy_box_open(eng_policy *p)
 {
-  static const char *const base[] = { "assert", "error", "ipairs", "pcall", "select", "tonumber", "type", "unpack", NULL };
+  static const char *const base[] = { "assert", "error", "ipairs", "select", "tonumber", "type", "unpack", NULL };
   static const char *const math_names[] = { "abs", "acos", "asin", "atan", "atan2", "ceil", "cos", "cosh", "deg", "exp", "floor", "fmod",
     "frexp", "huge", "ldexp", "log", "log10", "max", "min", "modf", "pi", "pow", "rad", "sin", "sinh", "sqrt", "tan", "tanh", NULL };
   static const char *const table_names[] = { "concat", "insert", "maxn", "move", "remove", "sort", NULL };
@@ -518,6 +538,7 @@ void policy_box_open(eng_policy *p)
   set_function(L, "pairs", box_pairs);
   set_function(L, "next", box_next);
   set_function(L, "tostring", box_tostring);
+  set_function(L, "pcall", box_pcall);
 
   lua_getglobal(L, "math");
   take(L, math_names);

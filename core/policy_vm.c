@@ -77,8 +77,16 @@ void policy_kill(eng_policy *p, const char *why)
   kill_at(p, why, 1);
 }
 
-static const char out_of_budget[] = "the policy ran past its instruction budget; a decision must be a few hundred instructions";
+static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule";
 static const char out_of_time[] = "the policy ran past its time limit; a decision must take microseconds";
+
+// The clock is read where some work was done: a short decision never pays for it.
+static bool past_deadline(eng_policy *p)
+{
+  double now = eng_clock();
+  if (p->deadline == 0) p->deadline = now + p->seconds;
+  return now > p->deadline;
+}
 
 static void budget_hook(lua_State *L, lua_Debug *at)
 {
@@ -88,16 +96,19 @@ static void budget_hook(lua_State *L, lua_Debug *at)
   if (p->killed) kill_at(p, p->killed, 0);
   p->budget -= HOOK_INTERVAL;
   if (p->budget < 0) kill_at(p, out_of_budget, 0);
-  // The clock is read here only: a short decision never pays for it.
-  double now = eng_clock();
-  if (p->deadline == 0) p->deadline = now + p->seconds;
-  else if (now > p->deadline) kill_at(p, out_of_time, 0);
+  if (past_deadline(p)) kill_at(p, out_of_time, 0);
 }
 
 void policy_charge(eng_policy *p, int64_t work)
 {
+  if (!p->running) return;
+  if (p->killed) policy_kill(p, p->killed);
   p->budget -= work;
   if (p->budget < 0) policy_kill(p, out_of_budget);
+  p->unclocked += work;
+  if (p->unclocked < HOOK_INTERVAL) return;
+  p->unclocked = 0;
+  if (past_deadline(p)) policy_kill(p, out_of_time);
 }
 
 void policy_check_stack(eng_policy *p)
@@ -288,6 +299,8 @@ static void read_identity(eng_policy *p)
   stem(from_file, sizeof from_file, p->file);
   p->name = copy_text(p, lua_isnil(L, -1) ? from_file : lua_tostring(L, -1));
   if (!*p->name) fail(p, "name", "'name' is empty");
+  for (const unsigned char *c = (const unsigned char *)p->name; *c; ++c)
+    if (*c < 0x20 || *c == 0x7F) fail(p, "name", "'name' has a control character");
   lua_settop(L, 1);
 }
 
@@ -576,14 +589,31 @@ static bool is_scale(double x)
 }
 
 // At most size - 1 bytes, never half of a UTF-8 character.
+// Bytes of the UTF-8 character at `at`, 0 when it is none, or a control character that a terminal would obey.
+static size_t printable(const unsigned char *at, size_t left)
+{
+  if (*at < 0x80) return *at >= 0x20 && *at != 0x7F;
+  size_t n = *at >= 0xC2 && *at < 0xE0 ? 2 : *at >= 0xE0 && *at < 0xF0 ? 3 : *at >= 0xF0 && *at < 0xF5 ? 4 : 0;
+  if (n == 0 || n > left) return 0;
+  for (size_t i = 1; i < n; ++i)
+    if ((at[i] & 0xC0) != 0x80) return 0;
+  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F)) return 0;
+  return *at == 0xC2 && at[1] < 0xA0 ? 0 : n;
+}
+
+// A policy's text goes to terminals and pages: what is no character of a text becomes a question mark, a line's end a space.
 static void copy_reason(char *out, size_t size, const char *text, size_t length)
 {
-  if (length >= size) {
-    length = size - 1;
-    while (length > 0 && ((unsigned char)text[length] & 0xC0) == 0x80) --length;
+  size_t to = 0;
+  for (size_t at = 0; at < length;) {
+    size_t n = printable((const unsigned char *)text + at, length - at);
+    if (to + (n ? n : 1) >= size) break;
+    if (n) memcpy(out + to, text + at, n);
+    else out[to] = text[at] == '\n' || text[at] == '\t' ? ' ' : '?';
+    to += n ? n : 1;
+    at += n ? n : 1;
   }
-  memcpy(out, text, length);
-  out[length] = '\0';
+  out[to] = '\0';
 }
 
 // Says in `why` that the value on top of the stack does not do for `field`: "scale = nan; expected ...". Gives false.

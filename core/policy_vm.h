@@ -48,6 +48,7 @@ struct eng_policy {
   bool     running;              // the policy's code runs; false: the host works in its state
   const char *killed;            // NULL, or why this call is being ended, pcall or not
   int64_t  budget, instructions; // left, and at the start
+  int64_t  unclocked;            // work since the clock was looked at
   double   seconds, deadline;    // deadline 0: the clock was not read yet
   const char *stack;             // the C stack when the call began
   uint64_t random_key, random_count;

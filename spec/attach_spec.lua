@@ -224,6 +224,8 @@ describe("the door", function()
     assert.matches("expected a JSON object", second.receive())
     assert.matches("there is no command 'fly'", second.receive())
     assert.matches("there is no command 'nil'", second.receive())
+    second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')   -- what is no id is left out
+    for _ = 1, 2 do assert.matches('"ok":', second.receive()) end
     for _, client in ipairs(nine) do client.leave() end
     silent.leave()
     wait_for_step(run, status(run).step)

@@ -175,6 +175,23 @@ describe("a bad policy", function()
     assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
+  it("file whose place a pipe or a device took leaves the policy alone", function()
+    for name, text in pairs { pipe = "is no ordinary file", ["link to a device"] = "is no ordinary file", ["large file"] = "is larger than 1 MiB" } do
+      local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
+      helper.write(path, "return { options = { init_scale = 4 }, decide = function(s) return s.scale end }")
+      local trainer = job { policy = path, steps = 12, run = folder .. "/" .. name:sub(1, 4), on_step = function(t)
+        if t.steps_done ~= 3 then return end
+        helper.shell("rm " .. helper.quote(path) .. (name == "pipe" and "; mkfifo " .. helper.quote(path) or name == "large file" and "; truncate -s 3G " .. helper.quote(path)
+          or "; ln -s /dev/zero " .. helper.quote(path)))
+      end }
+      trainer:run()
+      local refused = engine.history.open(folder .. "/" .. name:sub(1, 4)):query("SELECT text FROM events WHERE kind = 'swap_refused'")
+      assert.are.equal(1, #refused, name)
+      assert.matches(text, refused[1].text, 1, true)
+      assert.has_error(function() engine.policy.load(path) end)
+    end
+  end)
+
   it("file that is gone leaves the policy alone", function()
     local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
       if step == 6 then os.remove(folder .. "/p.lua") end

@@ -67,7 +67,7 @@ describe("a policy file", function()
     refused("return { decide = function() end, init = function() return 5 end }", "p.lua: init must return a table, the state; it returned number")
     refused("return { decide = function() end, init = function()\n error('no') end }", "p.lua:2: no")
     refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local', and keep in 'state' what must last")
-    refused("while true do end", "p.lua:1: the policy ran past its instruction budget; a decision must be a few hundred instructions")
+    refused("while true do end", "p.lua:1: the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule")
     refused(string.dump(function() return {} end), "p.lua: compiled code; a policy is Lua text")
     refused("return { decide = function() end, init = function() return { scale = 1, f = function() end } end }",
       "p.lua: init made a state that is no plain data: state.f is a function; only numbers, strings, booleans and tables can be saved")
@@ -139,6 +139,8 @@ describe("the sandbox", function()
       "local function f() return f() end return f()",
       "for _ in ('x'):rep(1e5):gmatch('.') do for _ in ('x'):rep(1e5):gmatch('.') do end end",
       "while true do table.sort({ 3, 1, 2 }, function(a, b) return a < b end) end",
+      -- with the stack nearly full no instruction is counted: each pcall costs something by itself
+      "local function f() while true do pcall(f) end end f()", "local f f = function() pcall(f) pcall(f) return f() end f()",
     } do
       fails(with(body), "the policy ran past its instruction budget")
     end
@@ -152,6 +154,9 @@ describe("the sandbox", function()
     fails(with("while true do local x = ('ab'):rep(4e5) end"), "budget")
     fails(with("local t = {} for i = 1, 1e5 do t[i] = 'abc' end while true do local x = table.concat(t) end"), "budget")
     fails(with("local t = {} for i = 1, 1e4 do t[i] = -i end while true do table.sort(t) end"), "budget")
+    fails(with("table.insert({}, -2^31, 1) return 1"), "table.insert: place -2147483648 of a list of 0")
+    fails(with("local t = {} for i = 1, 1e4 do t[i] = i end while true do table.insert(t, 1, 0) t[#t] = nil end"), "budget")
+    assert.are.equal(6, decide(with("local t = { 1, 2 } table.insert(t, 1, 3) table.insert(t, 4, 5) table.insert(t, 3) return t[1] + t[5]")).scale)
   end)
 
   it("ends recursion before any stack is hurt", function()
@@ -379,6 +384,13 @@ describe("a verdict", function()
   it("cuts a long reason between characters", function()
     local why = decide(with("return { scale = 1, reason = ('\195\169'):rep(200) }")):why()
     assert.are.equal(("\195\169"):rep(127), why)
+  end)
+
+  it("gives a terminal nothing to obey", function()
+    local why = decide(with([[return { scale = 1, reason = "\27[2Ja\r\nb\tc\127\194\155\255\195\169 \226\130\172\237\160\128" }]])):why()
+    assert.are.equal("?[2Ja? b c???? \226\130\172???", (why:gsub("\195\169", "")))
+    assert.has_error(function() load("return { name = 'a\\27b', options = { init_scale = 1 }, decide = function(s) return s.scale end }") end,
+      "p.lua:1: 'name' has a control character")
   end)
 end)
 
@@ -650,7 +662,7 @@ describe("migration", function()
     assert.are.equal(21, decide(plain).scale)
     for body, message in pairs { ["return 5"] = "p.lua: migrate must return a table, the state; it returned number", ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] = "p.lua: migrate gives no loss scale to begin with: expected a positive finite number in state.scale, got -1",
-      ["while true do end"] = "p.lua:1: the policy ran past its instruction budget; a decision must be a few hundred instructions" } do
+      ["while true do end"] = "p.lua:1: the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule" } do
       local bad = load("return { init = function() return { scale = 1 } end, decide = function(s) return 2 end, migrate = function() " .. body .. " end }")
       assert.has_error(function() bad:take_over(old) end, message)
       assert.are.equal(1, bad:scale())

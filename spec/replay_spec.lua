@@ -315,6 +315,11 @@ describe("engine tune", function()
     local refused = 0
     for _, row in ipairs(found.rows) do refused = refused + (row.cost == math.huge and 1 or 0) end
     assert.are.equal(4, refused)
+    local broken = helper.write(folder .. "/broken.lua", "return { options = { init_scale = 4 }, decide = function() return 'x' end }")
+    assert.matches("broken failed at every step", fails(engine.tune, { runs = { "9." }, policy = broken, over = { "init_scale=1,2" }, objective = "skipped" }), 1, true)
+    local out = json.decode(helper.run({ "replay", "3.", "--policy", broken, "--json" }).out).policies[1]
+    assert.are.equal(3, out.failures)
+    assert.matches("a string; expected", out.failure, 1, true)
   end)
 
   it("answers mistakes in one line", function()

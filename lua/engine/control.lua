@@ -195,7 +195,8 @@ end
 function Control:answer(number, id, reply)
   if not self.door then return end
   local good, status = pcall(self.status, self)
-  reply.id, reply.status = id ~= true and id or nil, good and status or nil
+  if type(id) == "string" or type(id) == "number" then reply.id = id end
+  reply.status = good and status or nil
   local text = require("engine.json").encode(reply)
   C.eng_attach_answer(self.door, number, text, #text)
 end

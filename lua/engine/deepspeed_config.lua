@@ -127,11 +127,9 @@ end
 
 --- Reads a DeepSpeed JSON: the name of the policy and its options.
 function M.read(path, changes)
-  local file, why = io.open(path, "rb")
-  if not file then error("policy: " .. why, 0) end
-  local text = file:read("*a")
-  file:close()
-  if not text then error("policy: " .. path .. ": cannot be read (is it a folder?)", 0) end
+  local text, why = require("engine.policy").read(path)
+  if not text then error("policy: " .. why, 0) end
+  text = text:gsub("^\239\187\191", "")                -- a byte order mark
   local config, problem = cjson.decode(text)
   if config == nil then
     local at = tonumber(problem:match("at character (%d+)"))

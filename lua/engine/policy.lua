@@ -149,14 +149,22 @@ function M.names()
   return names
 end
 
-local function read(path)
+local LARGEST_FILE = 2 ^ 20
+
+--- The text of a policy's file; nil and why. A pipe or a device in its place would keep whoever reads it waiting, or never end.
+function M.read(path)
+  local kind = C.eng_file_kind(path)
+  if kind == 2 then return nil, path .. ": is a folder" end
+  if kind == 3 then return nil, path .. ": is no ordinary file" end
   local file, why = io.open(path, "rb")
   if not file then return nil, why end
-  local text = file:read("*a")
+  local text = file:read(LARGEST_FILE + 1)
   file:close()
-  if not text then return nil, path .. ": cannot be read (is it a folder?)" end
+  text = text or ""
+  if #text > LARGEST_FILE then return nil, path .. ": is larger than 1 MiB" end
   return text
 end
+local read = M.read
 
 -- Source, display name and path of a policy given by name or path.
 local function find(name)

@@ -176,7 +176,8 @@ local function value_text(value)
 end
 
 --- Results as JSON: {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}; on a run each has
---- "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost", "mean_log2_scale" and "recover" besides.
+--- "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost", "mean_log2_scale" and "recover" besides; one that failed has
+--- "failures", how often, and "failure", why.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
@@ -187,6 +188,10 @@ function M.json(results)
     local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file), '"options":{' .. table.concat(options, ",") .. "}",
       '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' .. value_text(r.skipped),
       '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }
+    if r.failures > 0 then
+      parts[#parts + 1] = '"failures":' .. r.failures
+      parts[#parts + 1] = '"failure":' .. value_text(r.failure)
+    end
     if r.marks then
       parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
       for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key]) end

@@ -15,6 +15,7 @@ local Swap = {}
 Swap.__index = Swap
 
 local RING = 64        -- records a candidate is tried on
+local PATIENCE = 2     -- seconds for all of them: the run waits
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
@@ -25,12 +26,7 @@ function M.new(trainer, options)
   return self
 end
 
-local function read(path)
-  local file = io.open(path, "rb")
-  local text = file and file:read("*a")
-  if file then file:close() end
-  return text
-end
+local read = require("engine.policy").read
 
 -- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
 -- it is another text.
@@ -89,10 +85,12 @@ local function trial(self, copy)
   copy:take_over(trainer.policy)
   for name, value in pairs(trainer.parallel.signals) do copy:signal(name, value) end
   local needs = bit.band(copy.needs, bit.bnot(C.ENG_NEED_NORM_REF))
+  local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
+      if C.eng_clock() - began > PATIENCE then return ("tried on the last steps, it took more than %d s"):format(PATIENCE) end
       if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
     end
   end
@@ -231,9 +229,9 @@ end
 -- Reads the file of the policy in force again.
 local function reread(self, by)
   local policy = self.trainer.policy
-  local text = read(policy.path)
+  local text, why = read(policy.path)
   if self.trainer.parallel.many then text = require("engine.ranks").from_first(text) end
-  if not text then return refuse(self, policy.file, by, policy.path .. " cannot be read") end
+  if not text then return refuse(self, policy.file, by, why or policy.path .. " cannot be read") end
   if text == policy.source then return false end
   return attempt(self, { source = text, file = policy.file, path = policy.path, of_the_file = true }, policy.given, by)
 end

@@ -193,7 +193,7 @@ function M.run(path)
     for row in history:each("SELECT " .. table.concat(COLUMNS, ", ") .. ", action = 'step' AS applied, hist FROM steps ORDER BY step, attempt") do
       if i == n then break end                             -- the run is still being written
       local to = self.rows[i]
-      for _, name in ipairs(COLUMNS) do to[name] = row[name] or 0 / 0 end
+      for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
       to.applied, self.hists[i + 1] = row.applied, row.hist
       i = i + 1
     end

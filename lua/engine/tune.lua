@@ -6,6 +6,8 @@ local expression = require "engine.expression"
 local nearest = require "engine.nearest"
 local replay = require "engine.replay"
 
+local C = require("engine.ffi").C
+
 local M = {}
 
 --- What "lost" means: a step without an update loses everything; an applied one ...
@@ -41,7 +43,7 @@ local function read_range(text, policy)
   end
   local from, to = expression(from_text), expression(to_text)
   if type(preset) ~= "number" then error(("over '%s': %s is a %s; expected values as %s=a,b"):format(text, name, type(preset), name), 0) end
-  if not from or not to or not (from < to) or to == math.huge then
+  if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
     error(("over '%s': expected two numbers, the smaller one first, as 100..5000"):format(text), 0)
   end
   -- Factors such as 0.5 are no counts even where their range has whole ends.
@@ -131,6 +133,8 @@ local function search(o)
     local total = 0
     for _, trace in ipairs(traces) do
       local good, r = pcall(replay.run, trace, o.policy, options)
+      if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
+      if good and r.failures == r.steps then good, r = false, ("%s failed at every step: %s"):format(r.name, r.failure) end
       if not good then
         refused = refused or r
         row.cost = math.huge                               -- a combination that the policy refuses
