@@ -110,7 +110,8 @@ local function error_text(r, x)
   if r.error == math.huge or r.error == -math.huge then return x - x ~= 0 and "" or "too large" end
   if r.value == 0 then return "lost" end
   if x == 0 then return ("%+.3g"):format(r.error) end
-  return ("%+.3g (%.2g %%)"):format(r.error, 100 * math.abs(r.error / x))
+  local note = r.name == "ue8m0" and ", rounded down" or ""       -- a scale that overflows nothing
+  return ("%+.3g (%.2g %%%s)"):format(r.error, 100 * math.abs(r.error / x), note)
 end
 
 local HEAD = { "format", "value", "error", "below", "above", "hex", "s exponent fraction" }

@@ -393,7 +393,7 @@ end
 --- and times `carry` where layers are scaled apart; norm_ref nil where no reference backward came by.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
-  if not row then return nil end
+  if not row then return nil, ("no statistics are recorded for step %s; history:tensor(NAME) lists those there are"):format(tostring(step)) end
   local stats, n = unpack_stats(row.stats)
   local names = {}
   for p in each(self, 2, nil, "SELECT id, name FROM parameters") do names[p.id] = p.name end
