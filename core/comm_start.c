@@ -62,7 +62,7 @@ eng_status comm_load(const comm_transport **out)
     return error_set(ENG_ERR_LIBRARY, "%s started %d processes, but this build has no MPI: there is no %s; hint: apt-get install libopenmpi-dev "
                      "openmpi-bin, then make", who, size, path);
   void *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);     // Open MPI's own plug-ins look for its symbols
-  if (!library) return error_set(ENG_ERR_LIBRARY, "ranks: cannot load %s: %s", path, dlerror());
+  if (!library) return error_set(ENG_ERR_LIBRARY, "ranks: cannot load %s: %s; hint: make, with the MPI that is here", path, dlerror());
   union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
   if (!entry.object) return error_set(ENG_ERR_LIBRARY, "ranks: %s is no transport of this engine; hint: make", path);
   error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: make", path);

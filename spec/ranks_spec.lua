@@ -167,6 +167,14 @@ describe("ranks", function()
     assert.matches("rank 1 differs from rank 0: steps 7", result.err, 1, true)
   end)
 
+  it("that run other code, or come to a reduction of the script's first, are told apart too", function()
+    for _, case in ipairs { "another Lua file", "a script that reduces first", "a rank that knows nothing" } do
+      local result = helper.run { "spec/ranks/differences.lua", "only=" .. case }
+      assert.equal(0, result.code, result.out .. result.err)
+      assert.matches("1 cases, 0 failed", result.out, 1, true)
+    end
+  end)
+
   it("that decide differently stop with both decisions", function()
     local lines, _, result = job(2, { "policy=moody" })
     assert.are_not.equal(0, result.code)

@@ -32,24 +32,39 @@ end
 
 local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
 
+-- Modules that the script required, not the engine's: a line each.
+local function add_modules(lines)
+  local names = {}
+  for name in pairs(package.loaded) do
+    if type(name) == "string" and not name:find("^engine") then names[#names + 1] = name end
+  end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local path = package.searchpath(name, package.path)
+    if path then lines[#lines + 1] = ranks.file_line("module", path) end
+  end
+end
+
+-- Where the data stands; that of which each rank has its own is nobody else's business.
+local function data_text(data)
+  if data.sharded then return "of each rank's own" end
+  local good, state = pcall(function() return require("engine.json").encode(data:state()) end)
+  return good and state or "of the script"
+end
+
 local function policy_text(policy)
   local options = {}
   for _, name in ipairs(policy.option_names or {}) do options[#options + 1] = name .. "=" .. tostring(policy.options[name]) end
   return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class", table.concat(options, " "))
 end
 
--- What must be the same on every rank, a line each.
+-- What must be the same on every rank, a line each, beside the code (ranks.lua).
 local function identity(trainer, o)
   local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
   for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(p.tensor.shape, "x") end
   C.eng_rng_get(seed, counter)
-  local lines = { "engine " .. M_ffi.version }
-  local script = arg and arg[0] and io.open(arg[0], "rb")
-  if script then
-    lines[#lines + 1] = ("script %s %s"):format(arg[0], crc(script:read("*a") or ""))
-    script:close()
-  end
-  lines[#lines + 1] = "arguments " .. table.concat(arg or {}, " ")
+  local lines = {}
+  add_modules(lines)
   for _, setting in ipairs(o.config and require("engine.config").flatten(o.config) or {}) do
     lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
   end
@@ -60,28 +75,12 @@ local function identity(trainer, o)
   lines[#lines + 1] = "optimizer " .. tostring(opt)
   lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule) or type(trainer.schedule))
   lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
-  lines[#lines + 1] = "data " .. (getmetatable(trainer.data) and getmetatable(trainer.data).__tostring and tostring(trainer.data) or "of the script")
+  lines[#lines + 1] = "data " .. data_text(trainer.data)
   lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
   lines[#lines + 1] = ("wire %s, zero %s, bucket %s"):format(tostring(o.wire), tostring(o.zero), tostring(o.bucket))
+  lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
+    tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every), tostring(o.ref_layers))
   return lines
-end
-
-local function first_difference(own, first)
-  for i = 1, math.max(#own, #first) do
-    if own[i] ~= first[i] then return ("%s; rank 0: %s"):format((own[i] or "nothing"):sub(1, 230), (first[i] or "nothing"):sub(1, 230)) end
-  end
-  return ""
-end
-
---- Stops ranks that were started with other scripts, settings, policies or models than rank 0.
-local function compare(trainer, o)
-  local own, first = identity(trainer, o), {}
-  for line in (ranks.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do first[#first + 1] = line end
-  local texts, problems = ranks.from_all(first_difference(own, first)), {}
-  for i, text in ipairs(texts) do
-    if text ~= "" then problems[#problems + 1] = ("rank %d differs from rank 0: %s"):format(i - 1, text) end
-  end
-  if #problems > 0 then error("the ranks were not started alike:\n  " .. table.concat(problems, "\n  "), 0) end
 end
 
 -- ------------------------------------------------------------------ making
@@ -115,7 +114,7 @@ function M.new(trainer, o)
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
-  compare(trainer, o)
+  ranks.compare(identity(trainer, o))       -- other settings, policies or models
   self.reduction = reduction(trainer.optimizer.params, { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0 })
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
   self:make_room()

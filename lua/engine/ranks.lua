@@ -15,8 +15,9 @@ local M = {}
 local launched_rank, launched_size = ffi.new("int[1]"), ffi.new("int[1]")
 local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
+local code          -- what must be the same on every rank before anything else: lines
 
---- The group of all ranks; the first call starts the transport.
+--- The group of all ranks; the first call starts the transport, and stops ranks that run other code than rank 0.
 function M.world()
   if world then return world end
   local out = ffi.new("eng_comm *[1]")
@@ -24,6 +25,7 @@ function M.world()
   world = out[0]
   -- Each process would take all cores, and they would stand in each other's way.
   if not os.getenv("OMP_NUM_THREADS") then C.eng_threads(math.min(C.eng_threads(0), C.eng_comm_threads())) end
+  if M.size() > 1 then M.compare(code()) end
   return world
 end
 
@@ -75,6 +77,67 @@ function M.from_all(text, most)
     texts[i + 1] = ffi.string(all + i * most + 4, ffi.cast("int32_t *", all + i * most)[0])
   end
   return texts
+end
+
+-- ------------------------------------------------------------------ telling the ranks apart
+
+local function crc_of(path)
+  local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
+  return C.eng_file_checksum(crc, size, path) == 0 and ("%08x"):format(crc[0]) or "that cannot be read"
+end
+
+-- A line for each Lua file below `folder`.
+local function add_modules(lines, folder, below)
+  local out = ffi.new("eng_listing *[1]")
+  if C.eng_file_list(out, folder .. below) ~= 0 then return end
+  local names, i = {}, 0
+  while C.eng_listing_name(out[0], i) ~= nil do
+    names[#names + 1] = ffi.string(C.eng_listing_name(out[0], i))
+    i = i + 1
+  end
+  C.eng_listing_free(out[0])
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local path = below .. "/" .. name
+    if name:find("%.lua$") then lines[#lines + 1] = ("engine's %s %s"):format(path:sub(2), crc_of(folder .. path))
+    elseif C.eng_file_kind(folder .. path) == 2 then add_modules(lines, folder, path) end
+  end
+end
+
+--- A line for a file of code that all ranks must have alike.
+function M.file_line(what, path) return ("%s %s %s"):format(what, path, crc_of(path)) end
+
+function code()
+  local lines = { ("ranks %d"):format(M.size()) }
+  if arg and arg[0] then lines[2] = M.file_line("script", arg[0]) end
+  lines[#lines + 1] = "arguments " .. table.concat(arg or {}, " ")
+  lines[#lines + 1] = ("engine %s, its library %s"):format(M_ffi.version, crc_of(M_ffi.library_dir .. "/libengine.so"))
+  local here, host = pcall(require, "engine.host")
+  if here and host.root then add_modules(lines, host.root .. "/engine", "") end
+  return lines
+end
+
+local function first_difference(own, first)
+  for i = 1, math.max(#own, #first) do
+    if own[i] ~= first[i] then return ("%s; rank 0: %s"):format((own[i] or "nothing"):sub(1, 230), (first[i] or "nothing"):sub(1, 230)) end
+  end
+  return ""
+end
+
+local MOST = 20     -- ranks that are told of
+
+--- Stops all ranks when one of them has other lines than rank 0, and says what the first difference of each is.
+function M.compare(own)
+  local first = {}
+  for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do first[#first + 1] = line end
+  local difference = first_difference(own, first)
+  if M.reduce(difference == "" and 0 or 1, "max") == 0 then return end
+  local problems, more = {}, 0
+  for i, text in ipairs(M.from_all(difference)) do
+    if text ~= "" and #problems < MOST then problems[#problems + 1] = ("\n  rank %d differs from rank 0: %s"):format(i - 1, text)
+    elseif text ~= "" then more = more + 1 end
+  end
+  error("the ranks were not started alike:" .. table.concat(problems) .. (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
 end
 
 --- "ranks 0, 2 and 3" of a list.
