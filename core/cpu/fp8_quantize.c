@@ -17,8 +17,10 @@ enum {
   STRIP = 1024,        // columns of a tile, at most, but for wider blocks
   TALL = 256,          // rows of a block that a tile can hold
   CHUNK = 64,          // rows measured and written at a time where blocks are taller
-  TURN = 64,           // rows and four times as many columns transposed at a time
   LINE = 64,           // bytes of the cache's lines
+  TURN = LINE,         // rows transposed at a time, and columns:
+  TILE_ROW = 256,
+  FAR = 1 << 21,       // bytes of a transposed copy that the caches need not hold
   ROW_BLOCKS = 16,     // of 1 x 128, measured and written at a time
   VERTICAL = 64,       // columns of a block below which rows are compared with rows
 };
@@ -41,6 +43,19 @@ typedef struct side {
   int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
   uint32_t *measured;                      // tall blocks: [pieces of all][across] magnitudes
 } side;
+
+// Asks for bytes that will be needed soon: the processor's own look ahead stops at pages. Past the end of memory it does nothing.
+VF_INLINE void fetch(const char *x, const int64_t bytes)
+{
+#pragma GCC unroll 8
+  for (int64_t k = 0; k < bytes; k += LINE) __builtin_prefetch(x + k);
+}
+
+static void fetch_row(const side *s, int64_t r, int64_t c, int64_t columns)
+{
+  if (s->dtype == ENG_f32) fetch((const char *)s->x + 4 * (r * s->columns + c), 4 * columns);
+  else fetch((const char *)s->x + 2 * (r * s->columns + c), 2 * columns);
+}
 
 // ------------------------------------------------------------------ measuring
 
@@ -165,6 +180,7 @@ static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t
       int64_t from = c0 + j * s->wide, end = smaller(from + s->wide, c0 + columns);
       uint32_t top = 0;
       for (int64_t r = r0; r < r0 + rows; r++) {
+        if (rows > 1) fetch_row(s, r + 4, from, end - from);
         uint32_t here = largest_magnitude(s->x, s->dtype, r * s->columns + from, end - from);
         if (here > top) top = here;
       }
@@ -355,48 +371,70 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
   }
 }
 
-// from [rows x columns] bytes -> to [columns x rows]. Lines of `to` are filled whole: rows of it may lie so far apart that they meet in
-// one set of the cache.
-static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t from_row, int64_t rows, int64_t columns)
+// A line of the cache, past the caches where `far` (no line is read to be overwritten then).
+VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 {
-  int64_t c = 0;
-  for (; c + 16 <= columns; c += 16) {
-    uint8_t lines[16][LINE];
+#if defined(ENG_ISA_avx512)
+  if (far) _mm512_stream_si512((void *)to, _mm512_load_si512(from));
+  else _mm512_storeu_si512(to, _mm512_load_si512(from));
+#else
+  (void)far;
+  memcpy(to, from, LINE);
+#endif
+}
+
+// After far lines: whoever reads them must find them.
+VF_INLINE void put_lines_end(void)
+{
+#if defined(ENG_ISA_avx512)
+  _mm_sfence();
+#endif
+}
+
+// from [rows x columns] bytes, rows TILE_ROW apart -> to [columns x rows], rows <= TURN and columns <= TILE_ROW. Lines of `to` are written
+// whole, all after the last of them is made: they are far apart, and what they wait for shall not hold up the making.
+static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows, int64_t columns, bool far)
+{
+  uint8_t lines[TILE_ROW][LINE] __attribute__((aligned(64)));
+  for (int64_t c = 0; c < columns; c += 16) {   // past the last column it turns what lies there
     int64_t r = 0;
-    for (; r + LINE <= rows; r += LINE) {
-      for (int k = 0; k < LINE; k += 16) turn_bytes(lines[0] + k, LINE, from + (r + k) * from_row + c, from_row);
-      for (int j = 0; j < 16; j++) memcpy(to + (c + j) * to_row + r, lines[j], LINE);
-    }
-    for (; r + 16 <= rows; r += 16) turn_bytes(to + c * to_row + r, to_row, from + r * from_row + c, from_row);
+    for (; r + 16 <= rows; r += 16) turn_bytes(lines[c] + r, LINE, from + r * TILE_ROW + c, TILE_ROW);
     for (; r < rows; r++)
-      for (int64_t j = c; j < c + 16; j++) to[j * to_row + r] = from[r * from_row + j];
+      for (int j = 0; j < 16; j++) lines[c + j][r] = from[r * TILE_ROW + c + j];
   }
-  for (; c < columns; c++)
-    for (int64_t r = 0; r < rows; r++) to[c * to_row + r] = from[r * from_row + c];
+  if (rows < LINE) {
+    for (int64_t c = 0; c < columns; c++) memcpy(to + c * to_row, lines[c], (size_t)rows);
+  } else {
+    far = far && (uintptr_t)to % LINE == 0 && to_row % LINE == 0;
+    for (int64_t c = 0; c < columns; c++) put_line(to + c * to_row, lines[c], far);
+    if (far) put_lines_end();
+  }
 }
 
 // Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
 static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, const float *factors, bool within)
 {
   bool one = s->wide > STRIP;   // the factor is the same all along
-  if (!s->turned) {
+  if (!s->turned && !s->turn_to) {
     for (int64_t r = r0; r < r0 + rows; r++)
       for (int64_t c = 0; c < columns; c += TILE)
         codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, within, (int)smaller(TILE, columns - c));
-    if (s->turn_to) turn(s->turn_to + c0 * s->rows + r0, s->rows, s->q + r0 * s->columns + c0, s->columns, rows, columns);
     return;
   }
-  uint8_t tile[TURN][4 * TURN];
+  uint8_t tile[TURN][TILE_ROW] __attribute__((aligned(64))), *to = s->turned ? s->q : s->turn_to;
   for (int64_t r = r0; r < r0 + rows; r += TURN)
-    for (int64_t c = 0; c < columns; c += 4 * TURN) {
-      int64_t deep = smaller(TURN, r0 + rows - r), n = smaller(4 * TURN, columns - c);
-      for (int64_t i = 0; i < deep; i++) codes(s, tile[i], r + i, c0 + c, one ? factors : factors + c, within, (int)n);
-      turn(s->q + (c0 + c) * s->rows + r, s->rows, tile[0], 4 * TURN, deep, n);
+    for (int64_t c = 0; c < columns; c += TILE_ROW) {
+      int64_t deep = smaller(TURN, r0 + rows - r), n = smaller(TILE_ROW, columns - c);
+      for (int64_t i = 0; i < deep; i++) {
+        fetch_row(s, r + i + 1, c0 + c, n);
+        codes(s, tile[i], r + i, c0 + c, one ? factors : factors + c, within, (int)n);
+        if (!s->turned) memcpy(s->q + (r + i) * s->columns + c0 + c, tile[i], (size_t)n);
+      }
+      turn(to + (c0 + c) * s->rows + r, s->rows, tile[0], deep, n, s->rows * s->columns >= FAR);
     }
 }
 
 // ------------------------------------------------------------------ 1 x 128, the common case
-
 
 VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor, const int dtype, const int fraction, const bool by, const bool within)
 {
@@ -417,6 +455,8 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
 VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype, const int fraction, const bool by, const bool within)
 {
   (void)within;
+  const int size = dtype == ENG_f32 ? 4 : 2;
+  int64_t next = blocks > ROW_BLOCKS ? ROW_BLOCKS * FP8_BLOCK : s->columns;   // to what is measured after these; of a strip, the row below
   uint32_t top = 0, most[ROW_BLOCKS];
   float scales[ROW_BLOCKS], factors[ROW_BLOCKS];
   for (int64_t done = 0; done < blocks; done += ROW_BLOCKS) {
@@ -430,6 +470,7 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
     scales_of(s, most, r, c, n, scales, factors);
     for (int j = 0; j < n; j++) scale[j * s->scale_across] = scales[j];
     for (int j = 0; j < n; j++) {
+      fetch((const char *)s->x + (at + j * FP8_BLOCK + next) * size, FP8_BLOCK * size);
       if (is_within(most[j], factors[j], fraction, by)) block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, true);
       else block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, false);
     }

@@ -168,7 +168,10 @@ VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restri
 {
   int64_t i = 0;
 #if defined(ENG_ISA_avx512)
-  for (; !is_f16 && i + 2 * VF_LANES <= n; i += 2 * VF_LANES) vf_store_fp8_of_bf16_(to + i, from + i, fraction);
+  for (; !is_f16 && i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    __builtin_prefetch(from + i + 1024);   // the processor's own look ahead stops at pages
+    vf_store_fp8_of_bf16_(to + i, from + i, fraction);
+  }
 #endif
   for (; i + VF_LANES <= n; i += VF_LANES) vf_store_fp8(to + i, is_f16 ? vf_load_f16(from + i) : vf_load_bf16(from + i), fraction, false);
   if (i < n) vf_store_fp8_n(to + i, is_f16 ? vf_load_f16_n(from + i, (int)(n - i)) : vf_load_bf16_n(from + i, (int)(n - i)), fraction, false, (int)(n - i));

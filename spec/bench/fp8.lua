@@ -1,7 +1,8 @@
 -- FP8 beside what it replaces, on one thread, as ratios of one run:
 --   ./engine spec/bench/fp8.lua [seconds an element takes in ml_dtypes]
 -- Casts and quantizers beside copying, by bytes read and written; products beside a bf16 product of the same shape; the bit-exact
--- accumulator beside its scalar twin. All are measured in turn, and the best of several rounds counts.
+-- accumulator beside its scalar twin; a training step of the bench GPT in fp8_block beside bf16's. All are measured in turn, and the best of
+-- several rounds counts.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
 local C, run = M_ffi.C, M_ffi.run
@@ -83,3 +84,29 @@ M_ffi.check(C.eng_device_set("reference"))
 local slow = best { product(sa, sb, "hopper") }[1] / (few * few * m)
 M_ffi.check(C.eng_device_set("cpu"))
 row("hopper, scalar loop", ("%.2f GMAC/s"):format(1e-9 / slow), ("the vectors are %.0fx as fast"):format(slow / (seconds[4] / m ^ 3)))
+
+-- ------------------------------------------------------------------ a training step
+
+a:free() b:free() a_low:free() b_low:free()
+local LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 6, 384, 6, 256, 8   -- bench.py's GPT
+local function trainer_of(precision)
+  engine.seed(1)
+  local model = engine.nn.gpt { vocab = 256, context = CONTEXT, width = WIDTH, heads = HEADS, layers = LAYERS }
+  local tokens = engine.randint(0, 256, BATCH, CONTEXT, { dtype = "i32", keep = true })
+  return engine.trainer { model = model, data = { next = function() return { x = tokens, y = tokens, tokens = BATCH * CONTEXT } end }, steps = 1, clip = 1.0,
+    precision = precision, optimizer = engine.optim.adamw(model, { lr = 1e-4, decay = "matrices", precision = precision }) }
+end
+local recipes, least = { "bf16", "fp8_block", "fp8_current" }, {}
+local trainers = {}
+for i, precision in ipairs(recipes) do trainers[i] = trainer_of(precision) end
+for round = 0, 4 do
+  for i, trainer in ipairs(trainers) do
+    local began = C.eng_clock()
+    trainer:step()
+    if round > 0 then least[i] = math.min(least[i] or math.huge, C.eng_clock() - began) end
+  end
+end
+print(("a training step of a GPT of %d layers, width %d, context %d, batch %d"):format(LAYERS, WIDTH, CONTEXT, BATCH))
+for i, precision in ipairs(recipes) do
+  row(precision, ("%.3f s"):format(least[i]), i > 1 and ("%.2f of bf16's time"):format(least[i] / least[1]) or "")
+end
