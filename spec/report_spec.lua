@@ -167,6 +167,36 @@ describe("a run's commands", function()
     assert.matches("^<!doctype html>", inside("report b -o -").out)
   end)
 
+  it("report and export show the meters of FP8 layers in the steps that were looked at", function()
+    helper.write(folder .. "/fp8.lua", (script:gsub('precision = "fp16"', 'precision = { base = "fp8_current", fp8 = { sample = 4 } }')))
+    assert.equal("", inside("fp8.lua run=eight steps=10 policy=static").err)
+    local html = inside("report eight -o -").out
+    assert.matches("<h2>FP8 layers</h2>", html, 1, true)
+    assert.matches("From 3 looks", html, 1, true)
+    local data = require("cjson").decode(html:match('<script type="application/json" id="data">(.-)</script>')).fp8
+    assert.same({ "1 x", "3 x", "1 w", "3 w", "1 dy", "3 dy" }, data.names)
+    assert.same({ 0, 4, 8 }, { data.cells[1][1][1], data.cells[6][2][1], data.cells[6][3][1] })
+    assert.is_true(data.cells[1][1][2] > 25 and data.cells[1][1][2] < 40)
+    assert.is_nil(inside("report a -o -").out:find("<h2>FP8 layers</h2>", 1, true))
+    local lines, at = {}, {}
+    for line in inside("export eight --csv -").out:gmatch("[^\n]+") do lines[#lines + 1] = line end
+    for name in (lines[1] .. ","):gmatch("([^,]*),") do at[#at + 1] = name end
+    local function cell(step, name)
+      local k = 0
+      for value in (lines[2 + step] .. ","):gmatch("([^,]*),") do
+        k = k + 1
+        if at[k] == name then return value end
+      end
+    end
+    assert.near(data.cells[2][2][2], tonumber(cell(4, "fp8.3:x.snr")), 0.01)
+    assert.equal("", cell(5, "fp8.3:x.snr"))
+    local objects = {}
+    for line in inside("export eight --jsonl -").out:gmatch("[^\n]+") do objects[#objects + 1] = require("cjson").decode(line) end
+    assert.equal(cell(8, "fp8.1:dy.scale_max"), ("%.17g"):format(objects[9].fp8["1:dy"].scale_max):sub(1, #cell(8, "fp8.1:dy.scale_max")))
+    assert.is_nil(objects[2].fp8)
+    assert.is_nil(lines[1]:find("signals", 1, true))
+  end)
+
   it("report marks up what a policy or a setting holds", function()
     helper.write(folder .. "/evil.lua", "-- </script><b>\nreturn { name = '<i>&', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
     inside "train.lua run='<x>' steps=3 policy=evil.lua"

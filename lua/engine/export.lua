@@ -38,6 +38,24 @@ local function each_step(h, visit)
   return n
 end
 
+-- What an FP8 layer's meters are called in a file.
+local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max" }
+
+-- FP8 meters: the names "layer:role" in the model's order, and a function that gives { [name] = row } of a step, nil where none were taken.
+local function fp8_of(h)
+  if #h:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return {}, function() end end
+  local names, looked = {}, {}
+  for r in h:each([[SELECT site, role, (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8
+    GROUP BY site, role ORDER BY place, site, role]]) do names[#names + 1] = r.site .. ":" .. r.role end
+  for r in h:each("SELECT DISTINCT step FROM fp8") do looked[r.step] = true end
+  return names, function(step)
+    if not looked[step] then return nil end
+    local rows = {}
+    for _, r in ipairs(h:fp8(nil, step)) do rows[r.site .. ":" .. r.role] = r end
+    return rows
+  end
+end
+
 local function to_file(path, write)
   local file, why = io.stdout, nil
   if path ~= "-" then file, why = io.open(path, "wb") end
@@ -58,13 +76,17 @@ local function csv_text(text)
 end
 
 --- CSV (RFC 4180), a header and a line for each step. nan, inf and -inf as Python and pandas read them; what is missing is empty. A
---- signal is a column signals.NAME.
+--- signal is a column signals.NAME; a meter of an FP8 layer fp8.LAYER:ROLE.NAME, filled in the steps that were looked at.
 function M.csv(h, path)
   return to_file(path, function(put)
     local names = {}
     for i, column in ipairs(COLUMNS) do names[i] = column[1] end
     local signals = h:signals()
     for _, signal in ipairs(signals) do names[#names + 1] = csv_text("signals." .. signal.name) end
+    local sites, meters_at = fp8_of(h)
+    for _, site in ipairs(sites) do
+      for _, meter in ipairs(METERS) do names[#names + 1] = csv_text(("fp8.%s.%s"):format(site, meter)) end
+    end
     put(table.concat(names, ",") .. "\n")
     return each_step(h, function(row, held)
       local cells = {}
@@ -75,6 +97,11 @@ function M.csv(h, path)
         else cells[i] = csv_text(tostring(value)) end
       end
       for _, signal in ipairs(signals) do cells[#cells + 1] = held[signal.name] and number(held[signal.name]) or "" end
+      local meters = meters_at(row.step)
+      for _, site in ipairs(sites) do
+        local of = meters and meters[site]
+        for _, meter in ipairs(METERS) do cells[#cells + 1] = of and of[meter] and number(of[meter]) or "" end
+      end
       put(table.concat(cells, ",") .. "\n")
     end)
   end)
@@ -85,8 +112,9 @@ local function json_number(x)
 end
 
 --- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null. "signals" holds what
---- the script had published, if anything.
+--- the script had published, if anything; "fp8" the meters of a step that was looked at, by "layer:role".
 function M.jsonl(h, path)
+  local sites, meters_at = fp8_of(h)
   return to_file(path, function(put)
     return each_step(h, function(row, held)
       local parts, signals = {}, {}
@@ -103,6 +131,13 @@ function M.jsonl(h, path)
       for name, value in pairs(held) do signals[#signals + 1] = json.encode(name) .. ":" .. json_number(value) end
       table.sort(signals)
       if #signals > 0 then parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}" end
+      local meters, list = meters_at(row.step), {}
+      for _, site in ipairs(meters and sites or {}) do
+        local of, fields = meters[site], {}
+        for _, meter in ipairs(of and METERS or {}) do fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and json_number(of[meter]) or "null") end
+        if of then list[#list + 1] = json.encode(site) .. ":{" .. table.concat(fields, ",") .. "}" end
+      end
+      if #list > 0 then parts[#parts + 1] = '"fp8":{' .. table.concat(list, ",") .. "}" end
       put("{" .. table.concat(parts, ",") .. "}\n")
     end)
   end)
@@ -118,6 +153,7 @@ function M.tensorboard(h, dir, options)
   local began = require("engine.runs").info(h.path, h).created or 0
   local w = tensorboard.open(dir, began)
   local log2, before, n = math.log(2), nil, 0
+  local _, meters_at = fp8_of(h)
   each_step(h, function(row, held)
     local nan, seconds = 0 / 0, row.elapsed and before and row.elapsed - before or 0
     before = row.elapsed
@@ -131,6 +167,9 @@ function M.tensorboard(h, dir, options)
       { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds or nil },
     }
     for name, value in pairs(held) do values[#values + 1] = { "signals/" .. name, value } end
+    for name, of in pairs(meters_at(row.step) or {}) do
+      for _, meter in ipairs { "snr", "underflow", "overflow" } do values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), of[meter] } end
+    end
     w:scalars(row.step, values, began + (row.elapsed or 0))
   end)
   local _, names = layers.rows(h, {})

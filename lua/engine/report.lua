@@ -6,6 +6,7 @@ local chart = require "engine.chart"
 local curves = require "engine.curves"
 local layers = require "engine.layers"
 local page = require "engine.report_page"
+local report_fp8 = require "engine.report_fp8"
 local views = require "engine.views"
 
 local M = {}
@@ -276,6 +277,37 @@ local function exponents_over_time(h, l, axis)
     { x = edges, top = top, row = row, rows = rows, cells = cells, steps = steps, least = least, most = most }
 end
 
+-- FP8 layers over the steps that were looked at, by signal to noise: hot where most is lost.
+local function fp8_over_time(m, axis)
+  local n, top = #m.steps, 6
+  local row = #m.rows > 90 and 6 or #m.rows > 45 and 9 or #m.rows > 24 and 14 or 20
+  local edges = {}
+  for i = 1, n do edges[i] = axis.place(m.starts[i]) end
+  edges[n + 1] = math.max(axis.place(axis.last), edges[n] + 4)
+  local by_colour, cells, names = {}, {}, {}
+  for k, r in ipairs(m.rows) do
+    local list = with_length({}, n)
+    for i = 1, n do
+      local c = r.cells[i]
+      if c then
+        local low = c.snr and c.snr - c.snr == 0 and c.snr or m.high
+        local shade = 1 + math.floor(math.max(0, math.min(0.9999, (m.high - low) / (m.high - m.low))) * #RAMP)
+        list[i] = with_length({ c.step, c.snr, c.underflow, c.overflow, c.amax, c.scale_min, c.scale_max }, 7)
+        by_colour[shade] = by_colour[shade] or {}
+        table.insert(by_colour[shade], { k, i })
+      end
+    end
+    cells[k], names[k] = list, r.name
+  end
+  local bottom = top + #m.rows * row
+  local out = { chart.x_axis(axis, bottom, bottom + 4) }
+  for shade, list in pairs(by_colour) do out[#out + 1] = ('<path fill="%s" d="%s"/>'):format(RAMP[shade], cells_path(list, edges, top, row)) end
+  out[#out + 1] = row_labels(names, top, row) .. '<rect class="cell"/>'
+  local legend = ('<div class="legend"><span>%g dB%s%g dB</span></div>'):format(m.high, ramp_legend(RAMP), m.low)
+  return legend .. svg("heat", 'data-heat="fp8"', "Signal to noise of FP8 layers by step", bottom + 26, table.concat(out)),
+    { x = edges, top = top, row = row, rows = #m.rows, names = names, cells = cells }
+end
+
 -- ------------------------------------------------------------------ curves
 
 local MARKED = { swap = true, resumed = true, set = true, pause = true, stuck = true, swap_refused = true, undo = true }
@@ -512,6 +544,18 @@ local function shadows_section(shadows, info)
   return section("Shadows", about, html_table({ "policy", "would have skipped", "scale at the end", "failed" }, rows, { false, true, true, true }))
 end
 
+local function fp8_table(m)
+  local rows = {}
+  for i, r in ipairs(m.worst) do
+    local last = r.last
+    rows[i] = { "<code>" .. escape(r.site) .. "</code>", escape(r.role), r.least and ("%.1f dB"):format(r.least) or "–",
+      r.least_at and grouped(r.least_at) or "–", last.snr and ("%.1f dB"):format(last.snr) or "–", percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
+      number(last.amax), number(r.scale_min), number(r.scale_max) }
+  end
+  return html_table({ "layer", "role", "lowest SNR", "at step", "last", "underflow up to", "overflow up to", "last amax", "least scale", "largest" }, rows,
+    { false, false, true, true, true, true, true, true, true, true })
+end
+
 local function settings_sections(h, info)
   local run, settings = {}, {}
   local meta = h:meta()
@@ -575,6 +619,8 @@ function M.html(h, path)
     heat_shares, data_shares = layers_by_exponent(l)
   end
   heat_time, data_time = exponents_over_time(h, l, axis)
+  local meters, heat_fp8, data_fp8 = report_fp8.read(h, axis), nil, nil
+  if meters then heat_fp8, data_fp8 = fp8_over_time(meters, axis) end
   local top = l.format.top < 64 and { { l.format.limit, l.format_name .. " ends" } } or nil
   local any_underflow = false
   for i = 1, #c.x do any_underflow = any_underflow or (c.underflow.max[i] or 0) > 0 end
@@ -606,6 +652,9 @@ function M.html(h, path)
       ("Where each layer's gradients lie in the range of %s: the share of its nonzero elements in each binade."):format(l.format_name), heat_shares) or "",
     heat_time and section("All gradients by exponent",
       ("How the gradients lie in the range of %s as the run and its scale go on: the share of all in each binade."):format(l.format_name), heat_time) or "",
+    meters and section("FP8 layers",
+      ("What quantizing costs each layer's input x, weight w and output gradient dy: signal to noise, hot where most is lost, blank where a " ..
+        "layer was in high precision. From %s; below, those that lost most."):format(counted(meters.looks, "look")), heat_fp8, fp8_table(meters)) or "",
     any_underflow and section("Gradients that lose bits", "The share below the smallest normal number of their format.",
       curve("underflow", { log = 10, height = 110 })) or "",
     section("Gradient norm", "True, without the scale.", curve("norm", { log = 10, height = 130 })),
@@ -624,7 +673,7 @@ function M.html(h, path)
   for i, e in ipairs(marked) do event_data[i] = { e[1], escape(shortened(e[2], 160)) } end
   local data = { first = axis.first, last = axis.last, left = chart.left, right = chart.width - chart.right, width = c.width, x = c.x,
     step = c.first_step, names = NAMES, titles = TITLES, columns = columns, overflows = c.overflows, events = event_data, shadows = shadow_data,
-    format = l.format_name, layers = data_layers, shares = data_shares, time = data_time }
+    format = l.format_name, layers = data_layers, shares = data_shares, time = data_time, fp8 = data_fp8 }
   local vars = function(t, p) return (t:gsub("\n", "")) .. ";" .. p end
   return ([[<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>%s</title>

@@ -138,7 +138,7 @@ panels.forEach(function(svg){
     var p=inside(svg,ev),r=Math.floor((p.y-h.top)/h.row),c=-1,i;
     for(i=0;i<h.x.length-1;i++)if(p.x>=h.x[i]&&p.x<h.x[i+1]){c=i;break}
     if(r<0||r>=h.rows||c<0){tip.classList.remove("on");cell.style.visibility="hidden";return}
-    var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,c):share(h,r,c);
+    var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,c):svg.dataset.heat==="fp8"?meter(h,r,c):share(h,r,c);
     tip.innerHTML=t;place(ev);
     cell.setAttribute("x",h.x[c]);cell.setAttribute("width",h.x[c+1]-h.x[c]);cell.setAttribute("y",h.top+r*h.row);cell.setAttribute("height",h.row);
     cell.style.visibility="visible"
@@ -152,6 +152,12 @@ function layer(h,r,c){
   if(v[1]!==null)t+=row("below "+D.format+"'s top",(h.limit-v[1]).toFixed(1)+" bits");
   t+="</table>";
   return v[2]?t+"<div><em>inf or nan: "+num(v[2])+" elements</em></div>":t
+}
+function meter(h,r,c){
+  var v=h.cells[r][c],t="<b>"+h.names[r]+"</b>";
+  if(!v)return t+"<div>not in FP8 here</div>";
+  return t+"<table>"+row("step",num(v[0]))+row("signal to noise",v[1]===null?"–":num(v[1])+" dB")+row("became zero",percent(v[2]))+row("clipped",percent(v[3]))+
+    row("largest",num(v[4]))+row("scale",v[5]===v[6]?num(v[5]):num(v[5])+" … "+num(v[6]))+"</table>"
 }
 function share(h,r,c){
   var n=h.cells[r][c],e=h.least+c;

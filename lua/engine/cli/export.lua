@@ -12,6 +12,7 @@ A recorded run for other tools. FILE may be - for standard output.
                                               gradients, policies, settings and events as text
   engine export a --tensorboard tb/a --every 10   each tenth step, and all overflows
 
+Meters of FP8 layers stand in the steps that were looked at: fp8.LAYER:ROLE.snr and the like.
 A script with tensorboard=true writes event files while it runs.]==]
 
 return options.command("export", "a run as CSV, JSON Lines or TensorBoard event files", help,

@@ -1,0 +1,52 @@
+-- The report's part on FP8 layers: their meters (fp8_sites.lua) over the steps that were looked at, as a heat map of SNR, and a table of those
+-- that lost most. Called by report.lua, which draws.
+local M = {}
+
+local COLUMNS, WORST = 160, 12
+
+--- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = { [column] = row } }, steps = the step each column
+--- shows, starts = where it starts, worst = rows by their lowest SNR, low, high = dB }; nil where there are none.
+function M.read(h, axis)
+  if #h:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return nil end
+  local width = math.max(1, math.ceil((axis.last - axis.first + 1) / COLUMNS))
+  local m = { rows = {}, steps = {}, starts = {}, low = math.huge, high = -math.huge, looks = 0 }
+  local column_of, row_of, before = {}, {}, nil
+  for s in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step") do
+    m.looks = m.looks + 1
+    local at = math.floor((s.step - axis.first) / width)
+    if at ~= before then
+      m.steps[#m.steps + 1], m.starts[#m.starts + 1] = s.step, axis.first + at * width
+      column_of[s.step], before = #m.steps, at
+    end
+  end
+  if m.looks == 0 then return nil end
+  -- x of all layers, as the model has them, then w, then dy
+  for r in h:each([[SELECT site, role, count(*) AS looks, min(snr) AS least, max(underflow) AS underflow, max(overflow) AS overflow,
+      min(scale_min) AS scale_min, max(scale_max) AS scale_max,
+      (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8 GROUP BY site, role
+      ORDER BY CASE role WHEN 'x' THEN 0 WHEN 'w' THEN 1 ELSE 2 END, place, site]]) do
+    r.name, r.cells = r.site .. " " .. r.role, {}
+    m.rows[#m.rows + 1], row_of[r.name] = r, r
+  end
+  for r in h:each("SELECT * FROM fp8 ORDER BY step") do
+    local row, column = row_of[r.site .. " " .. r.role], column_of[r.step]
+    row.last = r
+    if r.snr and r.snr == row.least and not row.least_at then row.least_at = r.step end
+    if column then row.cells[column] = r end
+    if r.snr and r.snr - r.snr == 0 then m.low, m.high = math.min(m.low, r.snr), math.max(m.high, r.snr) end
+  end
+  m.low, m.high = m.low < m.high and math.floor(m.low) or m.low - 1, math.ceil(m.high)
+  if m.low == math.huge then m.low, m.high = 0, 1 end
+  m.high = math.max(m.high, m.low + 1)
+  m.worst = { unpack(m.rows) }
+  for i, r in ipairs(m.worst) do r.place = i end
+  table.sort(m.worst, function(a, b)
+    local x, y = a.least or math.huge, b.least or math.huge
+    if x ~= y then return x < y end
+    return a.place < b.place
+  end)
+  for i = #m.worst, WORST + 1, -1 do m.worst[i] = nil end
+  return m
+end
+
+return M
