@@ -25,7 +25,7 @@ local cfg = engine.config({
   schedule = { "after the warm-up", choices = { "constant", "linear", "cosine" } },
   warmup = "updates until the full learning rate", floor = "last learning rate of linear and cosine",
   weight_decay = "of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
-  precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+  precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } },
   policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",

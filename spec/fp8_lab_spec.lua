@@ -98,6 +98,19 @@ describe("the FP8 laboratory", function()
     end
   end)
 
+  it("gpt.lua and gpt2.lua take every FP8 recipe", function()
+    local path = os.tmpname()
+    helper.write(path, ("\1\0\2\0\3\0\4\0"):rep(200))
+    for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } do
+      for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
+        local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe, "steps=2", "layers=1", "width=16", "heads=2", "context=8",
+          "batch=2", more, name == "gpt2" and "vocab=64" or "log=quiet" }
+        assert.equal(0, result.code, result.err)
+      end
+    end
+    os.remove(path)
+  end)
+
   it("answers wrong settings in one line", function()
     for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many", snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
       local result = run(name, wrong)
