@@ -77,6 +77,18 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
 /// The order of sums, for memory: out[i] = sum over k of in[k][i].
 void comm_sum_f32(float *out, const float *const *in, int n, int64_t count);
 
+/// comm_wire.c: numbers in a wire's format (ENG_WIRE_*, of numbers in `own`) as a dtype, ENG_e4m3 with a scale for each block of WIRE_BLOCK.
+int comm_wire_dtype(int wire, int own);
+/// Elements up to the end of a block; and the bytes of so many: codes, then scales.
+int64_t comm_padded(int64_t count);
+int64_t comm_packed_bytes(int wire, int64_t count);
+/// n numbers in host memory from one dtype to another, by the CPU's kernel.
+eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n);
+/// Elements [at, at + n) of a packed piece of `count`, from numbers in `dtype`, and back. `room`: n floats where that is not f32. at is a
+/// multiple of a block.
+eng_status comm_pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room);
+eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room);
+
 /// comm_start.c: the transport this process was started for; NULL in `out` when it is alone. Fails where it was started as one of
 /// several and cannot reach the others.
 eng_status comm_load(const comm_transport **out);

@@ -20,69 +20,6 @@
 
 enum { HAS_GRADIENT = 1, WIRE_OVERFLOW = 8 };
 
-// ------------------------------------------------------------------ formats
-
-static int wire_dtype(int wire, int own)
-{
-  static const int32_t of[] = {[ENG_WIRE_F32] = ENG_f32, [ENG_WIRE_BF16] = ENG_bf16, [ENG_WIRE_F16] = ENG_f16, [ENG_WIRE_FP8] = ENG_e4m3};
-  return wire == ENG_WIRE_OWN ? own : of[wire];
-}
-
-static int64_t padded(int64_t count) { return (count + WIRE_BLOCK - 1) / WIRE_BLOCK * WIRE_BLOCK; }
-
-static int64_t packed_bytes(int wire, int64_t count)
-{
-  if (wire != ENG_e4m3) return count * eng_dtype_size(wire);
-  return count + (count + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float);
-}
-
-/// Row of n numbers from one format to another, by the CPU's kernel.
-static eng_status cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n)
-{
-  if (n == 0) return ENG_OK;
-  if (to_dtype == from_dtype) {
-    memcpy(to, from, (size_t)(n * eng_dtype_size(to_dtype)));
-    return ENG_OK;
-  }
-  storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST}, b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
-  tensor x = {.data = (void *)from, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = from_dtype, .store = &a, .live = true, .node = -1};
-  tensor y = {.data = to, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = to_dtype, .store = &b, .live = true, .node = -1};
-  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
-  return backend_cpu()->kernel[ENG_OP_cast](&call);
-}
-
-/// Elements [at, at + n) of a packed piece of `count`, from numbers in `dtype`. `room`: n floats. at is a multiple of a block.
-static eng_status pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
-{
-  if (wire != ENG_e4m3) return cast(piece + at * eng_dtype_size(wire), wire, from, dtype, n);
-  if (dtype != ENG_f32) {
-    ENG_TRY(cast(room, ENG_f32, from, dtype, n));
-    from = room;
-  }
-  wire_e4m3_encode((uint8_t *)piece + at, (float *)(piece + count) + at / WIRE_BLOCK, from, n);
-  return ENG_OK;
-}
-
-static eng_status unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room)
-{
-  if (wire != ENG_e4m3) return cast(to, dtype, piece + at * eng_dtype_size(wire), wire, n);
-  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at, (const float *)(piece + count) + at / WIRE_BLOCK, n);
-  return dtype == ENG_f32 ? ENG_OK : cast(to, dtype, room, ENG_f32, n);
-}
-
-eng_status eng_wire_round(float *x, int64_t n, int wire)
-{
-  if (wire <= ENG_WIRE_OWN || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
-  int dtype = wire_dtype(wire, ENG_f32);
-  int64_t count = padded(n);
-  char *piece = malloc((size_t)packed_bytes(dtype, count) + 1);
-  if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
-  eng_status status = pack(piece, dtype, count, 0, x, ENG_f32, n, NULL);
-  if (status == ENG_OK) status = unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
-  free(piece);
-  return status;
-}
-
 // ------------------------------------------------------------------ making
 
 /// Overlap of member k's elements with piece `rank`: from, to in the member's own count; at: where that begins in the piece.
@@ -95,28 +32,31 @@ static int64_t overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
   return high > low ? high - low : 0;
 }
 
-/// Members in the order backward completes them, cut into buckets of one format each.
-static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire)
+/// Members in the order backward completes them, cut into buckets of one format each: those of all ranks, then those that stand apart, so
+/// that buckets of one group have the same numbers on all its ranks.
+static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire, bool apart)
 {
   eng_params *set = p->set;
   int32_t open[ENG_DTYPE_COUNT];
   int64_t bytes[ENG_DTYPE_COUNT] = {0};
   memset(open, -1, sizeof open);
   for (int i = set->n - 1; i >= 0; i--) {
+    if (p->apart[i] != apart) continue;
     int dtype = set->gradients->part[i]->dtype;
     int64_t own = set->member[i].value->count * eng_dtype_size(dtype);
     if (open[dtype] < 0 || bytes[dtype] + own > limit) {
       open[dtype] = p->n_buckets++;
       bytes[dtype] = 0;
       bucket *b = &p->buckets[open[dtype]];
-      *b = (bucket){.dtype = dtype, .wire = wire_dtype(wire, dtype)};
+      *b = (bucket){.comm = apart ? p->holders : p->comm, .dtype = dtype};
+      b->wire = b->comm->size > 1 ? comm_wire_dtype(wire, dtype) : dtype;
       b->member = calloc((size_t)i + 1, sizeof *b->member);
       b->at = calloc((size_t)i + 2, sizeof *b->at);
       if (!b->member || !b->at) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
     }
     bucket *b = &p->buckets[open[dtype]];
     b->member[b->n] = i;
-    b->at[b->n + 1] = b->at[b->n] + padded(set->member[i].value->count);
+    b->at[b->n + 1] = b->at[b->n] + comm_padded(set->member[i].value->count);
     b->n++;
     bytes[dtype] += own;
     p->bucket_of[i] = open[dtype];
@@ -139,7 +79,7 @@ static void cut(bucket *b, int ranks)
 
 static int64_t message_bytes(const bucket *b, int rank)
 {
-  return (packed_bytes(b->wire, b->cut[rank + 1] - b->cut[rank]) + b->n + 7) / 8 * 8;
+  return (comm_packed_bytes(b->wire, b->cut[rank + 1] - b->cut[rank]) + b->n + 7) / 8 * 8;
 }
 
 static eng_status take_memory(eng_parallel *p)
@@ -147,20 +87,21 @@ static eng_status take_memory(eng_parallel *p)
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    b->cut = calloc((size_t)size + 1, sizeof *b->cut);
-    b->begin = calloc((size_t)size + 1, sizeof *b->begin);
+    int64_t ranks = b->comm->size;
+    b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
+    b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
     if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-    cut(b, p->comm->size);
-    for (int rank = 0; rank < size; rank++) {
+    cut(b, b->comm->size);
+    for (int rank = 0; rank < ranks; rank++) {
       b->begin[rank + 1] = b->begin[rank] + message_bytes(b, rank);
       if (message_bytes(b, rank) > COMM_LARGEST)
         return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)message_bytes(b, rank));
     }
-    int64_t own = b->cut[p->comm->rank + 1] - b->cut[p->comm->rank];
-    b->packed = packed_bytes(b->wire, own);
-    b->bytes = message_bytes(b, p->comm->rank);
-    b->out = calloc(1, (size_t)b->begin[size]);           // what pads a member stays zero
-    b->in = calloc(1, (size_t)(b->bytes * size > b->begin[size] ? b->bytes * size : b->begin[size]));
+    int64_t own = b->cut[b->comm->rank + 1] - b->cut[b->comm->rank];
+    b->packed = comm_packed_bytes(b->wire, own);
+    b->bytes = message_bytes(b, b->comm->rank);
+    b->out = calloc(1, (size_t)b->begin[ranks]);           // what pads a member stays zero
+    b->in = calloc(1, (size_t)(b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks]));
     b->sum = calloc(1, (size_t)b->packed + 1);
     if (!b->out || !b->in || !b->sum) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
     if (own > longest) longest = own;
@@ -169,7 +110,7 @@ static eng_status take_memory(eng_parallel *p)
     if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
     bucket *b = &p->buckets[p->bucket_of[i]];
     for (int k = 0; k < b->n; k++) {
-      int64_t from, at, n = overlap(p, b, k, p->comm->rank, &from, &at);
+      int64_t from, at, n = overlap(p, b, k, b->comm->rank, &from, &at);
       if (b->member[k] != i) continue;
       p->set->own[2 * i] = n ? from : 0;
       p->set->own[2 * i + 1] = n ? from + n : 0;
@@ -205,6 +146,8 @@ void eng_parallel_free(eng_parallel *p)
   params_release(p->set);
   free(p->buckets);
   free(p->bucket_of);
+  free(p->apart);
+  free(p->holder);
   free(p->complete);
   free(p->brought);
   free(p->values);
@@ -213,6 +156,17 @@ void eng_parallel_free(eng_parallel *p)
   free(p->terms);
   free(p->numbers);
   free(p);
+}
+
+/// Which parameters stand apart, and who holds them.
+static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *options)
+{
+  if (!options->apart || !options->holders) return ENG_OK;
+  p->holders = options->holders;
+  memcpy(p->apart, options->apart, (size_t)p->set->n);
+  p->holder = calloc((size_t)p->holders->size, sizeof *p->holder);
+  if (!p->holder) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
+  return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
 }
 
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options)
@@ -229,11 +183,14 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   p->comm = comm;
   set->references++;
   set->own = calloc(2 * n, sizeof *set->own);
+  p->apart = calloc(n, sizeof *p->apart);
   p->buckets = calloc(n, sizeof *p->buckets);
   p->bucket_of = calloc(n, sizeof *p->bucket_of);
   p->complete = calloc(n, sizeof *p->complete);
-  eng_status status = set->own && p->buckets && p->bucket_of && p->complete ? fill_buckets(p, options->bucket, options->wire)
-                                                                           : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  eng_status status = set->own && p->apart && p->buckets && p->bucket_of && p->complete ? meet_holders(p, options)
+                                                                                        : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (status == ENG_OK) status = fill_buckets(p, options->bucket, options->wire, false);
+  if (status == ENG_OK && p->holders) status = fill_buckets(p, options->bucket, options->wire, true);
   if (status == ENG_OK) status = take_memory(p);
   if (status != ENG_OK) {
     eng_parallel_free(p);
@@ -267,7 +224,7 @@ static eng_status on_host(const void **values, eng_parallel *p, const tensor *gr
 static eng_status pack_member(eng_parallel *p, bucket *b, int k)
 {
   const parameter *member = &p->set->member[b->member[k]];
-  int ranks = p->comm->size, flags = 0;
+  int ranks = b->comm->size, flags = 0;
   const void *values = NULL;
   if (member->has_gradient) {
     ENG_TRY(on_host(&values, p, member->gradient));
@@ -279,14 +236,14 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
     char *piece = b->out + b->begin[rank];
     int64_t count = piece_of(b, rank);
     if (values) {
-      ENG_TRY(pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
+      ENG_TRY(comm_pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
       if (b->wire == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
     } else if (b->wire == ENG_e4m3) {
       memset(p->values, 0, (size_t)n * sizeof *p->values);
-      ENG_TRY(pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
+      ENG_TRY(comm_pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
     } else memset(piece + at * eng_dtype_size(b->wire), 0, (size_t)(n * eng_dtype_size(b->wire)));
   }
-  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + packed_bytes(b->wire, piece_of(b, rank)) + k] = (char)flags;
+  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->wire, piece_of(b, rank)) + k] = (char)flags;
   return ENG_OK;
 }
 
@@ -297,8 +254,8 @@ static eng_status send_out(eng_parallel *p, bucket *b)
 {
   if (p->first == 0) p->first = eng_clock();
   for (int k = 0; k < b->n; k++) ENG_TRY(pack_member(p, b, k));
-  int n = 0, own = p->comm->rank;
-  for (int peer = 0; peer < p->comm->size; peer++) {
+  int n = 0, own = b->comm->rank;
+  for (int peer = 0; peer < b->comm->size; peer++) {
     if (peer == own) continue;
     int64_t bytes = b->begin[peer + 1] - b->begin[peer];
     p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
@@ -308,24 +265,27 @@ static eng_status send_out(eng_parallel *p, bucket *b)
   memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
   b->state = BUCKET_OUT;
   p->under_way++;
-  return p->comm->transport && n > 0 ? p->comm->transport->start(&b->exchange, p->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+  return b->comm->transport && n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
 }
+
+/// The number among all ranks of a bucket's rank.
+static int among_all(const eng_parallel *p, const bucket *b, int rank) { return b->comm == p->comm ? rank : p->holder[rank]; }
 
 /// Everybody's pieces are here: the sum, rounded to the wire's format as the others will see it.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
-  int ranks = p->comm->size;
-  int64_t own = piece_of(b, p->comm->rank);
+  int ranks = b->comm->size;
+  int64_t own = piece_of(b, b->comm->rank);
   for (int rank = 0; rank < ranks; rank++) {
     const char *piece = b->in + b->bytes * rank;
     float *values = p->values + own * rank;
     p->terms[rank] = values;
     if (b->wire == ENG_f32) p->terms[rank] = (const float *)piece;
-    else ENG_TRY(unpack(values, ENG_f32, own, piece, b->wire, own, 0, NULL));
-    for (int k = 0; k < b->n; k++) p->brought[(int64_t)rank * p->set->n + b->member[k]] = (uint8_t)piece[b->packed + k];
+    else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->wire, own, 0, NULL));
+    for (int k = 0; k < b->n; k++) p->brought[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] = (uint8_t)piece[b->packed + k];
   }
-  wire_sum(p->values, p->terms, ranks, own, (float)ranks);
-  return pack(b->sum, b->wire, own, 0, p->values, ENG_f32, own, NULL);
+  wire_sum(p->values, p->terms, ranks, own, (float)p->comm->size);
+  return comm_pack(b->sum, b->wire, own, 0, p->values, ENG_f32, own, NULL);
 }
 
 static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
@@ -336,7 +296,7 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   int64_t size = eng_dtype_size(b->dtype);
   char *to = (char *)gradient->data + from * size;
   bool here = gradient->store->space == SPACE_HOST;
-  ENG_TRY(unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, piece_of(b, rank), at, p->values));
+  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, piece_of(b, rank), at, p->values));
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
@@ -346,11 +306,11 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
   for (int k = 0; k < b->n; k++) {
     parameter *member = &p->set->member[b->member[k]];
     bool anyone = false;
-    for (int rank = 0; rank < p->comm->size; rank++) anyone = anyone || eng_parallel_brought(p, rank, b->member[k]) & HAS_GRADIENT;
+    for (int rank = 0; rank < b->comm->size; rank++) anyone = anyone || eng_parallel_brought(p, among_all(p, b, rank), b->member[k]) & HAS_GRADIENT;
     if (!anyone) continue;
     member->has_gradient = true;
-    for (int rank = 0; rank < p->comm->size; rank++) {
-      if (rank == p->comm->rank) ENG_TRY(write_gradient(p, b, k, rank, b->sum));
+    for (int rank = 0; rank < b->comm->size; rank++) {
+      if (rank == b->comm->rank) ENG_TRY(write_gradient(p, b, k, rank, b->sum));
       else if (!p->zero) ENG_TRY(write_gradient(p, b, k, rank, b->in + b->begin[rank]));
     }
   }
@@ -363,15 +323,15 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;
-  for (int peer = 0; peer < p->comm->size; peer++) {
-    if (peer == p->comm->rank) continue;
-    int64_t theirs = packed_bytes(b->wire, piece_of(b, peer));
+  for (int peer = 0; peer < b->comm->size; peer++) {
+    if (peer == b->comm->rank) continue;
+    int64_t theirs = comm_packed_bytes(b->wire, piece_of(b, peer));
     if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
     if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
     p->facts.bytes += b->packed;
   }
   b->state = BUCKET_BACK;
-  return n > 0 ? p->comm->transport->start(&b->exchange, p->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+  return n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
 }
 
 /// Takes a bucket as far as it comes without waiting.
@@ -379,7 +339,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
 {
   while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
     bool arrived = true;
-    if (b->exchange) ENG_TRY(p->comm->transport->test(&arrived, b->exchange));
+    if (b->exchange) ENG_TRY(b->comm->transport->test(&arrived, b->exchange));
     if (!arrived) return ENG_OK;
     b->exchange = NULL;
     if (b->state == BUCKET_BACK) return take_sums(p, b);
@@ -445,7 +405,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
     bucket *b = &p->buckets[oldest];
     bool done = false;
     for (int spin = 0; spin < 64 && !done; spin++) {
-      ENG_TRY(p->comm->transport->test(&done, b->exchange));
+      ENG_TRY(b->comm->transport->test(&done, b->exchange));
     }
     if (done) {
       b->exchange = NULL;
@@ -482,7 +442,7 @@ eng_status eng_parallel_reference(eng_parallel *p)
     int64_t count = member->value->count;
     double has = member->has_gradient;
     ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
-    if (has == 0) continue;
+    if (has == 0 || count == 0) continue;
     const void *values;
     float *sum = p->values;        // as long as the largest member
     if (member->has_gradient) {
@@ -490,7 +450,7 @@ eng_status eng_parallel_reference(eng_parallel *p)
       memcpy(sum, values, (size_t)count * sizeof *sum);
     } else memset(sum, 0, (size_t)count * sizeof *sum);
     for (int64_t k = 0; k < count; k++) sum[k] /= (float)p->comm->size;
-    ENG_TRY(eng_comm_all_reduce(p->comm, sum, count, ENG_f32, ENG_SUM));
+    ENG_TRY(eng_comm_all_reduce(p->buckets[p->bucket_of[i]].comm, sum, count, ENG_f32, ENG_SUM));
     ENG_TRY(transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
     member->has_gradient = true;
   }

@@ -11,6 +11,7 @@ typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE }
 /// 128; rank r sums the piece [cut[r], cut[r+1]) of them. Cuts are at members' ends or at multiples of 4096 inside one, so that statistics
 /// of pieces add up as those of the whole do.
 typedef struct bucket {
+  eng_comm *comm;             // whose gradients are added up: all ranks', or those of the holders
   int32_t  n, dtype, wire;    // members; their gradients' format, and the one they travel in (a dtype; ENG_e4m3 with scales)
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] where each begins
@@ -26,7 +27,9 @@ typedef struct bucket {
 
 struct eng_parallel {
   eng_params *set;
-  eng_comm   *comm;
+  eng_comm   *comm, *holders; // all ranks; those that hold the parameters that stand apart here (may be NULL)
+  uint8_t    *apart;          // [set->n] 1: not all ranks hold it
+  int32_t    *holder;         // [holders' size] their ranks among all
   bool        zero;
   int32_t     n_buckets, under_way;
   bucket     *buckets;

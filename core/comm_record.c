@@ -19,7 +19,7 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
 {
   eng_params *set = p->set;
   bool hist = needs & ENG_NEED_HIST;
-  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + 1) + ENG_HIST_BINS + n_sums + n_maxima;
+  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + 2) + ENG_HIST_BINS + n_sums + n_maxima;
   if (most > p->n_numbers) {
     free(p->numbers);
     p->numbers = malloc((size_t)most * sizeof *p->numbers);
@@ -44,7 +44,14 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   int all_sums = (int)(at - p->numbers);
   for (int i = 0; i < n; i++) *at++ = stats[i].amax;
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
-  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)n + n_maxima, "the record of a step"));
+  at += n_maxima;
+  // Whether there are gradients of what stands apart, only its holders know.
+  for (int i = 0; i < n; i++)
+    if (p->apart[i]) *at++ = set->member[i].has_gradient;
+  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums, "the record of a step"));
+  at = p->numbers + all_sums + n + n_maxima;
+  for (int i = 0; i < n; i++)
+    if (p->apart[i]) set->member[i].has_gradient = *at++ != 0;
 
   at = p->numbers;
   for (int i = 0; i < n; i++) {
@@ -62,6 +69,12 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   memcpy(sums, at, (size_t)n_sums * sizeof *sums);
   memcpy(maxima, p->numbers + all_sums + n, (size_t)n_maxima * sizeof *maxima);
   return ENG_OK;
+}
+
+eng_status eng_parallel_tell_brought(eng_parallel *p)
+{
+  if (!p->holders) return ENG_OK;
+  return eng_comm_all_gather(p->comm, p->brought, p->brought + (int64_t)p->comm->rank * p->set->n, p->set->n);
 }
 
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
@@ -84,19 +97,20 @@ static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
   *to = low < high ? high - first : 0;
 }
 
-/// Everybody's pieces of member `index` to everybody. `host`: all its elements as f32 in host memory.
+/// Everybody's pieces of member `index` to everybody who holds it. `host`: all its elements as f32 in host memory.
 static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
 {
-  int n = 0, own = p->comm->rank;
+  eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
+  int n = 0, own = comm->rank;
   int64_t from, to, a, b;
   owned(&from, &to, p, index, own);
-  for (int peer = 0; peer < p->comm->size; peer++) {
+  for (int peer = 0; peer < comm->size; peer++) {
     if (peer == own) continue;
     owned(&a, &b, p, index, peer);
     if (to > from) p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
     if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
   }
-  return comm_exchange(p->comm, p->messages, n, comm_tag(p->comm), what);
+  return comm_exchange(comm, p->messages, n, comm_tag(comm), what);
 }
 
 eng_status eng_parallel_gather(eng_parallel *p)

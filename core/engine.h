@@ -485,6 +485,8 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 int64_t eng_params_count(const eng_params *set);
 /// FNV-1a checksum over the bytes of the masters.
 uint64_t eng_params_checksum(const eng_params *set);
+/// The same over the parameters i with which[i] == value.
+uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
@@ -587,6 +589,14 @@ eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, voi
 eng_status eng_comm_test(bool *done, eng_comm_request *request);
 eng_status eng_comm_wait(eng_comm_request *request);
 
+/// Rows of `from` [n x C] to the ranks of a group, and theirs into `to` [m x C], of one dtype and memory: the first send[0] rows go to rank 0,
+/// the next send[1] to rank 1; rank 0's come first. On the way they have a wire's format (below), FP8 in blocks along a row, where inf
+/// becomes nan; rows for oneself, too. To what stands in `facts` (may be NULL) is added: bytes sent to others, and over finite numbers the
+/// sums of squares of what was sent and of the error that its format made. Errors: SHAPE, VALUE.
+typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
+eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int wire,
+                                  eng_exchange_facts *facts);
+
 /// Gradients of a parameter set reduced over a group: parameters are gathered into buckets, and a bucket is on its way as soon as
 /// backward has finished its members. Every rank sends each other rank the piece that one sums, in the wire's format; sums are f32,
 /// each term divided by the number of ranks before; the sums go back in the same format.
@@ -596,6 +606,11 @@ typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, about
   int32_t wire;               // ENG_WIRE_*; OWN: each gradient's own format. FP8: e4m3 in blocks of 128 with a power of two each
   int32_t zero;               // 1: this rank updates its own pieces alone (ZeRO-1), moments are kept for these only
+  /// Parameters that not all ranks hold (experts): apart[i] is 1 for those, NULL for none. Here they have their elements, or none where others
+  /// hold them; `holders` is this rank and those that hold the same ones. Their gradients are added up over the holders alone, each term
+  /// divided by the number of all ranks, whose batches they are of.
+  const uint8_t *apart;
+  eng_comm *holders;
 } eng_parallel_options;
 /// One set has one at most. With `zero` the set's optimizers must be told (eng_optimizer_shard).
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options);
@@ -610,6 +625,8 @@ void eng_parallel_cancel(eng_parallel *parallel);
 /// way go n_sums numbers to be added up over ranks and n_maxima to take the largest of. `stats` has n entries, without histograms.
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel, double scale, unsigned needs,
                               double *sums, int n_sums, double *maxima, int n_maxima);
+/// With parameters apart: what every rank brought of them becomes known to all, for eng_parallel_brought. After eng_parallel_stats.
+eng_status eng_parallel_tell_brought(eng_parallel *parallel);
 /// The histograms of all ranks' stats, too.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
 /// What rank `rank` brought to the last reduction as the gradient of parameter `index`: bits 1 a gradient, 2 inf, 4 nan, 8 numbers that the

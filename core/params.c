@@ -429,7 +429,7 @@ static int spans(eng_params *set, const int64_t *own)
   for (int i = 0; i < set->n; i++) {
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
-    if (!p->has_gradient || (own && from == to)) continue;
+    if (!p->has_gradient || from == to) continue;
     set->which[m] = i;
     set->span[m++] = (param_span){
       .name = p->name, .count = to - from, .master = past(p->value, from),
@@ -600,10 +600,13 @@ int64_t eng_params_count(const eng_params *set)
   return set->count;
 }
 
-uint64_t eng_params_checksum(const eng_params *set)
+uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum_of(set, NULL, 0); }
+
+uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
 {
   uint64_t hash = 0xCBF29CE484222325ull;
   for (int i = 0; i < set->n && !set->freed; i++) {
+    if (which && which[i] != value) continue;
     const char *at = set->member[i].value->data;
     int64_t left = set->member[i].value->count * (int64_t)sizeof(float);
     while (left > 0) {

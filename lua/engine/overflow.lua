@@ -98,7 +98,8 @@ end
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.parallel:culprits()[1]
-  if culprit and culprit.rank ~= trainer.parallel.rank then return end      -- whose batches it was looks
+  local mine = not culprit or culprit.rank == trainer.parallel.rank         -- whose batches it was looks
+  if not mine and not trainer.parallel.apart then return end                -- the others' experts take part
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -108,6 +109,7 @@ function Overflows:look(record, verdict)
   if not self.every_time and not stuck then return end
 
   local finding, problem = run_again(trainer, record.scale)
+  if not mine then return end
   local text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
   trainer.run_files:event(step, "trap", text, finding and require("engine.json").encode(finding:data()) or nil)
   local place = finding and finding:place() or text

@@ -59,9 +59,10 @@ local function policy_text(policy)
 end
 
 -- What must be the same on every rank, a line each, beside the code (ranks.lua).
-local function identity(trainer, o)
+local function identity(self, o)
+  local trainer = self.trainer
   local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-  for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(p.tensor.shape, "x") end
+  for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x") end
   C.eng_rng_get(seed, counter)
   local lines = {}
   add_modules(lines)
@@ -72,7 +73,7 @@ local function identity(trainer, o)
   for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
   lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class), #parameters, crc(table.concat(parameters, "\n")))
   lines[#lines + 1] = "precision " .. trainer.precision.name
-  lines[#lines + 1] = "optimizer " .. tostring(opt)
+  lines[#lines + 1] = "optimizer " .. (self.apart and tostring(opt):gsub(", %d+ elements", "", 1) or tostring(opt))
   lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule) or type(trainer.schedule))
   lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
   lines[#lines + 1] = "data " .. data_text(trainer.data)
@@ -88,7 +89,7 @@ end
 local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
 
 local function reduction(params, options)
-  local key = ("%d %d %d"):format(options.bucket, options.wire, options.zero)
+  local key = ("%d %d %d %s"):format(options.bucket, options.wire, options.zero, tostring(options.holders))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
@@ -99,10 +100,43 @@ local function reduction(params, options)
   return handle
 end
 
+--- Norms of a reference backward that are of all ranks: some know those of parameters that others hold from these.
+function Parallel:share_norms(norm, norms, n)
+  if not self.apart then return end
+  check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
+  local squares = 0
+  for i = 0, n - 1 do squares = squares + norms[i] * norms[i] end
+  norm[0] = math.sqrt(squares)
+end
+
 -- Places in the sums of a record's message, and in its maxima.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5, drawn = 6, unknown = 7 }
 local N_SUMS, N_MAXIMA = 2, 8
+
+-- Parameters that not all ranks hold: { [name] = { held =, shape = } }, a mark for each of the optimizer's, and the group of those ranks
+-- that hold the same ones. Modules declare them (nn.moe, `_apart`). nil: there are none.
+local function find_apart(model, list)
+  local apart, group = {}, nil
+  if not model.apply then return nil end
+  model:apply(function(m, path)
+    local own = rawget(m, "_apart")
+    if not own then return end
+    if group and group ~= own.group then error("trainer: the experts of all layers must be divided over groups of one size", 0) end
+    group = own.group
+    for name, what in pairs(own.parameters) do apart[(path ~= "" and path .. "." or "") .. name] = what end
+  end)
+  if not group then return nil end
+  local marks = ffi.new("uint8_t[?]", #list)
+  for i, p in ipairs(list) do marks[i - 1] = apart[p.name] and 1 or 0 end
+  return apart, marks, group.across
+end
+
+--- The whole shape of a parameter, wherever it is.
+function Parallel:shape(p)
+  local apart = self.apart and self.apart[p.name]
+  return apart and apart.shape or p.tensor.shape
+end
 
 --- Before the run's files are opened: the ranks meet and compare what they were started with.
 function M.new(trainer, o)
@@ -114,8 +148,10 @@ function M.new(trainer, o)
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
-  ranks.compare(identity(trainer, o))       -- other settings, policies or models
-  self.reduction = reduction(trainer.optimizer.params, { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0 })
+  self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
+  ranks.compare(identity(self, o))       -- other settings, policies or models
+  self.reduction = reduction(trainer.optimizer.params, { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
+    apart = self.marks, holders = self.holders and self.holders.comm })
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
   self:make_room()
   return self
@@ -140,13 +176,21 @@ function Parallel:start(resumed, c)
   if resumed then self:spread(c)
   else
     local state = trainer.model:state()
-    for _, name in ipairs(sorted(state)) do check(C.eng_comm_broadcast_tensor(ranks.world(), state[name], 0)) end
+    for _, name in ipairs(sorted(state)) do
+      local apart = self.apart and self.apart[name]
+      if not apart or apart.held then check(C.eng_comm_broadcast_tensor(apart and self.holders.comm or ranks.world(), state[name], 0)) end
+    end
   end
-  check(C.eng_params_refresh(trainer.optimizer.params))
-  local sum = tostring(C.eng_params_checksum(trainer.optimizer.params))
-  for i, other in ipairs(ranks.from_all(sum, 40)) do
-    if other ~= sum then
-      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the same"):format(i - 1, other, self.rank, sum), 0)
+  local params = trainer.optimizer.params
+  check(C.eng_params_refresh(params))
+  local sum = tostring(C.eng_params_checksum_of(params, self.marks, 0))
+  local own = self.apart and tostring(C.eng_params_checksum_of(params, self.marks, 1)) or ""
+  local others = ranks.from_all(sum .. " " .. own, 80)
+  for i, text in ipairs(others) do
+    local other, other_own = text:match("^(%S+) (%S*)$")
+    local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (self.size / self.holders.size)
+    if other ~= sum or alike and other_own ~= own then
+      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
 end
@@ -257,6 +301,7 @@ function Parallel:record(record, stats, scale, tokens)
   if self.drawn ~= maxima[MAXIMA.drawn] then C.eng_rng_set(trainer.place.seed, trainer.place.counter + maxima[MAXIMA.drawn]) end
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self) end
+  if self.apart and record.overflow ~= 0 then check(C.eng_parallel_tell_brought(self.reduction)) end
   -- Histograms of single tensors are a big message: only where somebody looks at them, which every rank knows by now.
   local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
     or tonumber(record.step) % trainer.run_files.stats_every == 0)
@@ -342,14 +387,21 @@ local function own_part(self, i)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and with ZeRO-1 the moments it keeps.
+--- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and of what it and some others do; with
+--- ZeRO-1 the moments it keeps.
 function Parallel:pieces()
   local shards, optimizer = require "engine.shards", self.trainer.optimizer
   local pieces = shards.pieces()
   local function share(part, tensors)
-    local list = {}
-    for i, name in ipairs(sorted(tensors)) do list[i] = { name = name, x = tensors[name] } end
-    shards.cut(list, self.rank, self.size, function(name, x, from, to) pieces:add(part, name, x, from, to) end)
+    local common, held = {}, {}
+    for _, name in ipairs(sorted(tensors)) do
+      local apart = self.apart and (self.apart[name] or self.apart[name:gsub("%.moment%d$", "")])
+      local list = not apart and common or apart.held and held
+      if list then list[#list + 1] = { name = name, x = tensors[name] } end
+    end
+    local function add(name, x, from, to) pieces:add(part, name, x, from, to) end
+    shards.cut(common, self.rank, self.size, add)
+    if self.apart then shards.cut(held, self.holders.rank, self.holders.size, add) end
   end
   share("model", self.trainer.model:state())
   local moments = optimizer:state_tensors()
@@ -361,7 +413,7 @@ function Parallel:pieces()
     local from, to = own_part(self, i)
     for which = 1, 2 do
       local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] and to > from then pieces:add("optimizer", name, moments[name], from, to, p.tensor.shape) end
+      if moments[name] and to > from then pieces:add("optimizer", name, moments[name], from, to, self:shape(p)) end
     end
   end
   return pieces
@@ -387,20 +439,18 @@ end
 function Parallel:spread(c)
   local optimizer, state, largest = self.trainer.optimizer, self.trainer.model:state(), 0
   local list, wanted = {}, { model = {}, optimizer = {} }
-  for _, name in ipairs(sorted(state)) do
-    local x = state[name]
-    wanted.model[name] = x.shape
-    list[#list + 1] = { part = "model", name = name, x = x, dtype = x.dtype, count = x.count, from = 0 }
+  local function want(part, name, shape, x, from)
+    local count = 1
+    for _, n in ipairs(shape) do count = count * n end
+    wanted[part][name] = shape
+    list[#list + 1] = { part = part, name = name, x = x, dtype = x.dtype, count = count, from = from }
   end
+  for _, name in ipairs(sorted(state)) do want("model", name, self:shape { name = name, tensor = state[name] }, state[name], 0) end
   local moments = optimizer:state_tensors()
   for i, p in ipairs(optimizer.list) do
     for which = 1, 2 do
       local name = ("%s.moment%d"):format(p.name, which)
-      local x = moments[name]
-      if x then
-        wanted.optimizer[name] = p.tensor.shape
-        list[#list + 1] = { part = "optimizer", name = name, x = x, dtype = x.dtype, count = p.tensor.count, from = self.zero and own_part(self, i) or 0 }
-      end
+      if moments[name] then want("optimizer", name, self:shape(p), moments[name], self.zero and own_part(self, i) or 0) end
     end
   end
   if c then

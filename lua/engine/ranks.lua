@@ -5,6 +5,7 @@
 --   ranks.reduce(x, "sum")              a number over all ranks: "sum", "mean" or "max"; the same on each, bit for bit
 --   ranks.from_first(text)              rank 0's text on every rank
 --   ranks.say("...")                    a line from any rank; print() is rank 0's alone
+--   ranks.group(4)                      this rank's group of four neighbours, for what is divided inside groups (nn.moe's experts)
 -- Every rank runs the same script and must come to the same calls. Who does not come is named, and the job ends (core/comm.c).
 local M_ffi = require "engine.ffi"
 
@@ -138,6 +139,28 @@ function M.compare(own)
     elseif text ~= "" then more = more + 1 end
   end
   error("the ranks were not started alike:" .. table.concat(problems) .. (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
+end
+
+local groups = {}
+
+--- This rank's group of `size` neighbours (as a rule all ranks): { comm =, rank =, size = }, and `across`: those who have the same place in
+--- the other groups, { comm =, rank =, size = }. Every rank calls it; the same size gives the same group.
+function M.group(size)
+  size = size or M.size()
+  if type(size) ~= "number" or size % 1 ~= 0 or size < 1 or M.size() % size ~= 0 then
+    raise("ranks.group: expected a size that divides the number of ranks, %d, got %s", M.size(), M_ffi.value_text(size))
+  end
+  if groups[size] then return groups[size] end
+  local function part(color)
+    local out = ffi.new("eng_comm *[1]")
+    check(C.eng_comm_split(out, M.world(), color, M.rank()))
+    local comm = ffi.gc(out[0], C.eng_comm_free)
+    return { comm = comm, rank = C.eng_comm_rank(comm), size = C.eng_comm_size(comm) }
+  end
+  local group = part(math.floor(M.rank() / size))
+  group.across = part(M.rank() % size)
+  groups[size] = group
+  return group
 end
 
 --- "ranks 0, 2 and 3" of a list.

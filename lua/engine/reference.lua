@@ -54,6 +54,7 @@ function Reference:batches()
   for _, x in ipairs(self.spared) do x:requires_grad(true) end
   if not good then error(message, 0) end
   check(status)
+  trainer.parallel:share_norms(norm, self.norms, self.n)
   C.eng_rng_set(place.seed, place.counter)
   self.norm, self.count, self.seconds = norm[0], self.count + 1, self.seconds + (machine.clock() - began)
   return batches

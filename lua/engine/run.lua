@@ -276,7 +276,7 @@ end
 --- Writes down what this run is: parameters, settings, the policy's source.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
-  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = p.tensor.shape } end
+  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = trainer.parallel:shape(p) } end
   history:set_parameters(list)
   local _, formats = require("engine.precision").parameter_formats(trainer.precision, trainer.optimizer.list)
   self.f16, self.signals = {}, {}                          -- signals: those told, as they were

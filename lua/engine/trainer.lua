@@ -474,7 +474,7 @@ function Trainer:rescue(problem)
   if self.place then pcall(self.go_back, self, self.place) end
   self.place = nil
   self.run_files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
-  local note = self.steps_done > 0 and not self.parallel.zero and self.run_files:after_step(true, true)   -- with ZeRO it takes all ranks
+  local note = self.steps_done > 0 and not self.parallel.zero and not self.parallel.apart and self.run_files:after_step(true, true)   -- else it takes all ranks
   if note then self.progress:note(note)
   elseif self.run_files.saved_at == self.steps_done then
     self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(self.run_files.path, self.steps_done))
