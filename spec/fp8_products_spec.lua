@@ -212,12 +212,17 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     assert.equal(448, sum(fp8.quantize(engine.full({ 1, 8 }, 100), { factor = 1 }), 8))   -- saturates
   end)
 
-  it("have nothing to add up when K is 0", function()
-    local a, b = fp8.quantize(engine.zeros(3, 0)), fp8.quantize(engine.zeros(2, 0))
-    for accumulator in pairs { fp32 = 1, exact = 1, hopper = 1, e4m3 = 1 } do
-      assert.same({ { 0, 0 }, { 0, 0 }, { 0, 0 } }, fp8.matmul(a, b, { transpose_b = true, accumulator = accumulator }):totable())
+  it("have nothing to add up when K is 0, which only the operation itself takes", function()
+    local function empty(rows) return M_ffi.run("quantize", { engine.zeros(rows, 0), false }, { M_ffi.dtype.e4m3, 0, 0, 0, 0, 0, 0 }, { -1, 0 }, 5) end
+    local a, a_scale = empty(3)
+    local b, b_scale = empty(2)
+    for accumulator = 0, 3 do
+      assert.same({ { 0, 0 }, { 0, 0 }, { 0, 0 } },
+        M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, false }, { 0, 1, 0, 0, 0, 0, 0, accumulator, 128, 0 }):totable())
     end
-    assert.same({ { 1, 2 }, { 1, 2 }, { 1, 2 } }, fp8.matmul(a, b, { transpose_b = true, bias = engine.tensor { 1, 2 } }):totable())
+    assert.same({ { 1, 2 }, { 1, 2 }, { 1, 2 } },
+      M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, engine.tensor { 1, 2 } }, { 0, 1, 0, 0, 0, 0, 0, 0, 128, 0 }):totable())
+    assert.error_matches(function() fp8.quantize(engine.zeros(3, 0)) end, "expected rows of 1 or more elements, got f32 %[3 x 0%]$")
   end)
 
   it("say what is wrong in one line", function()

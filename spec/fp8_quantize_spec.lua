@@ -195,7 +195,10 @@ describe("FP8 quantizers", function()
     assert.equal(1000, y.amax:item())
     assert.equal(2 * fp8.quantize(x).scale:item(), fp8.quantize(x, { margin = 1 }).scale:item())
     assert.equal(2 ^ -1, fp8.quantize(x, { rule = "deepseek", eps = 448 * 2 ^ -1, block = "1x1" }).scale:select(2, 1):select(1, 1):item())
-    for _, bad in ipairs { 0, 1 / 0, 0 / 0 } do assert.same({ 1, 4 }, fp8.quantize(x, { factor = bad }).q.shape) end
+    for _, bad in ipairs { 0, -1, 1 / 0, 0 / 0 } do   -- one in a tensor nobody looks at: it may be a card's
+      assert.error_matches(function() fp8.quantize(x, { factor = bad }) end, "expected factor as a positive finite number, got [^\n]+$")
+      assert.same({ 1, 4 }, fp8.quantize(x, { factor = engine.full({ 1 }, bad, "f32") }).q.shape)
+    end
   end)
 
   it("store e5m6 in 12 bits", function()
@@ -224,6 +227,12 @@ describe("FP8 quantizers", function()
       { function() fp8.quantize(x, { format = "e3m4" }) end, "expected format e4m3, e5m2, e5m6, got 'e3m4'" },
       { function() fp8.quantize(x, { rule = "deepsek" }) end, "expected rule .*did you mean 'deepseek'" },
       { function() fp8.quantize(x, { block = "128" }) end, "expected block as" },
+      { function() fp8.quantize(x, { block = "0x128" }) end, "expected block as" },
+      { function() fp8.quantize(x, { factor = "a" }) end, "expected factor as a number or a tensor of one, got 'a'" },
+      { function() fp8.quantize(engine.zeros(4, 0)) end, "expected rows of 1 or more elements, got f32 %[4 x 0%]" },
+      { function() fp8.quantize(x):dequantize("i32") end, "expected dtype bf16, f16, f32 or f64, got 'i32'" },
+      { function() fp8.matmul(fp8.quantize(x), fp8.quantize(x), { transpose_b = true, dtype = "e4m3" }) end, "expected dtype bf16, f16, f32 or f64" },
+      { function() fp8.decode(256, "e4m3") end, "expected a code of e4m3 below 256, got 256" },
       { function() fp8.quantize(x, { block = { 1, -1 } }) end, "the columns of a block" },
       { function() fp8.quantize(x, { block = "1x128", factor = 2 }) end, "a given factor belongs to blocks of the whole tensor" },
       { function() fp8.quantize(x, { format = "e5m6" }) end, "e5m6 packs 8 numbers of a row" },

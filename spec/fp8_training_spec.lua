@@ -182,6 +182,10 @@ describe("an FP8 recipe", function()
       ["there is no scale rule 'mine'"] = { base = "fp8_block", fp8 = { w = { rule = "mine" } } },
       ["there is no accumulator 'fp16'"] = { base = "fp8_block", fp8 = { forward = { accumulator = "fp16" } } },
       ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block", fp8 = { dy = { formt = "e5m2" } } },
+      ["x: expected eps as a number, got 'a'"] = { base = "fp8_block", fp8 = { x = { eps = "a" } } },
+      ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
+      ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
+      ["w: keep belongs to x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
       ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)

@@ -35,7 +35,7 @@ local function read_block(block, where)
   if type(block) == "table" and #block == 2 then
     return want_whole(block[1], where, "the rows of a block", 0), want_whole(block[2], where, "the columns of a block", 0)
   end
-  local rows, columns = tostring(block):match("^(%d+)x(%d+)$")
+  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return tonumber(rows), tonumber(columns) end
   local named = type(block) == "string" and BLOCKS[block]
   if not named then raise("%s: expected block as 'tensor', 'row', 'column', '1x128' or { rows, columns }, got %s", where, value_text(block)) end
@@ -47,11 +47,17 @@ end
 local methods = {}
 local Quantized = { __index = methods }
 
+local FLOATS = { f32 = true, f64 = true, f16 = true, bf16 = true }
+local function want_float(dtype, where)
+  if not FLOATS[dtype] then raise("%s: expected dtype bf16, f16, f32 or f64, got %s", where, value_text(dtype)) end
+  return M_ffi.dtype_number(dtype)
+end
+
 local function quantized(fields) return setmetatable(fields, Quantized) end
 
 --- The real numbers, code * scale, f32 unless another dtype is named.
 function methods.dequantize(x, dtype)
-  return run("dequantize", { x.q, x.scale }, { M_ffi.dtype_number(dtype or "f32"), x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
+  return run("dequantize", { x.q, x.scale }, { want_float(dtype or "f32", "dequantize"), x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
 end
 
 --- Bytes that codes and scales take.
@@ -91,12 +97,19 @@ function M.quantize(x, options)
   local format, rule = options.format or "e4m3", options.rule or "transformer_engine"
   local rows, columns = read_block(options.block or "tensor", "fp8.quantize")
   local factor = options.factor
-  if type(factor) == "number" then factor = require("engine.create").full({ 1 }, factor, "f32") end
+  if type(factor) == "number" then
+    if not (factor > 0 and factor < math.huge) then raise("fp8.quantize: expected factor as a positive finite number, got %g", factor) end
+    factor = require("engine.create").full({ 1 }, factor, "f32")
+  elseif factor then
+    if not require("engine.tensor").is_tensor(factor) then raise("fp8.quantize: expected factor as a number or a tensor of one, got %s", value_text(factor)) end
+  end
+  local shape = x.shape
+  if shape[#shape] == 0 then raise("fp8.quantize: expected rows of 1 or more elements, got %s %s", x.dtype, arguments.shape_text(shape)) end
   local flags = (options.stochastic and 2 or 0) + (options.pow2 and 4 or 0) + (options.transposed and 8 or 0)
   local number, rule_number = choose(FORMATS, format, "fp8.quantize", "format"), choose(RULES, rule, "fp8.quantize", "rule")
   local q, scale, amax, q_t, scale_t = run("quantize", { x, factor or false }, { number, rows, columns, rule_number, flags, 0, 0 },
     { want_number(options.eps or -1, "fp8.quantize", "eps"), want_number(options.margin or 0, "fp8.quantize", "margin") }, 5)
-  local shape, pow2 = x.shape, options.pow2 or rule == "msamp"
+  local pow2 = options.pow2 or rule == "msamp"
   local y = { q = q, scale = scale, amax = amax, shape = shape, block = { rows, columns }, format = format, rule = rule, pow2 = pow2 }
   if q_t then
     y.transposed = quantized { q = q_t, scale = scale_t, amax = amax, shape = q_t.shape, block = y.block, format = format, rule = rule, pow2 = pow2 }
@@ -123,7 +136,7 @@ function M.matmul(a, b, options)
   if #a.shape > 2 then qa = qa:view(-1, a.shape[#a.shape]) end
   if #b.shape > 2 then qb = qb:view(-1, b.shape[#b.shape]) end
   local ints = { options.transpose_a and 1 or 0, options.transpose_b and 1 or 0, a.block[1], a.block[2], b.block[1], b.block[2],
-    options.dtype and M_ffi.dtype_number(options.dtype) + 1 or 0, choose(ACCUMULATORS, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
+    options.dtype and want_float(options.dtype, "fp8.matmul") + 1 or 0, choose(ACCUMULATORS, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
     want_whole(options.promotion or 128, "fp8.matmul", "promotion", 0), options.add and 1 or 0 }
   local inputs = { qa, a.scale, qb, b.scale, options.bias or false }
   if not options.into then
@@ -156,7 +169,9 @@ end
 
 --- The number behind a code.
 function M.decode(code, format)
-  choose(SMALL, format, "fp8.decode", "format")
+  local parts = choose(SMALL, format, "fp8.decode", "format")
+  local codes = 2 ^ (parts[1] + parts[2] + (format == "ue8m0" and 0 or 1))
+  if want_whole(code, "fp8.decode", "the code", 0) >= codes then raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code) end
   local value = C.eng_small_decode(format, want_whole(code, "fp8.decode", "the code", 0))
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end

@@ -59,7 +59,7 @@ local function read_block(block, where)
   if type(block) == "table" and #block == 2 then
     return { whole(block[1], where, "the rows of a block"), whole(block[2], where, "the columns of a block") }
   end
-  local rows, columns = tostring(block):match("^(%d+)x(%d+)$")
+  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return { tonumber(rows), tonumber(columns) } end
   return choose(BLOCKS, block, where, "block shape")
 end
@@ -70,8 +70,10 @@ local function boolean(v, where, what)
 end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true, stochastic = true, keep = true }
-local function read_role(to, role, where)
+local function read_role(to, role, where, name)
   known(role, ROLE, where)
+  if role.keep ~= nil and name ~= "x" then raise("%s: keep belongs to x, what stands on the tape for dW, got %s", where, value_text(role.keep)) end
+  if role.eps ~= nil and type(role.eps) ~= "number" then raise("%s: expected eps as a number, got %s", where, value_text(role.eps)) end
   to.format = choose(FORMATS, role.format or "e4m3", where, "format")
   local block = read_block(role.block or "tensor", where)
   to.block_rows, to.block_columns = block[1], block[2]
@@ -123,7 +125,7 @@ end
 
 local function structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
-  for i, name in ipairs(M.roles) do read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name)) end
+  for i, name in ipairs(M.roles) do read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name) end
   for i, name in ipairs(M.products) do read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name)) end
   return recipe
 end
@@ -139,12 +141,12 @@ function M.check(fp8, where)
       raise("%s: high: expected patterns of module paths, got %s", where, value_text(pattern))
     end
   end
-  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward, dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
   for _, list in ipairs { M.roles, M.products } do
     for _, name in ipairs(list) do
       if fp8[name] ~= nil and type(fp8[name]) ~= "table" then raise("%s: %s: expected a table, got %s", where, name, value_text(fp8[name])) end
     end
   end
+  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward, dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
   structure(layer, where)
   for i, over in ipairs(fp8.layers or {}) do
     local at = ("%s: layers[%d]"):format(where, i)

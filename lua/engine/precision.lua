@@ -56,8 +56,8 @@ local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 }, wgrad =
 M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
 M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
 -- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their transposes where these are rows
-local ROW = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }
-M.recipes.fp8_rowwise = like_bf16 { x = ROW, w = ROW, dy = ROW, high = HYBRID.high }
+local ROW = { format = "e4m3", block = "row", rule = "torchao" }
+M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
 -- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online amaxes, promotion every 128, bf16
 -- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two,
 -- SwiGLU's inputs in FP8, its output is computed again.
