@@ -296,11 +296,6 @@ eng_status policy_roll_back(eng_policy *p)
 
 // ------------------------------------------------------------------ init
 
-static bool is_scale(double x)
-{
-  return f64_is_finite(x) && x > 0;
-}
-
 // The number under `key` in the table at `at`.
 static bool find_number(double *out, const char *at, const char *key)
 {
@@ -362,7 +357,7 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
     return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file, maker, why);
   }
   find_number(&scale, p->next.bytes, "scale");
-  if (!is_scale(scale)) {
+  if (!policy_is_scale(scale)) {
     char number[32];
     data_format_number(number, scale);
     lua_settop(L, SLOT_COUNT);
@@ -410,7 +405,7 @@ static void scale_task(eng_policy *p, void *scale)
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
 {
   if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
-  if (!is_scale(scale)) return error_set(ENG_ERR_VALUE, "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
+  if (!policy_is_scale(scale)) return error_set(ENG_ERR_VALUE, "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
     char why[256];
@@ -482,7 +477,7 @@ static eng_status take_back(eng_policy *p, const char *at)
   const char *policy = data_find(at, "policy"), *state = data_find(at, "state"), *scales = data_find(at, "scales");
   if (!find_number(&version, at, "version")) return error_set(ENG_ERR_FORMAT, "a policy's saved state without 'version'");
   if (version != TEXT_VERSION) return error_set(ENG_ERR_FORMAT, "a policy's saved state of version %g; this engine reads %d", version, TEXT_VERSION);
-  if (!policy || !state || *state != '{' || !scales || *scales != '{' || !find_number(&scale, at, "scale") || !is_scale(scale)
+  if (!policy || !state || *state != '{' || !scales || *scales != '{' || !find_number(&scale, at, "scale") || !policy_is_scale(scale)
       || !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) || !find_number(&lr_mul, at, "lr_mul")
       || !(lr_mul >= 0) || !f64_is_finite(lr_mul) || !find_number(&failures, at, "failures"))
     return error_set(ENG_ERR_FORMAT, "a policy's saved state must have policy, state, scale, scales, clip, lr_mul and failures");
@@ -505,7 +500,7 @@ static eng_status take_back(eng_policy *p, const char *at)
   for (int i = 0; i < p->n_groups; ++i) {
     p->group_scale[i] = 0;
     double own;
-    if (find_number(&own, scales, p->groups[i]) && is_scale(own)) p->group_scale[i] = own;
+    if (find_number(&own, scales, p->groups[i]) && policy_is_scale(own)) p->group_scale[i] = own;
   }
   p->ready = true;
   return ENG_OK;

@@ -209,8 +209,6 @@ static const char *const need_names[] = { "amax", "norm", "zeros", "underflow", 
                                           "overflow", "inf", "nan", "count", "groups", "signals" };
 static const unsigned need_bits[] = { ENG_NEED_AMAX, ENG_NEED_NORM, ENG_NEED_ZEROS, ENG_NEED_UNDERFLOW, ENG_NEED_HIST,
                                       ENG_NEED_TENSORS, ENG_NEED_NORM_REF, 0, 0, 0, 0, ENG_NEED_TENSORS, 0 };
-static const char *const verdict_fields[VERDICT_FIELDS] = { "scale", "action", "clip", "lr_mul", "reason", "scales" };
-static const char *const actions[] = { "step", "skip", "retry", "stop" };
 
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
@@ -469,7 +467,7 @@ static void load_task(eng_policy *p, void *argument)
 
   lua_createtable(L, VERDICT_FIELDS, 0);                                 // anchors of the interned names
   for (int i = 0; i < VERDICT_FIELDS; ++i) {
-    lua_pushstring(L, verdict_fields[i]);
+    lua_pushstring(L, policy_verdict_fields[i]);
     p->verdict_key[i] = lua_tostring(L, -1);
     lua_rawseti(L, -2, i + 1);
   }
@@ -583,155 +581,6 @@ double eng_policy_group_scale(const eng_policy *p, int group)
 
 // ------------------------------------------------------------------ verdicts
 
-static bool is_scale(double x)
-{
-  return f64_is_finite(x) && x > 0;
-}
-
-// At most size - 1 bytes, never half of a UTF-8 character.
-// Bytes of the UTF-8 character at `at`, 0 when it is none, or a control character that a terminal would obey.
-static size_t printable(const unsigned char *at, size_t left)
-{
-  if (*at < 0x80) return *at >= 0x20 && *at != 0x7F;
-  size_t n = *at >= 0xC2 && *at < 0xE0 ? 2 : *at >= 0xE0 && *at < 0xF0 ? 3 : *at >= 0xF0 && *at < 0xF5 ? 4 : 0;
-  if (n == 0 || n > left) return 0;
-  for (size_t i = 1; i < n; ++i)
-    if ((at[i] & 0xC0) != 0x80) return 0;
-  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F)) return 0;
-  return *at == 0xC2 && at[1] < 0xA0 ? 0 : n;
-}
-
-// A policy's text goes to terminals and pages: what is no character of a text becomes a question mark, a line's end a space.
-static void copy_reason(char *out, size_t size, const char *text, size_t length)
-{
-  size_t to = 0;
-  for (size_t at = 0; at < length;) {
-    size_t n = printable((const unsigned char *)text + at, length - at);
-    if (to + (n ? n : 1) >= size) break;
-    if (n) memcpy(out + to, text + at, n);
-    else out[to] = text[at] == '\n' || text[at] == '\t' ? ' ' : '?';
-    to += n ? n : 1;
-    at += n ? n : 1;
-  }
-  out[to] = '\0';
-}
-
-// Says in `why` that the value on top of the stack does not do for `field`: "scale = nan; expected ...". Gives false.
-static bool bad_value(lua_State *L, char *why, size_t size, const char *field, const char *expected)
-{
-  char number[32];
-  switch (lua_type(L, -1)) {
-    case LUA_TNUMBER:
-      data_format_number(number, lua_tonumber(L, -1));
-      snprintf(why, size, "%s = %s; expected %s", field, number, expected);
-      break;
-    case LUA_TSTRING:  snprintf(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected); break;
-    case LUA_TBOOLEAN: snprintf(why, size, "%s = %s; expected %s", field, lua_toboolean(L, -1) ? "true" : "false", expected); break;
-    default:           snprintf(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
-  }
-  return false;
-}
-
-static bool read_scales(eng_policy *p, char *why, size_t size)
-{
-  lua_State *L = p->L;
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, "scales", "a table { group = scale }");
-  if (!p->scalable) {
-    snprintf(why, size, "'scales', but this run scales all gradients alike");
-    return false;
-  }
-  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "'scales' with a %s as a key; expected names of groups", luaL_typename(L, -2));
-      return false;
-    }
-    const char *name = lua_tostring(L, -2);
-    int group = 0;
-    while (group < p->n_groups && strcmp(p->groups[group], name) != 0) ++group;
-    if (group == p->n_groups) {
-      snprintf(why, size, "a scale for group '%.60s', which this run has not%s", name,
-               nearest_hint(name, (const char *const *)p->groups, p->n_groups));
-      return false;
-    }
-    if (lua_type(L, -1) != LUA_TNUMBER || !is_scale(lua_tonumber(L, -1))) {
-      char field[80];
-      snprintf(field, sizeof field, "scales.%.60s", name);
-      return bad_value(L, why, size, field, "a positive finite number");
-    }
-    p->group_next[group] = lua_tonumber(L, -1);
-  }
-  return true;
-}
-
-static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
-{
-  const char *expected = "'step', 'skip', 'retry' or 'stop'";
-  if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "action", expected);
-  const char *action = lua_tostring(L, -1);
-  for (int i = 0; i < COUNT(actions); ++i)
-    if (strcmp(action, actions[i]) == 0) {
-      out->action = i;
-      return true;
-    }
-  const char *hint = nearest_hint(action, actions, COUNT(actions));
-  if (!*hint) return bad_value(L, why, size, "action", expected);
-  snprintf(why, size, "action = '%.40s'%s", action, hint);
-  return false;
-}
-
-enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES };      // in the order of verdict_fields
-
-// Reads the table on top of the stack. False with the reason in `why`.
-static bool read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
-{
-  lua_State *L = p->L;
-  int table = lua_gettop(L);
-  bool has_scale = false;
-  for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }", luaL_typename(L, -2));
-      return false;
-    }
-    const char *key = lua_tostring(L, -2);
-    int field = 0;
-    while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
-    double number = lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
-    switch (field) {
-      case V_SCALE:
-        if (!is_scale(number)) return bad_value(L, why, size, "scale", "a positive finite number");
-        out->scale = number;
-        has_scale = true;
-        break;
-      case V_ACTION:
-        if (!read_action(out, L, why, size)) return false;
-        break;
-      case V_CLIP:
-        if (f64_is_nan(number) || !(number > 0)) return bad_value(L, why, size, "clip", "a positive number, the largest gradient norm");
-        out->clip = f64_is_finite(number) ? number : 0;
-        break;
-      case V_LR_MUL:
-        if (!f64_is_finite(number) || number < 0) return bad_value(L, why, size, "lr_mul", "a finite factor, 0 or more");
-        out->lr_mul = number;
-        break;
-      case V_REASON: {
-        if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "reason", "a text");
-        size_t length;
-        const char *reason = lua_tolstring(L, -1, &length);
-        copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));
-        break;
-      }
-      case V_SCALES:
-        if (!read_scales(p, why, size)) return false;
-        break;
-      default:
-        snprintf(why, size, "an unknown field '%.60s'%s", key, nearest_hint(key, verdict_fields, VERDICT_FIELDS));
-        return false;
-    }
-  }
-  if (!has_scale) snprintf(why, size, "a table without 'scale', the loss scale of the next step");
-  return has_scale;
-}
-
 // The answer to a failed call: what held before it, and the state as it was.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason, bool with_position)
 {
@@ -748,7 +597,7 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   *out = p->last;
   out->failed = 1;
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
-  copy_reason(out->reason, sizeof out->reason, text, strlen(text));
+  policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
   if (policy_roll_back(p) != ENG_OK) {
     // No memory even to rebuild the old state: the policy decides no more until restored.
     p->ready = false;
@@ -792,13 +641,13 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     snprintf(why, sizeof why, "%s; expected one scale or one table", lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
   } else if (lua_type(L, -1) == LUA_TNUMBER) {
     out->scale = lua_tonumber(L, -1);
-    good = is_scale(out->scale);
+    good = policy_is_scale(out->scale);
     if (!good) {
       char number[32];
       data_format_number(number, out->scale);
       snprintf(why, sizeof why, "scale = %s; expected a positive finite number", number);
     }
-  } else if (lua_istable(L, -1)) good = read_verdict(p, out, why, sizeof why);
+  } else if (lua_istable(L, -1)) good = policy_read_verdict(p, out, why, sizeof why);
   else snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }", luaL_typename(L, -1));
   if (!good) {
     fall_back(out, p, record, why, true);

@@ -1,13 +1,16 @@
-// Inside of a policy: its Lua state and what the four files that make it work share.
+// Inside of a policy: its Lua state and what the files that make it work share.
 //   policy_vm.c      the state itself: memory, budget, loading, deciding
 //   policy_box.c     the library a policy sees
+//   policy_checks.c  checks of options, and how a scale moves, beside that library
 //   policy_record.c  the record it reads
+//   policy_verdict.c what it answers
 //   policy_state.c   its state: roll back, save, restore, hand over
 // Lua is reached through this header and main.c alone. Hosts use engine.h, section "policies".
 #ifndef ENG_POLICY_VM_H
 #define ENG_POLICY_VM_H
 
 #include "engine.h"
+#include "numerics.h"
 #include "policy_data.h"
 
 #include <lauxlib.h>
@@ -117,6 +120,15 @@ void policy_open_constant(lua_State *L, int index);
 // ---- policy_checks.c
 /// Adds back_off and grow to the environment on top of the stack and pushes the library check.
 void policy_checks_open(lua_State *L);
+
+// ---- policy_verdict.c
+extern const char *const policy_verdict_fields[VERDICT_FIELDS];
+/// Reads the table on top of the stack. False with the reason in `why`.
+bool policy_read_verdict(eng_policy *policy, eng_verdict *out, char *why, size_t size);
+/// Copies a text that goes to terminals and pages: at most size - 1 bytes, never half of a UTF-8 character. What is no character of a text
+/// becomes a question mark, a line's end a space.
+void policy_copy_reason(char *out, size_t size, const char *text, size_t length);
+static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0; }
 
 // ---- policy_record.c
 /// Makes the record's views and pushes `record`.

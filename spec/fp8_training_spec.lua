@@ -1,6 +1,7 @@
 -- Training in FP8: a linear layer under a recipe is the composition of quantize and fp8_matmul by hand, to the bit; its gradients stand
 -- beside f32's; scales, meters and checkpoints; recipes that cannot be.
 local engine = require "engine"
+local helper = require "spec.helper"
 local M_ffi = require "engine.ffi"
 
 local C, nn, fp8 = M_ffi.C, engine.nn, engine.fp8
@@ -35,14 +36,7 @@ local function pass(recipe, width, rows, out)
   return { y = y, x = x, layer = layer, opt = opt, dx = x.grad, dw = layer.weight.grad, db = layer.bias.grad, dy = dy }
 end
 
-local function with_gradient(f)
-  return function()
-    engine.begin_step()
-    local good, message = pcall(f)
-    engine.end_step()
-    if not good then error(message, 0) end
-  end
-end
+local with_gradient = helper.in_step
 
 describe("a linear layer in FP8", function()
   for name, roles in pairs(ROLES) do

@@ -63,4 +63,15 @@ function helper.run(arguments, input)
   return helper.shell(table.concat(words, " "), input)
 end
 
+-- f inside a step of its own: what it makes is gone afterwards, also when it raises. For it("...", helper.in_step(function() ... end)).
+function helper.in_step(f)
+  return function()
+    local engine = require "engine"
+    engine.begin_step()
+    local good, message = pcall(f)
+    engine.end_step()
+    if not good then error(message, 0) end
+  end
+end
+
 return helper

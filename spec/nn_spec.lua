@@ -1,18 +1,12 @@
 -- Modules and models: names and order of parameters, tied weights, state, freezing, modes, text; and the models' shapes,
 -- first losses, causality and sampling.
 local engine = require "engine"
+local helper = require "spec.helper"
 
 local nn = engine.nn
 local inf = math.huge
 
-local function step(f)
-  return function()
-    engine.begin_step()
-    local good, message = pcall(f)
-    engine.end_step()
-    if not good then error(message, 0) end
-  end
-end
+local step = helper.in_step
 
 local function names(net)
   local list = {}

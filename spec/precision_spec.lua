@@ -1,19 +1,13 @@
 -- Precision recipes: which operation yields which format, fp16 that overflows and underflows as one rounding does,
 -- parameters whose gradients really are fp16, and low-precision weights that follow their masters.
 local engine = require "engine"
+local helper = require "spec.helper"
 local M_ffi = require "engine.ffi"
 
 local ffi, nn = M_ffi.ffi, engine.nn
 local inf = math.huge
 
-local function step(f)
-  return function()
-    engine.begin_step()
-    local good, message = pcall(f)
-    engine.end_step()
-    if not good then error(message, 0) end
-  end
-end
+local step = helper.in_step
 
 -- every class of ops.def with some of its operations; `like` gives an input of a format
 local OPERATIONS = {

@@ -1,6 +1,7 @@
 -- Tensors as scripts meet them: making, looking, views, counting from 1, arithmetic and its dtypes, reductions,
 -- products, the life of a step, and what every mistake is answered with.
 local engine = require "engine"
+local helper = require "spec.helper"
 local M_ffi = require "engine.ffi"
 
 local C = M_ffi.C
@@ -8,14 +9,7 @@ local inf, nan = math.huge, 0 / 0
 local FLOATS, INTEGERS = { "f32", "f64", "f16", "bf16" }, { "u8", "i8", "i16", "i32", "i64" }
 local ALL = { "f32", "f64", "f16", "bf16", "u8", "i8", "i16", "i32", "i64", "bool" }
 
-local function step(f)
-  return function()
-    engine.begin_step()
-    local good, message = pcall(f)
-    engine.end_step()
-    if not good then error(message, 0) end
-  end
-end
+local step = helper.in_step
 
 -- 1, 2, 3 ... in a shape
 local function counting(...)
