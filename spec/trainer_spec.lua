@@ -222,6 +222,21 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
+  it("ends before a loss scale that float32 cannot carry touches the weights", function()
+    local function asks(verdict)
+      return engine.policy.load { file = "tiny.lua", source = ("return { options = { init_scale = 4 }, decide = function(s, r) "
+        .. "return r.step == 1 and %s or 4 end }"):format(verdict) }
+    end
+    local group = job({}).groups.groups[1]
+    for _, verdict in ipairs { "1e-60", "5e-324", "1e39", ("{ scale = 4, scales = { [%q] = 1e-60 } }"):format(group) } do
+      local trainer = job { steps = 5, policy = asks(verdict), run = folder .. "/tiny", resume = false }
+      local summary = trainer:run()
+      assert.matches("gradients in float32 carry scales from", summary.stopped, 1, true)
+      assert.equal(1, summary.updates)
+    end
+    assert.has_error(function() job({ steps = 5, policy = "static", policy_options = { loss_scale = 1e-60 } }):run() end)
+  end)
+
   it("tells once when the loss itself is lost", function()
     local trainer, told = job {}, {}
     for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do

@@ -9,7 +9,7 @@
 -- Owned by the trainer.
 local M_ffi = require "engine.ffi"
 local nearest = require "engine.nearest"
-local swap = require "engine.swap"
+local policies = require "engine.policy"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -62,7 +62,7 @@ local settings = {
   clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end, function(t, x) t.clip = x > 0 and x or nil end, kept = true },
   clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end, function(t, x) t.clip_value = x > 0 and x or nil end,
     kept = true },
-  scale = { swap.USABLE, function(x) return type(x) == "number" and swap.usable(x) end, function(t) return t.policy:scale() end,
+  scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end, function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },
   steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
     t.steps = x

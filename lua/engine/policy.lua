@@ -229,6 +229,17 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
+--- What is wrong with the scales a policy, or a class, asks for next, or nil: one that float32 gradients cannot carry with all their bits, or whose
+--- inverse they cannot, would ruin the weights without a sign. groups: how many may have a scale of their own.
+function M.unusable(policy, groups)
+  for group = 0, groups or 0 do
+    local scale = group == 0 and policy:scale() or policy:group_scale(group)
+    if not M.usable(scale) then return ("policy %s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(policy.name, scale, M.USABLE) end
+  end
+end
+function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
+M.USABLE = "scales from 2^-126 to 3.4e38"
+
 --- Classes registered by name (engine.register_loss_scaler).
 M.classes = {}
 

@@ -76,6 +76,8 @@ function Scaler:scale(loss)
     return list
   end
   if not tensor.is_tensor(loss) then error("scaler:scale: expected a loss tensor, got a " .. type(loss), 2) end
+  local problem = self.enabled and policy.unusable(self.policy, self.groups and #self.groups.groups)
+  if problem then error("scaler:scale: " .. problem, 2) end
   self.loss, self.began = loss, true
   local seed = self:get_scale()
   local object = self.enabled and self.policy.object

@@ -26,7 +26,7 @@ function M.new(trainer, options)
   return self
 end
 
-local read = require("engine.policy").read
+local read, unusable = require("engine.policy").read, require("engine.policy").unusable
 
 -- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
 -- it is another text.
@@ -190,20 +190,14 @@ function Swap:undo(by)
   return true
 end
 
--- A scale that float32 gradients cannot carry, or whose inverse they cannot, would ruin the weights without a sign: it ends the run.
-local function usable(policy, verdict)
-  if M.usable(verdict.scale) then return verdict end
-  verdict.reason = ("%s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(policy.name, verdict.scale, M.USABLE)
-  verdict.action = C.ENG_ACTION_STOP
+--- The verdict on a step. A policy that fails the first decision after its swap was none: the old one decides.
+-- One that asks for a scale that cannot be ends the run.
+function Swap:decide(record, stats)
+  local verdict = self:ask(record, stats)
+  local problem = unusable(self.trainer.policy, #self.trainer.groups.groups)
+  if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   return verdict
 end
-
---- Whether a loss scale and its inverse are numbers of float32 with all their bits.
-function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
-M.USABLE = "scales from 2^-126 to 3.4e38"
-
---- The verdict on a step. A policy that fails the first decision after its swap was none: the old one decides.
-function Swap:decide(record, stats) return usable(self.trainer.policy, self:ask(record, stats)) end
 
 function Swap:ask(record, stats)
   local policy, old = self.trainer.policy, self.probation

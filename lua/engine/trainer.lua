@@ -12,9 +12,9 @@ local groups = require "engine.groups"
 local lagged = require "engine.lagged"
 local machine = require "engine.machine"
 local nearest = require "engine.nearest"
+local policies = require "engine.policy"
 local precision = require "engine.precision"
 local run_files = require "engine.run"
-local swap = require "engine.swap"
 local tensor = require "engine.tensor"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -253,10 +253,6 @@ local function new(o)
   local loaded, message = pcall(require("engine.policy").load, policy, o.policy_options)
   if not loaded then error(message, 0) end
   self.policy = message
-  local scale = message:scale()
-  if not swap.usable(scale) then
-    error(("trainer: policy %s begins with a loss scale of %.10g; gradients in float32 carry %s"):format(message.name, scale, swap.USABLE), 0)
-  end
   self.groups = groups.new(self.model, self.optimizer.list, { { params = self.optimizer.params, n = #self.optimizer.list } })
   self.ref_every, self.ref_layers = o.ref_every, o.ref_layers
   local shadows
@@ -398,6 +394,8 @@ function Trainer:run()
   local progress = require("engine.progress").new { total = self.steps, json = self.log == "json", quiet = self.log == "quiet" or self.parallel.rank > 0,
     unscaled = not self.precision.scaled and self.policy.name == "static" and self.policy:scale() == 1 }
   self.progress = progress
+  local problem = policies.unusable(self.policy, #self.groups.groups)             -- from the start, or from a checkpoint
+  if problem then M_ffi.raise("trainer: %s", problem) end
   self.run_files:reopen()
   self.control:open()
   local before = C.eng_interrupt_policy(1)
