@@ -5,7 +5,7 @@ local helper = require "spec.helper"
 local M_ffi = require "engine.ffi"
 
 local C = M_ffi.C
-local TEXT = helper.read("core/engine.h")
+local TEXT = require("engine.lab").text(40000)
 local DYNAMIC = helper.read("policies/dynamic.lua")
 
 local folder

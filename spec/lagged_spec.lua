@@ -2,7 +2,7 @@
 local engine = require "engine"
 local helper = require "spec.helper"
 
-local TEXT = io.open("core/errors.def"):read("*a"):rep(4)
+local TEXT = require("engine.lab").text(20000)
 
 --- Trains a small GPT; gives losses and scales by step, the weights' checksum and the trainer.
 local function train(options)
