@@ -10,7 +10,8 @@
 --   fp8_block    2.5097 +- 0.0193    +0.050 +- 0.386 %
 --   fp8_delayed  2.5090 +- 0.0190    +0.022 +- 0.205 %
 -- The means are within 0.25 % and 1 %; single seeds stray further in a run as short as this. The text is this project's own, so the
--- losses move with it.
+-- losses move with it. On an easier one (engine.lab's sentences), where bf16 ends at 0.6893 +- 0.0196 and still falls fast, the distances
+-- were +0.929 +- 1.626 % and +1.738 +- 1.447 %: so short a run does not show whether they come together.
 -- Seen with model=moe (seeds=2, steps=150):
 --   fp32         2.7656 +- 0.0111    +0.385 +- 0.419 %
 --   bf16         2.7550 +- 0.0005
