@@ -1,12 +1,11 @@
-// Gradients reduced over ranks while backward goes on. See engine.h (eng_parallel) for the contract.
+// Gradients reduced over ranks while backward goes on: a bucket's way in a step. See engine.h (eng_parallel) for the contract; comm_buckets.c
+// makes the buckets.
 //
-// The members of a parameter set are gathered into buckets, last ones first, as backward completes them. A bucket whose members are
-// complete goes out: to every rank the piece it sums, with a byte for each member that says whether this rank had a gradient for it
-// and what was wrong with it, so that everybody knows which rank brought the inf. The sums come back (without ZeRO) in the same format.
-// Both exchanges move on whenever backward has finished an operation. A rank's piece of every bucket is also what it computes statistics
-// of and, with ZeRO-1, what it updates.
+// A bucket whose members are complete goes out: to every rank the piece it sums, with a byte for each member that says whether this rank
+// had a gradient for it and what was wrong with it, so that everybody knows which rank brought the inf. The sums come back (without ZeRO)
+// in the same format. Both exchanges move on whenever backward has finished an operation.
 //
-// Owns the buckets and their memory, and the set's `own`. Gradients in other memory than the host's go through a buffer there.
+// Gradients in other memory than the host's go through a buffer there.
 #include "comm_gradients.h"
 
 #include "error.h"
@@ -15,202 +14,11 @@
 #include "transfer.h"
 #include "wire.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { HAS_GRADIENT = 1, WIRE_OVERFLOW = 8 };
 
-// ------------------------------------------------------------------ making
-
-/// Overlap of member k's elements with piece `rank`: from, to in the member's own count; at: where that begins in the piece.
-static int64_t overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from, int64_t *at)
-{
-  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = b->at[k], last = first + p->set->member[b->member[k]].value->count;
-  int64_t low = first > begin ? first : begin, high = last < end ? last : end;
-  *from = low - first;
-  *at = low - begin;
-  return high > low ? high - low : 0;
-}
-
-/// Members in the order backward completes them, cut into buckets of one format each: those of all ranks, then those that stand apart, so
-/// that buckets of one group have the same numbers on all its ranks.
-static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire, bool apart)
-{
-  eng_params *set = p->set;
-  int32_t open[ENG_DTYPE_COUNT];
-  int64_t bytes[ENG_DTYPE_COUNT] = {0};
-  memset(open, -1, sizeof open);
-  for (int i = set->n - 1; i >= 0; i--) {
-    if (p->apart[i] != apart) continue;
-    int dtype = set->gradients->part[i]->dtype;
-    int64_t own = set->member[i].value->count * eng_dtype_size(dtype);
-    if (open[dtype] < 0 || bytes[dtype] + own > limit) {
-      open[dtype] = p->n_buckets++;
-      bytes[dtype] = 0;
-      bucket *b = &p->buckets[open[dtype]];
-      *b = (bucket){.comm = apart ? p->holders : p->comm, .dtype = dtype};
-      b->wire = b->comm->size > 1 ? comm_wire_dtype(wire, dtype) : dtype;
-      b->member = calloc((size_t)i + 1, sizeof *b->member);
-      b->at = calloc((size_t)i + 2, sizeof *b->at);
-      if (!b->member || !b->at) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-    }
-    bucket *b = &p->buckets[open[dtype]];
-    b->member[b->n] = i;
-    b->at[b->n + 1] = b->at[b->n] + comm_padded(set->member[i].value->count);
-    b->n++;
-    bytes[dtype] += own;
-    p->bucket_of[i] = open[dtype];
-  }
-  return ENG_OK;
-}
-
-/// Where the pieces of a bucket begin.
-static void cut(bucket *b, int ranks)
-{
-  enum { STEP = 4096 };                  // what gradstats sums at a time
-  int64_t total = b->at[b->n];
-  for (int rank = 0, k = 0; rank <= ranks; rank++) {
-    int64_t ideal = total / ranks * rank + total % ranks * rank / ranks;
-    while (k < b->n - 1 && b->at[k + 1] <= ideal) k++;
-    int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k], down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
-    b->cut[rank] = rank == ranks ? total : b->at[k] + (inside - down <= up - inside ? down : up);
-  }
-}
-
-static int64_t message_bytes(const bucket *b, int rank)
-{
-  return (comm_packed_bytes(b->wire, b->cut[rank + 1] - b->cut[rank]) + b->n + 7) / 8 * 8;
-}
-
-static eng_status take_memory(eng_parallel *p)
-{
-  int64_t size = p->comm->size, longest = 0, largest = 0;
-  for (int k = 0; k < p->n_buckets; k++) {
-    bucket *b = &p->buckets[k];
-    int64_t ranks = b->comm->size;
-    b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
-    b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
-    if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-    cut(b, b->comm->size);
-    for (int rank = 0; rank < ranks; rank++) {
-      b->begin[rank + 1] = b->begin[rank] + message_bytes(b, rank);
-      if (message_bytes(b, rank) > COMM_LARGEST)
-        return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)message_bytes(b, rank));
-    }
-    int64_t own = b->cut[b->comm->rank + 1] - b->cut[b->comm->rank];
-    b->packed = comm_packed_bytes(b->wire, own);
-    b->bytes = message_bytes(b, b->comm->rank);
-    b->out = calloc(1, (size_t)b->begin[ranks]);           // what pads a member stays zero
-    b->in = calloc(1, (size_t)(b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks]));
-    b->sum = calloc(1, (size_t)b->packed + 1);
-    if (!b->out || !b->in || !b->sum) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-    if (own > longest) longest = own;
-  }
-  for (int i = 0; i < p->set->n; i++) {
-    if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
-    bucket *b = &p->buckets[p->bucket_of[i]];
-    for (int k = 0; k < b->n; k++) {
-      int64_t from, at, n = overlap(p, b, k, b->comm->rank, &from, &at);
-      if (b->member[k] != i) continue;
-      p->set->own[2 * i] = n ? from : 0;
-      p->set->own[2 * i + 1] = n ? from + n : 0;
-    }
-  }
-  p->values = malloc((size_t)((size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float)) + 1);
-  if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
-  p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
-  p->terms = calloc((size_t)size, sizeof *p->terms);
-  p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
-  if (p->values && p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
-  return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-}
-
-void eng_parallel_free(eng_parallel *p)
-{
-  if (!p) return;
-  eng_parallel_cancel(p);
-  for (int k = 0; k < p->n_buckets; k++) {
-    bucket *b = &p->buckets[k];
-    free(b->member);
-    free(b->at);
-    free(b->cut);
-    free(b->begin);
-    free(b->out);
-    free(b->in);
-    free(b->sum);
-  }
-  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
-    free(p->set->own);
-    p->set->own = NULL;
-  }
-  params_release(p->set);
-  free(p->buckets);
-  free(p->bucket_of);
-  free(p->apart);
-  free(p->holder);
-  free(p->complete);
-  free(p->brought);
-  free(p->values);
-  free(p->raw);
-  free(p->messages);
-  free(p->terms);
-  free(p->numbers);
-  free(p);
-}
-
-/// Which parameters stand apart, and who holds them.
-static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *options)
-{
-  if (!options->apart || !options->holders) return ENG_OK;
-  p->holders = options->holders;
-  memcpy(p->apart, options->apart, (size_t)p->set->n);
-  p->holder = calloc((size_t)p->holders->size, sizeof *p->holder);
-  if (!p->holder) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
-  return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
-}
-
-eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options)
-{
-  *out = NULL;
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
-  if (options->wire < 0 || options->wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->wire);
-  if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
-  eng_parallel *p = calloc(1, sizeof *p);
-  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  size_t n = (size_t)set->n + 1;
-  p->set = set;
-  p->comm = comm;
-  set->references++;
-  set->own = calloc(2 * n, sizeof *set->own);
-  p->apart = calloc(n, sizeof *p->apart);
-  p->buckets = calloc(n, sizeof *p->buckets);
-  p->bucket_of = calloc(n, sizeof *p->bucket_of);
-  p->complete = calloc(n, sizeof *p->complete);
-  eng_status status = set->own && p->apart && p->buckets && p->bucket_of && p->complete ? meet_holders(p, options)
-                                                                                        : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  if (status == ENG_OK) status = fill_buckets(p, options->bucket, options->wire, false);
-  if (status == ENG_OK && p->holders) status = fill_buckets(p, options->bucket, options->wire, true);
-  if (status == ENG_OK) status = take_memory(p);
-  if (status != ENG_OK) {
-    eng_parallel_free(p);
-    return status;
-  }
-  p->facts.buckets = p->n_buckets;
-  p->zero = set->sharded = options->zero != 0;
-  *out = p;
-  return ENG_OK;
-}
-
-void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *p, int index)
-{
-  *from = p->set->own[2 * index];
-  *to = p->set->own[2 * index + 1];
-}
-
 // ------------------------------------------------------------------ a bucket's way
-
-static int64_t piece_of(const bucket *b, int rank) { return b->cut[rank + 1] - b->cut[rank]; }
 
 /// The member's gradient in host memory.
 static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
@@ -231,10 +39,10 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
     flags = HAS_GRADIENT | wire_flags(values, b->dtype, member->value->count);
   }
   for (int rank = 0; rank < ranks; rank++) {
-    int64_t from, at, n = overlap(p, b, k, rank, &from, &at);
+    int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
     if (n == 0) continue;
     char *piece = b->out + b->begin[rank];
-    int64_t count = piece_of(b, rank);
+    int64_t count = bucket_piece(b, rank);
     if (values) {
       ENG_TRY(comm_pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
       if (b->wire == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
@@ -243,7 +51,7 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
       ENG_TRY(comm_pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
     } else memset(piece + at * eng_dtype_size(b->wire), 0, (size_t)(n * eng_dtype_size(b->wire)));
   }
-  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->wire, piece_of(b, rank)) + k] = (char)flags;
+  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->wire, bucket_piece(b, rank)) + k] = (char)flags;
   return ENG_OK;
 }
 
@@ -275,7 +83,7 @@ static int among_all(const eng_parallel *p, const bucket *b, int rank) { return 
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
-  int64_t own = piece_of(b, b->comm->rank);
+  int64_t own = bucket_piece(b, b->comm->rank);
   for (int rank = 0; rank < ranks; rank++) {
     const char *piece = b->in + b->bytes * rank;
     float *values = p->values + own * rank;
@@ -290,13 +98,13 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
 
 static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
 {
-  int64_t from, at, n = overlap(p, b, k, rank, &from, &at);
+  int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
   if (n == 0) return ENG_OK;
   const tensor *gradient = p->set->member[b->member[k]].gradient;
   int64_t size = eng_dtype_size(b->dtype);
   char *to = (char *)gradient->data + from * size;
   bool here = gradient->store->space == SPACE_HOST;
-  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, piece_of(b, rank), at, p->values));
+  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, bucket_piece(b, rank), at, p->values));
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
@@ -325,7 +133,7 @@ static eng_status send_back(eng_parallel *p, bucket *b)
   int n = 0;
   for (int peer = 0; peer < b->comm->size; peer++) {
     if (peer == b->comm->rank) continue;
-    int64_t theirs = comm_packed_bytes(b->wire, piece_of(b, peer));
+    int64_t theirs = comm_packed_bytes(b->wire, bucket_piece(b, peer));
     if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
     if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
     p->facts.bytes += b->packed;

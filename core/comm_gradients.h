@@ -1,4 +1,5 @@
-// What comm_gradients.c keeps about a parameter set whose gradients are reduced over ranks; comm_record.c reads it.
+// A parameter set whose gradients are reduced over ranks: comm_buckets.c makes and frees it, comm_gradients.c works with it in a step,
+// comm_record.c reads it.
 #ifndef ENG_COMM_GRADIENTS_H
 #define ENG_COMM_GRADIENTS_H
 
@@ -46,5 +47,10 @@ struct eng_parallel {
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
 };
+
+/// Elements of piece `rank`.
+static inline int64_t bucket_piece(const bucket *b, int rank) { return b->cut[rank + 1] - b->cut[rank]; }
+/// How many elements member k has in piece `rank`: from which of its own on, and where they begin in the piece.
+int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from, int64_t *at);
 
 #endif
