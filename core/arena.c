@@ -60,7 +60,9 @@ typedef struct arena {
 
 #define ARENAS_OF(prefix) { \
   [ARENA_PARAMETER] = {.name = prefix "parameters", .chunk_size = 1 << 20}, \
+  [ARENA_GRADIENT]  = {.name = prefix "gradients",  .chunk_size = 1 << 20}, \
   [ARENA_OPTIMIZER] = {.name = prefix "optimizer",  .chunk_size = 1 << 20}, \
+  [ARENA_MESSAGE]   = {.name = prefix "messages",   .chunk_size = 1 << 20}, \
   [ARENA_KEPT]      = {.name = prefix "kept",       .chunk_size = 4 << 20}, \
   [ARENA_STEP]      = {.name = prefix "step",       .chunk_size = 64 << 20}, \
   [ARENA_SCRATCH]   = {.name = prefix "scratch",    .chunk_size = 8 << 20}, \
@@ -112,7 +114,7 @@ static void node_give(free_piece *node)
 
 static bool lasting(arena_id id)
 {
-  return id == ARENA_PARAMETER || id == ARENA_OPTIMIZER || id == ARENA_KEPT;
+  return id != ARENA_STEP && id != ARENA_SCRATCH;
 }
 
 static int64_t rounded(int space, int64_t bytes)

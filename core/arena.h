@@ -9,8 +9,10 @@
 #include "engine.h"
 
 typedef enum arena_id {
-  ARENA_PARAMETER,   // weights, their low-precision copies, gradients: flat buffers
+  ARENA_PARAMETER,   // weights and their low-precision copies: flat buffers
+  ARENA_GRADIENT,    // gradients: a flat buffer; with ZeRO-2 the own pieces, and what backward writes before it is sent
   ARENA_OPTIMIZER,   // moments
+  ARENA_MESSAGE,     // gradients between ranks: buckets that are under way
   ARENA_KEPT,        // tensors made outside a step or by keep()
   ARENA_STEP,        // activations and gradients of the step; reset at its end
   ARENA_SCRATCH,     // a kernel's working space, given back when it returns

@@ -272,6 +272,14 @@ eng_status comm_pause(double since, const char *what)
   return idle(&spins, &since, what);
 }
 
+static struct { eng_status (*work)(void *data); void *data; } meanwhile;
+
+void comm_meanwhile(eng_status (*work)(void *data), void *data)
+{
+  meanwhile.work = work;
+  meanwhile.data = data;
+}
+
 eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
 {
   bool done = false;
@@ -280,6 +288,7 @@ eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
   while (true) {
     ENG_TRY(comm->transport->test(&done, exchange));
     if (done) return ENG_OK;
+    if (meanwhile.work) ENG_TRY(meanwhile.work(meanwhile.data));
     ENG_TRY(idle(&spins, &since, what));
   }
 }

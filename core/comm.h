@@ -64,6 +64,9 @@ enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_BUCKET = 8192, COMM_TA
 
 /// Waits for an exchange. After the timeout (eng_comm_timeout) the job is ended with a message that names who did not come to `what`.
 eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
+/// What is done again and again while comm_wait waits: others may be waiting for it before they come to what is waited for here (gradients
+/// on their way, while backward exchanges tokens). NULL: nothing.
+void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// One breath of a wait of one's own that began at `since` (eng_clock): offers the core to others, and ends the job as comm_wait does.
 eng_status comm_pause(double since, const char *what);
 /// Starts and waits.

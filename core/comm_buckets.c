@@ -1,8 +1,12 @@
 // Which gradients travel together: the buckets of a parameter set whose gradients are reduced over ranks, how each is cut into the ranks'
-// pieces, and their memory. See engine.h (eng_parallel) for the contract; comm_gradients.c takes the buckets through a step.
+// pieces, and the memory they go through. See engine.h (eng_parallel) for the contract; comm_gradients.c takes the buckets through a step.
 //
 // The members of a set are gathered into buckets, last ones first, as backward completes them. A rank's piece of every bucket is what it
 // sums, what it computes statistics of and, with ZeRO-1, what it updates.
+//
+// Memory: what is under way lies in one block that holds a few buckets (`messages_pool`); where there is no room a bucket waits until
+// messages have arrived. So that ranks do not wait for each other's, all send their buckets in one order. With ZeRO-2 what backward
+// writes comes out of a pool as well, a room for each bucket that has begun.
 //
 // Owns the buckets and their memory, and the set's `own`.
 #include "comm_gradients.h"
@@ -31,7 +35,7 @@ static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire, bool ap
   memset(open, -1, sizeof open);
   for (int i = set->n - 1; i >= 0; i--) {
     if (p->apart[i] != apart) continue;
-    int dtype = set->gradients->part[i]->dtype;
+    int dtype = set->gradient_dtype[i];
     int64_t own = set->member[i].value->count * eng_dtype_size(dtype);
     if (open[dtype] < 0 || bytes[dtype] + own > limit) {
       open[dtype] = p->n_buckets++;
@@ -41,7 +45,8 @@ static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire, bool ap
       b->wire = b->comm->size > 1 ? comm_wire_dtype(wire, dtype) : dtype;
       b->member = calloc((size_t)i + 1, sizeof *b->member);
       b->at = calloc((size_t)i + 2, sizeof *b->at);
-      if (!b->member || !b->at) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+      b->anyone = calloc((size_t)i + 1, sizeof *b->anyone);
+      if (!b->member || !b->at || !b->anyone) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
     }
     bucket *b = &p->buckets[open[dtype]];
     b->member[b->n] = i;
@@ -71,7 +76,36 @@ static int64_t message_bytes(const bucket *b, int rank)
   return (comm_packed_bytes(b->wire, bucket_piece(b, rank)) + b->n + 7) / 8 * 8;
 }
 
-static eng_status take_memory(eng_parallel *p)
+/// Bytes of a bucket's members as backward writes them.
+static int64_t room_bytes(const bucket *b) { return b->at[b->n] * eng_dtype_size(b->dtype); }
+
+/// The pools: messages of the largest bucket and three ordinary ones, or the next largest, at once; rooms as they are wanted.
+static eng_status make_pools(eng_parallel *p, int64_t limit)
+{
+  int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
+  for (int k = 0; k < p->n_buckets; k++) {
+    const bucket *b = &p->buckets[k];
+    int64_t need = pool_rounded(b->need), bytes = room_bytes(b);
+    all += need;
+    if (need > largest) {
+      second = largest;
+      largest = need;
+    } else if (need > second) second = need;
+    if (b->n == 1 && bytes > limit) continue;
+    if (need > ordinary) ordinary = need;
+    if (bytes > room) room = bytes;
+  }
+  int64_t bound = largest + (second > 3 * ordinary ? second : 3 * ordinary);
+  p->messages_pool = (pool){.space = SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = bound < all ? bound : all, .most_blocks = 1};
+  p->rooms = (pool){.space = p->set->space, .arena = ARENA_GRADIENT, .block_bytes = room};
+  if (all == 0) return ENG_OK;
+  void *piece;
+  ENG_TRY(pool_take(&piece, &p->messages_pool, 1));     // the block is there from now on, or this fails
+  pool_give(&p->messages_pool, piece, 1);
+  return ENG_OK;
+}
+
+static eng_status take_memory(eng_parallel *p, int64_t limit)
 {
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
@@ -89,10 +123,8 @@ static eng_status take_memory(eng_parallel *p)
     int64_t own = bucket_piece(b, b->comm->rank);
     b->packed = comm_packed_bytes(b->wire, own);
     b->bytes = message_bytes(b, b->comm->rank);
-    b->out = calloc(1, (size_t)b->begin[ranks]);           // what pads a member stays zero
-    b->in = calloc(1, (size_t)(b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks]));
-    b->sum = calloc(1, (size_t)b->packed + 1);
-    if (!b->out || !b->in || !b->sum) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    b->in_bytes = b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks];
+    b->need = b->begin[ranks] + b->in_bytes + b->packed;
     if (own > longest) longest = own;
   }
   for (int i = 0; i < p->set->n; i++) {
@@ -105,12 +137,15 @@ static eng_status take_memory(eng_parallel *p)
       p->set->own[2 * i + 1] = n ? from + n : 0;
     }
   }
-  p->values = malloc((size_t)((size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float)) + 1);
+  ENG_TRY(make_pools(p, limit));
+  p->n_values = size * longest > largest ? size * longest : largest;
+  p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
+  if (!p->values) return ENG_ERR_MEMORY;
   if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
   p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
   p->terms = calloc((size_t)size, sizeof *p->terms);
   p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
-  if (p->values && p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
+  if (p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
 }
 
@@ -124,10 +159,14 @@ void eng_parallel_free(eng_parallel *p)
     free(b->at);
     free(b->cut);
     free(b->begin);
-    free(b->out);
-    free(b->in);
-    free(b->sum);
+    free(b->anyone);
   }
+  for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
+  if (p->under_way == 0) {      // else messages still come and go there
+    pool_free(&p->messages_pool);
+    arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
+  }
+  pool_free(&p->rooms);
   if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
     free(p->set->own);
     p->set->own = NULL;
@@ -139,12 +178,50 @@ void eng_parallel_free(eng_parallel *p)
   free(p->holder);
   free(p->complete);
   free(p->brought);
-  free(p->values);
+  free(p->order);
+  free(p->place);
+  free(p->had);
   free(p->raw);
   free(p->messages);
   free(p->terms);
   free(p->numbers);
   free(p);
+}
+
+/// The order in which buckets go out: those first whose lowest member comes last in the set, as backward completes them. Buckets of ranks that
+/// hold the same parameters have the same members, so that any two ranks send those they have in common in one order.
+static eng_status set_order(eng_parallel *p)
+{
+  p->order = calloc((size_t)p->n_buckets + 1, sizeof *p->order);
+  if (!p->order) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  for (int k = 0; k < p->n_buckets; k++) {
+    const bucket *b = &p->buckets[k];
+    int at = k;
+    for (; at > 0; at--) {
+      const bucket *before = &p->buckets[p->order[at - 1]];
+      if (before->member[before->n - 1] > b->member[b->n - 1]) break;
+      p->order[at] = p->order[at - 1];
+    }
+    p->order[at] = k;
+  }
+  return ENG_OK;
+}
+
+/// ZeRO-2: of the gradients only the own pieces stay.
+static eng_status divide(eng_parallel *p)
+{
+  eng_params *set = p->set;
+  p->place = calloc((size_t)set->n + 1, sizeof *p->place);
+  p->had = calloc((size_t)set->n + 1, sizeof *p->had);
+  if (!p->place || !p->had) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  for (int i = 0; i < set->n; i++) {
+    const tensor *value = set->member[i].value;
+    ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim, value->shape));
+  }
+  flat_buffer *own;
+  ENG_TRY(flat_new_own(&own, ARENA_GRADIENT, set, set->gradient_dtype));
+  params_divide(set, own);
+  return ENG_OK;
 }
 
 /// Which parameters stand apart, and who holds them.
@@ -164,6 +241,8 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
   if (options->wire < 0 || options->wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->wire);
+  if (options->zero < 0 || options->zero > 2) return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
+  if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
   if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
@@ -180,13 +259,16 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                                                                                         : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   if (status == ENG_OK) status = fill_buckets(p, options->bucket, options->wire, false);
   if (status == ENG_OK && p->holders) status = fill_buckets(p, options->bucket, options->wire, true);
-  if (status == ENG_OK) status = take_memory(p);
+  if (status == ENG_OK) status = set_order(p);
+  if (status == ENG_OK) status = take_memory(p, options->bucket);
+  if (status == ENG_OK && options->zero == 2) status = divide(p);
   if (status != ENG_OK) {
     eng_parallel_free(p);
     return status;
   }
   p->facts.buckets = p->n_buckets;
-  p->zero = set->sharded = options->zero != 0;
+  p->zero = options->zero;
+  set->sharded = options->zero > 0;
   *out = p;
   return ENG_OK;
 }

@@ -5,6 +5,7 @@
 
 #include "comm.h"
 #include "params.h"
+#include "pool.h"
 
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
@@ -19,8 +20,11 @@ typedef struct bucket {
   int64_t *cut;               // [ranks + 1] elements
   int64_t *begin;             // [ranks + 1] bytes: where the message to each rank begins in `out`, its sum in `in`: a packed piece, n flags
   int64_t  packed, bytes;     // the own piece in the wire's format; and with flags
-  char    *out, *in;          // what goes to each rank; what came from each, `bytes` apart, then the sums
+  int64_t  in_bytes, need;    // of `in`; of all three below
+  char    *out, *in;          // while it is under way, else NULL: what goes to each rank; what came from each, `bytes` apart, then the sums
   char    *sum;               // [packed] the own piece's
+  char    *room;              // ZeRO-2: what backward writes, member k at at[k]; NULL: nothing yet, or it was packed
+  uint8_t *anyone;            // [n] whether some rank had a gradient for it
   bucket_state state;
   int32_t  left;              // members that are not complete
   void    *exchange;
@@ -31,19 +35,27 @@ struct eng_parallel {
   eng_comm   *comm, *holders; // all ranks; those that hold the parameters that stand apart here (may be NULL)
   uint8_t    *apart;          // [set->n] 1: not all ranks hold it
   int32_t    *holder;         // [holders' size] their ranks among all
-  bool        zero;
+  int32_t     zero;           // 0; 1: updates are shared out; 2: gradients, too
   int32_t     n_buckets, under_way;
   bucket     *buckets;
+  int32_t    *order;          // [n_buckets] in which they go out on all ranks: by the lowest of their members, the last one first
+  int32_t     next;           // of `order`
+  pool        messages_pool, rooms;   // for what is under way, which is bounded; for what backward writes
+  tensor    **place;          // ZeRO-2: [set->n] each member's gradient in its bucket's room
+  bool       *had;            // ZeRO-2: [set->n] earlier passes of this step left a sum in the own piece
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] told by the tape
   uint8_t    *brought;        // [ranks][set->n] of the last reduction
-  float      *values;         // [ranks][own piece] of the largest bucket: pieces as f32; at least the largest member
+  int64_t     n_values;
+  float      *values;         // [n_values] [ranks][own piece] of the largest bucket: pieces as f32; at least the largest member
   char       *raw;            // a member's gradient brought to the host, where it lies elsewhere
   comm_message *messages;     // [2 * ranks]
   const float **terms;        // [ranks]
   double     *numbers;        // comm_record.c's message
   int64_t     n_numbers;
   bool        armed;
+  bool        alone;          // this pass is nobody else's business: its gradients are forgotten as they are complete
+  bool        broken;         // a step failed while messages were under way
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
 };

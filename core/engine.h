@@ -479,7 +479,7 @@ eng_status eng_params_carry(eng_params *set, const double *carry);
 /// being what they were seeded with; `norms` may be NULL. Calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
-/// Bytes of its memory: masters, low-precision copies, gradients, FP8 copies.
+/// Bytes of its memory: masters, low-precision copies, gradients (whose memory is taken by the first backward pass), FP8 copies.
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
@@ -599,24 +599,33 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
 
 /// Gradients of a parameter set reduced over a group: parameters are gathered into buckets, and a bucket is on its way as soon as
 /// backward has finished its members. Every rank sends each other rank the piece that one sums, in the wire's format; sums are f32,
-/// each term divided by the number of ranks before; the sums go back in the same format.
+/// each term divided by the number of ranks before; the sums go back in the same format. All ranks send their buckets in one order, the last
+/// members of the set first. What is under way lies in memory for a few buckets; where there is no more, backward waits for messages.
 typedef struct eng_parallel eng_parallel;
 enum { ENG_WIRE_OWN = 0, ENG_WIRE_F32 = 1, ENG_WIRE_BF16 = 2, ENG_WIRE_F16 = 3, ENG_WIRE_FP8 = 4, ENG_WIRES = 5 };
 typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, about
   int32_t wire;               // ENG_WIRE_*; OWN: each gradient's own format. FP8: e4m3 in blocks of 128 with a power of two each
-  int32_t zero;               // 1: this rank updates its own pieces alone (ZeRO-1), moments are kept for these only
+  int32_t zero;               // 1: this rank updates its own pieces alone (ZeRO-1), moments are kept for these only; 2: it keeps gradients of
+                              // its own pieces alone, too (ZeRO-2)
   /// Parameters that not all ranks hold (experts): apart[i] is 1 for those, NULL for none. Here they have their elements, or none where others
   /// hold them; `holders` is this rank and those that hold the same ones. Their gradients are added up over the holders alone, each term
   /// divided by the number of all ranks, whose batches they are of.
   const uint8_t *apart;
   eng_comm *holders;
 } eng_parallel_options;
-/// One set has one at most. With `zero` the set's optimizers must be told (eng_optimizer_shard).
+/// One set has one at most. With `zero` the set's optimizers must be told (eng_optimizer_shard). With zero = 2 gradients are written into
+/// memory that a bucket takes with its first gradient and gives back when it is sent, and only between eng_parallel_begin and
+/// eng_parallel_finish; of the sums the own pieces stay, which eng_parallel_stats and updates read. All else that wants gradients,
+/// eng_gradient, eng_params_stats and eng_params_unscale, is an error (STATE).
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
-/// From now on the reduction starts by itself in the backward pass: to be called before the last one of a step.
-eng_status eng_parallel_begin(eng_parallel *parallel);
+/// From now on the reduction starts by itself in the backward pass. `pass`: ENG_PASS_FIRST before the last one of a step; with zero = 2
+/// before the first of a step, ENG_PASS_MORE before the others, whose sums are added up in the own pieces in the order of passes: in f32,
+/// each sum and what stands there rounded to the gradient's format. ENG_PASS_ALONE: nothing is sent, and with
+/// zero = 2 the gradients are forgotten. Errors: STATE.
+enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
+eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` those of other ranks' pieces are not touched.
 eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Forgets a reduction that begun and was not finished because the step failed here.
@@ -638,9 +647,9 @@ eng_status eng_parallel_gather(eng_parallel *parallel);
 eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank keeps up to date.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
-/// Of the last reduction: bytes this rank sent, seconds from the first bucket's start to the last one's end, and of these seconds
-/// spent waiting in eng_parallel_finish.
-typedef struct eng_parallel_facts { int64_t buckets, bytes; double seconds, waited; } eng_parallel_facts;
+/// Of the last step's reductions: messages and bytes this rank sent, seconds from the first bucket's start to the last one's end, and of
+/// these seconds spent waiting in eng_parallel_finish, and before, in backward, for memory that other buckets had (`held`).
+typedef struct eng_parallel_facts { int64_t buckets, messages, bytes; double seconds, waited, held; } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// What becomes of n numbers on the wire, in place.
 eng_status eng_wire_round(float *x, int64_t n, int wire);

@@ -69,7 +69,7 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
 static void note_places(void **places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
-    places[2 * i] = set->member[i].gradient->data;
+    places[2 * i] = set->member[i].gradient ? set->member[i].gradient->data : NULL;
     places[2 * i + 1] = set->member[i].shadow ? set->member[i].shadow->data : NULL;
   }
 }
@@ -78,7 +78,7 @@ static bool same_places(void *const *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     const parameter *p = &set->member[i];
-    if (places[2 * i] != p->gradient->data || places[2 * i + 1] != (p->shadow ? p->shadow->data : NULL)) return false;
+    if (places[2 * i] != (p->gradient ? p->gradient->data : NULL) || places[2 * i + 1] != (p->shadow ? p->shadow->data : NULL)) return false;
   }
   return true;
 }
@@ -113,6 +113,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   if (!device->capture_begin) return error_set(ENG_ERR_DEVICE, "graph: the device %s captures no steps; hint: device=cuda, or graph=false", device->name);
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
+  ENG_TRY(params_gradients(set));
   for (int i = 0; i < set->n; i++) {   // what a script wrote into masters is rounded before, not in every launch
     tensor *shadow;
     if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));

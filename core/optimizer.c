@@ -15,7 +15,7 @@ struct eng_optimizer {
   int32_t     *group;        // [set->n]
   int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's
   int64_t      lagged_t;     // number of the next lagged update, where the device computes at once; 0: as the caller says
-  flat_buffer *moment[2];    // NULL where there is none (yet: SGD's is made when momentum asks for it)
+  flat_buffer *moment[2];    // NULL where there is none (yet: they are made by the first update, SGD's when momentum asks for it)
 };
 
 static const struct { const char *name; int moments; } kinds[] = {
@@ -33,7 +33,7 @@ static eng_status moment_new(eng_optimizer *state, int which)
   if (state->moment[which] || state->set->n == 0) return ENG_OK;
   int32_t *dtype = state->set->which;   // free between passes
   for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
-  if (state->set->sharded) ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, state->moment_dtype));
+  if (state->set->sharded) ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   return transfer_zero(state->set->space, state->moment[which]->memory, state->moment[which]->bytes);
 }
@@ -61,12 +61,6 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
   *state = (eng_optimizer){.slot = optimizers++ % ENG_UPDATE_SLOTS, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group};
   if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
   set->references++;
-  for (int which = 0; kind != ENG_SGD && which < kinds[kind].moments; which++) {
-    eng_status status = moment_new(state, which);
-    if (status == ENG_OK) continue;
-    eng_optimizer_free(state);
-    return status;
-  }
   *out = state;
   return ENG_OK;
 }
@@ -90,7 +84,8 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   for (int which = 0; which < kinds[state->kind].moments; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole) continue;
-    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, state->moment_dtype));
+    for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // free between passes
+    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, set->which));
     for (int i = 0; i < set->n; i++) {
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
       ENG_TRY(transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size));
@@ -142,8 +137,10 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
   if (!device->optimize) return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
-  for (int g = 0; state->kind == ENG_SGD && g < update->n_groups; g++)
-    if (update->groups[g].momentum != 0) ENG_TRY(moment_new(state, 0));
+  bool momentum = false;
+  for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
+  for (int which = 0; which < kinds[state->kind].moments; which++)
+    if (state->kind != ENG_SGD || momentum) ENG_TRY(moment_new(state, which));
 
   eng_params *set = state->set;
   eng_update here = *update;

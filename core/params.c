@@ -101,21 +101,21 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
   return ENG_OK;
 }
 
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, int dtype)
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype);
+  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
     int64_t count = set->own[2 * i + 1] - set->own[2 * i];
-    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype, 1, &count);
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], 1, &count);
     if (status != ENG_OK) {
       flat_release(*out);
       *out = NULL;
       return status;
     }
-    at += part_bytes(count, dtype);
+    at += part_bytes(count, dtype[i]);
   }
   return ENG_OK;
 }
@@ -153,6 +153,7 @@ static void set_discard(eng_params *set)
   free(set->target);
   free(set->kept);
   free(set->own);
+  free(set->gradient_dtype);
   free(set);
 }
 
@@ -168,10 +169,12 @@ static eng_params *set_allocate(int n, const char *const *names)
   set->which = calloc(some, sizeof *set->which);
   set->stats = calloc(some, sizeof *set->stats);
   set->target = calloc(some, sizeof *set->target);
-  bool complete = set->member && set->span && set->which && set->stats && set->target;
+  set->gradient_dtype = calloc(some, sizeof *set->gradient_dtype);
+  bool complete = set->member && set->span && set->which && set->stats && set->target && set->gradient_dtype;
   for (int i = 0; complete && i < n; i++) {
     set->member[i].set = set;
     set->member[i].index = i;
+    set->gradient_dtype[i] = ENG_f32;
     set->member[i].carry = set->member[i].carry_next = 1;
     set->member[i].name = strdup(names[i]);
     complete = set->member[i].name != NULL;
@@ -240,8 +243,6 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   }
   // All memory first: a failure leaves the tensors to their owner.
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
-  for (int i = 0; i < n; i++) set->which[i] = ENG_f32;
-  if (status == ENG_OK && n > 0) status = flat_new(&set->gradients, ARENA_PARAMETER, set, set->which);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
     if (set->masters) set->masters->n = 0;   // no part is there yet
@@ -285,6 +286,12 @@ void eng_params_free(eng_params *set)
 
 // ---- precision
 
+/// Where a member's gradient stands when nothing is computed.
+static tensor *resting_place(const eng_params *set, int i)
+{
+  return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
+}
+
 static bool same_formats(const flat_buffer *flat, const int32_t *dtype, int n)
 {
   for (int i = 0; i < n; i++)
@@ -310,7 +317,7 @@ static void link_parts(eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    p->gradient = set->gradients->part[i];
+    p->gradient = resting_place(set, i);
     p->shadow = set->shadows ? set->shadows->part[i] : NULL;
     params_forget(p);
     if (p->fp8) p->fp8->source = NULL;
@@ -343,8 +350,12 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
-  // All new buffers first, so that a failure leaves the set as it was.
-  flat_buffer *fresh_shadows = NULL, *fresh_gradients = NULL;
+  bool new_gradients = false;
+  for (int i = 0; i < set->n; i++) new_gradients = new_gradients || set->gradient_dtype[i] != (gradient ? gradient[i] : ENG_f32);
+  if (new_gradients && set->divided)
+    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot change their format; hint: a new optimizer");
+  // The new buffer first, so that a failure leaves the set as it was.
+  flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // free between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
@@ -352,22 +363,14 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     return error_set(ENG_ERR_STATE, "low-precision weights cannot change their format while operations stand on the tape; "
                      "hint: change the precision between steps");
   if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
-  for (int i = 0; i < set->n; i++) wanted[i] = gradient ? gradient[i] : ENG_f32;
-  bool new_gradients = !same_formats(set->gradients, wanted, set->n);
-  if (new_gradients) {
-    eng_status status = new_unless_empty(&fresh_gradients, set, wanted);
-    if (status != ENG_OK) {
-      flat_release(fresh_shadows);
-      return status;
-    }
-  }
   if (new_shadows) {
     flat_release(set->shadows);
     set->shadows = fresh_shadows;
   }
   if (new_gradients) {
     flat_release(set->gradients);
-    set->gradients = fresh_gradients;
+    set->gradients = NULL;             // made again by the next backward pass
+    for (int i = 0; i < set->n; i++) set->gradient_dtype[i] = gradient ? gradient[i] : ENG_f32;
   }
   flat_release(set->unscaled);
   set->unscaled = NULL;
@@ -406,6 +409,29 @@ void params_written(parameter *p)
 
 // ---- gradients
 
+eng_status params_gradients(eng_params *set)
+{
+  if (set->divided)
+    return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2): only a trainer's step can compute them; "
+                     "hint: zero=1");
+  if (set->gradients || set->n == 0) return ENG_OK;
+  ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype));
+  for (int i = 0; i < set->n; i++)
+    if (!set->member[i].gradient) set->member[i].gradient = set->gradients->part[i];
+  return ENG_OK;
+}
+
+void params_divide(eng_params *set, flat_buffer *own)
+{
+  flat_release(set->gradients);
+  set->gradients = own;
+  set->divided = true;
+  for (int i = 0; i < set->n; i++) {
+    params_forget(&set->member[i]);
+    set->member[i].gradient = NULL;
+  }
+}
+
 eng_status eng_params_zero_grad(eng_params *set)
 {
   ENG_TRY(check_alive(set));
@@ -413,7 +439,7 @@ eng_status eng_params_zero_grad(eng_params *set)
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     params_forget(p);
-    p->gradient = set->gradients->part[i];   // no longer the unscaled one
+    p->gradient = resting_place(set, i);   // no longer the unscaled one
   }
   return ENG_OK;
 }
@@ -430,11 +456,12 @@ static int spans(eng_params *set, const int64_t *own)
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
     if (!p->has_gradient || from == to) continue;
+    const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];     // divided: it begins with the own elements
     set->which[m] = i;
     set->span[m++] = (param_span){
       .name = p->name, .count = to - from, .master = past(p->value, from),
       .shadow = p->shadow ? past(p->shadow, from) : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
-      .gradient = past(p->gradient, from), .gradient_dtype = p->gradient->dtype,
+      .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]), .gradient_dtype = gradient->dtype,
       .moment_dtype = ENG_f32, .scale = p->unscaled ? 1 : p->carry,
     };
   }
@@ -444,11 +471,18 @@ static int spans(eng_params *set, const int64_t *own)
 int params_spans(eng_params *set) { return spans(set, NULL); }
 int params_own_spans(eng_params *set) { return spans(set, set->own); }
 
+eng_status params_whole(const eng_params *set)
+{
+  return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2), and this rank has its own "
+                                  "elements alone; hint: zero=1") : ENG_OK;
+}
+
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  ENG_TRY(params_whole(set));
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
   for (int k = 0; k < m; k++) set->stats[k].carry = set->span[k].scale;
@@ -496,8 +530,8 @@ static eng_status unscaled_buffer(eng_params *set)
 {
   if (set->unscaled) return ENG_OK;
   int32_t *dtype = set->which;   // free between passes
-  for (int i = 0; i < set->n; i++) dtype[i] = set->gradients->part[i]->dtype == ENG_f32 ? -1 : ENG_f32;
-  return any_format(dtype, set->n) ? flat_new(&set->unscaled, ARENA_PARAMETER, set, dtype) : ENG_OK;
+  for (int i = 0; i < set->n; i++) dtype[i] = set->gradient_dtype[i] == ENG_f32 ? -1 : ENG_f32;
+  return any_format(dtype, set->n) ? flat_new(&set->unscaled, ARENA_GRADIENT, set, dtype) : ENG_OK;
 }
 
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
@@ -506,6 +540,7 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   ENG_TRY(check_alive(set));
   const backend *device = backend_current();
   if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
+  ENG_TRY(params_whole(set));
   ENG_TRY(unscaled_buffer(set));
   int m = params_spans(set);
   for (int k = 0; k < m; k++) {
@@ -546,7 +581,7 @@ eng_status eng_params_reference_begin(eng_params *set)
   for (int i = 0; i < set->n; i++)
     if (set->member[i].unscaled) return error_set(ENG_ERR_STATE, "a reference backward comes before the gradients are unscaled");
   for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
-  if (!set->reference && set->n > 0) ENG_TRY(flat_new(&set->reference, ARENA_PARAMETER, set, set->which));
+  if (!set->reference && set->n > 0) ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
   if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
   for (int i = 0; i < set->n; i++) {
@@ -578,7 +613,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     p->has_gradient = set->kept[i];
-    p->gradient = set->gradients->part[i];
+    p->gradient = resting_place(set, i);
   }
   free(set->kept);
   set->kept = NULL;
@@ -591,6 +626,7 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 {
   const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
   for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
+  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
   bytes[3] = 0;
   for (int i = 0; i < set->n; i++) bytes[3] += fp8_weight_bytes(set->member[i].fp8);
 }

@@ -12,7 +12,8 @@ typedef struct parameter {
   char       *name;
   tensor     *value;          // the f32 master, the leaf that scripts hold
   tensor     *shadow;         // low-precision weights, or NULL; a leaf whose gradient is this parameter's
-  tensor     *gradient;       // view of the flat gradient buffer, in gradient dtype (f32 once unscaled)
+  tensor     *gradient;       // where it stands: in the flat buffer, in gradient dtype (f32 once unscaled). NULL: it has no memory yet, or,
+                              // where gradients are divided, it is not being computed
   bool        has_gradient;   // something was accumulated since the last zero_grad
   bool        expected;       // a mark of the tape's, while it makes its list
   bool        unscaled;       // its gradient is the true one: it carries nothing any more
@@ -53,7 +54,10 @@ struct eng_params {
   int64_t      count;         // elements of all members
   int32_t      space;         // whose memory all buffers are in
   parameter   *member;        // [n]
-  flat_buffer *masters, *shadows, *gradients;
+  flat_buffer *masters, *shadows;
+  flat_buffer *gradients;     // NULL until the first backward pass; `divided`: of each member the own elements alone
+  bool         divided;       // ZeRO-2: what backward writes has memory of comm_buckets.c's, until its sum over ranks is known
+  int32_t     *gradient_dtype;// [n]
   flat_buffer *unscaled;      // f32 gradients of the members whose own are f16 or bf16
   flat_buffer *reference;     // f32 gradients of a reference backward
   bool        *kept;          // [n] has_gradient while a reference backward runs, else NULL
@@ -71,12 +75,17 @@ struct eng_params {
 /// A buffer with room for parameter i's elements in dtype[i]; a negative dtype: no part. Contents undefined.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
 /// The same for the own elements of each member, as tensors of one dimension.
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, int dtype);
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
 /// Gives memory and tensors back, or does so later when the tape or a view still looks at them. NULL is fine.
 void flat_release(flat_buffer *flat);
 
 /// The low-precision weights of a member that has some, rounded again if a script wrote into the master since.
 eng_status params_shadow(tensor **out, parameter *p);
+
+/// Memory for the gradients of a set that has none yet. Errors: MEMORY; STATE where they are divided.
+eng_status params_gradients(eng_params *set);
+/// From now on the set keeps its own elements of gradients alone, in the given buffer (flat_new_own).
+void params_divide(eng_params *set, flat_buffer *own);
 
 /// Forgets a member's gradient.
 static inline void params_forget(parameter *p)
@@ -88,6 +97,8 @@ static inline void params_forget(parameter *p)
 /// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
 void params_written(parameter *p);
 
+/// An error where this rank has its own elements of the gradients alone (ZeRO-2).
+eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.
 int params_spans(eng_params *set);
 /// The same of the own elements alone; a member without any has no span.

@@ -50,6 +50,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
     return error_set(ENG_ERR_STATE, "lagged statistics: %d are on their way already; hint: fetch the oldest first", ENG_STATS_ON_THEIR_WAY);
   const backend *device = backend_current();
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  ENG_TRY(params_whole(set));
   tensor *loss[MOST_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
   pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_ON_THEIR_WAY];

@@ -237,10 +237,17 @@ eng_status grad_share(tensor **out, tensor *x)
   return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);
 }
 
+/// Sees to it that p's gradient has memory.
+static eng_status place(parameter *p)
+{
+  if (p->gradient) return ENG_OK;
+  return p->set->divided && watch.on.place ? watch.on.place(watch.on.data, p) : params_gradients(p->set);
+}
+
 tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
-  if (!p || !p->gradient || p->carry != g->carry) return NULL;
+  if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;      // an error comes again when the gradient is emitted
   *accumulate = p->has_gradient;
   p->has_gradient = true;
   return p->gradient;
@@ -278,9 +285,14 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
 /// Adds dx to a parameter's gradient in the flat buffer; takes dx.
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
+  eng_status status = place(p);
+  if (status != ENG_OK) {
+    tensor_drop(dx);
+    return status;
+  }
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient}, .ints = {p->gradient->dtype}};
   if (p->has_gradient) c = (op_call){.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
-  eng_status status = op_run(&c);
+  status = op_run(&c);
   if (status == ENG_OK) p->has_gradient = true;
   tensor_drop(dx);
   return status;
@@ -288,7 +300,7 @@ static eng_status add_to_parameter(parameter *p, tensor *dx)
 
 static eng_status accumulate(tensor *x, tensor *dx)
 {
-  if (x->parameter && x->parameter->gradient) return add_to_parameter(x->parameter, dx);
+  if (x->parameter) return add_to_parameter(x->parameter, dx);
   if (!x->gradient) {
     if (x->node < 0) {
       eng_status status = grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
@@ -323,7 +335,7 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
     if (status != ENG_OK) return status;
     dx = scaled;
   }
-  if (dx->dtype != x->dtype && !(x->parameter && x->parameter->gradient)) {
+  if (dx->dtype != x->dtype && !x->parameter) {
     tensor *rounded;
     eng_status status = op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
     tensor_drop(dx);
@@ -349,14 +361,15 @@ static eng_status expect_gradients(void)
     const op_call *call = &tape.nodes[i].call;
     for (int k = 0; k < call->n_in; k++) {
       parameter *p = call->in[k] ? call->in[k]->parameter : NULL;
-      if (!p || !p->gradient || p->expected) continue;
+      if (!p || p->expected) continue;
       ENG_TRY(grow((void **)&watch.items, watch.length, &watch.capacity, sizeof *watch.items));
       watch.items[watch.length++] = (due){p, i};
       p->expected = true;
     }
   }
+  eng_status status = watch.on.begins ? watch.on.begins(watch.on.data) : ENG_OK;
   for (int i = 0; i < watch.length; i++) watch.items[i].p->expected = false;
-  return ENG_OK;
+  return status;
 }
 
 /// Tells of the gradients that the walk, which has come down to the cursor, has completed.
@@ -563,7 +576,12 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
   *out = (eng_tensor){0, 0};
   ENG_TRY(tensor_get(&x, handle));
   tensor *dx = x->gradient;
-  if (x->parameter) dx = x->parameter->has_gradient ? x->parameter->gradient : NULL;
+  if (x->parameter) {
+    const parameter *p = x->parameter;
+    if (p->has_gradient && p->set->divided && !p->set->kept)
+      return error_set(ENG_ERR_STATE, "the gradient of %s is divided among ranks (zero=2), and no rank has all of it; hint: zero=0", p->name);
+    dx = p->has_gradient ? p->gradient : NULL;
+  }
   if (!dx) return ENG_OK;
   tensor *shared;
   ENG_TRY(grad_share(&shared, dx));

@@ -42,11 +42,14 @@ bool tape_reaches(int mark);
 void tape_end_step(void);
 
 /// Who wants to know during backward when a parameter's gradient is complete: no operation left on the way will add to it.
-/// `ready` is called once for each parameter with a gradient of its own, as soon as that is so; `between` after every operation.
-/// An error ends the pass. NULL ends the watch, as does the end of the pass.
+/// `begins` comes first, while parameter.expected marks those that will be told of; `ready` is called once for each of these, as soon as its
+/// gradient is complete; `between` after every operation; `place` when a gradient is to be written that has no memory (ZeRO-2), to give
+/// it parameter.gradient. An error ends the pass. NULL ends the watch, as does the end of the pass.
 typedef struct tape_watch {
+  eng_status (*begins)(void *data);
   eng_status (*ready)(void *data, struct parameter *p);
   eng_status (*between)(void *data);
+  eng_status (*place)(void *data, struct parameter *p);
   void *data;
 } tape_watch;
 void tape_set_watch(const tape_watch *watch);

@@ -31,7 +31,7 @@ end
 -- a source file belongs to the layer of its longest matching name here.
 local layers = {
   { "engine", "error", "errors", "dtypes", "ops", "numerics", "fp8", "system", "interrupt" },
-  { "arena", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
+  { "arena", "pool", "tensor", "dtype", "rng", "file", "json", "crc32c", "nearest", "pattern" },
   { "gradstats", "backend", "plugin", "transfer", "wire" },
   { "op", "tape", "params", "fp8_linear", "fp8_swiglu", "optimizer", "grad", "infer", "view", "step", "graph", "profile", "trap", "api", "random" },
   { "safetensors", "checkpoint", "history", "comm", "attach" },

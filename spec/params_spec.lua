@@ -4,8 +4,8 @@ local sets = require "spec.kernels.parameter_set"
 local ffi, C, check = engine.ffi, engine.C, engine.check
 
 local function memory(name)
-  local rows = ffi.new("eng_memory_row[8]")
-  for i = 0, C.eng_memory(rows, 8) - 1 do
+  local rows = ffi.new("eng_memory_row[16]")
+  for i = 0, C.eng_memory(rows, 16) - 1 do
     if ffi.string(rows[i].name) == name then return tonumber(rows[i].used), tonumber(rows[i].allocations) end
   end
 end
@@ -119,18 +119,27 @@ describe("a parameter set", function()
     end
   end))
 
-  it("gives its memory back", sets.step(function()
+  it("takes memory for gradients and moments when they are first needed, and gives all of it back", sets.step(function()
     check(C.eng_step_end())
     check(C.eng_step_begin())
     sets.new({}):free()   -- releases what earlier tests left waiting
-    local before, before_moments = memory("parameters"), memory("optimizer")
+    local before, before_gradients, before_moments = memory("parameters"), memory("gradients"), memory("optimizer")
     local set = sets.new({ { 1000, 1000 }, { 7 } }, { gradient = "f16", shadow = "bf16" })
     set:optimizer("adam")
     local during = memory("parameters") - before
-    assert.is_true(during >= 8e6 and during < 8.1e6)
+    assert.is_true(during >= 6e6 and during < 6.1e6)
+    assert.equal(before_gradients, memory("gradients"))
+    assert.equal(before_moments, memory("optimizer"))
+    set:write_gradients({ ffi.new("float[?]", 1e6), ffi.new("float[?]", 7) }, "f32")
+    set:update { hyper = { lr = 0.1 } }
+    during = memory("gradients") - before_gradients
+    assert.is_true(during >= 2e6 and during < 2.1e6)
     assert.is_true(memory("optimizer") - before_moments >= 8e6)
+    check(C.eng_step_end())            -- views of gradients go
+    check(C.eng_step_begin())
     set:free()
     assert.equal(before, memory("parameters"))
+    assert.equal(before_gradients, memory("gradients"))
     assert.equal(before_moments, memory("optimizer"))
     assert.error_matches(function() sets.read(set.leaf[1]) end, "freed")
   end))
@@ -167,7 +176,7 @@ describe("a parameter set", function()
     end
     local function allocations()
       local total, used = 0, {}
-      for _, name in ipairs { "parameters", "optimizer", "kept", "step", "scratch" } do
+      for _, name in ipairs { "parameters", "gradients", "optimizer", "kept", "step", "scratch" } do
         local bytes, n = memory(name)
         total = total + n
         if name ~= "step" then used[#used + 1] = bytes end

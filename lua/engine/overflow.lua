@@ -52,7 +52,8 @@ local function run_again(trainer, scale)
   local finding, message = trap.watch(trainer.model, function()
     for i = 1, trainer.accumulate do
       C.eng_rng_set(trainer.random[2 * i - 2], trainer.random[2 * i - 1])
-      trainer:forward(trainer.batches[i]):backward { scale = scale / trainer.accumulate }
+      local loss = trainer:forward(trainer.batches[i])
+      trainer.parallel:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
     end
   end)
   C.eng_backward_abort()

@@ -24,7 +24,7 @@ local MIB = 2 ^ 20
 function M.wrong(o)
   if o.wire ~= nil and not WIRES[o.wire] then return "wire", "own, fp32, bf16, fp16 or fp8" end
   if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then return "bucket", "MiB of gradients, between 0 and 1024" end
-  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 then return "zero", "0 or 1" end
+  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then return "zero", "0, 1 or 2" end
   if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then return "rank_timeout", "seconds" end
 end
 
@@ -140,9 +140,10 @@ end
 
 --- Before the run's files are opened: the ranks meet and compare what they were started with.
 function M.new(trainer, o)
-  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), zero = o.zero == 1, signals = signals,
+  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), signals = signals,
     level = 0, decided = "", names = {} }, Parallel)
   self.many = self.size > 1
+  self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many      -- updates, and gradients, are shared out
   if not self.many then return self end
   if o.mode == "lagged" then raise("mode=lagged: several ranks reduce the record before the update, which waits for it; hint: mode=sync") end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
@@ -221,9 +222,26 @@ function Parallel:note_drawn(first)
   self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - self.trainer.place.counter))
 end
 
---- The last micro-batch's backward pass is about to begin.
-function Parallel:last_backward()
-  if self.many then check(C.eng_parallel_begin(self.reduction)) end
+--- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the way, with ZeRO-2 everyone's.
+function Parallel:backward_begins(i)
+  if not self.many then return end
+  if self.divided and i > 1 then
+    check(C.eng_parallel_finish(self.reduction))
+    check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_MORE))
+  elseif self.divided or i == self.trainer.accumulate then check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_FIRST)) end
+end
+
+--- Runs f, a backward pass of this rank alone, whose gradients nobody wants.
+function Parallel:alone(f)
+  if not self.divided then return f() end
+  check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
+  local good, message = pcall(f)
+  if not good then
+    C.eng_backward_abort()
+    C.eng_parallel_cancel(self.reduction)
+    error(message, 0)
+  end
+  check(C.eng_parallel_finish(self.reduction))
 end
 
 --- All of them are through: gradients are reduced, random numbers go on where the one that drew most ended.
@@ -346,9 +364,9 @@ function Parallel:differ()
     .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else either", 0)
 end
 
---- After an update: everybody's part of the weights to everybody (ZeRO-1).
+--- After an update: everybody's part of the weights to everybody (ZeRO).
 function Parallel:updated()
-  if self.zero and self.many then check(C.eng_parallel_gather(self.reduction)) end
+  if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
 --- The highest level of Ctrl-C on any rank, as of this step's record.
@@ -388,7 +406,7 @@ local function own_part(self, i)
 end
 
 --- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and of what it and some others do; with
---- ZeRO-1 the moments it keeps.
+--- ZeRO the moments it keeps.
 function Parallel:pieces()
   local shards, optimizer = require "engine.shards", self.trainer.optimizer
   local pieces = shards.pieces()

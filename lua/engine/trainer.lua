@@ -46,7 +46,7 @@ function Trainer:step()
     parallel:draw(i)
     self:remember_batch(i, batch)
     local loss = self:forward(batch)                                             -- (1) forward, recorded on the tape
-    if i == self.accumulate then parallel:last_backward() end                    -- its gradients are reduced as they come
+    parallel:backward_begins(i)                                                  -- its gradients are reduced as they come
     loss:backward { scale = scale / self.accumulate }                            -- (2) backward: the scale seeds the gradient
     losses[i] = loss                                                             -- (3) gradients stand in the flat buffer
     tokens = tokens + (batch.tokens or batch.y and batch.y.count or 0)
@@ -307,7 +307,8 @@ end
 --- And where several ranks train together (ranks.lua, parallel.lua):
 ---   wire                         format gradients travel in: "own" (each one's), "fp32", "bf16", "fp16" or "fp8"; sums are f32
 ---   bucket                       MiB of gradients that travel together (2)
----   zero                         1: each rank updates its part of the weights and keeps the moments of these alone (ZeRO-1)
+---   zero                         1: each rank updates its part of the weights and keeps the moments of these alone (ZeRO-1); 2: and of the
+---                                gradients, which are sent at every micro-batch (ZeRO-2): no x.grad
 ---   rank_timeout                 seconds a rank waits for another before it ends the job (300)
 function M.new(options)
   if type(options) ~= "table" then error("trainer: expected a table of options, got " .. type(options), 2) end
