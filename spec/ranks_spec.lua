@@ -61,33 +61,45 @@ describe("ranks", function()
     alike(four_weights, 4)
   end)
 
-  it("with ZeRO-1 do the same bit for bit", function()
-    for _, settings in ipairs { { "clip=1", "optimizer=lion" }, { "precision=fp16", "policy=dynamic:init_scale=2^27" } } do
-      local plain, weights = job(2, settings)
-      local shared, shared_weights = job(2, { "zero=1", unpack(settings) })
+  -- The same with moments shared out, and with gradients, too.
+  local function same_with_zero(n, settings)
+    local plain, weights = job(n, settings)
+    for zero = 1, 2 do
+      local shared, shared_weights = job(n, { "zero=" .. zero, unpack(settings) })
       assert.same(plain, shared)
-      assert.equal(alike(weights, 2), alike(shared_weights, 2))
+      assert.equal(alike(weights, n), alike(shared_weights, n))
     end
-    local plain, weights = job(3, { "wire=bf16" })
-    local shared, shared_weights = job(3, { "wire=bf16", "zero=1" })
-    assert.same(plain, shared)
-    assert.equal(alike(weights, 3), alike(shared_weights, 3))
+    return plain
+  end
+
+  it("with ZeRO do the same bit for bit", function()
+    same_with_zero(2, { "clip=1", "optimizer=lion" })
+    same_with_zero(4, { "precision=fp16", "policy=dynamic:init_scale=2^27" })
+    same_with_zero(3, { "wire=bf16", "tied=false" })
   end)
 
-  it("scale FP8 layers by the amaxes of all, with ZeRO-1 too", function()
-    for _, precision in ipairs { "fp8_delayed", "fp8_block" } do
-      local plain, weights = job(2, { "precision=" .. precision })
-      local shared, shared_weights = job(2, { "precision=" .. precision, "zero=1" })
-      assert.same(plain, shared)
-      assert.equal(alike(weights, 2), alike(shared_weights, 2))
-    end
+  it("with ZeRO-2 add up what micro-batches bring, and are as those that add up before they send", function()
+    local one = job(0, { "accumulate=6", "clip=1" })
+    local two, weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.01" })
+    near(one, two)
+    local three, three_weights = job(3, { "accumulate=2", "clip=1", "zero=2" })
+    near(one, three)
+    alike(weights, 2)
+    alike(three_weights, 3)
+    local again, again_weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.05" })       -- buckets change no sum
+    assert.same(two, again)
+    assert.equal(alike(weights, 2), alike(again_weights, 2))
+  end)
+
+  it("scale FP8 layers by the amaxes of all, with ZeRO too", function()
+    for _, precision in ipairs { "fp8_delayed", "fp8_block" } do same_with_zero(2, { "precision=" .. precision }) end
   end)
 
   it("go through overflows, skips and retries together", function()
     local policy = helper.write(folder .. "/again.lua", [[return { name = "again", init = function() return { scale = 2^30 } end,
       decide = function(s, r) if r.overflow then s.scale = s.scale / 16 return { scale = s.scale, action = "retry" } end return s.scale end }]])
     local one = job(0, { "accumulate=2", "precision=fp16", "policy=" .. policy, "dropout=0.1" })
-    local two, weights = job(2, { "precision=fp16", "policy=" .. policy, "dropout=0.1" })
+    local two = same_with_zero(2, { "precision=fp16", "policy=" .. policy, "dropout=0.1" })
     assert.matches("retry", table.concat(two, "\n"))
     assert.matches("step", table.concat(two, "\n"))
     assert.equal(#one, #two)
@@ -97,7 +109,6 @@ describe("ranks", function()
       assert.same({ scale, action }, { scale_b, action_b })
       assert.is_true(math.abs(a - b) < 1e-3 * a)          -- fp16 rounds where the sum is made
     end
-    alike(weights, 2)
   end)
 
   it("send gradients in bf16 and FP8 with errors that belong to these formats", function()
@@ -111,7 +122,7 @@ describe("ranks", function()
   end)
 
   it("skip the same step whoever brought the inf or nan, and say who and where", function()
-    for _, case in ipairs { { "inf", 1, "blocks.2.mlp.up.weight", 0 }, { "nan", 2, "wte.weight", 1 } } do
+    for _, case in ipairs { { "inf", 1, "blocks.2.mlp.up.weight", 0 }, { "nan", 2, "wte.weight", 1 }, { "inf", 2, "wte.weight", 2 } } do
       local kind, rank, tensor, zero = unpack(case)
       local run = folder .. "/" .. kind .. rank
       local lines, weights = job(3, { "plant=" .. kind, "plant_rank=" .. rank, "plant_tensor=" .. tensor, "zero=" .. zero, "precision=fp16", "run=" .. run })

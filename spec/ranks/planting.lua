@@ -39,7 +39,7 @@ local function plan(number)
   for _ = 1, 8 do math.random() end
   local function any(list) return list[math.random(#list)] end
   local p = { number = number, ranks = any(sizes), kind = any { "inf", "inf", "-inf", "nan", "nan" }, wire = any(WIRES), precision = any(PRECISIONS),
-    optimizer = any(OPTIMIZERS), zero = math.random(0, 1), accumulate = any { 1, 1, 2, 3 }, steps = math.random(3, 7), bucket = 2 ^ math.random(-9, -2),
+    optimizer = any(OPTIMIZERS), zero = math.random(0, 2), accumulate = any { 1, 1, 2, 3 }, steps = math.random(3, 7), bucket = 2 ^ math.random(-9, -2),
     width = any { 16, 32, 48 }, layers = math.random(1, 2), clip = any { 0, 1 }, dropout = any { 0, 0, 0.1 }, scale = 2 ^ math.random(0, 9), tied = any { true, false },
     tensor_at = math.random(), element_at = math.random(), stats_every = any { 1, 100 } }
   p.rank, p.step, p.micro = math.random(0, p.ranks - 1), math.random(0, p.steps - 1), math.random(1, p.accumulate)
