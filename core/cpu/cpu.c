@@ -7,6 +7,7 @@
 // that is unknown or not supported here is passed over.
 #include "../backend.h"
 #include "../error.h"
+#include "gemm.h"
 
 #include <omp.h>
 #include <stdlib.h>
@@ -118,6 +119,19 @@ const char *eng_cpu_isa(const char *force)
     use(isa);
   }
   return in_force->name;
+}
+
+bool gemm_pairs_here(void)
+{
+  static int known = -1;
+  if (known >= 0) return known;
+  known = 0;
+#if X86
+  const char *wish = getenv("ENGINE_PAIRS");
+  if (!has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
+  known = wish && strcmp(wish, "on") == 0 ? 1 : wish && strcmp(wish, "off") == 0 ? 0 : __builtin_cpu_is("amd") != 0;
+#endif
+  return known;
 }
 
 int eng_threads(int n)

@@ -6,6 +6,8 @@
 //            most 384 steps are summed apart and added up), rounded once into its dtype. The bits of an
 //            element depend on its row of A, its column of B and K alone: not on M, N, the batch, strides,
 //            alignment or the number of threads.
+//   pairs    the packed path for bf16 with bf16 and k of 128 or more, on processors that multiply pairs of bf16 at full speed
+//            (gemm_pairs.h): two steps of k at a time, the later one first, subnormals taken as zero as on AMX. For the rest as above.
 //   oneDNN   bf16 on processors with AMX, where it is several times faster than anything in f32. Its
 //            order of summation may depend on shapes and thread count, and TDPBF16PS (like VDPBF16PS)
 //            takes subnormal inputs as zero and flushes subnormal sums.
@@ -61,6 +63,10 @@ eng_status gemm_run_avx512(const gemm_call *call);
 eng_status gemm_packed_plain(const gemm_call *call);
 eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);
+
+/// Whether this processor multiplies pairs of bf16 (VDPBF16PS) as often as it makes f32 multiply-adds: AMD's do, from Zen 4 on; Intel's do it
+/// half as often, and have AMX. ENGINE_PAIRS=on|off in the environment decides otherwise, where the instruction is there.
+bool gemm_pairs_here(void);
 
 /// Whether oneDNN is the better path for this product on this machine.
 bool gemm_onednn_prefers(const gemm_call *call);

@@ -7,22 +7,25 @@
 // rows a thread lays A out as f32 where it is not that already, then runs the micro-kernel:
 // GEMM_MR x GEMM_NR results in registers. Sums wait in f32 for the next piece of k; with the last one
 // they are scaled, get bias, GELU or old C, and are rounded on their way out.
+// Where the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A hold such pairs instead (gemm_pairs.h).
 // No sum crosses a thread, so results do not depend on the number of threads; avx2 and avx512 agree
 // bit for bit, the plain build rounds products and sums apart.
 #include "gemm.h"
 
 #include <omp.h>
+#include <unistd.h>
 
 #include "../error.h"
 #include "gemm_micro.h"
+#include "gemm_pairs.h"
 #include "simd.h"
 
 enum {
   GEMM_KC = 384,               // steps of k at a time, at most
   GEMM_K_UNIT = 16,            // the pieces of k are multiples of this, the same on every instruction set
-  GEMM_B_FLOATS = 1 << 18,     // floats of B packed at a time, at most: 1 MiB stays near the cores
   GEMM_MC = 128,               // rows of A a thread takes at a time, at most
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they bring
+  GEMM_PAIRS_K = 128,          // steps of k below which bf16 goes by f32 all the same: the choice is by k alone, as the sums are
 };
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -35,17 +38,66 @@ typedef struct part {
   gemm_offset      at;        // of this member of the batch
   int64_t          n0, n, k0, k, panels;
   bool             last;      // k0 + k is the end
-  const float     *packed;    // [panels][k][GEMM_NR]
+  bool             pairs;     // operands are laid out as pairs of bf16
+  int64_t          steps;     // of the micro-kernel: k, or the words of it
+  const float     *packed;    // [panels][steps][GEMM_NR]
   float           *carried;   // [m][panels * GEMM_NR] sums of earlier spans of k, NULL when there is one span
 } part;
 
-// A panel of B as f32, steps x GEMM_NR.
+// A panel of B, steps x GEMM_NR.
 static void pack_panel(const part *p, int64_t panel, float *packed)
 {
   const gemm_operand *b = &p->call->b;
-  int64_t j = p->n0 + panel * GEMM_NR;
-  lay_out(packed + panel * p->k * GEMM_NR, GEMM_NR, b->data, b->dtype, p->at.b + p->k0 * b->row + j * b->column,
-          b->row, b->column, p->k, least(p->n - panel * GEMM_NR, GEMM_NR));
+  int64_t j = p->n0 + panel * GEMM_NR, first = p->at.b + p->k0 * b->row + j * b->column;
+  int columns = least(p->n - panel * GEMM_NR, GEMM_NR);
+  float *to = packed + panel * p->steps * GEMM_NR;
+#if defined(ENG_ISA_avx512)
+  if (p->pairs) {
+    lay_out_pairs(to, GEMM_NR, (const uint16_t *)b->data + first, b->row, b->column, p->k, columns);
+    return;
+  }
+#endif
+  lay_out(to, GEMM_NR, b->data, b->dtype, first, b->row, b->column, p->k, columns);
+}
+
+// Rows of A as the micro-kernel reads them: element (or word) (i, p) at i*row + p*step.
+typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
+
+// Rows [i0, i0+rows), where they lie if they can be read there. a_copy: room for rows x k floats and a little more.
+static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_copy)
+{
+  const gemm_operand *a = &p->call->a;
+  int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
+  int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;                  // where A is transposed it stays so, [steps][rows]
+  int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;   // odd in vectors: rows do not share a cache set
+#if defined(ENG_ISA_avx512)
+  if (p->pairs) {
+    const uint16_t *source = (const uint16_t *)a->data + origin;
+    if (a->column == 1 && p->k % 2 == 0 && a->row % 2 == 0) return (rows_of_a){(const float *)(const void *)source, a->row / 2, 1};
+    if (a->row == 1 && a->column != 1) {
+      lay_out_pairs(a_copy, turned, source, a->column, 1, p->k, rows);
+      return (rows_of_a){a_copy, 1, turned};
+    }
+    lay_out_rows(a_copy, straight, source, a->row, a->column, rows, p->k);
+    return (rows_of_a){a_copy, straight, 1};
+  }
+#endif
+  if (a->dtype == ENG_f32 && a->column == 1) return (rows_of_a){(const float *)a->data + origin, a->row, 1};
+  if (a->row == 1 && a->column != 1) {
+    lay_out(a_copy, turned, a->data, a->dtype, origin, a->column, 1, p->k, rows);
+    return (rows_of_a){a_copy, 1, turned};
+  }
+  lay_out(a_copy, straight, a->data, a->dtype, origin, a->row, a->column, rows, p->k);
+  return (rows_of_a){a_copy, straight, 1};
+}
+
+static micro_kernel *kernel_of(const part *p, int rows, int vectors)
+{
+#if defined(ENG_ISA_avx512)
+  if (p->pairs) return micro_pairs[rows - 1][vectors - 1];
+#endif
+  (void)p;
+  return micro[rows - 1][vectors - 1];
 }
 
 VF_INLINE void store(void *to, const int dtype, int64_t at, vf x, int n)
@@ -155,27 +207,11 @@ VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int 
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, writes);
 }
 
-// Rows [i0, i0+rows) of panels [first, end). a_copy: room for rows x k floats and a little more.
+// Rows [i0, i0+rows) of panels [first, end). a_copy: as for read_rows.
 static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end, float *a_copy)
 {
   const gemm_call *g = p->call;
-  const float *a;
-  int64_t a_row, a_step, origin = p->at.a + i0 * g->a.row + p->k0 * g->a.column;
-  if (g->a.dtype == ENG_f32 && g->a.column == 1) {
-    a = (const float *)g->a.data + origin;
-    a_row = g->a.row;
-    a_step = 1;
-  } else if (g->a.row == 1 && g->a.column != 1) {   // A is transposed: keep it so, [k][rows]
-    a_row = 1;
-    a_step = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;
-    lay_out(a_copy, a_step, g->a.data, g->a.dtype, origin, g->a.column, 1, p->k, rows);
-    a = a_copy;
-  } else {
-    a_row = (p->k + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;   // odd in vectors: rows do not share a cache set
-    a_step = 1;
-    lay_out(a_copy, a_row, g->a.data, g->a.dtype, origin, g->a.row, g->a.column, rows, p->k);
-    a = a_copy;
-  }
+  rows_of_a a = read_rows(p, i0, rows, a_copy);
   // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the first cache.
   bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
@@ -192,7 +228,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
       ldc = step = p->panels * GEMM_NR;
       c = p->carried + i0 * ldc + panel * GEMM_NR;
     }
-    const float *b = p->packed + panel * p->k * GEMM_NR;
+    const float *b = p->packed + panel * p->steps * GEMM_NR;
     int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
     int64_t at = p->at.c + i0 * g->c_row + j0;
     const char *final = (const char *)g->c + at * size, *slopes = g->after == GEMM_GELU_GRAD ? (const char *)g->side + at * size : NULL;
@@ -200,7 +236,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
       int high = least(rows - i, GEMM_MR);
       if (direct || p->last) announce(final + i * final_row, 1, final_row, high, columns * (int)size);
       if (slopes && p->last) announce(slopes + i * final_row, 0, final_row, high, columns * (int)size);
-      micro[high - 1][vectors - 1](p->k, a + i * a_row, a_row, a_step, b, c + i * step, ldc, p->k0 > 0);
+      kernel_of(p, high, vectors)(p->steps, a.at + i * a.row, a.row, a.step, b, c + i * step, ldc, p->k0 > 0);
       if (!direct && p->last) finish(p, c + i * step, ldc, i0 + i, high, j0, columns);
     }
   }
@@ -216,13 +252,36 @@ typedef struct layout {
   int64_t a_floats, b_floats, carried_floats;
 } layout;
 
+// The choice depends on formats and k alone.
+static bool by_pairs(const gemm_call *g)
+{
+#if defined(ENG_ISA_avx512)
+  return g->a.dtype == ENG_bf16 && g->b.dtype == ENG_bf16 && g->k >= GEMM_PAIRS_K && gemm_pairs_here();
+#else
+  (void)g;
+  return false;
+#endif
+}
+
+// Bytes of B packed at a time, at most: half of the cache that a core has for itself, so that they stay there while A goes by.
+static int64_t bytes_of_b(void)
+{
+  static int64_t known;
+  if (!known) {
+    int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    known = (cache < 1 << 19 ? 1 << 20 : cache > 1 << 21 ? 1 << 21 : cache) / 2;
+  }
+  return known;
+}
+
 static layout plan(const gemm_call *g, int threads)
 {
   layout l = {0};
   // Even pieces; those of k depend on k alone, as the sums do.
   l.k_span = ceiling(ceiling(g->k, ceiling(g->k, GEMM_KC)), GEMM_K_UNIT) * GEMM_K_UNIT;
   if (l.k_span > g->k) l.k_span = g->k;
-  int64_t n_most = GEMM_B_FLOATS / l.k_span / GEMM_NR * GEMM_NR;
+  int64_t steps = by_pairs(g) ? (l.k_span + 1) / 2 : l.k_span;
+  int64_t n_most = bytes_of_b() / (int64_t)sizeof(float) / steps / GEMM_NR * GEMM_NR;
   if (n_most < GEMM_NR) n_most = GEMM_NR;
   l.n_span = ceiling(ceiling(g->n, ceiling(g->n, n_most)), GEMM_NR) * GEMM_NR;
   l.row_blocks = ceiling(g->m, GEMM_MC);
@@ -241,7 +300,7 @@ static layout plan(const gemm_call *g, int threads)
     int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // or the other
     l.a_floats = by_rows > by_steps ? by_rows : by_steps;
   }
-  l.b_floats = panels * GEMM_NR * l.k_span;
+  l.b_floats = panels * GEMM_NR * steps;
   if (l.k_span < g->k) l.carried_floats = g->m * panels * GEMM_NR;
   return l;
 }
@@ -253,6 +312,8 @@ static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t
   p.n = g->n - n0 < l->n_span ? g->n - n0 : l->n_span;
   p.k = g->k - k0 < l->k_span ? g->k - k0 : l->k_span;
   p.panels = ceiling(p.n, GEMM_NR);
+  p.pairs = by_pairs(g);
+  p.steps = p.pairs ? (p.k + 1) / 2 : p.k;
   p.last = k0 + p.k == g->k;
   p.carried = l->carried_floats ? carried : NULL;
   return p;

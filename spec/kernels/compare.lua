@@ -10,6 +10,7 @@
 --   ulp_low   the same for f16 and bf16 where that does not hold
 --   eps       times 2^-24 times `bound`: the magnitude at which the f32 arithmetic inside works, a function
 --             below by name or function(name, call, want) -> function(output, element) -> magnitude
+--   flush     an absolute difference allowed beside, where a processor takes subnormals as zero
 --   zeros     the signs of zeros agree, too
 --   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels there that round in
 --             between to feed the matrix units
@@ -192,7 +193,7 @@ local function first_difference(call, output, dtype, expected, actual, n, bound)
       if abs(a) == top and abs(b) == top and a == b then   -- one was infinite: the threshold lies half a unit above
         fine = (ulps > 0 or eps > 0)
       else
-        fine = abs(a - b) <= ulps * ulp_of(a, format) + (eps > 0 and eps * bound(output, i) or 0)
+        fine = abs(a - b) <= ulps * ulp_of(a, format) + (eps > 0 and eps * bound(output, i) or 0) + (call.flush or 0)
       end
     end
     if not fine then return i end

@@ -44,10 +44,11 @@ generators.matmul = function(try)
               ints = { 0, 0, engine.dtype[out] + 1 } }, PRODUCT))
       end
     end
-    for _, size in ipairs { { 3, 5, 4 }, { 33, 65, 32 }, { 48, 64, 64 } } do
+    for _, size in ipairs { { 3, 5, 4 }, { 33, 65, 32 }, { 48, 64, 64 }, { 9, 50, 161 } } do
       local m, n, inner = unpack(size)
-      try(with({ inputs = { float(dtype, { m, inner }, "tiny"), float(dtype, { inner, n }, "normal") }, note = "tiny" }, PRODUCT))
-      try(with({ inputs = { float(dtype, { m, inner }, "normal"), float(dtype, { inner, n }, "tiny") }, note = "tiny" }, PRODUCT))
+      local flush = dtype == "bf16" and inner >= 128 and inner * 2 ^ -123 or nil     -- pairs of bf16: core/cpu/gemm_pairs.h
+      try(with({ inputs = { float(dtype, { m, inner }, "tiny"), float(dtype, { inner, n }, "normal") }, note = "tiny", flush = flush }, PRODUCT))
+      try(with({ inputs = { float(dtype, { m, inner }, "normal"), float(dtype, { inner, n }, "tiny") }, note = "tiny", flush = flush }, PRODUCT))
       try(with({ inputs = { float(dtype, { m, inner }, "rare"), float(dtype, { inner, n }, "normal") } }, PRODUCT))
       try(with({ inputs = { float(dtype, { m, inner }, "normal"), float(dtype, { inner, n }, "rare") } }, PRODUCT))
     end

@@ -1,0 +1,120 @@
+// The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds a[2p+1] b[2p+1] and then a[2p] b[2p] to an
+// f32. Where a processor does that as often as a plain fused multiply-add, a product takes half the time. What it does to numbers: products
+// of bf16 are exact in it, each of the two sums is rounded to nearest even; subnormal operands count as zero and subnormal sums become zero,
+// as on AMX. NaN and infinity propagate. Included by gemm_packed.c; owns nothing.
+//
+// A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past the end is zero. Words travel
+// as floats whose value nobody looks at. A panel of B is [(k+1)/2][GEMM_NR] words.
+#ifndef ENG_GEMM_PAIRS_H
+#define ENG_GEMM_PAIRS_H
+
+#include "gemm_micro.h"
+
+#if defined(ENG_ISA_avx512)   // no other set has the instruction
+
+// ------------------------------------------------------------------ micro-kernel
+
+// As micro_body, over n words. a: word (i, p) at i*a_row + p*a_step.
+#define PAIRS_BODY(mr, nv)                                                                                           \
+  __attribute__((target("avx512bf16"))) static void pairs_##mr##x##nv(int64_t n, const float *a, int64_t a_row, int64_t a_step, \
+                                                                      const float *b, float *c, int64_t ldc, bool resume) \
+  {                                                                                                                  \
+    vf sum[mr][nv];                                                                                                  \
+    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                          \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) sum[i][j] = (vf){0};                                      \
+    }                                                                                                                \
+    for (int64_t p = 0; p < n; p++) {                                                                                \
+      vi row[nv];                                                                                                    \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) memcpy(&row[j], b + j * VF_LANES, sizeof row[j]);         \
+      _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                        \
+        int32_t word;                                                                                                \
+        memcpy(&word, a + i * a_row, sizeof word);                                                                   \
+        vi x = word + (vi){0};                                                                                       \
+        _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                                                         \
+          sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)x, (__m512bh)row[j]);                                    \
+      }                                                                                                              \
+      a += a_step;                                                                                                   \
+      b += GEMM_NR;                                                                                                  \
+    }                                                                                                                \
+    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                          \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) {                                                         \
+        float *at = c + i * ldc + j * VF_LANES;                                                                      \
+        vf before;                                                                                                   \
+        memcpy(&before, at, sizeof before);                                                                          \
+        if (resume) sum[i][j] = before + sum[i][j];                                                                  \
+        memcpy(at, &sum[i][j], sizeof before);                                                                       \
+      }                                                                                                              \
+    }                                                                                                                \
+  }
+#define PAIRS_ROW(mr) PAIRS_BODY(mr, 1) PAIRS_BODY(mr, 2) PAIRS_BODY(mr, 3)
+#define PAIRS_NAMES(mr) {pairs_##mr##x1, pairs_##mr##x2, pairs_##mr##x3}
+PAIRS_ROW(1) PAIRS_ROW(2) PAIRS_ROW(3) PAIRS_ROW(4) PAIRS_ROW(5) PAIRS_ROW(6) PAIRS_ROW(7) PAIRS_ROW(8)
+static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
+  PAIRS_NAMES(1), PAIRS_NAMES(2), PAIRS_NAMES(3), PAIRS_NAMES(4),
+  PAIRS_NAMES(5), PAIRS_NAMES(6), PAIRS_NAMES(7), PAIRS_NAMES(8)};
+
+// ------------------------------------------------------------------ laying matrices out
+
+// to[p*to_row + j], a word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for 2p < rows, j < columns; `columns` up to
+// GEMM_NR where a panel is filled, any number otherwise; padded with zeros to whole vectors.
+static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t columns)
+{
+  int64_t words = (rows + 1) / 2, padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES, whole = rows / 2;
+  int64_t p = 0;
+  if (column == 1) {
+    for (; p < words; p++) {
+      const uint16_t *low = source + 2 * p * row, *high = p < whole ? low + row : NULL;
+      for (int64_t j = 0; j < padded; j += VF_LANES) {
+        __mmask16 here = columns - j >= VF_LANES ? 0xFFFF : (__mmask16)((1u << (columns - j)) - 1);
+        vi x = (vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, low + j));
+        if (high) x = vi_or(x, vi_shl((vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, high + j)), 16));
+        vi_store((int32_t *)(to + p * to_row + j), x);
+      }
+    }
+    return;
+  }
+  if (row == 1) {
+    for (; p + VF_LANES <= whole; p += VF_LANES)
+      for (int64_t j = 0; j < columns; j += VF_LANES) {
+        vf square[VF_LANES];
+        if (columns - j >= VF_LANES) {
+#pragma GCC unroll 16
+          for (int i = 0; i < VF_LANES; i++) memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
+        } else {
+          for (int i = 0; i < VF_LANES; i++) {
+            if (j + i < columns) memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
+            else square[i] = vf_zero();
+          }
+        }
+        turn_square(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+      }
+  }
+  for (; p < words; p++)
+    for (int64_t j = 0; j < padded; j++) {
+      uint32_t x = 0;
+      if (j < columns) {
+        x = source[2 * p * row + j * column];
+        if (p < whole) x |= (uint32_t)source[(2 * p + 1) * row + j * column] << 16;
+      }
+      memcpy(to + p * to_row + j, &x, sizeof x);
+    }
+}
+
+// The same for rows that stay rows: to[i*to_row + p], a word of source[i*row + 2p*column] and source[i*row + (2p+1)*column].
+static void lay_out_rows(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t steps)
+{
+  for (int64_t i = 0; i < rows; i++, source += row, to += to_row) {
+    int64_t whole = steps / 2;
+    if (column == 1) memcpy(to, source, (size_t)whole * sizeof *to);
+    for (int64_t p = column == 1 ? whole : 0; p < (steps + 1) / 2; p++) {
+      uint32_t x = source[2 * p * column];
+      if (p < whole) x |= (uint32_t)source[(2 * p + 1) * column] << 16;
+      memcpy(to + p, &x, sizeof x);
+    }
+  }
+}
+
+#endif
+#endif
