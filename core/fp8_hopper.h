@@ -30,6 +30,10 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 
 ENG_INLINE float fp8_to_f32(uint8_t code, int fraction) { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
+/// The accumulator `fp32` adds n products in pairs, the later one of each first, as instructions that multiply two at a time do: which step
+/// comes step-th.
+ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n) { return (step ^ 1) < n ? step ^ 1 : step; }
+
 /// c + a[0] b[0] + .. + a[n-1] b[n-1] for n <= 32; strides in elements.
 ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction, const uint8_t *b, int64_t b_stride, int b_fraction, int n, float c)
 {

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
           if constexpr (MODEL == ENG_ACCUMULATE_HOPPER) {
             part = hopper_group(a[threadIdx.y], 1, p.a.fraction, b[threadIdx.x], 1, p.b.fraction, steps, part);
           } else {
-            for (int s = 0; s < steps; s++) {
+            for (int step = 0; step < steps; step++) {
+              const int s = MODEL == ENG_ACCUMULATE_FP32 ? (int)fp8_fp32_order(step, steps) : step;
               const float multiplied = fp8_to_f32(a[threadIdx.y][s], p.a.fraction) * fp8_to_f32(b[threadIdx.x][s], p.b.fraction);   // exact
               if (MODEL == ENG_ACCUMULATE_EXACT) wide += (double)multiplied;
               else if (MODEL == ENG_ACCUMULATE_FP32) part += multiplied;

@@ -5,7 +5,9 @@
 // out in panels of columns as f32 (exact), a block of rows of a likewise, and for each row and panel the model carries its
 // accumulator on (`part`); at the end of a promotion it is added to `sum`, at the end of a stretch of K with constant scales
 // that goes, scaled, to `total`. These wait in f32 between runs; with the last run they get their bias and their dtype.
-//   fp32    chains of multiply-adds, several rows at a time; products of FP8 numbers are exact in f32, so fusing changes nothing
+//   fp32    chains of multiply-adds, several rows at a time; products of FP8 numbers are exact in f32, so fusing changes nothing. Two steps
+//           of K are added the later one first; so the instruction that multiplies pairs of bf16, as which FP8 numbers are exact, gives
+//           the same bits, and is used where it is fast (gemm.h)
 //   hopper  core/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms cut by the conversion to integers
 //   e4m3    products and sums rounded by arithmetic on their bits
 //   exact   in f64, a panel and a row at a time (the last part of this file)
@@ -14,13 +16,14 @@
 #include "../error.h"
 #include "../fp8_hopper.h"
 #include "../fp8_layout.h"
+#include "gemm.h"
 #include "rows.h"
 #include "simd.h"
 #include "turn.h"
 
 enum {
   RUN = 128,                     // steps of K at a time, a multiple of HOPPER_GROUP
-  SPAN = 1024,                   // rows, and columns, of y in work at a time
+  SPAN = 512,                    // rows, and columns, of y in work at a time: what waits between runs stays near
   BLOCK = 64,                    // rows of a task
   PANEL = 4 * VF_LANES,          // columns of a panel: exponents of one fill a vector of bytes
   ZERO_EXPONENT = -64,           // of a zero: below what any two others make
@@ -46,6 +49,7 @@ typedef struct product {
   matrix   a, b;
   int64_t  m, n, k, stretch, promotion;
   int      model;
+  bool     pairs;                    // the fp32 model multiplies pairs of bf16
   bool     b_first;                  // scale_b is multiplied first
   float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to panels]
   int64_t  scale_a_row, scale_b_row;
@@ -86,12 +90,42 @@ static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t 
   return odd;
 }
 
-/// b's columns [j0, j0+columns) in one run: numbers and, for hopper, exponents.
+/// b's columns [j0, j0+columns) in one run: numbers and, for hopper, exponents. In pairs: [RUN / 2][PANEL] words of two bf16, the earlier step's
+/// in the low half, zero past the end.
 typedef struct panel {
   float  value[RUN * PANEL] __attribute__((aligned(64)));
   int8_t exponent[RUN * PANEL] __attribute__((aligned(64)));
   bool   odd;                      // holds an infinity or a NaN
 } panel;
+
+// Numbers [steps][PANEL] become words [(steps + 1) / 2][PANEL] in their place.
+static void pairs_of_steps(float *value, int64_t steps)
+{
+  for (int64_t k = 0; k < steps; k += 2)
+    for (int64_t j = 0; j < PANEL; j += VF_LANES) {
+      vi low = vi_shr((vi)vf_load(value + k * PANEL + j), 16), high = {0};
+      if (k + 1 < steps) high = vi_and((vi)vf_load(value + (k + 1) * PANEL + j), vi_set1((int32_t)0xFFFF0000));
+      vf_store(value + k / 2 * PANEL + j, (vf)vi_or(low, high));
+    }
+}
+
+// A row of numbers becomes bf16 in its place, an even number of them.
+static void pairs_of_row(float *value, int64_t steps)
+{
+  uint16_t *to = (uint16_t *)(void *)value;
+  int64_t k = 0;
+#if defined(ENG_ISA_avx512)
+  for (; k + VF_LANES <= steps; k += VF_LANES)
+    _mm256_storeu_si256((__m256i *)(void *)(to + k), _mm512_cvtepi32_epi16((__m512i)vi_shr((vi)vf_load(value + k), 16)));
+#endif
+  for (; k < steps; k++) {
+    uint32_t bits;
+    memcpy(&bits, value + k, sizeof bits);
+    uint16_t half = (uint16_t)(bits >> 16);
+    memcpy(to + k, &half, sizeof half);
+  }
+  if (steps % 2) memset(to + steps, 0, sizeof *to);
+}
 
 static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, const run *r)
 {
@@ -99,14 +133,16 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
   if (columns < PANEL) memset(code, 0, sizeof code);
   bytes_by_step(code, PANEL, &g->b, j0, columns, r->k, r->steps);
   fp8_decode(p->value, code, g->b.dtype, r->steps * PANEL);
+  if (g->pairs) pairs_of_steps(p->value, r->steps);
   p->odd = g->model == ENG_ACCUMULATE_HOPPER && exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// a's rows [i0, i0+rows) in one run, a row after the other.
+/// a's rows [i0, i0+rows) in one run, a row after the other; in pairs as bf16.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
   bool   odd[BLOCK];
+  float  part[BLOCK * PANEL] __attribute__((aligned(64)));   // of a promotion that begins and ends in the run
 } slab;
 
 static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const run *r)
@@ -120,6 +156,7 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
       code = row;
     }
     fp8_decode(s->value + i * RUN, code, g->a.dtype, r->steps);
+    if (g->pairs) pairs_of_row(s->value + i * RUN, r->steps);
     if (g->model == ENG_ACCUMULATE_HOPPER) s->odd[i] = exponents_of(s->exponent + i * RUN, code, g->a.fraction, r->steps);
   }
 }
@@ -140,10 +177,11 @@ VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, cons
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : vf_zero();
-  for (int64_t k = 0; k < steps; k++, b += PANEL) {
+  for (int64_t step = 0; step < steps; step++) {
+    int64_t k = fp8_fp32_order(step, steps);
     vf row[2];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) row[v] = vf_load(b + v * VF_LANES);
+    for (int v = 0; v < vectors; v++) row[v] = vf_load(b + k * PANEL + v * VF_LANES);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++) {
       vf x = vf_set1(a[i * RUN + k]);
@@ -156,6 +194,40 @@ VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, cons
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);
 }
+
+#if defined(ENG_ISA_avx512)
+// The same over n words of two bf16.
+#define PAIRS_BODY(rows)                                                                                                       \
+  __attribute__((target("avx512bf16"))) static void pairs_##rows(const float *a, const float *b, int64_t n, float *part, bool resume) \
+  {                                                                                                                            \
+    vf sum[rows][2];                                                                                                           \
+    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                                    \
+      for (int v = 0; v < 2; v++) sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : (vf){0};                     \
+    for (int64_t p = 0; p < n; p++, b += PANEL) {                                                                              \
+      vi one = (vi)vf_load(b), two = (vi)vf_load(b + VF_LANES);                                                                \
+      _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                                \
+        int32_t word;                                                                                                          \
+        memcpy(&word, a + i * RUN + p, sizeof word);                                                                           \
+        vi x = vi_set1(word);                                                                                                  \
+        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], (__m512bh)x, (__m512bh)one);                                                   \
+        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], (__m512bh)x, (__m512bh)two);                                                   \
+      }                                                                                                                        \
+    }                                                                                                                          \
+    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                                    \
+      for (int v = 0; v < 2; v++) vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);                                        \
+  }
+PAIRS_BODY(8)
+PAIRS_BODY(1)
+
+static void pairs_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part, bool resume)
+{
+  for (int half = 0; half < PANEL; half += 2 * VF_LANES) {
+    int64_t i = 0;
+    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS) pairs_8(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+    for (; i < rows; i++) pairs_1(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+  }
+}
+#endif
 
 static void fp32_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part, bool resume)
 {
@@ -353,9 +425,13 @@ static run run_at(const product *g, int64_t k)
 }
 
 // Rows [i0, i0+rows) times a panel, one run of it. carried: part, sum and total of this rectangle, [3][BLOCK x PANEL].
-static void rectangle(const product *g, const run *r, const slab *a, const panel *b, int64_t i0, int64_t rows, int64_t j0, float *carried)
+static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0, int64_t rows, int64_t j0, float *carried)
 {
-  float *part = carried, *sum = carried + BLOCK * PANEL, *total = carried + 2 * BLOCK * PANEL;
+  float *part = r->starts_part && r->ends_part ? a->part : carried, *sum = carried + BLOCK * PANEL, *total = carried + 2 * BLOCK * PANEL;
+#if defined(ENG_ISA_avx512)
+  if (g->pairs) pairs_rows(a->value, b->value, r->steps, rows, part, !r->starts_part);
+  else
+#endif
   if (g->model == ENG_ACCUMULATE_FP32) {
     fp32_rows(a->value, b->value, r->steps, rows, part, !r->starts_part);
   } else {
@@ -485,6 +561,9 @@ static eng_status fp8_matmul(const op_call *call)
   if (y->stride[1] != 1 || !dtype_is_fast(y->dtype) || (bias && !dtype_is_fast(bias->dtype))) return forward_to_reference(call);
   product g = {.call = call, .m = y->shape[0], .n = y->shape[1], .k = call->in[0]->shape[ta ? 0 : 1], .model = (int)call->ints[7],
                .promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 4};
+#if defined(ENG_ISA_avx512)
+  g.pairs = g.model == ENG_ACCUMULATE_FP32 && gemm_pairs_here();
+#endif
   g.a = matrix_of(call->in[0], call->in[1], !ta, &call->ints[2]);
   g.b = matrix_of(call->in[2], call->in[3], tb, &call->ints[4]);
   if (g.k == 0) {

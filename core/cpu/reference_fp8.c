@@ -174,7 +174,8 @@ static double accumulate(const matrix *a, const matrix *b, int model, int64_t i,
     }
     return sum;
   }
-  for (int64_t at = k; at < k + n; at++) {
+  for (int64_t step = 0; step < n; step++) {
+    int64_t at = k + (model == ENG_ACCUMULATE_FP32 ? fp8_fp32_order(step, n) : step);
     float product = value_at(a, i, at) * value_at(b, j, at);   // exact
     if (model == ENG_ACCUMULATE_EXACT) exact += (double)product;
     else if (model == ENG_ACCUMULATE_FP32) sum += product;
