@@ -27,27 +27,18 @@ local lab = require "engine.lab"
 local cfg = engine.config({ model = "gpt", recipes = "fp32,bf16,fp16,fp8_delayed,fp8_current,fp8_rowwise,fp8_block", seeds = 3, steps = 300, data = "",
   batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
   { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas", seeds = "runs of each, with seeds from 1",
-    steps = "of each run", data = "a text file; else this project's own text", batch = "sequences a step", context = "bytes a sequence",
+    steps = "of each run", data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step", context = "bytes a sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
     threads = "threads to use; 0: all", svg = "a file for the loss curves" })
 
 if cfg.threads > 0 then engine.threads(cfg.threads) end
 
-local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
-local function read(path)
-  local file = assert(io.open(path, "rb"))
-  local text = file:read("*a")
+local text
+if cfg.data ~= "" then
+  local file = assert(io.open(cfg.data, "rb"))
+  text = file:read("*a")
   file:close()
-  return text
-end
-local text = cfg.data ~= "" and read(cfg.data)
-if not text then
-  local files = {}
-  for i, name in ipairs { "trainer", "tensor", "run", "history", "policy", "optim", "precision", "config", "scaler", "trace", "plot", "views" } do
-    files[i] = read(root .. "lua/engine/" .. name .. ".lua")
-  end
-  text = table.concat(files)
-end
+else text = lab.text(160000) end
 
 -- Every tenth kilobyte is held out.
 local train_text, test_text = {}, {}

@@ -134,6 +134,12 @@ bool gemm_pairs_here(void)
   return known;
 }
 
+const char *eng_cpu_bf16(void)
+{
+  bool wide = strcmp(eng_cpu_isa(NULL), "avx512") == 0;
+  return gemm_onednn_here() ? "AMX" : wide && gemm_pairs_here() ? "pairs" : "f32";
+}
+
 int eng_threads(int n)
 {
   if (n > 0) omp_set_num_threads(n);

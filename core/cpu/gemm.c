@@ -2,11 +2,10 @@
 // become strides, batch dimensions that only lengthen A become rows), then gemm_run picks the path: gemm.h
 // says which paths there are and what each promises.
 //
-// Why oneDNN for bf16 with AMX alone: side by side on 1 and 2 threads of an AVX-512 processor with BF16
-// instructions, the packed path reached oneDNN's sgemm within a few percent in f32, and 1.8 times its bf16
-// matmul, since VDPBF16PS ran there at half the rate of FMA; with AVX2 the two were equal. So without
-// AMX the packed path costs nothing and gives results that do not depend on the thread count, bf16
-// subnormals included.
+// Why oneDNN for bf16 with AMX alone: without it there was nothing to gain. On Intel's AVX-512 processors the packed path reached
+// oneDNN's sgemm within a few percent in f32, and 1.8 times its bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where
+// it runs at the full rate, our pairs were level with the bf16 matmul of a newer oneDNN. And the packed path's results do not depend on
+// the thread count.
 #include "gemm.h"
 
 #include "../error.h"

@@ -68,7 +68,8 @@ eng_status gemm_packed_avx512(const gemm_call *call);
 /// half as often, and have AMX. ENGINE_PAIRS=on|off in the environment decides otherwise, where the instruction is there.
 bool gemm_pairs_here(void);
 
-/// Whether oneDNN is the better path for this product on this machine.
+/// Whether this processor has AMX; and whether oneDNN is the better path for this product on this machine.
+bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);
 /// The product through oneDNN. *done is false, and nothing was written, when oneDNN cannot do it.
 eng_status gemm_onednn(bool *done, const gemm_call *call);

@@ -49,7 +49,7 @@ static eng_status failed(const char *what, dnnl_status_t status)
 
 #define DNNL_TRY(what, call) do { dnnl_status_t s_ = (call); if (s_ != dnnl_success) return failed(what, s_); } while (0)
 
-static bool processor_has_amx(void)
+bool gemm_onednn_here(void)
 {
   static int known = -1;
   if (known < 0) known = (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_amx) == dnnl_cpu_isa_avx512_core_amx;
@@ -58,7 +58,7 @@ static bool processor_has_amx(void)
 
 bool gemm_onednn_prefers(const gemm_call *g)
 {
-  if (g->a.dtype != ENG_bf16 || g->b.dtype != ENG_bf16 || !processor_has_amx()) return false;
+  if (g->a.dtype != ENG_bf16 || g->b.dtype != ENG_bf16 || !gemm_onednn_here()) return false;
   return (double)g->m * (double)g->n * (double)g->k >= LEAST_WORK;
 }
 

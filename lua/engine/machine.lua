@@ -42,6 +42,8 @@ end
 -- One line about the device in force.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
+--- How bf16 products are made: "AMX", "pairs" or "f32" (core/engine.h).
+function machine.bf16() return text(C.eng_cpu_bf16()) end
 function machine.threads() return C.eng_threads(0) end
 
 return machine
