@@ -225,6 +225,7 @@ function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
 local NAN = 0 / 0
 local step_meta = {}
 local reals = { "loss", "lr", "scale", "next_scale", "amax", "norm", "clip", "lr_mul", "elapsed", "tokens" }
+local wholes = { attempt = 1, updates = 0, inf = 0, nan = 0, count = 0, zeros = 0, underflow = 0, first_bad = -1 }
 
 function step_meta.__tostring(row)
   local parts = { ("step %d  loss %.4f  scale %g"):format(row.step, row.loss, row.scale) }
@@ -235,11 +236,16 @@ function step_meta.__tostring(row)
   return table.concat(parts, "  ")
 end
 
--- NaN is stored as NULL; norm_ref stays nil, for most steps have none.
+-- NaN is stored as NULL; norm_ref stays nil, for most steps have none. A file that somebody else wrote into may hold anything: what is no
+-- number counts as none.
 local function step_row(row)
   for _, name in ipairs(reals) do
-    if row[name] == nil then row[name] = NAN end
+    if type(row[name]) ~= "number" then row[name] = NAN end
   end
+  for name, none in pairs(wholes) do
+    if type(row[name]) ~= "number" then row[name] = none end
+  end
+  row.action, row.reason = tostring(row.action), row.reason and tostring(row.reason)
   row.overflow = row.overflow ~= 0
   row.policy_failed = row.policy_failed ~= 0
   return setmetatable(row, step_meta)
@@ -351,6 +357,7 @@ end
 -- ------------------------------------------------------------------ statistics
 
 local function unpack_stats(blob)
+  if type(blob) ~= "string" then error("the history is damaged: statistics of a step are no bytes", 0) end
   local n = ffi.new("int[1]")
   check(C.eng_history_unpack(n, nil, 0, blob, #blob))
   local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))
@@ -514,7 +521,7 @@ local function say_shadows(h, row, say)
     local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
     if shadow then
       say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
-        ("would have chosen %s and a loss scale of %g"):format(shadow.action, shadow.scale))
+        ("would have chosen %s and a loss scale of %g"):format(shadow.action, tonumber(shadow.scale) or NAN))
     end
   end
 end
