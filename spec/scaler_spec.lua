@@ -184,6 +184,21 @@ describe("scaler", function()
     end)
   end)
 
+  it("refuses a scale that float32 cannot carry before anything is multiplied with it", function()
+    local model = setup()
+    local shrinks = engine.policy.load { file = "shrinks.lua", source = "return { options = { init_scale = 4 }, decide = function() return 1e-60 end }" }
+    local scaler, opt = engine.scaler { policy = shrinks }, optim.sgd(model, { lr = 0.1 })
+    step(function()
+      backward(scaler, model)
+      scaler:step(opt)
+      scaler:update()
+    end)
+    local before = weights(model)
+    assert.has_error(function() step(function() backward(scaler, model) end) end,
+      "scaler:scale: policy shrinks asks for a loss scale of 1e-60; gradients in float32 carry scales from 2^-126 to 3.4e38")
+    assert.same(before, weights(model))
+  end)
+
   it("does nothing when disabled", function()
     local model, opt = setup(8)
     local plain, control = setup(8)

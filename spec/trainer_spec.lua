@@ -235,6 +235,15 @@ describe("the trainer", function()
       assert.equal(1, summary.updates)
     end
     assert.has_error(function() job({ steps = 5, policy = "static", policy_options = { loss_scale = 1e-60 } }):run() end)
+    -- Nor does one that went on from a checkpoint with a policy whose state asks for such a scale.
+    local run, shrinks = folder .. "/resumed", folder .. "/shrinks.lua"
+    helper.write(shrinks, "return { options = { init_scale = 4 }, migrate = function(old) return { scale = 1e-60 } end, decide = function(s) return s.scale end }")
+    job({ run = run, steps = 2 }):run()
+    local resumed = job { run = run, steps = 4, resume = "auto", policy = shrinks }
+    local good, message = pcall(resumed.run, resumed)
+    if good then message = message.stopped end
+    assert.matches("loss scale of 1e%-60; gradients in float32 carry scales from", message)
+    assert.equal(2, resumed.updates)
   end)
 
   it("tells once when the loss itself is lost", function()
