@@ -98,42 +98,65 @@ typedef struct panel {
   bool   odd;                      // holds an infinity or a NaN
 } panel;
 
-// Numbers [steps][PANEL] become words [(steps + 1) / 2][PANEL] in their place.
-static void pairs_of_steps(float *value, int64_t steps)
+#if defined(ENG_ISA_avx512)
+// The 128 magnitudes of a format as bf16, in the order of their codes.
+typedef struct magnitudes { __m512i quarter[4]; } magnitudes;
+
+static magnitudes magnitudes_of(int dtype)
 {
-  for (int64_t k = 0; k < steps; k += 2)
-    for (int64_t j = 0; j < PANEL; j += VF_LANES) {
-      vi low = vi_shr((vi)vf_load(value + k * PANEL + j), 16), high = {0};
-      if (k + 1 < steps) high = vi_and((vi)vf_load(value + (k + 1) * PANEL + j), vi_set1((int32_t)0xFFFF0000));
-      vf_store(value + k / 2 * PANEL + j, (vf)vi_or(low, high));
+  uint8_t code[128];
+  float value[128];
+  uint16_t half[128];
+  for (int i = 0; i < 128; i++) code[i] = (uint8_t)i;
+  fp8_decode(value, code, dtype, 128);
+  for (int i = 0; i < 128; i++) half[i] = (uint16_t)(f32_bits(value[i]) >> 16);   // exact
+  magnitudes m;
+  memcpy(&m, half, sizeof m);
+  return m;
+}
+
+// 32 codes, each in a lane of 16 bits, as bf16.
+VF_INLINE __m512i vh_of_fp8_(__m512i code, const magnitudes *m)
+{
+  __m512i low = _mm512_permutex2var_epi16(m->quarter[0], code, m->quarter[1]), high = _mm512_permutex2var_epi16(m->quarter[2], code, m->quarter[3]);
+  __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
+  return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
+}
+
+// Codes [steps][PANEL] as words [(steps + 1) / 2][PANEL].
+static void pairs_of_panel(float *to, const uint8_t *code, int64_t steps, int dtype)
+{
+  magnitudes m = magnitudes_of(dtype);
+  for (int64_t k = 0; k < steps; k += 2, code += 2 * PANEL)
+    for (int64_t j = 0; j < PANEL; j += VF_LANES, to += VF_LANES) {
+      __m512i low = _mm512_cvtepu8_epi32(vf_bytes_(code + j)), high = _mm512_setzero_si512();
+      if (k + 1 < steps) high = _mm512_slli_epi32(_mm512_cvtepu8_epi32(vf_bytes_(code + PANEL + j)), 16);
+      _mm512_storeu_si512(to, vh_of_fp8_(_mm512_or_si512(low, high), &m));
     }
 }
 
-// A row of numbers becomes bf16 in its place, an even number of them.
-static void pairs_of_row(float *value, int64_t steps)
+// A row of codes as bf16, an even number of them.
+static void pairs_of_row(float *to, const uint8_t *code, int64_t steps, const magnitudes *m)
 {
-  uint16_t *to = (uint16_t *)(void *)value;
-  int64_t k = 0;
-#if defined(ENG_ISA_avx512)
-  for (; k + VF_LANES <= steps; k += VF_LANES)
-    _mm256_storeu_si256((__m256i *)(void *)(to + k), _mm512_cvtepi32_epi16((__m512i)vi_shr((vi)vf_load(value + k), 16)));
-#endif
-  for (; k < steps; k++) {
-    uint32_t bits;
-    memcpy(&bits, value + k, sizeof bits);
-    uint16_t half = (uint16_t)(bits >> 16);
-    memcpy(to + k, &half, sizeof half);
+  for (int64_t k = 0; k < steps; k += 32, to += 16) {
+    __mmask32 here = steps - k >= 32 ? 0xFFFFFFFF : ((__mmask32)1 << (steps - k)) - 1;
+    _mm512_storeu_si512(to, vh_of_fp8_(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(here, code + k)), m));
   }
-  if (steps % 2) memset(to + steps, 0, sizeof *to);
 }
+#endif
 
 static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, const run *r)
 {
   uint8_t code[RUN * PANEL];
   if (columns < PANEL) memset(code, 0, sizeof code);
   bytes_by_step(code, PANEL, &g->b, j0, columns, r->k, r->steps);
+#if defined(ENG_ISA_avx512)
+  if (g->pairs) {
+    pairs_of_panel(p->value, code, r->steps, g->b.dtype);
+    return;
+  }
+#endif
   fp8_decode(p->value, code, g->b.dtype, r->steps * PANEL);
-  if (g->pairs) pairs_of_steps(p->value, r->steps);
   p->odd = g->model == ENG_ACCUMULATE_HOPPER && exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
@@ -148,6 +171,9 @@ typedef struct slab {
 static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const run *r)
 {
   uint8_t row[RUN], turned[RUN * BLOCK];
+#if defined(ENG_ISA_avx512)
+  const magnitudes m = magnitudes_of(g->a.dtype);
+#endif
   if (g->a.k_stride != 1) bytes_by_step(turned, BLOCK, &g->a, i0, rows, r->k, r->steps);
   for (int64_t i = 0; i < rows; i++) {
     const uint8_t *code = g->a.data + (i0 + i) * g->a.i_stride + r->k;
@@ -155,8 +181,13 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
       for (int64_t k = 0; k < r->steps; k++) row[k] = turned[k * BLOCK + i];
       code = row;
     }
+#if defined(ENG_ISA_avx512)
+    if (g->pairs) {
+      pairs_of_row(s->value + i * RUN, code, r->steps, &m);
+      continue;
+    }
+#endif
     fp8_decode(s->value + i * RUN, code, g->a.dtype, r->steps);
-    if (g->pairs) pairs_of_row(s->value + i * RUN, r->steps);
     if (g->model == ENG_ACCUMULATE_HOPPER) s->odd[i] = exponents_of(s->exponent + i * RUN, code, g->a.fraction, r->steps);
   }
 }
