@@ -168,7 +168,7 @@ local mounted = helper.shell(("mount -t tmpfs -o size=64k tmpfs %s"):format(disk
 if not mounted then print "a full disk: left out, for no tmpfs may be mounted here" end
 if mounted and wanted "a full disk" then
   local good, message = pcall(function()
-    for _, zero in ipairs { 0, 1 } do
+    for zero = 0, 2 do
       local whole = weights_of(job("zero=" .. zero, "run=" .. folder .. "/whole" .. zero))
       for _, size in ipairs { smallest, "192k", "400k", "700k", "1000k", "1300k", "1600k" } do
         local name = ("disk of %s, zero=%d"):format(size, zero)

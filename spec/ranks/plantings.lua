@@ -1,7 +1,7 @@
 -- Random runs with an inf or a NaN in one rank's gradient: all ranks skip the step, or none does.
 --   ./engine spec/ranks/plantings.lua [runs=1000] [ranks=2,3,4] [seed=1] [only=NUMBER]
 -- Each run draws its number of ranks, the rank, the parameter, the element (so the bucket and the shard), the step and the micro-batch,
--- plain or ZeRO-1, the wire, the precision, the optimizer, the policy and the shape of the model (planting.lua). Of each must hold:
+-- plain or ZeRO-1 or 2, the wire, the precision, the optimizer, the policy and the shape of the model (planting.lua). Of each must hold:
 --   all ranks report the same step by step: loss, scale, verdict, and the checksum of the weights after it; and hold the same policy state
 --   the step with the planting changes no weight, and no other step overflows
 --   one process with the batches of all ranks does the same: verdicts and, where the policy counts overflows alone, scales; losses within

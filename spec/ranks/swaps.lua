@@ -141,7 +141,7 @@ local function worker()
   local out = assert(io.open(("%s/told.%d"):format(cfg.folder, rank), "w"))
   math.randomseed(cfg.seed)
   engine.trainer { model = model, optimizer = optimizer, data = engine.data.text { text = table.concat(text), batch = 2, context = 8 },
-    steps = (cfg.swaps + 1) * EVERY + 1, log = "quiet", run = cfg.folder .. "/run", rank_timeout = 20, attach = false, zero = cfg.seed % 2,
+    steps = (cfg.swaps + 1) * EVERY + 1, log = "quiet", run = cfg.folder .. "/run", rank_timeout = 20, attach = false, zero = cfg.seed % 3,
     on_step = function(t, record)
       local step = tonumber(record.step)
       local line = { step = step, policy = t.policy.name, hash = t.policy.hash and t.policy:hash(), scale = ("%.17g"):format(record.scale),
