@@ -6,7 +6,7 @@
 //
 // Memory: what is under way lies in one block that holds a few buckets (`messages_pool`); where there is no room a bucket waits until
 // messages have arrived. So that ranks do not wait for each other's, all send their buckets in one order. With ZeRO-2 what backward
-// writes comes out of a pool as well, a room for each bucket that has begun.
+// writes comes out of a pool as well, a room for each gradient that has begun.
 //
 // Owns the buckets and their memory, and the set's `own`.
 #include "comm_gradients.h"
@@ -27,7 +27,7 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
 
 /// Members in the order backward completes them, cut into buckets of one format each: those of all ranks, then those that stand apart, so
 /// that buckets of one group have the same numbers on all its ranks.
-static eng_status fill_buckets(eng_parallel *p, int64_t limit, int wire, bool apart)
+static eng_status fill_group(eng_parallel *p, int64_t limit, int wire, bool apart)
 {
   eng_params *set = p->set;
   int32_t open[ENG_DTYPE_COUNT];
@@ -76,16 +76,32 @@ static int64_t message_bytes(const bucket *b, int rank)
   return (comm_packed_bytes(b->wire, bucket_piece(b, rank)) + b->n + 7) / 8 * 8;
 }
 
-/// Bytes of a bucket's members as backward writes them.
-static int64_t room_bytes(const bucket *b) { return b->at[b->n] * eng_dtype_size(b->dtype); }
+eng_status bucket_cut(bucket *b)
+{
+  int ranks = b->comm->size;
+  b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
+  b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
+  if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  cut(b, ranks);
+  for (int rank = 0; rank < ranks; rank++) {
+    int64_t bytes = message_bytes(b, rank);
+    b->begin[rank + 1] = b->begin[rank] + bytes;
+    if (bytes > COMM_LARGEST) return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)bytes);
+  }
+  b->packed = comm_packed_bytes(b->wire, bucket_piece(b, b->comm->rank));
+  b->bytes = message_bytes(b, b->comm->rank);
+  b->in_bytes = b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks];
+  b->need = b->begin[ranks] + b->in_bytes + b->packed;
+  return ENG_OK;
+}
 
-/// The pools: messages of the largest bucket and three ordinary ones, or the next largest, at once; rooms as they are wanted.
-static eng_status make_pools(eng_parallel *p, int64_t limit)
+// Messages of the largest bucket and three ordinary ones, or the next largest, at once; a room as large as any ordinary bucket's.
+void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
-    int64_t need = pool_rounded(b->need), bytes = room_bytes(b);
+    int64_t need = pool_rounded(b->need), bytes = b->at[b->n] * eng_dtype_size(b->dtype);
     all += need;
     if (need > largest) {
       second = largest;
@@ -96,9 +112,17 @@ static eng_status make_pools(eng_parallel *p, int64_t limit)
     if (bytes > room) room = bytes;
   }
   int64_t bound = largest + (second > 3 * ordinary ? second : 3 * ordinary);
-  p->messages_pool = (pool){.space = SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = bound < all ? bound : all, .most_blocks = 1};
+  *messages = bound < all ? bound : all;
+  *room_block = room;
+}
+
+static eng_status make_pools(eng_parallel *p, int64_t limit)
+{
+  int64_t messages, room;
+  buckets_bounds(&messages, &room, p, limit);
+  p->messages_pool = (pool){.space = SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = messages, .most_blocks = 1};
   p->rooms = (pool){.space = p->set->space, .arena = ARENA_GRADIENT, .block_bytes = room};
-  if (all == 0) return ENG_OK;
+  if (messages == 0) return ENG_OK;
   void *piece;
   ENG_TRY(pool_take(&piece, &p->messages_pool, 1));     // the block is there from now on, or this fails
   pool_give(&p->messages_pool, piece, 1);
@@ -110,22 +134,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    int64_t ranks = b->comm->size;
-    b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
-    b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
-    if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-    cut(b, b->comm->size);
-    for (int rank = 0; rank < ranks; rank++) {
-      b->begin[rank + 1] = b->begin[rank] + message_bytes(b, rank);
-      if (message_bytes(b, rank) > COMM_LARGEST)
-        return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)message_bytes(b, rank));
-    }
-    int64_t own = bucket_piece(b, b->comm->rank);
-    b->packed = comm_packed_bytes(b->wire, own);
-    b->bytes = message_bytes(b, b->comm->rank);
-    b->in_bytes = b->bytes * ranks > b->begin[ranks] ? b->bytes * ranks : b->begin[ranks];
-    b->need = b->begin[ranks] + b->in_bytes + b->packed;
-    if (own > longest) longest = own;
+    ENG_TRY(bucket_cut(b));
+    if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
   }
   for (int i = 0; i < p->set->n; i++) {
     if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
@@ -149,45 +159,6 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
 }
 
-void eng_parallel_free(eng_parallel *p)
-{
-  if (!p) return;
-  eng_parallel_cancel(p);
-  for (int k = 0; k < p->n_buckets; k++) {
-    bucket *b = &p->buckets[k];
-    free(b->member);
-    free(b->at);
-    free(b->cut);
-    free(b->begin);
-    free(b->anyone);
-  }
-  for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
-  if (p->under_way == 0) {      // else messages still come and go there
-    pool_free(&p->messages_pool);
-    arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
-  }
-  pool_free(&p->rooms);
-  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
-    free(p->set->own);
-    p->set->own = NULL;
-  }
-  params_release(p->set);
-  free(p->buckets);
-  free(p->bucket_of);
-  free(p->apart);
-  free(p->holder);
-  free(p->complete);
-  free(p->brought);
-  free(p->order);
-  free(p->place);
-  free(p->had);
-  free(p->raw);
-  free(p->messages);
-  free(p->terms);
-  free(p->numbers);
-  free(p);
-}
-
 /// The order in which buckets go out: those first whose lowest member comes last in the set, as backward completes them. Buckets of ranks that
 /// hold the same parameters have the same members, so that any two ranks send those they have in common in one order.
 static eng_status set_order(eng_parallel *p)
@@ -205,6 +176,69 @@ static eng_status set_order(eng_parallel *p)
     p->order[at] = k;
   }
   return ENG_OK;
+}
+
+eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
+{
+  size_t n = (size_t)p->set->n + 1;
+  p->buckets = calloc(n, sizeof *p->buckets);
+  p->bucket_of = calloc(n, sizeof *p->bucket_of);
+  if (!p->buckets || !p->bucket_of) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  ENG_TRY(fill_group(p, options->bucket, options->wire, false));
+  if (p->holders) ENG_TRY(fill_group(p, options->bucket, options->wire, true));
+  return set_order(p);
+}
+
+eng_status buckets_check(const eng_parallel_options *options)
+{
+  if (options->wire < 0 || options->wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->wire);
+  if (options->zero < 0 || options->zero > 2) return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
+  if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
+  return ENG_OK;
+}
+
+void buckets_free(eng_parallel *p)
+{
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    free(b->member);
+    free(b->at);
+    free(b->cut);
+    free(b->begin);
+    free(b->anyone);
+  }
+  free(p->buckets);
+  free(p->bucket_of);
+  free(p->order);
+}
+
+void eng_parallel_free(eng_parallel *p)
+{
+  if (!p) return;
+  eng_parallel_cancel(p);
+  buckets_free(p);
+  for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
+  if (p->under_way == 0) {      // else messages still come and go there
+    pool_free(&p->messages_pool);
+    arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
+  }
+  pool_free(&p->rooms);
+  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
+    free(p->set->own);
+    p->set->own = NULL;
+  }
+  params_release(p->set);
+  free(p->apart);
+  free(p->holder);
+  free(p->complete);
+  free(p->brought);
+  free(p->place);
+  free(p->had);
+  free(p->raw);
+  free(p->messages);
+  free(p->terms);
+  free(p->numbers);
+  free(p);
 }
 
 /// ZeRO-2: of the gradients only the own pieces stay.
@@ -240,10 +274,8 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   *out = NULL;
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
-  if (options->wire < 0 || options->wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->wire);
-  if (options->zero < 0 || options->zero > 2) return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
+  ENG_TRY(buckets_check(options));
   if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
-  if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   size_t n = (size_t)set->n + 1;
@@ -252,14 +284,9 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   set->references++;
   set->own = calloc(2 * n, sizeof *set->own);
   p->apart = calloc(n, sizeof *p->apart);
-  p->buckets = calloc(n, sizeof *p->buckets);
-  p->bucket_of = calloc(n, sizeof *p->bucket_of);
   p->complete = calloc(n, sizeof *p->complete);
-  eng_status status = set->own && p->apart && p->buckets && p->bucket_of && p->complete ? meet_holders(p, options)
-                                                                                        : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  if (status == ENG_OK) status = fill_buckets(p, options->bucket, options->wire, false);
-  if (status == ENG_OK && p->holders) status = fill_buckets(p, options->bucket, options->wire, true);
-  if (status == ENG_OK) status = set_order(p);
+  eng_status status = set->own && p->apart && p->complete ? meet_holders(p, options) : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
   if (status == ENG_OK && options->zero == 2) status = divide(p);
   if (status != ENG_OK) {

@@ -100,16 +100,15 @@ static void give_memory(eng_parallel *p, bucket *b)
   b->out = b->in = b->sum = NULL;
 }
 
-/// ZeRO-2: what backward wrote of a bucket is not needed any more.
-static void leave_room(eng_parallel *p, bucket *b)
+/// ZeRO-2: what backward wrote of member i is not needed any more.
+static void leave_room(eng_parallel *p, int i)
 {
-  pool_give(&p->rooms, b->room, b->at[b->n] * eng_dtype_size(b->dtype));
-  b->room = NULL;
-  for (int k = 0; p->zero == 2 && k < b->n; k++) {
-    parameter *member = &p->set->member[b->member[k]];
-    if (member->gradient == p->place[b->member[k]]) member->gradient = NULL;
-    member->has_gradient = false;
-  }
+  parameter *member = &p->set->member[i];
+  tensor *place = p->place[i];
+  member->has_gradient = false;
+  member->gradient = NULL;
+  pool_give(&p->rooms, place->data, member_room(p->set, i));
+  place->data = place->store->memory = NULL;
 }
 
 /// All members are complete: the pieces go out.
@@ -121,8 +120,10 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     int64_t packed = comm_packed_bytes(b->wire, bucket_piece(b, rank));
     memset(b->out + b->begin[rank] + packed, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
   }
-  for (int k = 0; k < b->n; k++) ENG_TRY(pack_member(p, b, k));
-  if (p->zero == 2) leave_room(p, b);
+  for (int k = 0; k < b->n; k++) {
+    ENG_TRY(pack_member(p, b, k));
+    if (p->zero == 2) leave_room(p, b->member[k]);
+  }
   int n = 0, own = b->comm->rank;
   for (int peer = 0; peer < b->comm->size; peer++) {
     if (peer == own) continue;
@@ -272,8 +273,8 @@ static void note_complete(eng_parallel *p, int index)
 {
   if (p->complete[index]) return;
   p->complete[index] = true;
-  bucket *b = &p->buckets[p->bucket_of[index]];
-  if (--b->left == 0 && p->alone) leave_room(p, b);
+  p->buckets[p->bucket_of[index]].left--;
+  if (p->alone && p->zero == 2) leave_room(p, index);
 }
 
 /// What this pass does not reach is complete before it begins.
@@ -300,16 +301,9 @@ static eng_status member_begins(void *data, parameter *member)
 {
   eng_parallel *p = data;
   if (member->set != p->set) return params_gradients(member->set);
-  bucket *b = &p->buckets[p->bucket_of[member->index]];
-  if (!b->room) {
-    void *room;
-    ENG_TRY(pool_take(&room, &p->rooms, b->at[b->n] * eng_dtype_size(b->dtype)));
-    b->room = room;
-  }
-  int k = 0;
-  while (b->member[k] != member->index) k++;
   tensor *place = p->place[member->index];
-  place->data = place->store->memory = b->room + b->at[k] * eng_dtype_size(b->dtype);
+  ENG_TRY(pool_take(&place->data, &p->rooms, member_room(p->set, member->index)));
+  place->store->memory = place->data;
   member->gradient = place;
   return ENG_OK;
 }
@@ -351,8 +345,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
 static void leave_rooms(eng_parallel *p)
 {
   for (int k = 0; p->zero == 2 && k < p->n_buckets; k++) {
-    bucket *b = &p->buckets[k];
-    if (b->state == BUCKET_FILLS) leave_room(p, b);
+    const bucket *b = &p->buckets[k];
+    for (int m = 0; b->state == BUCKET_FILLS && m < b->n; m++) leave_room(p, b->member[m]);
   }
 }
 

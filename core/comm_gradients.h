@@ -23,7 +23,6 @@ typedef struct bucket {
   int64_t  in_bytes, need;    // of `in`; of all three below
   char    *out, *in;          // while it is under way, else NULL: what goes to each rank; what came from each, `bytes` apart, then the sums
   char    *sum;               // [packed] the own piece's
-  char    *room;              // ZeRO-2: what backward writes, member k at at[k]; NULL: nothing yet, or it was packed
   uint8_t *anyone;            // [n] whether some rank had a gradient for it
   bucket_state state;
   int32_t  left;              // members that are not complete
@@ -40,8 +39,8 @@ struct eng_parallel {
   bucket     *buckets;
   int32_t    *order;          // [n_buckets] in which they go out on all ranks: by the lowest of their members, the last one first
   int32_t     next;           // of `order`
-  pool        messages_pool, rooms;   // for what is under way, which is bounded; for what backward writes
-  tensor    **place;          // ZeRO-2: [set->n] each member's gradient in its bucket's room
+  pool        messages_pool, rooms;   // for what is under way, which is bounded; for what backward writes (ZeRO-2)
+  tensor    **place;          // ZeRO-2: [set->n] each member's gradient as backward writes it; data NULL: not begun, or packed
   bool       *had;            // ZeRO-2: [set->n] earlier passes of this step left a sum in the own piece
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] told by the tape
@@ -59,6 +58,16 @@ struct eng_parallel {
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
 };
+
+/// comm_buckets.c, for comm_predict.c too: what is wrong with options; the set's members in buckets, in the order these go out; one's pieces
+/// and what it needs while it is under way; bytes for the messages under way, and of a block of rooms; giving buckets back.
+eng_status buckets_check(const eng_parallel_options *options);
+eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
+eng_status bucket_cut(bucket *b);
+void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
+void buckets_free(eng_parallel *p);
+/// Bytes of a member's gradient as backward writes it.
+static inline int64_t member_room(const eng_params *set, int i) { return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]); }
 
 /// Elements of piece `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank) { return b->cut[rank + 1] - b->cut[rank]; }

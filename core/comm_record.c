@@ -48,7 +48,9 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   // Whether there are gradients of what stands apart, only its holders know.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;
+  double began = eng_clock();
   ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums, "the record of a step"));
+  p->facts.record = eng_clock() - began;
   at = p->numbers + all_sums + n + n_maxima;
   for (int i = 0; i < n; i++)
     if (p->apart[i]) set->member[i].has_gradient = *at++ != 0;
@@ -107,7 +109,11 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
   for (int peer = 0; peer < comm->size; peer++) {
     if (peer == own) continue;
     owned(&a, &b, p, index, peer);
-    if (to > from) p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+    if (to > from) {
+      p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+      p->facts.weight_messages++;
+      p->facts.weight_bytes += (to - from) * (int64_t)sizeof *host;
+    }
     if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
   }
   return comm_exchange(comm, p->messages, n, comm_tag(comm), what);
@@ -116,6 +122,7 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
 eng_status eng_parallel_gather(eng_parallel *p)
 {
   eng_params *set = p->set;
+  double began = eng_clock();
   for (int i = 0; i < set->n; i++) {
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // nobody updated it
@@ -126,5 +133,6 @@ eng_status eng_parallel_gather(eng_parallel *p)
     ENG_TRY(round_pieces(p, i, host, "the updated weights"));
     if (set->space != SPACE_HOST) ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
   }
+  p->facts.weights = eng_clock() - began;
   return eng_params_refresh(set);
 }

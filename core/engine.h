@@ -615,7 +615,7 @@ typedef struct eng_parallel_options {
   eng_comm *holders;
 } eng_parallel_options;
 /// One set has one at most. With `zero` the set's optimizers must be told (eng_optimizer_shard). With zero = 2 gradients are written into
-/// memory that a bucket takes with its first gradient and gives back when it is sent, and only between eng_parallel_begin and
+/// memory that each takes when it is first written and gives back when its bucket is sent, and only between eng_parallel_begin and
 /// eng_parallel_finish; of the sums the own pieces stay, which eng_parallel_stats and updates read. All else that wants gradients,
 /// eng_gradient, eng_params_stats and eng_params_unscale, is an error (STATE).
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options);
@@ -648,9 +648,26 @@ eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank keeps up to date.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
 /// Of the last step's reductions: messages and bytes this rank sent, seconds from the first bucket's start to the last one's end, and of
-/// these seconds spent waiting in eng_parallel_finish, and before, in backward, for memory that other buckets had (`held`).
-typedef struct eng_parallel_facts { int64_t buckets, messages, bytes; double seconds, waited, held; } eng_parallel_facts;
+/// these seconds spent waiting in eng_parallel_finish, and before, in backward, for memory that other buckets had (`held`). Seconds of the
+/// record's message, and of the weights that went round after the update, with the messages and bytes of these.
+typedef struct eng_parallel_facts {
+  int64_t buckets, messages, bytes;
+  double seconds, waited, held, record, weights;
+  int64_t weight_messages, weight_bytes;
+} eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
+/// What rank `rank` of `size` would take and send, as options say, without these ranks: bytes of memory, of messages sent in a reduction, and,
+/// with zero, of updated weights sent. Exact, but that `rooms` takes the operations that stand on the tape for the step's. `apart` must be NULL.
+typedef struct eng_parallel_sizes {
+  int64_t buckets, messages, bytes, weight_messages, weight_bytes;
+  int64_t own;                  // elements that this rank sums
+  int64_t gradients, rooms;     // memory of gradients that stay; zero = 2: of those that backward writes
+  int64_t under_way;            // of messages and sums
+} eng_parallel_sizes;
+eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size, const eng_parallel_options *options);
+/// Seconds that this process works in a reduction over `size` ranks of the gradients that stand, in packing and adding up: what is sent goes nowhere.
+/// Afterwards there are no gradients.
+eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size, const eng_parallel_options *options);
 /// What becomes of n numbers on the wire, in place.
 eng_status eng_wire_round(float *x, int64_t n, int wire);
 

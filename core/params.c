@@ -55,7 +55,7 @@ void flat_release(flat_buffer *flat)
   release_waiting();
 }
 
-static int64_t part_bytes(int64_t count, int dtype)
+int64_t params_part_bytes(int64_t count, int dtype)
 {
   if (dtype < 0) return 0;
   return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
@@ -84,7 +84,7 @@ static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int 
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->member[i].value->count, dtype[i]);
+  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->member[i].value->count, dtype[i]);
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
@@ -96,7 +96,7 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
       *out = NULL;
       return status;
     }
-    at += part_bytes(value->count, dtype[i]);
+    at += params_part_bytes(value->count, dtype[i]);
   }
   return ENG_OK;
 }
@@ -104,7 +104,7 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
 eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) bytes += part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
+  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
@@ -115,7 +115,7 @@ eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set
       *out = NULL;
       return status;
     }
-    at += part_bytes(count, dtype[i]);
+    at += params_part_bytes(count, dtype[i]);
   }
   return ENG_OK;
 }
@@ -186,7 +186,7 @@ static eng_params *set_allocate(int n, const char *const *names)
 
 static float *next_part(float *at, const tensor *x)
 {
-  return at + part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
+  return at + params_part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
 }
 
 /// Copies the members' values, whatever their strides, into the flat buffer.
@@ -232,7 +232,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     parameter *p = &set->member[i];
     status = check_member(&p->value, &tensors[i], p->name);
     if (status != ENG_OK) break;
-    bytes += part_bytes(p->value->count, ENG_f32);
+    bytes += params_part_bytes(p->value->count, ENG_f32);
     if (i == 0) set->space = p->value->store->space;
     if (p->value->store->space != set->space)
       status = error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices", set->member[0].name, p->name);
@@ -626,7 +626,7 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 {
   const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
   for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
-  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
+  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
   bytes[3] = 0;
   for (int i = 0; i < set->n; i++) bytes[3] += fp8_weight_bytes(set->member[i].fp8);
 }

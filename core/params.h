@@ -76,6 +76,8 @@ struct eng_params {
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
 /// The same for the own elements of each member, as tensors of one dimension.
 eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
+/// What a member's elements take of one.
+int64_t params_part_bytes(int64_t count, int dtype);
 /// Gives memory and tensors back, or does so later when the tape or a view still looks at them. NULL is fine.
 void flat_release(flat_buffer *flat);
 

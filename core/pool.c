@@ -35,7 +35,7 @@ static void erase(pool *p, int at)
 static eng_status add_block(pool *p, int64_t bytes)
 {
   ENG_TRY(grow((void **)&p->block, p->n_blocks + 1, &p->room_blocks, sizeof *p->block));
-  void *memory = arena_alloc_in(p->space, p->arena, bytes);
+  void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44) : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
   insert(p, p->n_gaps, (pool_gap){memory, bytes, p->n_blocks});
   p->block[p->n_blocks++] = (pool_block){memory, bytes};
@@ -91,7 +91,7 @@ void pool_give(pool *p, void *piece, int64_t bytes)
 
 void pool_free(pool *p)
 {
-  for (int k = 0; k < p->n_blocks; k++) arena_free_in(p->space, p->arena, p->block[k].memory, p->block[k].bytes);
+  for (int k = 0; k < p->n_blocks && !p->imagined; k++) arena_free_in(p->space, p->arena, p->block[k].memory, p->block[k].bytes);
   free(p->block);
   free(p->gap);
   p->block = NULL;

@@ -14,6 +14,7 @@ typedef struct pool {
   arena_id    arena;
   int64_t     block_bytes;        // a block at least
   int32_t     most_blocks;        // 0: as many as it takes
+  bool        imagined;           // there is no memory: where pieces would lie is all that is wanted
   int32_t     n_blocks, n_gaps, room_gaps, room_blocks, pieces;
   pool_block *block;
   pool_gap   *gap;                // by block and place

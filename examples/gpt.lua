@@ -13,7 +13,7 @@ local cfg = engine.config({
   lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
   shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", tensorboard = false,
   mode = "sync", graph = false, sample = 200, temperature = 0.8,
-  top_k = 40,
+  top_k = 40, zero = 0, wire = "own",
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
   layers = "blocks", width = "features per byte", heads = "attention heads", dropout = "in embeddings, attention and residuals",
@@ -29,6 +29,7 @@ local cfg = engine.config({
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
+  zero = "several ranks share out 1: the optimizer's state, 2: gradients, too", wire = { "several ranks: gradients' format on the way", choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
 })
 
 engine.seed(cfg.seed)
@@ -57,7 +58,7 @@ local trainer = engine.trainer {
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
   run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
-  mode = cfg.mode, graph = cfg.graph or nil,
+  mode = cfg.mode, graph = cfg.graph or nil, zero = cfg.zero, wire = cfg.wire,
   shadow = cfg.shadow, trap = cfg.trap,
 }
 if cfg.log == "line" then

@@ -86,15 +86,21 @@ end
 
 -- ------------------------------------------------------------------ making
 
+--- What the core is told of a reduction, from a trainer's options.
+function M.options(o, apart, holders)
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
+    apart = apart, holders = holders })
+end
+
 local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
 
 local function reduction(params, options)
-  local key = ("%d %d %d %s"):format(options.bucket, options.wire, options.zero, tostring(options.holders))
+  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.wire, options.zero, tostring(options.holders))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
   local out = ffi.new("eng_parallel *[1]")
-  check(C.eng_parallel_new(out, params, ranks.world(), ffi.new("eng_parallel_options", options)))
+  check(C.eng_parallel_new(out, params, ranks.world(), options))
   local handle = ffi.gc(out[0], C.eng_parallel_free)
   of_set[params] = { key = key, handle = handle }
   return handle
@@ -151,8 +157,7 @@ function M.new(trainer, o)
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- other settings, policies or models
-  self.reduction = reduction(trainer.optimizer.params, { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
-    apart = self.marks, holders = self.holders and self.holders.comm })
+  self.reduction = reduction(trainer.optimizer.params, M.options(o, self.marks, self.holders and self.holders.comm))
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
   self:make_room()
   return self
