@@ -58,16 +58,18 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int wire, bool apar
   return ENG_OK;
 }
 
-/// Where the pieces of a bucket begin.
-static void cut(bucket *b, int ranks)
+/// Where the pieces of a bucket begin: near equal shares. A share that ends between two places where a cut may be goes up or down as the
+/// bucket's number has it, so that where shares are smaller than that other ranks get a piece of each bucket.
+static void cut(bucket *b, int number, int ranks)
 {
-  enum { STEP = 4096 };                  // what gradstats sums at a time
+  enum { STEP = 4096, PARTS = 1024 };    // STEP: what gradstats sums at a time
+  int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;      // of the way between two places; 633 / 1024: the golden section
   int64_t total = b->at[b->n];
   for (int rank = 0, k = 0; rank <= ranks; rank++) {
     int64_t ideal = total / ranks * rank + total % ranks * rank / ranks;
     while (k < b->n - 1 && b->at[k + 1] <= ideal) k++;
     int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k], down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
-    b->cut[rank] = rank == ranks ? total : b->at[k] + (inside - down <= up - inside ? down : up);
+    b->cut[rank] = rank == ranks ? total : b->at[k] + ((inside - down) * PARTS <= (up - down) * most_down ? down : up);
   }
 }
 
@@ -76,13 +78,13 @@ static int64_t message_bytes(const bucket *b, int rank)
   return (comm_packed_bytes(b->wire, bucket_piece(b, rank)) + b->n + 7) / 8 * 8;
 }
 
-eng_status bucket_cut(bucket *b)
+eng_status bucket_cut(bucket *b, int number)
 {
   int ranks = b->comm->size;
   b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
   b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
   if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  cut(b, ranks);
+  cut(b, number, ranks);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
@@ -134,7 +136,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    ENG_TRY(bucket_cut(b));
+    ENG_TRY(bucket_cut(b, k));
     if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
   }
   for (int i = 0; i < p->set->n; i++) {

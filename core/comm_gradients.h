@@ -63,7 +63,7 @@ struct eng_parallel {
 /// and what it needs while it is under way; bytes for the messages under way, and of a block of rooms; giving buckets back.
 eng_status buckets_check(const eng_parallel_options *options);
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
-eng_status bucket_cut(bucket *b);
+eng_status bucket_cut(bucket *b, int number);
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
 /// Bytes of a member's gradient as backward writes it.

@@ -13,6 +13,7 @@ typedef struct exchange {
   MPI_Comm     comm;
   int          n, capacity;
   MPI_Request *request;
+  MPI_Status  *status;      // of each request: what went wrong stands there
 } exchange;
 
 static const comm_host *core;
@@ -42,7 +43,10 @@ static exchange *take(int n)
   if (!e) return NULL;
   e->capacity = n < 8 ? 8 : n;
   e->request = malloc((size_t)e->capacity * sizeof *e->request);
-  if (e->request) return e;
+  e->status = malloc((size_t)e->capacity * sizeof *e->status);
+  if (e->request && e->status) return e;
+  free(e->request);
+  free(e->status);
   free(e);
   return NULL;
 }
@@ -79,8 +83,10 @@ static eng_status test(bool *done, void *under_way)
 {
   exchange *e = under_way;
   int flag = 0;
-  int code = MPI_Testall(e->n, e->request, &flag, MPI_STATUSES_IGNORE);
+  int code = MPI_Testall(e->n, e->request, &flag, e->status);
   *done = flag != 0;
+  for (int i = 0; code == MPI_ERR_IN_STATUS && i < e->n; i++)
+    if (e->status[i].MPI_ERROR != MPI_SUCCESS && e->status[i].MPI_ERROR != MPI_ERR_PENDING) code = e->status[i].MPI_ERROR;
   if (code != MPI_SUCCESS) return failed("a message", code);
   if (flag) give(e);
   return ENG_OK;

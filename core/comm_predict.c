@@ -10,7 +10,7 @@
 /// Counts what bucket b sends, keeps and takes part in.
 static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p, bucket *b, int zero)
 {
-  ENG_TRY(bucket_cut(b));
+  ENG_TRY(bucket_cut(b, (int)(b - p->buckets)));
   int own = b->comm->rank, ranks = b->comm->size;
   int64_t others = ranks - 1;
   out->messages += others;
@@ -86,17 +86,38 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   return status;
 }
 
+/// The rank that sums most.
+static eng_status busiest(int *rank, eng_parallel *p)
+{
+  int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
+  eng_status status = sums ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  *rank = 0;
+  for (int k = 0; k < p->n_buckets && status == ENG_OK; k++) {
+    bucket *b = &p->buckets[k];
+    status = bucket_cut(b, k);
+    for (int r = 0; r < p->comm->size && status == ENG_OK; r++) sums[r] += bucket_piece(b, r);
+    free(b->cut);
+    free(b->begin);
+    b->cut = b->begin = NULL;
+  }
+  for (int r = 1; r < p->comm->size && status == ENG_OK; r++)
+    if (sums[r] > sums[*rank]) *rank = r;
+  free(sums);
+  return status;
+}
+
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size, const eng_parallel_options *options)
 {
   *out = (eng_parallel_sizes){0};
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (size < 1 || rank < 0 || rank >= size) return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
+  if (size < 1 || rank < -1 || rank >= size) return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
   if (options->apart) return error_set(ENG_ERR_VALUE, "a prediction is for parameters that all ranks hold");
-  eng_comm group = {.rank = rank, .size = size};
+  eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   eng_parallel p = {.set = set, .comm = &group};
   p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
   eng_status status = p.apart ? buckets_fill(&p, options) : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  if (status == ENG_OK && rank < 0) status = busiest(&group.rank, &p);
   int64_t longest = 0, largest = 0, block = 0, room = 0;
   for (int k = 0; status == ENG_OK && k < p.n_buckets; k++) status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
   if (status == ENG_OK && size > 1) {

@@ -656,7 +656,7 @@ typedef struct eng_parallel_facts {
   int64_t weight_messages, weight_bytes;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
-/// What rank `rank` of `size` would take and send, as options say, without these ranks: bytes of memory, of messages sent in a reduction, and,
+/// What rank `rank` of `size` (-1: the one that sums most) would take and send, as options say, without these ranks: bytes of memory, of messages sent in a reduction, and,
 /// with zero, of updated weights sent. Exact, but that `rooms` takes the operations that stand on the tape for the step's. `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;

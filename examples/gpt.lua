@@ -29,7 +29,8 @@ local cfg = engine.config({
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
-  zero = "several ranks share out 1: the optimizer's state, 2: gradients, too", wire = { "several ranks: gradients' format on the way", choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
+  zero = "several ranks share out 1: the optimizer's state, 2: gradients, too",
+  wire = { "several ranks: gradients' format on the way", choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
 })
 
 engine.seed(cfg.seed)

@@ -2,12 +2,23 @@
 local helper = require "spec.helper"
 local plan = require "engine.plan"
 
-local job = { parameters = 1e6, tensors = 50, gradient_bytes = 4e6, shadow_bytes = 0, moment_bytes = 8e6, bucket = 1e6, step = 0.1, wire = "own", zero = false,
-  histogram = false }
+local engine = require "engine"
+
+-- 50 weights of 20,000: in buckets of 1 MB 12 each.
+local function a_job(options)
+  local list = engine.nn.class("Weights")
+  function list:init()
+    for i = 1, 50 do self["w" .. i] = engine.nn.linear(200, 100, { bias = false }) end
+  end
+  local opt = engine.optim.adamw(list(), { lr = 1e-3 })
+  options.bucket = options.bucket or 1e6 / 2 ^ 20
+  return { optimizer = opt, parameters = 1e6, tensors = 50, weight_bytes = 4e6, moment_bytes = 8e6, step = 0.1, zero = options.zero or 0, accumulate = options.accumulate or 1,
+    histogram = false, sizes = function(ranks) return plan.sizes(opt.params, options, -1, ranks) end }
+end
 
 describe("a plan", function()
   it("costs nothing on one rank, and less of each thing that is given more of", function()
-    local cost = { alpha = 1e-6, beta = 1e-9 }
+    local job, cost = a_job {}, { alpha = 1e-6, beta = 1e-9 }
     local one = plan.predict(job, cost, 1)
     assert.equal(0.1, one.step)
     assert.equal(1, one.efficiency)
@@ -22,17 +33,42 @@ describe("a plan", function()
   end)
 
   it("has the messages that the reduction sends", function()
-    -- two ranks, four buckets: half of the gradients out and the other half's sums back
-    local p = plan.predict(job, { alpha = 1e-6, beta = 1e-9 }, 2)
-    assert.near(2 * (4 * 1e-6 + 2e6 * 1e-9), p.messages, 1e-12)
-    assert.near(p.messages / 4, p.exposed, 1e-12)
+    -- two ranks, five buckets: half of the gradients out and the other half's sums back
+    local p = plan.predict(a_job {}, { alpha = 1e-6, beta = 1e-9 }, 2)
+    assert.equal(10, p.sent.messages)
+    assert.near(4e6, p.sent.bytes, 1e5)
+    assert.near(10e-6 + p.sent.bytes * 1e-9, p.messages, 1e-12)
+    assert.near(p.messages / 5, p.exposed, 1e-12)
     assert.near(1e-6 + (50 * 7 + 10) * 8e-9, p.record, 1e-12)
+    -- with ZeRO-2 in every micro-batch, and nothing back
+    local q = plan.predict(a_job { zero = 2, accumulate = 3 }, { alpha = 1e-6, beta = 1e-9 }, 2)
+    assert.equal(15, q.sent.messages)
+    assert.near(6e6, q.sent.bytes, 2e5)
   end)
 
-  it("shares moments out with ZeRO-1", function()
-    local shared = setmetatable({ zero = true }, { __index = job })
-    assert.equal(2e6, plan.predict(shared, { alpha = 0, beta = 0 }, 4).memory.moments)
-    assert.equal(8e6, plan.predict(job, { alpha = 0, beta = 0 }, 4).memory.moments)
+  it("shares moments out with ZeRO-1, and gradients with ZeRO-2", function()
+    local function memory(zero, ranks) return plan.predict(a_job { zero = zero, bucket = 0.2 }, { alpha = 0, beta = 0 }, ranks).memory end
+    assert.equal(8e6, memory(0, 4).moments)
+    for zero = 1, 2 do assert.near(2e6, memory(zero, 4).moments, 2e5) end
+    assert.near(4e6, memory(1, 4).gradients, 1e4)
+    assert.near(1e6, memory(2, 4).gradients, 1e5)
+    assert.near(4e6 / 16, memory(2, 16).gradients, 1e5)
+  end)
+
+  it("divides work among many ranks, each of which gets some of it", function()
+    local sizes = a_job { bucket = 0.2 }.sizes(100)
+    assert.is_true(sizes.own < 3 * 1e6 / 100, tostring(sizes.own))
+  end)
+
+  it("of ranks that share a machine says that they wait for the slowest, and take turns", function()
+    assert.equal(0, plan.skew({ 1, 1, 1 }, 4))
+    assert.near(0.5, plan.skew({ 1, 3 }, 2), 1e-12)                   -- of 1 and 3 the longer one is 2.5 in the mean
+    local job = a_job {}
+    local near, far = plan.predict(job, { alpha = 1e-6, beta = 1e-9, cores = 2, slowed = 1.5 }, 2), plan.predict(job, { alpha = 1e-6, beta = 1e-9 }, 2)
+    assert.near(0.15, near.compute, 1e-12)
+    assert.near(near.messages, near.exposed, 1e-12)
+    assert.is_true(near.step > far.step)
+    assert.near(0.3, plan.predict(job, { alpha = 0, beta = 0, cores = 2, slowed = 1.5 }, 4).compute, 1e-12)
   end)
 
   it("is printed for a script, which is not trained", function()
@@ -45,6 +81,7 @@ describe("a plan", function()
 
   it("says what is wrong with what it is given", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" }, { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
+      { { "examples/gpt.lua", "measure=two" }, "expected measure as numbers of ranks" }, { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
       { { "examples/gpt.lua", "wire=fp4" }, "expected wire as own, fp32" }, { { "examples/gpt.lua", "alpha=fast" }, "expected alpha as a number" } } do
       local result = helper.run { "plan", unpack(case[1]) }
       assert.equal(1, result.code)

@@ -131,7 +131,8 @@ describe("checkpoints of several ranks", function()
       job(4, { "steps=3", "dropout=0.1", "zero=" .. zero, "run=" .. folder .. "/run" })
       as_one(folder .. "/run/checkpoints", folder .. "/one/checkpoints")
       for _, n in ipairs { 4, 2, 0 } do
-        local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "zero=" .. (n == 4 and (zero + 1) % 3 or n == 2 and (zero + 1) % 2 or 0), "run=" .. copy("go" .. zero .. n), "resume=auto" })
+        local next_zero = n == 4 and (zero + 1) % 3 or n == 2 and (zero + 1) % 2 or 0
+        local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "zero=" .. next_zero, "run=" .. copy("go" .. zero .. n), "resume=auto" })
         local same, same_weights = job(n, { "steps=6", "dropout=0.1", "resume=" .. folder .. "/one" })
         assert.equal(3, #rest)
         assert.same(same, rest)

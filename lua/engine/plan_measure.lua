@@ -107,7 +107,7 @@ function M.rank(script, settings, given)
       end
     end
   end
-  local parts = { ("rank=%d"):format(ranks.rank()), ("step=%.9g"):format(median(times)) }
+  local parts = { ("rank=%d"):format(ranks.rank()), ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
   for _, name in ipairs(FACTS) do parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0) end
   local memory = require("engine").memory()
   for _, name in ipairs(ARENAS) do parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak) end
@@ -133,6 +133,8 @@ local function read_ranks(text, n)
   for line in text:gmatch("planned ([^\n]+)") do
     local told = {}
     for name, value in line:gmatch("([%a_]+)=(%S+)") do told[name] = tonumber(value) end
+    told.times = {}
+    for time in line:match("times=(%S+)"):gmatch("[^,]+") do table.insert(told.times, tonumber(time)) end
     list[#list + 1] = told
   end
   if #list ~= n then error(("a job of %d ranks was to be measured; it said:\n%s"):format(n, text), 0) end

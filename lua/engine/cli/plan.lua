@@ -16,9 +16,9 @@ step         seconds of one rank's own step; measured where it is not given
 wire zero bucket   as the trainer takes them; what the script says where they are not given
 measure      runs the job with so many ranks on this machine, a thread each, and prints what was
              predicted for this machine beside what was measured. Ranks that share a machine are
-             no ranks of their own: what is predicted for them begins with a step timed while every
-             core is at work, their messages hide behind nothing, for the cores that compute copy
-             them, and more ranks than cores take turns]==]
+             no ranks of their own: what is predicted for them begins with steps timed while every
+             core is at work, and waits for the slowest of them; their messages hide behind nothing,
+             for the cores that compute copy them; and more ranks than cores take turns]==]
 
 local MINE = { ranks = true, alpha = true, beta = true, step = true, wire = true, zero = true, bucket = true, measure = true, role = true }
 local TEXT = { wire = true, measure = true, role = true }
@@ -28,7 +28,7 @@ local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
 local function padded(n, to) return math.ceil(n / to) * to end
 
 -- What is to be planned: plan.predict's job, of this process's trainer.
-local function job_of(trainer, options, records, wanted)
+local function job_of(trainer, options, records, wanted, measured)
   local M_ffi, plan = require "engine.ffi", require "engine.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
   local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0, histogram = records, accumulate = trainer.accumulate,
@@ -45,12 +45,15 @@ local function job_of(trainer, options, records, wanted)
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer.data:next())
   end
-  local sizes = {}
-  for _, n in ipairs(wanted) do sizes[n] = plan.sizes(optimizer.params, options, 0, n) end
+  local sizes, first = {}, {}
+  for _, n in ipairs(wanted) do sizes[n] = plan.sizes(optimizer.params, options, -1, n) end
+  for _, n in ipairs(measured or {}) do first[n] = plan.sizes(optimizer.params, options, 0, n) end
   M_ffi.check(C.eng_step_end())
   sizes[1] = sizes[1] or plan.sizes(optimizer.params, options, 0, 1)
   sizes[1].gradients = job.gradient_bytes
+  first[1] = sizes[1]
   job.sizes = function(n) return sizes[n] end
+  job.sizes_of_first = function(n) return first[n] end
   return job
 end
 
@@ -67,7 +70,9 @@ local function counts_of(text)
   local counts = {}
   for word in text:gmatch("[^,]+") do
     local n = tonumber(word)
-    if not n or n < 1 or n > 64 or n % 1 ~= 0 then error(("plan: expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(text), 0) end
+    if not n or n < 1 or n > 64 or n % 1 ~= 0 then
+      error(("plan: expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(text), 0)
+    end
     counts[#counts + 1] = n
   end
   return counts
@@ -105,12 +110,12 @@ local function compare(job, cost, given, script, settings)
   local plan, measure = require "engine.plan", require "engine.plan_measure"
   local cores = require("engine.ffi").C.eng_comm_threads()
   local one = measure.alone(1, script, settings, given)[1]
-  local here = setmetatable({ step = one.step, handling = one.handling }, { __index = job })
-  local costs = { alpha = cost.alpha, beta = cost.beta, cores = cores, slowed = 1 }
+  local here = setmetatable({ step = one.step, handling = one.handling, sizes = job.sizes_of_first }, { __index = job })
+  local costs = { alpha = cost.alpha, beta = cost.beta, cores = cores, slowed = 1, times = one.times }
   if cores > 1 then
-    local all = 0
-    for _, told in ipairs(measure.alone(cores, script, settings, given)) do all = all + told.step / cores end
-    costs.slowed = math.max(1, all / one.step)
+    local all, crowd = 0, measure.alone(cores, script, settings, given)
+    for _, told in ipairs(crowd) do all = all + told.step / cores end
+    costs.slowed, costs.times = math.max(1, all / one.step), crowd[1].times
   end
   print(("\nthis machine: %d cores, ranks of one thread; own step %s, %.2f times that with a process on every core; packing and adding up %s"):format(cores,
     time_text(one.step), costs.slowed, time_text(one.handling)))
@@ -133,15 +138,17 @@ local function compare(job, cost, given, script, settings)
     row("memory: moments", p.memory.moments, m.memory_optimizer, bytes_text)
     row("memory: messages", p.memory.messages, m.memory_messages, bytes_text)
   end
-  if math.max(unpack(given.measure)) > cores then print(("\nmore than %d ranks take turns on the cores; how they do is the system's business"):format(cores)) end
+  if math.max(unpack(given.measure)) > cores then
+    print(("\nmore than %d ranks take turns on the cores; how they do is the system's business"):format(cores))
+  end
 end
 
 -- ------------------------------------------------------------------ the table
 
 local function table_of(job, cost, source, given)
   local plan = require "engine.plan"
-  print(("%s: %d parameters in %d tensors, gradients %s, wire %s%s"):format(job.model, job.parameters, job.tensors, bytes_text(job.gradient_bytes), job.wire,
-    job.zero > 0 and ", ZeRO-" .. job.zero or ""))
+  print(("%s: %d parameters in %d tensors, gradients %s, wire %s%s"):format(job.model, job.parameters, job.tensors,
+    bytes_text(job.gradient_bytes), job.wire, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
   print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step), time_text(cost.alpha), 1e-9 / cost.beta, source))
   local form = "%7s  %11s  %11s  %11s  %11s  %9s  %10s  %9s  %9s  %10s"
   print(form:format("ranks", "memory", "gradients", "moments", "of messages", "messages", "not hidden", "record", "step", "efficiency"))
@@ -166,9 +173,8 @@ local function main(script, ...)
     if given.role == "rank" then return measure.rank(script, settings, given) end
     local trainer, options, records = measure.trainer(script, settings, given)
     local wanted = require("engine.plan").counts(given.ranks)
-    for _, n in ipairs(given.measure or {}) do wanted[#wanted + 1] = n end
     local step = given.step or measure.step(trainer)
-    local job, cost, source = job_of(trainer, options, records, wanted), { alpha = given.alpha, beta = given.beta }, "given"
+    local job, cost, source = job_of(trainer, options, records, wanted, given.measure), { alpha = given.alpha, beta = given.beta }, "given"
     job.step = step
     if not (cost.alpha and cost.beta) then
       local alpha, beta = measure.messages()
