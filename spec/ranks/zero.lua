@@ -1,5 +1,5 @@
--- The ranks of spec/ranks_zero_spec.lua. Trains a small GPT, or layers of which every rank uses others (model=forked), and prints a line of JSON
--- a rank: steps, checksum of the weights, what the reduction was predicted to take and took, and what a script is told that asks for
+-- The ranks of spec/ranks_zero_spec.lua. Trains a small GPT, or layers of which every rank uses others (model=forked), and writes JSON
+-- into the file told.rank: steps, checksum of the weights, what the reduction was predicted to take and took, and what a script is told that asks for
 -- gradients which are divided.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
@@ -8,7 +8,7 @@ local json = require "engine.json"
 local C, check = M_ffi.C, M_ffi.check
 local ranks = engine.ranks
 local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32", wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
-  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30 }
+  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told" }
 engine.seed(3)
 
 -- ------------------------------------------------------------------ models
@@ -94,4 +94,6 @@ if trainer.parallel.many then
   result.predicted = require("engine.plan").sizes(optimizer.params, options, ranks.rank(), ranks.size())
   check(C.eng_step_end())
 end
-io.stdout:write("zero ", json.encode(result), "\n")
+local file = assert(io.open(("%s.%d"):format(cfg.told, ranks.rank()), "w"))
+file:write(json.encode(result))
+assert(file:close())
