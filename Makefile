@@ -108,10 +108,15 @@ $(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/comm.h core/engine.h core/errors.
 	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
-# A stand-in for a card, for spec/fake_card_spec.lua.
+# Stand-ins for a card and for NCCL, for spec/fake_card_spec.lua and spec/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
-$(FAKE_CARD): spec/cuda/fake_card.c cuda/host.c cuda/host.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/dtype.o
-	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@ $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
+FAKE_NCCL := $(BUILD)/fake_nccl.so
+$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/host.c cuda/host.h core/backend.h core/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/dtype.o $(BUILD)/core/comm_wire.o
+	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
+	@mv $@.new $@
+$(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/comm_nccl.h
+	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
+	@mv $@.new $@
 
 $(BUILD)/cuda.flags: FORCE
 	@mkdir -p $(@D)
@@ -201,7 +206,7 @@ TEST_SECONDS ?= 300
 BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
-	@$(MAKE) --no-print-directory $(FAKE_CARD)
+	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
 	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine)
 
 test-gpu:

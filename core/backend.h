@@ -22,6 +22,23 @@ typedef eng_status op_kernel(const op_call *call);
 
 typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
 
+/// Numbers of a gradient (or of rows of tokens) and their place in a message between ranks; all of it in the device's memory. What a
+/// message is made of: comm_wire.c.
+typedef struct wire_run {
+  void    *numbers;     // [n] in the tensor's dtype
+  void    *packed;      // [n] in the wire's format: numbers, or e4m3 codes
+  float   *scales;      // [ceil(n / 128)] of codes, else NULL
+  int64_t  n;
+  int32_t  slot;        // the run's entry in `flags`
+  int32_t  how;         // WIRE_RUN_*
+} wire_run;
+
+enum {
+  WIRE_RUN_THERE = 1,   // packing: there are numbers; without it zeros are packed
+  WIRE_RUN_FILL = 2,    // packing: zeros up to the end of the last block of 128
+  WIRE_RUN_ADD = 4,     // unpacking: what came, rounded to the dtype, is added to what stands there, in f32, and rounded
+};
+
 /// One parameter's part in a pass over all parameters: gradient statistics, optimizer.
 typedef struct param_span {
   const char *name;
@@ -79,6 +96,29 @@ typedef struct backend {
   void       (*graph_free)(void *graph);
   /// "NVIDIA H200, sm_90, driver 580.82, ..." for people.
   const char *(*describe)(void);
+  /// What no other card has, on any machine: its UUID.
+  const char *(*identity)(void);
+
+  /// A lane: work in an order of its own beside the device's (on a card a stream, which is what NCCL takes). Messages between ranks, and what is
+  /// made of them, go there. NULL in out with the error set.
+  eng_status (*lane_new)(void **lane);
+  /// What is asked of the lane from now on waits for what the device was asked before.
+  eng_status (*lane_follow)(void *lane);
+  /// Whether all that was asked of it is done. Never waits.
+  eng_status (*lane_done)(bool *done, void *lane);
+  /// A mark behind what was asked of the lane so far (*mark is one made before, or NULL for a new one), and whether that is done. NULL ends it.
+  eng_status (*lane_mark)(void **mark, void *lane);
+  eng_status (*lane_reached)(bool *reached, void *mark);
+  void       (*lane_forget)(void *mark);
+  /// Copies on a lane, as `move`; to the host only when the lane is done.
+  eng_status (*lane_move)(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
+  /// comm_wire.c's way of packing, adding up and unpacking, bit for bit but for which nan, on a lane, or in order with everything else (lane
+  /// NULL). `runs` [n] and `flags` lie in the device's memory, the longest run has `longest` elements; dtype f32, f16 or bf16; wire these or
+  /// e4m3. The bits of wire.h (WIRE_OVERFLOW: finite numbers that became inf) are added to flags[slot].
+  eng_status (*wire_pack)(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags);
+  eng_status (*wire_unpack)(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype);
+  /// The piece `out` of `count` elements, a multiple of 128, = the sum over k < n of the pieces terms[k] / share, in the order of comm.h.
+  eng_status (*wire_sum)(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share);
 } backend;
 
 /// What a plug-in (libengine_cuda.so) needs of the core: it is handed over at loading, so that the core exports nothing more.
@@ -93,7 +133,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 1 };
+enum { BACKEND_ABI = 2 };
 
 /// The plug-in's one function: NULL with the error set when there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

@@ -11,8 +11,6 @@
 #include "tensor.h"
 #include "transfer.h"
 
-#include <errno.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
@@ -34,61 +32,51 @@ static bool started;
 
 enum { LOST_CODE = 70 };             // exit code of a job that lost a rank
 
-/// While the transport waits for all ranks in a library that knows no patience, a thread looks at the clock.
-typedef struct watch {
-  pthread_t       thread;
+// While a library that knows no patience waits for other ranks, a thread looks at the clock. It begins with the first wait and stays.
+static struct {
   pthread_mutex_t lock;
-  pthread_cond_t  changed;
-  bool            over, runs;
-  const char     *what;
-} watch;
+  comm_watch_mark now;                 // what NULL: nothing is watched
+  bool            runs;
+} watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void *look_at_clock(void *data)
+static void *look_at_clock(void *nothing)
 {
-  watch *w = data;
-  struct timespec end;
-  clock_gettime(CLOCK_MONOTONIC, &end);
-  end.tv_sec += (time_t)patience;
-  end.tv_nsec += (long)((patience - floor(patience)) * 1e9);
-  if (end.tv_nsec >= 1000000000) {
-    end.tv_sec++;
-    end.tv_nsec -= 1000000000;
-  }
-  pthread_mutex_lock(&w->lock);
-  while (!w->over)
-    if (pthread_cond_timedwait(&w->changed, &w->lock, &end) == ETIMEDOUT && !w->over) {
+  enum { TICK_US = 50000 };
+  while (true) {
+    usleep(TICK_US);
+    pthread_mutex_lock(&watch.lock);
+    if (watch.now.what && eng_clock() - watch.now.since > patience) {
       int rank, size;
       eng_comm_launched(&rank, &size);
       fprintf(stderr, "engine: rank %d of %d waits for %g s at %s: another one is gone or hanging, or was never started. The job ends.\n", rank, size,
-              patience, w->what);
+              patience, watch.now.what);
       fflush(stderr);
       _exit(LOST_CODE);
     }
-  pthread_mutex_unlock(&w->lock);
-  return NULL;
+    pthread_mutex_unlock(&watch.lock);
+  }
+  return nothing;
 }
 
-static void watch_begin(watch *w, const char *what)
+comm_watch_mark comm_watch(const char *what)
 {
-  pthread_condattr_t attributes;
-  *w = (watch){.what = what};
-  pthread_mutex_init(&w->lock, NULL);
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&w->changed, &attributes);
-  pthread_condattr_destroy(&attributes);
-  w->runs = pthread_create(&w->thread, NULL, look_at_clock, w) == 0;
+  pthread_t thread;
+  pthread_mutex_lock(&watch.lock);
+  comm_watch_mark before = watch.now;
+  watch.now = (comm_watch_mark){what, eng_clock()};
+  if (!watch.runs && pthread_create(&thread, NULL, look_at_clock, NULL) == 0) {
+    pthread_detach(thread);
+    watch.runs = true;
+  }
+  pthread_mutex_unlock(&watch.lock);
+  return before;
 }
 
-static void watch_end(watch *w)
+void comm_watched(comm_watch_mark before)
 {
-  pthread_mutex_lock(&w->lock);
-  w->over = true;
-  pthread_cond_signal(&w->changed);
-  pthread_mutex_unlock(&w->lock);
-  if (w->runs) pthread_join(w->thread, NULL);
-  pthread_cond_destroy(&w->changed);
-  pthread_mutex_destroy(&w->lock);
+  pthread_mutex_lock(&watch.lock);
+  watch.now = before;
+  pthread_mutex_unlock(&watch.lock);
 }
 
 /// However the process ends, the other ranks hear of it.
@@ -105,10 +93,9 @@ eng_status eng_comm_world(eng_comm **out)
     const char *text = getenv("ENGINE_RANK_TIMEOUT");
     if (text && strtod(text, NULL) > 0) patience = strtod(text, NULL);
     const comm_transport *transport;
-    watch w;
-    watch_begin(&w, "the start of the job");
+    comm_watch_mark before = comm_watch("the start of the job");
     eng_status status = comm_load(&transport);
-    watch_end(&w);
+    comm_watched(before);
     if (status != ENG_OK) return status;
     world = (eng_comm){.transport = transport, .group = transport ? transport->world : NULL, .rank = transport ? transport->rank : 0,
                        .size = transport ? transport->size : 1};
@@ -127,13 +114,58 @@ int eng_comm_threads(void)
   long cores = sysconf(_SC_NPROCESSORS_ONLN) / eng_comm_local_size();
   return cores > 1 ? (int)cores : 1;
 }
-const char *eng_comm_text(void) { return world.transport ? world.transport->describe() : "one rank"; }
+
+const char *eng_comm_text(void)
+{
+  static char text[1024];
+  const char *cards = comm_cards_text();
+  snprintf(text, sizeof text, "%s%s%s", world.transport ? world.transport->describe() : "one rank", cards ? "; what lies on cards goes " : "", cards ? cards : "");
+  return text;
+}
 
 double eng_comm_timeout(double seconds)
 {
   double before = patience;
   if (seconds > 0) patience = seconds;
   return before;
+}
+
+/// The numbers in the world of those in `parent` who gave the same color, by key and rank: what a group is where the transport makes none.
+static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
+{
+  typedef struct wish { int32_t color, key; } wish;
+  wish own = {color, key}, *all = calloc((size_t)parent->size, sizeof *all);
+  part->of_world = calloc((size_t)parent->size, sizeof *part->of_world);
+  if (!all || !part->of_world) {
+    free(all);
+    return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  }
+  eng_status status = eng_comm_all_gather(parent, all, &own, sizeof own);
+  part->size = 0;
+  for (int r = 0; status == ENG_OK && r < parent->size; r++) {
+    if (all[r].color != color) continue;
+    int place = 0;                                // of rank r among those of its color
+    for (int q = 0; q < parent->size; q++)
+      if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r))) place++;
+    part->of_world[place] = comm_of_world(parent, r);
+    if (r == parent->rank) part->rank = place;
+    part->size++;
+  }
+  free(all);
+  part->group = part->of_world;
+  return status;
+}
+
+static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
+{
+  comm_watch_mark before = comm_watch("the making of a group");
+  eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
+  comm_watched(before);
+  if (status != ENG_OK || color < 0) return status;
+  int32_t own = world.rank;
+  part->of_world = calloc((size_t)part->size, sizeof *part->of_world);
+  if (!part->of_world) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  return eng_comm_all_gather(part, part->of_world, &own, sizeof own);
 }
 
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
@@ -144,28 +176,18 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
   if (!part) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
   part->transport = parent->transport;
   part->size = 1;
-  if (parent->transport) {
-    watch w;
-    watch_begin(&w, "the making of a group");
-    eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
-    watch_end(&w);
-    if (status != ENG_OK) {
-      free(part);
-      return status;
-    }
-  }
-  if (color < 0) {
-    free(part);
-    return ENG_OK;
-  }
-  *out = part;
-  return ENG_OK;
+  eng_status status = ENG_OK;
+  if (parent->transport) status = parent->transport->split ? split_by_transport(part, parent, color, key) : split_by_numbers(part, parent, color, key);
+  if (status != ENG_OK || color < 0) eng_comm_free(part);
+  else *out = part;
+  return status;
 }
 
 void eng_comm_free(eng_comm *comm)
 {
   if (!comm || comm == &world) return;
-  if (comm->group && started) comm->transport->free(comm->group);
+  if (comm->group && started && comm->transport->free) comm->transport->free(comm->group);
+  free(comm->of_world);
   free(comm);
 }
 
@@ -174,13 +196,14 @@ void eng_comm_end(int code)
   if (!started || !world.transport) return;
   started = false;
   if (code == 0) {
-    watch w;
-    watch_begin(&w, "the end of the job");
+    comm_watch_mark before = comm_watch("the end of the job");
+    comm_lanes_end(true);
     world.transport->finish();
-    watch_end(&w);
+    comm_watched(before);
   } else {
     if (world.rank > 0) usleep(500000);      // rank 0 has the same to say as a rule, and a checkpoint to write
     fflush(NULL);
+    comm_lanes_end(false);
     world.transport->abort(code);
   }
 }
@@ -202,6 +225,14 @@ static void lost(const char *what)
 {
   enum { GRACE_MS = 2000 };
   const comm_transport *t = world.transport;
+  if (!t->knocked) {
+    fflush(stdout);
+    fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another one is gone or hanging, the one that does not say so. The job ends.\n", world.rank,
+            world.size, patience, what);
+    fflush(stderr);
+    t->abort(LOST_CODE);
+    _exit(LOST_CODE);
+  }
   int n = world.size;
   char *notes = calloc((size_t)n, NOTE), own[NOTE];
   comm_message *messages = calloc((size_t)n, sizeof *messages);
@@ -261,7 +292,7 @@ static eng_status idle(int *spins, double *since, const char *what)
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   double now = eng_clock();
   if (*since == 0) *since = now;
-  if (now - *since > patience || world.transport->knocked(world.group, COMM_TAG_ALARM)) lost(what);
+  if (now - *since > patience || (world.transport->knocked && world.transport->knocked(world.group, COMM_TAG_ALARM))) lost(what);
   sched_yield();
   return ENG_OK;
 }
@@ -556,6 +587,8 @@ eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, voi
   if (!r) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over ranks");
   *r = (eng_comm_request){.comm = comm, .data = data, .count = count, .dtype = dtype, .op = op, .n_sums = -1, .what = "a reduction"};
   eng_status status = begin(r);
+  // Where messages have no tags, phases of two requests would meet in different orders.
+  if (status == ENG_OK && comm->transport && comm->transport->ordered) status = run(r);
   if (status != ENG_OK) {
     free(r->room);
     free(r);

@@ -1,6 +1,7 @@
 // Ranks: groups of processes that work on one job, behind one interface. What moves bytes is a transport: MPI's stands in a plug-in
-// library (comm_mpi.c), a process of its own has none. All collective operations are made here (comm.c) of messages between two
-// ranks, so that sums have one order whatever the transport, the size of a message or the algorithm does.
+// library (comm_mpi.c), NCCL's (comm_nccl.c) serves where there is no MPI, a process of its own has none. All collective operations are made
+// here (comm.c) of messages between two ranks, so that sums have one order whatever the transport, the size of a message or the algorithm does.
+// What lies on the ranks' cards goes from card to card over NCCL where that is to be had, else through the host (comm_lanes, below).
 //
 // The order of a sum over ranks 0..n-1: with p the largest power of two <= n, first x[i] + x[i+p] for i < n - p, then pairs of
 // neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3)) for four.
@@ -30,11 +31,14 @@ typedef struct comm_transport {
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
   /// Whether all are done, after which the exchange is gone. Never waits.
   eng_status (*test)(bool *done, void *exchange);
-  /// Whether somebody's message with that tag has arrived that nobody receives yet. Never waits.
+  /// Whether somebody's message with that tag has arrived that nobody receives yet. Never waits. NULL: nobody can call out of turn.
   bool (*knocked)(void *group, int tag);
-  /// The group of those who give the same color, ordered by key and rank. Everybody in the parent calls it.
+  /// The group of those who give the same color, ordered by key and rank. Everybody in the parent calls it. NULL: a group is its ranks'
+  /// numbers in the world, an int32_t for each (eng_comm.of_world).
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
+  /// It knows no tags: all ranks must start the same exchanges in the same order, one at a time.
+  bool ordered;
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
   /// The last call, when all ranks are through.
@@ -42,7 +46,7 @@ typedef struct comm_transport {
   const char *(*describe)(void);
 } comm_transport;
 
-enum { COMM_ABI = 2 };
+enum { COMM_ABI = 3 };
 
 typedef struct comm_host {
   int32_t abi;
@@ -57,7 +61,11 @@ struct eng_comm {
   void   *group;
   int32_t rank, size;
   int32_t next_tag;
+  int32_t *of_world;                 // [size] the ranks' numbers in the world; NULL: it is the world
 };
+
+/// The number in the world of a group's rank.
+static inline int comm_of_world(const eng_comm *comm, int rank) { return comm->of_world ? comm->of_world[rank] : rank; }
 
 /// Tags: operations of one group are numbered in the order they are started; gradient buckets have tags of their own.
 enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_BUCKET = 8192, COMM_TAG_ALARM = 8191 };
@@ -72,6 +80,11 @@ eng_status comm_pause(double since, const char *what);
 /// Starts and waits.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag, const char *what);
 int comm_tag(eng_comm *comm);
+/// From here to comm_watched the process may be in a library that knows no patience: when that lasts longer than the timeout, a thread ends
+/// the job, saying that this rank waits at `what`. They nest.
+typedef struct comm_watch_mark { const char *what; double since; } comm_watch_mark;
+comm_watch_mark comm_watch(const char *what);
+void comm_watched(comm_watch_mark before);
 
 /// Sums values[0..n_sums) and takes maxima (NaN wins) of the n_maxima after them, in one message where there are two ranks,
 /// log2(n) in all.
@@ -91,6 +104,28 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
 /// multiple of a block.
 eng_status comm_pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room);
 eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room);
+
+/// comm_nccl.c: messages between the cards of all ranks, on lanes (backend.h) that each go in their own order. Where cards talk, ranks ask
+/// the same of a lane in the same order.
+typedef enum comm_lane { LANE_HOST, LANE_GRADIENTS, LANE_ROWS, COMM_LANES } comm_lane;
+/// Every rank of the world calls it before it sends what it has: whether that goes from card to card. `wanted`: here it lies on a card. Over
+/// NCCL when that is so on each, each has a card of its own and the library (ENGINE_NCCL=off: never; on: or it is an error that says why not).
+eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted);
+/// What it found the last time, without asking anybody.
+bool comm_cards(void);
+/// "over NCCL 2.28.9", or "through the host: ...", and why; NULL before the cards met.
+const char *comm_cards_text(void);
+/// The lane as the device knows it.
+void *comm_lane_of(comm_lane lane);
+/// Messages between cards' memory, on a lane; those to oneself are none. Returns when they are asked for.
+eng_status comm_lane_exchange(comm_lane lane, const eng_comm *comm, const comm_message *messages, int n, const char *what);
+/// Until all that was asked of a lane is done, with comm_wait's patience.
+eng_status comm_lane_wait(comm_lane lane, const char *what);
+/// At the end of the job: well, or at once.
+void comm_lanes_end(bool well);
+/// The world where there is no MPI: host messages go by way of the cards. `where`: what NCCL's own rendezvous takes, "address:port"; NULL
+/// for a world of one.
+eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where);
 
 /// comm_start.c: the transport this process was started for; NULL in `out` when it is alone. Fails where it was started as one of
 /// several and cannot reach the others.

@@ -75,7 +75,7 @@ static void cut(bucket *b, int number, int ranks)
 
 static int64_t message_bytes(const bucket *b, int rank)
 {
-  return (comm_packed_bytes(b->wire, bucket_piece(b, rank)) + b->n + 7) / 8 * 8;
+  return (comm_packed_bytes(b->wire, bucket_piece(b, rank)) + b->n + COMM_ALIGN - 1) / COMM_ALIGN * COMM_ALIGN;
 }
 
 eng_status bucket_cut(bucket *b, int number)
@@ -122,7 +122,7 @@ static eng_status make_pools(eng_parallel *p, int64_t limit)
 {
   int64_t messages, room;
   buckets_bounds(&messages, &room, p, limit);
-  p->messages_pool = (pool){.space = SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = messages, .most_blocks = 1};
+  p->messages_pool = (pool){.space = p->cards ? p->set->space : SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = messages, .most_blocks = 1};
   p->rooms = (pool){.space = p->set->space, .arena = ARENA_GRADIENT, .block_bytes = room};
   if (messages == 0) return ENG_OK;
   void *piece;
@@ -137,6 +137,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
     ENG_TRY(bucket_cut(b, k));
+    if (p->cards) b->need = cards_bytes(b);
     if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
   }
   for (int i = 0; i < p->set->n; i++) {
@@ -150,7 +151,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
     }
   }
   ENG_TRY(make_pools(p, limit));
-  p->n_values = size * longest > largest ? size * longest : largest;
+  p->n_values = !p->cards && size * longest > largest ? size * longest : largest;
   p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
   if (!p->values) return ENG_ERR_MEMORY;
   if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
@@ -220,6 +221,7 @@ void eng_parallel_free(eng_parallel *p)
   eng_parallel_cancel(p);
   buckets_free(p);
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
+  cards_free(p);
   if (p->under_way == 0) {      // else messages still come and go there
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
@@ -288,8 +290,10 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   p->apart = calloc(n, sizeof *p->apart);
   p->complete = calloc(n, sizeof *p->complete);
   eng_status status = set->own && p->apart && p->complete ? meet_holders(p, options) : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (status == ENG_OK) status = comm_cards_meet(&p->cards, comm, set->space == SPACE_CUDA);
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
+  if (status == ENG_OK && p->cards) status = cards_new(p);
   if (status == ENG_OK && options->zero == 2) status = divide(p);
   if (status != ENG_OK) {
     eng_parallel_free(p);

@@ -3,9 +3,11 @@
 //
 // Rows travel in a wire's format, FP8 in blocks along a row, so that what a row becomes does not depend on its neighbours. Rows that a
 // rank has for itself are rounded alike: results do not depend on which rank holds which expert. Where the tensors have the wire's format
-// and lie in host memory, messages go from and into them directly. Owns buffers for the other cases, which grow and stay.
+// and lie in host memory, messages go from and into them directly; those on cards that talk to each other go from card to card, packed there.
+// Owns buffers for the other cases, which grow and stay.
 #include "comm.h"
 
+#include "backend.h"
 #include "error.h"
 #include "numerics.h"
 #include "tensor.h"
@@ -115,16 +117,18 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
   return error_set(ENG_ERR_SHAPE, "rows between ranks: %lld rows are to be %s, got %s", (long long)sum, what, tensor_text(x));
 }
 
-/// Messages to and from every other rank: `out` and `in` hold them one after the other.
-static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts)
+/// Messages to and from every other rank: `out` and `in` hold them one after the other, in host memory or, `cards`, in that of the ranks' cards.
+static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
 {
+  static const char what[] = "the exchange of rows among experts";
   int n = 0;
   comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
-  if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
-  for (int peer = 0; peer < e->comm->size; peer++) {
+  eng_status status = m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  for (int peer = 0; status == ENG_OK && peer < e->comm->size; peer++) {
     int64_t sent = rows_bytes(e->wire, e->send[peer], e->columns), got = rows_bytes(e->wire, e->receive[peer], e->columns);
     if (peer == e->comm->rank) {
-      if (sent > 0) memcpy(in, out, (size_t)sent);
+      if (cards && sent > 0) status = transfer_inside(SPACE_CUDA, in, out, sent);
+      else if (sent > 0) memcpy(in, out, (size_t)sent);
     } else {
       if (sent > 0) m[n++] = (comm_message){out, sent, peer, true};
       if (got > 0) m[n++] = (comm_message){in, got, peer, false};
@@ -133,7 +137,11 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
     out += sent;
     in += got;
   }
-  eng_status status = n > 0 ? comm_exchange(e->comm, m, n, comm_tag(e->comm), "the exchange of rows among experts") : ENG_OK;
+  if (cards) {
+    if (status == ENG_OK) status = backend_of_space(SPACE_CUDA)->lane_follow(comm_lane_of(LANE_ROWS));
+    if (status == ENG_OK) status = comm_lane_exchange(LANE_ROWS, e->comm, m, n, what);
+    if (status == ENG_OK) status = comm_lane_wait(LANE_ROWS, what);
+  } else if (status == ENG_OK && n > 0) status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
   free(m);
   return status;
 }
@@ -145,11 +153,92 @@ static int64_t all_bytes(const exchange *e, const int64_t *rows)
   return bytes;
 }
 
+// ------------------------------------------------------------------ between cards
+
+/// On the card: messages out and in, and what the device is told of their rows.
+enum { THERE_OUT, THERE_IN, THERE_TABLE, THERE_BUFFERS };
+static struct { char *memory; int64_t bytes; } there[THERE_BUFFERS];
+
+static eng_status reserve_there(int which, int64_t bytes)
+{
+  if (bytes <= there[which].bytes) return ENG_OK;
+  arena_free_in(SPACE_CUDA, ARENA_MESSAGE, there[which].memory, there[which].bytes);
+  bytes += bytes / 4;
+  there[which].memory = arena_alloc_in(SPACE_CUDA, ARENA_MESSAGE, bytes);
+  there[which].bytes = there[which].memory ? bytes : 0;
+  return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
+}
+
+/// The runs of a tensor's rows and their messages: FP8 rows that are not whole blocks are one run each. Gives their number; NULL counts.
+static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x, const int64_t *rows, char *message)
+{
+  char *numbers = x->data;
+  int64_t n_runs = 0, size = eng_dtype_size(x->dtype), columns = e->columns;
+  *longest = 0;
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    int64_t n = rows[peer], pieces = n == 0 ? 0 : e->wire == ENG_e4m3 && columns % WIRE_BLOCK ? n : 1;
+    int64_t each = pieces ? n / pieces * columns : 0;
+    char *scales = message + codes_bytes(n, columns);
+    for (int64_t r = 0; r < pieces; r++) {
+      wire_run run = {.numbers = numbers + r * each * size, .n = each, .how = WIRE_RUN_THERE};
+      run.packed = message + r * each * eng_dtype_size(e->wire);
+      if (e->wire == ENG_e4m3) run.scales = (float *)scales + r * blocks_of(columns);
+      if (runs) runs[n_runs] = run;
+      n_runs++;
+    }
+    if (each > *longest) *longest = each;
+    numbers += n * columns * size;
+    message += rows_bytes(e->wire, n, columns);
+  }
+  return n_runs;
+}
+
+static eng_status run_between_cards(exchange *e)
+{
+  const backend *card = backend_of_space(SPACE_CUDA);
+  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL), n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
+  int64_t bytes = (n_out + n_in) * (int64_t)sizeof(wire_run), flags = (int64_t)sizeof(uint32_t);
+  ENG_TRY(reserve_there(THERE_OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve_there(THERE_IN, all_bytes(e, e->receive)));
+  ENG_TRY(reserve_there(THERE_TABLE, bytes + flags));
+  ENG_TRY(reserve(ROOM, bytes));
+  wire_run *runs = buffer[ROOM].memory;
+  list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
+  list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
+  const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
+  uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);       // inf and nan of rows are seen in what is made of them
+  if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
+  if (n_out > 0) ENG_TRY(card->wire_pack(NULL, told, (int)n_out, longest, e->wire, e->from->dtype, unwanted));
+  ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
+  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->wire, e->to->dtype) : ENG_OK;
+}
+
+/// What packing does to the rows that are sent, found on the host; and the bytes that go to others.
+static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
+{
+  int64_t size = eng_dtype_size(e->from->dtype);
+  ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
+  ENG_TRY(reserve(HOST, e->from->count * size));
+  ENG_TRY(transfer_to_host(buffer[HOST].memory, SPACE_CUDA, e->from->data, e->from->count * size));
+  const char *from = buffer[HOST].memory;
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    ENG_TRY(pack_rows(buffer[OUT].memory, e->wire, from, e->from->dtype, e->send[peer], e->columns, facts));
+    if (peer != e->comm->rank) facts->bytes += rows_bytes(e->wire, e->send[peer], e->columns);
+    from += e->send[peer] * e->columns * size;
+  }
+  return ENG_OK;
+}
+
 static eng_status run(exchange *e, eng_exchange_facts *facts)
 {
   int dtype = e->from->dtype, size = eng_dtype_size(dtype), space = e->from->store->space;
   bool here = space == SPACE_HOST, direct = here && e->wire == dtype;
-  if (direct) return send_all(e, e->from->data, e->to->data, facts);
+  if (direct) return send_all(e, e->from->data, e->to->data, facts, false);
+  if (comm_cards() && space == SPACE_CUDA && dtype != ENG_f64) {
+    if (facts) ENG_TRY(measure_all(e, facts));
+    return e->wire == dtype ? send_all(e, e->from->data, e->to->data, NULL, true) : run_between_cards(e);
+  }
   ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
   ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
@@ -163,7 +252,7 @@ static eng_status run(exchange *e, eng_exchange_facts *facts)
     out += rows_bytes(e->wire, e->send[peer], e->columns);
     from += e->send[peer] * e->columns * size;
   }
-  ENG_TRY(send_all(e, buffer[OUT].memory, in, facts));
+  ENG_TRY(send_all(e, buffer[OUT].memory, in, facts, false));
   for (int peer = 0; peer < e->comm->size; peer++) {
     ENG_TRY(unpack_rows(to, dtype, in, e->wire, e->receive[peer], e->columns));
     in += rows_bytes(e->wire, e->receive[peer], e->columns);

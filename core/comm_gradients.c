@@ -7,7 +7,7 @@
 //
 // With ZeRO-2 backward writes into a bucket's room, which is given back when it was packed, and the sums are added to the own pieces.
 //
-// Gradients in other memory than the host's go through a buffer there.
+// Gradients on cards that talk to each other go from card to card (comm_cards.c); others that are not in host memory through a buffer there.
 #include "comm_gradients.h"
 
 #include "error.h"
@@ -17,8 +17,6 @@
 #include "wire.h"
 
 #include <string.h>
-
-enum { HAS_GRADIENT = 1, WIRE_OVERFLOW = 8 };
 
 // ------------------------------------------------------------------ a bucket's way
 
@@ -116,6 +114,13 @@ static eng_status send_out(eng_parallel *p, bucket *b)
 {
   if (p->first == 0) p->first = eng_clock();
   ENG_TRY(take_memory(p, b));
+  if (p->cards) {
+    b->state = BUCKET_OUT;
+    p->under_way++;
+    ENG_TRY(cards_send(p, b));
+    for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);      // what backward writes there next comes after the packing
+    return ENG_OK;
+  }
   for (int rank = 0; rank < b->comm->size; rank++) {      // no byte of a message is of something else
     int64_t packed = comm_packed_bytes(b->wire, bucket_piece(b, rank));
     memset(b->out + b->begin[rank] + packed, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
@@ -222,6 +227,22 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
+/// Where cards talk: what came of a pass's buckets, once all are done.
+static eng_status take_told(eng_parallel *p)
+{
+  int64_t n = p->set->n;
+  ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+  ENG_TRY(cards_tell(p));
+  for (int64_t k = 0; k < p->comm->size * n; k++) p->brought[k] |= p->told[k];
+  for (int i = 0; i < n; i++) {
+    const bucket *b = &p->buckets[p->bucket_of[i]];
+    bool anyone = p->zero == 2 && p->had[i];
+    for (int rank = 0; rank < b->comm->size; rank++) anyone = anyone || p->told[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
+    if (anyone || p->zero == 2) p->set->member[i].has_gradient = anyone;
+  }
+  return ENG_OK;
+}
+
 /// Everybody's sums to everybody; they arrive where the terms were.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
@@ -241,6 +262,14 @@ static eng_status send_back(eng_parallel *p, bucket *b)
 /// Takes a bucket as far as it comes without waiting.
 static eng_status move_on(eng_parallel *p, bucket *b)
 {
+  bool done = false;
+  if (p->cards && b->state == BUCKET_OUT) {
+    ENG_TRY(cards_done(&done, p, b));
+    if (!done) return ENG_OK;
+    b->state = BUCKET_DONE;
+    give_memory(p, b);
+    p->under_way--;
+  }
   while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
     bool arrived = true;
     if (b->exchange) ENG_TRY(b->comm->transport->test(&arrived, b->exchange));
@@ -335,6 +364,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
     p->facts = (eng_parallel_facts){.buckets = p->n_buckets};
     memset(p->brought, 0, (size_t)(p->comm->size * (int64_t)set->n));
   }
+  if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
   comm_meanwhile(between_operations, p);
   tape_set_watch(&(tape_watch){pass_begins, member_complete, between_operations, p->zero == 2 ? member_begins : NULL, p});
@@ -370,6 +400,10 @@ eng_status eng_parallel_finish(eng_parallel *p)
       ENG_TRY(move_on(p, &p->buckets[k]));
       if (oldest < 0 && p->buckets[k].exchange) oldest = k;
     }
+    if (p->cards && p->under_way > 0) {
+      ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+      continue;
+    }
     if (p->under_way < before || oldest < 0) continue;
     bucket *b = &p->buckets[oldest];
     bool done = false;
@@ -382,6 +416,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
     }
     ENG_TRY(comm_pause(began, "the sum of gradients"));
   }
+  if (p->cards) ENG_TRY(take_told(p));
   double now = eng_clock();
   p->facts.waited += now - began;
   p->facts.seconds += now - (p->first ? p->first : began);

@@ -7,6 +7,8 @@
 #include "params.h"
 #include "pool.h"
 
+enum { HAS_GRADIENT = 1 };         // beside wire.h's bits, of eng_parallel.brought
+
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
 /// Gradients of one format that travel together. Its elements are those of its members one after the other, each padded to a multiple of
@@ -27,6 +29,7 @@ typedef struct bucket {
   bucket_state state;
   int32_t  left;              // members that are not complete
   void    *exchange;
+  void    *mark;              // cards: behind all that is to be done with it
 } bucket;
 
 struct eng_parallel {
@@ -40,6 +43,11 @@ struct eng_parallel {
   int32_t    *order;          // [n_buckets] in which they go out on all ranks: by the lowest of their members, the last one first
   int32_t     next;           // of `order`
   pool        messages_pool, rooms;   // for what is under way, which is bounded; for what backward writes (ZeRO-2)
+  bool        cards;          // gradients lie on cards that talk to each other: comm_cards.c's way, for which are
+  void       *table;          // what the device is told of a bucket
+  uint32_t   *flags, *own_flags;      // [set->n] on the card, and here: wire.h's bits
+  uint8_t    *told;           // [ranks][set->n] what was brought to this pass
+  int64_t     flags_bytes;
   tensor    **place;          // ZeRO-2: [set->n] each member's gradient as backward writes it; data NULL: not begun, or packed
   bool       *had;            // ZeRO-2: [set->n] earlier passes of this step left a sum in the own piece
   int32_t    *bucket_of;      // [set->n]
@@ -73,5 +81,17 @@ static inline int64_t member_room(const eng_params *set, int i) { return set->me
 static inline int64_t bucket_piece(const bucket *b, int rank) { return b->cut[rank + 1] - b->cut[rank]; }
 /// How many elements member k has in piece `rank`: from which of its own on, and where they begin in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from, int64_t *at);
+
+/// comm_cards.c. Bytes of a bucket that is under way; making and freeing what it owns; the beginning of a pass.
+enum { COMM_ALIGN = 16 };
+int64_t cards_bytes(const bucket *b);
+eng_status cards_new(eng_parallel *p);
+void cards_free(eng_parallel *p);
+eng_status cards_begin(eng_parallel *p);
+/// Asks for all that is to be done with a complete bucket, whose `out` and `in` are there; and whether it is done, which never waits.
+eng_status cards_send(eng_parallel *p, bucket *b);
+eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
+/// When all are done: everybody tells everybody what was brought (p->told).
+eng_status cards_tell(eng_parallel *p);
 
 #endif

@@ -6,6 +6,7 @@
 // caller adds. It is sent at every step, whatever happened.
 #include "comm_gradients.h"
 
+#include "backend.h"
 #include "error.h"
 #include "transfer.h"
 
@@ -99,7 +100,8 @@ static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
   *to = low < high ? high - first : 0;
 }
 
-/// Everybody's pieces of member `index` to everybody who holds it. `host`: all its elements as f32 in host memory.
+/// Everybody's pieces of member `index` to everybody who holds it. `host`: all its elements as f32 in host memory; or, where cards talk, in theirs,
+/// and the messages are asked for alone.
 static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
 {
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
@@ -116,13 +118,31 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
     }
     if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
   }
-  return comm_exchange(comm, p->messages, n, comm_tag(comm), what);
+  return p->cards ? comm_lane_exchange(LANE_GRADIENTS, comm, p->messages, n, what) : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
+}
+
+static eng_status gather_between_cards(eng_parallel *p)
+{
+  static const char what[] = "the updated weights";
+  ENG_TRY(backend_of_space(p->set->space)->lane_follow(comm_lane_of(LANE_GRADIENTS)));
+  for (int i = 0; i < p->set->n; i++) {
+    parameter *member = &p->set->member[i];
+    if (!member->has_gradient) continue;
+    params_written(member);
+    ENG_TRY(round_pieces(p, i, member->value->data, what));
+  }
+  return comm_lane_wait(LANE_GRADIENTS, what);
 }
 
 eng_status eng_parallel_gather(eng_parallel *p)
 {
   eng_params *set = p->set;
   double began = eng_clock();
+  if (p->cards) {
+    ENG_TRY(gather_between_cards(p));
+    p->facts.weights = eng_clock() - began;
+    return eng_params_refresh(set);
+  }
   for (int i = 0; i < set->n; i++) {
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // nobody updated it

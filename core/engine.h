@@ -552,8 +552,10 @@ enum { ENG_SUM = 0, ENG_MAX = 1 };
 
 /// What the environment says: whether this process was started as one of several, which, and of how many (1 when it was not). Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
-/// The world. The first call loads the transport where this process was started as one of several (ENGINE_RANKS=off: never, mpi: always);
-/// alone it is a world of one. Errors: LIBRARY (no MPI in this build, or one that does not see the others).
+/// The world. The first call loads the transport where this process was started as one of several: MPI where mpirun or srun with an MPI plug-in
+/// did it, NCCL alone where torchrun did (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or srun without (SLURM_PROCID, MASTER_ADDR).
+/// ENGINE_RANKS=off: never, mpi or nccl: that one, also alone. Alone it is a world of one.
+/// Errors: LIBRARY (no MPI in this build, or one that does not see the others; no NCCL), DEVICE (NCCL without a card).
 eng_status eng_comm_world(eng_comm **out);
 int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);
@@ -561,8 +563,11 @@ int eng_comm_size(const eng_comm *comm);
 int eng_comm_local_size(void);
 /// This machine's cores shared out among its ranks: threads that each may well use.
 int eng_comm_threads(void);
-/// "Open MPI v4.1.4, 4 ranks, 4 of them here".
+/// "Open MPI v4.1.4, 4 ranks, 4 of them here", and, once gradients that lie on cards are to be reduced, whether they go from card to card over
+/// NCCL or through the host, and why.
 const char *eng_comm_text(void);
+/// "2.28.9, /usr/local/cuda/lib64/libnccl.so.2": the NCCL that would be used. Errors: LIBRARY, saying what is missing.
+eng_status eng_comm_nccl(const char **text);
 /// Part of a group: those who give the same color, ordered by key and rank. Color -1: in no part (NULL in out).
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
 /// NULL and the world are fine.
@@ -670,6 +675,10 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size, const eng_parallel_options *options);
 /// What becomes of n numbers on the wire, in place.
 eng_status eng_wire_round(float *x, int64_t n, int wire);
+/// What becomes of several ranks' gradients, in this process alone, by the kernels of the memory they lie in: rows of x [ranks x n], in f32, f16
+/// or bf16, packed, added up, each divided by their number, and unpacked into out [n] of the same dtype; with `add` added to what stands
+/// there. brought[ranks]: bits as eng_parallel_brought gives them, without 1. Errors: SHAPE, DTYPE, VALUE.
+eng_status eng_wire_reduce(const eng_tensor *out, int *brought, const eng_tensor *x, int wire, bool add);
 
 /// Keeps this optimizer's moments for the own pieces of its set alone; what they hold there stays.
 eng_status eng_optimizer_shard(eng_optimizer *state);

@@ -35,10 +35,10 @@ static bool own_folder(char *path, int size)
   return true;
 }
 
-/// cuBLASLt where the system's loader does not look for it by itself: the toolkit's folders, NVIDIA's Python packages.
-static void load_library(const char *name)
+void *plugin_library(const char *name, int mode)
 {
-  if (dlopen(name, RTLD_NOW | RTLD_GLOBAL)) return;
+  void *library = dlopen(name, RTLD_NOW | mode);
+  if (library) return library;
   const char *home = getenv("CUDA_HOME");
   char patterns[6][512];
   snprintf(patterns[0], sizeof patterns[0], "%s/lib64/%s", home ? home : "/usr/local/cuda", name);
@@ -49,12 +49,12 @@ static void load_library(const char *name)
   snprintf(patterns[5], sizeof patterns[5], "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib/%s", name);
   for (int i = 0; i < 6; i++) {
     glob_t found;
-    bool loaded = false;
     if (glob(patterns[i], 0, NULL, &found) == 0)
-      for (size_t k = 0; k < found.gl_pathc && !loaded; k++) loaded = dlopen(found.gl_pathv[k], RTLD_NOW | RTLD_GLOBAL) != NULL;
+      for (size_t k = 0; k < found.gl_pathc && !library; k++) library = dlopen(found.gl_pathv[k], RTLD_NOW | mode);
     globfree(&found);
-    if (loaded) return;
+    if (library) return library;
   }
+  return NULL;
 }
 
 const backend *plugin_cuda(void)
@@ -77,7 +77,7 @@ const backend *plugin_cuda(void)
     error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
     return NULL;
   }
-  if (!other) load_library("libcublasLt.so.13");
+  if (!other) plugin_library("libcublasLt.so.13", RTLD_GLOBAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     error_set(ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path, dlerror());

@@ -5,7 +5,7 @@
 
 #include "engine.h"
 
-enum { WIRE_INF = 2, WIRE_NAN = 4 };       // bits, as eng_parallel_brought gives them
+enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };   // bits, as eng_parallel_brought gives them
 enum { WIRE_BLOCK = 128 };                 // elements of an FP8 block
 
 /// Which of WIRE_INF and WIRE_NAN are among n numbers in f32, f16 or bf16.

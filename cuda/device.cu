@@ -10,6 +10,7 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
+  cudaEvent_t reached;           // how far the stream was when a lane was told to follow
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
   cuda_fault_record *fault_seen; // pinned host memory: its copy
@@ -86,6 +87,13 @@ const char *cuda_describe(void)
   return text;
 }
 
+const char *cuda_identity(void)
+{
+  static char text[40];
+  for (int i = 0; i < 16; i++) snprintf(text + 2 * i, 3, "%02x", (unsigned char)card.properties.uuid.bytes[i]);
+  return text;
+}
+
 // ---- memory
 
 void *cuda_take(int64_t bytes)
@@ -159,5 +167,59 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
 eng_status cuda_clear(void *memory, int64_t bytes)
 {
   if (bytes > 0) CUDA_TRY(cudaMemsetAsync(memory, 0, (size_t)bytes, card.stream));
+  return ENG_OK;
+}
+
+// ---- lanes: streams beside the one, for messages between ranks
+
+eng_status cuda_lane_new(void **out)
+{
+  int low = 0, high = 0;
+  cudaStream_t stream = NULL;
+  *out = NULL;
+  CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
+  CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));     // others wait for what it brings
+  *out = stream;
+  return ENG_OK;
+}
+
+eng_status cuda_lane_follow(void *lane)
+{
+  if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
+  CUDA_TRY(cudaEventRecord(card.reached, card.stream));
+  CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)lane, card.reached, 0));                // as it was recorded: the next record changes nothing
+  return ENG_OK;
+}
+
+static eng_status answer(bool *done, cudaError_t result)
+{
+  *done = result == cudaSuccess;
+  if (result == cudaErrorNotReady) cudaGetLastError();
+  return *done || result == cudaErrorNotReady ? ENG_OK : cuda_status(result, "messages between ranks");
+}
+
+eng_status cuda_lane_done(bool *done, void *lane) { return answer(done, cudaStreamQuery((cudaStream_t)lane)); }
+
+eng_status cuda_lane_mark(void **mark, void *lane)
+{
+  cudaEvent_t event = (cudaEvent_t)*mark;
+  if (!event) CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  *mark = event;
+  CUDA_TRY(cudaEventRecord(event, (cudaStream_t)lane));
+  return ENG_OK;
+}
+
+eng_status cuda_lane_reached(bool *reached, void *mark) { return answer(reached, cudaEventQuery((cudaEvent_t)mark)); }
+
+void cuda_lane_forget(void *mark)
+{
+  if (mark) cudaEventDestroy((cudaEvent_t)mark);
+}
+
+eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction)
+{
+  cudaMemcpyKind kind = direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice : direction == COPY_TO_HOST ? cudaMemcpyDeviceToHost : cudaMemcpyDeviceToDevice;
+  if (bytes > 0) CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind, (cudaStream_t)lane));
+  if (direction == COPY_TO_HOST) CUDA_TRY(cudaStreamSynchronize((cudaStream_t)lane));
   return ENG_OK;
 }

@@ -1,5 +1,5 @@
-// The CUDA device's functions that are no operations, as table.c lists them: memory (device.cu) and the passes over all
-// parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
+// The CUDA device's functions that are no operations, as table.c lists them: memory and lanes (device.cu), messages between ranks (wire.cu),
+// the passes over all parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
 #ifndef ENG_CUDA_PASSES_H
 #define ENG_CUDA_PASSES_H
 
@@ -18,6 +18,18 @@ eng_status  cuda_move(void *to, const void *from, int64_t bytes, copy_direction 
 eng_status  cuda_clear(void *memory, int64_t bytes);
 eng_status  cuda_synchronize(void);
 const char *cuda_describe(void);
+const char *cuda_identity(void);
+eng_status  cuda_lane_new(void **lane);
+eng_status  cuda_lane_follow(void *lane);
+eng_status  cuda_lane_done(bool *done, void *lane);
+eng_status  cuda_lane_mark(void **mark, void *lane);
+eng_status  cuda_lane_reached(bool *reached, void *mark);
+void        cuda_lane_forget(void *mark);
+eng_status  cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
+// wire.cu
+eng_status  cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags);
+eng_status  cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype);
+eng_status  cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share);
 // graph.cu
 eng_status  cuda_capture_begin(void);
 eng_status  cuda_capture_end(void **graph);

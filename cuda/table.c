@@ -40,6 +40,17 @@ static const backend device = {
   .capture_end = cuda_capture_end,
   .graph_launch = cuda_graph_launch,
   .graph_free = cuda_graph_free,
+  .identity = cuda_identity,
+  .lane_new = cuda_lane_new,
+  .lane_follow = cuda_lane_follow,
+  .lane_done = cuda_lane_done,
+  .lane_mark = cuda_lane_mark,
+  .lane_reached = cuda_lane_reached,
+  .lane_forget = cuda_lane_forget,
+  .lane_move = cuda_lane_move,
+  .wire_pack = cuda_wire_pack,
+  .wire_unpack = cuda_wire_unpack,
+  .wire_sum = cuda_wire_sum,
 };
 
 __attribute__((visibility("default")))

@@ -12,7 +12,8 @@ end
 if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.getenv("ENGINE_TEST_DEVICE") then
   describe("a card that the host cannot look into", function()
     it("trains, overflows, lags and updates as the CPU does", function()
-      for _, file in ipairs { "spec/cuda/training_spec.lua --filter='same steps' --filter='tensors on the card' --filter='captured'", "spec/optimizer_kernel_spec.lua" } do
+      for _, file in ipairs { "spec/cuda/training_spec.lua --filter='same steps' --filter='tensors on the card' --filter='captured'",
+        "spec/optimizer_kernel_spec.lua", "spec/wire_kernel_spec.lua" } do
         local ran = on_card("spec/cuda/run.lua --output=TAP " .. file)
         assert(ran.code == 0 and not ran.out:find("\nnot ok", 1, true), ran.out)
         assert.truthy(ran.out:find("\nok 1", 1, true))

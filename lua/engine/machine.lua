@@ -39,6 +39,13 @@ function machine.try_device(name)
   return false, text(C.eng_error_message())
 end
 
+-- The NCCL that ranks with cards would use: its version and file; or nil and what is missing.
+function machine.nccl()
+  local found = ffi.new("const char *[1]")
+  if C.eng_comm_nccl(found) == 0 then return text(found[0]) end
+  return nil, text(C.eng_error_message())
+end
+
 -- One line about the device in force.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end

@@ -163,6 +163,11 @@ function M.new(trainer, o)
   return self
 end
 
+--- Where the gradients lie on cards: how they go between the ranks.
+function Parallel:text()
+  return self.many and require("engine.machine").device() == "cuda" and "ranks: " .. ranks.text() or nil
+end
+
 function Parallel:make_room()
   self.sums = ffi.new("double[?]", N_SUMS + 2 * #self.names)
   self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)

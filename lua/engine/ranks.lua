@@ -1,10 +1,11 @@
--- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua` or `srun engine train.lua`. The trainer uses them by
--- itself; what a script may want of them:
+-- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine train.lua` or, where each has a card,
+-- `torchrun --no-python --nproc-per-node 4 engine train.lua`. The trainer uses them by itself; what a script may want of them:
 --   local ranks = require("engine").ranks
 --   ranks.rank(), ranks.size()          this process's number, from 0, and how many there are (0 and 1 where it is alone)
 --   ranks.reduce(x, "sum")              a number over all ranks: "sum", "mean" or "max"; the same on each, bit for bit
 --   ranks.from_first(text)              rank 0's text on every rank
 --   ranks.say("...")                    a line from any rank; print() is rank 0's alone
+--   ranks.text()                        "Open MPI v4.1.4, 4 ranks, 4 of them here", and how what lies on cards goes between them
 --   ranks.group(4)                      this rank's group of four neighbours, for what is divided inside groups (nn.moe's experts)
 -- Every rank runs the same script and must come to the same calls. Who does not come is named, and the job ends (core/comm.c).
 local M_ffi = require "engine.ffi"
@@ -33,6 +34,8 @@ end
 --- What the starter says, without starting anything.
 function M.rank() return launched and launched_rank[0] or 0 end
 function M.size() return launched and launched_size[0] or 1 end
+
+function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
 --- A line on stderr that names the rank.
 function M.say(format, ...)

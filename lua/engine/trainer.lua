@@ -402,6 +402,7 @@ function Trainer:run()
   local before = C.eng_interrupt_policy(1)
   for _, line in ipairs(self.run_files.notes) do progress:note(line) end
   self.run_files.notes = {}
+  if self.parallel:text() then progress:note(self.parallel:text()) end
   self.model:train()
   check(C.eng_step_end())   -- what was computed before the run, or in a loop left by break, is over
   local loss, scale, speed, stopped = 0 / 0, self.policy:scale(), 0 / 0, nil

@@ -1,12 +1,17 @@
 // A card for machines without one: a plug-in like libengine_cuda.so whose "device memory" is host memory that nobody may touch outside of
 // a kernel or a copy (PROT_NONE: a core that looks into it crashes there and then), and whose kernels are the CPU's. What
-// it tests is the core's side: memory spaces, copies, lagged statistics. Loaded by ENGINE_CUDA_PLUGIN; built by the Makefile; run
+// it tests is the core's side: memory spaces, copies, lagged statistics, lanes between ranks (fake_nccl.c). Loaded by ENGINE_CUDA_PLUGIN; built by the Makefile; run
 // by spec/fake_card_spec.lua.
+#include "fake.h"
+
 #include "backend.h"
+#include "comm.h"
 #include "error.h"
+#include "wire.h"
 #include "../../cuda/host.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -258,11 +263,218 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
   return status;
 }
 
+// ---- lanes: what is asked for is done when somebody asks whether it is done, and not before: as late as a card might
+
+static eng_status lane_new(void **out)
+{
+  fake_lane *lane = calloc(1, sizeof *lane);
+  if (!lane) return error_set(ENG_ERR_MEMORY, "fake card: no room for a lane");
+  *lane = (fake_lane){.last = NULL, .open = open_memory, .close = close_memory, .on_card = on_card};
+  *out = lane;
+  return ENG_OK;
+}
+
+static eng_status lane_follow(void *lane)      // the device itself is never behind
+{
+  return lane ? ENG_OK : error_set(ENG_ERR_STATE, "fake card: no lane");
+}
+
+static eng_status lane_done(bool *done, void *data)
+{
+  fake_lane *lane = data;
+  int ran = 1;
+  open_memory();
+  while (lane->first && (ran = lane->first->run(lane->first)) == 1) {
+    fake_task *task = lane->first;
+    lane->first = task->next;
+    lane->done++;
+    free(task);
+  }
+  close_memory();
+  *done = !lane->first;
+  return ran < 0 ? error_set(ENG_ERR_DEVICE, "fake card: a task of a lane failed: %s", lane->first->what) : ENG_OK;
+}
+
+typedef struct lane_place { fake_lane *lane; long asked; } lane_place;
+
+static eng_status lane_mark(void **mark, void *lane)
+{
+  lane_place *place = *mark ? *mark : calloc(1, sizeof *place);
+  if (!place) return error_set(ENG_ERR_MEMORY, "fake card: no room for a mark");
+  *place = (lane_place){lane, ((fake_lane *)lane)->asked};
+  *mark = place;
+  return ENG_OK;
+}
+
+static eng_status lane_reached(bool *reached, void *mark)
+{
+  lane_place *place = mark;
+  bool done;
+  ENG_TRY(lane_done(&done, place->lane));
+  *reached = place->lane->done >= place->asked;
+  return ENG_OK;
+}
+
+static void lane_forget(void *mark) { free(mark); }
+
+typedef struct copy_task { fake_task task; void *to; int64_t bytes; char from[]; } copy_task;
+
+static int run_copy(fake_task *task)
+{
+  copy_task *c = (copy_task *)task;
+  memcpy(c->to, c->from, (size_t)c->bytes);
+  return 1;
+}
+
+static eng_status lane_move(void *data, void *to, const void *from, int64_t bytes, copy_direction direction)
+{
+  fake_lane *lane = data;
+  if (direction == COPY_TO_HOST) {
+    if (lane->first) return error_set(ENG_ERR_STATE, "fake card: a copy to the host from a lane that is not done");
+    return move(to, from, bytes, direction);
+  }
+  if (direction != COPY_TO_DEVICE || !on_card(to)) return error_set(ENG_ERR_DEVICE, "fake card: a lane's copy between memory of the wrong kinds");
+  copy_task *c = malloc(sizeof *c + (size_t)bytes);
+  if (!c) return error_set(ENG_ERR_MEMORY, "fake card: no room for a copy");
+  c->to = to;
+  c->bytes = bytes;
+  memcpy(c->from, from, (size_t)bytes);
+  fake_lane_push(lane, &c->task, run_copy, "a copy");
+  return ENG_OK;
+}
+
+// ---- messages between ranks
+
+typedef struct wire_task {
+  fake_task task;
+  const wire_run *runs;
+  const void *const *terms;
+  void    *out;
+  uint32_t *flags;
+  int64_t  count;
+  int      n, wire, dtype;
+  float    share;
+} wire_task;
+
+static int64_t scales_bytes(int64_t n) { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
+
+/// A run's numbers as the functions of comm_wire.c want them: codes and scales in one piece, whose length is a multiple of four.
+static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
+{
+  int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);
+  char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64)), *none = calloc((size_t)r->n + 1, (size_t)size);
+  float *room = malloc((size_t)(r->n + 1) * sizeof *room);
+  bool there = r->how & WIRE_RUN_THERE;
+  const void *numbers = there ? r->numbers : none;
+  if (there) flags[r->slot] |= (uint32_t)wire_flags(numbers, dtype, r->n);
+  bool good = comm_pack(piece, wire, padded, 0, numbers, dtype, r->n, room) == ENG_OK;
+  memcpy(r->packed, piece, (size_t)(r->n * eng_dtype_size(wire)));
+  if (r->how & WIRE_RUN_FILL) memset((char *)r->packed + r->n * eng_dtype_size(wire), 0, (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
+  if (r->scales) memcpy(r->scales, piece + padded, (size_t)scales_bytes(r->n));
+  for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {     // one by one: finite and then inf
+    if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 && wire_flags(piece + i * 2, ENG_f16, 1)) flags[r->slot] |= WIRE_OVERFLOW;
+  }
+  free(piece);
+  free(none);
+  free(room);
+  return good ? 1 : -1;
+}
+
+static int run_pack(fake_task *task)
+{
+  wire_task *t = (wire_task *)task;
+  int good = 1;
+  for (int i = 0; i < t->n && good == 1; i++) good = pack_run(&t->runs[i], t->wire, t->dtype, t->flags);
+  return good;
+}
+
+static int run_unpack(fake_task *task)
+{
+  wire_task *t = (wire_task *)task;
+  bool good = true;
+  for (int i = 0; i < t->n && good; i++) {
+    const wire_run *r = &t->runs[i];
+    int64_t padded = (r->n + 3) / 4 * 4;
+    char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64));
+    float *room = malloc((size_t)(r->n + 1) * sizeof *room);
+    memcpy(piece, r->packed, (size_t)(r->n * eng_dtype_size(t->wire)));
+    if (r->scales) memcpy(piece + padded, r->scales, (size_t)scales_bytes(r->n));
+    char *to = r->how & WIRE_RUN_ADD ? calloc((size_t)r->n + 1, sizeof(float)) : r->numbers;
+    good = comm_unpack(to, t->dtype, r->n, piece, t->wire, padded, 0, room) == ENG_OK;
+    for (int64_t at = 0, size = eng_dtype_size(t->dtype); r->how & WIRE_RUN_ADD && at < r->n; at++) {
+      float before, term;
+      char *place = (char *)r->numbers + at * size;
+      good = good && comm_cast(&before, ENG_f32, place, t->dtype, 1) == ENG_OK && comm_cast(&term, ENG_f32, to + at * size, t->dtype, 1) == ENG_OK;
+      before += term;
+      good = good && comm_cast(place, t->dtype, &before, ENG_f32, 1) == ENG_OK;
+    }
+    if (to != r->numbers) free(to);
+    free(piece);
+    free(room);
+  }
+  return good ? 1 : -1;
+}
+
+static int run_sum(fake_task *task)
+{
+  wire_task *t = (wire_task *)task;
+  float *values = malloc((size_t)(t->count * t->n + 1) * sizeof *values);
+  const float **terms = calloc((size_t)t->n, sizeof *terms);
+  bool good = true;
+  for (int k = 0; k < t->n && good; k++) {
+    terms[k] = values + t->count * k;
+    good = comm_unpack((float *)terms[k], ENG_f32, t->count, t->terms[k], t->wire, t->count, 0, NULL) == ENG_OK;
+  }
+  wire_sum(values, terms, t->n, t->count, t->share);
+  good = good && comm_pack(t->out, t->wire, t->count, 0, values, ENG_f32, t->count, NULL) == ENG_OK;
+  free(values);
+  free(terms);
+  return good ? 1 : -1;
+}
+
+static eng_status push_wire(void *lane, wire_task what, int (*run)(fake_task *), const char *name)
+{
+  if ((what.runs && !on_card(what.runs)) || (what.flags && !on_card(what.flags)) || (what.terms && !on_card(what.terms)) || (what.out && !on_card(what.out)))
+    return error_set(ENG_ERR_DEVICE, "fake card: %s from a table that is not in its memory", name);
+  wire_task *t = malloc(sizeof *t);
+  if (!t) return error_set(ENG_ERR_MEMORY, "fake card: no room for %s", name);
+  *t = what;
+  if (lane) fake_lane_push(lane, &t->task, run, name);
+  else {                                  // in order with everything else: now
+    open_memory();
+    int good = run(&t->task);
+    close_memory();
+    free(t);
+    if (good != 1) return error_set(ENG_ERR_DEVICE, "fake card: %s failed", name);
+  }
+  return ENG_OK;
+}
+
+static eng_status wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+{
+  (void)longest;
+  return push_wire(lane, (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype, .flags = flags}, run_pack, "packing");
+}
+
+static eng_status wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype)
+{
+  (void)longest;
+  return push_wire(lane, (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype}, run_unpack, "unpacking");
+}
+
+static eng_status sum_pieces(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share)
+{
+  return push_wire(lane, (wire_task){.out = out, .terms = terms, .n = n, .count = count, .wire = wire, .share = share}, run_sum, "adding up");
+}
+
 static backend device = {
   .name = "cuda", .gradstats = gradstats, .optimize = optimize, .unscale = unscale, .gradstats_start = gradstats_start,
   .gradstats_fetch = gradstats_fetch, .space = SPACE_CUDA, .memory = {take, give, capacity}, .move = move, .clear = clear,
   .synchronize = synchronize, .describe = describe, .capture_begin = capture_begin, .capture_end = capture_end,
-  .graph_launch = graph_launch, .graph_free = graph_free,
+  .graph_launch = graph_launch, .graph_free = graph_free, .identity = fake_identity,
+  .lane_new = lane_new, .lane_follow = lane_follow, .lane_done = lane_done, .lane_mark = lane_mark, .lane_reached = lane_reached,
+  .lane_forget = lane_forget, .lane_move = lane_move, .wire_pack = wire_pack, .wire_unpack = wire_unpack,
+  .wire_sum = sum_pieces,
 };
 
 __attribute__((visibility("default")))

@@ -7,8 +7,9 @@ local ranks, nn = engine.ranks, engine.nn
 local cfg = engine.config({
   steps = 8, batch = 8, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "", resume = "", clip = 0.0, policy = "", timeout = 20,
   optimizer = "adam", over = 0, dispatch = "own", combine = "own", experts = 4, top_k = 2, bare = false, one = 0, timid = "", trap = "",
-  plant = "", plant_rank = 0, plant_expert = 2, plant_step = 2, checkpoint_every = 0, hidden = 24,
+  plant = "", plant_rank = 0, plant_expert = 2, plant_step = 2, checkpoint_every = 0, hidden = 24, device = "cpu",
 })
+engine.device(cfg.device)
 engine.seed(5)
 
 local WIDTH, CLASSES = 20, 6

@@ -10,10 +10,12 @@ local cfg = engine.config({
   plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",   -- inf or nan in a gradient of one rank
   odd_rank = -1, odd_policy = "", odd_steps = 0,                                        -- one rank with other settings than the others
   hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3, swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
+  device = "cpu",
 })
 local odd = ranks.rank() == cfg.odd_rank
 if odd and cfg.odd_policy ~= "" then cfg.policy = cfg.odd_policy end
 if odd and cfg.odd_steps > 0 then cfg.steps = cfg.odd_steps end
+engine.device(cfg.device)
 engine.seed(5)
 
 local text = {}

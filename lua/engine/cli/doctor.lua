@@ -108,6 +108,12 @@ local function programs()
   end
   local mpi = output("command -v mpirun")
   line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or "not here; training runs in one process")
+  local good, machine = pcall(require, "engine.machine")
+  if good then
+    local nccl, why = machine.nccl()
+    local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or "of use where there are cards"
+    line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why .. "; between cards, gradients go through the host")
+  end
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
     print(("\nTo install what is missing: %sapt-get install %s"):format(sudo, table.concat(missing, " ")))

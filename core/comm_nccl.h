@@ -1,0 +1,36 @@
+// What this engine takes of NCCL, which is loaded at run time (comm_nccl.c): the types and numbers of nccl.h, so that building needs no CUDA.
+// cuda/nccl_check.c holds them against nccl.h where that is; spec/cuda/fake_nccl.c is a stand-in with these functions.
+#ifndef ENG_COMM_NCCL_H
+#define ENG_COMM_NCCL_H
+
+#include <stddef.h>
+
+typedef struct ncclComm *nccl_comm;
+typedef struct nccl_id { char bytes[128]; } nccl_id;
+
+enum { NCCL_SUCCESS = 0, NCCL_REMOTE_ERROR = 6, NCCL_IN_PROGRESS = 7 };    // of ncclResult_t
+enum { NCCL_BYTES = 1 };                                                  // of ncclDataType_t: ncclUint8
+enum { NCCL_OLDEST = 21800 };                                             // the version that ncclCommSplit came with
+
+typedef unsigned nccl_result;
+typedef struct nccl_calls {
+  nccl_result (*get_version)(int *version);
+  nccl_result (*get_unique_id)(nccl_id *id);
+  nccl_result (*init_rank)(nccl_comm *comm, int size, nccl_id id, int rank);
+  nccl_result (*split)(nccl_comm comm, int color, int key, nccl_comm *part, void *config);
+  nccl_result (*destroy)(nccl_comm comm);
+  nccl_result (*abort)(nccl_comm comm);
+  nccl_result (*async_error)(nccl_comm comm, nccl_result *error);
+  const char *(*error_string)(nccl_result result);
+  const char *(*last_error)(nccl_comm comm);
+  nccl_result (*group_start)(void);
+  nccl_result (*group_end)(void);
+  nccl_result (*send)(const void *memory, size_t count, unsigned type, int peer, nccl_comm comm, void *stream);
+  nccl_result (*receive)(void *memory, size_t count, unsigned type, int peer, nccl_comm comm, void *stream);
+} nccl_calls;
+
+/// Their names in the library, in this order.
+#define NCCL_NAMES { "ncclGetVersion", "ncclGetUniqueId", "ncclCommInitRank", "ncclCommSplit", "ncclCommDestroy", "ncclCommAbort", \
+  "ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv" }
+
+#endif

@@ -1,0 +1,225 @@
+// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/comm_wire.c and core/cpu/wire.c,
+// but for the bits of a nan. All are bound by memory: a warp takes a block of 128, a thread four neighbours of it.
+#include "device.h"
+#include "passes.h"
+
+#include "fp8.h"
+#include "fp8_scale.h"
+extern "C" {
+#include "wire.h"
+}
+
+enum { EACH = 4 /* neighbours of a thread */, THREADS = 256, WARPS = THREADS / 32, LEVELS = 24 /* of a sum: 2^24 ranks */, MOST_ACROSS = 2048, MOST_RUNS = 32768 };
+
+struct e4m3_t { uint8_t bits; };
+
+template <class T> struct alignas(EACH * sizeof(T)) quad { T at[EACH]; };
+
+/// Four neighbours from p on, of which `left` are there; the others are zeros.
+template <class T> __device__ static inline quad<T> load(const T *p, int64_t left)
+{
+  quad<T> q = {};
+  if (left >= EACH && (uintptr_t)p % sizeof q == 0) q = *(const quad<T> *)p;
+  else for (int i = 0; i < EACH; i++) if (i < left) q.at[i] = p[i];
+  return q;
+}
+
+template <class T> __device__ static inline void store(T *p, int64_t left, quad<T> q)
+{
+  if (left >= EACH && (uintptr_t)p % sizeof q == 0) *(quad<T> *)p = q;
+  else for (int i = 0; i < EACH; i++) if (i < left) p[i] = q.at[i];
+}
+
+template <class T> __device__ static inline quad<float> widened(quad<T> q)
+{
+  quad<float> v;
+  for (int i = 0; i < EACH; i++) v.at[i] = widen(q.at[i]);
+  return v;
+}
+
+// The wire's formats: what a thread of a warp makes of its four of a block, and reads of them. Every thread of the warp comes here.
+
+template <class W> __device__ static inline void put(W *packed, float *, quad<float> v, int64_t, int64_t left)
+{
+  quad<W> q;
+  for (int i = 0; i < EACH; i++) narrow(q.at[i], v.at[i]);
+  store(packed, left, q);
+}
+
+__device__ static inline void put(e4m3_t *packed, float *scales, quad<float> v, int64_t block, int64_t left)
+{
+  float amax = 0;
+  for (int i = 0; i < EACH; i++) {
+    float magnitude = f32_from(f32_bits(v.at[i]) & 0x7FFFFFFFu);
+    if (f32_is_finite(magnitude) && magnitude > amax) amax = magnitude;
+  }
+  for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+  fp8_scale s = fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
+  quad<e4m3_t> q;
+  for (int i = 0; i < EACH; i++)
+    q.at[i].bits = f32_is_finite(v.at[i]) ? e4m3_from_f32(v.at[i] * s.factor, FP8_SATURATE) : (uint8_t)(0x7F | (f32_bits(v.at[i]) >> 24 & 0x80));
+  store(packed, left, q);
+  if (threadIdx.x % 32 == 0) scales[block] = s.scale;
+}
+
+template <class W> __device__ static inline quad<float> get(const W *packed, const float *, int64_t, int64_t left) { return widened(load(packed, left)); }
+
+__device__ static inline quad<float> get(const e4m3_t *packed, const float *scales, int64_t block, int64_t left)
+{
+  quad<e4m3_t> q = load(packed, left);
+  quad<float> v;
+  for (int i = 0; i < EACH; i++) v.at[i] = e4m3_to_f32(q.at[i].bits) * scales[block];
+  return v;
+}
+
+/// The scales of a piece of `count` elements.
+template <class W> __device__ static inline float *scales_of(W *piece, int64_t count) { return (float *)((char *)piece + count); }
+
+// ------------------------------------------------------------------ passes
+
+template <class N, class W> struct same_type { static const bool value = false; };
+template <class N> struct same_type<N, N> { static const bool value = true; };
+
+/// The numbers as they are: no rounding, no quieting of a nan.
+template <class N> __device__ static inline void pass(N *packed, quad<N> q, int64_t left) { store(packed, left, q); }
+template <class N, class W> __device__ static inline void pass(W *, quad<N>, int64_t) {}
+
+template <class N, class W> __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uint32_t *flags)
+{
+  for (int r = blockIdx.y; r < n; r += gridDim.y) {
+    wire_run run = runs[r];
+    bool there = run.how & WIRE_RUN_THERE, fill = run.how & WIRE_RUN_FILL;
+    uint32_t found = 0;
+    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n; block += (int64_t)gridDim.x * WARPS) {
+      int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = run.n - at;
+      quad<N> q = {};
+      if (there) q = load((const N *)run.numbers + at, left);
+      if (fill) left = EACH;
+      quad<float> v = widened(q);
+      W *to = (W *)run.packed + at;
+      if (same_type<N, W>::value) pass((N *)run.packed + at, q, left);
+      else put(to, run.scales, v, block, left);
+      for (int i = 0; i < EACH; i++) {
+        if (!f32_is_finite(v.at[i])) found |= f32_is_nan(v.at[i]) ? WIRE_NAN : WIRE_INF;
+        if (sizeof(W) == 2 && !same_type<W, bf16_t>::value && !same_type<N, W>::value && f32_is_finite(v.at[i])) {
+          f16_t half;
+          narrow(half, v.at[i]);
+          if ((half.bits & 0x7C00u) == 0x7C00u) found |= WIRE_OVERFLOW;
+        }
+      }
+    }
+    if (found) atomicOr(&flags[run.slot], found);
+  }
+}
+
+template <class N, class W> __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
+{
+  for (int r = blockIdx.y; r < n; r += gridDim.y) {
+    wire_run run = runs[r];
+    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n; block += (int64_t)gridDim.x * WARPS) {
+      int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = run.n - at;
+      N *to = (N *)run.numbers + at;
+      quad<N> q;
+      if (same_type<N, W>::value) q = load((const N *)run.packed + at, left);
+      else {
+        quad<float> v = get((const W *)run.packed + at, run.scales, block, left);
+        for (int i = 0; i < EACH; i++) narrow(q.at[i], v.at[i]);
+      }
+      if (run.how & WIRE_RUN_ADD) {
+        quad<N> before = load(to, left);
+        for (int i = 0; i < EACH; i++) narrow(q.at[i], widen(before.at[i]) + widen(q.at[i]));
+      }
+      store(to, left, q);
+    }
+  }
+}
+
+/// Equal neighbours merge, as a counter in binary does: the order of comm.h. p: the largest power of two that is not above n.
+template <class W> __global__ void __launch_bounds__(THREADS) sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
+{
+  for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < count; block += (int64_t)gridDim.x * WARPS) {
+    int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = count - at;
+    quad<float> level[LEVELS];
+    int top = 0;
+    for (int k = 0; k < p; k++) {
+      const W *term = (const W *)terms[k];
+      quad<float> v = get(term + at, scales_of((W *)term, count), block, left);
+      for (int i = 0; i < EACH; i++) v.at[i] = v.at[i] / share;
+      if (k + p < n) {
+        const W *far = (const W *)terms[k + p];
+        quad<float> w = get(far + at, scales_of((W *)far, count), block, left);
+        for (int i = 0; i < EACH; i++) v.at[i] = v.at[i] + w.at[i] / share;
+      }
+      for (int bits = k; bits & 1; bits >>= 1) {
+        top--;
+        for (int i = 0; i < EACH; i++) v.at[i] = level[top].at[i] + v.at[i];
+      }
+      level[top++] = v;
+    }
+    put(out + at, scales_of(out, count), level[0], block, left);
+  }
+}
+
+// ------------------------------------------------------------------ choosing
+
+static unsigned across_of(int64_t longest)
+{
+  int64_t blocks = (longest + THREADS * EACH - 1) / (THREADS * EACH);
+  return (unsigned)(blocks < 1 ? 1 : blocks < MOST_ACROSS ? blocks : (int64_t)MOST_ACROSS);
+}
+
+template <class N, class W> static void launch(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest, uint32_t *flags)
+{
+  dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
+  if (out) pack<N, W><<<grid, THREADS, 0, lane>>>(runs, n, flags);
+  else unpack<N, W><<<grid, THREADS, 0, lane>>>(runs, n);
+}
+
+template <class N> static eng_status by_wire(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest, int wire, uint32_t *flags)
+{
+  if (wire == ENG_f32) launch<N, float>(out, lane, runs, n, longest, flags);
+  else if (wire == ENG_f16) launch<N, f16_t>(out, lane, runs, n, longest, flags);
+  else if (wire == ENG_bf16) launch<N, bf16_t>(out, lane, runs, n, longest, flags);
+  else if (wire == ENG_e4m3) launch<N, e4m3_t>(out, lane, runs, n, longest, flags);
+  else return error_set(ENG_ERR_DTYPE, "cuda: no message between ranks has format number %d", wire);
+  CUDA_LAUNCHED("messages between ranks");
+  return ENG_OK;
+}
+
+static cudaStream_t stream_of(void *lane) { return lane ? (cudaStream_t)lane : cuda_stream(); }
+
+static eng_status by_dtype(bool out, void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+{
+  cudaStream_t stream = stream_of(lane);
+  if (n == 0) return ENG_OK;
+  if (dtype == ENG_f32) return by_wire<float>(out, stream, runs, n, longest, wire, flags);
+  if (dtype == ENG_f16) return by_wire<f16_t>(out, stream, runs, n, longest, wire, flags);
+  if (dtype == ENG_bf16) return by_wire<bf16_t>(out, stream, runs, n, longest, wire, flags);
+  return error_set(ENG_ERR_DTYPE, "cuda: messages between ranks are made of f32, f16 or bf16, got format number %d", dtype);
+}
+
+eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+{
+  return by_dtype(true, lane, runs, n, longest, wire, dtype, flags);
+}
+
+eng_status cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype)
+{
+  return by_dtype(false, lane, runs, n, longest, wire, dtype, NULL);
+}
+
+eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share)
+{
+  cudaStream_t stream = stream_of(lane);
+  unsigned grid = across_of(count);
+  int p = 1;
+  if (count == 0) return ENG_OK;
+  while (2 * p <= n) p *= 2;
+  if (wire == ENG_f32) sum<<<grid, THREADS, 0, stream>>>((float *)out, terms, n, p, count, share);
+  else if (wire == ENG_f16) sum<<<grid, THREADS, 0, stream>>>((f16_t *)out, terms, n, p, count, share);
+  else if (wire == ENG_bf16) sum<<<grid, THREADS, 0, stream>>>((bf16_t *)out, terms, n, p, count, share);
+  else if (wire == ENG_e4m3) sum<<<grid, THREADS, 0, stream>>>((e4m3_t *)out, terms, n, p, count, share);
+  else return error_set(ENG_ERR_DTYPE, "cuda: no message between ranks has format number %d", wire);
+  CUDA_LAUNCHED("the sum over ranks");
+  return ENG_OK;
+}
