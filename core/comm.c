@@ -91,7 +91,10 @@ eng_status eng_comm_world(eng_comm **out)
   *out = NULL;
   if (!started) {
     const char *text = getenv("ENGINE_RANK_TIMEOUT");
-    if (text && strtod(text, NULL) > 0) patience = strtod(text, NULL);
+    char *end = NULL;
+    double seconds = text && *text ? strtod(text, &end) : patience;
+    if (!(seconds > 0 && seconds < 1e9) || (end && *end)) return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'", text);
+    patience = seconds;
     const comm_transport *transport;
     comm_watch_mark before = comm_watch("the start of the job");
     eng_status status = comm_load(&transport);

@@ -374,7 +374,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
 /// ZeRO-2: what backward wrote and nobody sent is forgotten.
 static void leave_rooms(eng_parallel *p)
 {
-  for (int k = 0; p->zero == 2 && k < p->n_buckets; k++) {
+  for (int k = 0; p->zero == 2 && !p->set->freed && k < p->n_buckets; k++) {      // of a freed set members have no sizes any more
     const bucket *b = &p->buckets[k];
     for (int m = 0; b->state == BUCKET_FILLS && m < b->n; m++) leave_room(p, b->member[m]);
   }

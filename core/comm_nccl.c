@@ -38,7 +38,7 @@ static eng_status load(void)
 {
   static const char *const names[] = NCCL_NAMES;
   if (nccl.library) return ENG_OK;
-  const char *other = getenv("ENGINE_NCCL_LIBRARY"), *name = other ? other : "libnccl.so.2";   // for specs: one that needs no card
+  const char *other = getenv("ENGINE_NCCL_LIBRARY"), *name = other && *other ? other : "libnccl.so.2";   // for specs: one that needs no card
   void *library = plugin_library(name, RTLD_LOCAL);
   if (!library) return error_set(ENG_ERR_LIBRARY, "there is no %s (%s)", name, other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
   union { void *object; void (*function)(void); } entry;
@@ -149,7 +149,9 @@ static eng_status lane_done(bool *done, comm_lane lane, const char *what)
   if (*done) return ENG_OK;
   nccl_result result = nccl.call.async_error(nccl.comm[lane], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
-  return result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS ? ENG_OK : failed(result, what, nccl.comm[lane]);
+  if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
+  ENG_TRY(nccl.card->lane_done(done, nccl.lane[lane]));        // a rank that has sent everything may end meanwhile
+  return *done ? ENG_OK : failed(result, what, nccl.comm[lane]);
 }
 
 eng_status comm_lane_wait(comm_lane lane, const char *what)
@@ -236,7 +238,7 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   char why[320] = "";
   bool any, must;
   *cards = nccl.talk = false;
-  if (!everybody->transport) return ENG_OK;
+  if (!everybody->transport || !everybody->transport->test) return ENG_OK;       // alone, or a rehearsal (comm_predict.c)
   card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
   if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
   write_note(&own, wanted);
@@ -244,6 +246,7 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   bool can = status == ENG_OK && decide(why, sizeof why, &any, &must, notes, everybody->size);
   free(notes);
   if (status != ENG_OK) return status;
+  if (!can && must && wish_of_process() == WISH_UNKNOWN) return error_set(ENG_ERR_VALUE, "%s", why);
   if (!can && must) return error_set(ENG_ERR_LIBRARY, "NCCL is asked for (ENGINE_NCCL=on) and cannot be had: %s; hint: ENGINE_NCCL=auto", why);
   if (!can && nccl.comm[LANE_HOST] && everybody->size > 1)
     return error_set(ENG_ERR_LIBRARY, "there is NCCL alone between these processes, and what they have cannot go over it: %s; hint: device=cuda on every "
@@ -319,6 +322,10 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   s->n = n;
   if (status == ENG_OK) status = exchange(LANE_HOST, group, s->there, n, "a message");
   if (status == ENG_OK) *out = s;
+  else {
+    s->next = spare;
+    spare = s;
+  }
   return status;
 }
 

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-typedef enum way { WAY_ALONE, WAY_MPI, WAY_NCCL } way;
+typedef enum way { WAY_ALONE, WAY_MPI, WAY_NCCL, WAY_WRONG } way;
 
 /// What starters call a process's number and how many there are; `also` must be set, too. SLURM's names are those of a step: a batch script has
 /// none. torchrun's are set by many, and come last where it is not known to be torchrun, which may itself be started by srun.
@@ -32,6 +32,7 @@ typedef struct launch {
   int         rank, size;
   const char *who;
   way         way;
+  char        wrong[320];       // WAY_WRONG: what the environment says cannot be
 } launch;
 
 static bool is_set(const char *name, bool nccl)
@@ -40,18 +41,54 @@ static bool is_set(const char *name, bool nccl)
   return getenv(name) != NULL;
 }
 
+/// A whole number between these, and nothing else.
+static bool read_number(int *number, const char *text, long least, long most)
+{
+  char *end;
+  long value = strtol(text, &end, 10);
+  *number = (int)value;
+  return *text >= '0' && *text <= '9' && !*end && value >= least && value <= most;
+}
+
+/// The first starter that speaks of several processes, else one that speaks of one. A starter whose numbers cannot be is passed over as long
+/// as another has good ones.
+static void find_starter(launch *found, bool nccl)
+{
+  enum { MOST = 1 << 24 };
+  for (size_t i = 0; i < sizeof starters / sizeof *starters && found->size == 1; i++) {
+    const char *r = getenv(starters[i].rank), *n = getenv(starters[i].size);
+    int rank, size;
+    if (!r || !n || (starters[i].also && !is_set(starters[i].also, nccl))) continue;
+    if (!read_number(&size, n, 1, MOST) || !read_number(&rank, r, 0, size - 1)) {
+      snprintf(found->wrong, sizeof found->wrong, "%s=%.60s %s=%.60s: expected the number of processes, and this one's, from 0 on", starters[i].size, n,
+               starters[i].rank, r);
+    } else if (!found->who || size > 1) {
+      found->rank = rank;
+      found->size = size;
+      found->who = starters[i].who;
+      found->way = size > 1 ? starters[i].way : WAY_ALONE;
+    }
+  }
+  const char *several = getenv("WORLD_SIZE");
+  if (found->who || !several || strcmp(several, "1") == 0) return;
+  if (!getenv("RANK")) snprintf(found->wrong, sizeof found->wrong, "WORLD_SIZE=%.60s without RANK", several);
+  else if (!is_set(A_PLACE_TO_MEET, nccl))
+    snprintf(found->wrong, sizeof found->wrong, "WORLD_SIZE=%.60s and RANK without MASTER_ADDR, the machine of rank 0", several);
+}
+
 static launch launched(void)
 {
-  launch found = {0, 1, NULL, WAY_ALONE};
+  launch found = {0, 1, NULL, WAY_ALONE, ""};
   const char *asked = getenv("ENGINE_RANKS");
-  bool mpi = asked && strcmp(asked, "mpi") == 0, nccl = asked && strcmp(asked, "nccl") == 0;
   if (asked && strcmp(asked, "off") == 0) return found;
-  for (size_t i = 0; i < sizeof starters / sizeof *starters && !found.who; i++) {
-    const char *r = getenv(starters[i].rank), *n = getenv(starters[i].size);
-    if (!r || !n || atoi(n) < 1 || atoi(r) < 0 || atoi(r) >= atoi(n) || (starters[i].also && !is_set(starters[i].also, nccl))) continue;
-    found = (launch){atoi(r), atoi(n), starters[i].who, atoi(n) > 1 ? starters[i].way : WAY_ALONE};
-  }
-  if (mpi || nccl) {
+  bool mpi = asked && strcmp(asked, "mpi") == 0, nccl = asked && strcmp(asked, "nccl") == 0;
+  find_starter(&found, nccl);
+  if (asked && *asked && !mpi && !nccl) snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl", asked);
+  else if (found.who) found.wrong[0] = 0;
+  if (found.wrong[0]) {         // to train alone would be another job
+    found.way = WAY_WRONG;
+    if (found.size == 1) found.size = 2;
+  } else if (mpi || nccl) {
     found.way = mpi ? WAY_MPI : WAY_NCCL;
     if (!found.who) found.who = mpi ? "ENGINE_RANKS=mpi" : "ENGINE_RANKS=nccl";
   }
@@ -69,20 +106,24 @@ bool eng_comm_launched(int *rank, int *size)
 // ------------------------------------------------------------------ NCCL alone
 
 /// Where rank 0 listens while the ranks meet: MASTER_ADDR, and the port after MASTER_PORT, on which torchrun itself may listen. NULL: not told.
-static const char *meeting_place(void)
+static eng_status meeting_place(const char **out)
 {
   enum { USUAL_PORT = 29500 };
   static char place[300];
   const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
-  if (!address || !*address) return NULL;
-  int number = port && atoi(port) > 0 ? atoi(port) : USUAL_PORT;
+  int number = USUAL_PORT;
+  *out = NULL;
+  if (getenv("NCCL_COMM_ID") || !address || !*address) return ENG_OK;
+  if (port && !read_number(&number, port, 1, 65534)) return error_set(ENG_ERR_VALUE, "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'", port);
   snprintf(place, sizeof place, strchr(address, ':') ? "[%.255s]:%d" : "%.255s:%d", address, number + 1);
-  return place;
+  *out = place;
+  return ENG_OK;
 }
 
 static eng_status load_nccl(const comm_transport **out, const launch *l)
 {
-  const char *where = l->size > 1 ? meeting_place() : NULL;
+  const char *where = NULL;
+  if (l->size > 1) ENG_TRY(meeting_place(&where));
   if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
     return error_set(ENG_ERR_LIBRARY, "%s started %d processes that are to meet over NCCL, but not where; hint: MASTER_ADDR=the machine of rank 0", l->who, l->size);
   eng_status status = comm_nccl_world(out, l->rank, l->size, where);
@@ -130,5 +171,6 @@ eng_status comm_load(const comm_transport **out)
 {
   launch l = launched();
   *out = NULL;
+  if (l.way == WAY_WRONG) return error_set(ENG_ERR_VALUE, "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone", l.wrong);
   return l.way == WAY_MPI ? load_mpi(out, &l) : l.way == WAY_NCCL ? load_nccl(out, &l) : ENG_OK;
 }

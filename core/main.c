@@ -125,6 +125,7 @@ static void complain(const char *text)
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
+    if (before == 2) return;              // it was told to end, and says so to nobody
     for (int i = 0; i < 50; i++) usleep(10000);
     if (eng_interrupted() > before) return;
     fprintf(stderr, "engine: rank %d: %s\n", rank, text);

@@ -19,7 +19,7 @@ local lab = require "engine.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ rows = 64, seed = 1, share = 0.001, svg = "" },
-  { rows = "of 4096 numbers", seed = "of the numbers", share = "of outliers", svg = "a file for the curves" })
+  { rows = { "of 4096 numbers", least = 1 }, seed = "of the numbers", share = "of outliers", svg = "a file for the curves" })
 local K = 4096
 local KINDS = { { "tensor scale", { block = "tensor" } }, { "1x128", { block = "1x128" } }, { "1x128 pow2", { block = "1x128", pow2 = true } },
   { "128x128", { block = "128x128" } }, { "row", { block = "row" } }, { "e5m2, tensor", { format = "e5m2" } } }

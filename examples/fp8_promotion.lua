@@ -19,7 +19,8 @@ local lab = require "engine.lab"
 local M_ffi = require "engine.ffi"
 local fp8 = engine.fp8
 
-local cfg = engine.config({ draws = 400, seed = 1, svg = "" }, { draws = "dot products of each kind", seed = "of the numbers", svg = "a file for the curves" })
+local cfg = engine.config({ draws = 400, seed = 1, svg = "" },
+  { draws = { "dot products of each kind", least = 1 }, seed = "of the numbers", svg = "a file for the curves" })
 
 local DATA = {
   { "U[0,1)", { 1024, 4096, 16384 }, function(m, k) return engine.rand(m, k) end },

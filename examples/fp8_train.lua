@@ -26,8 +26,9 @@ local lab = require "engine.lab"
 
 local cfg = engine.config({ model = "gpt", recipes = "fp32,bf16,fp16,fp8_delayed,fp8_current,fp8_rowwise,fp8_block", seeds = 3, steps = 300, data = "",
   batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
-  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas", seeds = "runs of each, with seeds from 1",
-    steps = "of each run", data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step", context = "bytes a sequence",
+  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas",
+    seeds = { "runs of each, with seeds from 1", least = 1 },
+    steps = { "of each run", least = 1 }, data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step", context = "bytes a sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
     threads = "threads to use; 0: all", svg = "a file for the loss curves" })
 

@@ -281,7 +281,17 @@ describe("files of a run", function()
     assert.matches("has no weights", message)
   end)
 
-  it("whose checkpoints are all damaged do not mix old rows with new ones", function()
+  it("whose checkpoints are all damaged stop a run before it drops what was recorded", function()
+    local run = folder .. "/r"
+    job { run = run, steps = 12 }:run()
+    os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
+    local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
+    assert.is_false(good)
+    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back what is missing, or run=ANOTHER_NAME begins anew", message)
+    assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
+  end)
+
+  it("without checkpoints do not mix old rows with new ones", function()
     local run = folder .. "/r"
     job { run = run, steps = 12 }:run()
     os.execute("rm -rf " .. run .. "/checkpoints/step-*")

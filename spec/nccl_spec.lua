@@ -79,6 +79,12 @@ describe("NCCL", function()
   end)
 
   if start.there then
+    it("gives way to mpirun that was started inside torchrun's shell of one process", function()
+      local result = start.run(2, "spec/ranks/world.lua", {}, { environment = "TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1" })
+      assert(result.code == 0, result.err)
+      assert.matches("2 ranks, 2 of them here", result.out, 1, true)
+    end)
+
     it("trains as through the host, bit for bit: wires, ZeRO, overflows, accumulation", function()
       for _, case in ipairs {
         { 2, "precision=fp16", "policy=dynamic:init_scale=2^19", "bucket=0.005" }, { 4, "wire=fp8", "width=38", "clip=1" },
@@ -163,8 +169,18 @@ describe("NCCL", function()
     end
     local result = start.nccl(2, JOB, { "device=cpu" }, { folder = folder })
     assert.matches("there is NCCL alone between these processes, and what they have cannot go over it: on rank 0 it lies in host memory", result.err, 1, true)
-    result = start.nccl(1, WORLD, {}, { folder = folder, names = names "RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl" })
-    assert.matches("2 processes that are to meet over NCCL, but not where; hint: MASTER_ADDR=", result.err, 1, true)
+    for environment, expected in pairs {
+      ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] = "2 processes that are to meet over NCCL, but not where; hint: MASTER_ADDR=",
+      ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR", ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
+      ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 RANK=2: expected the number of processes, and this one's, from 0 on",
+      ["RANK=0 WORLD_SIZE=2x MASTER_ADDR=x"] = "WORLD_SIZE=2x RANK=0: expected", ["ENGINE_RANKS=yes"] = "ENGINE_RANKS=yes: expected off, mpi or nccl",
+      ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] = "MASTER_PORT: expected a port from 1 to 65534, got '65535'",
+      ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x ENGINE_RANK_TIMEOUT=-3"] = "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '-3'",
+    } do
+      result = start.nccl(1, WORLD, {}, { folder = folder, names = names(environment) })
+      assert.are_not.equal(0, result.code)
+      assert.matches(expected, result.err, 1, true)
+    end
   end)
 
   it("alone ends a job that a rank never came to, left or hangs in", function()

@@ -71,6 +71,20 @@ describe("a plan", function()
     assert.near(0.3, plan.predict(job, { alpha = 0, beta = 0, cores = 2, slowed = 1.5 }, 4).compute, 1e-12)
   end)
 
+  it("stands beside what jobs take here", function()
+    local settings = { "alpha=2e-6", "beta=1e-10", "layers=1", "width=32", "context=16", "zero=1" }
+    local there = require("spec.ranks.start").there
+    local result = helper.run { "plan", "examples/gpt.lua", there and "measure=1,2" or "measure=1", unpack(settings) }
+    assert.equal("", result.err)
+    assert.matches("\n1 rank +predicted +measured", result.out)
+    for _, what in ipairs { "weights", "gradients", "moments" } do assert.matches(("  memory: %s +[%%d.]+ KiB +[%%d.]+ KiB +exact\n"):format(what), result.out) end
+    if not there then return end
+    local two = result.out:match("\n2 ranks .*")
+    for _, what in ipairs { "messages sent", "bytes sent", "memory: weights", "memory: gradients", "memory: messages" } do
+      assert.matches(("  %s +[^\n]+ exact\n"):format(what), two)
+    end
+  end)
+
   it("is printed for a script, which is not trained", function()
     local result = helper.run { "plan", "examples/gpt.lua", "ranks=64", "alpha=2e-6", "beta=1e-10", "step=0.05", "layers=1", "width=32" }
     assert.equal("", result.err)

@@ -104,4 +104,25 @@ describe("ranks with ZeRO-2", function()
       assert.same(plain[1].steps, rank.steps)
     end
   end)
+
+  it("end with the script's error when one comes up in backward", function()
+    for zero = 1, 2 do
+      local result = start.run(2, "spec/ranks/zero.lua", { "told=" .. folder .. "/told", "model=forked", "boom=1", "timeout=5", "zero=" .. zero })
+      assert.matches("boom", result.err, 1, true)
+      assert.not_matches("Signal", result.err)
+      assert.is_true(result.code > 0 and result.code < 128, tostring(result.code) .. result.err)
+    end
+  end)
+
+  it("go on with parameters that have no elements", function()
+    local whole = job(2, { "model=forked", "zero=2", "steps=4" })
+    for from = 1, 2 do
+      local run = folder .. "/none" .. from
+      job(2, { "model=forked", "zero=" .. from, "steps=4", "run=" .. run })
+      for n = 1, 3, 2 do
+        local rest = job(n, { "model=forked", "zero=" .. 3 - from, "steps=4", "run=" .. run, "resume=auto" })
+        assert.equal(whole[1].weights, rest[1].weights)
+      end
+    end
+  end)
 end)

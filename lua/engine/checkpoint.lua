@@ -277,7 +277,8 @@ function Checkpoint:close()
 end
 
 --- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is. Returns { step, path, state, skipped =
---- { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil and why not.
+--- { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, why not, and whether there are
+--- some that are damaged.
 function M.open(dir)
   local path, header, skipped
   if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
@@ -289,7 +290,7 @@ function M.open(dir)
   else
     path, header, skipped = newest(dir)
     if not path then
-      if #skipped > 0 then return nil, table.concat(skipped, "\n") end
+      if #skipped > 0 then return nil, table.concat(skipped, "\n"), true end
       return nil, ("there is no checkpoint in %s"):format(dir)
     end
   end

@@ -2,7 +2,7 @@
 --
 --   local cfg = engine.config({ lr = 3e-4, steps = 1000, precision = "fp16", model = { width = 384 } },
 --                             { lr = "peak learning rate", ["model.width"] = "features per token",
---                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } } })
+--                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, steps = { "to make", least = 1 } })
 --
 --   engine train.lua lr=1e-3 steps=2^12 model.width=512     fields; nested ones with dots
 --   engine train.lua config=small.lua lr=1e-3               a file first, then a field; the later one wins
@@ -158,6 +158,9 @@ end
 
 local function check(name, value, docs)
   local doc = docs[name]
+  if type(doc) == "table" and doc.least and value ~= nil and value < doc.least then
+    fail("%s: expected %s or more, got %s", name, show(doc.least), show(value))
+  end
   local choices = type(doc) == "table" and doc.choices
   if not choices then return value end
   for _, choice in ipairs(choices) do

@@ -173,12 +173,16 @@ function M.read(h, wanted_names, options)
   fill(h, cells, summed, start, width, n, last, done, true)
   if #other > 0 then fill(h, more, other, start, width, n, last, 0, false) end
   result.width, result.first, result.last = width, first, last
+  if width > 1 then
+    local tail = M.read(h, wanted_names, { from = last, to = last })
+    for _, name in ipairs(wanted_names) do result[name].at_end = tail[name].mean[1] end
+  end
   for at = 0, n - 1 do
     local cell = cells[at]
     if cell then
       local i = #result.x + 1
       result.first_step[i] = start + at * width
-      result.x[i] = start + at * width + (width - 1) / 2
+      result.x[i] = (result.first_step[i] + math.min(result.first_step[i] + width - 1, last)) / 2
       for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens", "seconds" } do result[key][i] = cell[key] end
       for _, name in ipairs(wanted_names) do
         local v, to = cell[name] or (more[at] and more[at][name]), result[name]

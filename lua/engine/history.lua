@@ -465,7 +465,7 @@ local function say_gradients(h, row, say)
   end
   if row.amax == row.amax and row.amax > 0 then
     local f16 = (h:meta().gradients or "f16") == "f16"
-    say("The largest finite one was %s, times the loss scale %s%s; their norm was %s.", plain(row.amax), plain(row.amax * row.scale),
+    say("The largest finite one was %s, which is %s by the loss scale%s; their norm was %s.", plain(row.amax), plain(row.amax * row.scale),
       f16 and " (f16 reaches 65504)" or "", plain(row.norm))
   end
   local tensors = row.overflow and h:tensors(row.step)

@@ -441,7 +441,7 @@ function Parallel:pieces()
     local from, to = own_part(self, i)
     for which = 1, 2 do
       local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] and to > from then pieces:add("optimizer", name, moments[name], from, to, self:shape(p)) end
+      if moments[name] and (to > from or p.tensor.count == 0 and self.rank == 0) then pieces:add("optimizer", name, moments[name], from, to, self:shape(p)) end
     end
   end
   return pieces

@@ -24,6 +24,7 @@ function M.trainer(script, settings, given)
   local new = require("engine.trainer").new
   arg = { [0] = script, unpack(settings) }
   engine.trainer = function(o)
+    if type(o) ~= "table" then return new(o) end      -- which says what is wrong
     for key, value in pairs(o) do options[key] = value end
     for _, key in ipairs { "zero", "wire", "bucket" } do options[key] = given[key] or options[key] end
     options.run, options.resume, options.log, options.steps, options.checkpoint_every, options.tensorboard = nil, nil, "quiet", 1e9, nil, nil
@@ -49,7 +50,8 @@ end
 local function quote(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
 
 local function mpirun(n)
-  return ("OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 timeout 600 "
+  return ("env -u ENGINE_RANKS -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 "
+    .. "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 timeout 600 "
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
 end
 
@@ -107,7 +109,7 @@ function M.rank(script, settings, given)
       end
     end
   end
-  local parts = { ("rank=%d"):format(ranks.rank()), ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
+  local parts = { ("rank=%d of=%d"):format(ranks.rank(), ranks.size()), ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
   for _, name in ipairs(FACTS) do parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0) end
   local memory = require("engine").memory()
   for _, name in ipairs(ARENAS) do parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak) end
@@ -128,16 +130,19 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
-local function read_ranks(text, n)
-  local list = {}
-  for line in text:gmatch("planned ([^\n]+)") do
-    local told = {}
-    for name, value in line:gmatch("([%a_]+)=(%S+)") do told[name] = tonumber(value) end
-    told.times = {}
+-- What n processes of jobs of `size` ranks each wrote.
+local function read_ranks(text, n, size)
+  local list, seen = {}, {}
+  for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do
+    local told = { times = {} }
+    for name, value in line:gmatch("([%a_]+)=(%S+)") do told[name] = told[name] or tonumber(value) end
     for time in line:match("times=(%S+)"):gmatch("[^,]+") do table.insert(told.times, tonumber(time)) end
-    list[#list + 1] = told
+    if told.of == size and not (size > 1 and seen[told.rank]) then list[#list + 1] = told end
+    seen[told.rank] = true
   end
-  if #list ~= n then error(("a job of %d ranks was to be measured; it said:\n%s"):format(n, text), 0) end
+  if #list ~= n then
+    error(("a job of %d rank%s did not come to its end; it said: %s"):format(size, size > 1 and "s" or "", text ~= "" and text or "nothing"), 0)
+  end
   table.sort(list, function(a, b) return a.rank < b.rank end)
   return list
 end
@@ -147,12 +152,12 @@ function M.alone(n, script, settings, given)
   local command = "ENGINE_RANKS=off OMP_NUM_THREADS=1 timeout 600 " .. rank_command(script, settings, given)
   local all = {}
   for i = 1, n do all[i] = command .. " 2>&1 &" end
-  return read_ranks(output(table.concat(all, " ") .. " wait"), n)
+  return read_ranks(output(table.concat(all, " ") .. " wait"), n, 1)
 end
 
 --- What the ranks of a job of n tell.
 function M.job(n, script, settings, given)
-  return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))), n)
+  return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))), n, n)
 end
 
 return M

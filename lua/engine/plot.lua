@@ -192,6 +192,7 @@ function plot.draw(options)
   if #points == 0 then return title .. "\n  (nothing to draw)" end
 
   local x_low, x_high = range_of(points, 1)
+  x_low, x_high = math.min(options.x_low or x_low, x_low), math.max(options.x_high or x_high, x_high)
   for _, x in ipairs(left_out > 0 and options.x or {}) do          -- the axis spans what was left out, too
     if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
   end

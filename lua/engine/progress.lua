@@ -97,6 +97,7 @@ function progress:expect(total) self.total = total end
 -- Columns of the terminal, or false.
 function progress:columns()
   if self.fixed_columns ~= nil then return self.fixed_columns end
+  if require("engine.ranks").size() > 1 then return false end        -- mpirun gives ranks a terminal where it has a file itself
   return require("engine.machine").terminal(1) or false
 end
 

@@ -488,7 +488,7 @@ local function tiles(h, info, c)
   local rate = speed or info.rows / math.max(info.seconds, 1e-9)
   local list = {
     { "loss at the end", number(info.loss - info.loss == 0 and tonumber(("%.4f"):format(info.loss)) or info.loss),
-      least < math.huge and "lowest " .. number(tonumber(("%.4f"):format(least))) },
+      least < math.huge and "lowest " .. number(least) },
     { "loss scale", chart.scale(info.scale), high > low and ("%s to %s"):format(chart.scale(low), chart.scale(high)) or "all along" },
     { "steps", grouped(info.rows), "in " .. duration(info.seconds) },
     { "updates", grouped(info.updates), info.skipped > 0 and grouped(info.skipped) .. " skipped" or "none skipped" },

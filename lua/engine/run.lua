@@ -177,10 +177,12 @@ local function find_checkpoint(self, resume)
     if C.eng_file_kind(dir) ~= DIRECTORY then error(("resume: there is no run or checkpoint %s"):format(dir), 0) end
   end
   if C.eng_file_kind(dir) ~= DIRECTORY then return nil end
-  local c, message = checkpoint.open(dir)
+  local c, message, damaged = checkpoint.open(dir)
   if not c and resume ~= "auto" and resume ~= true then error("resume: " .. tostring(message), 0) end
   if c then
     for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
+  elseif damaged then      -- to begin anew would drop what the run has recorded
+    error(("resume: no checkpoint can be used: %s; hint: put back what is missing, or run=ANOTHER_NAME begins anew"):format(message), 0)
   elseif message then
     self.notes[#self.notes + 1] = message
   end

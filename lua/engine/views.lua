@@ -57,6 +57,7 @@ function M.curve(c, name, options)
     y[i], low[i] = v.max[i] or 0 / 0, v.min[i]
     last = v.mean[i] or last
   end
+  last = v.at_end or last
   local log = options.log
   if log == nil then log = metric.log end
   if log == true then log = metric.log or 10 end
@@ -69,7 +70,8 @@ function M.curve(c, name, options)
   local function text(x) return metric.log == 2 and x >= 1 and require("engine.progress").scale_text(x) or plot.number_text(x) end
   if last then title = ("%s   %s to %s, at the end %s"):format(title, text(least), text(most), text(last)) end
   local marks, count = marks_of(c)
-  return plot.draw { title = title, x = c.x, y = y, low = low, log = log, width = options.width, height = options.height, ascii = options.ascii,
+  return plot.draw { title = title, x = c.x, x_low = c.first, x_high = c.last, y = y,
+    low = low, log = log, width = options.width, height = options.height, ascii = options.ascii,
     marks = options.marks ~= false and #marks > 0 and marks or nil, mark_count = count, mark_name = "overflow" }
 end
 

@@ -8,7 +8,7 @@ local json = require "engine.json"
 local C, check = M_ffi.C, M_ffi.check
 local ranks = engine.ranks
 local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32", wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
-  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told" }
+  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told", resume = "", boom = 0 }
 engine.seed(3)
 
 -- ------------------------------------------------------------------ models
@@ -21,10 +21,17 @@ function Forked:init(W)
   for i = 1, 3 do self["back" .. i] = engine.nn.linear(W, W) end
   for _, name in ipairs { "first", "others", "idle", "middle" } do self[name] = engine.nn.linear(W, W) end
   self.into = engine.nn.linear(W, W)
+  self:parameter("none", engine.zeros(0, 3), "linear")
+end
+
+local function boom(_, dy)
+  if cfg.boom > 0 then error("boom") end
+  return dy
 end
 
 function Forked:loss(x)
   local h = self.into(x):tanh()
+  if cfg.boom == ranks.rank() then h = engine.custom { forward = function(_, y) return y * 1 end, backward = boom }(h) end
   h = (ranks.rank() == 0 and self.first or self.others)(h):tanh()
   for i = 3, 1, -1 do h = self["back" .. i](h):tanh() end
   h = self.middle(h):tanh()
@@ -55,7 +62,8 @@ end
 
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
 local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, wire = cfg.wire,
-  zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, rank_timeout = cfg.timeout,
+  zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
+  trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, rank_timeout = cfg.timeout,
   log = "quiet", attach = false }
 if cfg.model == "forked" then options.loss = function(m, batch) return m:loss(batch.x) end end
 local trainer

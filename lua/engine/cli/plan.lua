@@ -14,13 +14,19 @@ alpha, beta  seconds of a message and of a byte between two ranks; measured here
              processes, where they are not given and mpirun is there
 step         seconds of one rank's own step; measured where it is not given
 wire zero bucket   as the trainer takes them; what the script says where they are not given
+The table: memory of a rank, and of it gradients (zero=2: its pieces and what backward writes),
+moments, and messages under way; then times: messages, what of them the backward pass does not
+hide, the record, and the whole step.
+
 measure      runs the job with so many ranks on this machine, a thread each, and prints what was
              predicted for this machine beside what was measured. Ranks that share a machine are
              no ranks of their own: what is predicted for them begins with steps timed while every
              core is at work, and waits for the slowest of them; their messages hide behind nothing,
              for the cores that compute copy them; and more ranks than cores take turns]==]
 
-local MINE = { ranks = true, alpha = true, beta = true, step = true, wire = true, zero = true, bucket = true, measure = true, role = true }
+local OWN = { "ranks", "alpha", "beta", "step", "wire", "zero", "bucket", "measure" }
+local MINE, COST = { role = true }, { alpha = true, beta = true, step = true }
+for _, name in ipairs(OWN) do MINE[name] = true end
 local TEXT = { wire = true, measure = true, role = true }
 local MIB = 2 ^ 20
 local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
@@ -71,30 +77,33 @@ local function counts_of(text)
   for word in text:gmatch("[^,]+") do
     local n = tonumber(word)
     if not n or n < 1 or n > 64 or n % 1 ~= 0 then
-      error(("plan: expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(text), 0)
+      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(text), 0)
     end
     counts[#counts + 1] = n
   end
+  if #counts == 0 then error("expected measure as numbers of ranks, such as 1,2,4, got none", 0) end
   return counts
 end
 
 local function read(words)
   local given, settings = {}, {}
   for _, word in ipairs(words) do
-    local name, text = word:match("^([%a_]+)=(.+)$")
+    local name, text = word:match("^([%a_]+)=(.*)$")
     if name and MINE[name] then
       local value = TEXT[name] and text or require("engine.expression")(text)
-      if value == nil or type(value) == "number" and not (value >= 0) then error(("plan: expected %s as a number, got '%s'"):format(name, text), 0) end
+      if value == nil or value == "" or COST[name] and not (value > 0 and value < math.huge) then
+        error(("expected %s as %s, got '%s'"):format(name, TEXT[name] and "a text" or "a number above 0", text), 0)
+      end
       given[name] = value
     else
       settings[#settings + 1] = word
     end
   end
   local key, expected = require("engine.parallel").wrong { wire = given.wire, zero = given.zero, bucket = given.bucket }
-  if key then error(("plan: expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
+  if key then error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
-  if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then error(("plan: expected ranks from 1 to 100000, got %g"):format(given.ranks), 0) end
+  if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then error(("expected ranks from 1 to 100000, got %g"):format(given.ranks), 0) end
   return given, settings
 end
 
@@ -185,7 +194,9 @@ local function main(script, ...)
     if given.measure then compare(job, cost, given, script, settings) end
   end, ...)
   if good then return 0 end
-  io.stderr:write("engine plan: " .. tostring(problem):gsub("^[^:\n]+:%d+: ", "") .. "\n")
+  local unknown = tostring(problem):match("config: no field '([^']+)'")
+  local own = unknown and ("\nengine plan's own settings are %s%s"):format(table.concat(OWN, ", "), require("engine.nearest").hint(unknown, OWN)) or ""
+  io.stderr:write("engine plan: " .. tostring(problem) .. own .. "\n")
   return 1
 end
 
