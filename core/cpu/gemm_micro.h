@@ -1,5 +1,5 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel, and laying
-// matrices of any format and stride out as f32 in the shape it reads. Included by those two; owns nothing.
+// matrices of any format and stride out as f32 in the shape it reads. Included by gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]; unused columns up to the next
 // whole vector hold zeros, those beyond it are never read.

@@ -16,7 +16,6 @@
 #include <unistd.h>
 
 #include "../error.h"
-#include "gemm_micro.h"
 #include "gemm_pairs.h"
 #include "simd.h"
 
@@ -50,14 +49,7 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
   const gemm_operand *b = &p->call->b;
   int64_t j = p->n0 + panel * GEMM_NR, first = p->at.b + p->k0 * b->row + j * b->column;
   int columns = least(p->n - panel * GEMM_NR, GEMM_NR);
-  float *to = packed + panel * p->steps * GEMM_NR;
-#if defined(ENG_ISA_avx512)
-  if (p->pairs) {
-    lay_out_pairs(to, GEMM_NR, (const uint16_t *)b->data + first, b->row, b->column, p->k, columns);
-    return;
-  }
-#endif
-  lay_out(to, GEMM_NR, b->data, b->dtype, first, b->row, b->column, p->k, columns);
+  lay_out_steps(p->pairs, packed + panel * p->steps * GEMM_NR, GEMM_NR, b->data, b->dtype, first, b->row, b->column, p->k, columns);
 }
 
 // Rows of A as the micro-kernel reads them: element (or word) (i, p) at i*row + p*step.
@@ -70,34 +62,17 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
   int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;                  // where A is transposed it stays so, [steps][rows]
   int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;   // odd in vectors: rows do not share a cache set
-#if defined(ENG_ISA_avx512)
-  if (p->pairs) {
-    const uint16_t *source = (const uint16_t *)a->data + origin;
-    if (a->column == 1 && p->k % 2 == 0 && a->row % 2 == 0) return (rows_of_a){(const float *)(const void *)source, a->row / 2, 1};
-    if (a->row == 1 && a->column != 1) {
-      lay_out_pairs(a_copy, turned, source, a->column, 1, p->k, rows);
-      return (rows_of_a){a_copy, 1, turned};
-    }
-    lay_out_rows(a_copy, straight, source, a->row, a->column, rows, p->k);
-    return (rows_of_a){a_copy, straight, 1};
+  bool as_it_lies = p->pairs ? a->row % 2 == 0 && p->k % 2 == 0 : a->dtype == ENG_f32;
+  if (a->column == 1 && as_it_lies) {
+    const char *at = (const char *)a->data + origin * (p->pairs ? 2 : 4);
+    return (rows_of_a){(const float *)(const void *)at, p->pairs ? a->row / 2 : a->row, 1};
   }
-#endif
-  if (a->dtype == ENG_f32 && a->column == 1) return (rows_of_a){(const float *)a->data + origin, a->row, 1};
   if (a->row == 1 && a->column != 1) {
-    lay_out(a_copy, turned, a->data, a->dtype, origin, a->column, 1, p->k, rows);
+    lay_out_steps(p->pairs, a_copy, turned, a->data, a->dtype, origin, a->column, 1, p->k, rows);
     return (rows_of_a){a_copy, 1, turned};
   }
-  lay_out(a_copy, straight, a->data, a->dtype, origin, a->row, a->column, rows, p->k);
+  lay_out_rows(p->pairs, a_copy, straight, a->data, a->dtype, origin, a->row, a->column, rows, p->k);
   return (rows_of_a){a_copy, straight, 1};
-}
-
-static micro_kernel *kernel_of(const part *p, int rows, int vectors)
-{
-#if defined(ENG_ISA_avx512)
-  if (p->pairs) return micro_pairs[rows - 1][vectors - 1];
-#endif
-  (void)p;
-  return micro[rows - 1][vectors - 1];
 }
 
 VF_INLINE void store(void *to, const int dtype, int64_t at, vf x, int n)
@@ -159,20 +134,26 @@ VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, con
   void *c = g->c, *side = g->side;
   for (int64_t i = 0; i < rows; i++, sums += ld) {
     int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
+    int n[GEMM_NV];
+    vf x[GEMM_NV], y[GEMM_NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < GEMM_NV; v++, to += VF_LANES) {   // side by side, as each is a long chain
-      const int j = v * VF_LANES, n = whole ? VF_LANES : least(columns - j, VF_LANES);
-      if (!whole && n <= 0) break;
-      vf x = vf_load(sums + j);
+    for (int v = 0; v < GEMM_NV; v++) {
+      n[v] = whole ? VF_LANES : least(columns - v * VF_LANES, VF_LANES);
+      if (!whole && n[v] < 0) n[v] = 0;
+      x[v] = whole ? vf_load(sums + v * VF_LANES) : vf_load_n(sums + v * VF_LANES, n[v]);
       if (slope) {
-        store(c, dtype, to, vf_mul(vf_gelu_tanh_derivative(vector(side, dtype, to, n)), x), n);
+        y[v] = vector(side, dtype, to + v * VF_LANES, n[v]);
       } else {
-        if (g->bias) x = vf_add(x, vector(g->bias, g->bias_dtype, j0 + j, n));
-        store(c, dtype, to, x, n);
-        if (dtype != ENG_f32) x = vector(c, dtype, to, n);
-        store(side, dtype, to, vf_gelu_tanh(x), n);
+        if (g->bias) x[v] = vf_add(x[v], vector(g->bias, g->bias_dtype, j0 + v * VF_LANES, n[v]));
+        store(c, dtype, to + v * VF_LANES, x[v], n[v]);
+        if (dtype != ENG_f32) x[v] = vector(c, dtype, to + v * VF_LANES, n[v]);
       }
     }
+#pragma GCC unroll 4
+    for (int v = 0; v < GEMM_NV; v++)   // side by side, as each is a long chain
+      y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < GEMM_NV; v++) store(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
   }
 }
 
@@ -231,12 +212,13 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     const float *b = p->packed + panel * p->steps * GEMM_NR;
     int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
     int64_t at = p->at.c + i0 * g->c_row + j0;
-    const char *final = (const char *)g->c + at * size, *slopes = g->after == GEMM_GELU_GRAD ? (const char *)g->side + at * size : NULL;
+    const char *final = (const char *)g->c + at * size, *side = g->side ? (const char *)g->side + at * size : NULL;
     for (int64_t i = 0; i < rows; i += GEMM_MR) {
       int high = least(rows - i, GEMM_MR);
       if (direct || p->last) announce(final + i * final_row, 1, final_row, high, columns * (int)size);
-      if (slopes && p->last) announce(slopes + i * final_row, 0, final_row, high, columns * (int)size);
-      kernel_of(p, high, vectors)(p->steps, a.at + i * a.row, a.row, a.step, b, c + i * step, ldc, p->k0 > 0);
+      if (p->last && g->after == GEMM_GELU) announce(side + i * final_row, 1, final_row, high, columns * (int)size);
+      if (p->last && g->after == GEMM_GELU_GRAD) announce(side + i * final_row, 0, final_row, high, columns * (int)size);
+      kernel_of(p->pairs, high, vectors)(p->steps, a.at + i * a.row, a.row, a.step, b, c + i * step, ldc, p->k0 > 0);
       if (!direct && p->last) finish(p, c + i * step, ldc, i0 + i, high, j0, columns);
     }
   }
@@ -255,12 +237,7 @@ typedef struct layout {
 // The choice depends on formats and k alone.
 static bool by_pairs(const gemm_call *g)
 {
-#if defined(ENG_ISA_avx512)
-  return g->a.dtype == ENG_bf16 && g->b.dtype == ENG_bf16 && g->k >= GEMM_PAIRS_K && gemm_pairs_here();
-#else
-  (void)g;
-  return false;
-#endif
+  return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
 }
 
 // Bytes of B packed at a time, at most: half of the cache that a core has for itself, so that they stay there while A goes by.
@@ -280,7 +257,7 @@ static layout plan(const gemm_call *g, int threads)
   // Even pieces; those of k depend on k alone, as the sums do.
   l.k_span = ceiling(ceiling(g->k, ceiling(g->k, GEMM_KC)), GEMM_K_UNIT) * GEMM_K_UNIT;
   if (l.k_span > g->k) l.k_span = g->k;
-  int64_t steps = by_pairs(g) ? (l.k_span + 1) / 2 : l.k_span;
+  int64_t steps = steps_of(by_pairs(g), l.k_span);
   int64_t n_most = bytes_of_b() / (int64_t)sizeof(float) / steps / GEMM_NR * GEMM_NR;
   if (n_most < GEMM_NR) n_most = GEMM_NR;
   l.n_span = ceiling(ceiling(g->n, ceiling(g->n, n_most)), GEMM_NR) * GEMM_NR;
@@ -313,7 +290,7 @@ static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t
   p.k = g->k - k0 < l->k_span ? g->k - k0 : l->k_span;
   p.panels = ceiling(p.n, GEMM_NR);
   p.pairs = by_pairs(g);
-  p.steps = p.pairs ? (p.k + 1) / 2 : p.k;
+  p.steps = steps_of(p.pairs, p.k);
   p.last = k0 + p.k == g->k;
   p.carried = l->carried_floats ? carried : NULL;
   return p;

@@ -1,13 +1,16 @@
 // The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds a[2p+1] b[2p+1] and then a[2p] b[2p] to an
 // f32. Where a processor does that as often as a plain fused multiply-add, a product takes half the time. What it does to numbers: products
 // of bf16 are exact in it, each of the two sums is rounded to nearest even; subnormal operands count as zero and subnormal sums become zero,
-// as on AMX. NaN and infinity propagate. Included by gemm_packed.c; owns nothing.
+// as on AMX. NaN and infinity propagate. Included by gemm_packed.c and attention.c, for which the last part chooses between pairs and single
+// numbers; owns nothing.
 //
 // A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past the end is zero. Words travel
 // as floats whose value nobody looks at. A panel of B is [(k+1)/2][GEMM_NR] words.
 #ifndef ENG_GEMM_PAIRS_H
 #define ENG_GEMM_PAIRS_H
 
+#include "../backend.h"
+#include "gemm.h"
 #include "gemm_micro.h"
 
 #if defined(ENG_ISA_avx512)   // no other set has the instruction
@@ -55,6 +58,8 @@ static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
 
 // ------------------------------------------------------------------ laying matrices out
 
+enum { PAIRS_AHEAD = 8 };   // rows from the ones in work to those asked for
+
 // to[p*to_row + j], a word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for 2p < rows, j < columns; `columns` up to
 // GEMM_NR where a panel is filled, any number otherwise; padded with zeros to whole vectors.
 static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t columns)
@@ -64,6 +69,10 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
   if (column == 1) {
     for (; p < words; p++) {
       const uint16_t *low = source + 2 * p * row, *high = p < whole ? low + row : NULL;
+      for (int64_t j = 0; j < columns; j += 2 * VF_LANES) {   // rows far apart, which the processor does not foresee
+        __builtin_prefetch(low + PAIRS_AHEAD * row + j);
+        __builtin_prefetch(low + (PAIRS_AHEAD + 1) * row + j);
+      }
       for (int64_t j = 0; j < padded; j += VF_LANES) {
         __mmask16 here = columns - j >= VF_LANES ? 0xFFFF : (__mmask16)((1u << (columns - j)) - 1);
         vi x = (vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, low + j));
@@ -74,22 +83,24 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     return;
   }
   if (row == 1) {
-    for (; p + VF_LANES <= whole; p += VF_LANES)
+    for (; p < words; p += VF_LANES)
       for (int64_t j = 0; j < columns; j += VF_LANES) {
         vf square[VF_LANES];
-        if (columns - j >= VF_LANES) {
+        if (columns - j >= VF_LANES && p + VF_LANES <= whole) {
 #pragma GCC unroll 16
           for (int i = 0; i < VF_LANES; i++) memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
-        } else {
-          for (int i = 0; i < VF_LANES; i++) {
-            if (j + i < columns) memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
-            else square[i] = vf_zero();
-          }
-        }
-        turn_square(square);
+          turn_square(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+          for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+        } else {
+          __mmask32 here = rows - 2 * p >= 2 * VF_LANES ? ~0u : (1u << (rows - 2 * p)) - 1;
+          for (int i = 0; i < VF_LANES; i++)
+            square[i] = j + i < columns ? (vf)_mm512_maskz_loadu_epi16(here, source + 2 * p + (j + i) * column) : vf_zero();
+          turn_square(square);
+          for (int i = 0; i < VF_LANES && p + i < words; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+        }
       }
+    return;
   }
   for (; p < words; p++)
     for (int64_t j = 0; j < padded; j++) {
@@ -103,7 +114,7 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
 }
 
 // The same for rows that stay rows: to[i*to_row + p], a word of source[i*row + 2p*column] and source[i*row + (2p+1)*column].
-static void lay_out_rows(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t steps)
+static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t steps)
 {
   for (int64_t i = 0; i < rows; i++, source += row, to += to_row) {
     int64_t whole = steps / 2;
@@ -116,5 +127,79 @@ static void lay_out_rows(float *to, int64_t to_row, const uint16_t *source, int6
   }
 }
 
+// ------------------------------------------------------------------ pairs of f32, rounded
+
+// The words of n numbers in a row, and what stands behind them up to a whole vector; `to` may be `from`.
+__attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from, int64_t n)
+{
+  for (int64_t j = 0; j < n; j += VF_LANES)
+    _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)to + j), (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
+}
+
+// Words of numbers below each other in two rows, first and second, as far; `to` may be either. Without a second row: with zeros.
+__attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first, const float *second, int64_t n)
+{
+  const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (int64_t j = 0; j < n; j += VF_LANES) {
+    vf high = second ? vf_load(second + j) : vf_zero();
+    vi_store((int32_t *)(void *)(to + j), (vi)_mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(high, vf_load(first + j))));
+  }
+}
+
 #endif
+
+// ------------------------------------------------------------------ pairs or single numbers, on any instruction set
+
+// Whether a product of these formats can go by pairs here.
+static inline bool pairs_of(int a, int b)
+{
+#if defined(ENG_ISA_avx512)
+  return a == ENG_bf16 && b == ENG_bf16 && gemm_pairs_here();
+#else
+  (void)a, (void)b;
+  return false;
+#endif
+}
+
+// Steps that a micro-kernel makes over k.
+static inline int64_t steps_of(bool pairs, int64_t k) { return pairs ? (k + 1) / 2 : k; }
+
+static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
+{
+#if defined(ENG_ISA_avx512)
+  if (pairs) return micro_pairs[rows - 1][vectors - 1];
+#endif
+  (void)pairs;
+  return micro[rows - 1][vectors - 1];
+}
+
+// Numbers below each other, as lay_out does it: to[p*to_row + j] is number (p, j) of source or, by pairs, the word of steps 2p and 2p+1.
+static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
+                                 int64_t column, int64_t rows, int64_t columns)
+{
+#if defined(ENG_ISA_avx512)
+  if (pairs) {
+    lay_out_pairs(to, to_row, (const uint16_t *)source + first, row, column, rows, columns);
+    return;
+  }
+#endif
+  (void)pairs;
+  lay_out(to, to_row, source, dtype, first, row, column, rows, columns);
+}
+
+// Rows of A that stay rows: to[i*to_row + p] is number (i, p) or, by pairs, the word of 2p and 2p+1.
+static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
+                                int64_t column, int64_t rows, int64_t k)
+{
+#if defined(ENG_ISA_avx512)
+  if (pairs) {
+    lay_out_row_pairs(to, to_row, (const uint16_t *)source + first, row, column, rows, k);
+    return;
+  }
+#endif
+  (void)pairs;
+  lay_out(to, to_row, source, dtype, first, row, column, rows, k);
+}
+
 #endif
