@@ -740,7 +740,7 @@ bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 /// (an error if the machine lacks it), NULL only asks.
 const char *eng_cpu_isa(const char *force);
 /// How products of bf16 are made here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as fast as f32) or "f32". The first two
-/// take subnormal bf16 as zero.
+/// take subnormal bf16 as zero. With "pairs" attention, too, goes that way, and rounds its probabilities to bf16 in between as a card does.
 const char *eng_cpu_bf16(void);
 
 /// The generator's state: a seed and the number of blocks drawn. Same seed, same numbers.

@@ -1,5 +1,6 @@
 -- Products of bf16 with bf16, bit for bit beside their sums written out: in pairs, the later step first, where the processor multiplies pairs;
--- in rising order where it is told not to. ENGINE_PAIRS is read once, so each way has a process of its own.
+-- in rising order where it is told not to. And what attention makes of a key that becomes NaN. ENGINE_PAIRS is read once, so each way has a
+-- process of its own.
 local helper = require "spec.helper"
 
 -- Prints how many of the numbers differ from sums in rising order, how many from pairs, and what subnormals, infinity and NaN give.
@@ -42,13 +43,52 @@ local odd = product(engine.tensor(x):to("bf16"), ones)
 print(n, rising, pairs_, odd[1][2], odd[2][2] ~= odd[2][2], odd[3][1] == 0, odd[4][3])
 ]]
 
-local function run(pairs_)
+-- A key becomes NaN, each in turn. Prints the number of elements of y and dq whose queries do not see it, how many of them changed, and
+-- how many of the others are NaN.
+local ATTENTION = [[
+local engine, M_ffi = require "engine", require "engine.ffi"
+local T, D = 13, 24
+engine.seed(7)
+local function random() return engine.randn(1, T, 2, D) end
+local q, k, v, dy = random():to("bf16"):keep(), random(), random(), random():to("bf16"):keep()
+local function results(k, v)
+  local y, lse = M_ffi.run("attention", { q, k, v }, { 1, 0 }, { 0 }, 3)
+  local dq = M_ffi.run("attention_grad", { q, k, v, y, lse, dy }, { 1, 0 }, { 0 }, 3)
+  return y:to("f32"):totable(), dq:to("f32"):totable()
+end
+local function changed(key)
+  local hole = engine.zeros(1, T, 2, D):totable()
+  hole[1][key][2][5] = 0 / 0
+  return k:add(engine.tensor(hole)):to("bf16"), v:add(engine.tensor(hole)):to("bf16")
+end
+local y, dq = results(k:to("bf16"), v:to("bf16"))
+local different, n, nans = 0, 0, 0
+for key = 2, T do
+  local y2, dq2 = results(changed(key))
+  for t = 1, T do for h = 1, 2 do for d = 1, D do
+    if t < key or h == 1 then
+      n = n + 1
+      if y[1][t][h][d] ~= y2[1][t][h][d] or dq[1][t][h][d] ~= dq2[1][t][h][d] then different = different + 1 end
+    elseif y2[1][t][h][d] ~= y2[1][t][h][d] and dq2[1][t][h][d] ~= dq2[1][t][h][d] then
+      nans = nans + 1
+    end
+  end end end
+end
+print(n, different, nans)
+]]
+
+local function output(pairs_, script)
   local folder = helper.folder()
   local file = assert(io.open(folder .. "/pairs.lua", "w"))
-  file:write(SCRIPT)
+  file:write(script)
   file:close()
   local result = helper.shell(("ENGINE_PAIRS=%s %s %s/pairs.lua 2>&1"):format(pairs_, helper.engine, folder))
   assert.equal(0, result.code, result.out)
+  return result
+end
+
+local function run(pairs_)
+  local result = output(pairs_, SCRIPT)
   local n, rising, by_pairs, infinite, nan, flushed, sum = result.out:match("(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)")
   assert(n, result.out)
   assert.same({ "inf", "true", "128" }, { infinite, nan, sum })
@@ -73,6 +113,14 @@ if text:find("avx512_bf16", 1, true) and text:find("avx512vl", 1, true) and not 
       assert.equal(0, rising)
       assert.is_true(by_pairs > 0 and by_pairs < n)
       assert.equal("false", flushed)
+    end)
+
+    it("in attention leave a query as it is, bit for bit, when a key after it becomes NaN", function()
+      for _, pairs_ in ipairs { "on", "off" } do
+        local result = output(pairs_, ATTENTION)
+        local seen = 12 * 13 / 2 * 24
+        assert.equal(("%d\t0\t%d"):format(12 * 13 * 2 * 24 - seen, seen), (result.out:gsub("%s+$", "")))
+      end
     end)
   end)
 end

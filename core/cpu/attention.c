@@ -1,5 +1,5 @@
 // Fused attention and its gradient on the CPU: q [B x T x H x D], k and v [B x S x G x D], in f32, f16 or bf16
-// with any strides; everything inside is f32. Called through the kernel table; owns nothing but
+// with any strides; everything inside is f32, but where pairs of bf16 are multiplied. Called through the kernel table; owns nothing but
 // scratch during a call.
 //
 // How it goes: a task is a share of the queries of one (batch, key head). It lays K and V out once as
@@ -8,6 +8,10 @@
 // the causal mask hides are skipped in steps of a micro-kernel tile.
 // The backward pass forms the probabilities again from the saved lse, and sums p * dp itself rather
 // than taking it from y, which may have been rounded to 16 bits.
+//
+// Where the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16, these are multiplied as they stand,
+// scores, dq and dk are scaled afterwards, and probabilities and gradients of scores are rounded to bf16 for the products they are factors
+// of, as the card's kernels do it. The sum of the probabilities, lse and entropy are of the unrounded ones; all sums are f32.
 //
 // Decided here: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
 // infinite largest score or a NaN makes its row NaN. A key after the query never touches it, not even
@@ -18,12 +22,12 @@
 
 #include "../backend.h"
 #include "../error.h"
-#include "gemm_micro.h"
+#include "gemm_pairs.h"
 #include "simd.h"
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  STEPS = 384,            // keys summed in one go by the product with V (and K): the panel stays near the core
+  STEPS = 384,            // keys, or pairs of them, summed in one go by the product with V (and K): the panel stays near the core
   FEW_TASKS = 16,         // the backward pass cuts queries into shares until there are this many
 };
 
@@ -34,8 +38,9 @@ typedef struct sizes {
   int64_t span;           // columns of a panel of width: even parts, as 64 = 2 x 32 runs better than 48 + 16
   int64_t key_row;        // floats from query to query in a tile of scores, > S
   int64_t tiles;          // of ROWS queries, in one head
-  float   factor;
-  bool    causal;
+  float   factor;         // of scores and what they pass back
+  float   early, late;    // that of scores as q takes it before the product, and as scores take it afterwards: one of the two is 1
+  bool    causal, pairs;
 } sizes;
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -54,6 +59,9 @@ static sizes sizes_of(const op_call *call)
   s.tiles = ceiling(s.queries, ROWS);
   s.factor = call->floats[0] == 0 ? (float)(1.0 / sqrt((double)s.width)) : (float)call->floats[0];
   s.causal = call->ints[0] != 0;
+  s.pairs = pairs_of(q->dtype, k->dtype) && pairs_of(q->dtype, call->in[2]->dtype) && (call->n_in < 6 || pairs_of(q->dtype, call->in[5]->dtype));
+  s.early = s.pairs ? 1 : s.factor;
+  s.late = s.pairs ? s.factor : 1;
   return s;
 }
 
@@ -86,24 +94,28 @@ static slice slice_of(const tensor *x, int64_t b, int64_t head)
 }
 
 // [width x times] as panels of times: the transpose.
-static void pack_turned(float *to, slice x, int64_t times, int64_t width)
+static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
 {
   for (int64_t t = 0; t < times; t += GEMM_NR)
-    lay_out(to + t * width, GEMM_NR, x.data, x.dtype, x.first + t * x.row, x.column, x.row, width,
-            least(times - t, GEMM_NR));
+    lay_out_steps(s->pairs, to + t * steps_of(s->pairs, s->width), GEMM_NR, x.data, x.dtype, x.first + t * x.row, x.column, x.row, s->width,
+                  least(times - t, GEMM_NR));
 }
 
-// [times x width] as panels of width.
-static void pack(float *to, const sizes *s, slice x, int64_t times)
+// Times [first, first+n) of [times x width] as panels of width; `first` is even.
+static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
-  for (int64_t d = 0; d < s->width; d += s->span, to += times * GEMM_NR)
-    lay_out(to, GEMM_NR, x.data, x.dtype, x.first + d * x.column, x.row, x.column, times, least(s->width - d, s->span));
+  to += steps_of(s->pairs, first) * GEMM_NR;
+  for (int64_t d = 0; d < s->width; d += s->span, to += steps_of(s->pairs, times) * GEMM_NR)
+    lay_out_steps(s->pairs, to, GEMM_NR, x.data, x.dtype, x.first + first * x.row + d * x.column, x.row, x.column, n,
+                  least(s->width - d, s->span));
 }
 
-// [rows x width] row by row, `padded` floats apart, times factor.
+static void pack(float *to, const sizes *s, slice x, int64_t times) { pack_part(to, s, x, times, 0, times); }
+
+// [rows x width] row by row, `padded` floats apart, times factor, which is 1 where they are pairs.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
-  lay_out(to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column, rows, s->width);
+  lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column, rows, s->width);
   if (factor == 1) return;
   for (int64_t i = 0; i < rows * s->padded; i += VF_LANES) vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
 }
@@ -117,22 +129,32 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-static bool all_finite(const float *x, int64_t n)
+// Queries [t0, t0+n) of x as panels of width; `rows` is what pack_rows made of them.
+static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0, int64_t n)
 {
-  vi most = vi_set1(0);
-  for (int64_t i = 0; i < n; i += VF_LANES) {
-    vi exponent = vi_and(vf_bits(vf_load(x + i)), vi_set1(0x7F800000));
-    most = vi_select(vi_gt(exponent, most), exponent, most);
-  }
-  return !vm_any(vi_eq(most, vi_set1(0x7F800000)));
+  x.first += t0 * x.row;
+  if (s->pairs) pack(to, s, x, n);
+  else panels_of_rows(to, s, rows, n);
 }
 
-// Of panels of width.
+static bool all_finite(const float *x, int64_t n, bool pairs)
+{
+  const vi infinite = vi_set1(0x7F800000);
+  vi most = vi_set1(0);
+  for (int64_t i = 0; i < n; i += VF_LANES) {
+    vi bits = vf_bits(vf_load(x + i)), exponent = vi_and(bits, infinite), low = vi_and(vi_shl(bits, 16), infinite);
+    most = vi_select(vi_gt(exponent, most), exponent, most);
+    if (pairs) most = vi_select(vi_gt(low, most), low, most);
+  }
+  return !vm_any(vi_eq(most, infinite));
+}
+
+// Of panels of width, of so many steps.
 static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR)
     for (int64_t p = 0; p < steps; p++)
-      if (!all_finite(panels + p * GEMM_NR, least(s->padded - d, s->span))) return false;
+      if (!all_finite(panels + p * GEMM_NR, least(s->padded - d, s->span), s->pairs)) return false;
   return true;
 }
 
@@ -141,86 +163,120 @@ static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 // scores [rows x seen keys] = a [rows x width] times turned panels [width x keys].
 static void scores_of(float *scores, const sizes *s, const float *a, const float *panels, int64_t t0, int64_t rows)
 {
-  int64_t last = seen_by(s, t0 + rows - 1);
+  int64_t last = seen_by(s, t0 + rows - 1), steps = steps_of(s->pairs, s->width);
   for (int64_t key = 0; key < last; key += GEMM_NR) {
     for (int64_t i = 0; i < rows; i += GEMM_MR) {
       int n = least(rows - i, GEMM_MR);
       int64_t columns = seen_by(s, t0 + i + n - 1) - key;
       if (columns <= 0) continue;
-      micro_kernel *kernel = micro[n - 1][ceiling(least(columns, GEMM_NR), VF_LANES) - 1];
-      kernel(s->width, a + i * s->padded, s->padded, 1, panels + key * s->width, scores + i * s->key_row + key,
-             s->key_row, false);
+      micro_kernel *kernel = kernel_of(s->pairs, n, ceiling(least(columns, GEMM_NR), VF_LANES));
+      kernel(steps, a + i * s->padded, s->padded, 1, panels + key * steps, scores + i * s->key_row + key, s->key_row, false);
     }
   }
 }
 
-// to [rows x width] = p [rows x seen keys] times panels [keys x width].
-static void weighted_sums(float *to, const sizes *s, const float *p, const float *panels, int64_t t0, int64_t rows)
+// to [rows x width] = p [rows x seen keys] times panels [keys x width], which `from` was packed into. A single row may be one that must not
+// touch the next key, not even as 0 * NaN: where that one stands in a word with a seen key it is taken out for the time being.
+static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from, int64_t t0, int64_t rows)
 {
-  for (int64_t d = 0; d < s->padded; d += s->span, panels += s->keys * GEMM_NR) {
+  int64_t first = seen_by(s, t0), all = steps_of(s->pairs, s->keys);
+  bool alone = s->pairs && rows == 1 && first % 2 == 1 && first < s->keys;
+  if (alone) pack_part(panels, s, from, s->keys, first - 1, 1);
+  const float *panel = panels;
+  for (int64_t d = 0; d < s->padded; d += s->span, panel += all * GEMM_NR) {
     int vectors = least(s->padded - d, s->span) / VF_LANES;
-    for (int64_t key = 0; key == 0 || key < s->keys; key += STEPS) {
+    for (int64_t k = 0; k == 0 || k < all; k += STEPS) {
       for (int64_t i = 0; i < rows; i += GEMM_MR) {
         int n = least(rows - i, GEMM_MR);
-        int64_t steps = seen_by(s, t0 + i + n - 1) - key;
-        if (steps <= 0 && key > 0) continue;   // the first visit clears
-        micro_kernel *kernel = micro[n - 1][vectors - 1];
-        kernel(least(steps, STEPS), p + i * s->key_row + key, s->key_row, 1, panels + key * GEMM_NR,
-               to + i * s->padded + d, s->padded, key > 0);
+        int64_t steps = steps_of(s->pairs, seen_by(s, t0 + i + n - 1)) - k;
+        if (steps <= 0 && k > 0) continue;   // the first visit clears
+        kernel_of(s->pairs, n, vectors)(least(steps, STEPS), p + i * s->key_row + k, s->key_row, 1, panel + k * GEMM_NR,
+                                        to + i * s->padded + d, s->padded, k > 0);
       }
     }
   }
+  if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// to [keys x width] += p^T times panels [rows x width], for the keys that these queries see.
+// to [keys x width] += p^T times panels [rows x width], for the keys that these queries see. Where pairs are multiplied, words of two
+// queries stand in the first one's row of p.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0, int64_t rows)
 {
-  int64_t last = seen_by(s, t0 + rows - 1);
-  for (int64_t d = 0; d < s->padded; d += s->span, panels += rows * GEMM_NR) {
+  int64_t last = seen_by(s, t0 + rows - 1), steps = steps_of(s->pairs, rows), each = s->pairs ? 2 : 1, apart = each * s->key_row;
+  for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR) {
     int vectors = least(s->padded - d, s->span) / VF_LANES;
     for (int64_t key = 0; key < last; key += GEMM_MR) {
       int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;   // the first of the rows that sees this key
-      if (from < 0) from = 0;
-      micro_kernel *kernel = micro[least(last - key, GEMM_MR) - 1][vectors - 1];
-      kernel(rows - from, p + from * s->key_row + key, 1, s->key_row, panels + from * GEMM_NR, to + key * s->padded + d,
-             s->padded, true);
+      from = from < 0 ? 0 : from / each;
+      kernel_of(s->pairs, least(last - key, GEMM_MR), vectors)(steps - from, p + from * apart + key, 1, apart, panels + from * GEMM_NR,
+                                                               to + key * s->padded + d, s->padded, true);
     }
   }
+}
+
+// ------------------------------------------------------------------ factors in bf16
+
+// The words of the keys up to `last` in a row of probabilities.
+static void round_row(float *row, int64_t last)
+{
+#if defined(ENG_ISA_avx512)
+  words_along(row, row, last);
+#else
+  (void)row, (void)last;   // pairs are multiplied on no other set
+#endif
+}
+
+// The same for p and ds [rows x last keys] of the backward pass: p becomes words of two queries, in the row of the first; ds becomes
+// words of two keys, and ds_turned such as p.
+static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows, int64_t last)
+{
+#if defined(ENG_ISA_avx512)
+  for (int64_t i = 0; i < rows; i += 2) {
+    int64_t at = i * s->key_row, next = at + s->key_row;
+    bool two = i + 1 < rows;
+    words_across(p + at, p + at, two ? p + next : NULL, last);
+    words_across(ds_turned + at, ds + at, two ? ds + next : NULL, last);
+    words_along(ds + at, ds + at, last);
+    if (two) words_along(ds + next, ds + next, last);
+  }
+#else
+  (void)s, (void)p, (void)ds, (void)ds_turned, (void)rows, (void)last;
+#endif
 }
 
 // ------------------------------------------------------------------ forward
 
-// exp(x - shift) of the first n lanes, 0 in the others. Those do not pass through exp as -inf: results
+// exp(scale * x - shift) of the first n lanes, 0 in the others. Those do not pass through exp as -inf: results
 // that underflow cost a hundred cycles, and every row of a causal mask ends in such lanes.
-VF_INLINE vf exp_first(vf *difference, const float *x, float shift, int n)
+VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
-  *difference = vf_select(vm_first(n), vf_sub(vf_load_n(x, n), vf_set1(shift)), vf_zero());
+  *difference = vf_select(vm_first(n), vf_fma(vf_load_n(x, n), vf_set1(scale), vf_set1(-shift)), vf_zero());
   return vf_select(vm_first(n), vf_exp_low(*difference), vf_zero());
 }
 
 VF_INLINE vf entropy_part(vf e, vf x) { return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x)); }
 
-// Turns n > 0 scores into exp(score - max), with zeros up to a whole vector; yields their sum, the lse,
-// and the entropy when wanted.
-VF_INLINE float softmax_row(float *row, int64_t n, float *lse, float *entropy, const bool with_entropy)
+// Turns n > 0 scores, still to be multiplied by scale, into exp(score - max), with zeros up to a whole vector; yields their sum, the
+// lse, and the entropy when wanted.
+VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *entropy, const bool with_entropy)
 {
   int64_t whole = n / VF_LANES * VF_LANES;
   int rest = (int)(n - whole);
   vf top = vf_set1(-INFINITY), x;
-  for (int64_t j = 0; j < whole; j += VF_LANES) top = vf_max(vf_load(row + j), top);
-  if (rest) top = vf_max(vf_select(vm_first(rest), vf_load_n(row + whole, rest), vf_set1(-INFINITY)), top);
+  for (int64_t j = 0; j < whole; j += VF_LANES) top = vf_max(vf_mul(vf_load(row + j), vf_set1(scale)), top);
+  if (rest) top = vf_max(vf_select(vm_first(rest), vf_mul(vf_load_n(row + whole, rest), vf_set1(scale)), vf_set1(-INFINITY)), top);
   float max = vf_maxall(top);
   if (max == -INFINITY) max = 0;   // so that the sum becomes 0, not exp(inf - inf)
   vf sum = vf_zero(), weighted = vf_zero();
   for (int64_t j = 0; j < whole; j += VF_LANES) {
-    x = vf_sub(vf_load(row + j), vf_set1(max));
+    x = vf_fma(vf_load(row + j), vf_set1(scale), vf_set1(-max));
     vf e = vf_exp_low(x);
     vf_store(row + j, e);
     sum = vf_add(sum, e);
     if (with_entropy) weighted = vf_add(weighted, entropy_part(e, x));
   }
   if (rest) {
-    vf e = exp_first(&x, row + whole, max, rest);
+    vf e = exp_first(&x, row + whole, scale, max, rest);
     vf_store(row + whole, e);
     sum = vf_add(sum, e);
     if (with_entropy) weighted = vf_add(weighted, entropy_part(e, x));
@@ -256,7 +312,7 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
   const tensor *y = call->out[0];
   float *lse = call->out[1] ? (float *)call->out[1]->data : NULL;
   float *entropy = call->ints[1] && call->out[2] ? (float *)call->out[2]->data : NULL;
-  pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->factor);
+  pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->early);
   scores_of(r->scores, s, r->q, r->turned_k, t0, rows);
   float sums[ROWS];
   int64_t last = seen_by(s, t0 + rows - 1), line = (b * s->heads + head) * s->queries + t0;
@@ -264,13 +320,14 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
     float *row = r->scores + i * s->key_row, row_lse = -INFINITY, row_entropy = 0;
     int64_t n = seen_by(s, t0 + i);
     sums[i] = 1;
-    if (n && entropy) sums[i] = softmax_row(row, n, &row_lse, &row_entropy, true);
-    else if (n) sums[i] = softmax_row(row, n, &row_lse, NULL, false);
+    if (n && entropy) sums[i] = softmax_row(row, n, s->late, &row_lse, &row_entropy, true);
+    else if (n) sums[i] = softmax_row(row, n, s->late, &row_lse, NULL, false);
     for (int64_t j = whole_vectors(n); j < last; j += VF_LANES) vf_store(row + j, vf_zero());
+    if (s->pairs) round_row(row, last);
     if (lse) lse[line + i] = row_lse;
     if (entropy) entropy[line + i] = row_entropy;
   }
-  weighted_sums(r->y, s, r->scores, r->v, t0, rows);
+  weighted_sums(r->y, s, r->scores, r->v, slice_of(call->in[2], b, head / s->shared), t0, rows);
   for (int64_t i = 0; i < rows; i++) {
     float *row = r->y + i * s->padded;
     for (int64_t d = 0; d < s->padded; d += VF_LANES) vf_store(row + d, vf_div(vf_load(row + d), vf_set1(sums[i])));
@@ -303,9 +360,9 @@ static eng_status attention(const op_call *call)
   for (int64_t task = 0; task < pairs * shares; task++) {
     int64_t pair = task / shares, share = task % shares, b = pair / s.groups, group = pair % s.groups;
     forward_room r = forward_room_at(&s, scratch + omp_get_thread_num() * floats);
-    pack_turned(r.turned_k, slice_of(call->in[1], b, group), s.keys, s.width);
+    pack_turned(r.turned_k, &s, slice_of(call->in[1], b, group), s.keys);
     pack(r.v, &s, slice_of(call->in[2], b, group), s.keys);
-    int64_t at_once = s.causal && !panels_finite(r.v, &s, s.keys) ? 1 : ROWS;
+    int64_t at_once = s.causal && !panels_finite(r.v, &s, steps_of(s.pairs, s.keys)) ? 1 : ROWS;
     for (int64_t unit = share * units / shares; unit < (share + 1) * units / shares; unit++) {
       int64_t head = group * s.shared + unit / s.tiles;
       int64_t first = unit % s.tiles * ROWS, end = first + least(s.queries - first, ROWS);
@@ -322,6 +379,7 @@ typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
   float *q, *dy, *q_panels, *dy_panels;            // the queries in work; q is times factor
   float *p, *ds, *dq;
+  float *ds_turned;                                // of pairs: words of two queries, where those of ds are of two keys
 } backward_room;
 
 static int64_t backward_floats(const sizes *s)
@@ -343,23 +401,24 @@ static backward_room backward_room_at(const sizes *s, float *at)
   r.dy_panels = r.q_panels + panel_floats(ROWS, s->width, s->span);
   r.p = r.dy_panels + panel_floats(ROWS, s->width, s->span);
   r.ds = r.p + ROWS * s->key_row;
+  r.ds_turned = r.p + s->key_row;   // p's words of two queries stand in the first one's row; the second's is free
   return r;
 }
 
-// With n scores in p and dp in ds: p = exp(score - lse), ds = p * (dp - sum of p * dp), with zeros up to a
+// With n scores in p, still to be multiplied by scale, and dp in ds: p = exp(score - lse), ds = p * (dp - sum of p * dp), with zeros up to a
 // whole vector.
-static void gradient_row(float *p, float *ds, int64_t n, float lse)
+static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   int64_t whole = n / VF_LANES * VF_LANES;
   int rest = (int)(n - whole);
   vf sum = vf_zero(), x;
   for (int64_t j = 0; j < whole; j += VF_LANES) {
-    vf e = vf_exp_low(vf_sub(vf_load(p + j), vf_set1(lse)));
+    vf e = vf_exp_low(vf_fma(vf_load(p + j), vf_set1(scale), vf_set1(-lse)));
     vf_store(p + j, e);
     sum = vf_fma(e, vf_load(ds + j), sum);
   }
   if (rest) {
-    vf e = exp_first(&x, p + whole, lse, rest);
+    vf e = exp_first(&x, p + whole, scale, lse, rest);
     vf_store(p + whole, e);
     sum = vf_fma(e, vf_load_n(ds + whole, rest), sum);
   }
@@ -377,9 +436,13 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
                           bool keys_finite, int64_t b, int64_t head, int64_t t0, int64_t rows)
 {
   const tensor *lse = call->in[4], *dq = call->out[0];
-  pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->factor);
-  pack_rows(r->dy, s, slice_of(call->in[5], b, head), t0, rows, 1);
-  bool finite = keys_finite && all_finite(r->q, rows * s->padded) && all_finite(r->dy, rows * s->padded);
+  slice q = slice_of(call->in[0], b, head), dy = slice_of(call->in[5], b, head);
+  pack_rows(r->q, s, q, t0, rows, s->early);
+  pack_rows(r->dy, s, dy, t0, rows, 1);
+  pack_queries(r->q_panels, s, q, r->q, t0, rows);
+  pack_queries(r->dy_panels, s, dy, r->dy, t0, rows);
+  int64_t steps = steps_of(s->pairs, rows);
+  bool finite = keys_finite && panels_finite(r->q_panels, s, steps) && panels_finite(r->dy_panels, s, steps);
   if (rows > 1 && s->causal && !finite) {
     for (int64_t i = 0; i < rows; i++) backward_tile(call, s, r, dk, dv, keys_finite, b, head, t0 + i, 1);
     return;
@@ -390,18 +453,17 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   for (int64_t i = 0; i < rows; i++) {
     float *p = r->p + i * s->key_row, *ds = r->ds + i * s->key_row;
     int64_t n = seen_by(s, t0 + i), line = b * lse->stride[0] + head * lse->stride[1] + (t0 + i) * lse->stride[2];
-    gradient_row(p, ds, n, ((const float *)lse->data)[line]);
+    gradient_row(p, ds, n, s->late, ((const float *)lse->data)[line]);
     for (int64_t j = whole_vectors(n); j < last; j += VF_LANES) {
       vf_store(p + j, vf_zero());
       vf_store(ds + j, vf_zero());
     }
   }
-  panels_of_rows(r->q_panels, s, r->q, rows);
-  panels_of_rows(r->dy_panels, s, r->dy, rows);
+  if (s->pairs) round_gradients(s, r->p, r->ds, r->ds_turned, rows, last);
   add_turned(dv, s, r->p, r->dy_panels, t0, rows);
-  add_turned(dk, s, r->ds, r->q_panels, t0, rows);
+  add_turned(dk, s, s->pairs ? r->ds_turned : r->ds, r->q_panels, t0, rows);
   if (!dq) return;
-  weighted_sums(r->dq, s, r->ds, r->k, t0, rows);
+  weighted_sums(r->dq, s, r->ds, r->k, slice_of(call->in[1], b, head / s->shared), t0, rows);
   for (int64_t i = 0; i < rows; i++) {
     float *row = r->dq + i * s->padded;
     for (int64_t d = 0; d < s->padded; d += VF_LANES) vf_store(row + d, vf_mul(vf_load(row + d), vf_set1(s->factor)));
@@ -409,9 +471,9 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   }
 }
 
-// Sums the shares of one key head in order and rounds the result into d [B x S x G x D]. sums: of the first
+// Sums the shares of one key head in order, multiplies by factor and rounds the result into d [B x S x G x D]. sums: of the first
 // share [S x padded], the next ones `step` floats apart.
-static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step, int64_t b,
+static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step, float factor, int64_t b,
                        int64_t group)
 {
   if (!d) return;
@@ -420,6 +482,7 @@ static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t sha
     for (int64_t share = 1; share < shares; share++)
       for (int64_t j = 0; j < s->padded; j += VF_LANES)
         vf_store(row + j, vf_add(vf_load(row + j), vf_load(row + share * step + j)));
+    for (int64_t j = 0; factor != 1 && j < s->padded; j += VF_LANES) vf_store(row + j, vf_mul(vf_load(row + j), vf_set1(factor)));
     floats_to(d->data, d->dtype, b * d->stride[0] + t * d->stride[1] + group * d->stride[2], row, s->width);
   }
 }
@@ -451,26 +514,26 @@ static eng_status attention_grad(const op_call *call)
       int64_t pair = task / shares, share = task % shares, b = pair / s.groups, group = pair % s.groups;
       float *dk = sums + (shares > 1 ? task : thread) * 2 * key_floats, *dv = dk + key_floats;
       memset(dk, 0, (size_t)(2 * key_floats) * sizeof(float));
-      pack_turned(r.turned_k, slice_of(call->in[1], b, group), s.keys, s.width);
-      pack_turned(r.turned_v, slice_of(call->in[2], b, group), s.keys, s.width);
+      pack_turned(r.turned_k, &s, slice_of(call->in[1], b, group), s.keys);
+      pack_turned(r.turned_v, &s, slice_of(call->in[2], b, group), s.keys);
       pack(r.k, &s, slice_of(call->in[1], b, group), s.keys);
-      bool finite = panels_finite(r.k, &s, s.keys);
+      bool finite = panels_finite(r.k, &s, steps_of(s.pairs, s.keys));
       for (int64_t unit = share * units / shares; unit < (share + 1) * units / shares; unit++) {
         int64_t t0 = unit % s.tiles * ROWS;
         int64_t head = group * s.shared + unit / s.tiles;
         backward_tile(call, &s, &r, dk, dv, finite, b, head, t0, least(s.queries - t0, ROWS));
       }
       if (shares == 1) {
-        store_keys(call->out[1], &s, dk, 1, 0, b, group);
-        store_keys(call->out[2], &s, dv, 1, 0, b, group);
+        store_keys(call->out[1], &s, dk, 1, 0, s.late, b, group);
+        store_keys(call->out[2], &s, dv, 1, 0, 1, b, group);
       }
     }
     if (shares > 1) {
 #pragma omp for schedule(static)
       for (int64_t pair = 0; pair < pairs; pair++) {
         float *dk = sums + pair * shares * 2 * key_floats;
-        store_keys(call->out[1], &s, dk, shares, 2 * key_floats, pair / s.groups, pair % s.groups);
-        store_keys(call->out[2], &s, dk + key_floats, shares, 2 * key_floats, pair / s.groups, pair % s.groups);
+        store_keys(call->out[1], &s, dk, shares, 2 * key_floats, s.late, pair / s.groups, pair % s.groups);
+        store_keys(call->out[2], &s, dk + key_floats, shares, 2 * key_floats, 1, pair / s.groups, pair % s.groups);
       }
     }
   }

@@ -14,6 +14,7 @@
 --   zeros     the signs of zeros agree, too
 --   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels there that round in
 --             between to feed the matrix units
+--   pairs     the same in bf16 where the processor multiplies pairs of bf16, with the figure of `card`
 --   card_ulp  on a card: units in the last place allowed in any format, where its library multiplies two factors in another order
 --   fails     both raise an error that this pattern finds
 --   note      for the message
@@ -45,6 +46,7 @@ end
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local SETS = CARD and { CARD } or instruction_sets()
 M.SETS, M.CARD = SETS, CARD
+local PAIRS = not CARD and engine.string(C.eng_cpu_bf16()) == "pairs" and SETS[1]   -- the set that multiplies pairs of bf16
 M.THREADS = C.eng_threads(0)
 
 local function run(name, call)
@@ -171,14 +173,15 @@ local function text_of(name, call)
 end
 
 --- The first element out of tolerance, or nil.
-local function first_difference(call, output, dtype, expected, actual, n, bound)
+local function first_difference(call, output, dtype, expected, actual, n, bound, set)
   local format = FORMATS[dtype]
   local low = dtype == "f16" or dtype == "bf16"
   local ulps = call.ulp or 0
   if low then ulps = call.ulp_low or math.min(ulps, 1) end
   if M.CARD then ulps = math.max(ulps, call.card_ulp or 0) end
   local eps = bound and (call.eps or 0) * 2 ^ -24 or 0
-  if bound and M.CARD and low and call.card then eps = call.card * 2 ^ -(format.digits + 1) end
+  local rounds = M.CARD and low or call.pairs and dtype == "bf16" and set == PAIRS
+  if bound and rounds and call.card then eps = call.card * 2 ^ -(format.digits + 1) end
   for i = 0, n - 1 do
     local a, b = expected[i], actual[i]
     local fine
@@ -254,7 +257,7 @@ function M.check(name, call)
           local actual, n = values_of(got[k])
           assert(dtype_of(want[k]) == dtype_of(got[k]), "dtypes differ")
           assert(table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "), "shapes differ")
-          local i = first_difference(call, k - 1, dtype_of(want[k]), lists[k], actual, n, bound)
+          local i = first_difference(call, k - 1, dtype_of(want[k]), lists[k], actual, n, bound, set)
           if i then fail(name, call, set, k - 1, i, n, lists[k], actual) end
         end
       end
