@@ -40,8 +40,9 @@ describe("ranks with ZeRO-2", function()
       local n = table.remove(case, 1)
       for _, rank in ipairs(job(n, case)) do
         local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n, table.concat(case, " "))
-        assert.equal(p.gradients + p.rooms, rank.gradients, at)
-        assert.near(p.under_way, rank.messages_memory, 64, at)
+        local extra = helper.sanitized and 4096 or 0             -- what the sanitizers put between blocks
+        assert.near(p.gradients + p.rooms, rank.gradients, extra, at)
+        assert.near(p.under_way, rank.messages_memory, 64 + extra, at)
         for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do assert.equal(p[what], rank[what], at .. ": " .. what) end
       end
     end
