@@ -1,8 +1,8 @@
 // The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds a[2p+1] b[2p+1] and then a[2p] b[2p] to an
 // f32. Where a processor does that as often as a plain fused multiply-add, a product takes half the time. What it does to numbers: products
-// of bf16 are exact in it, each of the two sums is rounded to nearest even; subnormal operands count as zero and subnormal sums become zero,
-// as on AMX. NaN and infinity propagate. Included by gemm_packed.c and attention.c, for which the last part chooses between pairs and single
-// numbers; owns nothing.
+// of bf16 are exact in it, each of the two sums is rounded to nearest even; subnormal operands count as zero and subnormal sums become
+// zero, as on AMX: inf times a subnormal is nan here, and a huge number times one is 0 (ENGINE_PAIRS=off keeps both). NaN and infinity
+// propagate. Included by gemm_packed.c and attention.c, for which the last part chooses between pairs and single numbers; owns nothing.
 //
 // A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past the end is zero. Words travel
 // as floats whose value nobody looks at. A panel of B is [(k+1)/2][GEMM_NR] words.
