@@ -8,9 +8,9 @@
 --
 -- Seen with the second line, by when the loss, 5.5 at first, has long been flat: held-out loss and its distance from bf16's, seed by seed,
 -- mean +- standard deviation. Where bf16 is multiplied in pairs, and where it is in f32 (`engine doctor` says which):
---   bf16         0.3924 +- 0.0014                         0.3919 +- 0.0015
---   fp8_block    0.3921 +- 0.0017    -0.087 +- 0.272 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
---   fp8_delayed  0.3920 +- 0.0013    -0.112 +- 0.163 %    0.3926 +- 0.0018    +0.178 +- 0.209 %
+--   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
+--   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
+--   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %
 -- The means are within 0.25 % and 1 % of bf16's, and no further from it than bf16's own seeds are from each other (0.4 %). After 300 steps,
 -- where the loss still falls fast, runs are further apart: +0.929 +- 1.626 % and +1.738 +- 1.447 %.
 -- Seen with model=moe, seeds=2, steps=300, which is such a time: two seeds tell no order.
