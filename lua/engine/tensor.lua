@@ -424,22 +424,29 @@ end
 --- Without the dimensions of size 1, or without dimension d if it is one.
 function methods.squeeze(x, d)
   want(x, "squeeze")
-  local k = d and dimension(x, d, "squeeze") + 1
-  local kept = {}
-  for i, n in ipairs(shape_table(info(x))) do
-    if not (n == 1 and (k == nil or k == i)) then kept[#kept + 1] = n end
+  local k = d and dimension(x, d, "squeeze")
+  local what, kept = info(x), 0
+  for i = 0, what.ndim - 1 do
+    if what.shape[i] ~= 1 or (k ~= nil and k ~= i) then
+      kept = kept + 1
+      ints[kept] = what.shape[i]
+    end
   end
-  return methods.view(x, kept)
+  ints[0] = kept
+  return run1("reshape", x)
 end
 
 --- With a new dimension of size 1 that becomes dimension d.
 function methods.unsqueeze(x, d)
   want(x, "unsqueeze")
-  local shape = shape_table(info(x))
-  local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + #shape + 2 or d
-  if k < 1 or k > #shape + 1 then raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", #shape + 1, M.shape_text(shape), d) end
-  table.insert(shape, k, 1)
-  return methods.view(x, shape)
+  local what = info(x)
+  local n = what.ndim
+  local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + n + 2 or d
+  if k < 1 or k > n + 1 then raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", n + 1, M.shape_text(shape_table(what)), d) end
+  if n == C.ENG_MAX_DIMS then raise("unsqueeze: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS) - 1, n) end
+  for i = 1, n + 1 do ints[i] = i < k and what.shape[i - 1] or i > k and what.shape[i - 2] or 1 end
+  ints[0] = n + 1
+  return run1("reshape", x)
 end
 
 local function want_list(list, name)
