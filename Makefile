@@ -104,7 +104,7 @@ $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 
 cuda: $(PLUGIN)
 
-$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/comm.h core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
+$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/comm.h core/engine.h core/engine_ranks.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
 	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
@@ -137,7 +137,7 @@ $(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/dtype.o
 	@mv $@.new $@
 
 # The FFI declarations: the public header without preprocessor and comments.
-$(BUILD)/cdef.h: core/engine.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
+$(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(call say,CC,$@) $(CC) -E -P -DENG_CDEF core/engine.h > $@
 
