@@ -9,7 +9,7 @@
 #ifndef ENG_CUDA_MMA_H
 #define ENG_CUDA_MMA_H
 
-#include "device.h"
+#include "ptx.h"
 
 #ifdef __CUDACC__
 
@@ -50,23 +50,13 @@ __device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4]
 /// Two numbers rounded into one register, the first in its low half.
 __device__ static inline uint32_t pack(float low, float high, f16_t)
 {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+  __half2 pair = __floats2half2_rn(low, high);
+  return *(uint32_t *)&pair;
 }
 __device__ static inline uint32_t pack(float low, float high, bf16_t)
 {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
-/// 2^x within 2 units in the last place; results below 2^-126 become 0.
-__device__ static inline float exp2_fast(float x)
-{
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
+  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *(uint32_t *)&pair;
 }
 #endif
 #endif

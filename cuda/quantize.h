@@ -4,6 +4,7 @@
 #define ENG_CUDA_QUANTIZE_H
 
 #include "element.h"
+#include "ptx.h"
 
 #include "fp8_layout.h"
 #include "fp8_scale.h"
@@ -72,16 +73,8 @@ __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 /// Codes of four numbers, the first in the lowest byte; E: bits of the fraction, 3 or 2.
 template <int E> __device__ static inline uint32_t codes(float a, float b, float c, float d)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint16_t low, high;
-  if (E == 3) {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  } else {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  }
-  return (uint32_t)low | (uint32_t)high << 16;
+#ifdef PTX_FP8
+  return E == 3 ? pack_e4m3(a, b) | pack_e4m3(c, d) << 16 : pack_e5m2(a, b) | pack_e5m2(c, d) << 16;
 #else
   return (uint32_t)fp8_from_f32(a, E, FP8_SATURATE, 0) | (uint32_t)fp8_from_f32(b, E, FP8_SATURATE, 0) << 8 |
          (uint32_t)fp8_from_f32(c, E, FP8_SATURATE, 0) << 16 | (uint32_t)fp8_from_f32(d, E, FP8_SATURATE, 0) << 24;

@@ -197,7 +197,7 @@ __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column
 #pragma unroll
     for (int i = 0; i < eight<T>::WORDS; i++) {
       uint32_t word = v[j].w[i];
-      if (BUT_NAN) asm volatile("" : "+r"(word));   // found anew: else the first search keeps all its magnitudes, in registers that are dear
+      if (BUT_NAN) forget(word);   // found anew: else the first search keeps all its magnitudes, in registers that are dear
       const uint32_t a = BUT_NAN ? but_nan<T>(word & magnitudes<T>::bits) : word & magnitudes<T>::bits;
       row[j] = larger<T>(row[j], a);
       column[i] = larger<T>(column[i], a);
