@@ -54,7 +54,7 @@ NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda help deps built demo test test-gpu check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
+.PHONY: all cuda help deps built demo test test-gpu test-emulated check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -118,6 +118,42 @@ $(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
+# The CUDA device on the host: cuda/*.cu rewritten for a C++ compiler, with a run-time library and a cuBLASLt of our own. Wants CUDA's headers.
+EMULATOR      := spec/cuda/emulator
+EMULATED_CARD := $(if $(NVCC),$(BUILD)/emulated_card.so)
+EMULATED      := $(patsubst cuda/%,$(BUILD)/emulated/%,$(filter-out cuda/ptx.h cuda/mma.h cuda/wgmma.h,$(wildcard cuda/*.h)))
+EMULATED_OBJECTS := $(patsubst cuda/%.cu,$(BUILD)/emulated/%.o,$(wildcard cuda/*.cu)) $(patsubst cuda/%.c,$(BUILD)/emulated/%.c.o,$(filter-out cuda/nccl_check.c,$(wildcard cuda/*.c))) \
+                 $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
+EMULATED_INCLUDE := -I$(BUILD)/emulated -I$(EMULATOR) -Icore -isystem $(CUDA_HOME)/include
+EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
+$(BUILD)/emulated/%.h: cuda/%.h $(EMULATOR)/to_host.lua
+	@mkdir -p $(@D)
+	@luajit $(EMULATOR)/to_host.lua $< $@
+$(BUILD)/emulated/%.cpp: cuda/%.cu $(EMULATOR)/to_host.lua
+	@mkdir -p $(@D)
+	@luajit $(EMULATOR)/to_host.lua $< $@
+$(BUILD)/emulated.flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' | cmp -s - $@ || echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' > $@
+.SECONDARY: $(EMULATED) $(patsubst cuda/%.cu,$(BUILD)/emulated/%.cpp,$(wildcard cuda/*.cu))
+# nvcc is who warns of kernels.
+$(BUILD)/emulated/%.o: $(BUILD)/emulated/%.cpp $(EMULATED) $(BUILD)/emulated.flags
+	$(call say,CXX,$@) $(EMULATED_CXX) -w $(EMULATED_INCLUDE) -c $< -o $@
+$(BUILD)/emulated/%.emulator.o: $(EMULATOR)/%.cpp $(EMULATED) $(BUILD)/emulated.flags
+	$(call say,CXX,$<) $(EMULATED_CXX) $(WARNINGS) $(EMULATED_INCLUDE) -c $< -o $@
+$(BUILD)/emulated/%.c.o: cuda/%.c $(BUILD)/emulated.flags
+	@mkdir -p $(@D)
+	$(call say,CC,$< (emulated)) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
+$(BUILD)/emulated/%.c.o: $(EMULATOR)/%.c $(BUILD)/emulated.flags
+	@mkdir -p $(@D)
+	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
+$(BUILD)/emulated/%.c.o: spec/cuda/%.c $(BUILD)/emulated.flags
+	@mkdir -p $(@D)
+	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
+$(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/dtype.o $(BUILD)/emulated.flags
+	$(call say,LD,$@) $(or $(CXX),g++) $(filter -fsanitize%,$(CFLAGS)) -shared -Wl,--no-undefined -o $@.new $(filter %.o,$^) $(LDFLAGS) -fopenmp -lm
+	@mv $@.new $@
+
 $(BUILD)/cuda.flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' | cmp -s - $@ || echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' > $@
@@ -141,7 +177,7 @@ $(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/erro
 	@mkdir -p $(@D)
 	$(call say,CC,$@) $(CC) -E -P -DENG_CDEF core/engine.h > $@
 
--include $(shell find $(BUILD)/core $(BUILD)/cuda -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD)/core $(BUILD)/cuda $(BUILD)/emulated -name '*.d' 2>/dev/null)
 
 # ------------------------------------------------------------------ what must be installed
 
@@ -211,6 +247,17 @@ test: built
 
 test-gpu:
 	@./engine spec/cuda/run.lua
+
+# The same on the host, where there is CUDA's compiler and no card: kernels compiled for the processor (spec/cuda/emulator/README.md).
+ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) timeout -k 10 1200 $(ENGINE) spec/cuda/run.lua $(2)
+test-emulated: built
+ifneq ($(EMULATED_CARD),)
+	@$(MAKE) --no-print-directory $(EMULATED_CARD)
+	@$(call ON_EMULATED,sm=90)
+	@$(call ON_EMULATED,'sm=80,order=backwards,run=early',spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
+else
+	@echo "no nvcc: skipped"
+endif
 
 check: built
 	@$(MAKE) --no-print-directory lint
@@ -298,6 +345,7 @@ help:
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
 	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
 	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
+	@echo "make test-emulated  the same with the kernels on this machine's processor"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
 	@echo "make bench       speed beside PyTorch, in ratios"
 	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"

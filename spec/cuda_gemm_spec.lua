@@ -2,7 +2,7 @@
 -- (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. CUDA's headers are enough.
 local helper = require "spec.helper"
 
-local SOURCES = "spec/cuda/card.c spec/cuda/gemm_host.c cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fused.c cuda/gemm_fp8.c cuda/fp8_matmul.c"
+local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fused.c cuda/gemm_fp8.c cuda/fp8_matmul.c"
 
 --- A folder with CUDA's headers, or nil.
 local function headers()
@@ -23,7 +23,7 @@ describe("matrix products on the CUDA device, host side", function()
   setup(function()
     folder = helper.folder()
     program = folder .. "/gemm_host"
-    local result = helper.shell(("gcc -std=gnu17 -O2 -Wall -Wextra -Werror -Icore -Icuda -Ispec/cuda -I%s -o %s %s -lm"):format(include, program, SOURCES))
+    local result = helper.shell(("gcc -std=gnu17 -O2 -fopenmp -Wall -Wextra -Werror -Icore -Icuda -Ispec/cuda -I%s -o %s %s -lm"):format(include, program, SOURCES))
     assert.are.equal(0, result.code, result.err)
   end)
   teardown(function() helper.remove(folder) end)

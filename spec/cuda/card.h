@@ -20,10 +20,12 @@ typedef struct fake_card {
   bool  capturing;                  // the stream is being captured
   bool  no_memory;                  // cudaMalloc fails from now on
   int   sample;                     // of the elements of C one in so many is computed
+  bool  hopper;                     // FP8 sums as Hopper's tensor cores make them (core/fp8_hopper.h); else exact ones
   // what happened
   int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm, last_fast;
   int   epilogues, passes;          // products with a GELU, its slope or column sums; passes that made these apart
   long  scratch_bytes;              // taken and not given back
+  float running;                    // milliseconds of work queued so far
   long  memory;                     // cudaMalloc'ed pieces not freed
   char  error[4096];
 } fake_card;
@@ -37,6 +39,10 @@ void check_failed(const char *file, int line, const char *what, const char *form
 /// tanh's GELU and its slope.
 double gelu_of(double x);
 double gelu_slope(double x);
+
+struct CUstream_st;
+/// Runs a copy of `what`, of `bytes`, when its stream comes to it.
+void card_later(void (*run)(const void *what), const void *what, size_t bytes, struct CUstream_st *stream);
 
 /// Elements by dtype (f32, f64, f16, bf16), at an index in elements.
 double element_get(const void *data, int dtype, int64_t at);

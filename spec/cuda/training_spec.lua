@@ -4,6 +4,7 @@ local engine = require "engine"
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 if not CARD then return end
 
+local STEPS = tonumber(os.getenv("ENGINE_TEST_STEPS")) or 40   -- fewer on a slow card
 local TEXT = io.open("core/ops.def"):read("*a")
 
 --- Trains a small GPT and gives the losses, scales and skipped steps, and the weights at the end.
@@ -13,7 +14,7 @@ local function train(device, options)
   local model = engine.nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2, dropout = options.dropout or 0 }
   local losses, scales, overflows = {}, {}, {}
   local trainer = engine.trainer {
-    model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 }, steps = options.steps or 40, log = "quiet",
+    model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 }, steps = options.steps or STEPS, log = "quiet",
     optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = options.lr or 1e-3, precision = options.precision }), clip = 1,
     policy = options.policy, policy_options = options.policy_options, accumulate = options.accumulate,
     on_step = function(_, record)

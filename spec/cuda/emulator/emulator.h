@@ -1,0 +1,253 @@
+// What a kernel sees when it runs on the host: its place in the grid, shared memory, barriers and what a warp does together. to_host.lua
+// rewrites cuda/*.cu and *.h so that they compile as C++ against this file, ptx.h, mma.h and wgmma.h of this folder; threads.cpp runs the
+// threads of a block, runtime.cpp is the CUDA run-time library. Included by every rewritten file. Owns nothing.
+#ifndef EMULATOR_H
+#define EMULATOR_H
+
+#define EMULATED_CARD 1   // to_host.lua puts this name where cuda/ asks for __CUDACC__
+
+#include <cuda_runtime.h>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
+#undef __shared__   // to_host.lua takes every use away
+
+namespace emulator {
+
+// ------------------------------------------------------------------ launching
+
+struct shape {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+  shape(dim3 g, dim3 b, size_t s = 0, cudaStream_t on = nullptr) : grid(g), block(b), shared(s), stream(on) {}
+};
+
+/// Puts a kernel behind what its stream has to do. `body` runs one thread.
+void launch_later(const char *name, const shape &at, std::function<void()> body);
+
+/// Puts work of a library's behind it.
+cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void()> work);
+
+/// K<<<at>>>(args): arguments are copied now, as a real launch does.
+template <class Body, class... Args> void launch(const char *name, const shape &at, Body body, const Args &...args)
+{
+  launch_later(name, at, [body, kept = std::tuple<std::decay_t<Args>...>(args...)] { std::apply(body, kept); });
+}
+
+// ------------------------------------------------------------------ threads
+
+enum { WARP = 32, WARPGROUP = 128, MOST_THREADS = 1024 };
+
+struct copy_under_way { void *to; const void *from; uint32_t bytes; };   // from NULL: zeros
+
+struct thread {
+  uint3 index;
+  int   number;                                // in its block
+  int   state;
+  void *stack;                                 // threads.cpp's
+  void *mine;                                  // what it brought to a meeting
+  uint32_t mask;
+  void (*kind)(thread *const *, int);
+  std::vector<std::vector<copy_under_way>> copies;   // groups of asynchronous copies, the last one still open
+};
+
+struct block_state {
+  uint3 index;
+  dim3 threads, grid;
+  uint64_t serial;                             // another for every block that ever ran
+};
+
+extern thread *now;                            // the thread that runs
+extern block_state block;
+
+/// Waits until all threads of the warp that `mask` names and that have not returned are here with the same mask and kind; then kind(who,
+/// 32) runs once, who[lane] NULL for the others.
+void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine);
+/// The same for the four warps of a warpgroup.
+void meet_warpgroup(void (*kind)(thread *const *, int), void *mine);
+/// __syncthreads; whether any thread brought true.
+bool meet_block(bool vote);
+/// Ends the kernel with a line on stderr; later calls of the run-time library fail, as after a fault on a card.
+[[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// ------------------------------------------------------------------ shared memory: a window of 256 KiB, NaN at the begin of a block
+
+void *take_shared(size_t bytes, size_t align);
+void *dynamic_shared(void);
+uint32_t shared_offset(const void *p);         // in the window: a shared address of 32 bits
+void *shared_at(uint32_t offset, uint32_t bytes);
+
+template <class T> struct shared_variable {
+  uint64_t serial;
+  T *at;
+  T &here()
+  {
+    if (serial != block.serial) {
+      at = (T *)take_shared(sizeof(T), alignof(T) < 16 ? 16 : alignof(T));
+      serial = block.serial;
+    }
+    return *at;
+  }
+};
+
+// ------------------------------------------------------------------ asynchronous copies: made when they are waited for
+
+void copy_start(void *to, const void *from, uint32_t bytes, bool there);
+void copy_close(void);
+void copy_finish(int left);
+
+// ------------------------------------------------------------------ what warps exchange
+
+template <class T> struct letter { T sent, got; int from; };
+
+/// A lane whose `from` has returned or was not asked gets bits that are all ones.
+template <class T> T exchange(uint32_t mask, T x, int from)
+{
+  letter<T> mine = {x, x, from};
+  meet_warp(mask, [](thread *const *who, int n) {
+    for (int i = 0; i < n; i++) {
+      if (!who[i]) continue;
+      letter<T> *l = (letter<T> *)who[i]->mine;
+      if (who[l->from]) l->got = ((letter<T> *)who[l->from]->mine)->sent;
+      else memset(&l->got, 0xFF, sizeof l->got);
+    }
+  }, &mine);
+  return mine.got;
+}
+
+/// Every lane gets op of all.
+template <class T, class Op> T combine(uint32_t mask, T x, Op)
+{
+  T mine = x;
+  meet_warp(mask, [](thread *const *who, int n) {
+    bool any = false;
+    T all{};
+    for (int i = 0; i < n; i++) {
+      if (!who[i]) continue;
+      T one = *(T *)who[i]->mine;
+      all = any ? Op()(all, one) : one;
+      any = true;
+    }
+    for (int i = 0; i < n; i++)
+      if (who[i]) *(T *)who[i]->mine = all;
+  }, &mine);
+  return mine;
+}
+
+struct adding  { template <class T> T operator()(T a, T b) const { return a + b; } };
+struct largest { template <class T> T operator()(T a, T b) const { return a > b ? a : b; } };
+struct either  { template <class T> T operator()(T a, T b) const { return a | b; } };
+inline int lane(void) { return now->number % WARP; }
+
+}
+
+template <class... Args> cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), cudaFuncAttribute attribute, int value)
+{
+  return cudaFuncSetAttribute((const void *)kernel, attribute, value);
+}
+
+#define threadIdx (emulator::now->index)
+#define blockIdx  (emulator::block.index)
+#define blockDim  (emulator::block.threads)
+#define gridDim   (emulator::block.grid)
+
+// ------------------------------------------------------------------ intrinsics
+
+static inline void __syncthreads(void) { emulator::meet_block(false); }
+static inline int  __syncthreads_or(int vote) { return emulator::meet_block(vote != 0); }
+static inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) { emulator::meet_warp(mask, [](emulator::thread *const *, int) {}, nullptr); }
+static inline void __threadfence(void) {}
+[[noreturn]] static inline void __trap(void) { emulator::fault("trap"); }
+
+template <class T> static inline T __shfl_xor_sync(uint32_t mask, T x, int bits)  { return emulator::exchange(mask, x, emulator::lane() ^ bits); }
+template <class T> static inline T __shfl_sync(uint32_t mask, T x, int from, int width = 32)
+{
+  return emulator::exchange(mask, x, emulator::lane() / width * width + (from & (width - 1)));
+}
+template <class T> static inline T __shfl_down_sync(uint32_t mask, T x, uint32_t by)
+{
+  int from = emulator::lane() + (int)by;
+  return emulator::exchange(mask, x, from < 32 ? from : emulator::lane());
+}
+template <class T> static inline T __shfl_up_sync(uint32_t mask, T x, uint32_t by)
+{
+  int from = emulator::lane() - (int)by;
+  return emulator::exchange(mask, x, from >= 0 ? from : emulator::lane());
+}
+static inline uint32_t __ballot_sync(uint32_t mask, int vote)
+{
+  return emulator::combine(mask, vote ? 1u << emulator::lane() : 0u, emulator::either());
+}
+static inline int __any_sync(uint32_t mask, int vote) { return emulator::combine(mask, (uint32_t)(vote != 0), emulator::either()) != 0; }
+static inline int __all_sync(uint32_t mask, int vote) { return !__any_sync(mask, !vote); }
+template <class T> static inline T __reduce_max_sync(uint32_t mask, T x) { return emulator::combine(mask, x, emulator::largest()); }
+template <class T> static inline T __reduce_add_sync(uint32_t mask, T x) { return emulator::combine(mask, x, emulator::adding()); }
+
+// One thread runs at a time, and is interrupted nowhere but where it waits.
+template <class T, class V> static inline T atomicAdd(T *to, V x) { T old = *to; *to = (T)(old + (T)x); return old; }
+template <class T, class V> static inline T atomicMax(T *to, V x) { T old = *to; if ((T)x > old) *to = (T)x; return old; }
+template <class T, class V> static inline T atomicMin(T *to, V x) { T old = *to; if ((T)x < old) *to = (T)x; return old; }
+template <class T, class V> static inline T atomicOr(T *to, V x)  { T old = *to; *to = old | (T)x; return old; }
+template <class T, class A, class B> static inline T atomicCAS(T *to, A was, B x) { T old = *to; if (old == (T)was) *to = (T)x; return old; }
+
+template <class T> static inline T __ldg(const T *p)  { return *p; }
+template <class T> static inline T __ldcg(const T *p) { return *p; }
+
+static inline float    __uint_as_float(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+static inline float    __int_as_float(int32_t b)   { float x; memcpy(&x, &b, 4); return x; }
+static inline uint32_t __float_as_uint(float x)    { uint32_t b; memcpy(&b, &x, 4); return b; }
+static inline int32_t  __float_as_int(float x)     { int32_t b; memcpy(&b, &x, 4); return b; }
+static inline int __ffs(uint32_t x)       { return __builtin_ffs((int)x); }
+static inline int __clz(uint32_t x)       { return x ? __builtin_clz(x) : 32; }
+static inline int __clzll(long long x)    { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+static inline int __popc(uint32_t x)      { return __builtin_popcount(x); }
+static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which)
+{
+  uint64_t all = (uint64_t)b << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) {
+    uint32_t pick = which >> 4 * i & 0xF, byte = (uint32_t)(all >> 8 * (pick & 7)) & 0xFF;
+    if (pick & 8) byte = byte & 0x80 ? 0xFF : 0;
+    r |= byte << 8 * i;
+  }
+  return r;
+}
+static inline uint32_t __vmaxu2(uint32_t a, uint32_t b)
+{
+  uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF, high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+  return high << 16 | low;
+}
+template <class A, class B> static constexpr std::common_type_t<A, B> min(A a, B b)
+{
+  typedef std::common_type_t<A, B> T;
+  return (T)a < (T)b ? (T)a : (T)b;
+}
+template <class A, class B> static constexpr std::common_type_t<A, B> max(A a, B b)
+{
+  typedef std::common_type_t<A, B> T;
+  return (T)a > (T)b ? (T)a : (T)b;
+}
+static inline size_t __cvta_generic_to_shared(const void *p) { return emulator::shared_offset(p); }
+
+using std::isinf;
+using std::isnan;
+using std::isfinite;
+
+#endif

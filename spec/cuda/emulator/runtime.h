@@ -1,0 +1,27 @@
+// What threads.cpp and runtime.cpp tell each other.
+#ifndef EMULATOR_RUNTIME_H
+#define EMULATOR_RUNTIME_H
+
+#include "emulator.h"
+
+namespace emulator {
+
+enum { FORWARDS, BACKWARDS, SHUFFLED };
+
+/// ENGINE_EMULATED_CARD="name=value,..." in the environment.
+struct settings {
+  int  capability;   // sm=90: compute capability times ten
+  int  order;        // order=forwards | backwards | shuffled: of blocks, warps and lanes
+  bool late;         // run=late: a stream's work begins when somebody waits for it; run=early: at once
+  long memory;       // memory=2048: MiB
+  bool closed;       // closed=1: device memory is closed to the host but while a stream works (slow: a look into it ends the process there)
+  const char *trace; // trace=FILE: a line for every call of the run-time library that launches, copies or waits
+};
+const settings &set(void);
+
+/// Runs all blocks of a launch; false after a fault.
+bool run_grid(const char *name, dim3 grid, dim3 block, size_t shared, const std::function<void()> &body);
+
+}
+
+#endif
