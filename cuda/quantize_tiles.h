@@ -185,24 +185,62 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
   }
 }
 
+/// As fmaxf, but NaN when either is.
+__device__ static inline float max_nan(float a, float b)
+{
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+/// The largest magnitudes of words so far, NaN above all or, BUT_NAN, not counted. Floats lose their signs in the instruction that compares
+/// them; as integers all magnitudes would wait in registers beside the numbers.
+template <typename T, bool BUT_NAN> struct largest_of {
+  float high = 0;
+  __device__ void add(uint32_t word)
+  {
+    const float x = fabsf(__uint_as_float(word));
+    high = BUT_NAN ? fmaxf(high, x) : max_nan(high, x);
+  }
+  __device__ uint32_t found() const { return __float_as_uint(high); }
+};
+template <bool BUT_NAN> struct largest_of<f16_t, BUT_NAN> {
+  __half2 high = {};
+  __device__ void add(uint32_t word)
+  {
+    const __half2 x = __habs2(*(const __half2 *)&word);
+    high = BUT_NAN ? __hmax2(high, x) : __hmax2_nan(high, x);
+  }
+  __device__ uint32_t found() const { return *(const uint32_t *)&high; }
+};
+/// bf16 keeps its sign there: so the largest number and the smallest.
+template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
+  __nv_bfloat162 high = {}, low = {};
+  __device__ void add(uint32_t word)
+  {
+    const __nv_bfloat162 x = *(const __nv_bfloat162 *)&word;
+    high = BUT_NAN ? __hmax2(high, x) : __hmax2_nan(high, x);
+    low = BUT_NAN ? __hmin2(low, x) : __hmin2_nan(low, x);
+  }
+  __device__ uint32_t found() const { return larger<bf16_t>(*(const uint32_t *)&high, *(const uint32_t *)&low & magnitudes<bf16_t>::bits); }
+};
+
 /// Largest magnitudes of the thread's rows and columns; BUT_NAN: without NaN.
 template <typename T, bool BUT_NAN>
 __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS], const eight<T> (&v)[DOWN])
 {
-#pragma unroll
-  for (int i = 0; i < eight<T>::WORDS; i++) column[i] = 0;
+  largest_of<T, BUT_NAN> down[eight<T>::WORDS];
 #pragma unroll
   for (int j = 0; j < DOWN; j++) {
-    row[j] = 0;
+    largest_of<T, BUT_NAN> across;
 #pragma unroll
     for (int i = 0; i < eight<T>::WORDS; i++) {
-      uint32_t word = v[j].w[i];
-      if (BUT_NAN) forget(word);   // found anew: else the first search keeps all its magnitudes, in registers that are dear
-      const uint32_t a = BUT_NAN ? but_nan<T>(word & magnitudes<T>::bits) : word & magnitudes<T>::bits;
-      row[j] = larger<T>(row[j], a);
-      column[i] = larger<T>(column[i], a);
+      across.add(v[j].w[i]);
+      down[i].add(v[j].w[i]);
     }
+    row[j] = across.found();
   }
+#pragma unroll
+  for (int i = 0; i < eight<T>::WORDS; i++) column[i] = down[i].found();
 }
 
 /// Maxima of the tile's rows, columns and warps into shared memory; the largest of all into p.amax.
@@ -303,14 +341,14 @@ quantize_tiles(const T *x, unsigned tiles, const job p)
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
   const bool backwards = p.own.factor != NULL;   // after another read, whose end may still be in the cache
-  unsigned n = blockIdx.x;
-  send_for(stage, x, p, place_of(backwards ? tiles - 1 - n : n, p));
-  for (; n < tiles; n += gridDim.x) {
-    const tile_place at = place_of(backwards ? tiles - 1 - n : n, p);
-    const unsigned next = n + gridDim.x;
+  unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;   // past 0 it wraps around and is large
+  send_for(stage, x, p, place_of(n, p));
+  while (n < tiles) {
+    const tile_place at = place_of(n, p);
     eight<T> v[DOWN];
     receive(v, stage, at);
-    if (next < tiles) send_for(stage, x, p, place_of(backwards ? tiles - 1 - next : next, p));
+    n += backwards ? 0 - gridDim.x : gridDim.x;
+    if (n < tiles) send_for(stage, x, p, place_of(n, p));
     if (!p.own.factor || p.amax) share_tops(t, v, p, at);
     __syncthreads();
     share_factors<T>(t, p.own, 0, p, at);
