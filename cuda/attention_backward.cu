@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
 {
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;   // lanes of a row, 16 bytes each; rows of a warp
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
-  const int64_t lines = r.line / QUERIES, pair = blockIdx.x / lines, b = pair / p.heads, h = pair % p.heads;
-  const int tile = (int)(blockIdx.x % lines);
-  uint32_t largest = 0;
+  const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines, b = pair / p.heads, h = pair % p.heads;
+  uint32_t largest = 0, bad = 0;   // bad: the warp's rows to be worked out again
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
     float sum = 0;
@@ -40,22 +39,24 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
     }
 #pragma unroll
     for (int k = LANES / 2; k; k >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, k);
-    // y was rounded and its infinities may stand for others: the sum itself tells what becomes of them.
-    for (uint32_t bad = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); bad; bad &= bad - 1) {
-      int source = __ffs(bad) - 1;
-      float exact = delta_of_row<T, float>(p, (int)b, (int)h, first + source / LANES);
-      if (lane / LANES == source / LANES) sum = exact;
-    }
+    for (uint32_t lanes = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); lanes; lanes &= lanes - 1) bad |= 1u << (i * AT_ONCE + (__ffs(lanes) - 1) / LANES);
     if (piece == 0) {
       bool sees = t < p.queries && keys_seen(p, t) > 0;
       float lse = sees ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f;
       ((float *)p.delta)[delta_at(p, b, h, t)] = sees ? sum : 0.0f;
-      r.shift[pair * r.line + t] = sees ? fmaf(-lse, LOG2_E, (float)RAISE<T>) : -INFINITY;
+      r.shift[delta_at(p, b, h, t)] = sees ? fmaf(-lse, LOG2_E, (float)RAISE<T>) : -INFINITY;
     }
   }
   if (RAISE<T>) {
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
+  }
+  // y was rounded and its infinities may stand for others: the sum itself tells what becomes of them.
+  for (; bad; bad &= bad - 1) {
+    const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads, h = pair % p.heads;
+    const int at = __ffs(bad) - 1, t = block % lines * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
+    const float exact = delta_of_row<T, float>(p, b, h, t);
+    if (lane == at % AT_ONCE * LANES) ((float *)p.delta)[delta_at(p, b, h, t)] = keys_seen(p, t) > 0 ? exact : 0.0f;
   }
 }
 
@@ -64,59 +65,75 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
 template <int D> constexpr int KEY_ROWS = WARPS * 16 * KEY_MT<D>;
 template <int D> constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES * 4;
 
+/// Batch, head of keys and first key of a block. Those with the most queries go first.
+struct keys_place { int b, group, first; };
+template <int D> __device__ static inline keys_place keys_of(const attention_problem &p, int block)
+{
+  const int pairs = p.batch * p.groups, pair = block % pairs;
+  return {pair / p.groups, pair % p.groups, block / pairs * KEY_ROWS<D>};
+}
+
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
 {
+  if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int MT = KEY_MT<D>, ROWS = KEY_ROWS<D>, STEP = KEY_STEP<D>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups, group = pair % p.groups;
-  const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16 * MT;   // those with the most queries go first
-
-  const int first_tile = first_query(p, key0) / QUERIES, tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
-  const int all_see = first_query(p, key0 + ROWS - 1), own_first = first_query(p, own), total = tiles * p.shared;
+  const keys_place of = keys_of<D>(p, blockIdx.x);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
   const uint32_t staged = shared + 2 * KEEP;                                  // q, dy, q, dy
   float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);                 // shift, delta, shift, delta
 
-  auto load_queries = [&](int n) {
-    int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
-    load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, first, p.queries);
-    load_tile<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time, first, p.queries);
-    if (threadIdx.x < 2 * QUERIES / 4) {
-      int which = threadIdx.x / (QUERIES / 4), piece = threadIdx.x % (QUERIES / 4);
-      const float *line = (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + first;
+  auto load_queries = [&](int stage, int left, int from) {   // of the head that has `left` heads to its group's end, itself one of them
+    const int thread = forget((int)threadIdx.x), b = forget(of.b), h = (of.group + 1) * p.shared - left;
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, from, p.queries, thread);
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time, from, p.queries, thread);
+    if (thread < 2 * QUERIES / 4) {
+      int which = thread / (QUERIES / 4), piece = thread % (QUERIES / 4);
+      const float *line = (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + from;
       copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4, true);
     }
-    copy_commit();
+  };
+  auto advance = [&](int &left, int &first) {
+    first += QUERIES;
+    if (first < p.queries) return;
+    first = first_query(p, forget(of.first)) / QUERIES * QUERIES;
+    left--;
   };
 
-  load_tile<D, ROWS>(shared, row_of<T>(p.k, b, 0, group), p.k.time, key0, p.keys);
-  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.v, b, 0, group), p.v.time, key0, p.keys);
-  if (total > 0) load_queries(0);
-  else copy_commit();
+  load_tile<D, ROWS>(shared, row_of<T>(p.k, of.b, 0, of.group), p.k.time, of.first, p.keys);
+  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.v, of.b, 0, of.group), p.v.time, of.first, p.keys);
+  int first = first_query(p, of.first) / QUERIES * QUERIES, left = first < p.queries ? p.shared : 0;
+  if (left > 0) load_queries(0, left, first);
+  copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, pair), held = lift * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736), held = lift_of<T>(r, (int64_t)of.b * p.groups + of.group) * exp2f((float)-RAISE<T>);
   float dk[MT][D / 8][4], dv[MT][D / 8][4];
   clear(dk);
   clear(dv);
   const lane_place<D> k_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), v_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
-  for (int n = 0; n < total; n++) {
-    const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
+  for (int stage = 0; left > 0; stage ^= 1) {
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
+    const int own = forget(of.first) + warp * 16 * MT;
     copy_wait<0>();
     __syncthreads();
-    if (n + 1 < total) load_queries(n + 1);
+    int next_left = left, next = first;
+    advance(next_left, next);
+    if (next_left > 0) {
+      load_queries(stage ^ 1, next_left, next);
+      copy_commit();
+    }
 #pragma unroll 1
     for (int at = 0; at < QUERIES; at += STEP) {
-      if (first + at + STEP <= own_first) continue;   // the warp's keys are hidden from all of these
+      if (first + at + STEP <= first_query(p, own)) continue;   // the warp's keys are hidden from all of these
       const float *shift = lines + 2 * stage * QUERIES + at, *delta = shift + QUERIES;
       float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
       clear(s);
       product_of_rows<T, D, MT, STEP / 16>(s, k_place, place_b<D>(q_tile + at * (D * 2)));
-      if (first + at < all_see) {
+      if (first + at < first_query(p, own + 16 * MT - 1)) {
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -159,10 +176,15 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
       }
       product_with_rows<T, D, MT, STEP / 16>(dk, weights, place_turned<D>(q_tile + at * (D * 2)));
     }
+    first = forget(first);
+    advance(left, first);
   }
   copy_wait<0>();
   __syncthreads();
 
+  const keys_place to = keys_of<D>(p, forget((int)blockIdx.x));
+  const int own = to.first + warp * 16 * MT;
+  const float lift = lift_of<T>(r, (int64_t)to.b * p.groups + to.group);
   const float k_factor = (float)p.factor / lift, v_factor = exp2f((float)-RAISE<T>);
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -175,12 +197,12 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
       }
   uint32_t bad = 0;
   unsigned char *own_rows = room + warp * 16 * MT * (D * 2);
-  if (p.dk.data) bad |= store_rows<T, D, MT>(dk, own_rows, row_of<T>(p.dk, b, 0, group), p.dk.time, own, p.keys, stored);
-  if (p.dv.data) bad |= store_rows<T, D, MT>(dv, own_rows + KEEP, row_of<T>(p.dv, b, 0, group), p.dv.time, own, p.keys, stored);
+  if (p.dk.data) bad |= store_rows<T, D, MT>(dk, own_rows, row_of<T>(p.dk, to.b, 0, to.group), p.dk.time, own, p.keys, stored);
+  if (p.dv.data) bad |= store_rows<T, D, MT>(dv, own_rows + KEEP, row_of<T>(p.dv, to.b, 0, to.group), p.dv.time, own, p.keys, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int key = own + __ffs(bad) - 1;
-    if (key < p.keys) dkdv_row<T, float>(p, b, group, key, stored);
+    if (key < p.keys) dkdv_row<T, float>(p, to.b, to.group, key, stored);
   }
 }
 
@@ -188,47 +210,56 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
 
 template <int D> constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
 
+/// Batch, head and first query of a block. Those with the most keys go first.
+struct queries_place { int b, h, first; };
+__device__ static inline queries_place queries_of(const attention_problem &p, int block, int blocks)
+{
+  const int pairs = p.batch * p.heads, pair = block % pairs;
+  return {pair / p.heads, pair % p.heads, (blocks / pairs - 1 - block / pairs) * (WARPS * 16 * QUERY_MT)};
+}
+
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
 {
+  if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int MT = QUERY_MT, ROWS = WARPS * 16 * MT, KEYS = KEYS_STAGED<D>, STEP = QUERY_STEP;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int pairs = p.batch * p.heads, pair = blockIdx.x % pairs, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  const int t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * ROWS, own = t0 + warp * 16 * MT;   // those with the most keys go first
-
-  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, t0), own_last = keys_seen(p, min(own + 16 * MT, p.queries) - 1);
-  const int n_tiles = (last + KEYS - 1) / KEYS;
+  const queries_place of = queries_of(p, blockIdx.x, gridDim.x);
+  const int group = of.h / p.shared;
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
   const uint32_t staged = shared + 2 * KEEP;   // k, v, k, v
-  const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
+  const T *k = row_of<T>(p.k, of.b, 0, group), *v = row_of<T>(p.v, of.b, 0, group);
 
-  load_tile<D, ROWS>(shared, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
-  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, t0, p.queries);
+  load_tile<D, ROWS>(shared, row_of<T>(p.q, of.b, 0, of.h), p.q.time, of.first, p.queries);
+  load_tile<D, ROWS>(shared + KEEP, row_of<T>(p.dy, of.b, 0, of.h), p.dy.time, of.first, p.queries);
   load_tile<D, KEYS>(staged, k, p.k.time, 0, p.keys);
   load_tile<D, KEYS>(staged + TILE, v, p.v.time, 0, p.keys);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, (int64_t)b * p.groups + group), held = lift * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736), held = lift_of<T>(r, (int64_t)of.b * p.groups + group) * exp2f((float)-RAISE<T>);
   float dq[MT][D / 8][4], shift[MT][2], less[MT][2];
   clear(dq);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      int row = own + 16 * m + 8 * half + g;
+      int row = of.first + warp * 16 * MT + 16 * m + 8 * half + g;
       bool there = row < p.queries;
-      shift[m][half] = there ? r.shift[pair * r.line + row] : -INFINITY;
-      less[m][half] = there ? -held * ((const float *)p.delta)[pair * r.line + row] : 0.0f;
+      const int64_t at = ((int64_t)of.b * p.heads + of.h) * r.line + row;
+      shift[m][half] = there ? r.shift[at] : -INFINITY;
+      less[m][half] = there ? -held * ((const float *)p.delta)[at] : 0.0f;
     }
   const lane_place<D> q_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
-  for (int n = 0; n < n_tiles; n++) {
+  for (int n = 0;; n++) {
+    const int first = forget(of.first), own = first + warp * 16 * MT, last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all its queries
+    if (n * KEYS >= last) break;
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
     copy_wait<0>();
     __syncthreads();
-    if (n + 1 < n_tiles) {
+    if ((n + 1) * KEYS < last) {
       uint32_t next = staged + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
       load_tile<D, KEYS>(next + TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
@@ -237,13 +268,13 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
 #pragma unroll 1
     for (int at = 0; at < KEYS; at += STEP) {
       const int key = n * KEYS + at;
-      if (key >= own_last) continue;
+      if (key >= keys_seen(p, min(own + 16 * MT, p.queries) - 1)) continue;
       float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
       clear(s);
       clear(ds);
       product_of_rows<T, D, MT, STEP / 16>(s, q_place, place_b<D>(k_tile + at * (D * 2)));
       product_of_rows<T, D, MT, STEP / 16>(ds, dy_place, place_b<D>(v_tile + at * (D * 2)));
-      if (key + STEP > all_see) {
+      if (key + STEP > keys_seen(p, own)) {
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -273,18 +304,20 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
   copy_wait<0>();
   __syncthreads();
 
-  const float factor = (float)p.factor / lift;
+  const queries_place to = queries_of(p, forget((int)blockIdx.x), gridDim.x);
+  const int own = to.first + warp * 16 * MT;
+  const float factor = (float)p.factor / lift_of<T>(r, (int64_t)to.b * p.groups + to.h / p.shared);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int d = 0; d < D / 8; d++)
 #pragma unroll
       for (int c = 0; c < 4; c++) dq[m][d][c] *= factor;
-  uint32_t bad = store_rows<T, D, MT>(dq, room + warp * 16 * MT * (D * 2), row_of<T>(p.dq, b, 0, h), p.dq.time, own, p.queries, stored);
+  uint32_t bad = store_rows<T, D, MT>(dq, room + warp * 16 * MT * (D * 2), row_of<T>(p.dq, to.b, 0, to.h), p.dq.time, own, p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
-    if (row < p.queries) dq_row<T, float>(p, b, h, row, stored);
+    if (row < p.queries) dq_row<T, float>(p, to.b, to.h, row, stored);
   }
 }
 

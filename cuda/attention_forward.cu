@@ -8,34 +8,40 @@
 enum { ROWS = 128, MT = 2 };                          // queries of a block; 16-row tiles of a warp
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;   // keys at a time: what the registers hold
 
-/// Which queries of which head a block takes. Blocks with the most keys go first within a set of heads whose keys and values fit
+/// Which queries of which head blocks take. Blocks with the most keys go first within a set of heads whose keys and values fit
 /// in half the second-level cache together.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
+
+/// Batch, head and first query of a block.
+struct block_place { int b, h, first; };
+__device__ static inline block_place place_of(int block, const schedule &plan, int heads)
+{
+  int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together), width = min(plan.together, plan.heads - set * plan.together);
+  int pair = set * plan.together + rest % width;
+  return {pair / heads, pair % heads, (plan.tiles - 1 - rest / width) * ROWS};
+}
 
 template <int D> constexpr int FORWARD_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2;
 
 template <class T, int D, bool ENTROPY>
 __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
 {
+  if constexpr (NOT_HERE<D> && !ENTROPY) return;
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
-  constexpr bool HOLD_Q = D <= 64;   // in registers
+  constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);   // in registers
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
-  int set = blockIdx.x / (plan.tiles * plan.together), rest = blockIdx.x % (plan.tiles * plan.together);
-  int width = min(plan.together, plan.heads - set * plan.together);
-  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  int t0 = (plan.tiles - 1 - rest / width) * ROWS, own = t0 + warp * 32;   // the warp's first query
+  const block_place at = place_of(blockIdx.x, plan, p.heads);
+  const int group = at.h / p.shared;
 
-  const T *q = row_of<T>(p.q, b, 0, h), *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
-  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, t0), own_last = keys_seen(p, min(own + 32, p.queries) - 1);
-  const int n_tiles = (last + KEYS - 1) / KEYS;
+  const T *q = row_of<T>(p.q, at.b, 0, at.h), *k = row_of<T>(p.k, at.b, 0, group), *v = row_of<T>(p.v, at.b, 0, group);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2;
   const uint32_t tiles = shared + ROWS * D * 2;   // k, v, k, v
   unsigned char *own_rows = room + warp * 32 * (D * 2);
 
-  load_tile<D, ROWS>(shared, q, p.q.time, t0, p.queries);
+  load_tile<D, ROWS>(shared, q, p.q.time, at.first, p.queries);
   load_tile<D, KEYS>(tiles, k, p.k.time, 0, p.keys);
   load_tile<D, KEYS>(tiles + TILE, v, p.v.time, 0, p.keys);
   copy_commit();
@@ -53,11 +59,14 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
     }
   const lane_place<D> q_place = place_a<D>(shared + warp * 32 * (D * 2));
 
-  for (int n = 0; n < n_tiles; n++) {
+  for (int n = 0;; n++) {
+    const int first = forget(at.first), own = first + warp * 32, last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all its queries
+    if (n * KEYS >= last) break;
+
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
     copy_wait<0>();
     __syncthreads();   // this tile is there, and everybody is done with the last one
-    if (n + 1 < n_tiles) {
+    if ((n + 1) * KEYS < last) {
       uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
       load_tile<D, KEYS>(next + TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
@@ -69,14 +78,14 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
 #pragma unroll
         for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
     }
-    if (n * KEYS >= own_last) continue;   // hidden from all the warp's queries
+    if (n * KEYS >= keys_seen(p, min(own + 32, p.queries) - 1)) continue;   // hidden from all the warp's queries
 
     float s[MT][KEYS / 8][4];
     clear(s);
     if constexpr (HOLD_Q) product_of_rows<T, D, MT, KEYS / 16>(s, held, place_b<D>(stage));
     else product_of_rows<T, D, MT, KEYS / 16>(s, q_place, place_b<D>(stage));
 
-    if ((n + 1) * KEYS > all_see) {
+    if ((n + 1) * KEYS > keys_seen(p, own)) {
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -130,6 +139,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
     product_with_rows<T, D, MT, KEYS / 16>(y, weights, place_turned<D>(stage + TILE));
   }
   copy_wait<0>();
+  const block_place to = place_of(forget((int)blockIdx.x), plan, p.heads);
+  const int own = to.first + warp * 32;
   __syncthreads();   // q is there even when no key was seen: its rows take y now
 
 #pragma unroll
@@ -152,18 +163,18 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
         y[m][d][2 * half + 1] = blind ? 0.0f : y[m][d][2 * half + 1] * inverse;
       }
       if (t == 0 && row < p.queries) {
-        int64_t line = line_of(p, b, h, row);
+        int64_t line = line_of(p, to.b, to.h, row);
         float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
         if (p.lse) ((float *)p.lse)[line] = blind ? -INFINITY : lost ? NAN : fmaf(top[m][half], (float)p.factor, log_sum);
         if (ENTROPY) ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - 0.693147180559945309f * (entropy / total);
       }
     }
   __syncwarp();
-  uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
+  uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, to.b, 0, to.h), p.y.time, own, p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
-    if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
+    if (row < p.queries) forward_row<T, float>(p, to.b, to.h, row, stored);
   }
 }
 

@@ -25,6 +25,13 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
+/// Hopper has kernels of its own for these widths, but for entropies.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D> constexpr bool NOT_HERE = D % 64 == 0;
+#else
+template <int D> constexpr bool NOT_HERE = false;
+#endif
+
 /// Probabilities are held times 2^RAISE: in f16 they would be subnormal below 2^-14 otherwise. (At most 1, so 2^15 is in range.)
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
@@ -42,24 +49,36 @@ template <int D> __host__ __device__ static inline int piece_place(int row, int 
 
 /// Rows first..first+ROWS of a head into `tile`; zeros for rows from `limit` on.
 template <int D, int ROWS, class T>
-__device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first, int limit)
+__device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first, int limit, int thread = threadIdx.x)
 {
-  constexpr int PIECES = D / 8;
+  constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
+  if constexpr (THREADS % PIECES == 0) {   // a thread's pieces lie below each other, and their order is that of the first
+    const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
+    const T *column = head + piece * 8;
+    int64_t at = (first + row) * stride;
+    tile += row * (D * 2) + piece_place<D>(row, piece) * 16;
 #pragma unroll
-  for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
-    int at = i * THREADS + threadIdx.x, row = at / PIECES, piece = at % PIECES;
-    bool there = first + row < limit;
-    const T *from = head + (there ? (first + row) * stride : 0) + piece * 8;
-    copy16(tile + row * (D * 2) + piece_place<D>(row, piece) * 16, from, there);
+    for (int i = 0; i < ROWS / STEP; i++, at += STEP * stride)
+      copy16(tile + i * (STEP * D * 2), column + (i * STEP < there ? at : 0), i * STEP < there);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
+      int at = i * THREADS + thread, row = at / PIECES, piece = at % PIECES;
+      bool there = first + row < limit;
+      const T *from = head + (there ? (first + row) * stride : 0) + piece * 8;
+      copy16(tile + row * (D * 2) + piece_place<D>(row, piece) * 16, from, there);
+    }
   }
 }
 
 /// Where a lane's ldmatrix addresses begin in a tile: `row` and `piece` are the lane's own, and only their lowest bits matter to
-/// the order of pieces, so that a step of 16 rows is an addition and a step of two pieces an exclusive or.
+/// the order of pieces, so that a step of 16 rows is an addition and a step of two pieces an exclusive or: of the whole address
+/// where tiles and rows begin at multiples of a power of two, so that one register does for all steps.
 template <int D> struct lane_place {
+  static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
-  __device__ lane_place(uint32_t tile, int row_, int piece) : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16) {}
-  __device__ uint32_t at(int rows, int pieces) const { return row + rows * (D * 2) + (turn ^ (pieces * 16)); }
+  __device__ lane_place(uint32_t tile, int row_, int piece) : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16) { if (WHOLE) row += turn; }
+  __device__ uint32_t at(int rows, int pieces) const { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
 /// Rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
 template <int D> __device__ static inline lane_place<D> place_a(uint32_t tile) { int l = threadIdx.x & 31; return {tile, l & 15, l >> 4}; }
