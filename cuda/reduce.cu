@@ -183,15 +183,16 @@ template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) 
   constexpr int V = P::V, U = 8;   // rows in flight
   __shared__ typename P::total sums[8][32][V];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t tile = blockIdx.x / r.pieces, piece = blockIdx.x % r.pieces, column = tile * 32 + lane;
-  int64_t first = piece * r.length, stop = first + r.length < r.each ? first + r.length : r.each;
+  const unsigned tile = blockIdx.x / (unsigned)r.pieces, piece = blockIdx.x % (unsigned)r.pieces;
+  const int64_t column = tile * 32ll + lane, first = piece * r.length;
+  const int rows = (int)(first + r.length < r.each ? r.length : r.each - first);
   typename P::total total[V];
 #pragma unroll
   for (int v = 0; v < V; v++) total[v] = P::identity();
   if (column < r.kept.groups) {
     int64_t base[1];
     walk_offsets(base, r.kept, column);
-    for (int row = warp, rows = (int)(stop - first); row < rows; row += 8 * U) {
+    for (int row = warp; row < rows; row += 8 * U) {
       typename P::raw raw[U];
 #pragma unroll
       for (int u = 0; u < U; u++) {
@@ -213,11 +214,11 @@ template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) 
   for (int v = 0; v < V; v++) sums[warp][lane][v] = total[v];
   __syncthreads();
   for (int i = threadIdx.x; i < 32 * V; i += 256) {
-    if (tile * 32 + i / V >= r.kept.groups) return;
+    if (tile * 32ll + i / V >= r.kept.groups) return;
     typename P::total all = sums[0][i / V][i % V];
 #pragma unroll
     for (int k = 1; k < 8; k++) all = P::combine(all, sums[k][i / V][i % V]);
-    P::store(r.y, r.y_dtype, (tile * 32 * V + i) * r.pieces + piece, all, r.divisor);
+    P::store(r.y, r.y_dtype, (tile * 32ll * V + i) * r.pieces + piece, all, r.divisor);
   }
 }
 
