@@ -228,6 +228,10 @@ template <typename T, int V, int ROW> __device__ static inline void load_row(nor
   to.rstd = ((const float *)p.rstds)[row];
 }
 
+/// Numbers one by one are so many loads that f16 has no registers for them while its row is worked on: they are sent for at its end.
+template <typename T> constexpr bool PARTS_LATE = false;
+template <> constexpr bool PARTS_LATE<f16_t> = true;
+
 template <typename T, int V, int ROW>
 __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) norm_grad_rows(const __grid_constant__ norm_call p)
 {
@@ -256,7 +260,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       widen_words(h[v], next.x[v]);
       widen_words(slope[v], next.dy[v]);
     }
-    if (AHEAD && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
+    if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
     float sum_g = 0, sum_gh = 0;
 #pragma unroll
     for (int v = 0; v < V; v++) {
@@ -277,14 +281,16 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       }
     }
     row_sums<ROW>(sum_g, sum_gh, room[turn]);
-    if (!p.dx) continue;
-    const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
+    if (p.dx) {
+      const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
 #pragma unroll
-    for (int v = 0; v < V; v++) {
+      for (int v = 0; v < V; v++) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
-      store_piece((T *)p.dx + row * p.n, h[v], column_of<ROW>(v), p.n, p.whole);
+        for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
+        store_piece((T *)p.dx + row * p.n, h[v], column_of<ROW>(v), p.n, p.whole);
+      }
     }
+    if (PARTS_LATE<T> && !p.whole && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
   }
   if (!p.partial) return;
   float *to = p.partial + (int64_t)blockIdx.x * 2 * p.n;
