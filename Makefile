@@ -48,13 +48,16 @@ CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
 CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
 NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP
+                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
+
+# What ptxas -v tells of every kernel goes into a file beside the object, for `make spills`; all else that nvcc says is shown.
+PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 
 # The MPI transport, a plug-in, where there is an MPI compiler.
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda help deps built demo test test-gpu test-emulated check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
+.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -160,7 +163,11 @@ $(BUILD)/cuda.flags: FORCE
 
 $(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
 	@mkdir -p $(@D)
-	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@
+	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@ 2> $@.ptxas; code=$$?; grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
+
+# Kernels that spill registers; spec/cuda/spills.sh knows those that may.
+spills: $(CUDA_OBJECTS)
+	@sh spec/cuda/spills.sh $(addsuffix .ptxas,$(filter %.cu.o,$(CUDA_OBJECTS)))
 
 $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
 	@mkdir -p $(@D)
@@ -346,6 +353,7 @@ help:
 	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
 	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
 	@echo "make test-emulated  the same with the kernels on this machine's processor"
+	@echo "make spills      CUDA kernels that keep registers in memory; fails where one should not"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
 	@echo "make bench       speed beside PyTorch, in ratios"
 	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"

@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
     }
 #pragma unroll
     for (int k = LANES / 2; k; k >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, k);
-    for (uint32_t lanes = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); lanes; lanes &= lanes - 1) bad |= 1u << (i * AT_ONCE + (__ffs(lanes) - 1) / LANES);
+    for (uint32_t lanes = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); lanes; lanes &= lanes - 1)
+      bad |= 1u << (i * AT_ONCE + (__ffs(lanes) - 1) / LANES);
     if (piece == 0) {
       bool sees = t < p.queries && keys_seen(p, t) > 0;
       float lse = sees ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f;

@@ -8,7 +8,7 @@
 enum { ROWS = 128, MT = 2 };                          // queries of a block; 16-row tiles of a warp
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;   // keys at a time: what the registers hold
 
-/// Which queries of which head blocks take. Blocks with the most keys go first within a set of heads whose keys and values fit
+/// How blocks share out heads and queries. Blocks with the most keys go first within a set of heads whose keys and values fit
 /// in half the second-level cache together.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
@@ -16,7 +16,8 @@ typedef struct schedule { int32_t tiles, heads, together; } schedule;
 struct block_place { int b, h, first; };
 __device__ static inline block_place place_of(int block, const schedule &plan, int heads)
 {
-  int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together), width = min(plan.together, plan.heads - set * plan.together);
+  int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together);
+  int width = min(plan.together, plan.heads - set * plan.together);
   int pair = set * plan.together + rest % width;
   return {pair / heads, pair % heads, (plan.tiles - 1 - rest / width) * ROWS};
 }
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
   if constexpr (NOT_HERE<D> && !ENTROPY) return;
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
-  constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);   // in registers
+  constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);   // in registers, of which entropies leave none for 64
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
   const block_place at = place_of(blockIdx.x, plan, p.heads);

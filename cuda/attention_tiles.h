@@ -77,7 +77,10 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
-  __device__ lane_place(uint32_t tile, int row_, int piece) : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16) { if (WHOLE) row += turn; }
+  __device__ lane_place(uint32_t tile, int row_, int piece) : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16)
+  {
+    if (WHOLE) row += turn;
+  }
   __device__ uint32_t at(int rows, int pieces) const { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
 /// Rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
