@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
   const lane_place<D> q_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
   for (int n = 0;; n++) {
-    const int first = forget(of.first), own = first + warp * 16 * MT, last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all its queries
+    const int first = D > 96 ? forget(of.first) : of.first, own = first + warp * 16 * MT;
+    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
     if (n * KEYS >= last) break;
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
     copy_wait<0>();

@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
   const lane_place<D> q_place = place_a<D>(shared + warp * 32 * (D * 2));
 
   for (int n = 0;; n++) {
-    const int first = forget(at.first), own = first + warp * 32, last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all its queries
+    const int first = ENTROPY ? forget(at.first) : at.first, own = first + warp * 32;
+    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
     if (n * KEYS >= last) break;
 
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
