@@ -39,7 +39,18 @@ __device__ static inline uint32_t pack_e5m2(float low, float high)
 }
 #endif
 
-/// The compiler forgets what it knows of x, so that what is made of x is made anew.
-__device__ static inline void forget(uint32_t &x) { asm volatile("" : "+r"(x)); }
+/// As fmaxf, but NaN when either is.
+__device__ static inline float max_nan(float a, float b)
+{
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+/// The compiler forgets what it knows of x: what is made of x from here on is made anew, not kept in registers from before.
+template <class T> __device__ static inline T forget(T x)
+{
+  asm volatile("" : "+r"(x));
+  return x;
+}
 #endif
 #endif

@@ -185,13 +185,6 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
   }
 }
 
-/// As fmaxf, but NaN when either is.
-__device__ static inline float max_nan(float a, float b)
-{
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
 /// The largest magnitudes of words so far, NaN above all or, BUT_NAN, not counted. Floats lose their signs in the instruction that compares
 /// them; as integers all magnitudes would wait in registers beside the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
