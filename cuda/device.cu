@@ -155,10 +155,7 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, kept, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
     return ENG_OK;
   }
-  if (direction == COPY_TO_DEVICE) {   // from pageable memory: staged by the time this returns
-    CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
-    return ENG_OK;
-  }
+  if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
   if (cuda_capturing()) return error_set(ENG_ERR_STATE, "graph: a value is read back inside a captured step; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();

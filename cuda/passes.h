@@ -1,4 +1,5 @@
-// The CUDA device's functions that are no operations, as table.c lists them: memory and lanes (device.cu), messages between ranks (wire.cu),
+// The CUDA device's functions that are no operations, as table.c lists them: memory and lanes (device.cu), copies
+// from ordinary memory (staging.c), messages between ranks (wire.cu),
 // the passes over all parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
 #ifndef ENG_CUDA_PASSES_H
 #define ENG_CUDA_PASSES_H
@@ -26,6 +27,9 @@ eng_status  cuda_lane_mark(void **mark, void *lane);
 eng_status  cuda_lane_reached(bool *reached, void *mark);
 void        cuda_lane_forget(void *mark);
 eng_status  cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
+// staging.c
+/// A copy to the card that neither waits nor needs `from` once it returns.
+eng_status  cuda_stage(void *to, const void *from, int64_t bytes);
 // wire.cu
 eng_status  cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags);
 eng_status  cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype);

@@ -307,13 +307,14 @@ local function agree_on_signals(self)
 end
 
 --- The step's record, the same on every rank.
-function Parallel:record(record, stats, scale, tokens)
+function Parallel:record(record, stats, scale, tokens, losses)
   local trainer = self.trainer
-  local params, needs = trainer.optimizer.params, trainer.needs
+  local needs = trainer.needs
   if not self.many then
-    check(C.eng_params_stats(record, stats, params, scale, needs))
+    trainer:look(record, stats, scale, losses)
     return tokens
   end
+  trainer:note_loss(record, losses)
   local sums, maxima, hash = self.sums, self.maxima, C.eng_crc32c(0, self.decided, #self.decided)
   sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, tokens
   maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0

@@ -55,10 +55,9 @@ function Trainer:step()
   parallel:share_ends()
 
   record.step, record.updates, record.scale = self.steps_done, self.updates, scale
-  record.loss, record.lr, record.norm_ref = self:mean(losses), lr, 0 / 0
-  record.elapsed = machine.clock() - self.began
+  record.lr, record.norm_ref = lr, 0 / 0
   local stats = self.stats
-  tokens = parallel:record(record, stats, scale, tokens)                         -- (4) one read-only pass over the gradients; the same on all ranks
+  tokens = parallel:record(record, stats, scale, tokens, losses)                 -- (4) one read-only pass over the gradients; the same on all ranks
   if reference then reference:tell(record, stats) end
   for name, value in pairs(parallel.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides
@@ -106,11 +105,28 @@ function Trainer:observe_fp8(record, verdict)
   if sites.looking then self.run_files:fp8(tonumber(record.step), sites:meters()) end
 end
 
---- The mean of the micro-batches' losses: what waits for the device.
-function Trainer:mean(losses)
+--- The loss, the mean of the micro-batches', and the time: what waits for the device.
+function Trainer:note_loss(record, losses)
   local sum = 0
   for i = 1, self.accumulate do sum = sum + losses[i]:item() end
-  return sum / self.accumulate
+  record.loss, record.elapsed = sum / self.accumulate, machine.clock() - self.began
+end
+
+--- Loss and statistics of a step that no other rank has a part in. From a card they come together: one wait a step.
+function Trainer:look(record, stats, scale, losses)
+  local params, n = self.optimizer.params, self.accumulate
+  local together = machine.device() == "cuda" and n <= lagged.MOST_LOSSES
+  for i = 1, n do together = together and losses[i].dtype == "f32" end
+  if not together then
+    self:note_loss(record, losses)
+    check(C.eng_params_stats(record, stats, params, scale, self.needs))
+    return
+  end
+  local list, sum = M_ffi.new("eng_tensor[?]", n), M_ffi.new("double[1]")
+  for i = 1, n do list[i - 1] = losses[i] end
+  check(C.eng_params_stats_start(params, self.needs, list, n))
+  check(C.eng_params_stats_fetch(record, stats, sum, params, scale))
+  record.loss, record.elapsed = sum[0] / n, machine.clock() - self.began
 end
 
 --- Where the data and the random numbers stand, so that a retry sees the same batch.

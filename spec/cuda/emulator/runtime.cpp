@@ -371,7 +371,9 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 cudaError_t cudaEventQuery(cudaEvent_t e) { return e->on ? ask(e->on, e->ticket) : cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
-  trace("wait", e->on && e->on->done < e->ticket ? "event" : "event (reached before)");
+  char text[80] = "event, reached before";
+  if (e->on && e->on->done < e->ticket) snprintf(text, sizeof text, "event, %ld things behind it", e->on->asked - e->ticket);
+  trace("wait", text);
   ALIVE();
   if (e->on) {
     if (spoils(e->on)) return failed(cudaErrorStreamCaptureUnsupported);

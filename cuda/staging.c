@@ -1,0 +1,61 @@
+// From the host's ordinary memory to the card without waiting for it. Told to copy from memory that is not pinned, the driver may wait for all
+// that the stream was asked before; so what a step sends, batches above all, goes through pinned memory of our own: a ring of segments that are
+// filled one after the other, each used again when the card has read it. Owns that memory. Called by device.cu.
+#include "device.h"
+#include "passes.h"
+
+#include <string.h>
+
+enum { SEGMENTS = 4 };
+static const int64_t LEAST = 1 << 20, MOST = 16 << 20;   // bytes of a segment: it grows with what is sent at a time
+
+static struct {
+  char       *memory;            // SEGMENTS pieces of `bytes`
+  int64_t     bytes, used;       // used: of the segment being filled
+  int         filling;
+  cudaEvent_t read[SEGMENTS];    // the card has read it
+} ring;
+
+static eng_status ring_make(int64_t wanted)
+{
+  int64_t bytes = ring.bytes > LEAST ? ring.bytes : LEAST;
+  while (bytes < wanted && bytes < MOST) bytes *= 2;
+  if (ring.memory && bytes == ring.bytes) return ENG_OK;
+  if (ring.memory) {
+    CUDA_TRY(cudaStreamSynchronize(cuda_stream()));
+    CUDA_TRY(cudaFreeHost(ring.memory));
+    ring.memory = NULL;
+  }
+  for (int i = 0; i < SEGMENTS; i++)
+    if (!ring.read[i]) CUDA_TRY(cudaEventCreateWithFlags(&ring.read[i], cudaEventDisableTiming));
+  CUDA_TRY(cudaMallocHost((void **)&ring.memory, (size_t)(SEGMENTS * bytes)));
+  ring.bytes = bytes;
+  ring.used = 0;
+  return ENG_OK;
+}
+
+static eng_status next_segment(void)
+{
+  CUDA_TRY(cudaEventRecord(ring.read[ring.filling], cuda_stream()));
+  ring.filling = (ring.filling + 1) % SEGMENTS;
+  CUDA_TRY(cudaEventSynchronize(ring.read[ring.filling]));
+  ring.used = 0;
+  return ENG_OK;
+}
+
+eng_status cuda_stage(void *to, const void *from, int64_t bytes)
+{
+  ENG_TRY(ring_make(bytes));
+  while (bytes > 0) {
+    if (ring.used == ring.bytes || (bytes > ring.bytes - ring.used && bytes <= ring.bytes)) ENG_TRY(next_segment());
+    int64_t room = ring.bytes - ring.used, some = bytes < room ? bytes : room;
+    char *at = ring.memory + ring.filling * ring.bytes + ring.used;
+    memcpy(at, from, (size_t)some);
+    CUDA_TRY(cudaMemcpyAsync(to, at, (size_t)some, cudaMemcpyHostToDevice, cuda_stream()));
+    ring.used += (some + 63) / 64 * 64 < room ? (some + 63) / 64 * 64 : room;
+    to = (char *)to + some;
+    from = (const char *)from + some;
+    bytes -= some;
+  }
+  return ENG_OK;
+}
