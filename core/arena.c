@@ -221,7 +221,7 @@ static void complain(int space, const arena *wanting, int64_t bytes)
   char table[768];
   int at = 0;
   for (int i = 0; i < ARENA_COUNT && at < (int)sizeof table; i++)
-    at += snprintf(table + at, sizeof table - (size_t)at, "\n  %-10s %10.1f MiB in use, %10.1f MiB reserved",
+    at += snprintf(table + at, sizeof table - (size_t)at, "\n  %-15s %10.1f MiB in use, %10.1f MiB reserved",
                    all[i].name, (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
   char bound[64] = "";
   if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));

@@ -66,6 +66,12 @@ const char *eng_device_text(void)
   return text;
 }
 
+int eng_device_fp8(void)
+{
+  const backend *device = backend_current();
+  return device->fp8 ? device->fp8() : 2;
+}
+
 eng_status eng_synchronize(void)
 {
   const backend *device = backend_current();

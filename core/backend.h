@@ -96,6 +96,9 @@ typedef struct backend {
   void       (*graph_free)(void *graph);
   /// "NVIDIA H200, sm_90, driver 580.82, ..." for people.
   const char *(*describe)(void);
+  /// What its tensor cores multiply in FP8: 0 nothing, 1 factors with one scale each, 2 those with scales by row or block, too; 2 also where
+  /// the user asked for the slow way. NULL: FP8 products have one way.
+  int         (*fp8)(void);
   /// What no other card has, on any machine: its UUID.
   const char *(*identity)(void);
 
@@ -133,7 +136,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 2 };
+enum { BACKEND_ABI = 3 };
 
 /// The plug-in's one function: NULL with the error set when there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

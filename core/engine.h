@@ -557,6 +557,9 @@ const char *eng_device_name(void);
 eng_status eng_synchronize(void);
 /// One line about the device in force: the card, or the CPU's instruction set.
 const char *eng_device_text(void);
+/// FP8 products that the device in force has an ordinary way for: 0 none (a card without FP8 tensor cores), 1 factors with one scale each,
+/// 2 all. The others go by a formula, many times slower, with the same numbers; ENGINE_FP8_FORMULA=1 asks for it: 2.
+int eng_device_fp8(void);
 
 /// Threads the kernels use; 0 keeps what is set. Gives the number in force.
 int eng_threads(int n);

@@ -10,6 +10,7 @@
 #include "device.h"
 #include "fp8_plain.h"
 #include "gemm_fp8.h"
+#include "passes.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -95,16 +96,27 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
   return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k, outer_count, k_count, ENG_f32);
 }
 
+/// ENGINE_FP8_FORMULA=1.
+static bool formula_wanted(void)
+{
+  static int wanted = -1;
+  if (wanted < 0) {
+    const char *text = getenv("ENGINE_FP8_FORMULA");
+    wanted = text && *text && strcmp(text, "0") != 0;
+  }
+  return wanted;
+}
+
+int cuda_fp8(void)
+{
+  return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
+}
+
 /// Whether the tensor cores compute just this; `fast`: without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
-  static int formula = -1;
-  if (formula < 0) {
-    const char *text = getenv("ENGINE_FP8_FORMULA");
-    formula = text && *text && strcmp(text, "0") != 0;
-  }
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
-  if (formula || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER || scaling_a < 0 || scaling_b < 0) return false;
+  if (formula_wanted() || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER || scaling_a < 0 || scaling_b < 0) return false;
   bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128, whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
   if (!(blocks && !(scaling_a == FP8_BLK128 && scaling_b == FP8_BLK128)) && !whole) return false;
   if (scaling_a != FP8_TENSOR && cuda_capability() != 90) return false;

@@ -11,7 +11,7 @@
 // allowed that keeps its parts in the workspace, in the sum's own format, and adds them in a step of its own. Another
 // algorithm may give other bits; so bits are pinned by the file, or by ENGINE_CUBLASLT_SEARCH=0.
 //
-// Owns the handle, the workspace (64 MiB, taken at first use) and every problem's plan. Called by gemm.c,
+// Owns the handle and every problem's plan; 64 MiB of scratch memory are the workspace while a call lasts. Called by gemm.c,
 // gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
 
@@ -33,7 +33,7 @@ static const double LEAST_WORK = 67108864;   // multiply-adds below which launch
 
 static struct {
   cublasLtHandle_t handle;
-  void *workspace;
+  void *workspace;   // during a call
   bool  search;
   bool  told;     // that the file cannot be written
 } lt;
@@ -79,7 +79,6 @@ static eng_status open_library(void)
   struct cudaDeviceProp card;
   CUDA_TRY(cudaGetDevice(&ordinal));
   CUDA_TRY(cudaGetDeviceProperties(&card, ordinal));
-  if (!lt.workspace) CUDA_TRY(cudaMalloc(&lt.workspace, WORKSPACE));
   LT_TRY(cublasLtCreate(&lt.handle), NULL);
   lt.search = is_on("ENGINE_CUBLASLT_SEARCH", true);
   char name[300];
@@ -399,7 +398,7 @@ static eng_status prepared(gemm_entry **found, const gemm_problem *problem, cons
   return (*found)->plan ? ENG_OK : prepare(*found, on);
 }
 
-eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
+static eng_status time_of(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
 {
   gemm_entry *entry;
   ENG_TRY(prepared(&entry, problem, on));
@@ -407,7 +406,7 @@ eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_ope
   return ENG_OK;
 }
 
-eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on)
+static eng_status run(bool *done, const gemm_problem *problem, const gemm_operands *on)
 {
   *done = false;
   gemm_entry *entry;
@@ -423,4 +422,22 @@ eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_opera
   if (status != CUBLAS_STATUS_SUCCESS) return lt_status(status, "cublasLtMatmul", problem);
   *done = true;
   return ENG_OK;
+}
+
+eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
+{
+  lt.workspace = scratch_take(WORKSPACE);
+  if (!lt.workspace) return ENG_ERR_MEMORY;
+  eng_status status = time_of(ns, problem, on);
+  scratch_give(lt.workspace, WORKSPACE);
+  return status;
+}
+
+eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on)
+{
+  lt.workspace = scratch_take(WORKSPACE);
+  if (!lt.workspace) return ENG_ERR_MEMORY;
+  eng_status status = run(done, problem, on);
+  scratch_give(lt.workspace, WORKSPACE);
+  return status;
 }

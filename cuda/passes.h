@@ -27,6 +27,8 @@ eng_status  cuda_lane_mark(void **mark, void *lane);
 eng_status  cuda_lane_reached(bool *reached, void *mark);
 void        cuda_lane_forget(void *mark);
 eng_status  cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
+// fp8_matmul.c
+int         cuda_fp8(void);
 // staging.c
 /// A copy to the card that neither waits nor needs `from` once it returns.
 eng_status  cuda_stage(void *to, const void *from, int64_t bytes);

@@ -40,6 +40,7 @@ static const backend device = {
   .capture_end = cuda_capture_end,
   .graph_launch = cuda_graph_launch,
   .graph_free = cuda_graph_free,
+  .fp8 = cuda_fp8,
   .identity = cuda_identity,
   .lane_new = cuda_lane_new,
   .lane_follow = cuda_lane_follow,

@@ -11,6 +11,7 @@
 -- scaled by (delayed scaling), and, with any number but its `scale`, scales["blocks.1.mlp.up:high"] for a layer that shall compute in
 -- high precision in the next step. What they leave out has their `scale`, which means nothing here.
 local M_ffi = require "engine.ffi"
+local machine = require "engine.machine"
 local nearest = require "engine.nearest"
 
 local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
@@ -130,6 +131,28 @@ local function structure(layer, where)
   return recipe
 end
 
+local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
+
+--- Refuses what a card would do by a formula, many times slower than in high precision, unless the user asked for that.
+local function refuse_formula(layer, recipe, where)
+  local able = C.eng_device_fp8()
+  if able == 2 then return end
+  for i, name in ipairs(M.products) do
+    local whole_tensors = true
+    for k, role in ipairs(M.roles) do
+      local r = recipe.role[k - 1]
+      if role == FACTORS[name][1] or role == FACTORS[name][2] then whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0 end
+    end
+    local asked = (layer[name].accumulator or "device") == "device" and recipe.product[i - 1].accumulator == ACCUMULATORS.hopper
+    if asked and not (able == 1 and whole_tensors) then
+      local what, expected = "scales by row or block", "compute capability 9.0"
+      if whole_tensors then what, expected = "a scale for each tensor", "compute capability 8.9 or later" end
+      raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: precision=bf16%s; or ENGINE_FP8_FORMULA=1: the same " ..
+        "numbers by a formula, slowly", where, name, machine.device_text():match("^[^,]*, [^,]*"), what, expected, able == 1 and ", fp8_current" or "")
+    end
+  end
+end
+
 --- Refuses what cannot be an `fp8` table; `where` begins the message.
 function M.check(fp8, where)
   known(fp8, FP8, where)
@@ -200,6 +223,7 @@ function M.attach(model, full)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
     local recipe = structure(layer, where)
+    refuse_formula(layer, recipe, where)
     check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
     local id = number[0]
     local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)

@@ -29,7 +29,9 @@ function M.refusal(options, policy)
   end
   if options.trap == "overflow" then return "mode=lagged: trap runs an overflowed step again, which is over by the time it is known; hint: mode=sync" end
   if options.graph and (options.accumulate or 1) > 1 then return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false" end
-  if (options.accumulate or 1) > M.MOST_LOSSES then return ("mode=lagged: expected accumulate of up to %d, got %d"):format(M.MOST_LOSSES, options.accumulate) end
+  if (options.accumulate or 1) > M.MOST_LOSSES then
+    return ("mode=lagged: expected accumulate of up to %d, got %d"):format(M.MOST_LOSSES, options.accumulate)
+  end
 end
 
 -- ------------------------------------------------------------------ captured steps
