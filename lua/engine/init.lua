@@ -96,9 +96,9 @@ function engine.synchronize() check(C.eng_synchronize()) end
 local MIB, MEMORY = 2 ^ 20, { limit = true }
 local memory_meta = {
   __tostring = function(rows)
-    local lines = { ("%-12s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB", "reserved MiB", "requests") }
+    local lines = { ("%-16s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB", "reserved MiB", "requests") }
     for _, row in ipairs(rows) do
-      lines[#lines + 1] = ("%-12s %12.1f %12.1f %12.1f %8d"):format(row.name, row.used / MIB, row.peak / MIB, row.reserved / MIB, row.allocations)
+      lines[#lines + 1] = ("%-16s %12.1f %12.1f %12.1f %8d"):format(row.name, row.used / MIB, row.peak / MIB, row.reserved / MIB, row.allocations)
     end
     return table.concat(lines, "\n")
   end,

@@ -8,7 +8,7 @@ engine.device(device)
 engine.seed(1)
 print(machine.device_text())
 
-local REPEAT = device == "cuda" and 20 or 2
+local REPEAT = tonumber(os.getenv("REPEAT")) or device == "cuda" and 20 or 2
 
 --- Median seconds of f() over several runs, the device waited for.
 local function seconds_of(f)
@@ -56,6 +56,18 @@ for _, dtype in ipairs { "bf16", "f16", "f32" } do
   local n = scaled(dtype == "f32" and 4096 or 8192)
   local x, w = engine.randn(n, n):to(dtype):keep(), engine.randn(n, n):to(dtype):keep()
   product_line(("product %s %d^3"):format(dtype, n), 2 * n ^ 3, function() return x:matmul(w, false, true) end)
+end
+do   -- FP8: one scale a tensor, as forward products of fp8_delayed and fp8_current have it (fast) and their gradients; by row; fp8_block's three
+  local n, fp8 = math.max(128, scaled(8192)), engine.fp8
+  local x, w = engine.randn(n, n):keep(), engine.randn(n, n):keep()
+  for _, case in ipairs { { "one scale, fast", "tensor", "tensor", 0 }, { "one scale", "tensor", "tensor", 128 }, { "a scale a row", "row", "row", 128 },
+    { "1 x 128 with 128 x 128", { 1, 128 }, { 128, 128 }, 128 }, { "1 x 128 with 1 x 128, f32", { 1, 128 }, { 1, 128 }, 128, "f32" } } do
+    local a, b = fp8.quantize(x, { block = case[2] }):keep(), fp8.quantize(w, { block = case[3] }):keep()
+    local how = { transpose_b = true, accumulator = "hopper", promotion = case[4], dtype = case[5] or "bf16" }
+    product_line(("product e4m3 %d^3, %s"):format(n, case[1]), 2 * n ^ 3, function() return fp8.matmul(a, b, how) end)
+    a:free()
+    b:free()
+  end
 end
 do
   local B, T, H, D = 16, scaled(2048), 16, 64

@@ -1,23 +1,51 @@
-# run.sh [FOLDER]: every figure of the CUDA device in one call of some minutes, one file per command. On a machine with an NVIDIA card; for the
-# comparison its python3 has PyTorch. PARTS chooses: rates, step.
+# run.sh [FOLDER]: everything there is to see of the CUDA device, in one call of under ten minutes on an H200, one file per command. On a machine
+# with an NVIDIA card; for the comparison its python3 has PyTorch. PARTS chooses: specs, rates, step, fp8, and, not by themselves, more
+# (fp16 and fp32 steps) and sanitizer (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny sizes, to see that all of it runs.
 out=${1:-build/bench-cuda}
 engine=${ENGINE:-./engine}
 here=$(dirname "$0")
+size=1 gpt2="12 768 12 50304 1024 64" large="24 2304 36 50304 1024 8" python=${PYTHON:-python3}   # layers width heads vocab context batch
+if [ -n "$TRIAL" ]; then
+  size=0.002 gpt2="1 64 1 128 64 2" large="1 128 2 128 64 2"
+  export ENGINE_TEST_STEPS=2 WARM=1 STEPS=2 REPEAT=1
+fi
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.total --format=csv >"$out/card.txt" 2>&1
 date -u +%Y-%m-%d >>"$out/card.txt"
-for part in ${PARTS:-rates step}; do
+
+# say FILE SECONDS COMMAND...: its output into the file and to be seen; a command that takes longer is ended.
+say() {
+  file=$1 most=$2
+  shift 2
+  { echo "# $*"; timeout -k 5 "$most" "$@" 2>&1 || echo "# ended with $?"; } | tee -a "$out/$file"
+}
+
+for part in ${PARTS:-rates step fp8 specs}; do
+  rm -f "$out/$part.txt"
   case $part in
+  specs)
+    say specs.txt 200 $engine spec/cuda/run.lua ;;
   rates)
-    $engine "$here/rates.lua" 2>&1 | tee "$out/rates.txt"
-    python3 "$here/torch_rates.py" 2>&1 | tee "$out/torch_rates.txt" ;;
+    say rates.txt 90 $engine "$here/rates.lua" cuda $size
+    say rates.txt 60 $python "$here/torch_rates.py" ;;
   step)
-    for precision in bf16 fp16 fp32; do
-      batch=64; [ $precision = fp32 ] && batch=16
-      $engine "$here/step.lua" $precision 12 768 12 50304 1024 $batch sync
-      $engine "$here/step.lua" $precision 12 768 12 50304 1024 $batch lagged
-      python3 "$here/torch_step.py" $precision 12 768 12 50304 1024 $batch eager
-      python3 "$here/torch_step.py" $precision 12 768 12 50304 1024 $batch compile
-    done 2>&1 | tee "$out/step.txt" ;;
+    say step.txt 40 $engine "$here/step.lua" bf16 $gpt2 sync
+    say step.txt 40 env PROFILE=1 $engine "$here/step.lua" bf16 $gpt2 lagged
+    say step.txt 120 $python "$here/torch_step.py" bf16 $gpt2 compile ;;
+  fp8)   # at 1.6 B parameters
+    for precision in bf16 fp8_block fp8_current; do say fp8.txt 60 $engine "$here/step.lua" $precision $large lagged; done ;;
+  more)
+    for precision in fp16 fp32; do
+      [ $precision = fp32 ] && gpt2="12 768 12 50304 1024 16"
+      say more.txt 60 $engine "$here/step.lua" $precision $gpt2 sync
+      say more.txt 60 $engine "$here/step.lua" $precision $gpt2 lagged
+      say more.txt 120 $python "$here/torch_step.py" $precision $gpt2 eager
+      say more.txt 120 $python "$here/torch_step.py" $precision $gpt2 compile
+    done ;;
+  sanitizer)
+    for tool in memcheck racecheck initcheck synccheck; do
+      say sanitizer.txt 280 env ENGINE_TEST_STEPS=2 compute-sanitizer --tool $tool $engine spec/cuda/run.lua spec/gradstats_spec.lua spec/optimizer_kernel_spec.lua \
+        spec/lagged_kernel_spec.lua spec/wire_kernel_spec.lua
+    done ;;
   esac
 done
