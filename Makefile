@@ -259,9 +259,10 @@ test-gpu:
 ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) timeout -k 10 1200 $(ENGINE) spec/cuda/run.lua $(2)
 test-emulated: built
 ifneq ($(EMULATED_CARD),)
-	@$(MAKE) --no-print-directory $(EMULATED_CARD)
+	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,'sm=80,order=backwards,run=early',spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
+	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 $(ENGINE) spec/run.lua spec/nccl_spec.lua
 else
 	@echo "no nvcc: skipped"
 endif

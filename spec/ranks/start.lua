@@ -65,7 +65,7 @@ end
 function M.nccl(n, script, settings, options) return helper.shell(M.nccl_command(n, script, settings, options)) end
 
 --- What a process needs to find the stand-ins, and whether they were built.
-M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/build/fake_card.so ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
+M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/" .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so") .. " ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
 M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_nccl.so").code == 0 and not helper.sanitized and not os.getenv("ENGINE_TEST_DEVICE")
 
 --- Runs n ranks. Gives { code, out, err }.

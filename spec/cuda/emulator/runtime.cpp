@@ -1,12 +1,13 @@
 // The CUDA run-time library, as far as cuda/ calls it, on the host. A stream is a list of things to do; with run=late nothing is done before
 // somebody waits, which shows who counts on work that nobody waited for. Owns streams, events, graphs, memory. Called by cuda/*.cu, cuda/*.c.
 #include "runtime.h"
+#include "../fake.h"
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <map>
+#include <sched.h>
 #include <string_view>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -84,11 +85,6 @@ static void protect(int mode)
     if (!p.pinned) mprotect(at, p.mapped, mode);
 }
 
-struct open_memory {
-  open_memory()  { if (opened++ == 0) protect(PROT_READ | PROT_WRITE); }
-  ~open_memory() { if (--opened == 0) protect(PROT_NONE); }
-};
-
 static cudaError_t take(void **out, size_t bytes, bool is_pinned)
 {
   ALIVE();
@@ -116,7 +112,7 @@ static cudaError_t give(void *p, bool is_pinned)
   return cudaSuccess;
 }
 
-// ------------------------------------------------------------------ streams
+// ------------------------------------------------------------------ streams: lanes of ../fake.h, which the stand-in for NCCL knows, too
 
 struct task {
   std::function<void()> run;
@@ -124,13 +120,21 @@ struct task {
 };
 typedef std::vector<task> recording;
 
-struct mark { long ticket = 0; double time = 0; };   // of an event
+struct work : fake_task { std::function<void()> body; };
+
+static int run_work(fake_task *t)
+{
+  ((work *)t)->body();
+  return 1;
+}
+
+static void lane_opens(void)  { if (opened++ == 0) protect(PROT_READ | PROT_WRITE); }
+static void lane_closes(void) { if (--opened == 0) protect(PROT_NONE); }
 
 }
 
 struct CUstream_st {
-  std::deque<emulator::task> queue;
-  long asked, done;
+  fake_lane lane;
   emulator::recording *capture;
   bool spoiled;                                // the capture met what cannot be captured
 };
@@ -153,16 +157,30 @@ static double milliseconds(void)
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+/// Tries the next thing of a stream: 1 done, 0 it waits for other ranks.
+static int advance(CUstream_st *s)
+{
+  fake_task *t = s->lane.first;
+  lane_opens();
+  const int ran = t->run(t);
+  lane_closes();
+  if (ran < 0) {
+    fprintf(stderr, "emulated card: %s failed\n", t->what);
+    sticky = cudaErrorLaunchFailure;
+  }
+  if (ran != 1) return 0;
+  s->lane.first = t->next;
+  s->lane.done++;
+  if (t->run == run_work) delete (work *)t;
+  else free(t);
+  return 1;
+}
+
 /// Does what a stream was asked up to `ticket`.
 static void drain(CUstream_st *s, long ticket)
 {
-  open_memory open;
-  while (s->done < ticket && sticky == cudaSuccess) {
-    task t = std::move(s->queue.front());
-    s->queue.pop_front();
-    s->done++;
-    t.run();
-  }
+  while (s->lane.done < ticket && sticky == cudaSuccess)
+    if (!advance(s)) sched_yield();
 }
 
 static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> run)
@@ -172,9 +190,10 @@ static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> 
     s->capture->push_back({std::move(run), what});
     return cudaSuccess;
   }
-  s->queue.push_back({std::move(run), what});
-  s->asked++;
-  if (!set().late || s->queue.size() > 4096) drain(s, s->asked);
+  work *w = new work();
+  w->body = std::move(run);
+  fake_lane_push(&s->lane, w, run_work, what);
+  if (!set().late || s->lane.asked - s->lane.done > 4096) drain(s, s->lane.asked);
   return sticky == cudaSuccess ? cudaSuccess : failed(sticky);
 }
 
@@ -283,7 +302,7 @@ cudaError_t cudaMallocHost(void **out, size_t bytes) { return take(out, bytes, t
 cudaError_t cudaFreeHost(void *p)                    { return give(p, true); }
 cudaError_t cudaFree(void *p)
 {
-  for (CUstream_st *s : streams) drain(s, s->asked);   // as a real one waits
+  for (CUstream_st *s : streams) drain(s, s->lane.asked);   // as a real one waits
   return give(p, false);
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all)
@@ -319,7 +338,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     return push(s, "copy to the card", [to, kept] { memcpy(to, kept.data(), kept.size()); });
   }
   cudaError_t result = push(s, "copy", [=] { memcpy(to, from, bytes); });
-  if (pageable && result == cudaSuccess) drain(s, s->asked);
+  if (pageable && result == cudaSuccess) drain(s, s->lane.asked);
   return result;
 }
 
@@ -328,6 +347,9 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned, int)
 {
   streams.push_back(*out = new CUstream_st());
+  (*out)->lane.open = lane_opens;
+  (*out)->lane.close = lane_closes;
+  (*out)->lane.on_card = on_device;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
@@ -337,7 +359,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s)
   trace("wait", "stream");
   ALIVE();
   if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
-  drain(s, s->asked);
+  drain(s, s->lane.asked);
   return sticky != cudaSuccess ? failed(sticky) : cudaSuccess;
 }
 
@@ -346,11 +368,11 @@ static cudaError_t ask(CUstream_st *s, long ticket)
 {
   ALIVE();
   if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
-  if (s->done >= ticket) return cudaSuccess;
-  drain(s, s->done + 1);
-  return sticky != cudaSuccess ? failed(sticky) : s->done >= ticket ? cudaSuccess : failed(cudaErrorNotReady);
+  if (s->lane.done >= ticket) return cudaSuccess;
+  advance(s);
+  return sticky != cudaSuccess ? failed(sticky) : s->lane.done >= ticket ? cudaSuccess : failed(cudaErrorNotReady);
 }
-cudaError_t cudaStreamQuery(cudaStream_t s) { return ask(s, s->asked); }
+cudaError_t cudaStreamQuery(cudaStream_t s) { return ask(s, s->lane.asked); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned) { *out = new CUevent_st(); return cudaSuccess; }
 cudaError_t (cudaEventCreate)(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
@@ -365,14 +387,14 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
   if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);   // cuda/ captures one stream
   trace("mark", "");
   e->on = s;
-  e->ticket = s->asked + 1;
+  e->ticket = s->lane.asked + 1;
   return push(s, "mark", [e] { e->time = milliseconds(); });
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) { return e->on ? ask(e->on, e->ticket) : cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
   char text[80] = "event, reached before";
-  if (e->on && e->on->done < e->ticket) snprintf(text, sizeof text, "event, %ld things behind it", e->on->asked - e->ticket);
+  if (e->on && e->on->lane.done < e->ticket) snprintf(text, sizeof text, "event, %ld things behind it", e->on->lane.asked - e->ticket);
   trace("wait", text);
   ALIVE();
   if (e->on) {
