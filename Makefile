@@ -257,11 +257,12 @@ test-gpu:
 
 # The same on the host, where there is CUDA's compiler and no card: kernels compiled for the processor (spec/cuda/emulator/README.md).
 ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
+OTHER_CARD  = sm=80,order=backwards,run=early
 test-emulated: built
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
-	@$(call ON_EMULATED,'sm=80,order=backwards,run=early',spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
+	@$(call ON_EMULATED,$(OTHER_CARD),spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/nccl_spec.lua
 else
 	@echo "no nvcc: skipped"

@@ -26,7 +26,7 @@ local KINDS = { { "tensor scale", { block = "tensor" } }, { "1x128", { block = "
 local SIZES = { 0, 4, 8, 10, 12, 14, 16 }
 
 engine.seed(cfg.seed)
-local rows, series, heads = {}, {}, { "" }
+local rows, series, heads = {}, {}, { "SNR, dB" }
 for i, kind in ipairs(KINDS) do rows[i], series[i] = { kind[1] }, { name = kind[1], values = {} } end
 for column, s in ipairs(SIZES) do
   heads[column + 1] = s == 0 and "none" or "x 2^" .. s
