@@ -5,6 +5,10 @@
 // Called through the device's table.
 #include "map.h"
 
+extern "C" {
+#include "rng.h"
+}
+
 // ------------------------------------------------------------------ units side by side
 
 template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
@@ -236,7 +240,28 @@ static eng_status copy(const tensor *y, const tensor *x)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_cast(const op_call *call)       { return copy(call->out[0], call->in[0]); }
+/// To FP8, saturating or by chance.
+struct mode_body {
+  int mode;
+  uint64_t seed, counter;
+  const uint8_t *first;   // of the output, which is dense
+  __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
+  {
+    uint8_t *to = (uint8_t *)w.data[0] + at[0];
+    const uint64_t i = (uint64_t)(to - first);
+    uint32_t word[4] = {};
+    if (mode & FP8_STOCHASTIC) philox_of(word, seed, counter + i / 4);
+    const uint32_t chance = i % 4 == 0 ? word[0] : i % 4 == 1 ? word[1] : i % 4 == 2 ? word[2] : word[3];
+    *to = fp8_from_f32(f32_odd_from_f64(load_for_fp8(w.data[1], w.dtype[1], at[1])), w.dtype[0] == ENG_e4m3 ? 3 : 2, mode, chance);
+  }
+};
+
+extern "C" eng_status cuda_cast(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  if (!is_fp8(y->dtype) || !call->ints[1]) return copy(y, call->in[0]);
+  return each<1, 1>(call, mode_body{(int)call->ints[1], rng_seed(), (uint64_t)call->ints[2], (const uint8_t *)y->data});
+}
 extern "C" eng_status cuda_contiguous(const op_call *call) { return copy(call->out[0], call->in[0]); }
 
 extern "C" eng_status cuda_concat(const op_call *call)

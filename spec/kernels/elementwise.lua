@@ -212,6 +212,23 @@ generators.cast = function(try)
       end
     end
   end
+  -- FP8, from and to everything; the modes saturate and round by chance
+  local function any(dtype, layout)
+    if dtype == "bool" then return whole(dtype, { 5, 33 }, 0, 1, layout) end
+    local low, high = unpack(INTEGERS[dtype] or { -500, 500 })
+    if INTEGERS[dtype] then return whole(dtype, { 5, 33 }, math.max(low, -70000), math.min(high, 70000), layout) end
+    return lay(dtype, { 5, 33 }, function() return uniform() < 0.1 and 1e5 * sign() or sign() * (1 + uniform()) * 2 ^ integer(-17, 16) end, layout)
+  end
+  for _, small in ipairs { "e4m3", "e5m2" } do
+    for _, other in ipairs(both(all, { "e4m3", "e5m2" })) do
+      for _, layout in ipairs(LAYOUTS) do
+        try { inputs = { any(small, layout) }, ints = { engine.dtype[other] }, zeros = true }
+        for mode = 0, 3 do
+          try { inputs = { any(other, layout) }, ints = { engine.dtype[small], mode, 2 ^ 33 + 5, 1 }, zeros = true }
+        end
+      end
+    end
+  end
 end
 
 generators.contiguous = function(try)
