@@ -103,6 +103,9 @@ struct histogram {
   alignas(1024) char fields[0x8000];
   uint32_t subnormal[32];
 };
+/// Its place in shared memory, where it is wanted: a plain array of bytes would not be aligned as the struct promises.
+template <bool HIST> struct histogram_room { histogram bins; };
+template <> struct histogram_room<false> { uint32_t nothing; };
 
 /// `bits`: of the exponent field at their places in a 16-bit number.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
@@ -324,10 +327,10 @@ template <bool HIST> __global__ static void __launch_bounds__(SPAN_THREADS, HIST
 read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run, tally *tallies, unsigned long long *hist)
 {
   __shared__ tally warps[2][WARPS];
-  __shared__ char shared_bins[HIST ? sizeof(histogram) : 16];
-  histogram *bins = HIST ? (histogram *)shared_bins : NULL;
+  __shared__ histogram_room<HIST> room;
+  histogram *bins = HIST ? (histogram *)&room : NULL;
   if (HIST) {
-    for (int b = threadIdx.x; b < (int)(sizeof(histogram) / 4); b += SPAN_THREADS) ((uint32_t *)shared_bins)[b] = 0;
+    for (int b = threadIdx.x; b < (int)(sizeof(histogram) / 4); b += SPAN_THREADS) ((uint32_t *)bins)[b] = 0;
     __syncthreads();
   }
   uint4 ahead[BATCH];
