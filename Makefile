@@ -57,7 +57,7 @@ PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize fuzz fuzzers bench parity install dist clean FORCE
+.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -264,6 +264,7 @@ ifneq ($(EMULATED_CARD),)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,$(OTHER_CARD),spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/nccl_spec.lua
+	@ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_DEVICE=cuda ./$(ENGINE) spec/fuzz/ops.lua 30
 else
 	@echo "no nvcc: skipped"
 endif
@@ -283,6 +284,19 @@ sanitize:
 	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 all
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
+
+# The same for the CUDA device's kernels: none leaves the memory it was given, reads what nobody wrote or loads 16 bytes askew.
+UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
+             ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
+sanitize-emulated: built
+ifneq ($(EMULATED_CARD),)
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 PLUGIN= all build/asan/emulated_card.so
+	@$(call UNDER_ASAN,sm=90) build/asan/engine spec/cuda/run.lua
+	@$(call UNDER_ASAN,'sm=80,order=shuffled,run=early') build/asan/engine spec/cuda/run.lua
+	@ENGINE_TEST_DEVICE=cuda $(call UNDER_ASAN,sm=90) build/asan/engine spec/fuzz/ops.lua 120
+else
+	@echo "no nvcc: skipped"
+endif
 
 # Each fuzzer is a C program with a main of its own, or a Lua script. It is linked with the core as an
 # archive, so that a fuzzer may put functions of its own in the place of what lies around its subject.
@@ -355,6 +369,7 @@ help:
 	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
 	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
 	@echo "make test-emulated  the same with the kernels on this machine's processor"
+	@echo "make sanitize-emulated  the same under sanitizers: kernels that leave their memory"
 	@echo "make spills      CUDA kernels that keep registers in memory; fails where one should not"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
 	@echo "make bench       speed beside PyTorch, in ratios"

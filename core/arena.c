@@ -1,5 +1,6 @@
 // Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks come from mmap, those of
-// another memory space from its device; nothing here looks into a piece, for the host may not be able to.
+// another memory space from its device, which may ask to be told what is handed out and what is not; nothing here looks into a piece,
+// for the host may not be able to.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -22,7 +23,7 @@
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
 #define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
-enum { APART = 64 };
+enum { APART = 1 };      // units between pieces
 #else
 #define CLOSE(memory, bytes) ((void)(memory), (void)(bytes))
 #define OPEN(memory, bytes)  ((void)(memory), (void)(bytes))
@@ -120,7 +121,7 @@ static bool lasting(arena_id id)
 static int64_t rounded(int space, int64_t bytes)
 {
   int64_t unit = space == SPACE_HOST ? ALIGNMENT : CARD_ALIGNMENT;
-  return (bytes <= 0 ? unit : (bytes + unit - 1) / unit * unit) + APART;
+  return ((bytes <= 0 ? 1 : (bytes + unit - 1) / unit) + APART) * unit;
 }
 
 /// The list for `size`, or the empty entry where it would go; NULL when the table is full.
@@ -162,14 +163,13 @@ static int64_t memory_of(int space)
   return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
 }
 
-static void mark_closed(int space, void *memory, int64_t bytes)
+/// What a piece is from here on: handed out, or closed to everybody. Memory of a captured step stays open while that is there.
+static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
 {
-  if (space == SPACE_HOST) CLOSE(memory, bytes);
-}
-
-static void mark_open(int space, void *memory, int64_t bytes)
-{
-  if (space == SPACE_HOST) OPEN(memory, bytes);
+  if (space != SPACE_HOST) {
+    if (sources[space].mark && bytes > 0 && (out || lasting(id) || pinned[space] == 0)) sources[space].mark(memory, bytes, out);
+  } else if (out) OPEN(memory, bytes);
+  else CLOSE(memory, bytes);
 }
 
 static int64_t reserved_in_all(int space)
@@ -199,7 +199,7 @@ static void chunk_return(int space, arena *a, chunk **at)
   chunk *c = *at;
   *at = c->next;
   if (a->current == c) a->current = a->first;
-  mark_open(space, c->memory, c->size);   // another mapping may take the place
+  if (space == SPACE_HOST) OPEN(c->memory, c->size);   // another mapping may take the place
   memory_give(space, c->memory, c->size);
   a->reserved -= c->size;
   free(c);
@@ -257,7 +257,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
     complain(space, a, bytes);
     return NULL;
   }
-  mark_closed(space, memory, size);
+  mark(space, id, memory, size, false);
   *c = (chunk){.memory = memory, .size = size, .dedicated = dedicated};
   a->reserved += size;
   a->allocations++;
@@ -294,15 +294,16 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
     piece = c->memory + c->used;
     c->used += size;
   }
-  mark_open(space, piece, bytes);
+  mark(space, id, piece, bytes, true);
   a->used += size;
   a->pieces++;
   if (a->used > a->peak) a->peak = a->used;
   return piece;
 }
 
-static void rewind_chunks(int space, arena *a)
+static void rewind_chunks(int space, arena_id id)
 {
+  arena *a = &arenas[space][id];
   for (int i = 0; a->lists_used > 0 && i < FREE_LISTS; i++) {
     for (free_piece *node = a->lists[i].first, *next; node; node = next) {
       next = node->next;
@@ -312,7 +313,7 @@ static void rewind_chunks(int space, arena *a)
     a->lists[i] = (free_list){0};
   }
   for (chunk *c = a->first; c; c = c->next) {
-    mark_closed(space, c->memory, c->used);
+    mark(space, id, c->memory, c->used, false);
     c->used = 0;
   }
   a->current = a->first;
@@ -326,7 +327,7 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   int64_t size = rounded(space, bytes);
   a->used -= size;
   if (--a->pieces == 0 && !lasting(id)) {
-    rewind_chunks(space, a);
+    rewind_chunks(space, id);
     return;
   }
   if (lasting(id) && size >= a->chunk_size / 2) {
@@ -336,7 +337,7 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
       return;
     }
   }
-  mark_closed(space, piece, size);
+  mark(space, id, piece, size, false);
   free_list *list = list_for(a, size);
   free_piece *node = list ? node_take() : NULL;
   if (!node) return;   // more sizes than lists: the piece waits for the reset
@@ -359,7 +360,7 @@ void arena_free(arena_id id, void *piece, int64_t bytes)
 
 void arena_reset(arena_id id)
 {
-  for (int space = 0; space < SPACE_COUNT; space++) rewind_chunks(space, &arenas[space][id]);
+  for (int space = 0; space < SPACE_COUNT; space++) rewind_chunks(space, id);
 }
 
 int eng_memory(eng_memory_row *rows, int capacity)

@@ -27,6 +27,9 @@ typedef struct arena_source {
   void   *(*take)(int64_t bytes);
   void    (*give)(void *memory, int64_t bytes);
   int64_t (*capacity)(void);
+  /// Tells, in order with the device's work, that bytes are handed out from here on (contents undefined), or that nobody may touch them.
+  /// NULL where nobody wants to know; a stand-in for a card watches its kernels by it.
+  void    (*mark)(void *memory, int64_t bytes, bool out);
 } arena_source;
 
 /// Puts a memory space in force: the one that arena_alloc takes from. `source` is NULL for the host.

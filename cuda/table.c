@@ -15,6 +15,9 @@
 #undef KERNEL_ROWS
 #undef KERNEL_VIEW
 
+// A stand-in for a card has it (spec/cuda/emulator/runtime.cpp), a card's plug-in has not.
+__attribute__((weak)) extern void card_mark(void *memory, int64_t bytes, bool out);
+
 static const backend device = {
   .name = "cuda",
   .kernel = {
@@ -31,7 +34,7 @@ static const backend device = {
   .gradstats_start = cuda_gradstats_start,
   .gradstats_fetch = cuda_gradstats_fetch,
   .space = SPACE_CUDA,
-  .memory = {.take = cuda_take, .give = cuda_give, .capacity = cuda_capacity},
+  .memory = {.take = cuda_take, .give = cuda_give, .capacity = cuda_capacity, .mark = card_mark},
   .move = cuda_move,
   .clear = cuda_clear,
   .synchronize = cuda_synchronize,

@@ -4,11 +4,14 @@
 -- What must hold: a call succeeds or raises a text; both devices agree on which, and on shape and dtype of what
 -- comes out; the step's memory is empty after every step. What a kernel does to memory that is not its own, the
 -- sanitizer build of `make check` sees.
+-- With ENGINE_TEST_DEVICE=cuda the card is compared with the reference instead, values included: those of operations that round at most once
+-- bit for bit, others within a tolerance where all numbers are ordinary.
 -- Round i depends on the seed and i alone. Usage: engine spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
 local tensor = require "engine.tensor"
 
+local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local ffi, C, call = M_ffi.ffi, M_ffi.C, M_ffi.call
 local seconds, seed, first, rounds = tonumber(arg[1]) or 20, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1, tonumber(arg[4]) or 1e9
 
@@ -46,8 +49,11 @@ end
 -- ------------------------------------------------------------------ tensors
 
 --- Fills with ordinary numbers, sometimes with odd ones among them, sometimes with odd ones alone.
+local odd = false   -- numbers drawn since this was last false: odd ones among them
+
 local function fill(x)
   local kind = draw(4)
+  odd = odd or kind == 3
   if x.count == 0 then return x end
   if kind == 3 then
     local values = ffi.new("double[?]", x.count)
@@ -97,7 +103,7 @@ local function index_of(shape, n, dtype)
   local values = ffi.new("double[?]", math.max(x.count, 1))
   for i = 0, x.count - 1 do values[i] = n > 0 and draw(n) or 0 end
   if x.count > 0 and chance(8) then values[draw(x.count)] = one_of { -1, n, n + 1, 2 ^ 31, 2 ^ 62, -2 ^ 63, -100 } end
-  M_ffi.check(C.eng_write(x, values, M_ffi.dtype.f64, x.count))
+  if x.count > 0 then M_ffi.check(C.eng_write(x, values, M_ffi.dtype.f64, x.count)) end
   return x
 end
 
@@ -378,7 +384,7 @@ end
 
 local function bug(...) error({ bug = table.concat({ ... }, " ") }, 0) end
 
---- What came out as text: shapes and dtypes, or "error". Also the outputs, and whether memory ran out, which devices need not agree on.
+--- What came out as text: shapes and dtypes, or "error". Also the outputs, and whether it was something that devices need not agree on.
 local function attempt(f, ...)
   local results = { pcall(f, ...) }
   if results[1] then
@@ -391,7 +397,8 @@ local function attempt(f, ...)
   end
   local message = results[2]
   if type(message) ~= "string" or #message < 8 then bug("an error that is no text:", tostring(message)) end
-  return "error", nil, message:find("out of memory", 1, true) ~= nil, message
+  local elsewhere = message:find("in the memory of the device in force", 1, true)   -- a made-up handle that is somebody's
+  return "error", nil, elsewhere ~= nil or message:find("out of memory", 1, true) ~= nil, message
 end
 
 local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
@@ -440,6 +447,97 @@ local function compare(name, inputs, ints, floats, n_out)
   end
 end
 
+-- Operations whose results are not rounded, or once: the same bits everywhere.
+local EXACT = {}
+for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contiguous cast where clamp concat gather index_select embedding argmax argmin "
+  .. "topk max min reshape permute expand slice split dequantize"):gmatch("%a[%w_]*") do EXACT[name] = true end
+-- Those that take what a forward pass kept, which the plans make up: nothing says which of two contradictory inputs counts.
+local KEPT = { cross_entropy_grad = true, layer_norm_grad = true, rms_norm_grad = true, attention_grad = true, extreme_grad = true }
+local PRECISION = { f64 = 1e-5, f32 = 1e-5, f16 = 2e-2, bf16 = 0.12, e4m3 = 0.3, e5m2 = 0.6 }   -- of the largest number; f64 for its inputs may be f32
+
+--- All of a tensor's numbers, in the host's memory, in double.
+local function numbers_of(y)
+  local values = ffi.new("double[?]", math.max(y.count, 1))
+  if y.count > 0 then M_ffi.check(C.eng_read(values, M_ffi.dtype.f64, y.count, y)) end
+  return values
+end
+
+--- Where the numbers of one output differ, as text.
+local function difference(want, got, n, tolerance)
+  local top = 0
+  for i = 0, n - 1 do
+    local size = math.abs(want[i])
+    if size < math.huge and size > top then top = size end
+  end
+  for i = 0, n - 1 do
+    local a, b = want[i], got[i]
+    if a ~= b and (a == a or b == b) and not (math.abs(a - b) <= tolerance * top) then
+      return ("element %d of %d: reference %.9g, %s %.9g"):format(i, n, a, CARD, b)
+    end
+  end
+end
+
+--- The same on the reference and on the card, each with inputs of its own.
+local function compare_card(name, number)
+  local spoils, recorded, after = one_of { 0, 0, 0, 1, 1, 2, 4 }, chance(40), draw(2 ^ 20)
+  local precision = chance(25) and one_of { "fp16", "bf16" } or nil
+  local random = state
+  local seen, texts, values, shown, lacking = {}, {}, {}, nil, false
+  for i, device in ipairs { "reference", CARD } do
+    engine.device(device)
+    engine.seed(number)
+    state, odd = random, false
+    local inputs, ints, floats, n_out = plans[name]()
+    ints, floats = ints or {}, floats or {}
+    for _ = 1, spoils do spoil(inputs, ints, floats) end
+    if recorded then
+      for _, x in ipairs(inputs) do
+        if x and chance(70) then pcall(x.requires_grad, x, true) end
+      end
+    end
+    shown = describe(name, inputs, ints, floats)
+    state = after
+    local text, results, no_memory, message = attempt(function()
+      local function run() return M_ffi.run(name, inputs, ints, floats, n_out) end
+      local outputs = precision and { engine.autocast(precision, run) } or { run() }
+      engine.synchronize()   -- what a kernel tells later
+      return unpack(outputs, 1, table.maxn(outputs))
+    end)
+    if results then
+      values[i] = {}
+      for k = 2, table.maxn(results) do
+        local y = results[k]
+        if y then values[i][k] = { numbers = numbers_of(y), n = y.count, dtype = y.dtype } end
+      end
+      if recorded then
+        local more, _, out_of, problem = attempt(function()
+          backward(results[2])
+          engine.synchronize()
+        end)
+        text, no_memory, message = text .. " backward " .. more, no_memory or out_of, problem
+        for _, x in ipairs(inputs) do
+          local good, grad = pcall(function() return x and x.grad end)
+          if good and grad then text = text .. " " .. grad.dtype .. tensor.shape_text(grad.shape) end
+        end
+      end
+    end
+    lacking = lacking or no_memory
+    seen[i], texts[i] = text, message or text
+    C.eng_backward_abort()
+  end
+  if lacking then return end
+  local under = precision and " under " .. precision or ""
+  if seen[1] ~= seen[2] then
+    bug(("reference and %s differ on %s%s\n  reference: %s\n  %s: %s"):format(CARD, shown, under, texts[1], CARD, texts[2]))
+  end
+  if not values[1] or KEPT[name] or not EXACT[name] and (odd or spoils > 0) then return end
+  for k, one in pairs(values[1]) do
+    local tolerance = EXACT[name] and 0 or precision and PRECISION[precision == "fp16" and "f16" or "bf16"] or PRECISION[one.dtype] or 0
+    local text = difference(one.numbers, values[2][k].numbers, one.n, tolerance)
+    if text then bug(("reference and %s differ on %s%s\n  output %d (%s), %s"):format(CARD, shown, under, k - 1, one.dtype, text)) end
+  end
+end
+
 --- A call structure of noise, straight into the core.
 local function garbage()
   ffi.fill(call, ffi.sizeof(call))
@@ -450,7 +548,8 @@ local function garbage()
   end
   for k = 0, 13 do call.ints[k] = chance(70) and draw(5) or one_of(WILD_INTS) end
   for k = 0, 3 do call.floats[k] = one_of(WILD_FLOATS) end
-  if C.eng_run(call) ~= 0 and #M_ffi.message() < 8 then bug("no message") end
+  local failed = C.eng_run(call) ~= 0 or C.eng_synchronize() ~= 0
+  if failed and #M_ffi.message() < 8 then bug("no message") end
 end
 
 -- ------------------------------------------------------------------ tensor methods with anything as arguments
@@ -501,21 +600,28 @@ end
 
 -- ------------------------------------------------------------------ the rounds
 
-local function used(name) return engine.memory()[name].used end
+local function used(name)
+  local row = engine.memory()[name]
+  return row and row.used or 0
+end
 
 local function round(i)
   state = (seed * 7919 + i * 104729) % 2 ^ 31
   draw(2)
+  if CARD then engine.device(CARD) end
   engine.seed(i)
   engine.begin_step()
   for _ = 1, 1 + draw(3) do
     local kind = draw(10)
     if kind < 7 then
       local name = one_of(M_ffi.op_names)
-      local inputs, ints, floats, n_out = plans[name]()
-      ints, floats = ints or {}, floats or {}
-      for _ = 1, one_of { 0, 0, 1, 1, 2, 4 } do spoil(inputs, ints, floats) end
-      compare(name, inputs, ints, floats, n_out)
+      if CARD then compare_card(name, i)
+      else
+        local inputs, ints, floats, n_out = plans[name]()
+        ints, floats = ints or {}, floats or {}
+        for _ = 1, one_of { 0, 0, 1, 1, 2, 4 } do spoil(inputs, ints, floats) end
+        compare(name, inputs, ints, floats, n_out)
+      end
     elseif kind < 9 then
       method()
     else
@@ -525,7 +631,7 @@ local function round(i)
   stale = engine.zeros(2)
   engine.end_step()
   if C.eng_tape_length() ~= 0 then bug("operations stayed on the tape") end
-  for _, arena in ipairs { "step", "scratch" } do
+  for _, arena in ipairs { "step", "scratch", CARD and "cuda step", CARD and "cuda scratch" } do
     if used(arena) ~= 0 then bug(("%d bytes of the %s arena stayed in use"):format(used(arena), arena)) end
   end
 end
@@ -547,4 +653,4 @@ while done < rounds and C.eng_clock() - from < seconds do
     kept = used("kept")
   end
 end
-print(("operations: %d rounds, seed %d, %s"):format(done, seed, table.concat(isas, " ")))
+print(("operations: %d rounds, seed %d, %s"):format(done, seed, CARD or table.concat(isas, " ")))

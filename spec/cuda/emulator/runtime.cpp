@@ -94,6 +94,7 @@ static cudaError_t take(void **out, size_t bytes, bool is_pinned)
   if (at == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
   mprotect(at, mapped, PROT_READ | PROT_WRITE);
   memset(at, 0xFF, bytes < (64u << 20) ? bytes : 64u << 20);   // NaN
+  CLOSE(at + bytes, mapped - bytes);
   if (!is_pinned && !opened && set().closed) mprotect(at, mapped, PROT_NONE);
   pieces[at] = {bytes, mapped, is_pinned};
   if (!is_pinned) device_bytes += bytes;
@@ -106,6 +107,7 @@ static cudaError_t give(void *p, bool is_pinned)
   if (!p) return cudaSuccess;
   auto found = pieces.find((char *)p);
   if (found == pieces.end() || found->second.pinned != is_pinned) return failed(cudaErrorInvalidValue);
+  OPEN(p, found->second.mapped);
   munmap(p, found->second.mapped + 4096);
   if (!is_pinned) device_bytes -= found->second.bytes;
   pieces.erase(found);
@@ -183,10 +185,10 @@ static void drain(CUstream_st *s, long ticket)
     if (!advance(s)) sched_yield();
 }
 
-static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> run)
+static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> run, bool captured = true)
 {
   ALIVE();
-  if (s->capture) {
+  if (s->capture && captured) {
     s->capture->push_back({std::move(run), what});
     return cudaSuccess;
   }
@@ -227,6 +229,24 @@ cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void
 {
   trace("launch", name);
   return push(stream, name, std::move(work));
+}
+
+/// What the arenas hand out begins as NaN, and is open until it is given back: in order with the work that uses it. What a captured step asks
+/// for is open before it runs, and stays so (core/arena.c).
+enum { MOST_FILLED = 8 << 20 };   // bytes: a cuBLASLt workspace is taken for every product
+extern "C" cudaStream_t cuda_stream(void);
+extern "C" void card_mark(void *memory, int64_t bytes, bool out)
+{
+  CUstream_st *s = cuda_stream();
+  if (!out && s->capture) return;
+  push(s, out ? "memory taken" : "memory given back", [=] {
+    if (!out) {
+      CLOSE(memory, bytes);
+      return;
+    }
+    OPEN(memory, bytes);
+    memset(memory, 0xFF, (size_t)(bytes < MOST_FILLED ? bytes : MOST_FILLED));
+  }, false);
 }
 
 /// For cublaslt.c: a call with a copy of its arguments.

@@ -4,6 +4,16 @@
 
 #include "emulator.h"
 
+// Under AddressSanitizer device memory that the arenas do not hand out, and shared memory beside a variable, are closed.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
+#define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
+#else
+#define CLOSE(memory, bytes) ((void)(memory), (void)(bytes))
+#define OPEN(memory, bytes)  ((void)(memory), (void)(bytes))
+#endif
+
 namespace emulator {
 
 enum { FORWARDS, BACKWARDS, SHUFFLED };

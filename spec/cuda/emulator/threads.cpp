@@ -91,6 +91,7 @@ static void fiber_main(void)
 /// Sets a fiber to its begin.
 static void fiber_rewind(fiber *f)
 {
+  OPEN((char *)f->bottom + 4096, STACK - 4096);   // what a thread that ended in the middle left closed
 #if defined(__x86_64__)
   void **top = (void **)((char *)f->bottom + STACK);
   *--top = nullptr;   // where fiber_main would return to
@@ -313,13 +314,20 @@ bool run_grid(const char *name, dim3 grid, dim3 shape, size_t shared, const std:
 
 enum { WINDOW = 256 << 10, MOST_SHARED = 227 << 10 };
 alignas(1024) static unsigned char window[WINDOW];
-static size_t window_used;
+static size_t window_used, shared_taken;
+#if defined(__SANITIZE_ADDRESS__)
+enum { BETWEEN = 64 };   // variables stand apart
+#else
+enum { BETWEEN = 0 };
+#endif
 
 void *take_shared(size_t bytes, size_t align)
 {
-  size_t at = (window_used + align - 1) / align * align;
-  if (at + bytes > MOST_SHARED) fault("more shared memory than a block has: %zu bytes", at + bytes);
+  const size_t at = window_used ? (window_used + BETWEEN + align - 1) / align * align : 0;
+  shared_taken = (shared_taken + align - 1) / align * align + bytes;
+  if (shared_taken > MOST_SHARED || at + bytes > WINDOW) fault("more shared memory than a block has: %zu bytes", shared_taken);
   window_used = at + bytes;
+  OPEN(window + at, bytes);
   memset(window + at, 0xFF, bytes);
   return window + at;
 }
@@ -395,7 +403,8 @@ void products_finish(int left)
 
 static void run_block(size_t shared)
 {
-  window_used = 0;
+  window_used = shared_taken = 0;
+  CLOSE(window, WINDOW);
   for (int i = 0; i < n_threads; i++) {
     thread *t = &threads[i];
     const unsigned n = (unsigned)i;
