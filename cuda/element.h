@@ -93,23 +93,7 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
   return value < 0 ? -odd : odd;
 }
 
-// FP8 is copied and cast alone; overflow goes to Inf, or NaN where there is none (core/fp8.h).
-__host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
-
-ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
-{
-  uint8_t code = ((const uint8_t *)data)[i];
-  return dtype == ENG_e4m3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
-}
-
-/// A number of any format on its way to FP8.
-ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
-{
-  if (is_fp8(dtype)) return load_fp8(data, dtype, i);
-  return is_float(dtype) ? load_double(data, dtype, i) : double_from_int(load_whole(data, dtype, i), ENG_e4m3);
-}
-
-/// One element from one tensor to another: bit for bit when the formats agree, else rounded once.
+/// One element from one tensor to another: bit for bit when the formats agree, else rounded once. FP8 becomes no other format here: copy.cu's.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at)
 {
   if (to_dtype == from_dtype) {
@@ -119,10 +103,6 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
       case ENG_f16: case ENG_bf16: case ENG_i16: ((uint16_t *)to)[to_at] = ((const uint16_t *)from)[from_at]; break;
       default:                                   ((uint8_t *)to)[to_at] = ((const uint8_t *)from)[from_at]; break;
     }
-  } else if (is_fp8(from_dtype) || is_fp8(to_dtype)) {
-    const double value = load_for_fp8(from, from_dtype, from_at);
-    if (!is_fp8(to_dtype)) store_double(to, to_dtype, to_at, value);
-    else ((uint8_t *)to)[to_at] = to_dtype == ENG_e4m3 ? e4m3_from_f64(value, 0) : e5m2_from_f64(value, 0);
   } else if (is_float(from_dtype)) {
     store_double(to, to_dtype, to_at, load_double(from, from_dtype, from_at));
   } else if (is_float(to_dtype)) {
