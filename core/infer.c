@@ -528,6 +528,8 @@ static eng_status want_classes(const op_call *c)
                      tensor_shape_text(rows.ndim, rows.shape), tensor_text(x), tensor_text(t));
   if (!(c->floats[0] >= 0 && c->floats[0] < 1))
     return error_set(ENG_ERR_VALUE, "%s: expected label smoothing in [0, 1), got %g", name_of(c), c->floats[0]);
+  if (c->ints[1] < 0 || c->ints[1] > 2)
+    return error_set(ENG_ERR_VALUE, "%s: expected the reduction 0 (none), 1 (mean) or 2 (sum), got %lld", name_of(c), (long long)c->ints[1]);
   return ENG_OK;
 }
 

@@ -43,6 +43,10 @@ generators.cross_entropy = function(try)
   end)
   try { inputs = { float("f32", { 3, 5 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }) }, ints = { -100, 1 }, floats = { 0 }, fails = "5" }
   try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, -100, -1 }) }, ints = { -100, 1 }, floats = { 0 }, fails = "%-1" }
+  for _, reduction in ipairs { 3, -1, 2 ^ 32 } do   -- the last is 0 to who looks at 32 bits: rows written where there is room for one number
+    try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) }, ints = { -100, reduction }, floats = { 0 }, outputs = 2,
+      fails = "expected the reduction" }
+  end
 end
 
 generators.cross_entropy_grad = function(try)
