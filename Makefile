@@ -288,11 +288,12 @@ sanitize:
 # The same for the CUDA device's kernels: none leaves the memory it was given, reads what nobody wrote or loads 16 bytes askew.
 UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
              ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
+THIRD_CARD = sm=80,order=shuffled,run=early
 sanitize-emulated: built
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 PLUGIN= all build/asan/emulated_card.so
 	@$(call UNDER_ASAN,sm=90) build/asan/engine spec/cuda/run.lua
-	@$(call UNDER_ASAN,'sm=80,order=shuffled,run=early') build/asan/engine spec/cuda/run.lua
+	@$(call UNDER_ASAN,$(THIRD_CARD)) build/asan/engine spec/cuda/run.lua
 	@ENGINE_TEST_DEVICE=cuda $(call UNDER_ASAN,sm=90) build/asan/engine spec/fuzz/ops.lua 120
 else
 	@echo "no nvcc: skipped"
