@@ -143,18 +143,30 @@ eng_status grad_embedding(grad_call *g)
 
 // ---- norms
 
-/// Runs a norm's backward kernel; its outputs are the gradients of x, weight and bias.
-static eng_status norm(grad_call *g, op_call *c, int n_in)
+/// Runs a norm's backward kernel and hands on what weight and bias get, inputs `weight` and on of the call; dx is the caller's.
+static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
+  const op_call *y = g->call;
   bool affine = false;
-  for (int k = 1; k < n_in; k++) affine |= grad_wants(g, k);
-  c->ints[0] = g->call->in[1] && g->call->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  for (int k = weight; k < y->n_in; k++) affine |= grad_wants(g, k);
+  c->ints[0] = y->in[weight] && y->in[weight]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   c->ints[1] = affine;
   ENG_TRY(op_run(c));
-  for (int k = 0; k < n_in; k++) {
-    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c->out[k]));
-    else tensor_drop(c->out[k]);
+  for (int k = weight; k < y->n_in; k++) {
+    tensor *dv = c->out[1 + k - weight];
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, dv));
+    else tensor_drop(dv);
   }
+  *dx = c->out[0];
+  return ENG_OK;
+}
+
+static eng_status norm(grad_call *g, op_call *c)
+{
+  tensor *dx;
+  ENG_TRY(norm_vectors(&dx, g, c, 1));
+  if (grad_wants(g, 0)) return grad_emit(g, 0, dx);
+  tensor_drop(dx);
   return ENG_OK;
 }
 
@@ -162,14 +174,52 @@ eng_status grad_layer_norm(grad_call *g)
 {
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5, .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
-  return norm(g, &c, 3);
+  return norm(g, &c);
 }
 
 eng_status grad_rms_norm(grad_call *g)
 {
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
-  return norm(g, &c, 2);
+  return norm(g, &c);
+}
+
+// sum = x + branch, y its norm: the sum's gradient is what came for it and what comes through the norm, and x and branch both get it.
+// `c` lacks dy and dsum; c->op is the gradient of the norm alone, `added` with dsum.
+static eng_status add_norm(grad_call *g, op_call *c, int added)
+{
+  tensor *dsum = g->dy[1], *dx = NULL;
+  if (g->dy[0]) {
+    c->in[c->n_in++] = g->dy[0];
+    if (dsum) {
+      c->op = added;
+      c->in[c->n_in++] = dsum;
+    }
+    ENG_TRY(norm_vectors(&dx, g, c, 2));
+    dsum = dx;
+  }
+  for (int k = 0; k < 2; k++) {
+    if (!grad_wants(g, k)) continue;
+    tensor *shared;
+    ENG_TRY(grad_share(&shared, dsum));
+    ENG_TRY(grad_emit(g, k, shared));
+  }
+  tensor_drop(dx);
+  return ENG_OK;
+}
+
+eng_status grad_add_layer_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 4, .in = {y->out[1], y->in[2], y->out[2], y->out[3]}};
+  return add_norm(g, &c, ENG_OP_add_layer_norm_grad);
+}
+
+eng_status grad_add_rms_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 3, .in = {y->out[1], y->in[2], y->out[2]}};
+  return add_norm(g, &c, ENG_OP_add_rms_norm_grad);
 }
 
 // ---- attention

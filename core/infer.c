@@ -429,32 +429,38 @@ static eng_status infer_linear_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-static eng_status infer_norm(op_call *c, op_shape *s)
+/// x, branch? and vectors -> y, the sum?, statistics; `adds`: with the branch and the sum.
+static eng_status infer_norm(op_call *c, op_shape *s, bool layer, bool adds)
 {
   const tensor *x = c->in[0];
-  bool layer = c->op == ENG_OP_layer_norm;
+  const int next = adds ? 2 : 1;
   ENG_TRY(want_float(c, 0));
+  if (adds) {
+    ENG_TRY(want_float(c, 1));
+    ENG_TRY(want_same(c, 0, 1));
+  }
   ENG_TRY(want_ndim(c, 0, 1));
   int64_t n = x->shape[x->ndim - 1];
-  ENG_TRY(want_vector(c, 1, "a weight", n));
-  if (layer) ENG_TRY(want_vector(c, 2, "a bias", n));
+  ENG_TRY(want_vector(c, next, "a weight", n));
+  if (layer) ENG_TRY(want_vector(c, next + 1, "a bias", n));
   if (!(c->floats[0] >= 0)) return error_set(ENG_ERR_VALUE, "%s: expected eps >= 0, got %g", name_of(c), c->floats[0]);
-  int statistics = x->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
-  put_like(s, 0, x->dtype, x);
-  put_outer(s, 1, statistics, x, 1);
-  if (layer) put_outer(s, 2, statistics, x, 1);
+  int dtype = adds ? dtype_promote(x->dtype, c->in[1]->dtype) : x->dtype, statistics = dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  put_like(s, 0, dtype, x);
+  if (adds) put_like(s, 1, dtype, x);
+  put_outer(s, next, statistics, x, 1);
+  if (layer) put_outer(s, next + 1, statistics, x, 1);
   return ENG_OK;
 }
 
-static eng_status infer_norm_grad(op_call *c, op_shape *s)
+static eng_status infer_norm_grad(op_call *c, op_shape *s, bool layer)
 {
   const tensor *x = c->in[0];
-  bool layer = c->op == ENG_OP_layer_norm_grad;
+  const int dy = layer ? 4 : 3;   // dsum may follow
   ENG_TRY(want_ndim(c, 0, 1));
   int64_t n[1] = {x->shape[x->ndim - 1]};
   ENG_TRY(want_vector(c, 1, "a weight", n[0]));
-  for (int k = 2; k < c->n_in - 1; k++) ENG_TRY(want_shape(c, k, x->ndim - 1, x->shape, "x without its last dimension"));
-  ENG_TRY(want_shape(c, c->n_in - 1, x->ndim, x->shape, "x"));
+  for (int k = 2; k < dy; k++) ENG_TRY(want_shape(c, k, x->ndim - 1, x->shape, "x without its last dimension"));
+  for (int k = dy; k < c->n_in; k++) ENG_TRY(want_shape(c, k, x->ndim, x->shape, "x"));
   for (int k = 0; k < c->n_in; k++)
     if (c->in[k]) ENG_TRY(want_float(c, k));
   ENG_TRY(want_float_attribute(c, c->ints[0]));
@@ -727,10 +733,14 @@ eng_status op_infer(op_call *c, op_shape *s)
     case ENG_OP_linear_grad: return infer_linear_grad(c, s);
     case ENG_OP_mlp_gelu: return infer_mlp_gelu(c, s);
     case ENG_OP_matmul_gelu_grad: return infer_matmul_gelu_grad(c, s);
-    case ENG_OP_layer_norm: case ENG_OP_rms_norm:
-      return infer_norm(c, s);
-    case ENG_OP_layer_norm_grad: case ENG_OP_rms_norm_grad:
-      return infer_norm_grad(c, s);
+    case ENG_OP_layer_norm:     return infer_norm(c, s, true, false);
+    case ENG_OP_rms_norm:       return infer_norm(c, s, false, false);
+    case ENG_OP_add_layer_norm: return infer_norm(c, s, true, true);
+    case ENG_OP_add_rms_norm:   return infer_norm(c, s, false, true);
+    case ENG_OP_layer_norm_grad: case ENG_OP_add_layer_norm_grad:
+      return infer_norm_grad(c, s, true);
+    case ENG_OP_rms_norm_grad: case ENG_OP_add_rms_norm_grad:
+      return infer_norm_grad(c, s, false);
     case ENG_OP_attention: return infer_attention(c, s);
     case ENG_OP_attention_grad: return infer_attention_grad(c, s);
     case ENG_OP_rope: return infer_rope(c, s);

@@ -80,12 +80,18 @@ static eng_status check_arity(const op_call *c)
   return ENG_OK;
 }
 
+static bool is_norm_grad(int op)
+{
+  return op == ENG_OP_layer_norm_grad || op == ENG_OP_rms_norm_grad || op == ENG_OP_add_layer_norm_grad || op == ENG_OP_add_rms_norm_grad;
+}
+
 /// Inputs that may be absent: biases and norm weights. Everything else must be there.
 static eng_status check_present(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++) {
-    bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm || c->op == ENG_OP_rms_norm_grad;
-    bool optional = (norm && k == 1) || (c->op == ENG_OP_quantize && k == 1) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
+    bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_rms_norm || is_norm_grad(c->op);
+    bool adds = c->op == ENG_OP_add_layer_norm || c->op == ENG_OP_add_rms_norm;
+    bool optional = (norm && k == 1) || (adds && k >= 2) || (c->op == ENG_OP_quantize && k == 1) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
                     (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm)) || (c->op == ENG_OP_mlp_gelu && (k == 2 || k == 4));
     if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
   }
@@ -117,7 +123,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
     }
     bool unwanted = (c->op == ENG_OP_attention && k == 2 && !c->ints[1]) ||
                     (c->op == ENG_OP_quantize && k > 2 && !(c->ints[4] & 8)) ||
-                    ((c->op == ENG_OP_layer_norm_grad || c->op == ENG_OP_rms_norm_grad) && k > 0 && !c->ints[1]);
+                    (is_norm_grad(c->op) && k > 0 && !c->ints[1]);
     if (!unwanted) ENG_TRY(tensor_make(&c->out[k], ARENA_STEP, s->out[k].dtype, s->out[k].ndim, s->out[k].shape));
   }
   return ENG_OK;

@@ -87,13 +87,19 @@ bool tape_wants(const op_call *call)
   return false;
 }
 
+static bool adds_before_norm(int op)
+{
+  return op == ENG_OP_add_layer_norm || op == ENG_OP_add_rms_norm;
+}
+
 static eng_status record(const op_call *call, int64_t lua_id)
 {
   ENG_TRY(grow((void **)&tape.nodes, tape.length, &tape.capacity, sizeof *tape.nodes));
   for (int k = 0; k < call->n_out; k++) {
     tensor *y = call->out[k];
-    // Later outputs are by-products without gradient (statistics, indices), but for split and Lua nodes.
-    if (!y || !dtype_is_float(y->dtype) || (k > 0 && lua_id < 0 && call->op != ENG_OP_split)) continue;
+    // Later outputs are by-products without gradient (statistics, indices), but for split, Lua nodes and the sum that a norm is of.
+    bool sum = k == 1 && adds_before_norm(call->op) && (call->in[0]->requires_grad || call->in[1]->requires_grad);
+    if (!y || !dtype_is_float(y->dtype) || (k > 0 && lua_id < 0 && call->op != ENG_OP_split && !sum)) continue;
     y->requires_grad = true;
     y->node = tape.length;
     y->output = k;
@@ -443,7 +449,8 @@ static eng_status check_unwritten(const tape_node *node)
   const op_call *call = &node->call;
   if (reads_no_values(call->op)) return ENG_OK;
   const tensor *changed = NULL;
-  for (int k = fp8_is_linear(call) ? 3 : fp8_is_swiglu(call) ? 2 : 0; k < call->n_in; k++)   // in FP8 it reads copies alone
+  // in FP8 it reads copies alone; of a residual the sum
+  for (int k = fp8_is_linear(call) ? 3 : fp8_is_swiglu(call) || adds_before_norm(call->op) ? 2 : 0; k < call->n_in; k++)
     if (call->in[k] && call->in[k]->store->writes != node->in_writes[k]) changed = call->in[k];
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->store->writes != node->out_writes[k]) changed = call->out[k];

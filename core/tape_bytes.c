@@ -33,6 +33,8 @@ static reads reads_of(const op_call *call)
     case ENG_OP_mlp_gelu:                         return (reads){FIRST | SECOND | FOURTH, SECOND | THIRD};
     case ENG_OP_layer_norm:                       return (reads){FIRST | SECOND, SECOND | THIRD};
     case ENG_OP_rms_norm:                         return (reads){FIRST | SECOND, SECOND};
+    case ENG_OP_add_layer_norm:                   return (reads){THIRD, SECOND | THIRD | FOURTH};
+    case ENG_OP_add_rms_norm:                     return (reads){THIRD, SECOND | THIRD};
     case ENG_OP_attention:                        return (reads){ALL, FIRST | SECOND};
     case ENG_OP_cross_entropy:                    return (reads){FIRST | SECOND, SECOND};
     default:                                      return (reads){ALL, 0};

@@ -5,6 +5,10 @@
 // f32, the variance about the mean just found; where f32 leaves its range the row's statistics are formed again in f64.
 // Everything else (f64, x and dy of two formats, longer rows) goes through plain loops in f64, the last part of this file.
 //
+// With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept, and its gradient has dsum added, once rounded
+// by itself. Sums over rows and columns have the order they have without, so the bits are those of add beside the norm, which is also
+// what runs where the fast kernels do not.
+//
 // Column sums (dweight, dbias) go in two stages: every group of threads adds up the rows it takes, blocks add their groups, a
 // second kernel adds the blocks. Who takes which rows is given by the shape alone.
 #include "device.h"
@@ -13,8 +17,8 @@
 
 /// A call as the kernels see it: contiguous rows of n columns; data pointers are NULL where a tensor is absent.
 typedef struct norm_call {
-  const void *x, *weight, *bias, *means, *rstds, *dy;
-  void *y, *out_means, *out_rstds, *dx;
+  const void *x, *branch, *weight, *bias, *means, *rstds, *dy, *dsum;
+  void *y, *sum, *out_means, *out_rstds, *dx;
   int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype, out_means_dtype, out_rstds_dtype, dx_dtype;
   int64_t rows;
   int32_t n;
@@ -56,10 +60,8 @@ __device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, in
   }
 }
 
-template <typename T> __device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
+template <typename T> __device__ static inline void store_raw(T *row, const words<T, 8> &raw, int c, int n, bool whole)
 {
-  words<T, 8> raw;
-  narrow_words(raw, from);
   if (whole) {
     if (c < n) store_words(row + c, raw);
   } else {
@@ -68,6 +70,22 @@ template <typename T> __device__ static inline void store_piece(T *row, const fl
     for (int i = 0; i < 8; i++)
       if (c + i < n) ((bits *)row)[c + i] = (bits)(raw.w[i * sizeof(T) / 4] >> (i * sizeof(T) % 4 * 8));
   }
+}
+
+template <typename T> __device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
+{
+  words<T, 8> raw;
+  narrow_words(raw, from);
+  store_raw(row, raw, c, n, whole);
+}
+
+/// What is left of numbers once they stand in format T.
+template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8])
+{
+  words<T, 8> raw;
+  narrow_words(raw, x);
+  widen_words(x, raw);
+  return raw;
 }
 
 // A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves, each beside that of the next
@@ -131,11 +149,37 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-/// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias.
-template <typename T, int V, int ROW> constexpr int FORWARD_BLOCKS = (sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : 4) : (V == 1 ? 10 : V == 2 ? 8 : V == 3 ? 7 : 6)) * 128 / BLOCK_THREADS<ROW>;
+/// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias. A
+/// branch's words are as many as x's.
+template <typename T, int V, bool ADDS> constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : ADDS ? 3 : 4)
+                                                                                    : (V == 1 ? 10 : V == 2 ? 8 : ADDS ? (V == 3 ? 6 : 4) : V == 3 ? 7 : 6);
+template <typename T, int V, int ROW, bool ADDS> constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
 
-template <typename T, int V, int ROW>
-__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW>)) norm_rows(const __grid_constant__ norm_call p)
+/// What a row of a call is made of: x, with a residual the branch, too.
+template <typename T, int V, bool ADDS> struct forward_row { words<T, 8> x[V]; };
+template <typename T, int V> struct forward_row<T, V, true> { words<T, 8> x[V], branch[V]; };
+
+template <typename T, int V, int ROW, bool ADDS>
+__device__ static inline void load_row(forward_row<T, V, ADDS> &to, const norm_call &p, int64_t row)
+{
+  load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  if constexpr (ADDS) load_pieces<T, V, ROW>(to.branch, (const T *)p.branch + row * p.n, column_of<ROW>(0), p.n, p.whole);
+}
+
+/// One number of a row, from memory once more.
+template <typename T, bool ADDS> __device__ static inline double number_of(const norm_call &p, int64_t at)
+{
+  float x = widen(((const T *)p.x)[at]);
+  if constexpr (ADDS) {
+    T sum;
+    narrow(sum, x + widen(((const T *)p.branch)[at]));
+    x = widen(sum);
+  }
+  return x;
+}
+
+template <typename T, int V, int ROW, bool ADDS>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW, ADDS>)) norm_rows(const __grid_constant__ norm_call p)
 {
   __shared__ float room[2][2][ROW / 32];
   __shared__ double wide_room[2][ROW / 32];
@@ -146,13 +190,22 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW>
   const float count = (float)p.n, eps = (float)p.eps;
   const int64_t step = (int64_t)gridDim.x * BLOCK_ROWS<ROW>;
   int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + (ROW == 32 ? threadIdx.x >> 5 : 0);
-  words<T, 8> next[V];
-  if (row < p.rows) load_pieces<T, V, ROW>(next, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  forward_row<T, V, ADDS> next;
+  if (row < p.rows) load_row<T, V, ROW, ADDS>(next, p, row);
   for (int turn = 0; row < p.rows; row += step, turn ^= 1) {
     float x[V][8], mean = 0;
 #pragma unroll
-    for (int v = 0; v < V; v++) widen_words(x[v], next[v]);
-    if (row + step < p.rows) load_pieces<T, V, ROW>(next, (const T *)p.x + (row + step) * p.n, column_of<ROW>(0), p.n, p.whole);
+    for (int v = 0; v < V; v++) {
+      widen_words(x[v], next.x[v]);
+      if constexpr (ADDS) {
+        float branch[8];
+        widen_words(branch, next.branch[v]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[v][i] += branch[i];
+        store_raw((T *)p.sum + row * p.n, rounded<T>(x[v]), column_of<ROW>(v), p.n, p.whole);
+      }
+    }
+    if (row + step < p.rows) load_row<T, V, ROW, ADDS>(next, p, row + step);
     if (p.centred) {
       float sum = 0;
 #pragma unroll
@@ -178,12 +231,12 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW>
     if (!(variance > 1e-30f && variance < 1e37f)) {   // too wide or too narrow for f32, or not finite; the same for the whole row
       double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
 #pragma unroll 1
-      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += widen(((const T *)p.x)[row * p.n + c]);
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += number_of<T, ADDS>(p, row * p.n + c);
       sum = row_sum<ROW>(sum, wide_room[0]);
       if (p.centred) mean = (float)(sum / p.n);
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW) {
-        double d = (double)widen(((const T *)p.x)[row * p.n + c]) - (double)mean;
+        double d = number_of<T, ADDS>(p, row * p.n + c) - (double)mean;
         wide += d * d;
       }
       rstd = (float)(1.0 / sqrt(row_sum<ROW>(wide, wide_room[1]) / p.n + p.eps));
@@ -232,7 +285,7 @@ template <typename T, int V, int ROW> __device__ static inline void load_row(nor
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
-template <typename T, int V, int ROW>
+template <typename T, int V, int ROW, bool ADDS>
 __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) norm_grad_rows(const __grid_constant__ norm_call p)
 {
   constexpr bool AHEAD = sizeof(T) == 2;   // rows of f32 would take too many registers
@@ -260,6 +313,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       widen_words(h[v], next.x[v]);
       widen_words(slope[v], next.dy[v]);
     }
+    words<T, 8> dsum[ADDS ? V : 1];
+    if constexpr (ADDS)
+      if (p.whole || !PARTS_LATE<T>) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
     if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
     float sum_g = 0, sum_gh = 0;
 #pragma unroll
@@ -283,10 +339,19 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
     row_sums<ROW>(sum_g, sum_gh, room[turn]);
     if (p.dx) {
       const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
+      if constexpr (ADDS && PARTS_LATE<T>)
+        if (!p.whole) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, false);
 #pragma unroll
       for (int v = 0; v < V; v++) {
 #pragma unroll
         for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
+        if constexpr (ADDS) {
+          float came[8];
+          widen_words(came, dsum[v]);
+          rounded<T>(h[v]);
+#pragma unroll
+          for (int i = 0; i < 8; i++) h[v][i] = came[i] + h[v][i];
+        }
         store_piece((T *)p.dx + row * p.n, h[v], column_of<ROW>(v), p.n, p.whole);
       }
     }
@@ -444,9 +509,9 @@ typedef void norm_kernel(const norm_call);
 /// thread; kernel: NULL when a row is too long for registers.
 typedef struct norm_choice { norm_kernel *kernel; int threads, rows, resident, pieces; } norm_choice;
 
-template <typename T> static norm_choice forward_kernel_of(int64_t n)
+template <typename T, bool ADDS> static norm_choice forward_kernel_of(int64_t n)
 {
-#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_rows<T, V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, FORWARD_BLOCKS<T, V, ROW>, V}
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, FORWARD_BLOCKS<T, V, ROW, ADDS>, V}
   CHOOSE(1, 32);
   CHOOSE(2, 32);
   CHOOSE(3, 32);
@@ -459,9 +524,9 @@ template <typename T> static norm_choice forward_kernel_of(int64_t n)
 #undef CHOOSE
   return norm_choice{};
 }
-template <typename T> static norm_choice backward_kernel_of(int64_t n)
+template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n)
 {
-#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_grad_rows<T, V, ROW>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, GRAD_BLOCKS<V, ROW>, V}
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, GRAD_BLOCKS<V, ROW>, V}
   CHOOSE(1, 32);
   CHOOSE(2, 32);
   CHOOSE(3, 32);
@@ -474,13 +539,13 @@ template <typename T> static norm_choice backward_kernel_of(int64_t n)
 #undef CHOOSE
   return norm_choice{};
 }
-static norm_choice forward_kernel(int dtype, int64_t n)
+template <bool ADDS> static norm_choice forward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? forward_kernel_of<float>(n) : dtype == ENG_f16 ? forward_kernel_of<f16_t>(n) : forward_kernel_of<bf16_t>(n);
+  return dtype == ENG_f32 ? forward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? forward_kernel_of<f16_t, ADDS>(n) : forward_kernel_of<bf16_t, ADDS>(n);
 }
-static norm_choice backward_kernel(int dtype, int64_t n)
+template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? backward_kernel_of<float>(n) : dtype == ENG_f16 ? backward_kernel_of<f16_t>(n) : backward_kernel_of<bf16_t>(n);
+  return dtype == ENG_f32 ? backward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? backward_kernel_of<f16_t, ADDS>(n) : backward_kernel_of<bf16_t, ADDS>(n);
 }
 
 /// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
@@ -515,20 +580,50 @@ static eng_status check_length(const op_call *call)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static eng_status forward(const op_call *call, bool centred)
+extern "C" op_kernel cuda_add;
+
+/// x + branch beside the norm, in a pass of its own.
+static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
+{
+  if (sum->count == 0) return ENG_OK;
+  op_call add = {};
+  add.op = ENG_OP_add;
+  add.n_in = 2;
+  add.n_out = 1;
+  add.in[0] = (tensor *)x;
+  add.in[1] = (tensor *)branch;
+  add.out[0] = (tensor *)sum;
+  return cuda_add(&add);
+}
+
+static eng_status forward(const op_call *call, bool centred, bool adds)
 {
   ENG_TRY(check_length(call));
   norm_call p = call_of(call, centred);
+  const int next = adds ? 2 : 1;   // behind x and branch, y and sum
+  const tensor *branch = adds ? call->in[1] : NULL, *sum = adds ? call->out[1] : NULL;
+  int32_t branch_dtype, sum_dtype;
   bool fast = true;
   look_at(&p, &fast, call->in[0], &p.x, &p.x_dtype);
-  look_at(&p, &fast, call->in[1], &p.weight, &p.weight_dtype);
-  look_at(&p, &fast, centred ? call->in[2] : NULL, &p.bias, &p.bias_dtype);
+  look_at(&p, &fast, call->in[next], &p.weight, &p.weight_dtype);
+  look_at(&p, &fast, centred ? call->in[next + 1] : NULL, &p.bias, &p.bias_dtype);
   look_at(&p, &fast, call->out[0], (const void **)&p.y, &p.y_dtype);
-  const tensor *means = centred ? call->out[1] : NULL, *rstds = call->out[centred ? 2 : 1];
+  look_at(&p, &fast, branch, &p.branch, &branch_dtype);
+  look_at(&p, &fast, sum, (const void **)&p.sum, &sum_dtype);
+  const tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[centred ? next + 1 : next];
   if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
   if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
-  norm_choice choice = forward_kernel(p.x_dtype, p.n);
-  if (fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0) {
+  norm_choice choice = adds ? forward_kernel<true>(p.x_dtype, p.n) : forward_kernel<false>(p.x_dtype, p.n);
+  fast = fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0;
+  if (adds && !(fast && branch_dtype == p.x_dtype && sum_dtype == p.x_dtype)) {
+    op_call norm = *call;
+    norm.in[0] = call->out[1];
+    for (int k = 1; k < 3; k++) norm.in[k] = call->in[k + 1];
+    for (int k = 1; k < 3; k++) norm.out[k] = call->out[k + 1];
+    ENG_TRY(add_to(call->in[0], branch, sum));
+    return forward(&norm, centred, false);
+  }
+  if (fast) {
     int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)choice.resident;
     int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
     if (bytes > 40 << 10) CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -540,8 +635,10 @@ static eng_status forward(const op_call *call, bool centred)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_layer_norm(const op_call *call) { return forward(call, true); }
-extern "C" eng_status cuda_rms_norm(const op_call *call)   { return forward(call, false); }
+extern "C" eng_status cuda_layer_norm(const op_call *call)     { return forward(call, true, false); }
+extern "C" eng_status cuda_rms_norm(const op_call *call)       { return forward(call, false, false); }
+extern "C" eng_status cuda_add_layer_norm(const op_call *call) { return forward(call, true, true); }
+extern "C" eng_status cuda_add_rms_norm(const op_call *call)   { return forward(call, false, true); }
 
 static eng_status backward_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
 {
@@ -557,7 +654,7 @@ static eng_status backward_plain(const norm_call *p, const tensor *dweight, cons
   return ENG_OK;
 }
 
-static eng_status backward(const op_call *call, bool centred)
+static eng_status backward(const op_call *call, bool centred, bool adds)
 {
   ENG_TRY(check_length(call));
   norm_call p = call_of(call, centred);
@@ -566,6 +663,9 @@ static eng_status backward(const op_call *call, bool centred)
   look_at(&p, &fast, call->in[1], &p.weight, &p.weight_dtype);
   look_at(&p, &fast, call->in[centred ? 4 : 3], &p.dy, &p.dy_dtype);
   look_at(&p, &fast, call->out[0], (const void **)&p.dx, &p.dx_dtype);
+  const tensor *dsum = adds ? call->in[centred ? 5 : 4] : NULL;
+  int32_t dsum_dtype;
+  look_at(&p, &fast, dsum, &p.dsum, &dsum_dtype);
   const tensor *means = centred ? call->in[2] : NULL, *rstds = call->in[centred ? 3 : 2];
   if (means) { p.means = means->data; p.means_dtype = means->dtype; }
   p.rstds = rstds->data;
@@ -573,8 +673,13 @@ static eng_status backward(const op_call *call, bool centred)
   const tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
   if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
   if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 || (p.means && p.means_dtype != ENG_f32)) fast = false;
-  norm_choice choice = backward_kernel(p.x_dtype, p.n);
-  if (!fast || !choice.kernel || p.n == 0 || p.rows == 0) return backward_plain(&p, dweight, dbias);
+  norm_choice choice = adds ? backward_kernel<true>(p.x_dtype, p.n) : backward_kernel<false>(p.x_dtype, p.n);
+  fast = fast && choice.kernel && p.n > 0 && p.rows > 0;
+  if (adds && !(fast && dsum_dtype == p.x_dtype)) {
+    ENG_TRY(backward(call, centred, false));
+    return add_to(dsum, call->out[0], call->out[0]);
+  }
+  if (!fast) return backward_plain(&p, dweight, dbias);
 
   int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, MULTIPROCESSORS * (int64_t)choice.resident);
   int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
@@ -591,5 +696,7 @@ static eng_status backward(const op_call *call, bool centred)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_layer_norm_grad(const op_call *call) { return backward(call, true); }
-extern "C" eng_status cuda_rms_norm_grad(const op_call *call)   { return backward(call, false); }
+extern "C" eng_status cuda_layer_norm_grad(const op_call *call)     { return backward(call, true, false); }
+extern "C" eng_status cuda_rms_norm_grad(const op_call *call)       { return backward(call, false, false); }
+extern "C" eng_status cuda_add_layer_norm_grad(const op_call *call) { return backward(call, true, true); }
+extern "C" eng_status cuda_add_rms_norm_grad(const op_call *call)   { return backward(call, false, true); }

@@ -138,6 +138,17 @@ local cases = {
     check(function(x, w) return x:rms_norm(w) end, { random(3, 7), random(7) })
     check(function(x) return x:rms_norm() end, { random(3, 7) })
   end,
+  add_layer_norm = function(check)
+    check(function(x, r, w, b) return x:add_layer_norm(r, w, b) end, { random(3, 7), random(3, 7), random(7), random(7) })
+    check(function(x, r, w) return (x:add_layer_norm(r, w)) end, { random(2, 2, 5), random(2, 2, 5), random(5) })
+    check(function(x, r) return select(2, x:add_layer_norm(r)) end, { random(2, 5), random(2, 5) })
+    check(function(x, w) return x:transpose():add_layer_norm(x:transpose() * 2, w) end, { random(5, 3), random(5) })
+  end,
+  add_rms_norm = function(check)
+    check(function(x, r, w) return x:add_rms_norm(r, w) end, { random(3, 7), random(3, 7), random(7) })
+    check(function(x, r) return (x:add_rms_norm(r)) end, { random(3, 7), random(3, 7) })
+    check(function(x) return x:add_rms_norm(x) end, { random(3, 7) })
+  end,
   attention = function(check)
     local function f(options) return function(q, k, v) return (engine.attention(q, k, v, options)) end end
     check(f { causal = true }, { random(2, 5, 2, 3), random(2, 5, 2, 3), random(2, 5, 2, 3) })

@@ -83,6 +83,8 @@ describe("calls past engine.ffi", function()
         { "matmul", { x, y }, { 1, 0, 0, 1 } }, { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
         { "layer_norm_grad", { x, false, y, y, x }, { f32, 1 } }, { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
         { "rms_norm_grad", { x, false, engine.rand(2), y }, { f32, 1 } }, { "attention_grad", { x, x, x, x, x, x } },
+        { "add_layer_norm", { x, y, false, false } }, { "add_rms_norm", { x, false, false } }, { "add_rms_norm", { x, x:to("i64"), false } },
+        { "add_rms_norm_grad", { x, false, engine.rand(2), x, y }, { f32, 1 } }, { "add_rms_norm_grad", { x, false, engine.rand(2), x, false }, { f32, 1 } },
         { "cross_entropy_grad", { x, ids, y, y }, { -100, 1 } },
       } do
         local message = message_of(M_ffi.run, unpack(call))

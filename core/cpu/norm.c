@@ -1,6 +1,7 @@
 // Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose
 // mean is taken for 0, so both share their loops: `centred` tells them apart at compile time.
-// Rows stay in the first cache: memory is read once forward (x), once backward (x and dy).
+// Rows stay in the first cache: memory is read once forward (x), once backward (x and dy). With a residual the row is x + branch, rounded
+// as the sum that is kept, and its gradient has dsum added: `adds`, known at compile time, too.
 // Statistics in f32 with double between tiles, the variance about the mean just found.
 // Registered by cpu.c, called through the backend table.
 #include "simd.h"
@@ -59,26 +60,49 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-/// `bias`, `means` and `rstds` may be NULL.
+static inline void add_tile(float *y, const float *a, const float *b, int n)
+{
+  int i = 0;
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(y + i, vf_add(vf_load(a + i), vf_load(b + i)));
+  if (i < n) vf_store_n(y + i, vf_add(vf_load_n(a + i, n - i), vf_load_n(b + i, n - i)), n - i);
+}
+
+/// Writes a row of sum = x + branch; gives it as it was rounded, in f32: its own memory, or `buffer` [n].
+static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch, int64_t first, int64_t n)
+{
+  float tx[TILE] __attribute__((aligned(64))), tb[TILE] __attribute__((aligned(64)));
+  float *row = tile_target(buffer, sum->data, sum->dtype, first);
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    const float *px = tile_load(tx, x->data, x->dtype, first + at, length), *pb = tile_load(tb, branch->data, branch->dtype, first + at, length);
+    add_tile(row + at, px, pb, length);
+    if (sum->dtype == ENG_f32) continue;
+    floats_to(sum->data, sum->dtype, first + at, row + at, length);
+    floats_from(row + at, sum->data, sum->dtype, first + at, length);
+  }
+  return row;
+}
+
 static inline __attribute__((always_inline))
-eng_status norm(const op_call *call, bool centred, const tensor *bias, tensor *means, tensor *rstds)
+eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0];
-  const tensor *y = call->out[0];
+  const int next = adds ? 2 : 1;   // behind x and branch, y and sum
+  const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
+  tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
   int64_t bytes = (2 + omp_get_max_threads()) * room * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
   // x * 1 + -0 is x in every bit, -0 included.
-  const float *weight = vector_f32(scratch, call->in[1], n, 1.0f);
+  const float *weight = vector_f32(scratch, call->in[next], n, 1.0f);
   const float *shift = vector_f32(scratch + room, bias, n, -0.0f);
   double eps = call->floats[0];
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
     float *own = scratch + (2 + omp_get_thread_num()) * room;
-    const float *in = row_load(own, x->data, x->dtype, row * n, n);
+    const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n) : row_load(own, x->data, x->dtype, row * n, n);
     float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
     double variance = row_squares(in, n, mean) / (double)n;
     if (!f64_is_finite(variance)) variance = wide_moments(in, n, centred, &mean);
@@ -91,15 +115,10 @@ eng_status norm(const op_call *call, bool centred, const tensor *bias, tensor *m
   return ENG_OK;
 }
 
-static eng_status layer_norm(const op_call *call)
-{
-  return norm(call, true, call->in[2], call->out[1], call->out[2]);
-}
-
-static eng_status rms_norm(const op_call *call)
-{
-  return norm(call, false, NULL, NULL, call->out[1]);
-}
+static eng_status layer_norm(const op_call *call)     { return norm(call, true, false); }
+static eng_status rms_norm(const op_call *call)       { return norm(call, false, false); }
+static eng_status add_layer_norm(const op_call *call) { return norm(call, true, true); }
+static eng_status add_rms_norm(const op_call *call)   { return norm(call, false, true); }
 
 // ------------------------------------------------------------------ backward
 
@@ -138,11 +157,13 @@ row_means backward_sums(const float *x, const float *dy, const float *weight, fl
   return (row_means){(float)(sum_g / (double)n), (float)(sum_gx / (double)n)};
 }
 
-/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); without the term mean(g) when not centred.
-static void backward_row(const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
-                         bool centred, void *dx, int dtype, int64_t first, int64_t n)
+/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); without the term mean(g) when not centred. A dsum that is there is added to dx as
+/// it was rounded.
+static inline __attribute__((always_inline))
+void backward_row(const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
+                  bool centred, const tensor *dsum, void *dx, int dtype, int64_t first, int64_t n)
 {
-  float buffer[TILE] __attribute__((aligned(64)));
+  float buffer[TILE] __attribute__((aligned(64))), added[TILE] __attribute__((aligned(64)));
   vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f), minus_gx = vf_set1(-means.gx);
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at), i = 0;
@@ -156,6 +177,14 @@ static void backward_row(const float *x, const float *dy, const float *weight, f
       int rest = length - i;
       vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r), g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
       vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), rest);
+    }
+    if (dsum) {
+      const float *s = tile_load(added, dsum->data, dsum->dtype, first + at, length);
+      if (dtype != ENG_f32) {
+        floats_to(dx, dtype, first + at, out, length);
+        floats_from(out, dx, dtype, first + at, length);
+      }
+      add_tile(out, s, out, length);
     }
     tile_store(dx, dtype, first + at, out, length);
   }
@@ -177,14 +206,13 @@ static void sum_blocks(tensor *total, const float *partial, int64_t blocks, int6
   }
 }
 
-/// `means`, `dweight` and `dbias` may be NULL.
 static inline __attribute__((always_inline))
-eng_status norm_grad(const op_call *call, bool centred, const tensor *means, const tensor *rstds, const tensor *dy,
-                     tensor *dweight, tensor *dbias)
+eng_status norm_grad(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0];
-  const tensor *dx = call->out[0];
+  const tensor *x = call->in[0], *means = centred ? call->in[2] : NULL, *rstds = call->in[2 + centred], *dy = call->in[3 + centred];
+  const tensor *dsum = adds ? call->in[4 + centred] : NULL, *dx = call->out[0];
+  tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
 
   // Blocks depend on the shape alone, so the sums over columns are the same for any number of threads.
@@ -211,7 +239,7 @@ eng_status norm_grad(const op_call *call, bool centred, const tensor *means, con
       row_means sums = !columns ? backward_sums(in, d, weight, mean, rstd, n, NULL, NULL)
                      : dbias    ? backward_sums(in, d, weight, mean, rstd, n, sum_w, sum_b)
                                 : backward_sums(in, d, weight, mean, rstd, n, sum_w, NULL);
-      if (dx) backward_row(in, d, weight, mean, rstd, sums, centred, dx->data, dx->dtype, row * n, n);
+      if (dx) backward_row(in, d, weight, mean, rstd, sums, centred, dsum, dx->data, dx->dtype, row * n, n);
     }
   }
   sum_blocks(dweight, partial, blocks, 2 * room, n);
@@ -220,17 +248,10 @@ eng_status norm_grad(const op_call *call, bool centred, const tensor *means, con
   return ENG_OK;
 }
 
-static eng_status layer_norm_grad(const op_call *call)
-{
-  bool wanted = call->ints[1] != 0;
-  return norm_grad(call, true, call->in[2], call->in[3], call->in[4],
-                   wanted ? call->out[1] : NULL, wanted ? call->out[2] : NULL);
-}
-
-static eng_status rms_norm_grad(const op_call *call)
-{
-  return norm_grad(call, false, NULL, call->in[2], call->in[3], call->out[1], NULL);
-}
+static eng_status layer_norm_grad(const op_call *call)     { return norm_grad(call, true, false); }
+static eng_status rms_norm_grad(const op_call *call)       { return norm_grad(call, false, false); }
+static eng_status add_layer_norm_grad(const op_call *call) { return norm_grad(call, true, true); }
+static eng_status add_rms_norm_grad(const op_call *call)   { return norm_grad(call, false, true); }
 
 void ISA_NAME(cpu_register_norm)(backend *b)
 {
@@ -238,4 +259,8 @@ void ISA_NAME(cpu_register_norm)(backend *b)
   b->kernel[ENG_OP_layer_norm_grad] = layer_norm_grad;
   b->kernel[ENG_OP_rms_norm] = rms_norm;
   b->kernel[ENG_OP_rms_norm_grad] = rms_norm_grad;
+  b->kernel[ENG_OP_add_layer_norm] = add_layer_norm;
+  b->kernel[ENG_OP_add_layer_norm_grad] = add_layer_norm_grad;
+  b->kernel[ENG_OP_add_rms_norm] = add_rms_norm;
+  b->kernel[ENG_OP_add_rms_norm_grad] = add_rms_norm_grad;
 }

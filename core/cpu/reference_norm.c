@@ -1,6 +1,7 @@
 // Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
 // Statistics: mean and 1 / sqrt(variance + eps), the variance that of the whole row (divided by C);
-// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. See reference.h.
+// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. The same of a residual, x + branch, which they
+// yield, too. See reference.h.
 #include "reference.h"
 
 #include <math.h>
@@ -70,3 +71,24 @@ static eng_status normalise_grad(const op_call *call, bool layer)
 
 eng_status reference_layer_norm_grad(const op_call *call) { return normalise_grad(call, true); }
 eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_grad(call, false); }
+
+// With a residual: the two operations, one after the other.
+static eng_status add_normalise(const op_call *call, bool layer)
+{
+  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]}, .out = {call->out[1]}};
+  op_call norm = {.in = {call->out[1], call->in[2], call->in[3]}, .out = {call->out[0], call->out[2], call->out[3]}, .floats = {call->floats[0]}};
+  ENG_TRY(reference_add(&add));
+  return normalise(&norm, layer);
+}
+
+static eng_status add_normalise_grad(const op_call *call, bool layer)
+{
+  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[layer ? 5 : 4], call->out[0]}, .out = {call->out[0]}};
+  ENG_TRY(normalise_grad(call, layer));
+  return reference_add(&add);
+}
+
+eng_status reference_add_layer_norm(const op_call *call)      { return add_normalise(call, true); }
+eng_status reference_add_rms_norm(const op_call *call)        { return add_normalise(call, false); }
+eng_status reference_add_layer_norm_grad(const op_call *call) { return add_normalise_grad(call, true); }
+eng_status reference_add_rms_norm_grad(const op_call *call)   { return add_normalise_grad(call, false); }

@@ -582,6 +582,20 @@ function methods.rms_norm(x, weight, eps)
   return (run_many("rms_norm", 2, 1, x, weight))
 end
 
+--- A residual and its norm: (x + branch):layer_norm(weight, bias, eps), and x + branch. Bit for bit that, in one pass over memory.
+function methods.add_layer_norm(x, branch, weight, bias, eps)
+  floats[0] = want_number(eps or 1e-5, "add_layer_norm", "eps")
+  local y, sum = run_many("add_layer_norm", 4, 2, x, branch, weight, bias)
+  return y, sum
+end
+
+--- The same with rms_norm: (x + branch):rms_norm(weight, eps), and x + branch.
+function methods.add_rms_norm(x, branch, weight, eps)
+  floats[0] = want_number(eps or 1e-6, "add_rms_norm", "eps")
+  local y, sum = run_many("add_rms_norm", 3, 2, x, branch, weight)
+  return y, sum
+end
+
 local ATTENTION = { causal = true, scale = true, entropy = true }
 
 --- q [B x T x H x D], k, v [B x S x G x D] -> [B x T x H x D]; options: causal, scale, entropy. With entropy=true a second

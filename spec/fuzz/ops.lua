@@ -285,6 +285,16 @@ function plans.rms_norm_grad()
   local s = shape_of(1, 5)
   return { float(s), chance(60) and float { s[#s] } or false, float(outer(s)), float(s) }, { float_number(), draw(2) }, {}, 2
 end
+-- a residual: the branch behind x, dsum behind dy
+local function added(plan, at, more)
+  return function()
+    local inputs, ints, floats, n_out = plan()
+    table.insert(inputs, at or #inputs + 1, float(inputs[1].shape))
+    return inputs, ints, floats, n_out + more
+  end
+end
+plans.add_layer_norm, plans.add_rms_norm = added(plans.layer_norm, 2, 1), added(plans.rms_norm, 2, 1)
+plans.add_layer_norm_grad, plans.add_rms_norm_grad = added(plans.layer_norm_grad, nil, 0), added(plans.rms_norm_grad, nil, 0)
 local function attention_inputs()
   local b, t, s, g, d = draw(3), one_of { 0, 1, 2, 5, 17, 40 }, one_of { 0, 1, 3, 5, 18, 50 }, 1 + draw(3), one_of { 1, 2, 4, 7, 16, 20 }
   local h = g * draw(3)

@@ -1,0 +1,181 @@
+-- A residual and its norm in one operation, add_layer_norm and add_rms_norm, are add and then the norm, bit for bit: values and
+-- gradients. On the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
+local engine = require "engine"
+local M_ffi = require "engine.ffi"
+local C = M_ffi.C
+
+local CARD = os.getenv("ENGINE_TEST_DEVICE")
+
+local function bytes(x)
+  local info, copy = M_ffi.new("eng_tensor_info"), engine.no_grad(function() return x:contiguous():to("cpu") end)
+  M_ffi.check(C.eng_info(info, copy))
+  return M_ffi.ffi.string(info.data, tonumber(info.count) * C.eng_dtype_size(info.dtype))
+end
+
+--- f on the card, or on the CPU with each of its instruction sets.
+local function everywhere(f)
+  if CARD then
+    engine.device(CARD)
+    local good, message = pcall(f, CARD)
+    engine.device("cpu")
+    if not good then error(message, 0) end
+    return
+  end
+  local now = M_ffi.string(C.eng_cpu_isa(nil))
+  for _, set in ipairs { "plain", "avx2", "avx512", now } do
+    if C.eng_cpu_isa(set) ~= nil then
+      local good, message = pcall(f, set)
+      if not good then
+        C.eng_cpu_isa(now)
+        error(message, 0)
+      end
+    end
+  end
+  C.eng_cpu_isa(now)
+end
+
+-- ------------------------------------------------------------------ the operations
+
+local FORMS = {
+  layer = { joined = function(x, r, w, b) return x:add_layer_norm(r, w, b) end, norm = function(s, w, b) return s:layer_norm(w, b) end, vectors = 2 },
+  rms = { joined = function(x, r, w) return x:add_rms_norm(r, w) end, norm = function(s, w) return s:rms_norm(w) end, vectors = 1 },
+}
+-- what is done with y and the sum: both on, y alone, the sum alone, the sum twice
+local ENDS = {
+  function(y, s, g, h) return (y * g):sum() + (s * h):sum() end,
+  function(y, _, g) return (y * g):sum() end,
+  function(_, s, _, h) return (s * h):sum() end,
+  function(y, s, g, h) return (y * g):sum() + (s * s * h):sum() + (s:sigmoid()):sum() end,
+}
+
+--- Values with some far out: f16 overflows in the sum, and NaN and Inf come through.
+local function rows(shape, dtype, wild)
+  local x = engine.randn(shape)
+  if wild then
+    local odd = engine.rand(shape)
+    x = odd:lt(0.01):where(x * 60000, x)
+    x = odd:gt(0.999):where(x / 0, x)
+  end
+  return x:to(dtype)
+end
+
+local function compare_on(set, form, dtypes, shape, options)
+  local f, n = FORMS[form], shape[#shape]
+  local context = ("%s: %s of %s and %s, %s"):format(set, form, dtypes[1], dtypes[2], table.concat(shape, " x "))
+  for number, finish in ipairs(ENDS) do
+    engine.begin_step()
+    engine.seed(n + number)
+    local x, r = rows(shape, dtypes[1], options.wild):keep(), rows(shape, dtypes[2], options.wild):keep()
+    if options.turned then x, r = rows({ n, shape[1] }, dtypes[1]):keep():transpose(), r end
+    local g, h = engine.randn(shape), engine.randn(shape)
+    local vectors = options.bare and {} or { engine.randn(n):keep(), f.vectors == 2 and engine.randn(n):keep() or nil }
+    local leaves, results = { x, r, unpack(vectors) }, {}
+    for way = 1, 2 do
+      local own = {}
+      for k, leaf in ipairs(leaves) do own[k] = (options.turned and k == 1 and leaf:transpose() or leaf):keep():requires_grad(true) end
+      local a = options.turned and own[1]:transpose() or own[1]
+      local y, s
+      if way == 1 then y, s = f.joined(a, own[2], own[3], own[4])
+      else
+        s = a + own[2]
+        y = f.norm(s, own[3], own[4])
+      end
+      results[way] = { y = bytes(y), sum = bytes(s), y_dtype = y.dtype, sum_dtype = s.dtype }
+      finish(y, s, g, h):backward()
+      for k, leaf in ipairs(own) do results[way]["gradient " .. k] = leaf.grad and bytes(leaf.grad) or "none" end
+    end
+    for name, want in pairs(results[2]) do
+      assert(want == results[1][name], ("%s: %s differs (end %d)"):format(context, name, number))
+    end
+    assert(results[1]["gradient 1"] ~= "none" and results[1]["gradient 2"] ~= "none", "x and the branch have gradients")
+    engine.end_step()
+  end
+end
+
+describe("a residual and its norm in one operation", function()
+  after_each(function() engine.end_step() end)
+
+  for _, form in ipairs { "layer", "rms" } do
+    for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
+      it("has the bits of the two, " .. form .. " norm in " .. dtype, function()
+        everywhere(function(set)
+          for _, n in ipairs { 1, 7, 33, 256, 515, 1024, 1544, 2056, 4104 } do
+            compare_on(set, form, { dtype, dtype }, { n < 1000 and 9 or 5, n }, { wild = n % 3 == 0, bare = n == 7 })
+          end
+          compare_on(set, form, { dtype, dtype }, { 2, 140, 40 }, {})
+          compare_on(set, form, { dtype, dtype }, { 6, 72 }, { turned = true })
+        end)
+      end)
+    end
+    it("has the bits of the two where formats differ, " .. form .. " norm", function()
+      everywhere(function(set)
+        for _, pair in ipairs { { "f32", "bf16" }, { "f32", "f16" }, { "bf16", "f32" }, { "f16", "bf16" }, { "f32", "f64" } } do
+          compare_on(set, form, pair, { 9, 136 }, {})
+          compare_on(set, form, pair, { 5, 33 }, { wild = true })
+        end
+      end)
+    end)
+  end
+
+  it("yields what autocast has the two yield", function()
+    engine.begin_step()
+    local x, r, w = engine.randn(3, 8), engine.randn(3, 8):to("bf16"), engine.randn(8)
+    for _, recipe in ipairs { "fp32", "bf16", "fp16" } do
+      engine.autocast(recipe, function()
+        local y, s = x:add_rms_norm(r, w)
+        local s2 = x + r
+        local y2 = s2:rms_norm(w)
+        assert.equal(y2.dtype, y.dtype)
+        assert.equal(s2.dtype, s.dtype)
+        assert.equal(bytes(y2), bytes(y))
+      end)
+    end
+    assert.equal("f64", engine.autocast("bf16", function() return (x:add_layer_norm(r:to("f64"))) end).dtype)
+  end)
+
+  it("has only the gradients that are asked for", function()
+    engine.begin_step()
+    local x, r, w = engine.randn(3, 8), engine.randn(3, 8):requires_grad(true), engine.randn(8)
+    local y, s = x:add_rms_norm(r, w)
+    ;(y + s):sum():backward()
+    assert.is_nil(x.grad)
+    assert.is_nil(w.grad)
+    assert.is_not_nil(r.grad)
+    engine.end_step()
+    engine.begin_step()
+    x, r, w = engine.randn(3, 8), engine.randn(3, 8), engine.randn(8):requires_grad(true)
+    y, s = x:add_rms_norm(r, w)
+    assert.error_matches(function() (s * s):sum():backward() end, "nothing in this loss requires a gradient", 1, true)
+    ;(y * y):sum():backward()
+    assert.is_not_nil(w.grad)
+  end)
+
+  it("keeps the sum for the backward pass, not what it is made of", function()
+    engine.begin_step()
+    local x, r = engine.randn(4, 8):requires_grad(true), engine.randn(4, 8):requires_grad(true)
+    local a, b, fp8 = x * 2, r * 2, M_ffi.new("int64_t[1]")
+    local before = tonumber(C.eng_tape_bytes(fp8))
+    local y, s = a:add_layer_norm(b)
+    assert.equal(before + 4 * (4 * 8 + 2 * 4), tonumber(C.eng_tape_bytes(fp8)))   -- the sum, means, 1/std
+    s:done()
+    a:fill(7)                               -- nobody reads it any more
+    ;(y + s):sum():backward()
+    assert.is_not_nil(x.grad)
+    engine.end_step()
+    engine.begin_step()
+    x, r = engine.randn(4, 8):requires_grad(true), engine.randn(4, 8)
+    y, s = x:add_layer_norm(r)
+    s:fill(7)
+    assert.error_matches(function() y:sum():backward() end, "was written into after it was computed with", 1, true)
+  end)
+
+  it("says which shapes do not fit", function()
+    engine.begin_step()
+    local x = engine.ones(3, 8)
+    assert.error_matches(function() x:add_layer_norm(engine.ones(8)) end,
+      "add_layer_norm: expected two tensors of one shape, got f32 [3 x 8] and f32 [8]", 1, true)
+    assert.error_matches(function() x:add_rms_norm(x, engine.ones(4)) end, "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
+    assert.error_matches(function() x:add_rms_norm() end, "add_rms_norm", 1, true)
+    assert.error_matches(function() x:add_rms_norm(x, nil, "a") end, "add_rms_norm: expected eps as a number, got 'a'", 1, true)
+  end)
+end)
