@@ -1,8 +1,8 @@
--- A residual and its norm in one operation, add_layer_norm and add_rms_norm, are add and then the norm, bit for bit: values and
--- gradients. On the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
+-- A residual and its norm in one operation, add_layer_norm and add_rms_norm, are add and then the norm, bit for bit: values, gradients and
+-- whole trainings. Which residuals run so. On the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
-local C = M_ffi.C
+local nn, C = engine.nn, M_ffi.C
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 
@@ -177,5 +177,117 @@ describe("a residual and its norm in one operation", function()
     assert.error_matches(function() x:add_rms_norm(x, engine.ones(4)) end, "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
     assert.error_matches(function() x:add_rms_norm() end, "add_rms_norm", 1, true)
     assert.error_matches(function() x:add_rms_norm(x, nil, "a") end, "add_rms_norm: expected eps as a number, got 'a'", 1, true)
+  end)
+end)
+
+-- ------------------------------------------------------------------ models
+
+--- The model with its sums and norms apart, whatever the library would choose.
+local function apart(model)
+  for _, name in ipairs { "layer_norm", "rms_norm" } do
+    local class = nn[name]
+    model:apply(function(m)
+      if m._class == name then rawset(m, "forward", function(self, x) return class.forward(self, x) end) end
+    end)
+  end
+  return model
+end
+
+local MODELS = {
+  gpt = function(p) return nn.gpt { vocab = 40, context = 16, width = 32, heads = 4, layers = 3, dropout = p } end,
+  llama = function(p) return nn.llama { vocab = 40, context = 16, width = 32, heads = 4, kv_heads = 2, layers = 3, hidden = 64, dropout = p } end,
+  bert = function(p) return nn.bert { vocab = 40, context = 16, width = 32, heads = 4, layers = 2, dropout = p } end,
+}
+
+--- Losses and weights of a few steps, and the operations that ran.
+local function train(kind, recipe, change, options)
+  engine.seed(5)
+  local model = change(MODELS[kind](options.dropout or 0))
+  local optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = recipe })
+  if options.carry then rawset(options.carry(model), "_carry", 4) end
+  local ids = engine.randint(0, 40, { 2, 17 }):keep()
+  local x, targets = ids:slice(2, 1, 16):contiguous():keep(), ids:slice(2, 2, 17):contiguous():keep()
+  local result, ran = {}, nil
+  for step = 1, 3 do
+    ran = tostring(engine.profile(function()
+      engine.begin_step()
+      local loss = engine.autocast(recipe, function() return model:loss(x, targets) end)
+      result["loss " .. step] = bytes(loss)
+      loss:backward()
+      optimizer:step()
+      optimizer:zero_grad()
+      engine.end_step()
+    end))
+  end
+  for _, p in ipairs(model:parameters()) do result[p.name] = bytes(p.tensor) end
+  return result, ran
+end
+
+local function same(kind, recipe, options)
+  local together, ran = train(kind, recipe, function(m) return m end, options)
+  local alone, ran_alone = train(kind, recipe, apart, options)
+  local n = 0
+  for name, want in pairs(alone) do
+    assert(want == together[name], ("%s in %s: %s differs"):format(kind, recipe, name))
+    n = n + 1
+  end
+  assert(n > 20, n)
+  assert.is_not_nil(ran:find("\nadd_%a+_norm "))
+  assert.is_nil(ran_alone:find("add_%a+_norm"))
+  return ran
+end
+
+local function calls(ran, name) return tonumber(ran:match("\n" .. name .. " +(%d+)")) or 0 end
+
+describe("models with residuals and norms in one operation", function()
+  after_each(function()
+    engine.end_step()
+    engine.device("cpu")
+  end)
+
+  for kind in pairs(MODELS) do
+    for _, recipe in ipairs { "fp32", "bf16", "fp16", "fp8_current" } do
+      it(("train as with the two apart: %s in %s"):format(kind, recipe), function()
+        if CARD then engine.device(CARD) end
+        same(kind, recipe, { dropout = 0.1 })
+      end)
+    end
+  end
+
+  it("run so in every place a norm follows a sum", function()
+    local ran = same("gpt", "fp32", {})
+    assert.equal(6, calls(ran, "add_layer_norm"))         -- 3 blocks, 2 sums each; the first norm has none before it
+    assert.equal(6, calls(ran, "add_layer_norm_grad") + calls(ran, "layer_norm_grad") - 1)
+    assert.equal(1, calls(ran, "layer_norm"))
+    ran = same("llama", "fp32", {})
+    assert.equal(6, calls(ran, "add_rms_norm"))
+    assert.equal(1, calls(ran, "rms_norm"))
+    ran = same("bert", "fp32", {})
+    assert.equal(4, calls(ran, "add_layer_norm"))
+  end)
+
+  it("train the same with layers scaled apart", function()
+    for _, carry in ipairs { function(m) return m.blocks[2] end, function(m) return m.blocks[2].norm2 end, function(m) return m.norm end,
+                             function(m) return m.blocks[1].attn end } do
+      same("gpt", "fp16", { carry = carry })
+    end
+  end)
+
+  it("take whatever stands in a block's place", function()
+    local Zero, Twice = nn.class("zero"), nn.class("twice")
+    function Zero.forward() return 0 end
+    function Twice:init(inner) self.inner = inner end
+    function Twice:forward(x) return self.inner(x) * 2, "more" end
+    local function altered(model)
+      model.blocks[1].attn = Zero()
+      model.blocks[1].mlp = Zero()
+      model.blocks[2] = Twice(model.blocks[2])
+      model.blocks[3].norm1 = nn.linear(32, 32)
+      return model
+    end
+    local _, ran = train("gpt", "fp32", altered, {})
+    local together, alone = train("gpt", "fp32", altered, {}), train("gpt", "fp32", function(m) return apart(altered(m)) end, {})
+    for name, want in pairs(alone) do assert(want == together[name], name .. " differs") end
+    assert.equal(3, calls(ran, "add_layer_norm"))   -- of block 2 one, of block 3 one, and the last norm
   end)
 end)

@@ -66,7 +66,7 @@ M.embedding = Embedding
 
 -- ------------------------------------------------------------------ norms
 
---- nn.layer_norm(width [, { eps = 1e-5, bias = true }])
+--- nn.layer_norm(width [, { eps = 1e-5, bias = true }]). norm(x, branch) takes a residual: the norm of x + branch, and x + branch.
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_size("layer_norm", "the width", width)
@@ -75,18 +75,24 @@ function LayerNorm:init(width, options)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
   if options.bias ~= false then self:parameter("bias", parameter_tensor(width), "norm") end
 end
-function LayerNorm:forward(x) return x:layer_norm(self.weight, rawget(self, "bias"), self.eps) end
+function LayerNorm:forward(x, branch)
+  if branch then return x:add_layer_norm(branch, self.weight, rawget(self, "bias"), self.eps) end
+  return x:layer_norm(self.weight, rawget(self, "bias"), self.eps)
+end
 function LayerNorm:extra() return ("%d"):format(self.weight.count) end
 M.layer_norm = LayerNorm
 
---- nn.rms_norm(width [, { eps = 1e-6 }])
+--- nn.rms_norm(width [, { eps = 1e-6 }]); norm(x, branch) as that of nn.layer_norm.
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_size("rms_norm", "the width", width)
   rawset(self, "eps", read_options(options, "rms_norm", "eps").eps or 1e-6)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
 end
-function RMSNorm:forward(x) return x:rms_norm(self.weight, self.eps) end
+function RMSNorm:forward(x, branch)
+  if branch then return x:add_rms_norm(branch, self.weight, self.eps) end
+  return x:rms_norm(self.weight, self.eps)
+end
 function RMSNorm:extra() return ("%d"):format(self.weight.count) end
 M.rms_norm = RMSNorm
 

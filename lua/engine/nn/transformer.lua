@@ -152,7 +152,25 @@ function SwiGLU:forward(x)
 end
 M.swiglu = SwiGLU
 
---- A pre-norm residual block around an attention and a feed-forward module.
+-- ------------------------------------------------------------------ residuals
+
+-- Whether a norm takes a residual: one of ours, and not scaled apart, for the sum belongs to what is around it.
+local function takes_residual(norm)
+  return (norm.forward == layers.layer_norm.forward or norm.forward == layers.rms_norm.forward) and not rawget(norm, "_carry")
+end
+
+-- Whether x + branch is a sum of two like tensors: what somebody put in attention's place may give a number, or something to broadcast.
+local function is_residual(x, branch) return tensor.is_tensor(branch) and branch.ndim == x.ndim and branch.count == x.count end
+
+--- The norm of x + branch, and x + branch: in one pass where the norm can, else by two operations, which give the same bits.
+local function add_and_norm(norm, x, branch)
+  if takes_residual(norm) and is_residual(x, branch) then return norm(x, branch) end
+  x = x + branch
+  return norm(x), x
+end
+
+--- A pre-norm residual block around an attention and a feed-forward module. block(x, branch) takes x + branch; block(x, branch, true)
+--- gives what it has not added up: x and the branch that belongs to it.
 local Block = class("block")
 function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.norm1 = norm1
@@ -161,16 +179,34 @@ function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.mlp = feed_forward
   self.drop = layers.dropout(dropout or 0)
 end
-function Block:forward(x)
-  local h = self.norm1(x)
-  x = x + self.drop(self.attn(h))
+function Block:forward(x, branch, open)
+  local h
+  if branch then h, x = add_and_norm(self.norm1, x, branch) else h = self.norm1(x) end
+  branch = self.drop(self.attn(h))
   h:done()
-  h = self.norm2(x)
-  local y = x + self.drop(self.mlp(h))
+  h, x = add_and_norm(self.norm2, x, branch)
+  branch = self.drop(self.mlp(h))
   h:done()
-  return y
+  if open and is_residual(x, branch) then return x, branch end
+  return x + branch
 end
 M.block = Block
+
+-- Whether a block's last sum can be left to what comes after it, and the one before it leave its own: a block as above, not scaled apart.
+local function is_open(block) return block.forward == Block.forward and not rawget(block, "_carry") end
+
+--- x through `blocks` and the norm behind them. The sum at a block's end is formed by the norm that comes next.
+local function through(blocks, norm, x)
+  local branch
+  for i, block in ipairs(blocks) do
+    local after = blocks[i + 1]
+    local open = is_open(block)
+    if after then open = open and is_open(after) else open = open and takes_residual(norm) end
+    if open then x, branch = block(x, branch, true) else x, branch = block(x, branch), nil end
+  end
+  if branch then return (norm(x, branch)) end
+  return norm(x)
+end
 
 -- ------------------------------------------------------------------ decoders
 
@@ -244,8 +280,7 @@ function GPT:forward(ids)
   local T = ids:size(-1)
   want_context(self, T)
   local x = self.drop(self.wte(ids) + self.wpe(places(T)))         -- [B x T x C]
-  for _, block in ipairs(self.blocks) do x = block(x) end
-  x = self.norm(x)
+  x = through(self.blocks, self.norm, x)
   local head = rawget(self, "head")
   if head then return head(x) end
   return x:linear(self.wte.weight)
@@ -278,8 +313,7 @@ function Llama:init(options)
 end
 function Llama:forward(ids)
   local x = self.embed(ids)
-  for _, block in ipairs(self.blocks) do x = block(x) end
-  x = self.norm(x)
+  x = through(self.blocks, self.norm, x)
   local head = rawget(self, "head")
   if head then return head(x) end
   return x:linear(self.embed.weight)
@@ -303,8 +337,8 @@ function BertBlock:init(c)
   self.drop = layers.dropout(c.dropout)
 end
 function BertBlock:forward(x)
-  x = self.norm1(x + self.drop(self.attn(x)))
-  return self.norm2(x + self.drop(self.mlp(x)))
+  x = add_and_norm(self.norm1, x, self.drop(self.attn(x)))
+  return (add_and_norm(self.norm2, x, self.drop(self.mlp(x))))
 end
 
 local Bert = class("bert")
