@@ -62,11 +62,11 @@ do   -- FP8: one scale a tensor, as forward products of fp8_delayed and fp8_curr
   local x, w = engine.randn(n, n):keep(), engine.randn(n, n):keep()
   for _, case in ipairs { { "one scale, fast", "tensor", "tensor", 0 }, { "one scale", "tensor", "tensor", 128 }, { "a scale a row", "row", "row", 128 },
     { "1 x 128 with 128 x 128", { 1, 128 }, { 128, 128 }, 128 }, { "1 x 128 with 1 x 128, f32", { 1, 128 }, { 1, 128 }, 128, "f32" } } do
-    local a, b = fp8.quantize(x, { block = case[2] }):keep(), fp8.quantize(w, { block = case[3] }):keep()
+    local qx, qw = fp8.quantize(x, { block = case[2] }):keep(), fp8.quantize(w, { block = case[3] }):keep()
     local how = { transpose_b = true, accumulator = "hopper", promotion = case[4], dtype = case[5] or "bf16" }
-    product_line(("product e4m3 %d^3, %s"):format(n, case[1]), 2 * n ^ 3, function() return fp8.matmul(a, b, how) end)
-    a:free()
-    b:free()
+    product_line(("product e4m3 %d^3, %s"):format(n, case[1]), 2 * n ^ 3, function() return fp8.matmul(qx, qw, how) end)
+    qx:free()
+    qw:free()
   end
 end
 do

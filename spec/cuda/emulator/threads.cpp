@@ -139,6 +139,8 @@ static thread threads[MOST_THREADS];
 static int n_threads;
 static const char *kernel;
 static bool broken;
+static bool running;      // a thread, not the scheduler
+struct broken_block {};   // thrown where the scheduler itself meets for threads that are gone
 
 void fault(const char *format, ...)
 {
@@ -151,6 +153,7 @@ void fault(const char *format, ...)
   fprintf(stderr, "\n");
   va_end(args);
   broken = true;
+  if (!running) throw broken_block();
   give_way();
   abort();   // nobody gives a broken block another turn
 }
@@ -269,7 +272,9 @@ static void run_threads(void)
           if (number >= n_threads || threads[number].state != READY) continue;
           now = &threads[number];
           if (!now->stack) now->stack = fiber_take();
+          running = true;
           switch_fibers(&scheduler, (fiber *)now->stack);
+          running = false;
           again = ran = true;
           if (now->state != RETURNED) continue;
           fiber_give((fiber *)now->stack);
@@ -279,7 +284,10 @@ static void run_threads(void)
         }
       }
     }
-    if (!ran && !broken) nobody_ready();
+    try {
+      if (!ran && !broken) nobody_ready();
+    } catch (const broken_block &) {
+    }
   }
   for (int i = 0; i < n_threads; i++) {   // of a broken block
     fiber *f = (fiber *)threads[i].stack;
