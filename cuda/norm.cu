@@ -313,9 +313,6 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       widen_words(h[v], next.x[v]);
       widen_words(slope[v], next.dy[v]);
     }
-    words<T, 8> dsum[ADDS ? V : 1];
-    if constexpr (ADDS)
-      if (p.whole || !PARTS_LATE<T>) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
     if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
     float sum_g = 0, sum_gh = 0;
 #pragma unroll
@@ -336,11 +333,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
         sum_gh = fmaf(slope[v][i], h[v][i], sum_gh);
       }
     }
+    words<T, 8> dsum[ADDS ? V : 1];   // on its way while the row's threads add up
+    if constexpr (ADDS) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
     row_sums<ROW>(sum_g, sum_gh, room[turn]);
     if (p.dx) {
       const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
-      if constexpr (ADDS && PARTS_LATE<T>)
-        if (!p.whole) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, false);
 #pragma unroll
       for (int v = 0; v < V; v++) {
 #pragma unroll

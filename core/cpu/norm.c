@@ -60,27 +60,83 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-static inline void add_tile(float *y, const float *a, const float *b, int n)
+// Additions that round in between, for each narrow format: a number goes by way of its place in memory, which keeps it in its format.
+//   sum_f16      sum = a + b, and `row` is that in f32
+//   added_f16    y = a + b with b rounded first
+#define NARROW_ADDITIONS(format)                                                                                   \
+  static inline void sum_##format(float *row, uint16_t *sum, const uint16_t *a, const uint16_t *b, int64_t n)     \
+  {                                                                                                                \
+    int64_t i = 0;                                                                                                 \
+    for (; i + VF_LANES <= n; i += VF_LANES) {                                                                     \
+      vf_store_##format(sum + i, vf_add(vf_load_##format(a + i), vf_load_##format(b + i)));                        \
+      vf_store(row + i, vf_load_##format(sum + i));                                                                \
+    }                                                                                                              \
+    int rest = (int)(n - i);                                                                                       \
+    if (rest == 0) return;                                                                                         \
+    vf_store_##format##_n(sum + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(b + i, rest)), rest); \
+    vf_store_n(row + i, vf_load_##format##_n(sum + i, rest), rest);                                                \
+  }                                                                                                                \
+  static inline void added_##format(uint16_t *y, const uint16_t *a, const float *b, int64_t n)                    \
+  {                                                                                                                \
+    int64_t i = 0;                                                                                                 \
+    for (; i + VF_LANES <= n; i += VF_LANES) {                                                                     \
+      vf_store_##format(y + i, vf_load(b + i));                                                                    \
+      vf_store_##format(y + i, vf_add(vf_load_##format(a + i), vf_load_##format(y + i)));                          \
+    }                                                                                                              \
+    int rest = (int)(n - i);                                                                                       \
+    if (rest == 0) return;                                                                                         \
+    vf_store_##format##_n(y + i, vf_load_n(b + i, rest), rest);                                                    \
+    vf_store_##format##_n(y + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(y + i, rest)), rest); \
+  }
+NARROW_ADDITIONS(f16)
+NARROW_ADDITIONS(bf16)
+
+static inline void add_floats(float *y, const float *a, const float *b, int64_t n)
 {
-  int i = 0;
+  int64_t i = 0;
   for (; i + VF_LANES <= n; i += VF_LANES) vf_store(y + i, vf_add(vf_load(a + i), vf_load(b + i)));
-  if (i < n) vf_store_n(y + i, vf_add(vf_load_n(a + i, n - i), vf_load_n(b + i, n - i)), n - i);
+  if (i < n) vf_store_n(y + i, vf_add(vf_load_n(a + i, (int)(n - i)), vf_load_n(b + i, (int)(n - i))), (int)(n - i));
 }
+
+/// Element i of a tensor of a narrow format.
+static inline uint16_t *narrow_at(const tensor *x, int64_t i) { return (uint16_t *)x->data + i; }
 
 /// Writes a row of sum = x + branch; gives it as it was rounded, in f32: its own memory, or `buffer` [n].
 static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch, int64_t first, int64_t n)
 {
-  float tx[TILE] __attribute__((aligned(64))), tb[TILE] __attribute__((aligned(64)));
   float *row = tile_target(buffer, sum->data, sum->dtype, first);
+  if (x->dtype == branch->dtype && sum->dtype == x->dtype && x->dtype != ENG_f32) {
+    uint16_t *to = narrow_at(sum, first);
+    if (x->dtype == ENG_f16) sum_f16(row, to, narrow_at(x, first), narrow_at(branch, first), n);
+    else sum_bf16(row, to, narrow_at(x, first), narrow_at(branch, first), n);
+    return row;
+  }
+  float tx[TILE] __attribute__((aligned(64))), tb[TILE] __attribute__((aligned(64)));
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at);
-    const float *px = tile_load(tx, x->data, x->dtype, first + at, length), *pb = tile_load(tb, branch->data, branch->dtype, first + at, length);
-    add_tile(row + at, px, pb, length);
+    add_floats(row + at, tile_load(tx, x->data, x->dtype, first + at, length), tile_load(tb, branch->data, branch->dtype, first + at, length), length);
     if (sum->dtype == ENG_f32) continue;
     floats_to(sum->data, sum->dtype, first + at, row + at, length);
     floats_from(row + at, sum->data, sum->dtype, first + at, length);
   }
   return row;
+}
+
+/// dx = dsum + `values` [n], which are rounded into dx's format first.
+static void add_gradient(const tensor *dx, const tensor *dsum, float *values, int64_t first, int n)
+{
+  if (dx->dtype == dsum->dtype && dx->dtype != ENG_f32) {
+    if (dx->dtype == ENG_f16) added_f16(narrow_at(dx, first), narrow_at(dsum, first), values, n);
+    else added_bf16(narrow_at(dx, first), narrow_at(dsum, first), values, n);
+    return;
+  }
+  float buffer[TILE] __attribute__((aligned(64)));
+  if (dx->dtype != ENG_f32) {
+    floats_to(dx->data, dx->dtype, first, values, n);
+    floats_from(values, dx->data, dx->dtype, first, n);
+  }
+  add_floats(values, tile_load(buffer, dsum->data, dsum->dtype, first, n), values, n);
+  tile_store(dx->data, dx->dtype, first, values, n);
 }
 
 static inline __attribute__((always_inline))
@@ -161,14 +217,14 @@ row_means backward_sums(const float *x, const float *dy, const float *weight, fl
 /// it was rounded.
 static inline __attribute__((always_inline))
 void backward_row(const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
-                  bool centred, const tensor *dsum, void *dx, int dtype, int64_t first, int64_t n)
+                  bool centred, const tensor *dsum, const tensor *dx, int64_t first, int64_t n)
 {
-  float buffer[TILE] __attribute__((aligned(64))), added[TILE] __attribute__((aligned(64)));
+  float buffer[TILE] __attribute__((aligned(64)));
   vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f), minus_gx = vf_set1(-means.gx);
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at), i = 0;
     const float *in = x + at, *d = dy + at, *w = weight + at;
-    float *out = tile_target(buffer, dx, dtype, first + at);
+    float *out = tile_target(buffer, dx->data, dx->dtype, first + at);
     for (; i + VF_LANES <= length; i += VF_LANES) {
       vf xhat = vf_mul(vf_sub(vf_load(in + i), m), r), g = vf_mul(vf_load(d + i), vf_load(w + i));
       vf_store(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r));
@@ -178,15 +234,8 @@ void backward_row(const float *x, const float *dy, const float *weight, float me
       vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r), g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
       vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), rest);
     }
-    if (dsum) {
-      const float *s = tile_load(added, dsum->data, dsum->dtype, first + at, length);
-      if (dtype != ENG_f32) {
-        floats_to(dx, dtype, first + at, out, length);
-        floats_from(out, dx, dtype, first + at, length);
-      }
-      add_tile(out, s, out, length);
-    }
-    tile_store(dx, dtype, first + at, out, length);
+    if (dsum) add_gradient(dx, dsum, out, first + at, length);
+    else tile_store(dx->data, dx->dtype, first + at, out, length);
   }
 }
 
@@ -239,7 +288,7 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
       row_means sums = !columns ? backward_sums(in, d, weight, mean, rstd, n, NULL, NULL)
                      : dbias    ? backward_sums(in, d, weight, mean, rstd, n, sum_w, sum_b)
                                 : backward_sums(in, d, weight, mean, rstd, n, sum_w, NULL);
-      if (dx) backward_row(in, d, weight, mean, rstd, sums, centred, dsum, dx->data, dx->dtype, row * n, n);
+      if (dx) backward_row(in, d, weight, mean, rstd, sums, centred, dsum, dx, row * n, n);
     }
   }
   sum_blocks(dweight, partial, blocks, 2 * room, n);
