@@ -136,7 +136,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 3 };
+enum { BACKEND_ABI = 4 };
 
 /// The plug-in's one function: NULL with the error set when there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

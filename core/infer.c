@@ -753,6 +753,7 @@ eng_status op_infer(op_call *c, op_shape *s)
       put(s, 0, wide_of(dtype_promote(x->dtype, c->in[1]->dtype)), 0, NULL);
       return ENG_OK;
     case ENG_OP_quantize: return infer_quantize(c, s);
+    case ENG_OP_swiglu_quantize: return infer_swiglu_quantize(c, s);
     case ENG_OP_dequantize: return infer_dequantize(c, s);
     case ENG_OP_fp8_matmul: return infer_fp8_matmul(c, s);
     case ENG_OP_COUNT: break;

@@ -57,29 +57,30 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_shape_text(2, shape), tensor_text(s));
 }
 
-eng_status infer_quantize(op_call *c, op_shape *s)
+/// Codes and scales of x, or of what is made of x and others of its shape.
+static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
 {
-  const tensor *x = c->in[0], *factor = c->in[1];
+  const char *name = op_table[c->op].name;
   int64_t format = c->ints[0];
-  if (!dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "quantize: expected a floating-point tensor, got %s", tensor_text(x));
-  if (x->ndim < 1) return error_set(ENG_ERR_SHAPE, "quantize: expected at least 1 dimension, got %s", tensor_text(x));
+  if (!dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name, tensor_text(x));
+  if (x->ndim < 1) return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name, tensor_text(x));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
-    return error_set(ENG_ERR_DTYPE, "quantize: expected the format e4m3, e5m2 or e5m6, got number %lld", (long long)format);
+    return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld", name, (long long)format);
   ENG_TRY(want_blocks(c, c->ints[1], c->ints[2]));
   if (c->ints[3] < 0 || c->ints[3] >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "quantize: there is no scale rule %lld; rules: 0 to %d", (long long)c->ints[3], ENG_SCALES - 1);
-  if (c->ints[4] < 0 || c->ints[4] > 15) return error_set(ENG_ERR_VALUE, "quantize: expected flags of 0 to 15, got %lld", (long long)c->ints[4]);
-  if (!(c->floats[0] <= 1e30)) return error_set(ENG_ERR_VALUE, "quantize: expected eps up to 1e30, or negative for the rule's, got %g", c->floats[0]);
+    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name, (long long)c->ints[3], ENG_SCALES - 1);
+  if (c->ints[4] < 0 || c->ints[4] > 15) return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name, (long long)c->ints[4]);
+  if (!(c->floats[0] <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: expected eps up to 1e30, or negative for the rule's, got %g", name, c->floats[0]);
   if (!(c->floats[1] >= -100 && c->floats[1] <= 100) || c->floats[1] != (double)(int)c->floats[1])
-    return error_set(ENG_ERR_VALUE, "quantize: expected a whole margin within +-100, got %g", c->floats[1]);
+    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name, c->floats[1]);
   int64_t columns = x->shape[x->ndim - 1], rows = 1;
   for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
   bool packed = format == ENG_FORMAT_E5M6;
-  if (packed && columns % 8) return error_set(ENG_ERR_SHAPE, "quantize: e5m6 packs 8 numbers of a row, got %s", tensor_text(x));
-  if (packed && c->ints[4] & 10) return error_set(ENG_ERR_VALUE, "quantize: e5m6 rounds to nearest even and has no transposed copy");
+  if (packed && columns % 8) return error_set(ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers of a row, got %s", name, tensor_text(x));
+  if (packed && c->ints[4] & 10) return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy", name);
   if (factor) {
-    if (c->ints[1] || c->ints[2]) return error_set(ENG_ERR_VALUE, "quantize: a given factor belongs to blocks of the whole tensor, got %lld x %lld", (long long)c->ints[1], (long long)c->ints[2]);
-    if (factor->dtype != ENG_f32 || factor->count != 1) return error_set(ENG_ERR_SHAPE, "quantize: expected one f32 factor, got %s", tensor_text(factor));
+    if (c->ints[1] || c->ints[2]) return error_set(ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld", name, (long long)c->ints[1], (long long)c->ints[2]);
+    if (factor->dtype != ENG_f32 || factor->count != 1) return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name, tensor_text(factor));
   }
   put(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
@@ -91,6 +92,20 @@ eng_status infer_quantize(op_call *c, op_shape *s)
   fp8_scales_for(c->ints[1], c->ints[2], columns, rows, shape);
   put(s, 4, ENG_f32, 2, shape);
   return ENG_OK;
+}
+
+eng_status infer_quantize(op_call *c, op_shape *s)
+{
+  return infer_codes(c, c->in[0], c->in[1], s);
+}
+
+eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
+{
+  const tensor *gate = c->in[0], *up = c->in[1];
+  if (gate->dtype != up->dtype || !tensor_same_shape(gate, up))
+    return error_set(gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE, "swiglu_quantize: expected a gate and an up of one shape and format, got %s and %s",
+                     tensor_text(gate), tensor_text(up));
+  return infer_codes(c, gate, c->in[2], s);
 }
 
 eng_status infer_dequantize(op_call *c, op_shape *s)

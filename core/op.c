@@ -91,7 +91,8 @@ static eng_status check_present(const op_call *c)
   for (int k = 0; k < c->n_in; k++) {
     bool norm = c->op == ENG_OP_layer_norm || c->op == ENG_OP_rms_norm || is_norm_grad(c->op);
     bool adds = c->op == ENG_OP_add_layer_norm || c->op == ENG_OP_add_rms_norm;
-    bool optional = (norm && k == 1) || (adds && k >= 2) || (c->op == ENG_OP_quantize && k == 1) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
+    bool optional = (norm && k == 1) || (adds && k >= 2) || (c->op == ENG_OP_quantize && k == 1) ||
+                    (c->op == ENG_OP_swiglu_quantize && k == 2) || (c->op == ENG_OP_fp8_matmul && k == 4) ||
                     (k == 2 && (c->op == ENG_OP_linear || c->op == ENG_OP_layer_norm)) || (c->op == ENG_OP_mlp_gelu && (k == 2 || k == 4));
     if (!c->in[k] && !optional) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", op_table[c->op].name, k + 1);
   }
@@ -112,6 +113,9 @@ static eng_status check_space(const op_call *c)
   return ENG_OK;
 }
 
+/// quantize, alone or behind another operation.
+static bool makes_codes(int op) { return op == ENG_OP_quantize || op == ENG_OP_swiglu_quantize; }
+
 static eng_status make_outputs(op_call *c, const op_shape *s)
 {
   for (int k = 0; k < c->n_out; k++) {
@@ -122,7 +126,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
       continue;
     }
     bool unwanted = (c->op == ENG_OP_attention && k == 2 && !c->ints[1]) ||
-                    (c->op == ENG_OP_quantize && k > 2 && !(c->ints[4] & 8)) ||
+                    (makes_codes(c->op) && k > 2 && !(c->ints[4] & 8)) ||
                     (is_norm_grad(c->op) && k > 0 && !c->ints[1]);
     if (!unwanted) ENG_TRY(tensor_make(&c->out[k], ARENA_STEP, s->out[k].dtype, s->out[k].ndim, s->out[k].shape));
   }
@@ -153,10 +157,10 @@ static eng_status take_numbers(op_call *c)
   int64_t blocks = (c->in[0]->count + 3) / 4, *place = NULL;
   if (c->op == ENG_OP_dropout) place = &c->ints[0];
   if (c->op == ENG_OP_cast && dtype_is_fp8((int)c->ints[0]) && c->ints[1] & FP8_STOCHASTIC) place = &c->ints[2];
-  if (c->op == ENG_OP_quantize && c->ints[4] & FP8_STOCHASTIC) place = &c->ints[5];
+  if (makes_codes(c->op) && c->ints[4] & FP8_STOCHASTIC) place = &c->ints[5];
   if (!place || place[1]) return ENG_OK;
   ENG_TRY(graph_forbids("an operation that draws random numbers"));
-  place[0] = (int64_t)rng_take(c->op == ENG_OP_quantize && c->ints[4] & 8 ? 2 * blocks : blocks);
+  place[0] = (int64_t)rng_take(makes_codes(c->op) && c->ints[4] & 8 ? 2 * blocks : blocks);
   place[1] = 1;
   return ENG_OK;
 }

@@ -31,6 +31,7 @@ eng_status op_infer(op_call *call, op_shape *shape);
 /// Its parts in infer_fp8.c: refuses FP8 inputs of operations that would compute with them; the FP8 operations.
 eng_status infer_fp8_refuse(const op_call *call);
 eng_status infer_quantize(op_call *call, op_shape *shape);
+eng_status infer_swiglu_quantize(op_call *call, op_shape *shape);
 eng_status infer_dequantize(op_call *call, op_shape *shape);
 eng_status infer_fp8_matmul(op_call *call, op_shape *shape);
 

@@ -1,4 +1,4 @@
-// FP8: quantize, with the transposed copy of the same read, and dequantize; bit-equal to core/cpu/reference_fp8.c.
+// FP8: quantize, with the transposed copy of the same read, swiglu_quantize and dequantize; bit-equal to core/cpu/reference_fp8.c.
 //
 // A block of threads takes tile after tile of 128 x 128 numbers, 8 x 8 a thread, and writes its codes in both directions, the turned
 // ones by way of shared memory; the next tile is on its way meanwhile (cp.async: 96 KiB a multiprocessor). Quotients are found by two
@@ -7,7 +7,12 @@
 // which know no order; a factor that is given (delayed scaling) needs none. Stochastic rounding, rows of no multiple of 8 numbers,
 // f64, and blocks that are neither whole sides nor those of a tile, go number by number. Everything is seen in the coordinates of x:
 // the blocks of the transposed copy are given with rows and columns exchanged.
+//
+// swiglu_quantize in bf16 and f16: both tiles are on their way and silu(gate) * up is made of them in registers, where x is read once. All
+// else makes silu(gate) * up in scratch memory first.
 #include "quantize_tiles.h"
+
+extern "C" op_kernel cuda_swiglu;   // unary.cu
 
 // ------------------------------------------------------------------ maxima of other blocks
 
@@ -200,12 +205,19 @@ template <typename T> static eng_status find_scales(const T *x, job *p, side *s,
   return ENG_OK;
 }
 
+template <typename T, int E, bool DIVIDES, bool SWIGLU> static eng_status launch(const T *x, const job *p)
+{
+  const int64_t tiles = grid(p->rows, TILE) * grid(p->columns, TILE), room = (int64_t)tiles_resident<T, SWIGLU>() * cuda_multiprocessors();
+  const int bytes = tile_bytes<T, SWIGLU>();
+  CUDA_TRY(cudaFuncSetAttribute(quantize_tiles<T, E, DIVIDES, SWIGLU>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  quantize_tiles<T, E, DIVIDES, SWIGLU><<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(x, (unsigned)tiles, *p);
+  return ENG_OK;
+}
 template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const T *x, const job *p)
 {
-  const int64_t tiles = grid(p->rows, TILE) * grid(p->columns, TILE), room = (int64_t)tiles_resident<T>() * cuda_multiprocessors();
-  CUDA_TRY(cudaFuncSetAttribute(quantize_tiles<T, E, DIVIDES>, cudaFuncAttributeMaxDynamicSharedMemorySize, tile_bytes<T>()));
-  quantize_tiles<T, E, DIVIDES><<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, tile_bytes<T>(), cuda_stream()>>>(x, (unsigned)tiles, *p);
-  return ENG_OK;
+  if constexpr (sizeof(T) == 2 && E != 6)
+    if (p->up) return launch<T, E, DIVIDES, true>(x, p);
+  return launch<T, E, DIVIDES, false>(x, p);
 }
 template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const double *, const job *) { return ENG_OK; }   // f64 goes number by number
 
@@ -241,7 +253,8 @@ template <typename T> static eng_status quantize(const op_call *call, job *p, ui
   return write_codes<T, 6>(x, p, false);
 }
 
-extern "C" eng_status cuda_quantize(const op_call *call)
+/// What is to be done, before anything is.
+static job job_of(const op_call *call)
 {
   const tensor *x = call->in[0];
   const int format = (int)call->ints[0], dtype = x->dtype;
@@ -264,11 +277,6 @@ extern "C" eng_status cuda_quantize(const op_call *call)
   bool low = (dtype == ENG_f16 || dtype == ENG_bf16) && (call->ints[1] || call->ints[2]);
   p.rule.limit = !low ? FLT_MAX : dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
 
-  for (int k = 1; k <= 4; k += 3)   // the padding of the scales
-    if (call->out[k] && call->out[k]->count > (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
-      CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float), cuda_stream()));
-  if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
-
   p.wide = (uintptr_t)x->data % 16 == 0 && p.columns % EIGHT == 0;
   p.turned_wide = p.rows % 16 == 0;
   p.across = (unsigned)grid(p.columns, TILE);
@@ -276,9 +284,24 @@ extern "C" eng_status cuda_quantize(const op_call *call)
   p.width = (int)p.columns;
   p.tiles = p.wide && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE && dtype != ENG_f64 && !(call->ints[4] & FP8_STOCHASTIC) &&
             p.own.how != BY_BLOCK && p.turned.how != BY_BLOCK;
+  return p;
+}
+
+/// The tiles find all factors.
+static bool finds_factors(const op_call *call, const job *p)
+{
+  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) && call->ints[1] && call->ints[2];
+}
+
+static eng_status run(const op_call *call, job p)
+{
+  for (int k = 1; k <= 4; k += 3)   // the padding of the scales
+    if (call->out[k] && call->out[k]->count > (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
+      CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float), cuda_stream()));
+  if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
 
   // Factors in memory, for both sides, unless the tiles find them.
-  bool in_tiles = p.tiles && fits_tile(p.own.row_block, p.own.column_block) && call->ints[1] && call->ints[2];
+  bool in_tiles = finds_factors(call, &p);
   int64_t own_blocks = p.own.down * p.own.across, turned_blocks = p.turned.down * p.turned.across;
   int64_t bytes = in_tiles ? 0 : (own_blocks + turned_blocks + (own_blocks > turned_blocks ? own_blocks : turned_blocks) + 1) * (int64_t)sizeof(float);
   float *factors = NULL;
@@ -289,13 +312,46 @@ extern "C" eng_status cuda_quantize(const op_call *call)
   }
   uint32_t *maxima = (uint32_t *)(factors + own_blocks + turned_blocks);
   eng_status status;
-  switch (dtype) {
+  switch (call->in[0]->dtype) {
     case ENG_f16:  status = quantize<f16_t>(call, &p, maxima); break;
     case ENG_bf16: status = quantize<bf16_t>(call, &p, maxima); break;
     case ENG_f64:  status = quantize<double>(call, &p, maxima); break;
     default:       status = quantize<float>(call, &p, maxima); break;
   }
   if (factors) scratch_give(factors, bytes);
+  return status;
+}
+
+extern "C" eng_status cuda_quantize(const op_call *call)
+{
+  return run(call, job_of(call));
+}
+
+extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
+{
+  const tensor *gate = call->in[0], *up = call->in[1];
+  op_call codes = *call;
+  codes.op = ENG_OP_quantize;
+  codes.n_in = 2;
+  codes.in[1] = call->in[2];
+  job p = job_of(&codes);
+  if (p.tiles && gate->dtype != ENG_f32 && call->ints[0] != ENG_FORMAT_E5M6 && (uintptr_t)up->data % 16 == 0 && (p.rule.given || finds_factors(&codes, &p))) {
+    p.up = up->data;
+    return run(&codes, p);
+  }
+  tensor h = *gate;
+  const int64_t bytes = h.count * (gate->dtype == ENG_f64 ? 8 : gate->dtype == ENG_f32 ? 4 : 2);
+  if (!(h.data = scratch_take(bytes))) return ENG_ERR_MEMORY;
+  op_call swiglu = {};
+  swiglu.op = ENG_OP_swiglu;
+  swiglu.n_in = 2;
+  swiglu.n_out = 1;
+  swiglu.in[0] = call->in[0];
+  swiglu.in[1] = call->in[1];
+  swiglu.out[0] = codes.in[0] = &h;
+  eng_status status = h.count > 0 ? cuda_swiglu(&swiglu) : ENG_OK;
+  if (status == ENG_OK) status = run(&codes, job_of(&codes));
+  scratch_give(h.data, bytes);
   return status;
 }
 

@@ -40,6 +40,7 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
+  const void *up;                      // of tiles alone: x is a gate, silu(x) * up rounded to its format goes into the codes
   scaling_rule rule;
   int64_t rows, columns;
   uint32_t *amax;                      // bits of the largest magnitude, NaN when there is one; NULL: not wanted

@@ -3,6 +3,7 @@
 #define ENG_CUDA_QUANTIZE_TILES_H
 
 #include "quantize.h"
+#include "swiglu.h"
 
 #include <cuda_pipeline.h>
 
@@ -322,12 +323,49 @@ template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN],
     }
 }
 
-/// Blocks of a multiprocessor.
-template <typename T> constexpr int tiles_resident(void) { return sizeof(T) == 2 ? 3 : 2; }
-/// Shared memory: shared_tile, then the numbers on their way.
-template <typename T> static int tile_bytes(void) { return (int)(sizeof(shared_tile) + TILE * TILE * sizeof(T)); }
+/// Quads of a tile on its way.
+template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
-template <typename T, int E, bool DIVIDES> __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T>())
+/// A tile of x on its way; SWIGLU: and of up behind it.
+template <typename T, bool SWIGLU> __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p, const tile_place &at)
+{
+  send_for(stage, x, p, at);
+  if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
+}
+
+/// The numbers to be quantized. A thread's own places are read as it goes: gate and up never stand in registers whole.
+template <typename T, bool SWIGLU> __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
+{
+  receive(v, stage, at);
+  if constexpr (SWIGLU) {
+    static_assert(sizeof(T) == 2, "one quad a row");
+    const uint4 *ups = stage + stage_of<T>::QUADS + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < DOWN; j++) {
+      words<T, EIGHT> gate, up = {}, h;
+#pragma unroll
+      for (int i = 0; i < eight<T>::WORDS; i++) gate.w[i] = v[j].w[i];
+      if (j < at.rows_there) load_words(up, (const T *)(ups + j * TILE_THREADS));
+      swiglu_words(h, gate, up);
+#pragma unroll
+      for (int i = 0; i < eight<T>::WORDS; i++) v[j].w[i] = h.w[i];
+    }
+  }
+}
+
+/// Blocks of a multiprocessor: as many as its shared memory holds. Of SWIGLU two on sm_90 and sm_100, elsewhere one (the host asks for two:
+/// the second waits), which may use more registers.
+template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
+{
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+  if (SWIGLU) return 1;
+#endif
+  return sizeof(T) == 2 && !SWIGLU ? 3 : 2;
+}
+/// Shared memory: shared_tile, then the numbers on their way.
+template <typename T, bool SWIGLU> static int tile_bytes(void) { return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }
+
+template <typename T, int E, bool DIVIDES, bool SWIGLU> __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>())
 quantize_tiles(const T *x, unsigned tiles, const job p)
 {
   extern __shared__ uint4 shared[];
@@ -335,13 +373,13 @@ quantize_tiles(const T *x, unsigned tiles, const job p)
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
   const bool backwards = p.own.factor != NULL;   // after another read, whose end may still be in the cache
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;   // past 0 it wraps around and is large
-  send_for(stage, x, p, place_of(n, p));
+  send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {
     const tile_place at = place_of(n, p);
     eight<T> v[DOWN];
-    receive(v, stage, at);
+    receive_tile<T, SWIGLU>(v, stage, at);
     n += backwards ? 0 - gridDim.x : gridDim.x;
-    if (n < tiles) send_for(stage, x, p, place_of(n, p));
+    if (n < tiles) send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
     if (!p.own.factor || p.amax) share_tops(t, v, p, at);
     __syncthreads();
     share_factors<T>(t, p.own, 0, p, at);

@@ -8,18 +8,13 @@
 //   dropout     a dropped element is 0, NaN and Inf included
 #include "map.h"
 #include "ptx.h"
+#include "swiglu.h"
 
 extern "C" {
 #include "rng.h"
 }
 
 // ------------------------------------------------------------------ functions in f32
-
-__device__ static inline float sigmoid(float x)
-{
-  float z = expf(-fabsf(x));
-  return (x >= 0.0f ? 1.0f : z) / (1.0f + z);   // NaN: z is NaN
-}
 
 __device__ static inline float softplus(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
 
@@ -328,7 +323,7 @@ struct swiglu_rule {
   template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
   {
 #pragma unroll
-    for (int v = 0; v < V; v++) y[0][v] = x[0][v] * sigmoid(x[0][v]) * x[1][v];
+    for (int v = 0; v < V; v++) y[0][v] = swiglu_of(x[0][v], x[1][v]);
   }
 };
 

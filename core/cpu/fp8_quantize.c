@@ -3,7 +3,8 @@
 // transposed copy is wanted the same tile gives it, too, in blocks of its own. Blocks too tall for a tile take two passes: one
 // that measures pieces of them, one that writes. Scales of one column each or of a whole row go through the same loops: a
 // row's factors are laid out, one for each element.
-// f64, e5m6 in blocks of several rows, and a transposed copy rounded at random go to the reference. Called through backend.kernel[].
+// f64, e5m6 in blocks of several rows, and a transposed copy rounded at random go to the reference. swiglu_quantize is swiglu and quantize:
+// silu is what takes the time here, and rows quantized as soon as they are made were no faster. Called through backend.kernel[].
 #include "../fp8_layout.h"
 #include "../fp8_scale.h"
 #include "../rng.h"
@@ -698,6 +699,19 @@ static eng_status quantize(const op_call *call)
   return ENG_OK;
 }
 
+static eng_status swiglu_quantize(const op_call *call)
+{
+  tensor h = *call->in[0];
+  int64_t bytes = h.count * eng_dtype_size(h.dtype);
+  if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]}, .out = {&h}}, codes = *call;
+  codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
+  eng_status status = backend_cpu()->kernel[ENG_OP_swiglu](&swiglu);
+  if (status == ENG_OK) status = quantize(&codes);
+  arena_free(ARENA_SCRATCH, h.data, bytes);
+  return status;
+}
+
 typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
 
 // n numbers, a multiple of 8, of e5m6: the top bits of f16.
@@ -746,5 +760,6 @@ static eng_status dequantize(const op_call *call)
 void ISA_NAME(cpu_register_fp8_quantize)(backend *b)
 {
   b->kernel[ENG_OP_quantize] = quantize;
+  b->kernel[ENG_OP_swiglu_quantize] = swiglu_quantize;
   b->kernel[ENG_OP_dequantize] = dequantize;
 }

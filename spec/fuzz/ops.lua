@@ -329,6 +329,12 @@ function plans.quantize()
   return { float(shape_of(1, 4)), high == 0 and wide == 0 and chance(30) and tensor_of({ 1 }, "f32") or false },
     { one_of { FP8[1], FP8[2], 12 }, high, wide, draw(5), draw(16), draw(100), 1 }, { one_of { -1, 0, 1e-4 }, draw(3) }, 5
 end
+function plans.swiglu_quantize()
+  local inputs, ints, floats, outputs = plans.quantize()
+  table.insert(inputs, 2, float(shape_of(1, 4)))
+  if chance(70) then inputs[2] = inputs[1] end
+  return inputs, ints, floats, outputs
+end
 local function quantized(shape, high, wide)
   return M_ffi.run("quantize", { float(shape), false }, { one_of(FP8), high, wide, draw(5) }, { -1, 0 }, 5)
 end

@@ -215,6 +215,50 @@ local function fail(name, call, set, output, i, n, expected, actual)
         actual[i], table.concat(from, ", ")), 0)
 end
 
+--- Raises unless an operation gives, on the reference and on every device under test, the bytes that others give one after the other:
+--- in_steps(inputs) is told the inputs, on the device in force, and gives a list of what the operation should give.
+function M.same_as(name, call, in_steps)
+  local function both(where, inputs)
+    local good, message = pcall(function()
+      local got = { engine.run(name, inputs, call.ints, call.floats, call.outputs) }
+      local want = in_steps(inputs)
+      for k = 1, call.outputs do
+        assert((want[k] or nil) == nil == (got[k] == nil), "an output is there in one way only")
+        if got[k] then
+          assert(dtype_of(want[k]) == dtype_of(got[k]) and table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "), "formats or shapes differ")
+          local a, b = v.on_device(want[k], "cpu"), v.on_device(got[k], "cpu")
+          if not same_bytes(a, b) then
+            local one, two, n = v.info_of(a), v.info_of(b), tonumber(v.info_of(a).count) * C.eng_dtype_size(v.info_of(a).dtype)
+            local p, q = engine.ffi.cast("uint8_t *", one.data), engine.ffi.cast("uint8_t *", two.data)
+            local i = 0
+            while p[i] == q[i] do i = i + 1 end
+            error(("output %d, byte %d of %d: in steps %d, at once %d"):format(k, i, n, p[i], q[i]), 0)
+          end
+        end
+      end
+    end)
+    engine.check(C.eng_device_set("cpu"))
+    if not good then error(("%s: %s\n  %s"):format(where, text_of(name, call), message), 0) end
+  end
+  engine.check(C.eng_device_set("reference"))
+  both("reference", call.inputs)
+  if CARD then
+    local inputs = {}
+    engine.check(C.eng_device_set(CARD))
+    for k, x in ipairs(call.inputs) do inputs[k] = x and v.on_device(x, CARD) end
+    return both(CARD, inputs)
+  end
+  for _, set in ipairs(SETS) do
+    if #SETS > 1 then C.eng_cpu_isa(set) end
+    for _, threads in ipairs { 1, 3 } do
+      C.eng_threads(threads)
+      both(set, call.inputs)
+    end
+  end
+  C.eng_threads(M.THREADS)
+  if #SETS > 1 then C.eng_cpu_isa(SETS[1]) end
+end
+
 local calls = 0
 
 --- Raises unless every instruction set agrees with the reference on this call. Every fifth one and the

@@ -1,6 +1,7 @@
 -- Calls for the FP8 operations: every format, block shape, scale rule, accumulator and layout, exactly as the reference has them.
 -- See spec/kernels_spec.lua.
 local engine = require "engine.ffi"
+local compare = require "spec.kernels.compare"
 local tensors = require "spec.kernels.values"
 local float, whole = tensors.float, tensors.whole
 
@@ -85,6 +86,60 @@ generators.quantize = function(try)
   try { inputs = { float("f32", { 2, 3, 256 }, "normal"), false }, ints = { engine.dtype.e4m3, 1, 128, 0, 8 }, floats = { -1, 0 }, outputs = 5 }
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { E5M6, 1, 0, 0, 0 }, floats = { -1, 0 }, outputs = 5, fails = "packs 8" }
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5, fails = "expected the format" }
+end
+
+-- Bit for bit what swiglu and then quantize give. The reference's silu, made in f64, may round to another neighbour than a fast kernel's:
+-- so each device is held against itself.
+generators.swiglu_quantize = function(try)
+  local n = 0
+  local function same(dtype, shape, kinds, ints, options)
+    options = options or {}
+    n = n + 1
+    local gate, up = float(dtype, shape, kinds[1], options.layout), float(dtype, shape, kinds[2])
+    local factor = options.factor and tensors.listed("f32", { 1 }, { options.factor }) or false
+    local call = { inputs = { gate, up, factor }, ints = ints, floats = options.floats or { -1, 0 }, outputs = 5, note = table.concat(kinds, ", ") }
+    compare.same_as("swiglu_quantize", call, function(inputs)
+      local h = engine.run("swiglu", { inputs[1], inputs[2] }, {}, {})
+      return { engine.run("quantize", { h, inputs[3] }, ints, call.floats, 5) }
+    end)
+  end
+  local KINDS = { { "normal", "normal" }, { "rare", "normal" }, { "normal", "rare" }, { "large", "normal" }, { "tiny", "large" }, { "large", "large" } }
+  for _, dtype in ipairs { "bf16", "f16", "f32", "f64" } do
+    for _, shape in ipairs(dtype == "bf16" and tensors.both(SHAPES, LARGE) or SHAPES) do
+      for _, block in ipairs(BLOCKS) do
+        local pow2, turned, rule = n % 3 == 0 and 4 or 0, n % 2 == 0 and 8 or 0, n % 5
+        local format, kinds = engine.dtype[FP8[n % 2 + 1]], KINDS[n % #KINDS + 1]
+        same(dtype, shape, kinds, { format, block[1], block[2], rule, pow2 + turned }, { layout = n % 7 == 0 and "transposed" or "plain" })
+        if n % 4 == 0 then same(dtype, shape, kinds, { format, block[1], block[2], rule, 2 + turned, n, 1 }) end
+        if shape[2] % 8 == 0 and shape[2] > 0 and n % 3 == 0 then same(dtype, shape, kinds, { E5M6, block[1], block[2], 2, pow2 }) end
+      end
+    end
+    for rule = 0, 4 do   -- every rule by tiles, rows of several pieces and cut blocks, values of every kind
+      for k, kinds in ipairs(KINDS) do
+        local format = engine.dtype[FP8[(rule + k) % 2 + 1]]
+        same(dtype, { 144, 136 }, kinds, { format, 1, 128, rule, 8 + k % 2 * 4 }, { floats = { -1, k % 3 - 1 } })
+        same(dtype, { 136, 264 }, kinds, { format, ({ 128, 128, 0 })[k % 3 + 1], ({ 128, 1, 0 })[k % 3 + 1], rule, k % 2 * 8 })
+        if dtype ~= "f64" then same(dtype, { 6, 2200 + 1948 * (k % 2) }, kinds, { format, 1, 128, rule, k % 2 * 4 }) end
+      end
+    end
+    for _, factor in ipairs { 1, 448, 0.3, -0.3, 2 ^ -20, 0, 1 / 0 } do   -- given: delayed scaling
+      same(dtype, { 40, 72 }, { "normal", "normal" }, { engine.dtype.e4m3, 0, 0, 1, 8 }, { factor = factor })
+      same(dtype, { 33, 70 }, { "rare", "normal" }, { engine.dtype.e5m2, 0, 0, 0, 0 }, { factor = factor })
+    end
+  end
+  for _, shape in ipairs { { 264, 136 }, { 272, 264 } } do   -- several tiles of a card's kernel, the last ones cut
+    for k, block in ipairs { { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 0 }, { 1, 0 }, { 0, 1 } } do
+      same(k % 2 == 0 and "f16" or "bf16", shape, KINDS[k], { engine.dtype[FP8[k % 2 + 1]], block[1], block[2], k % 5, 8 })
+    end
+  end
+  same("bf16", { 2, 3, 256 }, { "normal", "normal" }, { engine.dtype.e4m3, 1, 128, 2, 8 })
+  if os.getenv("ENGINE_TEST_DEVICE") then   -- more tiles than blocks that fit on a card
+    same("bf16", { 2064, 2600 }, { "normal", "normal" }, { engine.dtype.e4m3, 1, 128, 1, 8 })
+  end
+  local x = float("f32", { 4, 8 }, "normal")
+  try { inputs = { x, x, false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5, fails = "swiglu_quantize: expected the format" }
+  try { inputs = { x, float("f32", { 8, 4 }, "normal"), false }, ints = { 10, 1, 0, 0, 0 }, outputs = 5, fails = "of one shape and format" }
+  try { inputs = { x, float("bf16", { 4, 8 }, "normal"), false }, ints = { 10, 1, 0, 0, 0 }, outputs = 5, fails = "of one shape and format" }
 end
 
 generators.dequantize = function(try)

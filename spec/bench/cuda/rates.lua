@@ -190,5 +190,12 @@ do
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
   memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
   memory_line("bf16 to e4m3, blocks 128 x 128", 3 * h.count, quantize(128, 128, 0))
+  local up = engine.randn(unpack(h.shape)):to("bf16"):keep()
+  memory_line("silu(gate) * up to e4m3, blocks 1 x 128", 5 * h.count, function()
+    raw.run("swiglu_quantize", { h, up, false }, { raw.dtype.e4m3, 1, 128, 2, 0 }, { -1, 0 }, 5)
+  end)
+  memory_line("  in two steps", 9 * h.count, function()
+    raw.run("quantize", { raw.run("swiglu", { h, up }, {}, {}), false }, { raw.dtype.e4m3, 1, 128, 2, 0 }, { -1, 0 }, 5)
+  end)
   memory_line("bf16 to e4m3, one scale (two reads)", 5 * h.count, quantize(0, 0, 0))
 end

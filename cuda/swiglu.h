@@ -1,0 +1,26 @@
+// silu(gate) * up in f32: the one formula of the kernels that make it, swiglu (unary.cu) and the codes of its result (quantize.cu).
+#ifndef ENG_CUDA_SWIGLU_H
+#define ENG_CUDA_SWIGLU_H
+
+#include "vector.h"
+
+__device__ static inline float sigmoid(float x)
+{
+  float z = expf(-fabsf(x));
+  return (x >= 0.0f ? 1.0f : z) / (1.0f + z);   // NaN: z is NaN
+}
+
+__device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
+
+/// Of V neighbours as they lie in memory, rounded to their format.
+template <typename T, int V> __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate, const words<T, V> &up)
+{
+  float g[V], u[V];
+  widen_words(g, gate);
+  widen_words(u, up);
+#pragma unroll
+  for (int v = 0; v < V; v++) g[v] = swiglu_of(g[v], u[v]);
+  narrow_words(h, g);
+}
+
+#endif
