@@ -172,6 +172,11 @@ eng_status eng_run(eng_op_call *call);
 /// of the output's shape, contiguous, of any floating-point dtype, no input's memory.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
+/// y = linear(swiglu(gate, up), weight, bias?) for in = {gate, up, weight, bias or {0, 0}}, both of them of the FP8 site `site` (0: none),
+/// bit for bit what the two operations give, on the tape as these two. What lies between is nobody else's: in FP8 it becomes codes as soon as it
+/// is computed and is never written, but while meters look at it (eng_fp8_measure), and where e5m6 of it is kept.
+eng_status eng_swiglu_linear(eng_tensor *y, const eng_tensor in[4], int64_t site);
+
 /// "matmul"; NULL past the end. `differentiable` may be NULL.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);

@@ -8,6 +8,7 @@
 // serve, read transposed. Else the transposed matrix is quantized: dy's and W's with the pass that makes the other copy, x's as the
 // role's `keep` says. So the tape keeps one copy of x, for all layers in a row that read it alike, and none of x itself.
 //
+// Where x is a swiglu's and nobody else reads it, its codes are made with it and x is never written (fp8_swiglu.c).
 // W is quantized from what a forward pass reads otherwise (its low-precision copy, or the master), once, until somebody writes there.
 // Owns the table of sites. Not recorded: the operations inside.
 #include "fp8_linear.h"
@@ -263,6 +264,8 @@ eng_status eng_fp8_amax(double amax[3], int64_t site)
 
 // ---- meters
 
+bool fp8_measuring(void) { return measuring; }
+
 bool eng_fp8_measure(bool on)
 {
   bool before = measuring;
@@ -358,15 +361,18 @@ static void drop_copies(copies *c)
   *c = (copies){0};
 }
 
-/// x in a role's format and blocks, into the copies given where there are any; transposed: x transposed, too.
-static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x, bool transposed)
+/// x in a role's format and blocks, into the copies given where there are any; transposed: x transposed, too. `swiglu`: x has no memory, and its
+/// codes are made from that call's inputs.
+static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x, const op_call *swiglu, bool transposed)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, s->factor[role] != 0 ? s->factor_of[role] : NULL},
+  tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, factor},
                .out = {out->q, out->scale, NULL, out->q_t, out->scale_t},
                .ints = {r->format, r->block_rows, r->block_columns, r->rule,
                         (r->stochastic ? FP8_STOCHASTIC : 0) + (r->pow2 ? 4 : 0) + (transposed ? 8 : 0)},
                .floats = {r->eps, r->margin}};
+  if (swiglu) c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1], c.in[2] = factor;
   ENG_TRY(amax_slot(&c.out[2], number, role));
   tensor *amax = c.out[2];
   eng_status status = op_run(&c);
@@ -445,7 +451,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   *kept = p != NULL;
   tensor *source = w;
   if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
-  if (!p) return quantize(out, number, s, ENG_FP8_W, source, transposed);
+  if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed);
   fp8_weight *c = p->fp8;
   bool same = c && c->site == number && c->recipe == s->version && c->source == source;
   if (!same) {
@@ -462,7 +468,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
   if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] && !measuring) return ENG_OK;
   c->site = 0;   // until it is done
-  ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, transposed));
+  ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
   bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
   if (stale) {   // a tape that read the old numbers is out of date
     c->q->store->writes++;
@@ -572,7 +578,7 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
   return NULL;
 }
 
-static eng_status forward(op_call *c, fp8_site *s, int compute, bool record)
+static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, const op_call *swiglu)
 {
   const eng_fp8_role *rx = &s->recipe.role[ENG_FP8_X], *rw = &s->recipe.role[ENG_FP8_W];
   tensor *x = c->in[IN_X], *w = c->in[IN_W];
@@ -587,7 +593,7 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record)
     amaxes.x_too[amaxes.too++].slot = (int)c->ints[INT_SLOT];
     if (measuring) status = measure(s, ENG_FP8_X, x, xq.q, xq.scale);
   } else {
-    status = quantize(&xq, c->ints[0], s, ENG_FP8_X, x, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !is_square(rx));
+    status = quantize(&xq, c->ints[0], s, ENG_FP8_X, x, swiglu, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !is_square(rx));
     c->ints[INT_SLOT] = amaxes.used - 1;
   }
   c->ints[INT_ROUND] = amaxes.round;
@@ -622,7 +628,7 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record)
   return status;
 }
 
-eng_status fp8_linear(op_call *c, const eng_precision *precision)
+eng_status fp8_linear(op_call *c, const eng_precision *precision, const op_call *swiglu)
 {
   fp8_site *s;
   ENG_TRY(site_get(&s, c->ints[0]));
@@ -633,7 +639,7 @@ eng_status fp8_linear(op_call *c, const eng_precision *precision)
     eng_grad_enabled(recording);
     return error_set(ENG_ERR_VALUE, "%s: a linear in FP8 makes its own output", s->name);
   }
-  eng_status status = forward(c, s, precision->compute, record);
+  eng_status status = forward(c, s, precision->compute, record, swiglu);
   eng_grad_enabled(recording);
   if (status == ENG_OK && record) status = tape_record(c);
   if (status != ENG_OK && c->out[0]) {
@@ -742,7 +748,7 @@ eng_status fp8_linear_grad(grad_call *g)
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
     copies dy = {0};
-    eng_status status = quantize(&dy, g->call->ints[0], s, ENG_FP8_DY, g->dy[0], wants_w && !is_square(&s->recipe.role[ENG_FP8_DY]));
+    eng_status status = quantize(&dy, g->call->ints[0], s, ENG_FP8_DY, g->dy[0], NULL, wants_w && !is_square(&s->recipe.role[ENG_FP8_DY]));
     if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
     if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
     drop_copies(&dy);

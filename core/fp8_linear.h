@@ -22,8 +22,9 @@ int64_t fp8_weight_bytes(const fp8_weight *weight);
 
 /// Whether there is such a site and it has a recipe.
 bool fp8_site_on(int64_t site);
-/// linear {x, w, bias?} of site ints[0], recorded with what its backward pass needs.
-eng_status fp8_linear(op_call *call, const eng_precision *precision);
+/// linear {x, w, bias?} of site ints[0], recorded with what its backward pass needs. `swiglu`: the call behind an x that has no memory, whose
+/// codes are made from its inputs; NULL: x has numbers.
+eng_status fp8_linear(op_call *call, const eng_precision *precision, const op_call *swiglu);
 /// A recorded linear that ran in FP8: it has more inputs than a script can give.
 static inline bool fp8_is_linear(const op_call *call) { return call->op == ENG_OP_linear && call->n_in > 3; }
 /// Whether a SwiGLU in front of this site keeps its inputs in FP8 alone.
@@ -32,6 +33,11 @@ const eng_fp8_role *fp8_site_role(int64_t site, int role);
 /// Puts the codes of a swiglu's inputs among them, before it is recorded.
 eng_status fp8_keep_swiglu(op_call *call);
 static inline bool fp8_is_swiglu(const op_call *call) { return call->op == ENG_OP_swiglu && call->n_in > 2; }
+/// Whether swiglu {gate, up} of site ints[0] and the linear behind it can run with no numbers in between, and both of them.
+bool fp8_swiglu_fits(const op_call *swiglu);
+eng_status fp8_swiglu_linear(op_call *swiglu, op_call *linear, const eng_precision *precision);
+/// Whether meters are on: they compare numbers with their codes.
+bool fp8_measuring(void);
 /// The inputs behind the codes of such a node, and its output made from them.
 eng_status fp8_swiglu_inputs(tensor *out[2], const op_call *node);
 eng_status fp8_swiglu_again(tensor **y, const op_call *node);

@@ -174,7 +174,7 @@ eng_status op_run(op_call *c)
 
   const op_info *info = &op_table[c->op];
   ENG_TRY(check_space(c));
-  if (c->op == ENG_OP_linear && precision.fp8 && fp8_site_on(c->ints[0])) return fp8_linear(c, &precision);
+  if (c->op == ENG_OP_linear && precision.fp8 && fp8_site_on(c->ints[0])) return fp8_linear(c, &precision, NULL);
   int yields;
   ENG_TRY(apply_precision(c, &yields));
   op_shape shape;
@@ -237,6 +237,26 @@ static eng_status run_call(eng_op_call *call, tensor *target)
 eng_status eng_run(eng_op_call *call)
 {
   return run_call(call, NULL);
+}
+
+eng_status eng_swiglu_linear(eng_tensor *y, const eng_tensor in[4], int64_t site)
+{
+  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .ints = {site}}, linear = {.op = ENG_OP_linear, .n_in = 3, .ints = {site}};
+  tensor **const to[4] = {&swiglu.in[0], &swiglu.in[1], &linear.in[1], &linear.in[2]};
+  for (int k = 0; k < 4; k++)
+    if (in[k].slot) ENG_TRY(tensor_get(to[k], &in[k]));
+  if (eng_interrupted() >= 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  if (precision.fp8 && linear.in[1] && fp8_swiglu_fits(&swiglu)) {
+    ENG_TRY(fp8_swiglu_linear(&swiglu, &linear, &precision));
+  } else {
+    ENG_TRY(op_run(&swiglu));
+    linear.in[0] = swiglu.out[0];
+    ENG_TRY(op_run(&linear));
+    eng_tensor h = tensor_handle(swiglu.out[0]);
+    ENG_TRY(eng_done(&h));
+  }
+  *y = tensor_handle(linear.out[0]);
+  return ENG_OK;
 }
 
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)

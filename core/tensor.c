@@ -199,6 +199,20 @@ eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, in
   return make(out, space, arena, NULL, dtype, ndim, shape);
 }
 
+eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape)
+{
+  ENG_TRY(make(out, arena_space(), -1, NULL, dtype, ndim, shape));
+  tensor *x = *out;
+  x->store->bytes = 0;
+  x->store->done = 1;
+  x->done = true;
+  eng_status status = enter_step_list(x);
+  if (status == ENG_OK) return ENG_OK;
+  tensor_drop(x);
+  *out = NULL;
+  return status;
+}
+
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape)
 {
   ENG_TRY(make(out, space, -1, memory, dtype, ndim, shape));

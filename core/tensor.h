@@ -49,6 +49,8 @@ eng_tensor tensor_handle(const tensor *x);
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape);
 /// The same in a memory space by number.
 eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape);
+/// One of the step that never has memory: done (eng_done) from the beginning. What stands on the tape for its shape alone.
+eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape);
 /// A second look at x's memory: same dtype, new shape and strides, first element `offset` elements in.
 eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride);
 /// A tensor over memory of space `space` that somebody else owns and keeps (parameter buffers).

@@ -433,6 +433,104 @@ describe("SwiGLU in FP8", function()
       y:to("f32"):sum():backward()
     end
   end))
+  -- What an nn.swiglu gives under a recipe, with its gradients, amaxes and what the tape keeps, and whether h became codes as it was computed.
+  -- apart: `down` has a forward of its own, the linear's, so that h is a tensor that anybody may read.
+  local function whole_pass(recipe, apart, options)
+    options = options or {}
+    engine.seed(6)
+    local mlp, got = nn.swiglu(128, 264, {}), {}
+    local opt = engine.optim.sgd(mlp, { lr = 0, precision = recipe })
+    local linear = mlp.down.forward
+    if apart then rawset(mlp.down, "forward", function(self, x) return linear(self, x) end) end
+    if options.delay then
+      for _, site in ipairs(opt.fp8.list) do if site.path == "down" then M_ffi.check(C.eng_fp8_delay(site.id, 0, options.delay)) end end
+    end
+    local amax, fp8_bytes, y = M_ffi.new("double[3]"), M_ffi.new("int64_t[1]"), nil
+    for _, site in ipairs(opt.fp8.list) do C.eng_fp8_amax(amax, site.id) end
+    with_gradient(function()
+      local x, dy = engine.randn(3, 32, 128) * (options.spread or 1), engine.randn(3, 32, 128)
+      if not options.first then x:requires_grad(true) end
+      local profile = engine.profile(function() y = engine.autocast(recipe, function() return mlp(x) end) end)
+      for _, row in ipairs(profile.operations) do if row.op == "swiglu" or row.op == "swiglu_quantize" then got[row.op] = row.calls end end
+      got[#got + 1] = tostring(C.eng_tape_bytes(fp8_bytes)) .. " " .. tostring(fp8_bytes[0])
+      ;(y:to("f32") * dy):sum():backward()
+      got[#got + 1], got[#got + 2] = bytes(y), x.grad and bytes(x.grad) or "none"
+      for _, p in ipairs(mlp:parameters()) do got[#got + 1] = bytes(p.tensor.grad) end
+      for _, site in ipairs(opt.fp8.list) do
+        M_ffi.check(C.eng_fp8_amax(amax, site.id))
+        got[#got + 1] = ("%s %.17g %.17g %.17g"):format(site.path, amax[0], amax[1], amax[2])
+      end
+      got[#got + 1] = bytes(engine.rand(4))                          -- as many random numbers were taken
+    end)()
+    return got
+  end
+
+  it("makes h's codes as it computes h, bit for bit what two steps give, forward and backward", function()
+    local function down(x) return { base = "fp8_block", fp8 = { layers = { { match = "^down$", x = x } } } } end
+    for name, case in pairs {
+      fp8_block = { "fp8_block" }, fp8_current = { "fp8_current" }, fp8_rowwise = { "fp8_rowwise" },
+      delayed = { "fp8_current", { delay = 3 } },
+      ["inputs as codes"] = { down { keep = "swiglu" } }, codes = { down { keep = "codes" } }, transposed = { down { keep = "transposed" } },
+      ["by chance"] = { down { stochastic = true, keep = "swiglu" } }, ["powers of two"] = { down { pow2 = true, rule = "deepseek", margin = 1 } },
+      ["x without gradient"] = { down { keep = "swiglu" }, { first = true } }, f32 = { { base = "fp8_block", activations = "f32" } },
+      ["what overflows"] = { "fp8_block", { spread = 1e19 } },
+    } do
+      local at_once, apart = whole_pass(case[1], false, case[2]), whole_pass(case[1], true, case[2])
+      assert.are.same({ 1, nil }, { at_once.swiglu_quantize, at_once.swiglu }, name)
+      assert.are.same({ nil, 1 }, { apart.swiglu_quantize, apart.swiglu }, name)
+      assert.are.equal(#apart, #at_once)
+      for i = 1, #apart do assert.is_true(apart[i] == at_once[i], name .. ": number " .. i) end
+    end
+  end)
+  it("writes h where it is kept in e5m6, where meters look at it, and where somebody else may read it", with_gradient(function()
+    local e5m6 = { base = "fp8_block", fp8 = { layers = { { match = "^down$", x = { keep = "e5m6" } } } } }
+    local mlp = nn.swiglu(128, 256, {})
+    local x = engine.randn(16, 128)
+    local function at_once(recipe)
+      local operations = engine.profile(engine.no_grad, function() return engine.autocast(recipe, mlp.forward, mlp, x) end).operations
+      for _, row in ipairs(operations) do if row.op == "swiglu_quantize" then return true end end
+      return false
+    end
+    local function attached(recipe) return engine.optim.sgd(mlp, { lr = 0, precision = recipe }) end
+    attached(e5m6)
+    assert.is_false(at_once(e5m6))
+    attached "fp8_block"
+    assert.is_true(at_once "fp8_block")
+    assert.is_false(at_once "bf16")                       -- the layer is a site, the step is not in FP8
+    C.eng_fp8_measure(true)
+    assert.is_false(at_once "fp8_block")
+    C.eng_fp8_measure(false)
+    rawset(mlp.down, "_carry", 4)                         -- gradients of its own scale
+    assert.is_false(at_once "fp8_block")
+    rawset(mlp.down, "_carry", nil)
+    local module = require "engine.nn.module"
+    module.watch(function() end, function() end)
+    assert.is_false(at_once "fp8_block")
+    module.watch(nil)
+    assert.is_true(at_once "fp8_block")
+    local good, why = pcall(engine.autocast, "fp8_block", function() return mlp.gate(x):swiglu_linear(mlp.up(x), mlp.gate.weight, nil, rawget(mlp.down, "_fp8")) end)
+    assert.is_false(good)
+    assert.is_truthy(why:find("linear: expected x [.. x K] and a weight [N x K], got bf16 [16 x 256] and f32 [256 x 128]", 1, true), why)
+  end))
+  it("trains with the same losses whether steps are looked at or not, over retries and micro-batches", function()
+    local function losses(sample)
+      engine.seed(7)
+      local model, list = nn.llama { vocab = 256, context = 16, width = 64, heads = 2, kv_heads = 2, layers = 2, hidden = 136 }, {}
+      local retry = { source = [[return { needs = {}, options = {}, init = function() return { scale = 1, tried = -1 } end,
+        decide = function(state, record)
+          if record.step % 3 == 1 and state.tried ~= record.updates then state.tried = record.updates return { scale = 1, action = "retry", reason = "once more" } end
+          return 1
+        end }]], file = "retry.lua" }
+      engine.trainer { model = model, steps = 8, log = "quiet", accumulate = 2, policy = retry,
+        data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40), batch = 2, context = 16, seed = 3 },
+        optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = { base = "fp8_block", fp8 = { sample = sample } } }),
+        on_step = function(_, record) list[#list + 1] = ("%.17g"):format(record.loss) end }:run()
+      return table.concat(list, " ")
+    end
+    local never = losses(0)
+    assert.are.equal(losses(1), never)
+    assert.are.equal(losses(3), never)
+  end)
   it("keeps its inputs as codes and has gradients beside f32's", function()
     local function gradients(precision)
       engine.seed(2)

@@ -266,6 +266,19 @@ function methods.swiglu(gate, up, site)
   return run2("swiglu", gate, up)
 end
 
+--- (silu(gate) * up) W^T + bias, weight W [N x K], bias [N] or nil; site: the FP8 site of that linear layer, or nil. Like swiglu and linear;
+--- in FP8 what lies between is never written but as codes.
+function methods.swiglu_linear(gate, up, weight, bias, site)
+  want(gate, "swiglu_linear")
+  want(up, "swiglu_linear")
+  want(weight, "swiglu_linear")
+  if bias ~= nil then want(bias, "swiglu_linear") end
+  inputs[0], inputs[1], inputs[2], inputs[3] = gate, up, weight, bias or NONE
+  local y = Tensor()
+  check(C.eng_swiglu_linear(y, inputs, site or 0))
+  return y
+end
+
 function methods.clamp(x, low, high)
   want(x, "clamp")
   floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"), want_number(high or huge, "clamp", "the upper limit")

@@ -35,6 +35,9 @@ local enter, leave_module   -- a trap's (trap.lua): told of every module that be
 --- Calls enter(module) -> around when a module's forward begins and leave(around) when it ends; nil ends that.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
+--- Whether somebody is told of modules as they run.
+function M.watched() return enter ~= nil end
+
 local function left(around, ...)
   leave_module(around)
   return ...

@@ -143,11 +143,22 @@ function SwiGLU:init(width, hidden, options)
   self.up = layers.linear(width, hidden, { bias = false, std = options.std })
   self.down = layers.linear(hidden, width, { bias = false, std = options.out_std or options.std })
 end
+-- Whether `down` is a linear layer in FP8 and nothing else, whose input nobody but it looks at: neither a module put in its place or a
+-- forward of one's own, nor a watch on modules (a trap, which shall name swiglu where inf begins). It may also be scaled apart.
+local function takes_codes(down)
+  return rawget(down, "_fp8") and down.forward == layers.linear.forward and not rawget(down, "_carry") and not module.watched()
+end
 function SwiGLU:forward(x)
-  local gate, up = self.gate(x), self.up(x)
-  local h = gate:swiglu(up, rawget(self.down, "_fp8"))
-  local y = self.down(h)
-  gate:done() up:done() h:done()
+  local gate, up, down = self.gate(x), self.up(x), self.down
+  local y
+  if takes_codes(down) then
+    y = gate:swiglu_linear(up, down.weight, rawget(down, "bias"), rawget(down, "_fp8"))
+  else
+    local h = gate:swiglu(up, rawget(down, "_fp8"))
+    y = down(h)
+    h:done()
+  end
+  gate:done() up:done()
   return y
 end
 M.swiglu = SwiGLU
