@@ -166,6 +166,8 @@ do   -- what a step of GPT-2 does beside its products, 64 sequences of 1024
   memory_line("layer norm " .. narrow, 4 * x.count, function() return x:layer_norm(gain, shift) end)
   memory_line("  its gradient", 6 * x.count, function() raw.run("layer_norm_grad", { x, gain, mean, rstd, dy }, { f32, 1 }, {}, 3) end)
   memory_line("add " .. narrow, 6 * x.count, function() return x + dy end)
+  memory_line("layer norm of a residual " .. narrow, 8 * x.count, function() return x:add_layer_norm(dy, gain, shift) end)
+  memory_line("  its gradient", 8 * x.count, function() raw.run("add_layer_norm_grad", { x, gain, mean, rstd, dy, x }, { f32, 1 }, {}, 3) end)
   memory_line("bias gradient " .. narrow, 2 * x.count, function() raw.run("bias_grad", { dy }, { f32, 0 }) end)
   local ids = engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
   memory_line("embedding gradient, bf16 to f32", 2 * x.count + 4 * vocab * columns, function() raw.run("embedding_grad", { dy, ids }, { vocab, f32, 0 }) end)
