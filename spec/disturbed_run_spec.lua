@@ -132,8 +132,8 @@ describe("too little memory", function()
       local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }, nil
       local data = engine.data.text { text = TEXT, batch = 4, context = 16 }
       local base, failures, successes = reserved(), 0, 0
-      for k = 1, 90 do
-        engine.memory { limit = base + 40000 * k }
+      for k = 1, 120 do
+        engine.memory { limit = base + 25000 * k }
         local good, message = pcall(function()
           opt = opt or engine.optim.adamw(model, { precision = recipe })
           engine.begin_step()
