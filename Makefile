@@ -264,7 +264,6 @@ ifneq ($(EMULATED_CARD),)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,$(OTHER_CARD),spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/nccl_spec.lua
-	@ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_DEVICE=cuda ./$(ENGINE) spec/fuzz/ops.lua 30
 else
 	@echo "no nvcc: skipped"
 endif
