@@ -24,16 +24,16 @@ for part in ${PARTS:-rates step fp8 specs}; do
   rm -f "$out/$part.txt"
   case $part in
   specs)
-    say specs.txt 200 $engine spec/cuda/run.lua ;;
+    say specs.txt 150 $engine spec/cuda/run.lua ;;
   rates)
-    say rates.txt 90 $engine "$here/rates.lua" cuda $size
-    say rates.txt 60 $python "$here/torch_rates.py" ;;
+    say rates.txt 80 $engine "$here/rates.lua" cuda $size
+    say rates.txt 40 $python "$here/torch_rates.py" ;;
   step)
     say step.txt 40 $engine "$here/step.lua" bf16 $gpt2 sync
     say step.txt 40 env PROFILE=1 $engine "$here/step.lua" bf16 $gpt2 lagged
-    say step.txt 120 $python "$here/torch_step.py" bf16 $gpt2 compile ;;
+    say step.txt 100 $python "$here/torch_step.py" bf16 $gpt2 compile ;;
   fp8)   # at 1.6 B parameters
-    for precision in bf16 fp8_block fp8_current; do say fp8.txt 60 $engine "$here/step.lua" $precision $large lagged; done ;;
+    for precision in bf16 fp8_block fp8_current; do say fp8.txt 45 $engine "$here/step.lua" $precision $large lagged; done ;;
   more)
     for precision in fp16 fp32; do
       [ $precision = fp32 ] && gpt2="12 768 12 50304 1024 16"
