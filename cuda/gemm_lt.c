@@ -11,7 +11,7 @@
 // allowed that keeps its parts in the workspace, in the sum's own format, and adds them in a step of its own. Another
 // algorithm may give other bits; so bits are pinned by the file, or by ENGINE_CUBLASLT_SEARCH=0.
 //
-// Owns the handle and every problem's plan; 64 MiB of scratch memory are the workspace while a call lasts. Called by gemm.c,
+// Owns the handle and every problem's plan; 64 MiB of scratch memory are a launch's workspace. Called by gemm.c,
 // gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
 
@@ -33,7 +33,6 @@ static const double LEAST_WORK = 67108864;   // multiply-adds below which launch
 
 static struct {
   cublasLtHandle_t handle;
-  void *workspace;   // during a call
   bool  search;
   bool  told;     // that the file cannot be written
 } lt;
@@ -170,14 +169,20 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
   return ENG_OK;
 }
 
-static cublasStatus_t launch(const plan *x, const gemm_problem *p, const gemm_operands *on, void *c, const cublasLtMatmulAlgo_t *algorithm)
+/// `answer`: cuBLASLt's. Errors: MEMORY.
+static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p, const gemm_operands *on, void *c,
+                         const cublasLtMatmulAlgo_t *algorithm)
 {
   static const float f32[2] = {0, 1};
   static const double f64[2] = {0, 1};
   bool wide = p->type_c == ENG_f64;
   const void *one = wide ? (const void *)&f64[1] : &f32[1], *zero = wide ? (const void *)&f64[0] : &f32[0];
-  return cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b, p->accumulate ? one : zero, c, x->c, c, x->c, algorithm,
-                        lt.workspace, WORKSPACE, cuda_stream());
+  void *workspace = scratch_take(WORKSPACE);
+  if (!workspace) return ENG_ERR_MEMORY;
+  *answer = cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b, p->accumulate ? one : zero, c, x->c, c, x->c, algorithm,
+                           workspace, WORKSPACE, cuda_stream());
+  scratch_give(workspace, WORKSPACE);
+  return ENG_OK;
 }
 
 static void plan_drop(plan *x)
@@ -283,8 +288,11 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   int launches = 1;
   for (int round = 0; round < 4; round++) {   // the first loads the kernel, the second says how many fill 0.2 ms
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
-    for (int i = 0; i < launches; i++)
-      if (launch(x, p, on, c, &which->algorithm) != CUBLAS_STATUS_SUCCESS) return ENG_OK;
+    for (int i = 0; i < launches; i++) {
+      cublasStatus_t answer;
+      ENG_TRY(launch(&answer, x, p, on, c, &which->algorithm));
+      if (answer != CUBLAS_STATUS_SUCCESS) return ENG_OK;
+    }
     CUDA_TRY(cudaEventRecord(after, cuda_stream()));
     CUDA_TRY(cudaEventSynchronize(after));
     float all = 0;
@@ -398,7 +406,7 @@ static eng_status prepared(gemm_entry **found, const gemm_problem *problem, cons
   return (*found)->plan ? ENG_OK : prepare(*found, on);
 }
 
-static eng_status time_of(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
+eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
 {
   gemm_entry *entry;
   ENG_TRY(prepared(&entry, problem, on));
@@ -406,7 +414,7 @@ static eng_status time_of(int64_t *ns, const gemm_problem *problem, const gemm_o
   return ENG_OK;
 }
 
-static eng_status run(bool *done, const gemm_problem *problem, const gemm_operands *on)
+eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on)
 {
   *done = false;
   gemm_entry *entry;
@@ -414,7 +422,8 @@ static eng_status run(bool *done, const gemm_problem *problem, const gemm_operan
   plan *x = entry->plan;
   if (x->refused) return ENG_OK;
   ENG_TRY(point(x, problem, on));
-  cublasStatus_t status = launch(x, problem, on, on->c, &x->algorithm);
+  cublasStatus_t status;
+  ENG_TRY(launch(&status, x, problem, on, on->c, &x->algorithm));
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) {
     x->refused = true;
     return ENG_OK;
@@ -422,22 +431,4 @@ static eng_status run(bool *done, const gemm_problem *problem, const gemm_operan
   if (status != CUBLAS_STATUS_SUCCESS) return lt_status(status, "cublasLtMatmul", problem);
   *done = true;
   return ENG_OK;
-}
-
-eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on)
-{
-  lt.workspace = scratch_take(WORKSPACE);
-  if (!lt.workspace) return ENG_ERR_MEMORY;
-  eng_status status = time_of(ns, problem, on);
-  scratch_give(lt.workspace, WORKSPACE);
-  return status;
-}
-
-eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on)
-{
-  lt.workspace = scratch_take(WORKSPACE);
-  if (!lt.workspace) return ENG_ERR_MEMORY;
-  eng_status status = run(done, problem, on);
-  scratch_give(lt.workspace, WORKSPACE);
-  return status;
 }

@@ -307,14 +307,9 @@ local function agree_on_signals(self)
 end
 
 --- The step's record, the same on every rank.
-function Parallel:record(record, stats, scale, tokens, losses)
+function Parallel:record(record, stats, scale, tokens)
   local trainer = self.trainer
   local needs = trainer.needs
-  if not self.many then
-    trainer:look(record, stats, scale, losses)
-    return tokens
-  end
-  trainer:note_loss(record, losses)
   local sums, maxima, hash = self.sums, self.maxima, C.eng_crc32c(0, self.decided, #self.decided)
   sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, tokens
   maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0

@@ -57,7 +57,12 @@ function Trainer:step()
   record.step, record.updates, record.scale = self.steps_done, self.updates, scale
   record.lr, record.norm_ref = lr, 0 / 0
   local stats = self.stats
-  tokens = parallel:record(record, stats, scale, tokens, losses)                 -- (4) one read-only pass over the gradients; the same on all ranks
+  if parallel.many then                                                          -- (4) one read-only pass over the gradients
+    self:note_loss(record, losses)
+    tokens = parallel:record(record, stats, scale, tokens)                       -- the same on all ranks
+  else
+    self:look(record, stats, scale, losses)
+  end
   if reference then reference:tell(record, stats) end
   for name, value in pairs(parallel.signals) do policy:signal(name, value) end
   local verdict = self.swaps:decide(record, stats)                               -- (5) the policy decides

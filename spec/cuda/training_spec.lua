@@ -1,5 +1,6 @@
 -- The card trains as the CPU does: the same losses, overflows and scales under the same policy. Run by spec/cuda/run.lua alone.
 local engine = require "engine"
+local M_ffi = require "engine.ffi"
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 if not CARD then return end
@@ -35,6 +36,12 @@ local function same_within(a, b, limit)
   return worst
 end
 
+engine.device(CARD)
+local FP8 = M_ffi.C.eng_device_fp8()
+engine.device("cpu")
+--- Whether the card's tensor cores can do a recipe.
+local function able(recipe) return FP8 >= ((recipe == "fp8_current" or recipe == "fp8_delayed") and 1 or 2) end
+
 describe("training on the card", function()
   for _, case in ipairs { { "fp32", 2e-4 }, { "bf16", 2e-2 }, { "fp16", 5e-3 } } do
     it("follows the CPU's losses in " .. case[1], function()
@@ -45,6 +52,12 @@ describe("training on the card", function()
   -- on the card Hopper's accumulator multiplies, on the CPU f32 sums do: the recipes' `device`
   for _, name in ipairs { "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block" } do
     it("follows the CPU's losses in " .. name, function()
+      if not able(name) then   -- said, not done slowly
+        local done, message = pcall(train, CARD, { precision = name })
+        engine.device("cpu")
+        assert(not done and tostring(message):find("no tensor cores for FP8", 1, true), message)
+        return
+      end
       local card = train(CARD, { precision = name })
       same_within(train("cpu", { precision = name }), card, 3e-2)
       assert.same(card.losses, train(CARD, { precision = name }).losses)
@@ -56,7 +69,7 @@ describe("training on the card", function()
     local a, b = train("cpu", options), train(CARD, options)
     assert.same(a.scales, b.scales)
     assert.same(a.overflows, b.overflows)
-    assert.is_true(a.updates < 40)
+    assert.is_true(a.updates < #a.losses)
   end)
 
   it("draws the same dropout masks, accumulates, runs every optimizer", function()
@@ -91,17 +104,17 @@ describe("SwiGLU in FP8 on the card", function()
   end
 
   for _, name in ipairs { "fp8_block", "fp8_rowwise", "fp8_current", "fp8_delayed" } do
-    it("gives the same losses at once and in two steps, with " .. name, function()
+    if able(name) then it("gives the same losses at once and in two steps, with " .. name, function()
       assert.same(losses(name, { sample = 1, accumulate = 2 }), (losses(name, { sample = 0, accumulate = 2 })))
-    end)
+    end) end
   end
-  it("stands in a captured step", function()
+  if able("fp8_block") then it("stands in a captured step", function()
     local plain = losses("fp8_block", { sample = 0, mode = "lagged", steps = 6 })
     local graph, captured = losses("fp8_block", { sample = 0, mode = "lagged", graph = true, steps = 6 })
     assert.is_true(captured)
     assert.same(plain, graph)
     assert.same(losses("fp8_block", { sample = 1, mode = "lagged", steps = 6 }), plain)
-  end)
+  end) end
 end)
 
 describe("tensors on the card", function()
