@@ -145,7 +145,7 @@ static eng_status forward(attention_problem *p, pieces *all, const op_call *call
   p->lse_dtype = call->in[0]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   p->width = (int32_t)padded;
   if (!dtype_is_low(dtype)) return attention_plain_forward(p, dtype);
-  bool hopper = cuda_capability() == 90 && !p->entropy && (padded == 64 || padded == 128);
+  bool hopper = cuda_capability() == 90 && (padded == 64 || padded == 128);
   return hopper ? attention_forward_hopper(p, dtype, width) : attention_forward(p, dtype, width);
 }
 

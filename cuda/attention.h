@@ -40,7 +40,7 @@ typedef struct attention_problem {
 /// f16 or bf16 (`dtype`), D one of 32, 64, 96, 128 with zeros beyond the true width, inputs with 16-byte aligned rows, factor > 0.
 /// `stored`: columns of y, dq, dk, dv that there are; they are of `dtype`, too.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
-/// The same on Hopper for D 64 and 128, without entropy.
+/// The same on Hopper for D 64 and 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
 /// The same; y is the forward pass's, and its row is as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);

@@ -1,11 +1,12 @@
 // Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
 // A block takes 128 queries of one head, a warp 32 of them, and walks over the keys 64 or 32 at a time while the next
-// are on their way. Softmax goes along: of each row the largest score so far, the sum, and y are kept, scaled anew where the largest
+// are on their way. Where entropies are wanted beside a y of 128 columns, which leave no registers for them, it takes half the queries. Softmax goes along: of each row the largest score so far, the sum, and y are kept, scaled anew where the largest
 // grows. Probabilities are rounded to the inputs' format for the product with v; sums are f32, and of the unrounded ones.
 #include "attention_tiles.h"
 
-enum { ROWS = 128, MT = 2 };                          // queries of a block; 16-row tiles of a warp
+template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;      // 16-row tiles of a warp
+template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;   // queries of a block
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;   // keys at a time: what the registers hold
 
 /// How blocks share out heads and queries. Blocks with the most keys go first within a set of heads whose keys and values fit
@@ -14,7 +15,7 @@ typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// Batch, head and first query of a block.
 struct block_place { int b, h, first; };
-__device__ static inline block_place place_of(int block, const schedule &plan, int heads)
+template <int ROWS> __device__ static inline block_place place_of(int block, const schedule &plan, int heads)
 {
   int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together);
   int width = min(plan.together, plan.heads - set * plan.together);
@@ -22,25 +23,25 @@ __device__ static inline block_place place_of(int block, const schedule &plan, i
   return {pair / heads, pair % heads, (plan.tiles - 1 - rest / width) * ROWS};
 }
 
-template <int D> constexpr int FORWARD_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2;
+template <int D, bool ENTROPY> constexpr int FORWARD_BYTES = (ROWS_OF<D, ENTROPY> + 4 * KEYS_OF<D>) * D * 2;
 
 template <class T, int D, bool ENTROPY>
 __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
 {
-  if constexpr (NOT_HERE<D> && !ENTROPY) return;
+  if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
-  constexpr int KEYS = KEYS_OF<D>;
+  constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */, ROWS = ROWS_OF<D, ENTROPY>;
   constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);   // in registers, of which entropies leave none for 64
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
-  const block_place at = place_of(blockIdx.x, plan, p.heads);
+  const block_place at = place_of<ROWS>(blockIdx.x, plan, p.heads);
   const int group = at.h / p.shared;
 
   const T *q = row_of<T>(p.q, at.b, 0, at.h), *k = row_of<T>(p.k, at.b, 0, group), *v = row_of<T>(p.v, at.b, 0, group);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2;
   const uint32_t tiles = shared + ROWS * D * 2;   // k, v, k, v
-  unsigned char *own_rows = room + warp * 32 * (D * 2);
+  unsigned char *own_rows = room + warp * OWN * (D * 2);
 
   load_tile<D, ROWS>(shared, q, p.q.time, at.first, p.queries);
   load_tile<D, KEYS>(tiles, k, p.k.time, 0, p.keys);
@@ -58,10 +59,10 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
       top[m][half] = -INFINITY;
       sum[m][half] = weighted[m][half] = 0;
     }
-  const lane_place<D> q_place = place_a<D>(shared + warp * 32 * (D * 2));
+  const lane_place<D> q_place = place_a<D>(shared + warp * OWN * (D * 2));
 
   for (int n = 0;; n++) {
-    const int first = ENTROPY ? forget(at.first) : at.first, own = first + warp * 32;
+    const int first = ENTROPY ? forget(at.first) : at.first, own = first + warp * OWN;
     const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
     if (n * KEYS >= last) break;
 
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
 #pragma unroll
         for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
     }
-    if (n * KEYS >= keys_seen(p, min(own + 32, p.queries) - 1)) continue;   // hidden from all the warp's queries
+    if (n * KEYS >= keys_seen(p, min(own + OWN, p.queries) - 1)) continue;   // hidden from all the warp's queries
 
     float s[MT][KEYS / 8][4];
     clear(s);
@@ -141,8 +142,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
     product_with_rows<T, D, MT, KEYS / 16>(y, weights, place_turned<D>(stage + TILE));
   }
   copy_wait<0>();
-  const block_place to = place_of(forget((int)blockIdx.x), plan, p.heads);
-  const int own = to.first + warp * 32;
+  const block_place to = place_of<ROWS>(forget((int)blockIdx.x), plan, p.heads);
+  const int own = to.first + warp * OWN;
   __syncthreads();   // q is there even when no key was seen: its rows take y now
 
 #pragma unroll
@@ -180,17 +181,23 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
   }
 }
 
-template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
+template <class T, int D, bool ENTROPY> static eng_status launch(const attention_problem *p, int stored)
 {
-  auto kernel = p->entropy ? attention_forward_tiles<T, D, true> : attention_forward_tiles<T, D, false>;
-  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FORWARD_BYTES<D>));
+  auto kernel = attention_forward_tiles<T, D, ENTROPY>;
+  constexpr int ROWS = ROWS_OF<D, ENTROPY>, BYTES = FORWARD_BYTES<D, ENTROPY>;
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
   int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
   schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
   int64_t blocks = plan.tiles * heads;
   if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
-  kernel<<<(unsigned)blocks, THREADS, FORWARD_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
+  kernel<<<(unsigned)blocks, THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
+}
+
+template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
+{
+  return p->entropy ? launch<T, D, true>(p, stored) : launch<T, D, false>(p, stored);
 }
 
 template <class T> static eng_status forward_wide(const attention_problem *p, int stored)

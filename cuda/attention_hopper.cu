@@ -1,4 +1,4 @@
-// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide, without entropy. See attention.h; the same numbers in the same order of
+// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h; the same numbers in the same order of
 // keys as attention_forward.cu gives, whose rules about infinities and masks hold here, too.
 //
 // A block takes 128 queries of one head, each of its two warpgroups 64, and walks over the keys while the next ones are on their way.
@@ -7,17 +7,17 @@
 #include "attention_hopper.h"
 
 template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
-template <int D> constexpr int BLOCKS_OF = D == 64 ? 2 : 1;         // blocks a multiprocessor holds
+template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;   // blocks a multiprocessor's registers hold
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
 typedef struct schedule { int32_t tiles, heads, together; } schedule;   // as in attention_forward.cu
 
 #if HOPPER_BODY
-/// Softmax's running numbers of a thread's two rows.
-typedef struct running { float top[2], sum[2]; } running;
+/// Softmax's running numbers of a thread's two rows. weighted: the sum of e * log2(e), where entropies are wanted.
+typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
 /// Turns scores into probabilities times 2^RAISE; `keep`: what y must be scaled by.
-template <class T, int N> __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
+template <class T, bool ENTROPY, int N> __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
 {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -26,24 +26,29 @@ template <class T, int N> __device__ static inline void weigh(float (&s)[N], run
     for (int i = 0; i < N / 4; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>, part = 0;
-    keep[half] = exp2_fast(fmaf(r->top[half], scale, shift));
+    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>, part = 0, part_weighted = 0;
+    const float fallen = fmaf(r->top[half], scale, shift);   // what has been summed up is to be seen from the new largest score
+    keep[half] = exp2_fast(fallen);
     r->top[half] = largest;
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-      float *e = &s[4 * i + 2 * half];
-      e[0] = exp2_fast(fmaf(e[0], scale, raised));
-      e[1] = exp2_fast(fmaf(e[1], scale, raised));
-      part += e[0];
-      part += e[1];
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        float &e = s[4 * i + 2 * half + c];
+        const float log = ENTROPY ? fmaf(e, scale, shift) : 0.0f;
+        e = exp2_fast(fmaf(e, scale, raised));
+        part += e;
+        if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);   // 0 where e is 0, log -inf too
+      }
     }
+    if (ENTROPY) r->weighted[half] = (keep[half] == 0 ? 0.0f : keep[half] * fmaf(fallen, r->sum[half], r->weighted[half])) + part_weighted;
     r->sum[half] = fmaf(r->sum[half], keep[half], part);
   }
 }
 #endif
 
-template <class T, int D>
-__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+template <class T, int D, bool ENTROPY>
+__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
 
   float y[D / 2], s[KEYS / 2], keep[2];
   uint32_t weights[KEYS / 16][4];
-  running r = {{-INFINITY, -INFINITY}, {0, 0}};
+  running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
 #pragma unroll
   for (int i = 0; i < D / 2; i++) y[i] = 0;
 #pragma unroll
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
   group_wait<0>();
   settle(s);
   if (KEYS > all_see) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
-  weigh<T>(s, &r, keep, scale);
+  weigh<T, ENTROPY>(s, &r, keep, scale);
 
   int n = 0;
   auto next_tiles = [&] {
@@ -124,7 +129,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
     group_wait<1>();
     settle(s);
     if ((n + 2) * KEYS > all_see) hide_after(s, keys_seen(p, own + g) - (n + 1) * KEYS, keys_seen(p, own + g + 8) - (n + 1) * KEYS);
-    weigh<T>(s, &r, keep, scale);
+    weigh<T, ENTROPY>(s, &r, keep, scale);
   }
   end_values();
   next_tiles();
@@ -146,14 +151,23 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
     float total = r.sum[half];
     total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
     total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+    float entropy = r.weighted[half];
+    if (ENTROPY) {
+      entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
+      entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
+    }
     bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score -inf
     float inverse = 1.0f / total;
 #pragma unroll
     for (int d = 0; d < D / 8; d++)
 #pragma unroll
       for (int c = 0; c < 2; c++) rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
-    if (t == 0 && row < p.queries && p.lse)
-      ((float *)p.lse)[line_of(p, b, h, row)] = blind ? -INFINITY : lost ? NAN : fmaf(r.top[half], (float)p.factor, logf(total) - RAISE<T> * 0.693147180559945309f);
+    if (t == 0 && row < p.queries) {
+      const int64_t line = line_of(p, b, h, row);
+      const float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
+      if (p.lse) ((float *)p.lse)[line] = blind ? -INFINITY : lost ? NAN : fmaf(r.top[half], (float)p.factor, log_sum);
+      if (ENTROPY) ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - 0.693147180559945309f * (entropy / total);
+    }
   }
   uint32_t bad = store_rows<T, D, 1>(rows, room + (shared - shared_address(room)) + warp * 16 * (D * 2), row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
   __syncwarp();
@@ -168,12 +182,13 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D>) hopper_tiles(const __grid
 
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
 {
-  CUDA_TRY(cudaFuncSetAttribute(hopper_tiles<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
+  auto kernel = p->entropy ? hopper_tiles<T, D, true> : hopper_tiles<T, D, false>;
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
   int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
   schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
   int64_t blocks = plan.tiles * heads;
   if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
-  hopper_tiles<T, D><<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
+  kernel<<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }

@@ -17,16 +17,17 @@ enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 #if HOPPER_BODY && defined(__CUDACC__)
 /// Rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
 template <int D, int N, class T>
-__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first, int limit)
+__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first, int limit, int thread = threadIdx.x)
 {
-  constexpr int PIECES = D / 8;
+  constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;   // a thread's pieces lie below each other, and their order is that of the first
+  static_assert(STEP % 8 == 0, "the order of pieces goes by the row's lowest bits");
+  const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
+  const T *column = head + piece * 8;
+  int64_t at = (first + row) * stride;
+  tile += piece / 8 * (N * 128) + row * 128 + ((piece ^ row) & 7) * 16;
 #pragma unroll
-  for (int i = 0; i < N * PIECES / BLOCK; i++) {
-    int at = i * BLOCK + threadIdx.x, row = at / PIECES, piece = at % PIECES;
-    bool there = first + row < limit;
-    const T *from = head + (there ? (first + row) * stride : 0) + piece * 8;
-    copy16(tile + piece / 8 * (N * 128) + row * 128 + ((piece & 7) ^ (row & 7)) * 16, from, there);
-  }
+  for (int i = 0; i < N / STEP; i++, at += STEP * stride)
+    copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
 /// c [64 x N] = a b^T, started. `a`: 64 rows of tiles of ROWS rows; `b`: tiles of N rows.

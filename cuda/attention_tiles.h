@@ -25,7 +25,7 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-/// Hopper has kernels of its own for these widths, but for entropies.
+/// Hopper has kernels of its own for these widths.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else

@@ -2,18 +2,12 @@
 -- rounding less on the way back in f16 and bf16. Which blocks run so, and that others do not.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
-local nn = engine.nn
+local nn, bytes = engine.nn, require("spec.devices").bytes
 
 --- The block with its operations apart, whatever the library would choose.
 local function apart(mlp)
   rawset(mlp.up, "forward", function(self, x) return x:linear(self.weight, rawget(self, "bias")) end)
   return mlp
-end
-
-local function bytes(x)
-  local info, copy = M_ffi.new("eng_tensor_info"), x:contiguous()
-  M_ffi.check(M_ffi.C.eng_info(info, copy))
-  return M_ffi.ffi.string(info.data, tonumber(info.count) * M_ffi.C.eng_dtype_size(info.dtype))
 end
 
 --- |a - b| / |b|, of all elements together

@@ -2,37 +2,8 @@
 -- whole trainings. Which residuals run so. On the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
-local nn, C = engine.nn, M_ffi.C
-
-local CARD = os.getenv("ENGINE_TEST_DEVICE")
-
-local function bytes(x)
-  local info, copy = M_ffi.new("eng_tensor_info"), engine.no_grad(function() return x:contiguous():to("cpu") end)
-  M_ffi.check(C.eng_info(info, copy))
-  return M_ffi.ffi.string(info.data, tonumber(info.count) * C.eng_dtype_size(info.dtype))
-end
-
---- f on the card, or on the CPU with each of its instruction sets.
-local function everywhere(f)
-  if CARD then
-    engine.device(CARD)
-    local good, message = pcall(f, CARD)
-    engine.device("cpu")
-    if not good then error(message, 0) end
-    return
-  end
-  local now = M_ffi.string(C.eng_cpu_isa(nil))
-  for _, set in ipairs { "plain", "avx2", "avx512", now } do
-    if C.eng_cpu_isa(set) ~= nil then
-      local good, message = pcall(f, set)
-      if not good then
-        C.eng_cpu_isa(now)
-        error(message, 0)
-      end
-    end
-  end
-  C.eng_cpu_isa(now)
-end
+local devices = require "spec.devices"
+local nn, C, bytes, everywhere, CARD = engine.nn, M_ffi.C, devices.bytes, devices.everywhere, devices.card
 
 -- ------------------------------------------------------------------ the operations
 

@@ -17,7 +17,8 @@ ffi.C.setenv("ENGINE_TEST_DEVICE", "cuda", 1)
 local files = false
 for _, argument in ipairs(arg) do files = files or argument:find("_spec", 1, true) ~= nil end
 if not files then
-  for _, name in ipairs { "kernels", "optimizer_kernel", "gradstats", "lagged_kernel", "in_place", "wire_kernel", "residual_norm", "cuda/fp8", "cuda/training", "cuda/emulated" } do
+  for _, name in ipairs { "kernels", "optimizer_kernel", "gradstats", "lagged_kernel", "in_place", "wire_kernel", "residual_norm", "attention_entropy",
+    "cuda/fp8", "cuda/training", "cuda/emulated" } do
     arg[#arg + 1] = "spec/" .. name .. "_spec.lua"
   end
 end

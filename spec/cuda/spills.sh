@@ -7,7 +7,6 @@
 
 # Kernels that may, extended regular expressions, one a line; the reason stands behind #.
 allowed='
-attention_forward_tiles<.*, 128, true>       # entropies are asked for now and then; y alone takes 128 of the 255 registers
 plain_(forward|delta|grad_keys|grad_queries)<   # attention of f64 and of odd formats, by functions with frames of their own
 lanes_kernel<doubles<[12]> >                 # max and min of f64
 (held|long)_grad_kernel<float_lanes<1>       # softmax of rows that are no multiple of 4: number by number

@@ -75,6 +75,7 @@ do
   local q, k, v = heads(), heads(), heads()
   local flops = 4 * B * H * T * T * D / 2
   product_line(("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D), flops, function() return engine.attention(q, k, v, { causal = true }) end)
+  product_line("  with entropies", flops, function() return engine.attention(q, k, v, { causal = true, entropy = true }) end)
   q:requires_grad(true) k:requires_grad(true) v:requires_grad(true)
   local dy = heads()
   product_line("  with its gradient", 3.5 * flops, function() (engine.attention(q, k, v, { causal = true }) * dy):sum():backward() end)
