@@ -379,6 +379,7 @@ typedef struct eng_policy_info {
   uint32_t needs;             // ENG_NEED_*
   int32_t  options;           // how many
   int64_t  failures;          // decisions that failed so far
+  bool     fp8;               // goes by FP8 layers (its `kind`) and chooses no loss scale
 } eng_policy_info;
 
 enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };

@@ -204,7 +204,7 @@ eng_status policy_call(eng_policy *p, int n)
 
 // ------------------------------------------------------------------ reading the file
 
-static const char *const file_fields[] = { "name", "doc", "options", "needs", "init", "decide", "migrate" };
+static const char *const file_fields[] = { "name", "doc", "kind", "options", "needs", "init", "decide", "migrate" };
 static const char *const need_names[] = { "amax", "norm", "zeros", "underflow", "hist", "tensors", "norm_ref",
                                           "overflow", "inf", "nan", "count", "groups", "signals" };
 static const unsigned need_bits[] = { ENG_NEED_AMAX, ENG_NEED_NORM, ENG_NEED_ZEROS, ENG_NEED_UNDERFLOW, ENG_NEED_HIST,
@@ -278,7 +278,7 @@ static void read_identity(eng_policy *p)
     int known = 0;
     while (known < COUNT(file_fields) && strcmp(key, file_fields[known]) != 0) ++known;
     if (known == COUNT(file_fields)) fail(p, key, "unknown field '%s'%s", key, nearest_hint(key, file_fields, COUNT(file_fields)));
-    static const int types[] = { LUA_TSTRING, LUA_TSTRING, LUA_TTABLE, LUA_TTABLE, LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION };
+    static const int types[] = { LUA_TSTRING, LUA_TSTRING, LUA_TSTRING, LUA_TTABLE, LUA_TTABLE, LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION };
     if (lua_type(L, -1) != types[known])
       fail(p, key, "'%s' must be a %s, got a %s", key, lua_typename(L, types[known]), luaL_typename(L, -1));
     lua_pop(L, 1);
@@ -292,6 +292,10 @@ static void read_identity(eng_policy *p)
   p->has_migrate = !lua_isnil(L, -1);
   lua_getfield(L, 1, "doc");
   p->doc = copy_text(p, lua_isnil(L, -1) ? "" : lua_tostring(L, -1));
+  lua_getfield(L, 1, "kind");
+  p->fp8 = !lua_isnil(L, -1) && strcmp(lua_tostring(L, -1), "fp8") == 0;
+  if (!lua_isnil(L, -1) && !p->fp8 && strcmp(lua_tostring(L, -1), "scale") != 0)
+    fail(p, "kind", "'kind' must be \"scale\" (a loss scale, as when it is left out) or \"fp8\" (what FP8 layers do), got \"%.60s\"", lua_tostring(L, -1));
   lua_getfield(L, 1, "name");
   char from_file[128];
   stem(from_file, sizeof from_file, p->file);
@@ -555,7 +559,7 @@ void eng_policy_free(eng_policy *p)
 
 void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
 {
-  *out = (eng_policy_info){ .name = p->name, .doc = p->doc, .file = p->file, .needs = p->needs,
+  *out = (eng_policy_info){ .name = p->name, .doc = p->doc, .file = p->file, .needs = p->needs, .fp8 = p->fp8,
                             .options = p->n_options, .failures = p->failures };
 }
 

@@ -42,7 +42,7 @@ struct eng_policy {
   unsigned needs;
   policy_option *options;
   int      n_options;
-  bool     has_init, has_migrate;
+  bool     has_init, has_migrate, fp8;
 
   // Memory in bytes, as the allocator counts it. The limits hold while the policy's code runs.
   size_t   used, limit;

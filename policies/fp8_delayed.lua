@@ -9,6 +9,7 @@
 return {
   name    = "fp8_delayed",
   doc     = "Scales of FP8 tensors from the amaxes of the last steps.",
+  kind    = "fp8",
   needs   = { "amax", "tensors" },
   options = { history = 1024, algorithm = "max" },
   init = function(options)

@@ -4,6 +4,7 @@
 return {
   name    = "fp8_fallback",
   doc     = "Takes layers out of FP8 whose SNR or underflow leaves its band, and tries them again later.",
+  kind    = "fp8",
   needs   = { "tensors", "underflow" },
   options = { snr = 20, underflow = 0.1, clipped = 0.01, pause = 200, grow = 2, longest = 10000 },
   init = function(options)

@@ -195,6 +195,11 @@ describe("an FP8 recipe", function()
     refused({ forward = { promotion = 100 } }, "1: forward: expected a promotion every multiple of 32 steps, or 0 for none, got 100")
     refused({ x = { block = { -1, 3 } } }, "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
     refused({ high = { "." } }, "no linear layer of this model is in FP8")
+    -- what a slip of the pen would do in silence
+    refused({ high = { "^head", "^blcks%.1" } }, "fp8: high: the pattern '^blcks%.1' means no layer of this model; linear layers: 1")
+    refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } }, "fp8: layers[2]: the pattern 'blcks' means no layer of this model")
+    refused({ policy = "dynamic" }, "fp8: policy: policy dynamic chooses a loss scale, not what FP8 layers do; hint: fp8_delayed, fp8_fallback, or a file")
+    refused({ policy = "fp8_delayd" }, "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
   end)
   it("tells shapes that it cannot take", with_gradient(function()
     local layer = nn.linear(12, 8)
@@ -248,7 +253,7 @@ describe("training in FP8", function()
   it("writes meters into the history, and policies see them", function()
     local dir = os.tmpname()
     os.remove(dir)
-    local seen = { source = [[return { needs = { "tensors" }, options = {}, init = function() return { scale = 1, seen = 0 } end,
+    local seen = { source = [[return { kind = "fp8", needs = { "tensors" }, options = {}, init = function() return { scale = 1, seen = 0 } end,
       decide = function(state, record)
         for name, t in pairs(record.tensors) do
           if t.measured then state.seen = state.seen + 1 if not (t.snr > 20 and t.clipped == 0) then error("snr " .. name .. " " .. t.snr) end end

@@ -203,18 +203,44 @@ Sites.__index = Sites
 
 local SUMS, MAXIMA = 7, 5      -- numbers kept of each role (read)
 
-local function load_policies(names)
+local function load_policies(names, where)
   local list = {}
-  if type(names) ~= "table" or names.source then names = { names } end
-  for i, name in ipairs(names) do list[i] = require("engine.policy").load(name) end
+  if type(names) ~= "table" or names.source or names.decide then names = { names } end
+  for i, name in ipairs(names) do
+    local good, result = pcall(require("engine.policy").load, name, nil, "fp8")
+    if not good then raise("%s: policy: %s", where, result) end
+    list[i] = result
+  end
   return list
+end
+
+--- Refuses a pattern of the user's own that means no module of the model: a slip of the pen would leave the layer as it was. Those that recipes
+--- come with (heads, which may be tied) need not.
+local function refuse_unmet(model, full, linears)
+  local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
+  local function met(pattern, of)
+    for _, usual in ipairs(require("engine.precision").usual_high) do
+      if pattern == usual then return end
+    end
+    local found = false
+    model:apply(function(_, path) found = found or path:find(pattern) ~= nil end)
+    if found then return end
+    raise("%s: %s: the pattern '%s' means no layer of this model; linear layers: %s", where, of, pattern,
+      #linears <= 8 and table.concat(linears, " ") or table.concat(linears, " ", 1, 8) .. " ..")
+  end
+  for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
+  for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
 --- Gives every linear layer of a model that the recipe means a site; what an earlier recipe gave it goes. Nil for a recipe without FP8.
 function M.attach(model, full)
   local fp8 = full.fp8
   local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {}, amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
-  local number = ffi.new("int64_t[1]")
+  local number, linears = ffi.new("int64_t[1]"), {}
+  model:apply(function(module, path)
+    if module._class == "linear" then linears[#linears + 1] = path end
+  end)
+  if fp8 then refuse_unmet(model, full, linears) end
   model:apply(function(module, path)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)
@@ -238,7 +264,7 @@ function M.attach(model, full)
     raise("precision '%s': no linear layer of this model is in FP8: `high` keeps them all in high precision, or there is none", full.name)
   end
   self.sample = fp8.sample or 100
-  self:prepare(fp8.policy and load_policies(fp8.policy) or {})
+  self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name)) or {})
   return self
 end
 

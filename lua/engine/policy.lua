@@ -129,8 +129,8 @@ local here = debug.getinfo(1, "S").source:match("^@(.*)[/\\][^/\\]*$") or "."
 -- In the tree and as `make install` lays it out; beside share/lua/5.1.
 local folders = { here .. "/../../policies", here .. "/../../../engine/policies" }
 
---- Names of the loss-scaling policies that come with the engine, sorted. Those of FP8 scales (fp8_*) are none.
-function M.names()
+--- Names of the policies that come with the engine, sorted: those that choose a loss scale, or of a kind "fp8" (fp8_*).
+function M.names(kind)
   local names, listing = {}, ffi.new("eng_listing *[1]")
   for _, folder in ipairs(folders) do
     if C.eng_file_kind(folder) == 2 and C.eng_file_list(listing, folder) == 0 then
@@ -139,7 +139,7 @@ function M.names()
         local entry = C.eng_listing_name(listing[0], i)
         if entry == nil then break end
         local name = ffi.string(entry):match("^(.+)%.lua$")
-        if name and not name:find("^fp8_") then names[#names + 1] = name end
+        if name and (name:find("^fp8_") ~= nil) == (kind == "fp8") then names[#names + 1] = name end
         i = i + 1
       end
       C.eng_listing_free(listing[0])
@@ -167,7 +167,7 @@ end
 local read = M.read
 
 -- Source, display name and path of a policy given by name or path.
-local function find(name)
+local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = read(name)
     if not text then error("policy: " .. why, 0) end
@@ -177,12 +177,12 @@ local function find(name)
     local text = read(folder .. "/" .. name .. ".lua")
     if text then return text, "policies/" .. name .. ".lua", folder .. "/" .. name .. ".lua" end
   end
-  local names = M.names()
-  for class in pairs(M.classes) do names[#names + 1] = class end
+  local names = M.names(kind)
+  for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
   table.sort(names)
   local hint = nearest.hint(name, names)
-  error(("there is no policy '%s'%s Policies: %s. A file of your own is named with its path, as ./mine.lua"):format(
-    name, hint ~= "" and hint or ".", table.concat(names, " ")), 0)
+  error(("there is no %spolicy '%s'%s Policies: %s. A file of your own is named with its path, as ./mine.lua"):format(
+    kind == "fp8" and "FP8 " or "", name, hint ~= "" and hint or ".", table.concat(names, " ")), 0)
 end
 
 local function option_text(name, value)
@@ -213,7 +213,7 @@ local function compile(source, file, options, path)
   if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
   C.eng_policy_describe(info, handle)
   local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc), file = file, source = source,
-    path = path, given = options, needs = info.needs, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
+    path = path, given = options, needs = info.needs, fp8 = info.fp8, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
   local option = ffi.new("eng_policy_option")
   local function typed(text)
     text = ffi.string(text)
@@ -287,11 +287,11 @@ end
 --- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name, path = where it
 --- stands }, or a DeepSpeed configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
 --- options: values for the policy's options, as they are or as text; those of `deepspeed` may be keys of DeepSpeed's fp16
---- block. A policy object comes back as it is.
-function M.load(source, options)
-  if type(source) == "table" and source.decide and source.scale then return source end
+--- block. A policy object comes back as it is. kind: "fp8" for one that goes by FP8 layers (fp8_sites.lua), else it is to choose a loss scale.
+function M.load(source, options, kind)
   options = options or {}
   local good, result = pcall(function()
+    if type(source) == "table" and source.decide and source.scale then return source end
     if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options, source.path) end
     local json
     if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
@@ -307,13 +307,20 @@ function M.load(source, options)
     end
     local class = M.classes[source]
     if class then return require("engine.class_scaler").new(source, class, values_of(options)) end
-    local text, file, path = find(source)
+    local text, file, path = find(source, kind)
     local made, self = pcall(compile, text, file, options, path)
     if not made then error(json and json .. ": " .. self or self, 0) end
     self.config = json
     return self
   end)
   if not good then error(result, 2) end
+  if (result.fp8 or false) ~= (kind == "fp8") then
+    local wrong = "policy %s goes by FP8 layers and chooses no loss scale; hint: precision = { base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
+    if kind == "fp8" then
+      wrong = "policy %s chooses a loss scale, not what FP8 layers do; hint: " .. table.concat(M.names("fp8"), ", ") .. ", or a file of yours that says kind = \"fp8\""
+    end
+    error(wrong:format(result.name, result.name), 2)
+  end
   return result
 end
 

@@ -41,6 +41,7 @@ M.recipes = {
 --   policy                   an FP8 policy, or a list of them (fp8_sites.lua), policies/fp8_delayed.lua and fp8_fallback.lua
 --   sample                   steps between two looks at SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" }, high = { "^head", "^lm_head" } }
+M.usual_high = HYBRID.high
 local function hybrid(more)
   local all = {}
   for key, value in pairs(HYBRID) do all[key] = value end
@@ -109,6 +110,7 @@ function M.resolve(recipe)
     full.fp8 = {}
     for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
     for key, value in pairs(recipe.fp8) do full.fp8[key] = value end
+    full.own_fp8 = recipe.fp8
   else full.fp8 = base.fp8 end
   if full.fp8 then require("engine.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name)) end
   for key, value in pairs(recipe) do
