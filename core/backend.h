@@ -70,12 +70,12 @@ typedef struct backend {
   /// where that is f32) and tells whether any product is inf or nan.
   eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
 
-  /// gradstats without waiting: the result stays on the device, where `optimize` with update->lagged finds it, and
-  /// gradstats_fetch brings it, the oldest first, waiting only if it is not there yet. At most 4 are on their way. `loss`:
+  /// gradstats without waiting: the result stays on the device, where `optimize` with update->lagged finds it by its *ticket (never 0), and
+  /// gradstats_fetch brings it, once, waiting only if it is not there yet. At most 64 are on their way. `loss`:
   /// the loss tensors of the step (f32, one element each), whose values come with the statistics. NULL on host devices.
-  /// A fetch without `stats` drops the oldest.
-  eng_status (*gradstats_start)(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
-  eng_status (*gradstats_fetch)(eng_tensor_stats *stats, int n, double *loss, int n_loss);
+  /// A fetch without `stats` drops it; whatever a fetch returns, its ticket is used up.
+  eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
+  eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss);
 
   // What follows is NULL on devices that compute in host memory.
 
@@ -136,7 +136,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 4 };
+enum { BACKEND_ABI = 5 };
 
 /// The plug-in's one function: NULL with the error set when there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

@@ -473,6 +473,9 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss, eng_params *set, double scale);
 /// How many were asked for and not fetched.
 int eng_params_stats_pending(const eng_params *set);
+/// Drops all of those; or the newest alone, whose step came to nothing. Errors: STATE (there is none).
+void eng_params_stats_forget(eng_params *set);
+eng_status eng_params_stats_withdraw(eng_params *set);
 /// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already; f16
 /// gradients move to an f32 buffer until cleared, so that unscaling loses nothing) and tells whether
 /// any is inf or nan.
@@ -514,8 +517,9 @@ typedef struct eng_update {
   double  clip_value;           // then every element is clamped to +-clip_value; 0: no
   int64_t t;                    // number of this update, from 1 (bias correction); lagged: of the first one in a row of lagged updates,
                                 // for the device counts those that it applies by itself
-  int32_t slot;                 // set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters
-  int32_t lagged;               // 1: the device decides by the statistics it computed last (see backend.h): no update when a gradient is
+  int32_t slot, fresh;          // set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters, and whether that starts at t
+  int64_t statistics;           // set by eng_optimizer_step: the ticket of those that a lagged update goes by
+  int32_t lagged;               // 1: the device decides by the statistics asked for last (see backend.h): no update when a gradient is
                                 // inf or nan; gradient_factor is multiplied by clip_norm / (norm + 1e-6) where norm > clip_norm
   double  clip_norm;            // lagged: largest norm of the gradients times gradient_factor; 0: none
 } eng_update;
@@ -527,6 +531,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state);
 /// Update of every parameter that has a gradient (all others stay as they are).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
+/// The next update's number is the caller's t again, after lagged ones too: for moments that came from elsewhere.
+void eng_optimizer_restart(eng_optimizer *state);
 /// Moment `which` (1 or 2) of parameter `index` as a tensor over the optimizer's memory, for checkpoints.
 /// slot 0 when this optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);

@@ -423,6 +423,18 @@ void fp8_weight_free(fp8_weight *weight)
   release_orphans();
 }
 
+fp8_stamp fp8_weight_stamp(const fp8_weight *weight)
+{
+  fp8_site *s;
+  if (!weight || !weight->q) return (fp8_stamp){0};
+  return (fp8_stamp){weight->q->data, weight->site, site_get(&s, weight->site) == ENG_OK ? s->version : 0};
+}
+
+void fp8_weight_outdate(fp8_weight *weight)
+{
+  if (weight && weight->source) weight->seen = weight->source->store->writes - 1;
+}
+
 int64_t fp8_weight_bytes(const fp8_weight *weight)
 {
   if (!weight || !weight->q) return 0;

@@ -15,6 +15,16 @@ typedef struct fp8_weight {
   tensor  *q, *scale, *q_t, *scale_t;   // q_t: where the blocks are not square, for the gradient of x
 } fp8_weight;
 
+/// Which codes, and of which recipe.
+typedef struct fp8_stamp {
+  const void *codes;
+  int64_t  site;
+  uint32_t version;            // the site's recipe in force
+} fp8_stamp;
+/// Zeros for NULL.
+fp8_stamp fp8_weight_stamp(const fp8_weight *weight);
+/// The copy is made anew, in its place, when it is wanted next. NULL is fine.
+void fp8_weight_outdate(fp8_weight *weight);
 /// Forgets a weight's copy; its memory goes when the tape no longer looks at it. NULL is fine.
 void fp8_weight_free(fp8_weight *weight);
 /// Bytes of a copy.

@@ -6,6 +6,7 @@
 #include "graph.h"
 
 #include "error.h"
+#include "fp8_linear.h"
 #include "params.h"
 #include "transfer.h"
 
@@ -20,12 +21,19 @@ typedef struct graph_input {
   int64_t shape[ENG_MAX_DIMS];
 } graph_input;
 
+/// Where a parameter's numbers were, and which recipe made its FP8 codes.
+typedef struct graph_places {
+  const void *gradient, *shadow;
+  fp8_stamp   fp8;
+} graph_places;
+
 struct eng_graph {
   const backend *device;
   void          *captured;      // the device's; NULL until the end of the capture
+  bool           pinned;        // the device's step memory is kept for it
   eng_params    *set;
   bool          *has_gradient;  // [set->n] after the step
-  void         **places;        // [2 * set->n] where gradients and low-precision weights were
+  graph_places  *places;        // [set->n]
   void          *seed;          // the loss's gradient
   int32_t        seed_dtype, n_inputs;
   graph_input    input[MOST_INPUTS];
@@ -66,21 +74,32 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
   return ENG_OK;
 }
 
-static void note_places(void **places, const eng_params *set)
+static graph_places places_of(const parameter *p)
 {
-  for (int i = 0; i < set->n; i++) {
-    places[2 * i] = set->member[i].gradient ? set->member[i].gradient->data : NULL;
-    places[2 * i + 1] = set->member[i].shadow ? set->member[i].shadow->data : NULL;
-  }
+  return (graph_places){p->gradient ? p->gradient->data : NULL, p->shadow ? p->shadow->data : NULL, fp8_weight_stamp(p->fp8)};
 }
 
-static bool same_places(void *const *places, const eng_params *set)
+static void note_places(graph_places *places, const eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) places[i] = places_of(&set->member[i]);
+}
+
+static bool same_places(const graph_places *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
-    const parameter *p = &set->member[i];
-    if (places[2 * i] != (p->gradient ? p->gradient->data : NULL) || places[2 * i + 1] != (p->shadow ? p->shadow->data : NULL)) return false;
+    const graph_places now = places_of(&set->member[i]), then = places[i];
+    if (now.gradient != then.gradient || now.shadow != then.shadow || now.fp8.codes != then.fp8.codes || now.fp8.site != then.fp8.site ||
+        now.fp8.version != then.fp8.version)
+      return false;
   }
   return true;
+}
+
+/// What a capture makes of weights is made in every launch: nobody may take codes from before for it, nor those of the capture, which
+/// computes nothing, for numbers.
+static void make_fp8_anew(eng_params *set)
+{
+  for (int i = 0; i < set->n && !set->freed; i++) fp8_weight_outdate(set->member[i].fp8);
 }
 
 // ---- capturing
@@ -92,11 +111,10 @@ void eng_graph_free(eng_graph *graph)
     capturing = NULL;
     void *unfinished = NULL;
     if (graph->device->capture_end(&unfinished) == ENG_OK) graph->device->graph_free(unfinished);
+    make_fp8_anew(graph->set);
   }
-  if (graph->captured) {
-    graph->device->graph_free(graph->captured);
-    arena_pin(graph->device->space, -1);
-  }
+  if (graph->captured) graph->device->graph_free(graph->captured);
+  if (graph->pinned) arena_pin(graph->device->space, -1);
   if (graph->loss) tensor_drop(graph->loss);
   params_release(graph->set);
   free(graph->has_gradient);
@@ -121,7 +139,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   eng_graph *graph = calloc(1, sizeof *graph);
   size_t some = (size_t)(set->n > 0 ? set->n : 1);
   bool *has_gradient = calloc(some, sizeof *has_gradient);
-  void **places = calloc(2 * some, sizeof *places);
+  graph_places *places = calloc(some, sizeof *places);
   if (!graph || !has_gradient || !places) {
     free(graph);
     free(has_gradient);
@@ -131,6 +149,9 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   *graph = (eng_graph){.device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
   memcpy(graph->input, input, sizeof input);
   set->references++;
+  make_fp8_anew(set);
+  arena_pin(device->space, 1);   // what the capture uses and gives back must not go to the system
+  graph->pinned = true;
   eng_status status = device->capture_begin();
   if (status != ENG_OK) {
     eng_graph_free(graph);
@@ -152,9 +173,8 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
   for (int i = 0; i < graph->set->n; i++) graph->has_gradient[i] = graph->set->member[i].has_gradient;
   note_places(graph->places, graph->set);
   capturing = NULL;
-  ENG_TRY(graph->device->capture_end(&graph->captured));
-  arena_pin(graph->device->space, 1);
-  return ENG_OK;
+  make_fp8_anew(graph->set);
+  return graph->device->capture_end(&graph->captured);
 }
 
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n)

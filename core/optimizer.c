@@ -13,8 +13,10 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype;
   int32_t     *group;        // [set->n]
-  int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's
-  int64_t      lagged_t;     // number of the next lagged update, where the device computes at once; 0: as the caller says
+  int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's; -1: none yet
+  bool         in_a_row;     // the last update was a lagged one
+  int64_t      lagged_t;     // number of the next lagged update, where the device computes at once
+  int64_t     *begun;        // [set->n] storage.writes of moment 1 when it was seen to hold something; -1: it was not
   flat_buffer *moment[2];    // NULL where there is none (yet: they are made by the first update, SGD's when momentum asks for it)
 };
 
@@ -26,6 +28,19 @@ enum { KINDS = sizeof kinds / sizeof kinds[0] };
 static eng_status check_alive(const eng_optimizer *state)
 {
   return state->set->freed ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed", kinds[state->kind].name) : ENG_OK;
+}
+
+static uint64_t slots_taken;   // a bit for each of the device's counters
+_Static_assert(ENG_UPDATE_SLOTS == 64, "a bit for each slot");
+
+static eng_status take_slot(eng_optimizer *state)
+{
+  for (int k = 0; k < ENG_UPDATE_SLOTS && state->slot < 0; k++)
+    if (!(slots_taken >> k & 1)) state->slot = k;
+  if (state->slot < 0)
+    return error_set(ENG_ERR_STATE, "%s: %d optimizers had lagged updates already; hint: let go of some, and collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
+  slots_taken |= 1ull << state->slot;
+  return ENG_OK;
 }
 
 static eng_status moment_new(eng_optimizer *state, int which)
@@ -52,13 +67,15 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 
   eng_optimizer *state = calloc(1, sizeof *state);
   int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
-  if (!state || !group) {
+  int64_t *begun = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *begun);
+  if (!state || !group || !begun) {
     free(state);
     free(group);
+    free(begun);
     return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
   }
-  static int32_t optimizers;
-  *state = (eng_optimizer){.slot = optimizers++ % ENG_UPDATE_SLOTS, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group};
+  *state = (eng_optimizer){.slot = -1, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group, .begun = begun};
+  for (int i = 0; i < set->n; i++) begun[i] = -1;
   if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
   set->references++;
   *out = state;
@@ -71,9 +88,13 @@ void eng_optimizer_free(eng_optimizer *state)
   flat_release(state->moment[0]);
   flat_release(state->moment[1]);
   params_release(state->set);
+  if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
   free(state->group);
+  free(state->begun);
   free(state);
 }
+
+void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
 
 eng_status eng_optimizer_shard(eng_optimizer *state)
 {
@@ -131,6 +152,16 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
+/// Whether an update has reached parameter i's moment. Looked at until then alone: it may mean waiting for a card.
+static bool has_begun(eng_optimizer *state, int i)
+{
+  const tensor *moment = state->moment[0]->part[i];
+  if (state->begun[i] == (int64_t)moment->store->writes) return true;
+  if (untouched(moment)) return false;
+  state->begun[i] = moment->store->writes;
+  return true;
+}
+
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
 {
   const backend *device = backend_current();
@@ -144,27 +175,36 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
 
   eng_params *set = state->set;
   eng_update here = *update;
+  const bool lagged = update->lagged != 0;
   if (update->lagged && !device->gradstats_start) {   // a card decides by itself
-    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
-    here.t = state->lagged_t ? state->lagged_t : update->t;
+    here.t = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
+    state->lagged_t = here.t;
+    state->in_a_row = true;
+    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
+    state->lagged_t++;
   }
-  state->lagged_t = update->lagged ? here.t + 1 : 0;
-  here.slot = state->slot;
+  if (here.lagged) ENG_TRY(take_slot(state));
+  here.slot = here.lagged ? state->slot : 0;
+  here.fresh = !state->in_a_row;
+  here.statistics = set->newest ? set->newest->ticket : 0;
   update = &here;
   int m = set->sharded ? params_own_spans(set) : params_spans(set);
+  bool some = false;
   for (int k = 0; k < m; k++) {
     param_span *span = &set->span[k];
     int i = set->which[k];
+    some = some || span->count > 0;
     span->group = state->group[i];
     span->moment_dtype = state->moment_dtype;
     const eng_hyper *h = &update->groups[span->group];
     if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0)) span->moment1 = state->moment[0]->part[i]->data;
     if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
     // Without dampening the first update needs no exception: momentum * 0 + gradient is the gradient.
-    span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && untouched(state->moment[0]->part[i]);
+    span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
   }
   ENG_TRY(device->optimize(set->span, m, update));
+  if (some) state->in_a_row = lagged;   // else the device counted nothing
   for (int k = 0; k < m; k++) params_written(&set->member[set->which[k]]);
   return ENG_OK;
 }

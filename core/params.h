@@ -40,7 +40,8 @@ typedef struct pending_stats {
   int32_t  m, n_losses;
   int32_t *which;             // [n] of the set: entry k is of member which[k]
   double  *carry;             // [n] what entry k carries beside the loss scale
-  eng_tensor_stats *stats;    // [n], where the device computes at once; NULL on a card
+  int64_t  ticket;            // the device's, where it does not compute at once
+  eng_tensor_stats *stats;    // [n], where it does; NULL on a card
   double   loss, sum_squares; // likewise; squares of the gradients as stored, each divided by its span's scale
   bool     overflow;
 } pending_stats;

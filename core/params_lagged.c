@@ -20,10 +20,28 @@ static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host
   return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
 }
 
-void params_forget_lagged(eng_params *set)
+void eng_params_stats_forget(eng_params *set)
 {
   const backend *device = backend_of_space(set->space);
-  for (; device && device->gradstats_fetch && set->n_pending > 0; set->n_pending--) device->gradstats_fetch(NULL, 0, NULL, 0);
+  for (; set->n_pending > 0; set->n_pending--) {
+    const pending_stats *p = &set->pending[set->first_pending];
+    if (device && device->gradstats_fetch) device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0);
+    set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
+  }
+}
+
+eng_status eng_params_stats_withdraw(eng_params *set)
+{
+  const backend *device = backend_of_space(set->space);
+  if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+  const pending_stats *p = &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+  if (set->newest == p) set->newest = NULL;
+  return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0) : ENG_OK;
+}
+
+void params_forget_lagged(eng_params *set)
+{
+  eng_params_stats_forget(set);
   for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
     free(set->pending[i].which);
     free(set->pending[i].carry);
@@ -61,7 +79,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
   for (int k = 0; k < p->m; k++) p->carry[k] = set->span[k].scale;
   if (device->gradstats_start) {
-    ENG_TRY(device->gradstats_start(set->span, p->m, needs, loss, n_losses));
+    ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
   } else {
     ENG_TRY(device->gradstats(set->span, p->m, needs | ENG_NEED_NORM, p->stats));
     p->loss = p->sum_squares = 0;
@@ -89,7 +107,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   set->n_pending--;   // gone, whatever comes back
   if (device->gradstats_fetch) {
     double values[MOST_LOSSES];
-    ENG_TRY(device->gradstats_fetch(set->stats, p->m, values, p->n_losses));
+    ENG_TRY(device->gradstats_fetch(p->ticket, set->stats, p->m, values, p->n_losses));
     p->loss = 0;
     for (int i = 0; i < p->n_losses; i++) p->loss += values[i];
     found = set->stats;

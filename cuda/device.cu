@@ -107,6 +107,7 @@ void *cuda_take(int64_t bytes)
 void cuda_give(void *memory, int64_t bytes)
 {
   (void)bytes;
+  if (cuda_give_later(memory)) return;
   cudaStreamSynchronize(card.stream);   // a kernel may still write there
   cudaFree(memory);
 }

@@ -439,10 +439,12 @@ __global__ static void gather_losses(gather_list list, int n, float *to)
 
 // ------------------------------------------------------------------ the host's side
 
-enum { SLOTS = 5, DIRECT = 4 /* the slot of passes that are waited for at once */ };
+enum { REPORTS = 64 };
 
 /// What one pass found, on its way: fault, losses, results, histograms, in one piece of memory here and there.
 typedef struct report {
+  int64_t     ticket;            // of the pass that was here last
+  bool        busy, dropped;     // nobody fetched it yet; nobody will, though it may still be on its way
   char       *memory;            // pinned
   int64_t     bytes;
   cudaEvent_t arrived;
@@ -456,12 +458,29 @@ static struct {
   span_table table;
   void      *tallies, *device;   // device memory: of every chunk; the report being made
   int64_t    tallies_bytes, device_bytes;
-  cuda_step_total *total;        // device memory, with the counter of sum_up behind it
-  report     slot[SLOTS];
-  int        oldest, on_the_way;
+  cuda_step_total *total;        // device memory [REPORTS], with the counter of sum_up behind them
+  report     reports[REPORTS];
+  int64_t    tickets;            // given out so far
 } pass;
 
-const cuda_step_total *cuda_last_total(void) { return pass.total; }
+const cuda_step_total *cuda_total_of(int64_t ticket)
+{
+  for (int i = 0; i < REPORTS; i++)
+    if (ticket > 0 && pass.reports[i].ticket == ticket) return pass.total + i;
+  return NULL;
+}
+
+/// A free report, if there is one none whose copy may still be under way.
+static report *report_free(void)
+{
+  report *found = NULL;
+  for (report *r = pass.reports; r < pass.reports + REPORTS; r++) {
+    if (r->busy) continue;
+    if (!r->dropped) return r;
+    if (!found) found = r;
+  }
+  return found;
+}
 
 static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 static int64_t losses_at(void) { return round_up(sizeof(cuda_fault_record)); }
@@ -484,8 +503,9 @@ static eng_status check_pass(const param_span *spans, int n, tensor *const *loss
 
 static eng_status report_room(report *r, int n, int64_t bytes)
 {
-  if (r->arrived) CUDA_TRY(cudaEventSynchronize(r->arrived));   // a report that was dropped may still be on its way
-  else CUDA_TRY(cudaEventCreateWithFlags(&r->arrived, cudaEventDisableTiming));
+  if (r->dropped) CUDA_TRY(cudaEventSynchronize(r->arrived));
+  r->dropped = false;
+  if (!r->arrived) CUDA_TRY(cudaEventCreateWithFlags(&r->arrived, cudaEventDisableTiming));
   if (bytes > r->bytes) {
     if (r->memory) CUDA_TRY(cudaFreeHost(r->memory));
     r->memory = NULL;
@@ -502,8 +522,12 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   return ENG_OK;
 }
 
-static eng_status launch(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss, report *r)
+/// Starts a pass. *out: its report, busy from now on.
+static eng_status launch(report **out, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
 {
+  report *r = report_free();
+  ENG_TRY(cuda_forbidden("gradient statistics"));
+  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
   ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
@@ -515,11 +539,13 @@ static eng_status launch(const param_span *spans, int n, unsigned needs, tensor 
   ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
   ENG_TRY(report_room(r, n, bytes));
   if (!pass.total) {
-    cuda_step_total *total = (cuda_step_total *)cuda_take(2 * sizeof *total);
+    const int64_t room = (REPORTS + 1) * (int64_t)sizeof(cuda_step_total);
+    cuda_step_total *total = (cuda_step_total *)cuda_take(room);
     if (!total) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
-    CUDA_TRY(cudaMemsetAsync(total, 0, 2 * sizeof *total, cuda_stream()));
+    CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
     pass.total = total;
   }
+  r->ticket = ++pass.tickets;   // what was here is gone, whatever happens now
 
   const span_table *t = &pass.table;
   char *device = (char *)pass.device;
@@ -534,8 +560,8 @@ static eng_status launch(const param_span *spans, int n, unsigned needs, tensor 
     else read_gradients<false><<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, 1, tallies, bins);
     CUDA_LAUNCHED("gradient statistics");
   }
-  sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(t->span, n, (int)slabs, tallies, tallies + t->chunks, (span_result *)(device + results_at(n_loss)), pass.total,
-                                                                               (unsigned *)(pass.total + 1), cuda_fault(), (cuda_fault_record *)device);
+  sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(t->span, n, (int)slabs, tallies, tallies + t->chunks, (span_result *)(device + results_at(n_loss)),
+                                                                               pass.total + (r - pass.reports), (unsigned *)(pass.total + REPORTS), cuda_fault(), (cuda_fault_record *)device);
   CUDA_LAUNCHED("gradient statistics");
   for (int from = 0; from < n_loss; from += GATHERED) {
     gather_list list;
@@ -551,6 +577,8 @@ static eng_status launch(const param_span *spans, int n, unsigned needs, tensor 
   r->n_loss = n_loss;
   r->needs = needs;
   r->told = false;
+  r->busy = true;
+  *out = r;
   return ENG_OK;
 }
 
@@ -562,7 +590,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  for (int k = 0; k < SLOTS; k++) pass.slot[k].told = true;   // those behind it met the same one
+  for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;   // those behind it met the same one
   return cuda_fault_told(fault);
 }
 
@@ -583,35 +611,43 @@ static void unpack(eng_tensor_stats *stats, const report *r)
   }
 }
 
-eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+/// Brings what a report holds; it is free again, whatever comes of it.
+static eng_status fetch(report *r, eng_tensor_stats *stats, double *loss, int n_loss)
 {
-  ENG_TRY(launch(spans, n, needs, NULL, 0, &pass.slot[DIRECT]));
-  ENG_TRY(arrive(&pass.slot[DIRECT], stats));
-  unpack(stats, &pass.slot[DIRECT]);
-  return ENG_OK;
-}
-
-eng_status cuda_gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
-{
-  if (pass.on_the_way == DIRECT)
-    return error_set(ENG_ERR_STATE, "gradient statistics: %d passes are on their way; hint: fetch the oldest first", DIRECT);
-  ENG_TRY(launch(spans, n, needs, loss, n_loss, &pass.slot[(pass.oldest + pass.on_the_way) % DIRECT]));
-  pass.on_the_way++;
-  return ENG_OK;
-}
-
-eng_status cuda_gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss)
-{
-  report *r = &pass.slot[pass.oldest];
-  if (pass.on_the_way == 0) return error_set(ENG_ERR_STATE, "gradient statistics: no pass is on its way");
-  if (stats && (n != r->n || n_loss != r->n_loss))
-    return error_set(ENG_ERR_VALUE, "gradient statistics: the oldest pass is of %d tensors and %d losses, asked for %d and %d", r->n, r->n_loss, n, n_loss);
-  pass.oldest = (pass.oldest + 1) % DIRECT;
-  pass.on_the_way--;
-  if (!stats) return ENG_OK;
+  r->busy = false;
   ENG_TRY(arrive(r, stats));
   unpack(stats, r);
   const float *values = (const float *)(r->memory + losses_at());
   for (int k = 0; k < n_loss; k++) loss[k] = (double)values[k];
   return ENG_OK;
+}
+
+eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+{
+  report *r;
+  ENG_TRY(launch(&r, spans, n, needs, NULL, 0));
+  return fetch(r, stats, NULL, 0);
+}
+
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+{
+  report *r;
+  ENG_TRY(launch(&r, spans, n, needs, loss, n_loss));
+  *ticket = r->ticket;
+  return ENG_OK;
+}
+
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss)
+{
+  report *r = NULL;
+  for (int i = 0; i < REPORTS && !r; i++)
+    if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
+  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is on its way", (long long)ticket);
+  if (!stats || n != r->n || n_loss != r->n_loss) {
+    r->busy = false;
+    r->dropped = true;
+    if (!stats) return ENG_OK;
+    return error_set(ENG_ERR_VALUE, "gradient statistics: the pass is of %d tensors and %d losses, asked for %d and %d", r->n, r->n_loss, n, n_loss);
+  }
+  return fetch(r, stats, loss, n_loss);
 }

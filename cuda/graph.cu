@@ -1,5 +1,6 @@
 // Captured steps as CUDA graphs: what goes to the stream between begin and end becomes one graph. Owns the host memory that its copies
-// to the card read. Called through the table (core/graph.c).
+// to the card read, and what others let go of meanwhile (a script's garbage may be collected at any time), for freeing waits for the stream.
+// Called through the table (core/graph.c).
 #include "device.h"
 #include "passes.h"
 
@@ -8,18 +9,50 @@
 
 struct kept_piece {
   kept_piece *next;
-  void *memory;      // pinned
+  void *memory;      // pinned; or of the card, to be freed
 };
 
 struct step_graph {
   cudaGraphExec_t launchable;
   kept_piece *kept;
+  step_graph *next;          // among those to be freed
 };
 
 static bool capturing;
 static kept_piece *kept;
+static struct { kept_piece *memory; step_graph *graphs; } later;   // to be freed at the capture's end
 
 bool cuda_capturing(void) { return capturing; }
+
+eng_status cuda_forbidden(const char *what)
+{
+  return capturing ? error_set(ENG_ERR_STATE, "graph: %s cannot stand in a captured step; hint: graph=false", what) : ENG_OK;
+}
+
+bool cuda_give_later(void *memory)
+{
+  if (!capturing) return false;
+  kept_piece *piece = (kept_piece *)malloc(sizeof *piece);
+  if (!piece) return true;   // lost, not dangling
+  *piece = {later.memory, memory};
+  later.memory = piece;
+  return true;
+}
+
+static void give_later(void)
+{
+  while (later.memory) {
+    kept_piece *next = later.memory->next;
+    cuda_give(later.memory->memory, 0);
+    free(later.memory);
+    later.memory = next;
+  }
+  while (later.graphs) {
+    step_graph *next = later.graphs->next;
+    cuda_graph_free(later.graphs);
+    later.graphs = next;
+  }
+}
 
 static void give_kept(kept_piece *list)
 {
@@ -59,6 +92,7 @@ eng_status cuda_capture_end(void **out)
   step_graph *graph = (step_graph *)calloc(1, sizeof *graph);
   cudaError_t result = cudaStreamEndCapture(cuda_stream(), &noted);
   capturing = false;
+  give_later();
   *out = NULL;
   if (result == cudaSuccess && graph) result = cudaGraphInstantiate(&graph->launchable, noted, 0);
   if (noted) cudaGraphDestroy(noted);
@@ -86,6 +120,11 @@ void cuda_graph_free(void *handle)
 {
   step_graph *graph = (step_graph *)handle;
   if (!graph) return;
+  if (capturing) {
+    graph->next = later.graphs;
+    later.graphs = graph;
+    return;
+  }
   cudaStreamSynchronize(cuda_stream());
   cudaGraphExecDestroy(graph->launchable);
   give_kept(graph->kept);

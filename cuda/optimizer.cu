@@ -5,8 +5,7 @@
 // operation, nothing fused (the build says so), IEEE division and square root.
 //
 // What changes from update to update (learning rate, factor, t) lies in a block of device memory, written from a pinned ring
-// before the launch: a captured graph of launches can be replayed after cuda_optimize_prepare. A lagged update decides on the
-// card: `decide` reads the totals of the last statistics, counts t, and gives the block its factor.
+// before the launch. A lagged update decides on the card: `decide` reads the totals of its statistics, counts t, and gives the block its factor.
 #include "passes.h"
 #include "spans.h"
 
@@ -286,7 +285,6 @@ static struct {
   pinned_ring ring;
   int64_t    *counters;              // device memory [ENG_UPDATE_SLOTS], and an int behind them: found_inf
   int        *found;                 // pinned
-  const float *in_a_row[ENG_UPDATE_SLOTS];   // whose last update was a lagged one, told by its first weights
 } pass;
 
 static eng_status open_pass(void)
@@ -345,7 +343,8 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
   return ENG_OK;
 }
 
-eng_status cuda_optimize_prepare(const param_span *spans, int n, const eng_update *update)
+/// Brings this update's numbers, and the table where it changed, to the card.
+static eng_status prepare(const param_span *spans, int n, const eng_update *update)
 {
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
   void *slot;
@@ -366,24 +365,23 @@ eng_status cuda_optimize_prepare(const param_span *spans, int n, const eng_updat
   u->adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW;
   u->n_groups = update->n_groups;
   u->counter = update->slot;
-  u->fresh = pass.in_a_row[update->slot] != spans[0].master;
-  pass.in_a_row[update->slot] = update->lagged ? spans[0].master : NULL;
+  u->fresh = update->fresh;
   for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
   return ring_send(&pass.ring, pass.numbers, bytes);
 }
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  cudaStreamCaptureStatus capturing;
-  CUDA_TRY(cudaStreamIsCapturing(cuda_stream(), &capturing));
-  if (update->lagged && !cuda_last_total())
-    return error_set(ENG_ERR_STATE, "optimize: a lagged update decides by gradient statistics, and there have been none");
-  if (capturing == cudaStreamCaptureStatusNone) ENG_TRY(cuda_optimize_prepare(spans, n, update));
+  ENG_TRY(cuda_forbidden("an optimizer's update"));
+  const cuda_step_total *total = cuda_total_of(update->statistics);
+  if (update->lagged && !total)
+    return error_set(ENG_ERR_STATE, "optimize: a lagged update decides by gradient statistics, and there are none");
+  ENG_TRY(prepare(spans, n, update));
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
   numbers *u = (numbers *)pass.numbers;
   const span_table *t = &pass.table;
   if (update->lagged) {
-    decide<<<1, 64, 0, cuda_stream()>>>(u, cuda_last_total(), pass.counters);
+    decide<<<1, 64, 0, cuda_stream()>>>(u, total, pass.counters);
     CUDA_LAUNCHED("optimize");
   }
   unsigned chunks = (unsigned)t->chunks;
@@ -397,6 +395,7 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
 eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
 {
   *found_inf = 0;
+  ENG_TRY(cuda_forbidden("unscaling"));
   for (int k = 0; k < n; k++)
     if (!dtype_fits(spans[k].gradient_dtype))
       return error_set(ENG_ERR_DTYPE, "unscale: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(spans[k].gradient_dtype));

@@ -44,26 +44,26 @@ void        cuda_graph_free(void *graph);
 /// Whether a step is being captured; host memory of `bytes` that lives as long as its graph, for what it copies to the card.
 bool        cuda_capturing(void);
 void       *cuda_capture_keep(const void *bytes, int64_t size);
+/// ENG_OK, or an error that says why `what` cannot stand in a captured step.
+eng_status  cuda_forbidden(const char *what);
+/// While a step is captured nobody may wait for the stream: notes device memory that is to be freed at the capture's end. False when none is.
+bool        cuda_give_later(void *memory);
 
 // gradstats.cu
 eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
-eng_status cuda_gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
-/// Without `stats` the oldest is dropped.
-eng_status cuda_gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss);
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss);
 
-/// For lagged updates: what the last gradstats pass found, in device memory.
+/// For lagged updates: what a gradstats pass found, in device memory.
 typedef struct cuda_step_total {
   int64_t bad;            // inf and nan of all spans
   double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
-/// NULL before the first pass.
-const cuda_step_total *cuda_last_total(void);
+/// Of the pass with this ticket, fetched or not; NULL when a later pass took its place.
+const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update);
-/// What cuda_optimize does before its launches, all but for them: brings this update's numbers to the card. While the stream is
-/// being captured cuda_optimize records the launches alone; call this before every replay.
-eng_status cuda_optimize_prepare(const param_span *spans, int n, const eng_update *update);
 eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
 
 #ifdef __cplusplus

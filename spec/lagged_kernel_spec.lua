@@ -80,6 +80,117 @@ describe("lagged updates", function()
     end
   end))
 
+  --- Weights of parameter 2 after updates from the given sizes of gradients, `bad` where it is no number.
+  local function updated(set, from, to, sizes)
+    for number = from, to do
+      local size = sizes[number]
+      set:write_gradients(gradients(number, size == size and size or 1, size ~= size and 0 / 0 or nil), "f32")
+      check(start(set, C.ENG_NEED_NORM))
+      set:update { hyper = ADAMW, factor = 1 / 8, t = number, lagged = true, clip_norm = 200 }
+      fetch(set, 8)
+    end
+    return set:weights(2)
+  end
+  local SIZES = { 1, 3, 0.5, 2, 1, 4 }
+
+  it("of two sets keep their records and numbers apart, in whatever order they are asked for", sets.step(function()
+    sets.everywhere(function()
+      local alone = sets.new(SHAPES, {})
+      alone:optimizer("adamw")
+      local want = updated(alone, 1, 6, SIZES)
+      alone:free()
+      local one, other = sets.new(SHAPES, {}), sets.new({ { 4 } }, {})
+      one:optimizer("adamw")
+      other:optimizer("adamw")
+      for number = 1, 6 do
+        other:write_gradients { { number, 0, 0, 1 / 0 } }
+        check(start(other))
+        one:write_gradients(gradients(number, SIZES[number]), "f32")
+        check(start(one, C.ENG_NEED_NORM))
+        one:update { hyper = ADAMW, factor = 1 / 8, t = number, lagged = true, clip_norm = 200 }
+        other:update { hyper = ADAMW, factor = 1, t = number, lagged = true, clip_norm = 0 }
+        if number % 2 == 1 then assert.equal(1, fetch(other).overflow) end
+        assert.equal(0, fetch(one, 8).overflow)
+        if number % 2 == 0 then assert.equal(number, fetch(other).amax) end
+      end
+      assert.same(want, one:weights(2))
+      assert.same({ 0, 0, 0, 0 }, other:weights(1))          -- inf in every step: never updated
+      one:free()
+      other:free()
+    end)
+  end))
+
+  it("count anew where the caller says so, and from the first that is not left out", sets.step(function()
+    sets.everywhere(function()
+      local function fresh()
+        local set = sets.new(SHAPES, {})
+        set:optimizer("adamw")
+        return set
+      end
+      -- an overflow at first leaves t at 1, though the caller, who does not know yet, says 2 next
+      local plain, late = fresh(), fresh()
+      local want = updated(plain, 1, 1, { 3 })
+      late:write_gradients(gradients(9, 1, inf), "f32")
+      check(start(late, C.ENG_NEED_NORM))
+      late:update { hyper = ADAMW, factor = 1 / 8, t = 1, lagged = true, clip_norm = 200 }
+      late:write_gradients(gradients(1, 3), "f32")
+      check(start(late, C.ENG_NEED_NORM))
+      late:update { hyper = ADAMW, factor = 1 / 8, t = 2, lagged = true, clip_norm = 200 }
+      assert.same(want, late:weights(2))
+      plain:free()
+      late:free()
+      -- after a restart the caller's t holds: weights and moments of an earlier update, back in the same optimizer
+      local set = fresh()
+      updated(set, 1, 2, SIZES)
+      local kept = { (set:weights(2)), (sets.read(set:moment(1, 2))), (sets.read(set:moment(2, 2))) }
+      want = updated(set, 3, 3, SIZES)
+      updated(set, 4, 6, SIZES)
+      set:write_weights(2, kept[1])
+      sets.write(set:moment(1, 2), kept[2])
+      sets.write(set:moment(2, 2), kept[3])
+      C.eng_optimizer_restart(set.state)
+      assert.same(want, updated(set, 3, 3, SIZES))
+      set:free()
+    end)
+  end))
+
+  it("of optimizers that come and go begin where each of them begins", sets.step(function()
+    local want
+    for _ = 1, 70 do      -- more than a device has counters
+      local set = sets.new({ { 3 }, { 9, 3 } }, {})
+      set:optimizer("adamw")
+      for number = 1, 2 do
+        set:write_gradients({ { 1, 2, 3 }, gradients(number, 1)[2] }, "f32")
+        check(start(set, C.ENG_NEED_NORM))
+        set:update { hyper = ADAMW, factor = 1, t = number, lagged = true, clip_norm = 0 }
+        fetch(set)
+      end
+      want = want or set:weights(1)
+      assert.same(want, set:weights(1))
+      set:free()
+    end
+  end))
+
+  it("that came to nothing are withdrawn, and what was left on its way is forgotten", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 2 } }, {})
+      for k = 1, 3 do
+        set:write_gradients { { 3 * k, 4 * k } }
+        check(start(set))
+      end
+      check(C.eng_params_stats_withdraw(set.params))
+      assert.equal(5, fetch(set).norm)
+      assert.equal(1, C.eng_params_stats_pending(set.params))
+      C.eng_params_stats_forget(set.params)
+      assert.equal(0, C.eng_params_stats_pending(set.params))
+      assert.is_true(C.eng_params_stats_withdraw(set.params) ~= 0)
+      set:write_gradients { { 6, 8 } }
+      check(start(set))
+      assert.equal(10, fetch(set).norm)
+      set:free()
+    end)
+  end))
+
   it("bring records and losses in the order they were asked for", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 100 }, { 3 } }, { gradient = "bf16" })

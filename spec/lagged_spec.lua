@@ -4,14 +4,15 @@ local helper = require "spec.helper"
 
 local TEXT = require("engine.lab").text(20000)
 
---- Trains a small GPT; gives losses and scales by step, the weights' checksum and the trainer.
+--- Trains a small GPT (or that of the trainer `of`, with its optimizer); gives losses and scales by step, the weights' checksum and the trainer.
 local function train(options)
   engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout or 0 }
+  local of = options.of
+  local model = of and of.model or engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout or 0 }
   local seen = { loss = {}, scale = {}, overflow = {} }
   local trainer = engine.trainer {
     model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = options.steps or 24, log = "quiet",
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }), clip = 0.5, accumulate = options.accumulate,
+    optimizer = of and of.optimizer or engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }), clip = 0.5, accumulate = options.accumulate,
     policy = options.policy, policy_options = options.policy_options, mode = options.mode, run = options.run, resume = options.resume,
     checkpoint_every = options.checkpoint_every, trap = options.trap,
     on_step = function(_, record)
@@ -46,16 +47,67 @@ describe("lagged training", function()
     for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
   end)
 
+  it("goes on in step with its records after a step that failed", function()
+    local order, lr = {}, 1e-3
+    engine.seed(5)
+    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
+    local function trainer(mode)
+      return engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 8, log = "quiet", mode = mode,
+        optimizer = engine.optim.adamw(model, { lr = lr, precision = "fp32" }), schedule = function() return lr end,
+        on_step = function(t, record)
+          order[#order + 1] = { tonumber(record.step), record.loss }
+          if #order == 3 then lr = -1 end
+        end }
+    end
+    local t = trainer("lagged")
+    assert.error_matches(function() t:run() end, "expected lr as a finite number")
+    lr = 1e-3
+    t:run()
+    local seen = {}
+    for _, row in ipairs(order) do
+      assert.is_nil(seen[row[2]], "two steps have one record")
+      seen[row[2]] = row[1]
+    end
+    -- the record of step 3, asked for before the one that failed, went into the history when the run ended
+    local steps = {}
+    for i, row in ipairs(order) do steps[i] = row[1] end
+    assert.same({ 0, 1, 2, 4, 5, 6, 7 }, steps)
+  end)
+
+  it("keeps a policy that it can have when another is swapped in", function()
+    local folder = helper.folder()
+    engine.seed(5)
+    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
+    local n = 0
+    local t = engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 8, log = "quiet",
+      mode = "lagged", optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), run = folder .. "/run",
+      on_step = function(trainer)
+        n = n + 1
+        if n == 2 or n == 4 then trainer.policy:swap(n == 2 and "layerwise" or "norm_ratio") end
+      end }
+    t:run()
+    local told = {}
+    for _, event in ipairs(engine.history.open(folder .. "/run"):events("swap_refused")) do told[#told + 1] = event.text end
+    assert.equal("dynamic", t.policy.name)
+    assert.equal(8, n)
+    assert.matches("dynamic stays.*layerwise scales layers apart.*dynamic stays.*norm_ratio wants reference backward passes", table.concat(told, " "))
+    helper.remove(folder)
+  end)
+
   it("goes on from a checkpoint as if it had not stopped", function()
     local folder = helper.folder()
     local options = { mode = "lagged", dropout = 0.1, policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 3 }, checkpoint_every = 8 }
     options.run = folder .. "/whole"
-    local whole = train(options)
+    local whole, _, trainer = train(options)
     options.run, options.steps = folder .. "/parts", 16
     local first = train(options)
     options.steps, options.resume = 24, "auto"
     local second = train(options)
     for step = 17, 22 do assert.equal(whole.loss[step], second.loss[step]) end
+    -- and in the same process, with the optimizer that went on meanwhile; without a checkpoint after 16, where records are caught up with
+    options.run, options.resume, options.of = nil, folder .. "/whole/checkpoints/step-00000008", trainer
+    local third = train(options)
+    for step = 9, 15 do assert.equal(whole.loss[step], third.loss[step]) end
     assert.equal(whole.scale[23], second.scale[23])
     assert.equal(whole.loss[14], first.loss[14])
   end)

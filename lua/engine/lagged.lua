@@ -19,11 +19,22 @@ local M = {}
 
 M.MOST_LOSSES = 64         -- micro-batches of a step, as the core has it
 
---- Refuses what cannot work without waiting. Gives the message, or nil.
-function M.refusal(options, policy)
+--- What is wrong with a policy here, or nil. groups: how many may have a scale of their own.
+function M.policy_refusal(policy, groups)
   if bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then
     return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; hint: mode=sync"):format(policy.name)
   end
+  for group = 1, policy.group_scale and groups or 0 do
+    if policy:group_scale(group) ~= policy:scale() then
+      return ("mode=lagged: policy %s scales layers apart, which takes the record of the step itself; hint: mode=sync"):format(policy.name)
+    end
+  end
+end
+
+--- Refuses what cannot work without waiting. Gives the message, or nil.
+function M.refusal(options, policy, groups)
+  local problem = M.policy_refusal(policy, groups)
+  if problem then return problem end
   if options.optimizer.fp8 and #options.optimizer.fp8.policies > 0 then
     return "mode=lagged: FP8 policies go by each step's amaxes, which waits for the device; hint: mode=sync, or precision=fp8_current"
   end
@@ -92,9 +103,6 @@ local function ask(self)
   check(C.eng_step_begin())
   opt:zero_grad()
   self.groups:apply(policy)
-  if self.groups.apart then
-    M_ffi.raise("mode=lagged: policy %s scales layers apart, which takes the record of the step itself; hint: mode=sync", policy.name)
-  end
   local asked = { step = self.steps_done, updates = self.updates, scale = scale, lr = lr, tokens = 0, elapsed = machine.clock() - self.began,
     signals = {} }
   local losses = M_ffi.new("eng_tensor[?]", self.accumulate)
@@ -115,8 +123,12 @@ local function ask(self)
   check(C.eng_params_stats_start(opt.params, self.needs, losses, self.accumulate))
   opt.lr = lr
   local verdict = self.last_verdict
-  opt:step { gradient_factor = 1 / scale, clip_value = self.clip_value, lr_mul = verdict and verdict.lr_mul or 1, lagged = true,
-    clip_norm = verdict and verdict.clip > 0 and verdict.clip or self.clip or 0 }
+  local updated, problem = pcall(opt.step, opt, { gradient_factor = 1 / scale, clip_value = self.clip_value, lr_mul = verdict and verdict.lr_mul or 1,
+    lagged = true, clip_norm = verdict and verdict.clip > 0 and verdict.clip or self.clip or 0 })
+  if not updated then
+    check(C.eng_params_stats_withdraw(opt.params))   -- a step that was not made has no record
+    error(problem, 0)
+  end
   self.updates = self.updates + 1
   self.steps_done, self.place = self.steps_done + 1, nil
   self.tokens = self.tokens + asked.tokens
@@ -145,6 +157,7 @@ end
 
 --- One step: asks for this one, settles the one before. Gives that one's record and verdict, nothing at the first step.
 function M.step(self)
+  if #self.asked == 0 then C.eng_params_stats_forget(self.optimizer.params) end   -- what a run that was broken off had asked for
   self.asked[#self.asked + 1] = ask(self)
   if #self.asked > 1 then return settle(self) end
 end

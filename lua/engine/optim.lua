@@ -296,6 +296,7 @@ function Optimizer:load_state(tensors, updates)
     if not own[name] then raise("optimizer state: '%s' belongs to no parameter%s", tostring(name), nearest.hint(tostring(name), names)) end
   end
   for name, target in pairs(own) do target:copy(tensors[name]) end
+  C.eng_optimizer_restart(self.state)
   self.updates = updates
 end
 

@@ -317,7 +317,8 @@ function M.load(source, options, kind)
   if (result.fp8 or false) ~= (kind == "fp8") then
     local wrong = "policy %s goes by FP8 layers and chooses no loss scale; hint: precision = { base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
     if kind == "fp8" then
-      wrong = "policy %s chooses a loss scale, not what FP8 layers do; hint: " .. table.concat(M.names("fp8"), ", ") .. ", or a file of yours that says kind = \"fp8\""
+      wrong = "policy %s chooses a loss scale, not what FP8 layers do; hint: " .. table.concat(M.names("fp8"), ", ") ..
+        ", or a file of yours that says kind = \"fp8\""
     end
     error(wrong:format(result.name, result.name), 2)
   end

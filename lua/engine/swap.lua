@@ -77,6 +77,11 @@ function Swap:remember(record)
   self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
 end
 
+-- What a lagged run has against a policy, or nil.
+local function mode_refuses(self, policy)
+  return self.trainer.asked and require("engine.lagged").policy_refusal(policy, #self.trainer.groups.groups)
+end
+
 -- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is tried: nothing of it stays. Of
 -- the statistics per tensor only the last step's are there. Records without a statistic that it needs are left out.
 local function trial(self, copy)
@@ -91,6 +96,7 @@ local function trial(self, copy)
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
       if C.eng_clock() - began > PATIENCE then return ("tried on the last steps, it took more than %d s"):format(PATIENCE) end
+      if mode_refuses(self, copy) then return mode_refuses(self, copy) end
       if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
     end
   end
@@ -157,6 +163,7 @@ local function attempt(self, source, options, by)
     end
     self.trainer:prepare(fresh)
     fresh:take_over(old)
+    return mode_refuses(self, fresh) or nil
   end)
   problem = anybody(self, problem or not ready and "it cannot take over" or nil)
   if problem then return refuse(self, what, by, problem) end
@@ -194,7 +201,7 @@ end
 -- One that asks for a scale that cannot be ends the run.
 function Swap:decide(record, stats)
   local verdict = self:ask(record, stats)
-  local problem = unusable(self.trainer.policy, #self.trainer.groups.groups)
+  local problem = unusable(self.trainer.policy, #self.trainer.groups.groups) or mode_refuses(self, self.trainer.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   return verdict
 end
@@ -205,7 +212,7 @@ function Swap:ask(record, stats)
   self:remember(record)
   if old then
     self.probation = nil
-    local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or nil
+    local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or mode_refuses(self, policy) or nil
     problem = anybody(self, problem == "" and "it failed" or problem)
     if problem then
       self.trainer:use_policy(old)

@@ -127,6 +127,7 @@ function Trainer:look(record, stats, scale, losses)
     check(C.eng_params_stats(record, stats, params, scale, self.needs))
     return
   end
+  C.eng_params_stats_forget(params)   -- what a lagged run that was broken off had asked for
   local list, sum = M_ffi.new("eng_tensor[?]", n), M_ffi.new("double[1]")
   for i = 1, n do list[i - 1] = losses[i] end
   check(C.eng_params_stats_start(params, self.needs, list, n))
@@ -285,7 +286,7 @@ local function new(o)
   self.swaps, self.overflows = require("engine.swap").new(self, o), require("engine.overflow").new(self, o.trap == "overflow")
   self.control = require("engine.control").new(self, o)
   if o.mode == "lagged" then
-    local refusal = lagged.refusal(o, self.policy)
+    local refusal = lagged.refusal(o, self.policy, #self.groups.groups)
     if refusal then error(refusal, 0) end
     self.step, self.asked, self.graph = lagged.step, {}, o.graph
   elseif o.graph then

@@ -53,9 +53,9 @@ end)
 describe("the host", function()
   --- The waits of a job of 12 steps, from the trace: how many things stood behind each record that was waited for, and how often each step waited
   --- for something else.
-  local function waits(arguments)
+  local function waits(arguments, job)
     local trace = helper.folder() .. "/trace"
-    local ran = engine("trace=" .. trace, JOB .. "steps=12 " .. arguments)
+    local ran = engine("trace=" .. trace, (job or JOB) .. " steps=12 " .. arguments)
     assert(ran.code == 0, ran.out)
     local behind, others = {}, { 0 }
     for line in io.lines(trace) do
@@ -88,6 +88,19 @@ describe("the host", function()
     local behind, others = waits("mode=lagged")
     assert.same(NONE, others)
     for i = 1, 11 do assert(behind[i] > 50, "step " .. i .. ": " .. behind[i]) end   -- the next step stands behind its record; the last has none
+  end)
+
+  it("nor with an optimizer whose first update is a special one, once that was made", function()
+    local folder = helper.folder()
+    local job = helper.write(folder .. "/job.lua", [[
+      local engine = require "engine"
+      local cfg = engine.config { steps = 12 }
+      local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
+      engine.trainer { model = model, data = engine.data.text { text = ("some text "):rep(50), batch = 2, context = 16 }, steps = cfg.steps, log = "quiet",
+        mode = "lagged", optimizer = engine.optim.sgd(model, { lr = 1e-3, momentum = 0.9, dampening = 0.5 }) }:run()]])
+    local _, others = waits("device=cuda", job)
+    for i = 4, 12 do assert.equal(0, others[i], "step " .. i) end
+    helper.remove(folder)
   end)
 
   it("never waits for a captured step", function()

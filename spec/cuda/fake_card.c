@@ -196,10 +196,8 @@ static eng_status run(const op_call *call)
 
 // ---- passes over all parameters, lagged ones too
 
-static struct { eng_tensor_stats stats[MOST_TENSORS]; double loss[MOST_LOSSES_HERE]; } ring[RING];
-static int first, pending;
-static double last_sum_squares;
-static bool last_bad;
+static struct { int64_t ticket; eng_tensor_stats stats[MOST_TENSORS]; double loss[MOST_LOSSES_HERE], sum_squares; bool bad; } ring[RING];
+static int64_t tickets;
 static int64_t counter[ENG_UPDATE_SLOTS];
 
 static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
@@ -210,29 +208,31 @@ static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_
   return status;
 }
 
-static eng_status gradstats_start(const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+static eng_status gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
 {
-  if (pending == RING || n > MOST_TENSORS) return error_set(ENG_ERR_STATE, "fake card: no room for statistics");
-  int slot = (first + pending++) % RING;
+  if (n > MOST_TENSORS) return error_set(ENG_ERR_STATE, "fake card: no room for statistics");
+  int slot = (int)(tickets % RING);   // the oldest's: here nobody has as many under way
   ENG_TRY(gradstats(spans, n, needs | ENG_NEED_NORM, ring[slot].stats));
   open_memory();
   for (int i = 0; i < n_loss; i++) ring[slot].loss[i] = *(const float *)loss[i]->data;
   close_memory();
-  last_sum_squares = 0;
-  last_bad = false;
+  ring[slot].sum_squares = 0;
+  ring[slot].bad = false;
   for (int k = 0; k < n; k++) {
-    last_sum_squares += ring[slot].stats[k].sum_squares / (spans[k].scale * spans[k].scale);
-    last_bad = last_bad || ring[slot].stats[k].inf + ring[slot].stats[k].nan > 0;
+    ring[slot].sum_squares += ring[slot].stats[k].sum_squares / (spans[k].scale * spans[k].scale);
+    ring[slot].bad = ring[slot].bad || ring[slot].stats[k].inf + ring[slot].stats[k].nan > 0;
   }
+  *ticket = ring[slot].ticket = ++tickets;
   return ENG_OK;
 }
 
-static eng_status gradstats_fetch(eng_tensor_stats *stats, int n, double *loss, int n_loss)
+static eng_status gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss)
 {
-  memcpy(stats, ring[first].stats, (size_t)n * sizeof *stats);
-  memcpy(loss, ring[first].loss, (size_t)n_loss * sizeof *loss);
-  first = (first + 1) % RING;
-  pending--;
+  int slot = (int)((ticket - 1) % RING);
+  if (!stats) return ENG_OK;
+  if (ring[slot].ticket != ticket) return error_set(ENG_ERR_STATE, "fake card: there are no statistics with ticket %lld any more", (long long)ticket);
+  memcpy(stats, ring[slot].stats, (size_t)n * sizeof *stats);
+  memcpy(loss, ring[slot].loss, (size_t)n_loss * sizeof *loss);
   return ENG_OK;
 }
 
@@ -240,12 +240,12 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
 {
   eng_update here = *update;
   int64_t *t = &counter[update->slot];
-  if (!update->lagged) *t = 0;
-  else {
-    if (*t == 0) *t = update->t;
-    if (last_bad) return ENG_OK;
+  if (update->lagged) {
+    int slot = (int)((update->statistics - 1) % RING);
+    if (update->fresh) *t = update->t;
+    if (ring[slot].bad) return ENG_OK;
     here.t = (*t)++;
-    double norm = sqrt(last_sum_squares) * update->gradient_factor;
+    double norm = sqrt(ring[slot].sum_squares) * update->gradient_factor;
     if (update->clip_norm > 0 && norm > update->clip_norm) here.gradient_factor *= update->clip_norm / (norm + 1e-6);
     here.lagged = 0;
   }

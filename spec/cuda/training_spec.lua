@@ -166,9 +166,14 @@ describe("a captured step", function()
     local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout }
     local seen = {}
     local trainer = engine.trainer {
-      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 24, log = "quiet", mode = "lagged",
-      optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), clip = 1, graph = graph,
-      policy_options = { init_scale = 2 ^ 26, growth_interval = 4 }, on_step = function(_, record) seen[#seen + 1] = { record.loss, record.scale, record.overflow } end,
+      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = options.steps or 24,
+      log = "quiet", mode = "lagged", optimizer = engine.optim.adamw(model, { lr = options.lr or 1e-3, precision = options.precision or "fp16" }),
+      clip = 1, graph = graph, loss = options.loss, policy = options.policy,
+      policy_options = not options.policy and { init_scale = 2 ^ 26, growth_interval = 4 } or nil,
+      on_step = function(t, record)
+        seen[#seen + 1] = { record.loss, record.scale, record.overflow }
+        if options.on_step then options.on_step(t, #seen) end
+      end,
     }
     local good, message = pcall(trainer.run, trainer)
     local captured = trainer.captured ~= nil
@@ -182,6 +187,62 @@ describe("a captured step", function()
     assert.is_true(captured)
     assert.equal(24, #graph)
     assert.same(plain, graph)
+  end)
+
+  if able("fp8_block") then it("quantizes its weights in every launch, whatever was computed before the capture and between", function()
+    local function look(t, step)
+      if step >= 2 and step <= 5 then engine.scope(function() return t:forward(t.data:next()):item() end) end
+    end
+    for _, precision in ipairs { "fp8_block", "fp8_current" } do
+      local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7, on_step = look }
+      local plain = losses(false, options)
+      local graph, captured = losses(true, options)
+      assert.is_true(captured)
+      assert.same(plain, graph)
+    end
+  end) end
+
+  it("outlives garbage that is collected while it is captured", function()
+    local plain = losses(false, { steps = 8 })
+    for _, what in ipairs { "graph", "optimizer", "tensor" } do
+      local held = {}
+      if what == "graph" then losses(true, { steps = 6 })   -- its trainer, model and graph are nobody's now
+      else
+        engine.device(CARD)
+        if what == "optimizer" then
+          held[1] = engine.optim.adam(engine.nn.linear(64, 64), { lr = 1e-3 })
+          held[1]:step()
+        else
+          held[1] = engine.scope(function() return engine.ones(1024, 1024):keep() end)
+        end
+        engine.device("cpu")
+      end
+      local seen = 0
+      local graph, captured = losses(true, { steps = 8, loss = function(model, batch)
+        local loss = model:loss(batch.x, batch.y)
+        seen = seen + 1
+        if seen == 4 then   -- the one that is captured
+          held[1] = nil
+          collectgarbage()
+          collectgarbage()
+        end
+        return loss
+      end })
+      assert(type(graph) == "table", graph)
+      assert.is_true(captured)
+      assert.same(plain, graph)
+    end
+  end)
+
+  it("has no place for an update or statistics of a script's own", function()
+    engine.device(CARD)
+    local own = engine.optim.sgd(engine.nn.linear(3, 3), { lr = 1 })
+    engine.device("cpu")
+    local message = losses(true, { loss = function(model, batch)
+      own:grad_norm()
+      return model:loss(batch.x, batch.y)
+    end })
+    assert(tostring(message):find("graph: gradient statistics cannot stand in a captured step; hint: graph=false", 1, true), message)
   end)
 
   it("refuses an operation that draws random numbers", function()
