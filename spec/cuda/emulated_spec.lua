@@ -64,7 +64,7 @@ describe("the host", function()
       elseif line:find("launch read_gradients", 1, true) then others[#others + 1] = 0
       elseif line == "wait stream" or line:find("pageable", 1, true) then others[#others] = others[#others] + 1 end
     end
-    assert.equal(12, #behind)
+    if not job then assert.equal(12, #behind) end   -- where a step waits for its stream, its record is there already
     return behind, others
   end
   local NONE = { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
