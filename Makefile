@@ -245,12 +245,13 @@ demo: built
 
 # `make test SPEC=spec/cli_spec.lua` runs one file.
 SPEC ?= spec
-TEST_SECONDS ?= 300
+TEST_SECONDS ?= 900
 BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
-	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine)
+	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine) || { code=$$?; case $$code in 124|137) \
+	  echo "make test: out of time after $(TEST_SECONDS) s; hint: make test TEST_SECONDS=1800" >&2;; esac; exit $$code; }
 
 test-gpu:
 	@./engine spec/cuda/run.lua
@@ -260,7 +261,7 @@ ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMU
 OTHER_CARD  = sm=80,order=backwards,run=early
 test-emulated: built
 ifneq ($(EMULATED_CARD),)
-	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_NCCL)
+	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,$(OTHER_CARD),spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/nccl_spec.lua
@@ -366,7 +367,7 @@ clean:
 help:
 	@echo "make             build ./engine and build/libengine.so"
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
-	@echo "make test        install what is missing, build, run every spec (SPEC=file: one)"
+	@echo "make test        install what is missing, build, run every spec, about five minutes on two cores (SPEC=file: one)"
 	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
 	@echo "make test-emulated  the same with the kernels on this machine's processor"
 	@echo "make sanitize-emulated  the same under sanitizers: kernels that leave their memory"

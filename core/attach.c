@@ -315,11 +315,14 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
   *out = NULL;
   ENG_TRY(open_folder(&folder, &name, path));
   eng_attach_link *link = calloc(1, sizeof *link);
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);      // else many who wait to be let in would hold us up
   eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name) : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
     bool nobody = errno == ENOENT || errno == ECONNREFUSED;
-    status = error_set(nobody ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, nobody ? "nobody listens there" : strerror(errno));
+    const char *why = nobody ? "nobody listens there" : errno == EAGAIN ? "others wait to be let in already, and the run answers nobody" : strerror(errno);
+    status = error_set(nobody ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
+  } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
+    status = error_set(ENG_ERR_IO, "%s: %s", path, strerror(errno));
   }
   close(folder);
   if (status != ENG_OK) {

@@ -633,6 +633,7 @@ void eng_interrupt(int level);
 int  eng_interrupted(void);
 /// What the first Ctrl-C does. 0, at first: level 2 and the script is stopped. 1: level 1 alone, for
 /// whoever runs training steps and ends at a step's end by itself; it sets 0 again when it is done.
+/// 2: level 2 alone, for whoever waits in a call that then returns, and says so itself.
 /// -1 only asks. Gives what was in force.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP asks a run to read its policy's file again. The handler notes one with eng_hangup; eng_hangups gives how many came

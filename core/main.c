@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <lua.h>
@@ -41,7 +42,7 @@ static void say(const char *text)
   if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
-// First time: the trainer ends at its step's end, or the script is stopped. Second time: exit.
+// First time: the trainer ends at its step's end, what waits gives up, or the script is stopped. Second time: exit.
 static void on_signal(int signal_number)
 {
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread: Lua's hook is not ours to set
@@ -53,6 +54,8 @@ static void on_signal(int signal_number)
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
     if (rank == 0) say("\nending at this step's end; again to stop at once\n");
+  } else if (eng_interrupt_policy(-1) == 2) {
+    eng_interrupt(2);
   } else {
     eng_interrupt(2);
     alarm(1);
@@ -614,7 +617,10 @@ static int run(lua_State *L, int argc, char **argv)
 
   bool ok = run_options(L, &o, argv);
   if (ok && o.script < argc) {
-    if (is_command(argv[o.script])) return run_command(L, argv[o.script], argc, argv, o.script + 1);
+    if (is_command(argv[o.script])) {
+      int code = run_command(L, argv[o.script], argc, argv, o.script + 1);
+      return code != 0 && last_signal && eng_interrupted() ? 128 + last_signal : code;
+    }
     keeps_locals = o.interactive;
     ok = run_script(L, argc, argv, o.script);
     keeps_locals = false;
@@ -640,6 +646,7 @@ static void tame_openmp(char **argv)
 int main(int argc, char **argv)
 {
   tame_openmp(argv);
+  prctl(PR_SET_NAME, "engine");         // else what ps shows is that second start's name, exe
   setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
   bool found = find_places(argv[0]);
   lua_State *L = luaL_newstate();

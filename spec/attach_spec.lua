@@ -31,7 +31,7 @@ engine.seed(1)
 local model = engine.nn.linear(4, 1)
 local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
 local trainer = engine.trainer { model = model, data = data, loss = function(m, b) return engine.mse(m(b.x), b.y) end,
-  optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic", steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
+  optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic:growth_interval=1e9", steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
   resume = arg[3] }
 local summary = trainer:run()
 print(summary.stopped, summary.steps)
@@ -151,13 +151,33 @@ describe("engine attach", function()
     refused('run:set("lrr", 1)', "there is no setting 'lrr'; did you mean 'lr'?")
     refused('run:set("lr", -1)', "lr: expected a positive number, or 'schedule', got -1")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
-    refused('run:step(0)', "step: expected a whole number of steps, got 0")
+    refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
     refused('policy:swap("dynamc")', "there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused('policy:undo()', "no swap to be undone")
     helper.write(folder .. "/bad.lua", "return {\n decide = function() return 0 / 0 end, options = { init_scale = 1 } }")
     wait_for_step(run, 1)
     refused(('policy:swap(%q)'):format(folder .. "/bad.lua"), "bad.lua:2: decide gave back scale = nan")
     assert.equal("dynamic", status(run).policy)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("tells who waits for a run that is stopped, and gives up in one line at a signal", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local script = helper.write(folder .. "/wait.sh", ([[
+      kill -STOP %d
+      %s attach %s -e 'print(run)' >"$0.out" 2>&1 </dev/null & client=$!
+      for i in $(seq 300); do grep -q "no answer" "$0.out" && break; sleep 0.05; done
+      kill -TERM $client
+      wait $client; echo "code $?"
+      kill -CONT %d]]):format(pid, quote(helper.engine), quote(run), pid))
+    local result = helper.shell("bash " .. quote(script))
+    assert.matches("code 143", result.out, 1, true)
+    local lines = helper.read(script .. ".out")
+    assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d wakes it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
+      "\ngiven up: the run has not answered yet; [^\n]*\n$", lines)
+    assert.matches("policy dynamic", attach(run, "print(run)").out)
     stop(run)
     ended(pid)
   end)
@@ -179,8 +199,10 @@ describe("engine attach", function()
   it("keeps settings made by hand over a resume", function()
     local run = folder .. "/run"
     local pid = start(run)
-    attach(run, 'run:set("lr", 0.125)', "run:stop()")
+    attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
     ended(pid)
+    assert.matches("clip 0 -> 0.3333333333 (attached)", events(run, "set")[2].text, 1, true)
+    assert.equal("asked for by whoever was attached", events(run, "stopped")[1].text)
     local history = engine.history.open(run)
     local steps = history:last(1)[1].step + 1
     history:close()

@@ -74,6 +74,8 @@ local settings = {
     function(t, x) t.run_files.stats_every = x end },
 }
 
+local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
+
 local function names_of(t)
   local names = {}
   for name in pairs(t) do names[#names + 1] = name end
@@ -157,7 +159,7 @@ end
 -- Runs n steps and pauses; the answer comes then.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
-  if not (count(n) and n >= 1) then return nil, "step: expected a whole number of steps, got " .. M_ffi.value_text(n) end
+  if not (count(n) and n >= 1) then return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n) end
   self.steps_left, self.step_by = n, { by = not request.stay and number or nil }
   self.paused, self.waiting[number] = nil, request.id or true
 end
@@ -176,7 +178,7 @@ function commands.set(self, request)
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end
-  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, tostring(before), tostring(request.value)))
+  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, setting_text(before), setting_text(request.value)))
 end
 
 function commands.checkpoint(self)
@@ -186,7 +188,7 @@ function commands.checkpoint(self)
 end
 
 function commands.stop(self, request)
-  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200) or "stopped by whoever was attached"
+  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200) or "asked for by whoever was attached"
   return "the run ends after this step"
 end
 
@@ -312,7 +314,7 @@ function Control:restore(saved)
     if setting and setting.kept and setting[2](value) then
       setting[4](self.trainer, value)
       self.set[name] = value
-      parts[#parts + 1] = name .. "=" .. tostring(value)
+      parts[#parts + 1] = name .. "=" .. setting_text(value)
     end
   end
   table.sort(parts)

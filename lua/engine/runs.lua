@@ -36,15 +36,16 @@ local function seconds_of(stamp)
   return as_local + (as_local - os.time(utc))
 end
 
--- Whether the process that holds a run's directory is alive: there, and no zombie.
-local function is_held(path)
+--- The process that holds a run's directory and its state as /proc has it ("T": stopped by a signal); nil where there is none, or a zombie.
+function M.holder(path)
   local file = io.open(path .. "/lock")
   local pid = file and file:read("*n")
   if file then file:close() end
   local stat = pid and io.open(("/proc/%d/stat"):format(pid))
   local state = stat and (stat:read("*a") or ""):match("^.*%)%s+(%a)")
   if stat then stat:close() end
-  return state ~= nil and state ~= "Z" and state ~= "X"
+  if state == nil or state == "Z" or state == "X" then return nil end
+  return pid, state
 end
 
 --- How a run ended: "finished", "stopped: why", "error: why", "running", or "broken off".
@@ -55,7 +56,7 @@ function M.ending(h, path, last)
     return event.kind .. why, event.kind
   end
   local dir = path:match("^(.*)/[^/]*%.db$") or path
-  if is_held(dir) then return "running", "running" end
+  if M.holder(dir) then return "running", "running" end
   return "broken off", "broken"
 end
 

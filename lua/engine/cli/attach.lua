@@ -42,10 +42,33 @@ local function connect(path)
   local out = ffi.new("eng_attach_link *[1]")
   local status = C.eng_attach_connect(out, path .. "/attach.sock")
   if status ~= 0 then return nil, M_ffi.message(), status end
-  return setmetatable({ handle = ffi.gc(out[0], C.eng_attach_leave), asked = 0 }, Link)
+  return setmetatable({ handle = ffi.gc(out[0], C.eng_attach_leave), asked = 0, path = path }, Link)
 end
 
 local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
+local PATIENCE = 5          -- seconds without an answer until that is told
+
+-- What is to be said to one who waits.
+local function waiting_text(path)
+  local pid, state = require("engine.runs").holder(path)
+  local why = not pid and "it answers between two steps" or state == "T" and ("process %d is stopped; kill -CONT %d wakes it"):format(pid, pid)
+    or ("process %d is in a long step, or hangs"):format(pid)
+  return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. Its history can be read: engine attach %s -e 'print(history)'\n"):format(
+    PATIENCE, why, path)
+end
+
+-- The next line, waiting as long as it takes but for Ctrl-C: the status of eng_attach_receive.
+local function receive(self, patience)
+  local before = C.eng_interrupt_policy(2)
+  local status = C.eng_attach_receive(line, length, self.handle, patience)
+  if status == C.ENG_ERR_STATE then
+    io.stdout:flush()
+    io.stderr:write(waiting_text(self.path))
+    status = C.eng_attach_receive(line, length, self.handle, 1e9)
+  end
+  C.eng_interrupt_policy(before)
+  return status
+end
 
 --- Asks and waits for the answer, as long as it takes; Ctrl-C gives up waiting.
 function Link:ask(request)
@@ -56,7 +79,7 @@ function Link:ask(request)
   if #text > C.ENG_ATTACH_LINE then return nil, "that is too long to be sent" end
   local status = C.eng_attach_send(self.handle, text, #text)
   while status == 0 do
-    status = C.eng_attach_receive(line, length, self.handle, 1e9)
+    status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)          -- many steps take their time
     local reply = status == 0 and require("engine.json").decode(ffi.string(line[0], length[0]))
     -- an older answer belongs to a question that was given up
     if reply and (reply.id == nil or reply.id == request.id) then
@@ -64,7 +87,7 @@ function Link:ask(request)
       return nil, reply.error
     end
   end
-  if status == C.ENG_ERR_INTERRUPTED then return nil, "not answered yet: the run answers between two steps" end
+  if status == C.ENG_ERR_INTERRUPTED then return nil, "given up: the run has not answered yet; it does so between two steps" end
   self.gone = true
   return nil, "the run has ended; the history is still here"
 end
@@ -158,6 +181,7 @@ function attach.main(name, ...)
   if #words == 0 then
     print(text)
     if opened.live then print(tostring(opened.run)) elseif opened.history then print(tostring(opened.history)) end
+    require("engine.host").settle()                   -- Ctrl-C has ended the wait for that line, and ends nothing else
     require("engine.repl")()
     return 0
   end
@@ -177,6 +201,7 @@ function attach.main(name, ...)
       return 1
     end
     if results[2] ~= nil then print(require("engine.repl").show(results[2])) end
+    if C.eng_interrupted() > 0 then return 1 end             -- print(run) says so and goes on
   end
   return 0
 end
