@@ -15,7 +15,8 @@ local nn = engine.nn
 local cfg = engine.config({ policy = "spikes", seeds = 0, seed = 1, steps = 300, every = 25, poison = 1000, batch = 64, hidden = 64, lr = 3e-3, run = "" },
   { policy = "loss-scaling policy; spikes: the one in this file", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data",
     steps = "training steps", every = "steps between poisoned batches", poison = "factor on their features", batch = "rows a step",
-    hidden = "hidden features", lr = "learning rate", run = "name of the run, kept under runs/; empty: nothing is kept" })
+    hidden = "hidden features", lr = "learning rate", run = "name of the run, kept under runs/; empty: nothing is kept" },
+  { count = "steps every batch hidden", natural = "seeds seed", positive = "lr", not_negative = "poison", policy = "policy" })
 
 local SPIKES = { file = "spikes", source = [[
 return {

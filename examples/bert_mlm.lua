@@ -17,6 +17,9 @@ local cfg = engine.config({
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, log = { "what to show", choices = { "line", "json", "quiet" } },
+}, {
+  count = "steps batch context layers width heads", natural = "seed warmup", positive = "lr", not_negative = "weight_decay clip", share = "dropout",
+  part = "mask", policy = "policy", file = "data",
 })
 engine.seed(cfg.seed)
 
@@ -48,7 +51,6 @@ function masked.restore(_, state) windows:restore(state) end
 -- ------------------------------------------------------------------ model and training
 
 local model = engine.nn.bert { vocab = 257, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers, dropout = cfg.dropout }
-if cfg.log == "line" then print(model) end
 
 local trainer = engine.trainer {
   model = model, data = masked,
@@ -57,4 +59,5 @@ local trainer = engine.trainer {
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log,
   tensorboard = cfg.tensorboard, config = cfg,
 }
+if cfg.log == "line" then print(model) end
 return trainer:run()

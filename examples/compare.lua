@@ -11,17 +11,20 @@
 -- small as this one the losses hardly tell them apart: what underflows still holds some bits. The skips are what differs.
 local engine = require "engine"
 
-local cfg = engine.config({ policies = "all", steps = 300, window = 50, seeds = 1, data = "", batch = 8, context = 32,
+local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seeds = 1, data = "", batch = 8, context = 32,
   width = 64, layers = 2, heads = 4, lr = 3e-3 },
   { policies = "names and files, separated by commas; all: those that come with the engine", steps = "training steps of each",
     window = "good steps until a policy grows its scale, where it has such an option", seeds = "runs of each, with seeds from 1",
     data = "a text file; empty: sentences of a small grammar", batch = "sequences a step", context = "bytes a sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads",
-    lr = "largest learning rate" })
+    lr = "largest learning rate" },
+  { count = "steps window seeds batch context width layers heads", positive = "lr", policy = "policies" })
+if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
 
 -- The file beside the examples when there is none of that name here.
 local function text_of(path)
-  local file = io.open(path, "rb") or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb") or error("cannot read " .. path, 0)
+  local file = io.open(path, "rb") or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")
+  if not file then engine.config.fail("data: there is no file '%s'", path) end
   local text = file:read("*a")
   file:close()
   return text
@@ -73,14 +76,9 @@ local function mean(rows, field)
   return sum, math.sqrt(square)
 end
 
-local names = {}
-if cfg.policies == "all" then names = engine.policy.names() else
-  for name in cfg.policies:gmatch("[^,]+") do names[#names + 1] = name end
-end
-
 print(("%-16s %9s %11s %11s %17s"):format("policy", "skipped", "underflow", "log2 scale", "loss"))
 local results = {}
-for _, name in ipairs(names) do
+for _, name in ipairs(cfg.policies[1] == "all" and engine.policy.names() or cfg.policies) do
   local options, rows, stopped = options_of(name), {}, nil
   for seed = 1, cfg.seeds do
     rows[seed] = run(name, options, seed)

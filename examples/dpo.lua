@@ -17,7 +17,9 @@ local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120
   vocab = 32 },
   { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and pairs", steps = "training steps",
     pairs = "pairs a step", context = "tokens a sequence", width = "features", layers = "blocks", beta = "strength of the reference", lr = "learning rate",
-    vocab = "tokens there are" })
+    vocab = "tokens there are" },
+  { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr", not_negative = "beta", policy = "policy" })
+if cfg.width % 4 ~= 0 then engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width) end
 
 local T = cfg.context
 

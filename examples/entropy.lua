@@ -17,7 +17,9 @@ local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200
   data = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
     layers = "blocks", width = "features per byte", heads = "attention heads", context = "bytes a row", batch = "rows a step", lr = "largest learning rate",
-    data = "a text file; empty: sentences of a small grammar" })
+    data = "a text file; empty: sentences of a small grammar" },
+  { count = "steps layers width heads context batch", natural = "seeds seed", positive = "lr", policy = "policy", file = "data" })
+if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
 
 local function train(policy, seed, tell)
   engine.seed(seed)

@@ -10,7 +10,8 @@ local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, la
   { steps = "training steps", batch = "rows of a batch", context = "bytes a row", width = "features per byte", layers = "blocks", heads = "attention heads",
     lr = "largest learning rate", seed = "of weights and order", clip = "largest norm of the gradient", accumulate = "micro-batches an update",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
-    policy = "loss-scaling policy, a name or a file" })
+    policy = "loss-scaling policy, a name or a file" },
+  { count = "steps batch context width layers heads accumulate", natural = "seed", positive = "lr clip", policy = "policy" })
 engine.seed(cfg.seed)
 
 local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""

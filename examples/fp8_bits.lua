@@ -9,7 +9,7 @@ local fp8 = engine.fp8
 
 local cfg = engine.config({ format = "e4m3", numbers = false, value = 0.1, svg = "" },
   { format = { "whose numbers", choices = { "e4m3", "e5m2" } }, numbers = "print every positive number", value = "a number to look at",
-    svg = "a file for the spacing" })
+    svg = "a file for the spacing" }, { output = "svg" })
 
 -- name, bits, bias, fraction bits, code of the largest, of the smallest normal
 local FORMATS = { { "e4m3", "1-4-3", 7, 3, 0x7E, 0x08 }, { "e5m2", "1-5-2", 15, 2, 0x7B, 0x04 }, { "e5m6", "1-5-6", 15, 6, 0x7BF, 0x40 },

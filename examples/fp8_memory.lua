@@ -18,9 +18,14 @@
 local engine = require "engine"
 local lab = require "engine.lab"
 
+local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
+
 local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf16", width = 256, layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },
-  { model = { "what is trained", choices = { "llama", "gpt" } }, recipe = "a precision", beside = "another", width = "features", layers = "blocks",
-    heads = "of attention", context = "tokens a sequence", batch = "sequences a step", vocab = "tokens" })
+  { model = { "what is trained", choices = { "llama", "gpt" } }, recipe = { "a precision", choices = RECIPES }, beside = { "another", choices = RECIPES },
+    width = "features", layers = "blocks",
+    heads = "of attention", context = "tokens a sequence", batch = "sequences a step", vocab = "tokens" },
+  { count = "width layers heads context batch vocab" })
+if cfg.width % (2 * cfg.heads) ~= 0 then engine.config.fail("width: expected a multiple of twice the heads, %d, got %d", 2 * cfg.heads, cfg.width) end
 
 cfg.hidden = cfg.model == "llama" and math.ceil(8 * cfg.width / 3 / 128) * 128 or 4 * cfg.width
 

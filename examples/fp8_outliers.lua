@@ -19,7 +19,8 @@ local lab = require "engine.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ rows = 64, seed = 1, share = 0.001, svg = "" },
-  { rows = { "of 4096 numbers", least = 1 }, seed = "of the numbers", share = "of outliers", svg = "a file for the curves" })
+  { rows = "of 4096 numbers", seed = "of the numbers", share = "of outliers", svg = "a file for the curves" },
+  { count = "rows", natural = "seed", share = "share", output = "svg" })
 local K = 4096
 local KINDS = { { "tensor scale", { block = "tensor" } }, { "1x128", { block = "1x128" } }, { "1x128 pow2", { block = "1x128", pow2 = true } },
   { "128x128", { block = "128x128" } }, { "row", { block = "row" } }, { "e5m2, tensor", { format = "e5m2" } } }
@@ -37,8 +38,9 @@ for column, s in ipairs(SIZES) do
     for i, kind in ipairs(KINDS) do
       local off = (fp8.quantize(x, kind[2]):dequantize() - x) * others
       local signal, noise = plain * others, off
-      local db = 10 * math.log10((signal * signal):sum():item() / (noise * noise):sum():item())
-      rows[i][column + 1], series[i].values[column] = ("%.1f"):format(db), db
+      local power, lost = (signal * signal):sum():item(), (noise * noise):sum():item()
+      local db = power > 0 and 10 * math.log10(power / lost)                          -- false: all are outliers, there is nothing to hear
+      rows[i][column + 1], series[i].values[column] = db and ("%.1f"):format(db) or "-", db or 0 / 0
     end
   end)
 end
@@ -46,6 +48,7 @@ lab.table(heads, rows)
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, #SIZES do places[i] = heads[i + 1] end
-  print(lab.svg(cfg.svg, { title = "signal to noise of the elements that are no outliers, dB", x = places, y = "size of 0.1 % outliers", series = series }))
+  print(lab.svg(cfg.svg, { title = "signal to noise of the elements that are no outliers, dB", x = places,
+    y = ("size of %g %% outliers"):format(100 * cfg.share), series = series }))
 end
 

@@ -20,7 +20,7 @@ local M_ffi = require "engine.ffi"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ draws = 400, seed = 1, svg = "" },
-  { draws = { "dot products of each kind", least = 1 }, seed = "of the numbers", svg = "a file for the curves" })
+  { draws = "dot products of each kind", seed = "of the numbers", svg = "a file for the curves" }, { count = "draws", natural = "seed", output = "svg" })
 
 local DATA = {
   { "U[0,1)", { 1024, 4096, 16384 }, function(m, k) return engine.rand(m, k) end },

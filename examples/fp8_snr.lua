@@ -26,7 +26,8 @@ local M_ffi = require "engine.ffi"
 local ffi, fp8 = M_ffi.ffi, engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
-  { samples = { "dot products of each kind", least = 1 }, seed = "of the numbers", slips = "with the study's simfloat bug", svg = "a file for the curves" })
+  { samples = "dot products of each kind", seed = "of the numbers", slips = "with the study's simfloat bug", svg = "a file for the curves" },
+  { count = "samples", natural = "seed", output = "svg" })
 local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }
 
 -- ------------------------------------------------------------------ the study's arithmetic

@@ -24,13 +24,17 @@
 local engine = require "engine"
 local lab = require "engine.lab"
 
-local cfg = engine.config({ model = "gpt", recipes = "fp32,bf16,fp16,fp8_delayed,fp8_current,fp8_rowwise,fp8_block", seeds = 3, steps = 300, data = "",
-  batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
-  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = "precisions, separated by commas",
-    seeds = { "runs of each, with seeds from 1", least = 1 },
-    steps = { "of each run", least = 1 }, data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step", context = "bytes a sequence",
+local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
+
+local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps = 300, data = "", batch = 16, context = 64,
+  width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
+  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = { "precisions, separated by commas", choices = RECIPES },
+    seeds = "runs of each, with seeds from 1", steps = "of each run", data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step",
+    context = "bytes a sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
-    threads = "threads to use; 0: all", svg = "a file for the loss curves" })
+    threads = "threads to use; 0: all", svg = "a file for the loss curves" },
+  { count = "seeds steps batch context width layers heads experts", natural = "threads", positive = "lr", file = "data", output = "svg" })
+if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
 
 if cfg.threads > 0 then engine.threads(cfg.threads) end
 
@@ -81,7 +85,7 @@ local function run(recipe, seed, curve)
 end
 
 local rows, series, of = {}, {}, {}
-for name in cfg.recipes:gmatch("[^,]+") do
+for _, name in ipairs(cfg.recipes) do
   local held, curve = {}, {}
   for seed = 1, cfg.seeds do held[seed] = run(name, seed, curve) end
   of[#of + 1], series[#series + 1] = { name = name, held = held }, { name = name, values = curve }
@@ -92,14 +96,13 @@ base = base or of[1]
 for i, r in ipairs(of) do
   local apart = {}
   for seed, loss in ipairs(r.held) do apart[seed] = 100 * (loss / base.held[seed] - 1) end
-  local mean, spread = lab.mean(r.held)
-  local d_mean, d_spread = lab.mean(apart)
-  rows[i] = { r.name, ("%.4f +- %.4f"):format(mean, spread), ("%+.3f +- %.3f %%"):format(d_mean, d_spread) }
+  rows[i] = { r.name, lab.mean_text(r.held, "%.4f"), lab.mean_text(apart, "%+.3f") .. " %" }
 end
 lab.table({ cfg.model, "held-out loss", "beside " .. base.name .. ", seed by seed" }, rows)
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
-  print(lab.svg(cfg.svg, { title = "training loss, mean of " .. cfg.seeds .. " seeds", x = places, y = "step", series = series }))
+  print(lab.svg(cfg.svg, { title = cfg.seeds == 1 and "training loss" or "training loss, mean of " .. cfg.seeds .. " seeds",
+    x = places, y = "step", series = series }))
 end
 return of

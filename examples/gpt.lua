@@ -13,7 +13,7 @@ local cfg = engine.config({
   lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
   shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", tensorboard = false,
   mode = "sync", graph = false, sample = 200, temperature = 0.8,
-  top_k = 40, zero = 0, wire = "own",
+  top_k = 40, zero = 0, wire = "own", bucket = 2,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
   layers = "blocks", width = "features per byte", heads = "attention heads", dropout = "in embeddings, attention and residuals",
@@ -31,6 +31,10 @@ local cfg = engine.config({
   sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
   zero = "several ranks share out 1: the optimizer's state, 2: gradients, too",
   wire = { "several ranks: gradients' format on the way", choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
+  bucket = "several ranks: MiB of gradients that travel together",
+}, {
+  count = "steps batch context layers width heads accumulate keep", natural = "seed warmup threads checkpoint_every sample top_k zero", positive = "lr bucket",
+  not_negative = "weight_decay clip temperature", share = "dropout floor", policy = "policy", file = "data",
 })
 
 engine.seed(cfg.seed)
@@ -59,12 +63,12 @@ local trainer = engine.trainer {
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
   run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
-  mode = cfg.mode, graph = cfg.graph or nil, zero = cfg.zero, wire = cfg.wire,
+  mode = cfg.mode, graph = cfg.graph or nil, zero = cfg.zero, wire = cfg.wire, bucket = cfg.bucket,
   shadow = cfg.shadow, trap = cfg.trap,
 }
 if cfg.log == "line" then
-  print(("%s, %d parameters, %s, policy %s, %d threads"):format(model._class .. "(" .. model:extra() .. ")", model:count(), cfg.precision,
-    trainer.policy.name, engine.threads()))
+  print(("%s, %d parameters, %s, policy %s, %s"):format(model._class .. "(" .. model:extra() .. ")", model:count(), cfg.precision,
+    trainer.policy.name, trainer:resources()))
   print(data)
 end
 

@@ -31,6 +31,9 @@ local cfg = engine.config({
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", save = "folder to write the trained model to",
   log = { "what to show", choices = { "line", "json", "quiet" } },
+}, {
+  count = "layers width heads vocab steps batch context accumulate keep", natural = "seed warmup threads checkpoint_every", positive = "lr eps",
+  not_negative = "weight_decay clip floor", share = "dropout beta1 beta2", policy = "policy", folder = "model save", file = "data",
 })
 if cfg.data == "" then
   io.stderr:write("gpt2.lua: expected data=FILE.bin, uint16 tokens; hint: nanoGPT's data/*/prepare.py writes such files\n")
@@ -66,7 +69,7 @@ local trainer = engine.trainer {
   run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then
-  print(("gpt2(%s), %d parameters, %s, policy %s, %d threads"):format(model:extra(), model:count(), cfg.precision, trainer.policy.name, engine.threads()))
+  print(("gpt2(%s), %d parameters, %s, policy %s, %s"):format(model:extra(), model:count(), cfg.precision, trainer.policy.name, trainer:resources()))
   print(data)
 end
 

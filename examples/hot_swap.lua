@@ -14,7 +14,7 @@ local cfg = engine.config({ steps = 240, batch = 8, context = 32, layers = 2, wi
   steps = "training steps", batch = "rows of a batch", context = "bytes a row", layers = "blocks", width = "features per byte", heads = "attention heads",
   lr = "learning rate", seed = "of weights and order", run = "name of the run; empty: nothing is kept",
   log = { "what to show", choices = { "line", "json", "quiet" } },
-})
+}, { count = "steps batch context layers width heads", natural = "seed", positive = "lr" })
 engine.seed(cfg.seed)
 
 local FIRST = [[

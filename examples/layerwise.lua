@@ -17,7 +17,8 @@ local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 3
   precision = "fp16" },
   { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
     depth = "layers of the encoder", width = "features", batch = "rows a step", units = "size of the estimated quantity",
-    weight = "of the encoder's loss", lr = "learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } })
+    weight = "of the encoder's loss", lr = "learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } },
+  { count = "steps depth width batch", natural = "seeds seed", positive = "lr units", not_negative = "weight", policy = "policy" })
 
 local Layer = nn.class("layer")
 function Layer:init(width) self.norm, self.linear = nn.layer_norm(width), nn.linear(width, width) end

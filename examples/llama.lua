@@ -19,6 +19,9 @@ local cfg = engine.config({
   run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
   rope = "base of the rotary angles", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
   log = { "what to show", choices = { "line", "json", "quiet" } },
+}, {
+  count = "steps batch context layers width heads kv_heads hidden", natural = "seed warmup sample", positive = "lr rope", not_negative = "weight_decay clip",
+  policy = "policy", file = "data",
 })
 engine.seed(cfg.seed)
 
@@ -31,7 +34,6 @@ end
 
 local model = engine.nn.llama { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, kv_heads = cfg.kv_heads, layers = cfg.layers,
   hidden = cfg.hidden, rope = cfg.rope }
-if cfg.log == "line" then print(model) end
 
 local trainer = engine.trainer {
   model = model, data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed },
@@ -40,6 +42,7 @@ local trainer = engine.trainer {
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, run = cfg.run, resume = cfg.resume, log = cfg.log,
   tensorboard = cfg.tensorboard, config = cfg,
 }
+if cfg.log == "line" then print(model) end
 local summary = trainer:run()
 
 if cfg.log == "line" and cfg.sample > 0 then

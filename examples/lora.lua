@@ -18,7 +18,9 @@ local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps 
   { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "fine-tuning steps",
     pretrain = "steps on the first text", base = { "format of the frozen matrices", choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "of the adapters",
     alpha = "adapters count alpha / rank", width = "features per byte", layers = "blocks", context = "bytes a row", batch = "rows a step",
-    lr = "learning rate of the adapters" })
+    lr = "learning rate of the adapters" },
+  { count = "steps pretrain rank width layers context batch", natural = "seeds seed", positive = "lr", not_negative = "alpha", policy = "policy" })
+if cfg.width % 4 ~= 0 then engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width) end
 
 -- y = x W^T + b + (alpha / rank) x A^T B^T, W [out x in] frozen in a low format
 local Adapter = nn.class("lora")

@@ -11,7 +11,8 @@ local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, no
   { steps = "training steps", batch = "digits a step", lr = "largest learning rate", seed = "of weights, digits and order",
     hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, policy = "loss-scaling policy; empty: what the precision wants",
-    log = { "what to show", choices = { "line", "json", "quiet" } } })
+    log = { "what to show", choices = { "line", "json", "quiet" } } },
+  { count = "steps batch hidden count", natural = "seed", positive = "lr", not_negative = "noise", policy = "policy" })
 
 engine.seed(cfg.seed)
 math.randomseed(cfg.seed)

@@ -22,9 +22,16 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own" },
   { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
     experts = "experts, and domains", batch = "tokens a step, of each rank", hidden = "hidden features of an expert", large = "size of an outlier",
-    every = "tokens of the first domain for one outlier", lr = "learning rate", precision = "recipe",
+    every = "tokens of the first domain for one outlier", lr = "learning rate",
+    precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } },
     experts_over = "ranks that the experts are divided over; 1: each has all",
-    dispatch = "format of tokens on the way to experts: own, fp32, bf16 or fp8", combine = "format of answers: own, fp32 or bf16" })
+    dispatch = { "format of tokens on the way to experts", choices = { "own", "fp32", "bf16", "fp8" } },
+    combine = { "format of answers", choices = { "own", "fp32", "bf16" } } },
+  { count = "steps experts batch hidden every experts_over", natural = "seeds seed", positive = "lr large", policy = "policy" })
+if cfg.experts < 3 then engine.config.fail("experts: expected 3 or more, for the third one is what is looked at, got %d", cfg.experts) end
+if ranks.size() % cfg.experts_over ~= 0 or cfg.experts % cfg.experts_over ~= 0 then
+  engine.config.fail("experts_over: expected a number that divides the ranks, %d, and the experts, %d, got %d", ranks.size(), cfg.experts, cfg.experts_over)
+end
 
 local TOKENS, FEATURES, CLASSES = 4096, 16, 8
 local WIDTH = FEATURES + cfg.experts

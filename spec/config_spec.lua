@@ -86,9 +86,42 @@ describe("config", function()
   it("checks choices", function()
     local docs = { precision = { "recipe", choices = { "fp32", "fp16" } } }
     assert.equal("fp32", config.parse(defaults(), { "precision=fp32" }, docs).precision)
+    assert.same({ "b", "a" }, config.parse({ list = { "a" } }, { "list=b,a" }, { list = { "", choices = { "a", "b" } } }).list)
+    for words, text in pairs { ["list="] = "list: expected one or more of a, b", ["list=a,c"] = "list: expected one of a, b, got 'c'" } do
+      local good, why = pcall(config.parse, { list = { "a" } }, { words }, { list = { "", choices = { "a", "b" } } })
+      assert.is_false(good)
+      assert.matches(text, tostring(why), 1, true)
+    end
     local ok, problem = pcall(config.parse, defaults(), { "precision=fp61" }, docs)
     assert.is_false(ok)
     assert.equal("config: precision: expected one of fp32, fp16, got 'fp61'; did you mean 'fp16'?", tostring(problem))
+  end)
+
+  it("holds fields to the ranges they are named in, from a file, too", function()
+    local folder = helper.folder()
+    local mine = { n = 1, k = 0, x = 1, y = 0, s = 0, p = 1, data = "", out = "", save = "", policy = "my own", several = { "all" } }
+    local kinds = { count = "n", natural = "k", positive = "x", not_negative = "y", share = "s", part = "p", file = "data", output = "out", folder = "save",
+      policy = "policy several" }
+    local function parse_mine(...) return config.parse(mine, { ... }, nil, kinds) end
+    for _, word in ipairs { "n=3", "k=0", "x=1e-9", "y=0", "s=1", "p=1", "data=", "data=README.md", "out=" .. folder .. "/new", "save=" .. folder, "save=later",
+      "policy=my own", "policy=dynamic:growth_interval=5", "several=all", "several=dynamic,static" } do parse_mine(word) end
+    for word, text in pairs { ["n=0"] = "n: expected a whole number of 1 or more, got 0", ["n=1.5"] = "n: expected a whole number of 1 or more, got 1.5",
+      ["n=inf"] = "n: expected a whole number of 1 or more, got inf", ["k=-1"] = "k: expected a whole number of 0 or more, got -1",
+      ["x=0"] = "x: expected a number above 0, got 0", ["x=inf"] = "x: expected a number above 0, got inf", ["y=-1"] = "y: expected a number of 0 or more, got -1",
+      ["s=2"] = "s: expected a number from 0 to 1, got 2", ["p=0"] = "p: expected a number above 0, up to 1, got 0",
+      ["data=none.txt"] = "data: there is no file 'none.txt'", ["data=spec"] = "data: expected a file, 'spec' is a folder",
+      ["out=" .. folder .. "/a/b"] = "out: there is no folder '" .. folder .. "/a' to write into", ["out=spec"] = "out: expected a file to write, 'spec' is a folder",
+      ["save=README.md"] = "save: expected a folder, 'README.md' is a file", ["policy=dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
+      ["policy="] = "policy: ", ["several=dynamic,statc"] = "several: there is no policy 'statc'", ["several="] = "several: expected at least one" } do
+      local good, problem = pcall(parse_mine, word)
+      assert.is_false(good, word)
+      assert.equal("config: " .. text, tostring(problem):sub(1, #text + 8))
+    end
+    local file = helper.write(folder .. "/s.lua", "return { n = -4 }")
+    assert.matches("config: n: expected a whole number of 1 or more, got -4", tostring(select(2, pcall(parse_mine, "config=" .. file))), 1, true)
+    assert.matches("there is no range 'counts'", tostring(select(2, pcall(config.parse, mine, {}, nil, { counts = "n" }))), 1, true)
+    assert.matches("count: there is no field 'm'", tostring(select(2, pcall(config.parse, mine, {}, nil, { count = "n m" }))), 1, true)
+    helper.remove(folder)
   end)
 
   it("has help with every field, default and text", function()

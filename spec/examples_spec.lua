@@ -101,7 +101,7 @@ local entries = {
       "policy aiming %x+ %-> aiming %x+ %(undone by the script%)", "\naiming +%d+ +0 +2^1" } },
   ["layerwise.lua"] = { arguments = function() return { "steps=220" } end, losses = printed_losses, falls = 0.5,
     check = function(result) assert.is_true(tonumber(result.out:match("([%d.]+) %% of the first layer's gradients were lost")) < 1) end,
-    talk = function() return { "seeds=1", "steps=20", "depth=4" } end, words = { "policy +loss +lost +skipped", "dynamic", "layerwise +%S+ %+%- 0", "fp32" } },
+    talk = function() return { "seeds=1", "steps=20", "depth=4" } end, words = { "policy +loss +lost +skipped", "dynamic", "layerwise +%S+ +%S+ +%S+\n", "fp32" } },
   ["moe.lua"] = { arguments = function() return { "steps=120" } end, losses = printed_losses, falls = 0.5,
     talk = function() return { "steps=5", "policy=dynamic" } end, words = { "%d steps skipped", "tokens of each expert in the last step: %d+ %d+" } },
   ["bad_batch.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses, falls = 0.01,
@@ -162,9 +162,16 @@ describe("the example", function()
       result = run { "steps=many" }
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*steps[^\n]*'many'[^\n]*\n$", result.err)
+      result = run { "steps=0" }
+      assert.same({ 1, "", "engine: config: steps: expected a whole number of 1 or more, got 0\n" }, { result.code, result.out, result.err })
       result = run { "help" }
       assert.equal(0, result.code)
       assert.matches("steps", result.out)
+      if result.out:find("\n  policy ") then
+        result = run { "policy=dynamc" }
+        assert.equal("", result.out)
+        assert.matches("^engine: config: policy: there is no policy 'dynamc'; did you mean 'dynamic'%?[^\n]*\n$", result.err)
+      end
     end)
   end
 

@@ -117,8 +117,15 @@ describe("the FP8 laboratory", function()
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
+    for name, wrong in pairs { outliers = "share=2", promotion = "draws=0", snr = "svg=/nowhere/x.svg", memory = "width=3", bits = "svg=spec", train = "threads=-1" } do
+      local result = run(name, wrong)
+      assert.same({ 1, "" }, { result.code, result.out })
+      assert.matches("^engine: config: [^\n]*\n$", result.err)
+    end
+    assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, fp8_delayed, fp8_current, fp8_rowwise, fp8_block\n",
+      run("train", "recipes=", "steps=1").err)
     local result = run("train", "recipes=fp8_blok", "steps=1")
     assert.not_equal(0, result.code)
-    assert.matches("there is no precision 'fp8_blok'; did you mean 'fp8_block'%?", result.err)
+    assert.matches("^engine: config: recipes: expected one of [^\n]*, got 'fp8_blok'; did you mean 'fp8_block'%?\n$", result.err)
   end)
 end)

@@ -2,7 +2,8 @@
 --
 --   local cfg = engine.config({ lr = 3e-4, steps = 1000, precision = "fp16", model = { width = 384 } },
 --                             { lr = "peak learning rate", ["model.width"] = "features per token",
---                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, steps = { "to make", least = 1 } })
+--                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, steps = "to make" },
+--                             { count = "steps model.width", positive = "lr" })
 --
 --   engine train.lua lr=1e-3 steps=2^12 model.width=512     fields; nested ones with dots
 --   engine train.lua config=small.lua lr=1e-3               a file first, then a field; the later one wins
@@ -11,6 +12,10 @@
 -- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean (true or
 -- false), string, or a list (a,b,c). A field without a default: config.optional "number". Fields that hold
 -- functions or other values are left alone. A config file is a Lua file returning a table, or a JSON object.
+--
+-- The third table names the fields of each range, so that a wrong value is told before anything was computed: count (whole, 1 or more),
+-- natural (whole, 0 or more), positive, not_negative, share (0 to 1), part (a share above 0), file (one that is there), output (a file in a
+-- folder that is there), folder (there or not yet), policy (one that can be loaded); the default is always good. A list with choices holds one of them or more.
 local expression = require "engine.expression"
 local nearest = require "engine.nearest"
 
@@ -32,6 +37,9 @@ end
 local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end
+
+--- Ends the script with a line about its arguments, without a traceback: for what a script checks itself.
+config.fail = fail
 
 local function is_list(value)
   return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
@@ -156,19 +164,79 @@ local function from_file(name, field, value, where)
   return value
 end
 
-local function check(name, value, docs)
-  local doc = docs[name]
-  if type(doc) == "table" and doc.least and value ~= nil and value < doc.least then
-    fail("%s: expected %s or more, got %s", name, show(doc.least), show(value))
+local function finite(x) return x > -math.huge and x < math.huge end
+local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
+
+-- kind -> what a number must be, and whether it is; for texts a function that gives what is wrong.
+local RANGES = {
+  count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
+  natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
+  positive = { "a number above 0", function(x) return x > 0 and finite(x) end },
+  not_negative = { "a number of 0 or more", function(x) return x >= 0 and finite(x) end },
+  share = { "a number from 0 to 1", function(x) return x >= 0 and x <= 1 end },
+  part = { "a number above 0, up to 1", function(x) return x > 0 and x <= 1 end },
+  file = { problem = function(name)
+    local kind = require("engine.ffi").C.eng_file_kind(name)
+    return kind == 0 and ("there is no file '%s'"):format(name) or kind == 2 and ("expected a file, '%s' is a folder"):format(name) or nil
+  end },
+  output = { problem = function(name)
+    local folder = name:match("^(.*)/[^/]*$") or "."
+    local kind_of_file = require("engine.ffi").C.eng_file_kind
+    if kind_of_file(name) == 2 then return ("expected a file to write, '%s' is a folder"):format(name) end
+    return kind_of_file(folder == "" and "/" or folder) ~= 2 and ("there is no folder '%s' to write into"):format(folder) or nil
+  end },
+  folder = { problem = function(name)
+    return require("engine.ffi").C.eng_file_kind(name) == 1 and ("expected a folder, '%s' is a file"):format(name) or nil
+  end },
+  policy = { problem = function(name)
+    local good, message = pcall(require("engine.policy").load, name)
+    return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
+  end },
+}
+
+-- name -> range, from { count = "steps width", ... }.
+local function ranges_of(kinds, fields)
+  local ranges = {}
+  for kind, names in pairs(kinds or {}) do
+    if not RANGES[kind] then error("config: there is no range '" .. tostring(kind) .. "'", 0) end
+    for name in names:gmatch("%S+") do
+      if not fields[name] then error(("config: %s: there is no field '%s'"):format(kind, name), 0) end
+      ranges[name] = RANGES[kind]
+    end
   end
-  local choices = type(doc) == "table" and doc.choices
-  if not choices then return value end
+  return ranges
+end
+
+local function check_choice(name, value, choices)
   for _, choice in ipairs(choices) do
-    if choice == value then return value end
+    if choice == value then return end
   end
   local texts = {}
   for i, choice in ipairs(choices) do texts[i] = tostring(choice) end
   fail("%s: expected one of %s, got '%s'%s", name, table.concat(texts, ", "), tostring(value), nearest.hint(tostring(value), texts))
+end
+
+-- rules: { docs =, ranges = }
+local function check(name, value, field, rules)
+  local range, doc = rules.ranges[name], rules.docs[name]
+  if range and range.problem then
+    local list, default = field.kind == "list" and value or { value }, field.kind == "list" and field.default or { field.default }
+    if #list == 0 then fail("%s: expected at least one", name) end
+    for i, item in ipairs(list) do
+      local problem = item ~= default[i] and range.problem(item)
+      if problem then fail("%s: %s", name, problem) end
+    end
+  elseif range and type(value) == "number" and not range[2](value) then
+    fail("%s: expected %s, got %s", name, range[1], show(value))
+  end
+  local choices = type(doc) == "table" and doc.choices
+  if choices and field.kind == "list" then
+    if #value == 0 then fail("%s: expected one or more of %s", name, table.concat(choices, ", ")) end
+    for _, item in ipairs(value) do check_choice(name, item, choices) end
+  elseif choices then
+    check_choice(name, value, choices)
+  end
+  return value
 end
 
 local function read_file(path)
@@ -194,7 +262,7 @@ local function read_file(path)
   return result
 end
 
-local function apply_file(result, fields, docs, path)
+local function apply_file(result, fields, rules, path)
   local where = path .. ": "
   local function walk(values, prefix, depth)
     if depth > 20 then fail("%stoo deeply nested", where) end
@@ -205,7 +273,7 @@ local function apply_file(result, fields, docs, path)
       for other in pairs(fields) do nested = nested or other:sub(1, #name + 1) == name .. "." end
       if field then
         if type(value) ~= "userdata" then            -- JSON's null: as if not given
-          assign(result, name, check(name, from_file(name, field, value, where), docs))
+          assign(result, name, check(name, from_file(name, field, value, where), field, rules))
         end
       elseif nested and type(value) == "table" then
         walk(value, name .. ".", depth + 1)
@@ -219,11 +287,11 @@ local function apply_file(result, fields, docs, path)
   walk(read_file(path), "", 1)
 end
 
--- The values for `defaults` under the arguments `args` (a list of name=value). The error of a bad
+-- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges `kinds`. The error of a bad
 -- argument is an object that tostring() turns into text.
-function config.parse(defaults, args, docs)
+function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
-  docs = docs or {}
+  local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
   for _, argument in ipairs(args) do
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then
@@ -232,9 +300,9 @@ function config.parse(defaults, args, docs)
     local field = fields[name] or fields[(name:gsub("-", "_"))]
     if field then
       if not fields[name] then name = name:gsub("-", "_") end
-      assign(result, name, check(name, from_text(name, field, text), docs))
+      assign(result, name, check(name, from_text(name, field, text), field, rules))
     elseif name == "config" then
-      apply_file(result, fields, docs, text)
+      apply_file(result, fields, rules, text)
     else
       unknown(name, fields, "")
     end
@@ -302,8 +370,8 @@ local function choose_device(defaults, args)
   return rest
 end
 
--- engine.config(defaults, docs): reads the script's own arguments; `help` prints the fields and ends.
-local function from_command_line(_, defaults, docs)
+-- engine.config(defaults, docs, kinds): reads the script's own arguments; `help` prints the fields and ends.
+local function from_command_line(_, defaults, docs, kinds)
   local args = rawget(_G, "arg") or {}
   for _, argument in ipairs(args) do
     if asks_help[argument] then
@@ -311,7 +379,7 @@ local function from_command_line(_, defaults, docs)
       os.exit(0)
     end
   end
-  return config.parse(defaults, choose_device(defaults, args), docs)
+  return config.parse(defaults, choose_device(defaults, args), docs, kinds)
 end
 
 return setmetatable(config, { __call = from_command_line })

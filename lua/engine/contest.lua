@@ -14,12 +14,15 @@ local function mean_and_spread(values)
   return mean, #values > 1 and math.sqrt(squares / (#values - 1)) or 0
 end
 
+-- A single seed has no spread.
+local function number_text(n) return #n.values > 1 and ("%.4g +- %.2g"):format(n.mean, n.spread) or ("%.4g"):format(n.mean) end
+
 local function text_of(result)
   local lines, columns = { { "policy" } }, result.columns
   for _, column in ipairs(columns) do table.insert(lines[1], column) end
   for i, row in ipairs(result) do
     lines[i + 1] = { row.policy }
-    for _, column in ipairs(columns) do table.insert(lines[i + 1], ("%.4g +- %.2g"):format(row[column].mean, row[column].spread)) end
+    for _, column in ipairs(columns) do table.insert(lines[i + 1], number_text(row[column])) end
   end
   local width = {}
   for _, line in ipairs(lines) do

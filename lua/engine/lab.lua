@@ -29,12 +29,19 @@ function M.median(list)
   return n % 2 == 1 and sorted[(n + 1) / 2] or (sorted[n / 2] + sorted[n / 2 + 1]) / 2
 end
 
---- Mean and standard deviation.
+--- Mean and standard deviation, which for a single number is 0.
 function M.mean(list)
   local sum, square = 0, 0
   for _, x in ipairs(list) do sum = sum + x / #list end
   for _, x in ipairs(list) do square = square + (x - sum) ^ 2 / math.max(1, #list - 1) end
   return sum, math.sqrt(square)
+end
+
+--- "0.3918 +- 0.0012" of a list of numbers, each by `format`; of a single one, which has no spread, that one alone.
+function M.mean_text(list, format)
+  local mean, spread = M.mean(list)
+  if #list < 2 then return format:format(mean) end
+  return ("%s +- %s"):format(format:format(mean), format:gsub("%+", ""):format(spread))
 end
 
 -- ------------------------------------------------------------------ a text

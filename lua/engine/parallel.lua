@@ -149,6 +149,7 @@ function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), signals = signals,
     level = 0, decided = "", names = {} }, Parallel)
   self.many = self.size > 1
+  self.wire = self.many and o.wire or "own"
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many      -- updates, and gradients, are shared out
   if not self.many then return self end
   if o.mode == "lagged" then raise("mode=lagged: several ranks reduce the record before the update, which waits for it; hint: mode=sync") end
@@ -166,6 +167,13 @@ end
 --- Where the gradients lie on cards: how they go between the ranks.
 function Parallel:text()
   return self.many and require("engine.machine").device() == "cuda" and "ranks: " .. ranks.text() or nil
+end
+
+function Parallel:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
+
+--- What a job of several ranks is beside one process: "4 ranks, ZeRO-1, wire bf16"; nil for one.
+function Parallel:described()
+  return self.many and ranks.job_text(self.size, self:level_of_zero(), self.wire) or nil
 end
 
 function Parallel:make_room()

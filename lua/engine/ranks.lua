@@ -83,6 +83,11 @@ function M.from_all(text, most)
   return texts
 end
 
+--- "4 ranks, ZeRO-1, wire bf16": a job beside one process; what is as it comes is not said.
+function M.job_text(size, zero, wire)
+  return ("%d rank%s%s%s"):format(size, size == 1 and "" or "s", zero > 0 and ", ZeRO-" .. zero or "", wire ~= "own" and ", wire " .. wire or "")
+end
+
 -- ------------------------------------------------------------------ telling the ranks apart
 
 local function crc_of(path)

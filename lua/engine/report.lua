@@ -564,7 +564,10 @@ local function settings_sections(h, info)
   table.sort(names)
   for _, key in ipairs(names) do
     local value = meta[key]
-    run[#run + 1] = { key == "policy" and "policy at the start" or escape(key), escape(tonumber(value) and number(tonumber(value)) or value) }
+    local as_it_comes = key == "zero" and value == "0" or key == "wire" and value == "own"
+    if not as_it_comes then
+      run[#run + 1] = { key == "policy" and "policy at the start" or escape(key), escape(tonumber(value) and number(tonumber(value)) or value) }
+    end
   end
   for _, row in ipairs(h:query("SELECT key, value FROM config ORDER BY key")) do
     if row.value ~= "" then settings[#settings + 1] = { escape(row.key), "<code>" .. escape(row.value) .. "</code>" } end
@@ -632,6 +635,7 @@ function M.html(h, path)
   say("policy %s", info.policy and escape(info.policy))
   say("%s parameters", info.parameters and grouped(info.parameters))
   say("on %s", info.device and escape(info.device))
+  say("%s", info.ranks > 1 and escape(require("engine.ranks").job_text(info.ranks, info.zero, info.wire)) or nil)
 
   local body = {
     ('<header><div><h1>%s<span class="badge %s">%s</span></h1><p class="sub">%s</p></div><button id="theme" type="button">Dark</button></header>\n'):format(

@@ -287,7 +287,8 @@ function Run:describe()
   end
   for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
     optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
-    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()) } do
+    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()),
+    ranks = trainer.parallel.size, zero = trainer.parallel:level_of_zero(), wire = trainer.parallel.wire } do
     history:set_meta(key, value)
   end
   for _, setting in ipairs(self.config and require("engine.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end

@@ -71,7 +71,7 @@ function M.policy_of(h)
 end
 
 --- Of a run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss, scale, overflows, skipped, tokens, seconds,
---- policy, precision, device, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
+--- policy, precision, device, ranks, zero, wire, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -80,6 +80,7 @@ function M.info(path, history)
     local meta = h:meta()
     info.created = seconds_of(meta.created)
     info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device, meta.optimizer, meta.schedule
+    info.ranks, info.zero, info.wire = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0, meta.wire or "own"
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps), meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
     if info.rows > 0 then

@@ -152,14 +152,21 @@ end
 --- script asks for another; gives a line about it.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.parallel.size
-  if before == size * self.accumulate then return ranks ~= size and ("%d ranks go on where %d were, with the same step"):format(size, ranks) or nil end
+  local same = "with the same step but for rounding"                           -- sums over more or fewer ranks round elsewhere
+  if before == size * self.accumulate then return ranks ~= size and ("%d ranks go on where %d were, %s"):format(size, ranks, same) or nil end
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
     self.random = M_ffi.new("uint64_t[?]", 2 * self.accumulate)
-    return ("%d rank%s with accumulate=%d go on where %d with accumulate=%d were, with the same step"):format(size, size == 1 and "" or "s", self.accumulate,
-      ranks, accumulate)
+    return ("%d rank%s with accumulate=%d %s where %d with accumulate=%d %s, %s"):format(size, size == 1 and "" or "s", self.accumulate,
+      size == 1 and "goes on" or "go on", ranks, accumulate, ranks == 1 and "was" or "were", same)
   end
   return ("a step has %d batches now, it had %d: the losses will differ"):format(size * self.accumulate, before)
+end
+
+--- What computes: "2 threads", or "4 ranks, ZeRO-1, 1 thread each".
+function Trainer:resources()
+  local threads, ranks = tonumber(C.eng_threads(0)), self.parallel:described()
+  return ("%s%d thread%s%s"):format(ranks and ranks .. ", " or "", threads, threads == 1 and "" or "s", ranks and " each" or "")
 end
 
 function Trainer:go_back(place)

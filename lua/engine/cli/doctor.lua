@@ -29,12 +29,14 @@ local function need(found, what, text, advice)
   line("MISSING", what, advice)
 end
 
+local function thread_text(n) return ("%d thread%s"):format(n, n == 1 and "" or "s") end
+
 local function cpu()
   local info = contents("/proc/cpuinfo")
   local model = info:match("model name%s*:%s*([^\n]+)") or output("uname -m") or "unknown"
   local threads = 0
   for _ in info:gmatch("processor%s*:") do threads = threads + 1 end
-  line("ok", "CPU", ("%s, %s threads usable"):format(model, output("nproc") or threads))
+  line("ok", "CPU", ("%s, %s usable"):format(model, thread_text(tonumber(output("nproc")) or threads)))
 
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
@@ -60,7 +62,7 @@ local function library()
   if not ok then return need(false, "engine library", nil, "cannot be used: " .. tostring(result):match("[^\n]*")) end
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
   local machine = require "engine.machine"
-  line("ok", "kernels", ("device %s, instruction set %s, %d threads"):format(machine.device(), machine.isa(), machine.threads()))
+  line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(), machine.isa(), thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
   line("ok", "SQLite", machine.library_version("sqlite") or "unknown")

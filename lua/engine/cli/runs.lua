@@ -34,6 +34,8 @@ local function main(given)
     return 0
   end
   local views, progress = require "engine.views", require "engine.progress"
+  local several = false
+  for _, run in ipairs(list) do several = several or (run.ranks or 1) > 1 end
   local rows = { { "run", "steps", "loss", "scale", "skipped", "policy", "precision", "began", "took", "ended" } }
   for _, run in ipairs(list) do
     local began = run.created and os.date("%Y-%m-%d %H:%M", run.created) or "-"
@@ -49,7 +51,11 @@ local function main(given)
         progress.duration_text(run.seconds), #ended > 60 and ended:sub(1, 57) .. "..." or ended }
     end
   end
-  local left = { true, false, false, false, false, true, true, true, false, true }
+  for i, run in ipairs(several and list or {}) do                        -- a column before the last, where any run has more ranks than one
+    table.insert(rows[i + 1], #rows[i + 1], run.ranks and run.ranks > 1 and require("engine.ranks").job_text(run.ranks, run.zero, run.wire) or "1 rank")
+  end
+  if several then table.insert(rows[1], #rows[1], "ranks") end
+  local left = { true, false, false, false, false, true, true, true, false, true, true }
   local width = {}
   for _, row in ipairs(rows) do
     for c, text in ipairs(row) do width[c] = math.max(width[c] or 0, #text) end
