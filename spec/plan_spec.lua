@@ -94,9 +94,26 @@ describe("a plan", function()
     assert.is_nil(result.out:find("step 1", 1, true))
   end)
 
+  it("says what ZeRO waits for, and where a smaller bucket would save memory: what it says is so", function()
+    local function printed(...)
+      local result = helper.run { "plan", "examples/gpt.lua", "ranks=8", "alpha=2e-6", "beta=1e-10", "step=0.05", ... }
+      assert.equal("", result.err)
+      return result.out
+    end
+    local out = printed "zero=2"
+    assert.matches("\nmessages are those of gradients; not hidden counts the updated weights, too", out, 1, true)
+    local bucket, less, now, one = out:match("\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of (%S+ %S+) %(zero=1: (%S+ [^)]+)%) on 8 ranks")
+    assert.matches("\n      8 +" .. now:gsub("%.", "%%."), out)
+    assert.matches("\n      8 +" .. less:gsub("%.", "%%."), printed("zero=2", "bucket=" .. bucket))
+    assert.matches("\n      8 +" .. one:gsub("%.", "%%."), printed "zero=1")
+    assert.is_nil(printed("bucket=0.02"):find("would take", 1, true))
+    assert.is_nil(printed("zero=0"):find("not hidden counts", 1, true))
+  end)
+
   it("says what is wrong with what it is given", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" }, { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
-      { { "examples/gpt.lua", "measure=two" }, "expected measure as numbers of ranks" }, { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
+      { { "examples/gpt.lua", "measure=two" }, "expected measure as numbers of ranks" },
+      { { "examples/gpt.lua", "measure=" }, "expected measure as numbers of ranks, such as 1,2,4, got none" }, { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
       { { "examples/gpt.lua", "wire=fp4" }, "expected wire as own, fp32" }, { { "examples/gpt.lua", "alpha=fast" }, "expected alpha as a number" } } do
       local result = helper.run { "plan", unpack(case[1]) }
       assert.equal(1, result.code)

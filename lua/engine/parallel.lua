@@ -19,6 +19,7 @@ Parallel.__index = Parallel
 
 local WIRES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 local MIB = 2 ^ 20
+M.BUCKET = 2            -- MiB of gradients that travel together, where nobody says otherwise
 
 --- What is wrong with the trainer's options about ranks: expected text, or nil.
 function M.wrong(o)
@@ -88,7 +89,7 @@ end
 
 --- What the core is told of a reduction, from a trainer's options.
 function M.options(o, apart, holders)
-  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or 2) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
     apart = apart, holders = holders })
 end
 

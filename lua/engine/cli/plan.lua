@@ -15,8 +15,9 @@ alpha, beta  seconds of a message and of a byte between two ranks; measured here
 step         seconds of one rank's own step; measured where it is not given
 wire zero bucket   as the trainer takes them; what the script says where they are not given
 The table: memory of a rank, and of it gradients (zero=2: its pieces and what backward writes),
-moments, and messages under way; then times: messages, what of them the backward pass does not
-hide, the record, and the whole step.
+moments, and messages under way; then times: messages of gradients; what of a step's messages is
+waited for, that is those of gradients that the backward pass does not hide and, with zero=1 or 2,
+the updated weights, which go round after it; the record; and the whole step.
 
 measure      runs the job with so many ranks on this machine, a thread each, and prints what was
              predicted for this machine beside what was measured. Ranks that share a machine are
@@ -31,14 +32,47 @@ local TEXT = { wire = true, measure = true, role = true }
 local MIB = 2 ^ 20
 local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
 
+local function time_text(s)
+  if s == 0 then return "-" end
+  return s < 1e-3 and ("%.1f us"):format(s * 1e6) or s < 1 and ("%.2f ms"):format(s * 1e3) or ("%.2f s"):format(s)
+end
+local function bytes_text(b)
+  if b < MIB then return ("%.1f KiB"):format(b / 1024) end
+  return b < 2 ^ 30 and ("%.1f MiB"):format(b / MIB) or ("%.2f GiB"):format(b / 2 ^ 30)
+end
+
+-- A line about a smaller bucket that would save a tenth of a rank's memory or more, and a MiB, on `ranks` ranks: halved as long as that helps.
+-- nil: none.
+local function smaller_bucket(job, params, options, ranks)
+  local plan = require "engine.plan"
+  local function with(bucket, zero)
+    local o = { bucket = bucket, wire = options.wire, zero = zero or options.zero }
+    local other = setmetatable({ zero = o.zero or 0, sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
+    return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
+  end
+  if ranks == 1 then return nil end
+  local bucket = options.bucket or require("engine.parallel").BUCKET
+  local now, best, found = with(bucket), with(bucket), bucket
+  while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end           -- all in one bucket, as before
+  while found > 1 / 64 do
+    local half = with(found / 2)
+    if half.memory.all > 0.95 * best.memory.all then break end
+    found, best = found / 2, half
+  end
+  if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
+  return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f times the messages"):format(found, bytes_text(best.memory.all),
+    bytes_text(now.memory.all), job.zero == 2 and (" (zero=1: %s)"):format(bytes_text(with(bucket, 1).memory.all)) or "", ranks,
+    best.sent.messages / now.sent.messages)
+end
+
 local function padded(n, to) return math.ceil(n / to) * to end
 
 -- What is to be planned: plan.predict's job, of this process's trainer.
-local function job_of(trainer, options, records, wanted, measured)
+local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.ffi", require "engine.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
   local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0, histogram = records, accumulate = trainer.accumulate,
-    wire = options.wire or "own", zero = options.zero or 0, model = tostring(trainer.model._class) }
+    wire = options.wire or "own", zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
   local bytes, moments = M_ffi.new("int64_t[4]"), ({ sgd = 0, lion = 1 })[optimizer.name] or 2
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]), tonumber(bytes[2])
@@ -54,6 +88,7 @@ local function job_of(trainer, options, records, wanted, measured)
   local sizes, first = {}, {}
   for _, n in ipairs(wanted) do sizes[n] = plan.sizes(optimizer.params, options, -1, n) end
   for _, n in ipairs(measured or {}) do first[n] = plan.sizes(optimizer.params, options, 0, n) end
+  job.advice = smaller_bucket(job, optimizer.params, options, wanted[#wanted])
   M_ffi.check(C.eng_step_end())
   sizes[1] = sizes[1] or plan.sizes(optimizer.params, options, 0, 1)
   sizes[1].gradients = job.gradient_bytes
@@ -61,15 +96,6 @@ local function job_of(trainer, options, records, wanted, measured)
   job.sizes = function(n) return sizes[n] end
   job.sizes_of_first = function(n) return first[n] end
   return job
-end
-
-local function time_text(s)
-  if s == 0 then return "-" end
-  return s < 1e-3 and ("%.1f us"):format(s * 1e6) or s < 1 and ("%.2f ms"):format(s * 1e3) or ("%.2f s"):format(s)
-end
-local function bytes_text(b)
-  if b < MIB then return ("%.1f KiB"):format(b / 1024) end
-  return b < 2 ^ 30 and ("%.1f MiB"):format(b / MIB) or ("%.2f GiB"):format(b / 2 ^ 30)
 end
 
 local function counts_of(text)
@@ -91,7 +117,7 @@ local function read(words)
     local name, text = word:match("^([%a_]+)=(.*)$")
     if name and MINE[name] then
       local value = TEXT[name] and text or require("engine.expression")(text)
-      if value == nil or value == "" or COST[name] and not (value > 0 and value < math.huge) then
+      if value == nil or value == "" and name ~= "measure" or COST[name] and not (value > 0 and value < math.huge) then
         error(("expected %s as %s, got '%s'"):format(name, TEXT[name] and "a text" or "a number above 0", text), 0)
       end
       given[name] = value
@@ -168,6 +194,8 @@ local function table_of(job, cost, source, given)
       time_text(p.messages), time_text(p.exposed + p.weights), time_text(p.record), time_text(p.step), ("%.1f %%"):format(100 * p.efficiency)))
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency
   end
+  if job.zero > 0 then print("\nmessages are those of gradients; not hidden counts the updated weights, too, which go round after the update") end
+  if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
   if #x > 2 then print("\n" .. require("engine.plot").draw { title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 }) end
 end
 
@@ -183,8 +211,7 @@ local function main(script, ...)
     local trainer, options, records = measure.trainer(script, settings, given)
     local wanted = require("engine.plan").counts(given.ranks)
     local step = given.step or measure.step(trainer)
-    local job, cost, source = job_of(trainer, options, records, wanted, given.measure), { alpha = given.alpha, beta = given.beta }, "given"
-    job.step = step
+    local job, cost, source = job_of(trainer, options, records, wanted, given.measure, step), { alpha = given.alpha, beta = given.beta }, "given"
     if not (cost.alpha and cost.beta) then
       local alpha, beta = measure.messages()
       source = alpha and "measured between two processes here" or "assumed, for there is no mpirun to measure with"
