@@ -45,6 +45,7 @@ for column, s in ipairs(SIZES) do
   end)
 end
 lab.table(heads, rows)
+print(("%g %% of the numbers are so many times larger (none: not); the signal-to-noise ratio, in dB, is that of all others"):format(100 * cfg.share))
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, #SIZES do places[i] = heads[i + 1] end

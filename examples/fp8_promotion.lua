@@ -64,6 +64,7 @@ for _, data in ipairs(DATA) do
   end
 end
 lab.table({ "data", "K", "no promotion", "every 512", "every 128" }, rows)
+print("mean error of a sum of K products, relative to it, and in parentheses the largest; promoted, that is added to f32, every so many of K")
 if cfg.svg ~= "" then
   print(lab.svg(cfg.svg, { title = "relative error of Hopper's accumulator, U[0,1)", x = { "1024", "4096", "16384" }, y = "K", log = 10, series = curves }))
 end

@@ -172,6 +172,11 @@ describe("history", function()
     local good, message = append(reader, 2)
     assert.is_nil(good)
     assert.truthy(message:find("was opened for reading", 1, true))
+    _G.read_history = reader
+    local _, offered = require("engine.repl").complete("read_history:")                 -- Tab offers what can be done with it
+    _G.read_history = nil
+    assert.truthy(offered:find("tensors", 1, true))
+    for _, writer in ipairs { "append", "set_meta", "flush", "event ", "resume" } do assert.is_nil(offered:find(writer, 1, true), writer) end
     reader:close()
     assert.has_error(function() reader:last() end)
   end)
@@ -205,7 +210,7 @@ describe("history", function()
   end)
 
   it("explains a step", function()
-    assert.are.equal("the history has no steps", h:why(0))
+    assert.are.equal("the history has no steps", tostring(h:why(0)))
     h:set_parameters { { name = "wte.weight", shape = { 5, 3 } }, { name = "h.0.w", shape = { 8 } } }
     for step = 0, 9 do append(h, step, (step == 4 or step == 5) and overflow or nil) end
     h:event(5, "swap", "to max_value")
@@ -216,7 +221,8 @@ describe("history", function()
     end
     assert.truthy(h:why(8):find("The overflow before it was at step 5, 3 steps earlier.", 1, true))
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
-    assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", h:why(77))
+    assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
+    assert.equal(tostring(h:why(77)), require("engine.repl").show(h:why(77)))              -- no quotes
     assert.has_error(function() h:why() end, "why: expected the number of a step, got nil")
   end)
 

@@ -107,6 +107,7 @@ describe("what a history shows", function()
 
   it("draws layers by exponent and over time", function()
     local text = tostring(h:heatmap { width = 120 })
+    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; at the right", text)
     assert.matches("f16 gradients as stored, by exponent", text, 1, true)
     assert.matches("     wte ▏", text, 1, true)
     assert.matches("blocks.1 ▏[^\n]*2%^8.0, 8.0 bits of room\n", text)

@@ -69,6 +69,7 @@ describe("plot", function()
     assert.matches("\n\nloss scale (log)\n", text, 1, true)
     assert.matches("overflow (1)", text, 1, true)
     assert.matches("2^16", text, 1, true)
+    assert.matches("^loss, since step 7\n", plot.run({ { step = 7, loss = 1, scale = 2 }, { step = 8, loss = 1, scale = 2 } }, { width = 60 }))
     for _, row in ipairs(rows) do row.scale = 1 end
     assert.not_matches("loss scale", plot.run(rows, { width = 60 }), 1, true)
   end)

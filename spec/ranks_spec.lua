@@ -1,5 +1,6 @@
 -- Several ranks on one job, over Open MPI on this machine: the same training as one rank, through overflows; whose overflow it was; decisions
 -- that differ; ranks that die or hang; resuming with other numbers of ranks. The job stands in spec/ranks/job.lua.
+local engine = require "engine"
 local helper = require "spec.helper"
 
 local start = require "spec.ranks.start"
@@ -50,6 +51,25 @@ local folder
 describe("ranks", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
+
+  it("are told of at the start, in the history, in engine runs and in the report; and others that go on, with what rounding does", function()
+    local run = folder .. "/run"
+    local function gpt(n, ...)
+      return start.run(n, "examples/gpt.lua", { "run=" .. run, "resume=auto", "layers=1", "width=16", "heads=2", "context=8", "batch=2", "sample=0", ... }, { limit = LIMIT })
+    end
+    local first = gpt(2, "steps=2", "zero=1", "wire=bf16")
+    assert.matches("policy dynamic, 2 ranks, ZeRO%-1, wire bf16, %d+ threads? each\n", first.out)
+    local meta = engine.history.open(run):meta()
+    assert.same({ "2", "1", "bf16" }, { meta.ranks, meta.zero, meta.wire })
+    assert.matches("ranks +ended\n[^\n]* 2 ranks, ZeRO%-1, wire bf16 +finished\n", helper.run({ "runs", folder }).out)
+    assert.equal(0, helper.run({ "report", run }).code)
+    assert.matches("on cpu · 2 ranks, ZeRO-1, wire bf16<", helper.read(run .. "/report.html"), 1, true)
+    local second = gpt(0, "steps=3")
+    assert.matches("policy dynamic, %d+ threads?\n", second.out)
+    assert.matches("\n1 rank with accumulate=2 goes on where 2 with accumulate=1 were, with the same step but for rounding\n", second.out .. second.err)
+    assert.equal("1", engine.history.open(run):meta().ranks)
+    assert.not_matches("ranks +ended", helper.run({ "runs", folder }).out)
+  end)
 
   it("train as one rank does with all their batches", function()
     local one = job(0, { "accumulate=4", "clip=1" })

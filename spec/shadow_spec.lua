@@ -73,7 +73,7 @@ describe("a shadow", function()
     local lines = trainer.shadows:lines()
     assert.matches("would have skipped 0 of 30 steps %(the run skipped " .. trainer.skipped .. "%)", lines[1])
     assert.matches("its scale would have overflowed in " .. 30 - trainer.skipped .. " more", lines[2])
-    assert.matches("^shadows: static:loss_scale=65536,skip_on_overflow=false .* %-%d+ skipped, static", trainer.shadows:text())
+    assert.matches("^shadow scales beside ours: static:loss_scale=65536,skip_on_overflow=false .* %-%d+ skipped, static:loss_scale=2^40 x2^%d", trainer.shadows:text())
   end)
 
   it("that fails is told of and fails alone", function()

@@ -19,8 +19,18 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local History = {}
+local History = {}           -- what is there to be asked
 History.__index = History
+
+local Writing = setmetatable({}, { __index = History })      -- and to be written, by the run itself
+Writing.__index = Writing
+function Writing:__tostring() return History.__tostring(self) end
+
+-- Whoever opened it for reading has no such methods to be offered (Tab), and is told when one is called.
+local function refused(key)
+  return rawget(Writing, key) and function(h) return nil, ("history %s: was opened for reading"):format(h.path) end or nil
+end
+setmetatable(History, { __index = function(_, key) return refused(key) end })
 
 -- ------------------------------------------------------------------ opening
 
@@ -30,7 +40,7 @@ function M.open(path, options)
   local file = C.eng_file_kind(path) == 2 and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
   check(C.eng_history_open(out, file, write))
-  return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, History)
+  return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
 end
 
 local function handle(h, level)
@@ -54,31 +64,31 @@ local function told(status)
 end
 
 --- One step: eng_record and eng_verdict as the core has them, and the tokens it trained on.
-function History:append(record, verdict, tokens)
+function Writing:append(record, verdict, tokens)
   return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
 end
 
 --- Statistics per tensor of a step: an array of n eng_tensor_stats.
-function History:append_tensors(step, stats, n)
+function Writing:append_tensors(step, stats, n)
   return told(C.eng_history_tensors(handle(self), step, stats, n))
 end
 
 --- kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs, or nil.
-function History:event(step, kind, text, data)
+function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
 --- What a shadow would have decided at a step; a row holds until the next of that name.
-function History:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
+function Writing:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
 
 --- A number that the script published; a row holds until the next of that name.
-function History:append_signal(step, name, value) return told(C.eng_history_signal(handle(self), step, name, value)) end
+function Writing:append_signal(step, name, value) return told(C.eng_history_signal(handle(self), step, name, value)) end
 
 local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max", "count" }
 local meter_values = ffi.new("double[9]")
 
 --- Meters of FP8 layers (fp8_sites.lua) of a step.
-function History:append_fp8(step, rows)
+function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
     for i, name in ipairs(METERS) do meter_values[i - 1] = row[name] end
     local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role, meter_values))
@@ -88,13 +98,13 @@ function History:append_fp8(step, rows)
 end
 
 --- Remembers a fact of the run, or a setting.
-function History:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
-function History:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
+function Writing:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
+function Writing:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
 
-function History:add_policy(hash, name, source) return told(C.eng_history_policy(handle(self), hash, name, source)) end
+function Writing:add_policy(hash, name, source) return told(C.eng_history_policy(handle(self), hash, name, source)) end
 
 --- The model's parameters in order: a list of { name = ..., shape = { ... } }.
-function History:set_parameters(list)
+function Writing:set_parameters(list)
   for i, p in ipairs(list) do
     local shape = ffi.new("int64_t[6]", p.shape)
     local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape, shape))
@@ -104,10 +114,10 @@ function History:set_parameters(list)
 end
 
 --- The run goes on at `step`: recorded rows from there on are dropped, and an event 'resumed' is noted.
-function History:resume(step) return told(C.eng_history_resume(handle(self), step)) end
+function Writing:resume(step) return told(C.eng_history_resume(handle(self), step)) end
 
 --- Waits until everything appended is committed.
-function History:flush() return told(C.eng_history_flush(handle(self))) end
+function Writing:flush() return told(C.eng_history_flush(handle(self))) end
 
 -- ------------------------------------------------------------------ reading
 
@@ -374,8 +384,28 @@ local function hist_table(bins)
   return hist
 end
 
+-- Why there are no meters: of FP8 at all, of such a layer, or at that step.
+local function no_fp8(h, site, step)
+  local sites, steps = {}, {}
+  for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do
+    sites[#sites + 1] = row.site
+  end
+  if #sites == 0 then
+    return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision or "not known",
+      (h:meta().precision or ""):find("fp8", 1, true) and ", and no step was looked at yet" or "; a recipe such as fp8_block has some")
+  end
+  local known = false
+  for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end
+  if not known then
+    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site, require("engine.nearest").hint(site, sites),
+      table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12 and (" and %d more"):format(#sites - 12) or "")
+  end
+  for row in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step LIMIT 8") do steps[#steps + 1] = row.step end
+  return ("FP8 layers were not looked at in step %s; they were at %s%s"):format(tostring(step), table.concat(steps, ", "), #steps == 8 and " ..." or "")
+end
+
 local fp8_meta = { __tostring = function(rows)
-  if #rows == 0 then return "the history has no meters of FP8 layers by that name" end
+  if #rows == 0 then return rows.problem end
   local lines = { ("%6s  %-28s %-4s %8s %10s %10s %11s %11s %9s"):format("step", "layer", "role", "SNR dB", "underflow", "overflow", "amax", "scale",
     "binades") }
   for _, r in ipairs(rows) do
@@ -383,16 +413,22 @@ local fp8_meta = { __tostring = function(rows)
     lines[#lines + 1] = ("%6d  %-28s %-4s %8s %9.3g%% %9.3g%% %11.4g %11.4g %9.1f"):format(r.step, r.site, r.role, r.snr and ("%.1f"):format(r.snr) or "-",
       100 * r.underflow, 100 * r.overflow, r.amax, r.scale_max, range)
   end
+  lines[#lines + 1] = "SNR: what was quantized over what rounding changed; underflow: became 0; overflow: past the format's largest number;\n" ..
+    "amax: before scaling, dy's without the loss scale; scale: a number is its code times this, the largest of its blocks;\n" ..
+    "binades: powers of two between the least number and amax"
   return table.concat(lines, "\n")
 end }
 
 --- Meters of FP8 layers whose path begins with `site` (all), of one step where `step` is given: rows { step, site, role, snr, underflow,
---- overflow, zeros, amax, least, scale_min, scale_max, count }; printed, they are a table.
+--- overflow, zeros, amax, least, scale_min, scale_max, count }; printed, they are a table. Without rows, `problem` says why.
 function History:fp8(site, step)
-  if #self:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return setmetatable({}, fp8_meta) end
+  if type(site or "") ~= "string" then error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2) end
+  if #self:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return setmetatable({ problem = no_fp8(self) }, fp8_meta) end
   site = site or ""
   local where = " FROM fp8 WHERE substr(site, 1, ?) = ?" .. (step and " AND step = ?" or "") .. " ORDER BY step, site, role"
-  return setmetatable(step and self:query("SELECT *" .. where, #site, site, step) or self:query("SELECT *" .. where, #site, site), fp8_meta)
+  local rows = step and self:query("SELECT *" .. where, #site, site, step) or self:query("SELECT *" .. where, #site, site)
+  if #rows == 0 then rows.problem = no_fp8(self, site, step) end
+  return setmetatable(rows, fp8_meta)
 end
 
 --- Statistics per tensor of a step, nil when none were recorded then: a list of { name, count, inf, nan, zeros,
@@ -544,8 +580,9 @@ function History:why(step)
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
   if #rows == 0 then
     local range = one(self, "SELECT min(step) AS first, max(step) AS last FROM steps")
-    if not range.first then return "the history has no steps" end
-    return ("step %d is not recorded: the history has steps %d to %d"):format(step, range.first, range.last)
+    local text_of = require("engine.views").text_of
+    if not range.first then return text_of "the history has no steps" end
+    return text_of(("step %g is not recorded: the history has steps %d to %d"):format(step, range.first, range.last))
   end
   for _, row in ipairs(rows) do
     say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates, row.attempt > 1 and ", attempt " .. row.attempt or "",

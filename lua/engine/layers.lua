@@ -3,6 +3,7 @@
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k], l.x[i]                    layers and columns; a column begins at step x[i]
 --   l.cells[k][i]                         { amax, inf, nan, count, zeros, underflow, overflows, step } of the gradients as stored (times the scale), or nil
+--   l.rows, l.steps[n]                    how many rows were read, and of which steps
 --   l.single                              whether each column is one recorded step
 --   l.hists[k][exponent], l.format        elements by exponent over all that was read; what the format holds (trace.lua)
 -- Used by views.lua and the report.
@@ -138,7 +139,7 @@ end
 --- See above. options: points (120), only, tensors (rows), from, to (steps), hists (false: exponents are not added up).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
-  local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, single = false }
+  local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {}, single = false }
   result.format, result.format_name = M.format(h)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
@@ -150,6 +151,7 @@ function M.read(h, options)
     local stats, n = unpack_blob(blob)
     if not stats then return end
     result.rows = result.rows + 1
+    result.steps[result.rows] = step
     for id = 0, n - 1 do
       local k = row_of[id]
       if k then

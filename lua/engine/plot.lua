@@ -236,11 +236,12 @@ function plot.run(rows, options)
     x[i], loss[i], scale[i] = row.step, row.loss or 0 / 0, row.scale or 0 / 0
     if row.overflow and row.overflow ~= 0 then marks[#marks + 1] = row.step end
   end
-  local parts = { plot.draw { title = "loss", x = x, y = loss, width = options.width, height = options.height or 10, ascii = options.ascii } }
+  local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""         -- a resumed run; some count from 1
+  local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width, height = options.height or 10, ascii = options.ascii } }
   local low, high = math.huge, -math.huge
   for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
-    parts[2] = plot.draw { title = "loss scale", x = x, y = scale, log = 2, marks = marks, mark_count = rows.overflows, mark_name = "overflow",
+    parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks, mark_count = rows.overflows, mark_name = "overflow",
                            width = options.width, height = 8, ascii = options.ascii }
   end
   return table.concat(parts, "\n\n")

@@ -61,6 +61,15 @@ function repl.show(value)
   return ok and text or tostring(value)
 end
 
+--- All that an entry gave. nil and a message, as functions say why there is nothing: the message as it is.
+function repl.show_all(...)
+  local n, nothing, message = select("#", ...), ...
+  if n == 2 and nothing == nil and type(message) == "string" then return message end
+  local texts = {}
+  for i = 1, n do texts[i] = repl.show((select(i, ...))) end
+  return table.concat(texts, "\t")
+end
+
 -- ------------------------------------------------------------------ completion
 
 local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function", "goto", "if", "in", "local",
@@ -242,10 +251,8 @@ local function finish(ok, ...)
   end
   local n = select("#", ...)
   if n == 0 then return end
-  local texts = {}
-  for i = 1, n do texts[i] = repl.show((select(i, ...))) end
   rawset(_G, "_", (...))
-  print(table.concat(texts, "\t"))
+  print(repl.show_all(...))
 end
 
 -- Reads one whole entry. nil: the end. "": nothing to run.

@@ -74,10 +74,14 @@ function Shadows:observe(record, stats, verdict, signals, history)
   end
 end
 
--- 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25"
-local function factor_text(x) return x == 1 and "equal" or ("x%.4g"):format(x) end
+-- 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25", 2^20 -> "x2^20"
+local function factor_text(x)
+  local _, exponent = math.frexp(x)
+  if math.abs(exponent) > 10 and x < math.huge then return ("x2^%.4g"):format(math.log(x) / math.log(2)) end
+  return x == 1 and "equal" or ("x%.4g"):format(x)
+end
 
---- For the progress line: each one's scale over the one in force, and skips more or fewer.
+--- For the progress line: how many times the scale in force each one's is, and skips more or fewer.
 function Shadows:text()
   local parts = {}
   for i = 1, math.min(3, #self.list) do
@@ -86,7 +90,7 @@ function Shadows:text()
     parts[i] = s.name .. " " .. factor_text(s.policy:scale() / self.trainer.policy:scale()) .. (skips ~= 0 and (" %+d skipped"):format(skips) or "")
   end
   if #self.list > 3 then parts[4] = ("%d more"):format(#self.list - 3) end
-  return "shadows: " .. table.concat(parts, ", ")
+  return "shadow scales beside ours: " .. table.concat(parts, ", ")
 end
 
 --- A line for each, for the end of a run.

@@ -136,6 +136,16 @@ local function fitted(text, room)
   return room < 8 and "" or text:sub(1, room - 2) .. ".."
 end
 
+-- "step 0", "steps 0, 100 and 200", "33 steps, 0 to 3,200".
+local function steps_text(list)
+  local steps, texts = { unpack(list) }, {}
+  table.sort(steps)
+  local n = #steps
+  if n > 8 then return ("%s steps, %s to %s"):format(grouped(n), grouped(steps[1]), grouped(steps[n])) end
+  for i, step in ipairs(steps) do texts[i] = grouped(step) end
+  return (n == 1 and "step " or "steps ") .. table.concat(texts, ", ", 1, math.max(1, n - 1)) .. (n > 1 and " and " .. texts[n] or "")
+end
+
 local function by_exponent(l, width)
   local least, most = math.huge, -math.huge
   for k = 1, #l.names do
@@ -167,8 +177,7 @@ local function by_exponent(l, width)
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.heat").draw { rows = rows, columns = columns, wide = wide, axis = axis, bad = true, low = "no gradient", high = "all of the layer's",
     title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are inf\n" ..
-      "%s rows of statistics, steps %s to %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, grouped(l.rows),
-        grouped(l.first), grouped(l.last)) }
+      "statistics of %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, steps_text(l.steps)) }
 end
 
 --- The exponents that the shades of a heat map over time span: from the smallest that was seen up to what overflows; in wide formats up to

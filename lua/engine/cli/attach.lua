@@ -200,7 +200,7 @@ function attach.main(name, ...)
       io.stderr:write("engine attach: ", tostring(results[2]), "\n")
       return 1
     end
-    if results[2] ~= nil then print(require("engine.repl").show(results[2])) end
+    if results[2] ~= nil or results[3] ~= nil then print(require("engine.repl").show_all(unpack(results, 2, results[3] ~= nil and 3 or 2))) end
     if C.eng_interrupted() > 0 then return 1 end             -- print(run) says so and goes on
   end
   return 0

@@ -54,9 +54,12 @@ local function show(result, source)
   local best = result.best
   local ties = 0
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
-  if ties > 1 then print(("%d of the %d settings tried cost the same; the one tried first is named"):format(ties, #result.rows)) end
-  if best == result.default then print("none is better than what it has")
-  else print(("best: policy=%s:%s"):format(source, best.text)) end
+  if best == result.default then
+    print("none is better than what it has" .. (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
+  else
+    if ties > 1 then print(("%d of the %d settings tried cost the same; the one tried first is named"):format(ties, #result.rows)) end
+     print(("best: policy=%s:%s"):format(source, best.text))
+  end
 end
 
 local function main(...)
