@@ -250,7 +250,8 @@ BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
-	@timeout -k 10 $(TEST_SECONDS) $(call BUSTED,./engine) || { code=$$?; case $$code in 124|137) \
+	@# KILL: who gets TERM goes on, and every spec that follows fails
+	@timeout -s KILL $(TEST_SECONDS) $(call BUSTED,./engine) || { code=$$?; case $$code in 124|137) \
 	  echo "make test: out of time after $(TEST_SECONDS) s; hint: make test TEST_SECONDS=1800" >&2;; esac; exit $$code; }
 
 test-gpu:

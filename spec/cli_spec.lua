@@ -247,6 +247,10 @@ describe("the REPL", function()
   end)
 end)
 
+it("the process is called engine, though it starts itself a second time", function()
+  assert.equal("engine\n", helper.run({ "-e", "print(io.open('/proc/self/comm'):read('*l'))" }).out)
+end)
+
 describe("signals", function()
   -- Runs code that prints "ready", sends the signals with 0.2 s between them, gives exit code and output.
   local function interrupted(code, signals)
