@@ -192,11 +192,15 @@ describe("a bad policy", function()
     end
   end)
 
-  it("file that is gone leaves the policy alone", function()
-    local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
+  it("file that is gone leaves the policy alone, which is told once", function()
+    local notes = {}
+    local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+      t.note = function(_, text) notes[#notes + 1] = text end
       if step == 6 then os.remove(folder .. "/p.lua") end
     end)
     assert.equal(plain, traced)
+    assert.equal(1, #notes)
+    assert.matches("/p.lua is gone; the policy stays as it was read", notes[1], 1, true)
   end)
 end)
 

@@ -242,6 +242,10 @@ local function was_saved(self)
   local policy = self.trainer.policy
   if not self.watching or not policy.path then return false end
   local stamp = C.eng_file_stamp(policy.path)
+  if stamp == 0 and self.pending_stamp == 0 and self.gone ~= policy then
+    self.gone = policy
+    self.trainer:note(("step %d: the policy's file %s is gone; the policy stays as it was read"):format(self.trainer.steps_done, policy.path))
+  end
   if stamp == self.stamp then
     self.pending_stamp = nil
   elseif stamp ~= 0 and stamp == self.pending_stamp then
