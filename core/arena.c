@@ -75,10 +75,14 @@ static int pinned[SPACE_COUNT];
 static free_piece *spare_nodes;
 static int64_t limit;      // bytes over all arenas of a space; 0: none
 
-void arena_use(int space, const arena_source *source)
+void arena_register(int space, const arena_source *source)
+{
+  sources[space] = *source;
+}
+
+void arena_use(int space)
 {
   in_force = space;
-  if (source) sources[space] = *source;
 }
 
 int arena_space(void)

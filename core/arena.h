@@ -32,8 +32,10 @@ typedef struct arena_source {
   void    (*mark)(void *memory, int64_t bytes, bool out);
 } arena_source;
 
-/// Puts a memory space in force: the one that arena_alloc takes from. `source` is NULL for the host.
-void arena_use(int space, const arena_source *source);
+/// Where a space other than the host's gets its memory from; told once, before anything is taken from it.
+void arena_register(int space, const arena_source *source);
+/// Puts a memory space in force: the one that arena_alloc takes from.
+void arena_use(int space);
 /// The space in force.
 int arena_space(void);
 /// While a space is pinned (counted) its step and scratch memory is not given back: a captured step lies there.

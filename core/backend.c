@@ -8,7 +8,7 @@
 #include <string.h>
 
 static const backend *current;
-static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was looked up
+static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was loaded
 
 const backend *backend_find(const char *name)
 {
@@ -16,7 +16,10 @@ const backend *backend_find(const char *name)
   if (strcmp(name, "reference") == 0) return backend_reference();
   if (strcmp(name, "cuda") == 0) {
     const backend *cuda = plugin_cuda();
-    if (cuda) of_space[cuda->space] = cuda;
+    if (cuda && !of_space[cuda->space]) {   // its memory is there from now on, whichever device is in force
+      of_space[cuda->space] = cuda;
+      arena_register(cuda->space, &cuda->memory);
+    }
     return cuda;
   }
   error_set(ENG_ERR_DEVICE, "there is no device '%s'; devices: cpu, reference, cuda, auto", name);
@@ -37,7 +40,7 @@ const backend *backend_of_space(int space)
 void backend_use(const backend *device)
 {
   current = device;
-  arena_use(device->space, device->space == SPACE_HOST ? NULL : &device->memory);
+  arena_use(device->space);
 }
 
 eng_status eng_device_set(const char *name)

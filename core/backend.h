@@ -144,7 +144,7 @@ typedef const backend *backend_plugin(const backend_host *host);
 /// The device in force, the reference, and one by name (NULL when unknown).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
-/// The device that owns a memory space, once it was in force; the CPU for the host's.
+/// The device that owns a memory space, once it was found; the CPU for the host's.
 const backend *backend_of_space(int space);
 /// Puts a device in force that is not in the list (profile.c's, trap.c's).
 void backend_use(const backend *device);

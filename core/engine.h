@@ -444,7 +444,8 @@ eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 // ------------------------------------------------------------------ parameter sets and optimizers
 
 /// The parameters of a model in one flat buffer each for weights (f32 master), gradients and, where
-/// the precision asks for it, low-precision weights; order = checkpoint order.
+/// the precision asks for it, low-precision weights; order = checkpoint order. All in the memory they were made in: statistics, unscaling and
+/// updates are errors (DEVICE) while a device with another memory is in force.
 typedef struct eng_params eng_params;
 
 /// Takes over `n` f32 leaves: moves their values into the flat buffer; the handles stay valid.

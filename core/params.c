@@ -471,6 +471,14 @@ static int spans(eng_params *set, const int64_t *own)
 int params_spans(eng_params *set) { return spans(set, NULL); }
 int params_own_spans(eng_params *set) { return spans(set, set->own); }
 
+eng_status params_here(const eng_params *set)
+{
+  const backend *device = backend_current();
+  if (set->n == 0 || set->space == device->space) return ENG_OK;
+  const char *home = backend_of_space(set->space)->name;
+  return error_set(ENG_ERR_DEVICE, "the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')", home, device->name, home);
+}
+
 eng_status params_whole(const eng_params *set)
 {
   return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2), and this rank has its own "
@@ -481,6 +489,7 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
@@ -505,6 +514,7 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_own_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
@@ -538,6 +548,7 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
 {
   *found_inf = 0;
   ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set));
   const backend *device = backend_current();
   if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(params_whole(set));
@@ -600,8 +611,10 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward runs");
   const backend *device = backend_current();
   int m = params_spans(set);
-  eng_status status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
-                                        : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  eng_status status = params_here(set);
+  if (status == ENG_OK)
+    status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
+                               : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   double sum_squares = 0;
   for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
   for (int k = 0; k < m && status == ENG_OK; k++) {

@@ -100,6 +100,8 @@ static inline void params_forget(parameter *p)
 /// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
 void params_written(parameter *p);
 
+/// An error (DEVICE) where the parameters are not in the memory of the device in force: what every pass over them asks first.
+eng_status params_here(const eng_params *set);
 /// An error where this rank has its own elements of the gradients alone (ZeRO-2).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.

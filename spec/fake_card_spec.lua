@@ -32,6 +32,62 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
       assert.truthy(last(ran.out))
     end)
 
+    it("is asked for tensors while the CPU is in force", function()
+      local ran = on_card([[-e 'local e = require "engine" local x = e.ones(3):to("cuda")
+        print(e.device(), (x:to("cpu") * 2):sum():item(), x)']])
+      assert(ran.code == 0 and ran.out:find("^cpu%s+6%s+f32 %[3%] cuda"), ran.out)
+    end)
+
+    it("has parameters that no other device works on, nor it on theirs", function()
+      local file = helper.folder() .. "/away.lua"
+      helper.write(file, [[
+        local engine, F = require "engine", require "engine.ffi"
+        local C = F.C
+        local record, loss, found, graph, norm = F.new("eng_record"), F.new("double[1]"), F.new("int[1]"), F.new("eng_graph *[1]"), F.new("double[1]")
+        for _, way in ipairs { { "cuda", "cpu" }, { "cpu", "cuda" } } do
+          local home, away = way[1], way[2]
+          local function refused(call)
+            engine.device(away)
+            local done, text = pcall(call)
+            engine.device(home)
+            assert(not done and tostring(text):find(("the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')"):format(home, away, home), 1, true), text)
+          end
+          engine.device(home)
+          local model = engine.nn.linear(4, 4)
+          local optimizer = engine.optim.adamw(model, { lr = 0.1 })
+          local set = optimizer.params
+          local function start(losses, n) F.check(C.eng_params_stats_start(set, 63, losses, n)) end
+          local function fetch() F.check(C.eng_params_stats_fetch(record, nil, loss, set, 1)) end
+          model(engine.ones(2, 4)):sum():backward()
+          refused(function() optimizer:step {} end)
+          refused(function() F.check(C.eng_params_unscale(found, set, 0.5)) end)
+          refused(function() F.check(C.eng_params_stats(record, nil, set, 1, 63)) end)
+          refused(function() start(nil, 0) end)
+          refused(function() F.check(C.eng_graph_begin(graph, set, nil, 0)) end)
+          start(nil, 0)
+          refused(fetch)
+          fetch()
+          local foreign = F.new("eng_tensor[1]")
+          engine.device(away)
+          local there = engine.ones(1):keep()
+          foreign[0] = there
+          engine.device(home)
+          local done, text = pcall(start, foreign, 1)
+          assert(not done and tostring(text):find("is not in the memory of the device in force, " .. home, 1, true), text)
+          refused(function()
+            F.check(C.eng_params_reference_begin(set))
+            F.check(C.eng_params_reference_end(norm, nil, set, 1))
+          end)
+          local before = model.weight:sum():item()
+          optimizer:step {}   -- nothing was lost
+          assert(model.weight:sum():item() ~= before)
+          engine.end_step()
+        end
+        print("all refused")]])
+      local ran = on_card(file)
+      assert(ran.code == 0 and ran.out == "all refused\n", ran.out)
+    end)
+
     it("says what device there is", function()
       assert.truthy(on_card("-e 'local e = require \"engine\" e.device(\"cuda\") print(e.device(), e.ones(2, 2))'").out:find("cuda", 1, true))
     end)
