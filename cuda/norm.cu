@@ -2,7 +2,8 @@
 //
 // Up to 8192 columns a row lives in the registers of the warp or block that takes it, so memory is read once: x forward, x and
 // dy backward. Blocks stay for many rows, and the words of the next row are on their way while one is worked on. Arithmetic is
-// f32, the variance about the mean just found; where f32 leaves its range the row's statistics are formed again in f64.
+// f32, the variance about the mean just found; where f32 leaves its range, or the row lies so far from 0 for its width that the last bits
+// of its mean would be seen in y (a constant row has no width at all), the row's statistics are formed again in f64.
 // Everything else (f64, x and dy of two formats, longer rows) goes through plain loops in f64, the last part of this file.
 //
 // With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept, and its gradient has dsum added, once rounded
@@ -149,6 +150,8 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
+static constexpr float NARROW = 1e-4f;   // mean square deviation over the mean's square, below which f32's mean is not good enough
+
 /// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias. A
 /// branch's words are as many as x's.
 template <typename T, int V, bool ADDS> constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : ADDS ? 3 : 4)
@@ -227,16 +230,18 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
         float d = x[v][i] - mean;
         squares = fmaf(d, d, squares);
       }
-    float variance = row_sum<ROW>(squares, room[turn][1]) / count + eps, rstd = 1.0f / sqrtf(variance);
-    if (!(variance > 1e-30f && variance < 1e37f)) {   // too wide or too narrow for f32, or not finite; the same for the whole row
+    float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps, rstd = 1.0f / sqrtf(variance);
+    // Too wide or too narrow for f32, or not finite, or an error of the mean would show; the same for the whole row.
+    if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
       double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += number_of<T, ADDS>(p, row * p.n + c);
       sum = row_sum<ROW>(sum, wide_room[0]);
-      if (p.centred) mean = (float)(sum / p.n);
+      const double middle = p.centred ? sum / p.n : 0.0;
+      mean = (float)middle;
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW) {
-        double d = number_of<T, ADDS>(p, row * p.n + c) - (double)mean;
+        double d = number_of<T, ADDS>(p, row * p.n + c) - middle;
         wide += d * d;
       }
       rstd = (float)(1.0 / sqrt(row_sum<ROW>(wide, wide_room[1]) / p.n + p.eps));

@@ -63,6 +63,78 @@ local function compare_on(set, form, dtypes, shape, options)
   end
 end
 
+describe("layer norm of rows far from 0", function()
+  after_each(function()
+    engine.end_step()
+    engine.device("cpu")
+  end)
+
+  --- Both operations on rows x, the residual's branch being zeros: y and the gradients of x and of the weight.
+  local function both(x, eps)
+    local out = {}
+    for k = 1, 2 do
+      local row, weight = x:to(x.dtype):keep():requires_grad(true), (engine.zeros(x.shape[2]) + 2):keep():requires_grad(true)
+      local bias = engine.zeros(x.shape[2]) + 3
+      local y = k == 1 and row:layer_norm(weight, bias, eps) or (row:add_layer_norm(engine.zeros(x.shape[1], x.shape[2]):to(x.dtype), weight, bias, eps))
+      y:sum():backward()
+      out[k] = { y = y, dx = row.grad, dweight = weight.grad }
+    end
+    return out
+  end
+
+  local function extremes(x)
+    local wide = x:to("f64")
+    return wide:min():item(), wide:max():item()
+  end
+
+  it("gives a row of one number the bias alone", function()
+    everywhere(function(set)
+      for _, dtype in ipairs { "f32", "f16", "bf16" } do
+        for _, n in ipairs { 3, 7, 48, 333, 768, 1000, 4100, 8192, 9000 } do
+          for _, value in ipairs { 0.1, -0.3, 12345.678, dtype == "f32" and 3e7 + 2 or 1e-3, dtype == "f16" and 1 or 1e30 } do
+            local context = ("%s: %s, %d times %g"):format(set, dtype, n, value)
+            local x = (engine.zeros(3, n) + value):to(dtype)
+            for k, got in ipairs(both(x, 1e-5)) do
+              local least, most = extremes(got.y)
+              assert(least == 3 and most == 3, ("%s: y is %g to %g in form %d"):format(context, least, most, k))
+              least, most = extremes(got.dweight)
+              assert(least == 0 and most == 0, ("%s: dweight is %g to %g in form %d"):format(context, least, most, k))
+            end
+            if n < 1000 then   -- without eps: 0 times 1 / 0, as the formula has it
+              for _, got in ipairs(both(x, 0)) do
+                assert(got.y:eq(got.y):to("f32"):sum():item() == 0, context .. ": a number came of 0 / 0")
+              end
+            end
+            engine.end_step()
+          end
+        end
+      end
+    end)
+  end)
+
+  it("errs by no more than the rounding of the mean", function()
+    everywhere(function(set)
+      for _, n in ipairs { 7, 48, 333, 768, 4100, 8192, 9000 } do
+        for _, steps in ipairs { 4, 32, 128, 512 } do   -- of 2^-10, neighbours in f32 around 10000
+          engine.seed(n + steps)
+          local x = (engine.rand(3, n) * steps):to("i32"):to("f32") / 1024 + 10000
+          local wide = x:to("f64")
+          local want = wide:layer_norm(nil, nil, 1e-9) * 2 + 3
+          local mean = wide:mean(-1, true)
+          local rstd = 1 / math.sqrt(((wide - mean) * (wide - mean)):mean(-1):min():item())
+          for k, got in ipairs(both(x, 1e-9)) do
+            local off = (got.y:to("f64") - want):abs():max():item()
+            -- half a step, and what f32 makes of the rest; beyond NARROW (cuda/norm.cu) its own sums, too
+            local allowed = (2 ^ -11 * (steps < 512 and 1.05 or 4)) * rstd * 2 + 1e-4
+            assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is allowed"):format(set, n, steps, k, off, allowed))
+          end
+          engine.end_step()
+        end
+      end
+    end)
+  end)
+end)
+
 describe("a residual and its norm in one operation", function()
   after_each(function() engine.end_step() end)
 

@@ -2,7 +2,7 @@
 // mean is taken for 0, so both share their loops: `centred` tells them apart at compile time.
 // Rows stay in the first cache: memory is read once forward (x), once backward (x and dy). With a residual the row is x + branch, rounded
 // as the sum that is kept, and its gradient has dsum added: `adds`, known at compile time, too.
-// Statistics in f32 with double between tiles, the variance about the mean just found.
+// Statistics in f32 with double between tiles, the variance about the mean just found; all in double where f32 will not do (wide_moments).
 // Registered by cpu.c, called through the backend table.
 #include "simd.h"
 #include "rows.h"
@@ -24,14 +24,18 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 
 // ------------------------------------------------------------------ forward
 
-/// Mean and mean square deviation of a row whose sums leave the range of f32 (and of one with Inf or NaN).
+static const double NARROW = 1e-4;   // mean square deviation over the mean's square, below which an error in a tile's sum would show in y
+
+/// Mean and mean square deviation of a row whose sums leave the range of f32 (and of one with Inf or NaN), or that lies far from 0 for its
+/// width: a constant row's mean is that constant, so that nothing is left of it.
 static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred, float *mean)
 {
   double sum = 0.0, squares = 0.0;
   for (int64_t i = 0; i < n && centred; i++) sum += x[i];
-  *mean = centred ? (float)(sum / (double)n) : 0.0f;
+  const double middle = sum / (double)n;
+  *mean = (float)middle;
   for (int64_t i = 0; i < n; i++) {
-    double d = (double)x[i] - (double)*mean;
+    double d = (double)x[i] - middle;
     squares += d * d;
   }
   return squares / (double)n;
@@ -161,7 +165,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
     const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n) : row_load(own, x->data, x->dtype, row * n, n);
     float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
     double variance = row_squares(in, n, mean) / (double)n;
-    if (!f64_is_finite(variance)) variance = wide_moments(in, n, centred, &mean);
+    if (!f64_is_finite(variance) || variance < NARROW * mean * mean) variance = wide_moments(in, n, centred, &mean);
     float rstd = (float)(1.0 / sqrt(variance + eps));
     if (means) put(means->data, means->dtype, row, mean);
     if (rstds) put(rstds->data, rstds->dtype, row, rstd);
