@@ -116,7 +116,20 @@ static int64_t launches_of(const gemm_product *p, int walked)
   return launches;
 }
 
-/// Every matrix of q by cuBLASLt. *done false, and nothing written: it does not know such a product.
+/// Those matrices of q alone that lie at `at` of all batch dimensions but `walked`, by ourselves.
+static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
+{
+  gemm_product one = *q;
+  one.a.data = gemm_data_at(q, &q->a, at);
+  one.b.data = gemm_data_at(q, &q->b, at);
+  one.c.data = gemm_data_at(q, &q->c, at);
+  for (int d = 0; d < q->batch_dims; d++)
+    if (d != walked) one.batch[d] = 1;
+  return gemm_plain(&one);
+}
+
+/// Every matrix of q by cuBLASLt. *done false, and nothing written: it does not know such a product. What it knew of and refuses later we
+/// finish ourselves, for C may be added to.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);
@@ -126,10 +139,13 @@ static eng_status launch_all(bool *done, const gemm_product *q)
   if (!gemm_describe(&problem, q, walked)) return ENG_OK;
   if (problem.m > INT_MAX || problem.n > INT_MAX || problem.k > INT_MAX || problem.batch > INT_MAX) return ENG_OK;
   problem.tf32 = q->a.dtype == ENG_f32 && gemm_tf32();
-  do {
+  for (bool begun = false, more = true; more; begun = true, more = gemm_next(q, walked, at)) {
     gemm_operands on = {.a = gemm_data_at(q, &q->b, at), .b = gemm_data_at(q, &q->a, at), .c = gemm_data_at(q, &q->c, at), .bias = q->bias};
     ENG_TRY(gemm_lt_run(done, &problem, &on));
-  } while (*done && gemm_next(q, walked, at));
+    if (!*done && !begun) return ENG_OK;
+    if (!*done) ENG_TRY(one_plainly(q, walked, at));
+    *done = true;
+  }
   return ENG_OK;
 }
 

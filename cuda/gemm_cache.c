@@ -190,8 +190,13 @@ static void read_lines(char *text)
 
 static void read_file(void)
 {
-  FILE *file = fopen(cache.path, "rb");
-  if (!file) return;
+  struct stat about;
+  int fd = open(cache.path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  FILE *file = fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;   // a pipe would keep us waiting
+  if (!file) {
+    if (fd >= 0) close(fd);
+    return;
+  }
   char *text = malloc(MOST_BYTES + 1);
   if (text) {
     size_t n = fread(text, 1, MOST_BYTES, file);
@@ -226,7 +231,7 @@ bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice)
   make_folders(cache.path);
   char line[GEMM_LINE + 1] = "\n";   // the first byte ends a line that was cut short
   int n = gemm_line_write(line + 1, &entry->problem, choice) + 1;
-  int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK | O_CLOEXEC, 0666);
   if (fd < 0) return false;
   bool whole = write(fd, line, (size_t)n) == n;
   return close(fd) == 0 && whole;

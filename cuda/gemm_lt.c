@@ -11,8 +11,10 @@
 // allowed that keeps its parts in the workspace, in the sum's own format, and adds them in a step of its own. Another
 // algorithm may give other bits; so bits are pinned by the file, or by ENGINE_CUBLASLT_SEARCH=0.
 //
-// Owns the handle and every problem's plan; 64 MiB of scratch memory are a launch's workspace. Called by gemm.c,
-// gemm_fused.c and gemm_fp8.c.
+// An algorithm that wants a workspace gets as much scratch memory as it said, for the launch. Where there is not so much, another is taken
+// that wants less.
+//
+// Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
 
 #include "device.h"
@@ -25,10 +27,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-  CANDIDATES = 24,
-  WORKSPACE = 64 << 20,   // bytes
-};
+enum { CANDIDATES = 24 };
+static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};   // bytes an algorithm may want at most; the later ones where memory is short
 static const double LEAST_WORK = 67108864;   // multiply-adds below which launching takes longer than computing
 
 static struct {
@@ -41,6 +41,7 @@ typedef struct plan {
   cublasLtMatmulDesc_t   product;
   cublasLtMatrixLayout_t a, b, c;
   cublasLtMatmulAlgo_t   algorithm;
+  int64_t workspace;      // bytes that it wants
   bool refused;           // there is no algorithm
 } plan;
 
@@ -169,19 +170,19 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
   return ENG_OK;
 }
 
-/// `answer`: cuBLASLt's. Errors: MEMORY.
+/// `answer`: cuBLASLt's; bytes: of the workspace. Errors: MEMORY.
 static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p, const gemm_operands *on, void *c,
-                         const cublasLtMatmulAlgo_t *algorithm)
+                         const cublasLtMatmulAlgo_t *algorithm, int64_t bytes)
 {
   static const float f32[2] = {0, 1};
   static const double f64[2] = {0, 1};
   bool wide = p->type_c == ENG_f64;
   const void *one = wide ? (const void *)&f64[1] : &f32[1], *zero = wide ? (const void *)&f64[0] : &f32[0];
-  void *workspace = scratch_take(WORKSPACE);
+  void *workspace = scratch_take(bytes);
   if (!workspace) return ENG_ERR_MEMORY;
   *answer = cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b, p->accumulate ? one : zero, c, x->c, c, x->c, algorithm,
-                           workspace, WORKSPACE, cuda_stream());
-  scratch_give(workspace, WORKSPACE);
+                           workspace, (size_t)bytes, cuda_stream());
+  scratch_give(workspace, bytes);
   return ENG_OK;
 }
 
@@ -198,6 +199,7 @@ static void plan_drop(plan *x)
 
 typedef struct candidate {
   cublasLtMatmulAlgo_t algorithm;
+  int64_t workspace;      // bytes that it wants
   gemm_choice choice;
 } candidate;
 
@@ -228,12 +230,11 @@ static gemm_choice choice_of(const cublasLtMatmulAlgo_t *algorithm, int rank)
   };
 }
 
-static eng_status preference_make(cublasLtMatmulPreference_t *preference, const gemm_problem *p)
+static eng_status preference_make(cublasLtMatmulPreference_t *preference, const gemm_problem *p, uint64_t workspace)
 {
   LT_TRY(cublasLtMatmulPreferenceCreate(preference), p);
 #define PREFER(attribute, value) \
   LT_TRY(cublasLtMatmulPreferenceSetAttribute(*preference, CUBLASLT_MATMUL_PREF_##attribute, &(value), sizeof(value)), p)
-  uint64_t workspace = WORKSPACE;
   uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   uint32_t align_a = (uint32_t)p->align_a, align_b = (uint32_t)p->align_b, align_c = (uint32_t)p->align_c;
   PREFER(MAX_WORKSPACE_BYTES, workspace);
@@ -246,13 +247,14 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
   return ENG_OK;
 }
 
-/// The heuristic's algorithms that keep the promises above, best guess first; none where cuBLASLt cannot do the problem.
-static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p)
+/// The heuristic's algorithms that keep the promises above and want no more than `most` bytes, best guess first; none where cuBLASLt cannot
+/// do the problem.
+static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p, int64_t most)
 {
   *n = 0;
   cublasLtMatmulHeuristicResult_t results[CANDIDATES];
   cublasLtMatmulPreference_t preference = NULL;
-  eng_status status = preference_make(&preference, p);
+  eng_status status = preference_make(&preference, p, (uint64_t)most);
   int found = 0;
   cublasStatus_t answer = CUBLAS_STATUS_NOT_SUPPORTED;
   if (status == ENG_OK)
@@ -264,8 +266,8 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   for (int i = 0; i < found; i++) {
     gemm_choice choice = choice_of(&results[i].algo, i);
     bool ordered = choice.reduction == CUBLASLT_REDUCTION_SCHEME_NONE || choice.reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    if (results[i].state == CUBLAS_STATUS_SUCCESS && results[i].workspaceSize <= WORKSPACE && ordered)
-      list[(*n)++] = (candidate){results[i].algo, choice};
+    if (results[i].state == CUBLAS_STATUS_SUCCESS && results[i].workspaceSize <= (size_t)most && ordered)
+      list[(*n)++] = (candidate){results[i].algo, (int64_t)results[i].workspaceSize, choice};
   }
   return ENG_OK;
 }
@@ -279,7 +281,7 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
   return found;
 }
 
-/// Milliseconds that a launch takes on the device, or infinity if the algorithm does not work.
+/// Milliseconds that a launch takes on the device, or infinity if the algorithm does not work or there is no room for its workspace.
 static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p, const gemm_operands *on, void *c,
                                  const candidate *which, cudaEvent_t before, cudaEvent_t after)
 {
@@ -290,7 +292,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
     for (int i = 0; i < launches; i++) {
       cublasStatus_t answer;
-      ENG_TRY(launch(&answer, x, p, on, c, &which->algorithm));
+      if (launch(&answer, x, p, on, c, &which->algorithm, which->workspace) != ENG_OK) return ENG_OK;
       if (answer != CUBLAS_STATUS_SUCCESS) return ENG_OK;
     }
     CUDA_TRY(cudaEventRecord(after, cuda_stream()));
@@ -359,12 +361,30 @@ static void tell_of_refusal(const gemm_problem *p)
           gemm_problem_text(p));
 }
 
+static bool has_room(const candidate *c)
+{
+  void *workspace = scratch_take(c->workspace);
+  if (workspace) scratch_give(workspace, c->workspace);
+  return workspace != NULL;
+}
+
+/// The first candidate whose workspace there is room for. `list` is made anew, of those that want less, as long as there is none. Errors: MEMORY.
+static eng_status first_with_room(int *found, candidate *list, int n, const plan *x, const gemm_problem *p)
+{
+  for (size_t k = 1;; k++) {
+    for (*found = 0; *found < n; (*found)++)
+      if (has_room(&list[*found])) return ENG_OK;
+    if (k == sizeof WORKSPACE / sizeof *WORKSPACE) return ENG_ERR_MEMORY;   // in the arena's words
+    ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[k]));
+  }
+}
+
 static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
 {
   const gemm_problem *p = &entry->problem;
   candidate list[CANDIDATES];
   int n, best = -1;
-  ENG_TRY(candidates_of(list, &n, x, p));
+  ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[0]));
   x->refused = n == 0;
   if (n == 0) {
     tell_of_refusal(p);
@@ -379,7 +399,10 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
                       "last bits; hint: ENGINE_CACHE=folder, or ENGINE_CUBLASLT_SEARCH=0\n", gemm_cache_path());
     }
   }
-  x->algorithm = list[best < 0 ? 0 : best].algorithm;
+  if (best < 0) best = 0;
+  if (!has_room(&list[best])) ENG_TRY(first_with_room(&best, list, n, x, p));
+  x->algorithm = list[best].algorithm;
+  x->workspace = list[best].workspace;
   return ENG_OK;
 }
 
@@ -423,7 +446,7 @@ eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_opera
   if (x->refused) return ENG_OK;
   ENG_TRY(point(x, problem, on));
   cublasStatus_t status;
-  ENG_TRY(launch(&status, x, problem, on, on->c, &x->algorithm));
+  ENG_TRY(launch(&status, x, problem, on, on->c, &x->algorithm, x->workspace));
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) {
     x->refused = true;
     return ENG_OK;

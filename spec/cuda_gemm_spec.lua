@@ -35,6 +35,11 @@ describe("matrix products on the CUDA device, host side", function()
   end
 
   it("equal the definition for any strides, formats, batches and transposes", function() run("products") end)
+  it("are finished where cuBLASLt refuses in the middle of a batch, nothing added twice", function() run("refused_late") end)
+  it("take the workspace that an algorithm wants, another algorithm where there is no room for it", function()
+    run("workspaces")
+    run("workspaces_again")
+  end)
   it("add a bias apart where cuBLASLt does not", function() run("bias") end)
   it("make a GELU, its slope and column sums in one kernel", function() run("fused", "ENGINE_CUBLASLT_FUSE=1") end)
   it("make them apart where cuBLASLt does not, or without ENGINE_CUBLASLT_FUSE=1", function()

@@ -35,6 +35,10 @@ int eng_dtype_size(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ?
 void *arena_alloc(arena_id id, int64_t bytes)
 {
   (void)id;
+  if (card.room && card.scratch_bytes + bytes > card.room) {
+    error_set(ENG_ERR_MEMORY, "no room for %ld bytes", (long)bytes);
+    return NULL;
+  }
   card.scratch_bytes += bytes;
   return aligned_alloc(256, (size_t)(bytes + 255) / 256 * 256 + 256);
 }

@@ -11,14 +11,17 @@ enum { CARD_ALGORITHMS = 10 };
 
 typedef struct fake_card {
   int   capability;                 // 90
-  int   offered;                    // algorithms the heuristic offers; 0: none for any product
+  int   offered;                    // algorithms the heuristic offers at most; 0: none for any product
   bool  no_bias;                    // none for products with a bias
   bool  no_epilogue;                // none for products with a GELU, its slope or column sums
   float epilogue_time;              // milliseconds that those take more
   float time[CARD_ALGORITHMS];      // milliseconds each takes
   int   reduction[CARD_ALGORITHMS]; // its reduction scheme
+  int   workspace[CARD_ALGORITHMS]; // bytes it wants for each element of C; it is not offered where that is more than is allowed
+  long  room;                       // bytes of scratch memory that there are; 0: no bound
   bool  capturing;                  // the stream is being captured
   bool  no_memory;                  // cudaMalloc fails from now on
+  int   refused;                    // the how-manieth product from now on is refused; 0: none
   int   sample;                     // of the elements of C one in so many is computed
   bool  hopper;                     // FP8 sums as Hopper's tensor cores make them (core/fp8_hopper.h); else exact ones
   // what happened

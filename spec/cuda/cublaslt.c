@@ -141,22 +141,29 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t t
   check_failed(__FILE__, __LINE__, "known preference", "%d", (int)attribute);
 }
 
+static uint64_t workspace_of(int algorithm, const layout *c)
+{
+  return (uint64_t)(card.workspace[algorithm] * c->rows * c->columns * c->batch);
+}
+
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                               cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference, int most,
                                               cublasLtMatmulHeuristicResult_t *results, int *found)
 {
-  (void)handle, (void)a, (void)b, (void)c, (void)d;
+  (void)handle, (void)a, (void)b, (void)d;
   const wishes *w = (const wishes *)preference;
-  CHECK(w->workspace > 0 && w->reductions == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, "preferences");
+  CHECK(w->reductions == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, "preferences");
   const product *p = (const product *)desc;
   if (card.no_bias && p->epilogue == CUBLASLT_EPILOGUE_BIAS) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (card.no_epilogue && (p->aux_ld || p->epilogue == CUBLASLT_EPILOGUE_BGRADB)) return CUBLAS_STATUS_NOT_SUPPORTED;
   card.heuristics++;
-  *found = card.offered < most ? card.offered : most;
-  for (int i = 0; i < *found; i++) {
-    results[i] = (cublasLtMatmulHeuristicResult_t){.state = CUBLAS_STATUS_SUCCESS, .workspaceSize = 1024};
-    results[i].algo.data[0] = (uint64_t)i;
-    for (int k = 0; k < 4; k++) results[i].algo.data[1 + k] = w->align[k];
+  *found = 0;
+  for (int i = 0; i < CARD_ALGORITHMS && *found < card.offered && *found < most; i++) {
+    if (workspace_of(i, (const layout *)c) > w->workspace) continue;
+    cublasLtMatmulHeuristicResult_t *one = &results[(*found)++];
+    *one = (cublasLtMatmulHeuristicResult_t){.state = CUBLAS_STATUS_SUCCESS, .workspaceSize = workspace_of(i, (const layout *)c)};
+    one->algo.data[0] = (uint64_t)i;
+    for (int k = 0; k < 4; k++) one->algo.data[1 + k] = w->align[k];
   }
   return *found ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
@@ -262,7 +269,8 @@ typedef struct asked {
   product p;
   layout a, b, c;
   const void *A, *B;
-  void *C;
+  void *C, *workspace;
+  uint64_t workspace_bytes;
   bool adds;
 } asked;
 
@@ -312,6 +320,7 @@ static void run(const void *what)
   const layout *a = &x->a, *b = &x->b, *c = &x->c;
   const int64_t inner = p->op[0] == CUBLAS_OP_T ? a->rows : a->columns;
   const int tc = dtype_of(c->type);
+  memset(x->workspace, 0xFF, x->workspace_bytes);   // it must be there now, and nobody else's
   const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3, whole = card.sample == 1 && !hopper;
   if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_columns(p, b, x->B, tc, c->columns, inner);
   for (int64_t z = 0; z < c->batch; z++) {
@@ -341,12 +350,15 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   (void)handle, (void)alpha;
   const product *p = (const product *)desc;
   const layout *a = (const layout *)a_, *b = (const layout *)b_, *c = (const layout *)c_;
-  CHECK(C == D && c_ == d_ && workspace && workspace_size > 0, "arguments");
+  const uint64_t wanted = workspace_of((int)algo->data[0], c);
+  CHECK(C == D && c_ == d_ && workspace && (uintptr_t)workspace % 256 == 0, "arguments");
+  CHECK(workspace_size >= wanted, "a workspace of %zu bytes, algorithm %d wants %zu", workspace_size, (int)algo->data[0], (size_t)wanted);
   const void *data[3] = {A, B, C};
   for (int i = 0; i < 3; i++) CHECK((uintptr_t)data[i] % algo->data[1 + i] == 0, "matrix %d is not aligned to %d bytes", i, (int)algo->data[1 + i]);
   check_product(p, a, b, c);
   bool ta = p->op[0] == CUBLAS_OP_T;
   CHECK(c->rows == (ta ? a->columns : a->rows) && a->batch == c->batch && b->batch == c->batch, "shapes");
+  if (card.refused > 0 && --card.refused == 0) return CUBLAS_STATUS_NOT_SUPPORTED;
   card.matmuls++;
   card.last_algorithm = (int)algo->data[0];
   card.last_fast = p->fast;
@@ -355,7 +367,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     card.epilogues++;
     card.running += card.epilogue_time;
   }
-  asked call = {.p = *p, .a = *a, .b = *b, .c = *c, .A = A, .B = B, .C = D};
+  asked call = {.p = *p, .a = *a, .b = *b, .c = *c, .A = A, .B = B, .C = D, .workspace = workspace, .workspace_bytes = wanted};
   call.adds = dtype_of(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
   card_later(run, &call, sizeof call, stream);
   return CUBLAS_STATUS_SUCCESS;

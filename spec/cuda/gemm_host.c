@@ -199,6 +199,20 @@ static void products(void)
   CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics, card.plain);
 }
 
+/// A batch that is refused in its middle is finished without doing anything twice.
+static void refused_late(void)
+{
+  card.offered = 4;
+  int finished = 0;
+  for (int i = 0; i < 6000; i++) {
+    int before = card.matmuls, plain = card.plain;
+    card.refused = 2 + (int)random_below(3);
+    random_matmul(i);
+    finished += card.matmuls > before && card.plain > plain;
+  }
+  CHECK(finished > 30, "%d were refused after they had begun", finished);
+}
+
 /// A bias that cuBLASLt does not add is added after the product.
 static void bias_apart(void)
 {
@@ -441,6 +455,46 @@ static void search_off(void)
   CHECK(gemm_cache_path()[0] == 0, "a file was looked for: %s", gemm_cache_path());
 }
 
+/// What algorithms want beside the operands: no launch takes more, and where there is less memory another algorithm does it.
+static void workspaces(void)
+{
+  enum { C = 64 * 64 /* elements */, SEARCHED = 20480, SMALL = 8 };
+  card.offered = 2;
+  card.workspace[0] = 16, card.workspace[1] = 4;   // the third and later want none
+  set_times(0.1f, 0.2f, 0.1f, 0.1f);
+  for (int search = 0; search < 2; search++) {
+    int k = search ? SEARCHED : SMALL;
+    card.room = 16 * C;
+    CHECK(search_one(k) == 0, "algorithm %d", card.last_algorithm);
+    card.room = 16 * C - 1;
+    CHECK(search_one(k + 1) == 1, "algorithm %d", card.last_algorithm);
+    card.room = 4 * C - 1;
+    CHECK(search_one(k + 2) == 2, "algorithm %d", card.last_algorithm);
+  }
+  int64_t shape[] = {64, 64};
+  tensor x = make(ENG_f32, 2, shape, 0, false), y = make(ENG_f32, 2, shape, 0, false);
+  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&x, &x}, .out = {&y}};
+  // Nothing is small enough.
+  for (int i = 2; i < CARD_ALGORITHMS; i++) card.workspace[i] = 1;
+  card.room = C - 1;
+  card.error[0] = 0;
+  CHECK(cuda_matmul(&call) == ENG_ERR_MEMORY && strstr(card.error, "no room"), "'%s'", card.error);
+  card.room = 0;
+  CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "it does not recover: %s", card.error);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  forget_tensors();
+}
+
+/// The next run: the file names an algorithm that there is no room for.
+static void workspaces_again(void)
+{
+  enum { K = 20480 };
+  card.offered = 2;
+  card.workspace[0] = 16, card.workspace[1] = 4;
+  card.room = 4 * 64 * 64;
+  CHECK(search_one(K) == 1 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
+}
+
 // ------------------------------------------------------------------ the file
 
 static gemm_problem some_problem(int64_t seed)
@@ -512,6 +566,14 @@ static void file(const char *folder)
   gemm_cache_clear();
   gemm_cache_open("NVIDIA H200 / x", 130100);
   CHECK(gemm_cache_entry(&p)->chosen, "what follows a line cut short is lost");
+  gemm_cache_clear();
+
+  snprintf(path, sizeof path, "%s/cublaslt-pipe-1.txt", home);   // nobody at its other end: passed over, not waited for
+  CHECK(mkfifo(path, 0600) == 0, "%s", path);
+  alarm(20);
+  gemm_cache_open("pipe", 1);
+  CHECK(!gemm_cache_keep(gemm_cache_entry(&p), &c), "%s", path);
+  alarm(0);
   gemm_cache_clear();
 
   setenv("ENGINE_CACHE", "/proc/nowhere", 1);
@@ -722,6 +784,9 @@ int main(int argc, char **argv)
   } else {
     setenv("ENGINE_CACHE", folder, 1);
     if (strcmp(part, "products") == 0) products();
+    else if (strcmp(part, "refused_late") == 0) refused_late();
+    else if (strcmp(part, "workspaces") == 0) workspaces();
+    else if (strcmp(part, "workspaces_again") == 0) workspaces_again();
     else if (strcmp(part, "bias") == 0) bias_apart();
     else if (strcmp(part, "fused") == 0) fused();
     else if (strcmp(part, "fused_again") == 0) fused_again();
