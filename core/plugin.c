@@ -7,10 +7,13 @@
 #include "rng.h"
 
 #include <dlfcn.h>
+#include <elf.h>
+#include <fcntl.h>
 #include <glob.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static eng_status plugin_error(eng_status status, const char *text) { return error_set(status, "%s", text); }
@@ -57,6 +60,28 @@ void *plugin_library(const char *name, int mode)
   return NULL;
 }
 
+/// What is wrong with a file that dlopen must not see: a pipe would keep it waiting, and a library that ends before its last segment or its
+/// table of sections does, mapped in, would end the process. NULL: the loader may have it.
+static const char *unfit(const char *path)
+{
+  struct stat about;
+  Elf64_Ehdr head;
+  int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  bool is_file = fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode), cut = false;
+  if (is_file && pread(fd, &head, sizeof head, 0) == (ssize_t)sizeof head && memcmp(head.e_ident, ELFMAG, SELFMAG) == 0 &&
+      head.e_ident[EI_CLASS] == ELFCLASS64) {
+    uint64_t size = (uint64_t)about.st_size, sections = (uint64_t)head.e_shnum * head.e_shentsize;
+    cut = head.e_shoff > size || sections > size - head.e_shoff;
+    for (int i = 0; i < head.e_phnum && !cut; i++) {
+      Elf64_Phdr segment;
+      cut = pread(fd, &segment, sizeof segment, (off_t)(head.e_phoff + (uint64_t)i * sizeof segment)) != (ssize_t)sizeof segment ||
+            segment.p_offset > size || segment.p_filesz > size - segment.p_offset;
+    }
+  }
+  if (fd >= 0) close(fd);
+  return !is_file ? "is no regular file" : cut ? "is cut off" : NULL;
+}
+
 const backend *plugin_cuda(void)
 {
   static const backend *loaded;
@@ -67,9 +92,16 @@ const backend *plugin_cuda(void)
     return NULL;
   }
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // for specs: a device that needs no card
-  snprintf(path, sizeof path, "%s%s", other ? other : folder, other ? "" : "/libengine_cuda.so");
+  if (other && !*other) other = NULL;
+  if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);   // a file, never a name for the loader to look for
+  else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE, "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the PATH; or device=cpu", path);
+    return NULL;
+  }
+  const char *wrong = unfit(path);
+  if (wrong) {
+    error_set(ENG_ERR_DEVICE, "cuda: %s %s; hint: make, or copy it again", path, wrong);
     return NULL;
   }
   char cards[512];

@@ -32,13 +32,16 @@ eng_status cuda_status(cudaError_t result, const char *what)
                      ? "; the card's work is lost from here on: start the process again" : "");
 }
 
-/// The card a process takes: with several ranks on a machine each its own.
+/// The card a process takes: with several ranks on a machine each its own. -1 with the error set where a launcher's variable is no number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
   for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
     const char *text = getenv(names[i]);
-    if (text && *text) return atoi(text) % count;
+    if (!text || !*text) continue;
+    if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
+    error_set(ENG_ERR_DEVICE, "cuda: %s: expected the number of this rank on its machine, from 0, got %.40s", names[i], text);
+    return -1;
   }
   return 0;
 }
@@ -60,6 +63,7 @@ eng_status cuda_open(void)
                      result == cudaSuccess ? "the driver counts none" : cudaGetErrorString(result));
   }
   card.ordinal = wanted_ordinal(count);
+  if (card.ordinal < 0) return ENG_ERR_DEVICE;
   CUDA_TRY(cudaSetDevice(card.ordinal));
   CUDA_TRY(cudaGetDeviceProperties(&card.properties, card.ordinal));
   if (card.properties.major < 8)

@@ -364,6 +364,9 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   if (s.n >= 1ll << 31)
     return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s", eng_op_name(call->op), tensor_text(index));
   s.shift = bits_of(s.n - 1);
+  if (s.shift + bits_of(s.a.size) > 64)
+    return error_set(ENG_ERR_SHAPE, "%s: %lld indices into %lld places do not fit the words of 64 bits that they are sorted in; hint: fewer indices a call",
+                     eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
   s.chunks = (s.n + RUN - 1) / RUN;
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);

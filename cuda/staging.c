@@ -7,28 +7,37 @@
 #include <string.h>
 
 enum { SEGMENTS = 4 };
-static const int64_t LEAST = 1 << 20, MOST = 16 << 20;   // bytes of a segment: it grows with what is sent at a time
+static const int64_t LEAST = 1 << 20;   // bytes of a segment: it grows with what is sent at a time
 
 static struct {
   char       *memory;            // SEGMENTS pieces of `bytes`
   int64_t     bytes, used;       // used: of the segment being filled
+  int64_t     most;              // bytes of a segment at most: what there was room for
   int         filling;
   cudaEvent_t read[SEGMENTS];    // the card has read it
-} ring;
+} ring = {.most = 16 << 20};
 
+/// A ring for `wanted` bytes at a time, or a smaller one where there is not so much pinned memory: more is sent in turns.
 static eng_status ring_make(int64_t wanted)
 {
-  int64_t bytes = ring.bytes > LEAST ? ring.bytes : LEAST;
-  while (bytes < wanted && bytes < MOST) bytes *= 2;
+  int64_t bytes = ring.memory ? ring.bytes : LEAST;
+  while (bytes < wanted && bytes < ring.most) bytes *= 2;
   if (ring.memory && bytes == ring.bytes) return ENG_OK;
+  for (int i = 0; i < SEGMENTS; i++)
+    if (!ring.read[i]) CUDA_TRY(cudaEventCreateWithFlags(&ring.read[i], cudaEventDisableTiming));
+  char *memory = NULL;
+  cudaError_t result;
+  while ((result = cudaMallocHost((void **)&memory, (size_t)(SEGMENTS * bytes))) == cudaErrorMemoryAllocation && bytes > LEAST) {
+    cudaGetLastError();
+    ring.most = bytes /= 2;
+    if (bytes == ring.bytes) return ENG_OK;
+  }
+  CUDA_TRY(result);
   if (ring.memory) {
     CUDA_TRY(cudaStreamSynchronize(cuda_stream()));
     CUDA_TRY(cudaFreeHost(ring.memory));
-    ring.memory = NULL;
   }
-  for (int i = 0; i < SEGMENTS; i++)
-    if (!ring.read[i]) CUDA_TRY(cudaEventCreateWithFlags(&ring.read[i], cudaEventDisableTiming));
-  CUDA_TRY(cudaMallocHost((void **)&ring.memory, (size_t)(SEGMENTS * bytes)));
+  ring.memory = memory;
   ring.bytes = bytes;
   ring.used = 0;
   return ENG_OK;

@@ -88,6 +88,24 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
       assert(ran.code == 0 and ran.out == "all refused\n", ran.out)
     end)
 
+    it("is a whole library in a regular file, or an error says what it is", function()
+      local folder = helper.folder()
+      local function with(plugin) return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e 'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine)) end
+      local whole = helper.read(CARD)
+      for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do
+        helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
+        local ran = with(folder .. "/cut.so")
+        assert(ran.code == 1 and ran.out:find("/cut.so is cut off; hint: make, or copy it again", 1, true), part .. ": " .. ran.out)
+      end
+      helper.write(folder .. "/text.so", "no library")
+      assert.truthy(with(folder .. "/text.so").out:find("cannot load " .. folder .. "/text.so", 1, true))
+      helper.shell("mkfifo " .. folder .. "/pipe.so")
+      assert.truthy(with(folder .. "/pipe.so").out:find("/pipe.so is no regular file", 1, true))
+      assert.truthy(with("nowhere.so").out:find("there is no ./nowhere.so", 1, true))   -- a name is a file here
+      assert.falsy(with("").out:find("there is no ;", 1, true))                         -- empty: unset
+      helper.remove(folder)
+    end)
+
     it("says what device there is", function()
       assert.truthy(on_card("-e 'local e = require \"engine\" e.device(\"cuda\") print(e.device(), e.ones(2, 2))'").out:find("cuda", 1, true))
     end)

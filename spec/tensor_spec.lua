@@ -539,7 +539,7 @@ describe("a mistake with tensors", function()
     { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
     { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },
     { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
-    { "x:to('f31')", "there is no dtype 'f31'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "x:to('f31')", "there is no dtype or device 'f31'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
     { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, as in x:gt(0)" },
     { "x:gt(0):where(x, engine.zeros(4))", "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, or be 1" },
     { "x:dropout()", "dropout: expected the probability as a number, got nothing" },

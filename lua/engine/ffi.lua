@@ -91,13 +91,14 @@ for number = 0, C.ENG_DTYPE_COUNT - 1 do
   M.dtype[name], M.dtype_name[number] = number, name
 end
 
---- The number of a dtype given by name; raises with the list of names.
-function M.dtype_number(name)
+--- The number of a dtype given by name; raises with the list of names, and of `devices` where one of those would do, too.
+function M.dtype_number(name, devices)
   local number = M.dtype[name]
   if not number then
     local names = {}
     for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
-    M.raise("there is no dtype '%s'; dtypes: %s", tostring(name), table.concat(names, " "))
+    M.raise("there is no dtype%s '%s'; dtypes: %s%s", devices and " or device" or "", tostring(name), table.concat(names, " "),
+      devices and "; devices: " .. devices or "")
   end
   return number
 end

@@ -317,7 +317,7 @@ function methods.to(x, dtype, options)
     check(C.eng_to_device(out, x, dtype))
     return out
   end
-  local number = dtype_number(dtype)
+  local number = dtype_number(dtype, "cpu cuda reference")
   if info(x).dtype == number then return x end
   ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
   if options ~= nil then

@@ -42,6 +42,29 @@ describe("a machine that cannot serve", function()
       "cuda parameters", "cuda step", "hint: a smaller batch or context, accumulate=N")
   end)
 
+  it("has room for small products and no more: algorithms that want no workspace", function()
+    for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- a sum of 1200 x 1200 in four parts wants 23 MB
+      local ran = engine("memory=" .. memory, ([[-e 'local e = require "engine" e.device("cuda") local x = e.ones(%d, 4)
+        print(x:matmul(x:transpose()):sum():item())']]):format(n))
+      assert(ran.code == 0 and ran.out == ("%d\n"):format(4 * n * n), ran.out)
+    end
+  end)
+
+  it("has little pinned memory: what is sent goes in more turns", function()
+    local send = [[-e 'local e = require "engine" e.seed(3) local small, large = e.rand(1000), e.rand(5000000)
+      small:to("cuda") local there = large:to("cuda"):to("cpu") print((there - large):abs():max():item())']]
+    for _, pinned in ipairs { 5, 20, 200 } do   -- 4 segments of 1 MiB, of 4, and as many as wanted
+      local ran = engine("pinned=" .. pinned, send)
+      assert(ran.code == 0 and ran.out == "0\n", pinned .. ": " .. ran.out)
+    end
+  end)
+
+  it("is started with a rank that is none", function()
+    for _, rank in ipairs { "-1", "one" } do
+      refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank), "LOCAL_RANK: expected the number of this rank on its machine, from 0, got " .. rank)
+    end
+  end)
+
   it("has no tensor cores for a recipe: an error, and the formula where it is asked for", function()
     refused(engine("sm=80", JOB .. "precision=fp8_delayed"), "blocks.1.attn.qkv: forward: this card (emulated card, sm_80) has no tensor cores for FP8",
       "compute capability 8.9", "ENGINE_FP8_FORMULA=1")

@@ -1,6 +1,7 @@
 # run.sh [FOLDER]: everything there is to see of the CUDA device, in one call of under ten minutes on an H200, one file per command. On a machine
 # with an NVIDIA card; for the comparison its python3 has PyTorch. PARTS chooses: specs, rates, step, fp8, and, not by themselves, more
 # (fp16 and fp32 steps) and sanitizer (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny sizes, to see that all of it runs.
+# Ends with 1 when a command failed or took too long, with 2 for a part that it does not know.
 out=${1:-build/bench-cuda}
 engine=${ENGINE:-./engine}
 here=$(dirname "$0")
@@ -9,18 +10,28 @@ if [ -n "$TRIAL" ]; then
   size=0.002 gpt2="1 64 1 128 64 2" large="1 128 2 128 64 2"
   export ENGINE_TEST_STEPS=2 WARM=1 STEPS=2 REPEAT=1
 fi
+parts=${PARTS:-rates step fp8 specs}
+for part in $parts; do
+  case $part in
+  specs | rates | step | fp8 | more | sanitizer) ;;
+  *)
+    echo "run.sh: there is no part '$part'; PARTS is a list of: specs rates step fp8 more sanitizer" >&2
+    exit 2 ;;
+  esac
+done
 mkdir -p "$out"
+: >"$out/failed.txt"
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.total --format=csv >"$out/card.txt" 2>&1
 date -u +%Y-%m-%d >>"$out/card.txt"
 
-# say FILE SECONDS COMMAND...: its output into the file and to be seen; a command that takes longer is ended.
+# say FILE SECONDS COMMAND...: its output into the file and to be seen; a command that takes longer is ended. Failures are noted in failed.txt.
 say() {
   file=$1 most=$2
   shift 2
-  { echo "# $*"; timeout -k 5 "$most" "$@" 2>&1 || echo "# ended with $?"; } | tee -a "$out/$file"
+  { echo "# $*"; timeout -k 5 "$most" "$@" 2>&1 || echo "# ended with $?: $*" | tee -a "$out/failed.txt"; } | tee -a "$out/$file"
 }
 
-for part in ${PARTS:-rates step fp8 specs}; do
+for part in $parts; do
   rm -f "$out/$part.txt"
   case $part in
   specs)
@@ -49,3 +60,7 @@ for part in ${PARTS:-rates step fp8 specs}; do
     done ;;
   esac
 done
+[ -s "$out/failed.txt" ] || exit 0
+echo "run.sh: failed:" >&2
+cat "$out/failed.txt" >&2
+exit 1

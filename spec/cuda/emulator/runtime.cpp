@@ -19,7 +19,7 @@ namespace emulator {
 const settings &set(void)
 {
   static settings s = [] {
-    settings made = {90, FORWARDS, true, 2048, false, nullptr};
+    settings made = {90, FORWARDS, true, 2048, 2048, false, nullptr};
     const char *text = getenv("ENGINE_EMULATED_CARD");
     static char kept[4096];
     snprintf(kept, sizeof kept, "%s", text ? text : "");
@@ -31,10 +31,11 @@ const settings &set(void)
       else if (name == "order" && (v == "forwards" || v == "backwards" || v == "shuffled")) made.order = v[0] == 'f' ? FORWARDS : v[0] == 'b' ? BACKWARDS : SHUFFLED;
       else if (name == "run" && (v == "late" || v == "early")) made.late = v == "late";
       else if (name == "memory") made.memory = atol(value);
+      else if (name == "pinned") made.pinned = atol(value);
       else if (name == "closed") made.closed = v == "1";
       else if (name == "trace" && value) made.trace = value;
       else {
-        fprintf(stderr, "ENGINE_EMULATED_CARD: expected sm=90, order=forwards|backwards|shuffled, run=late|early, memory=MiB, closed=1, trace=FILE, got %s\n", word);
+        fprintf(stderr, "ENGINE_EMULATED_CARD: expected sm=90, order=forwards|backwards|shuffled, run=late|early, memory=MiB, pinned=MiB, closed=1, trace=FILE, got %s\n", word);
         exit(2);
       }
     }
@@ -64,7 +65,7 @@ static cudaError_t failed(cudaError_t error) { return last = error; }
 
 struct piece { size_t bytes, mapped; bool pinned; };
 static std::map<char *, piece> pieces;         // by address; device memory and pinned host memory
-static size_t device_bytes;
+static size_t device_bytes, pinned_bytes;
 static int opened;                             // levels of work under way
 
 static const piece *piece_of(const void *p)
@@ -88,7 +89,7 @@ static void protect(int mode)
 static cudaError_t take(void **out, size_t bytes, bool is_pinned)
 {
   ALIVE();
-  if (!is_pinned && device_bytes + bytes > (size_t)set().memory << 20) return failed(cudaErrorMemoryAllocation);
+  if ((is_pinned ? pinned_bytes : device_bytes) + bytes > (size_t)(is_pinned ? set().pinned : set().memory) << 20) return failed(cudaErrorMemoryAllocation);
   const size_t mapped = (bytes + 4095) / 4096 * 4096;
   char *at = (char *)mmap(nullptr, mapped + 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);   // a closed page behind it
   if (at == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
@@ -97,7 +98,7 @@ static cudaError_t take(void **out, size_t bytes, bool is_pinned)
   CLOSE(at + bytes, mapped - bytes);
   if (!is_pinned && !opened && set().closed) mprotect(at, mapped, PROT_NONE);
   pieces[at] = {bytes, mapped, is_pinned};
-  if (!is_pinned) device_bytes += bytes;
+  (is_pinned ? pinned_bytes : device_bytes) += bytes;
   *out = at;
   return cudaSuccess;
 }
@@ -109,7 +110,7 @@ static cudaError_t give(void *p, bool is_pinned)
   if (found == pieces.end() || found->second.pinned != is_pinned) return failed(cudaErrorInvalidValue);
   OPEN(p, found->second.mapped);
   munmap(p, found->second.mapped + 4096);
-  if (!is_pinned) device_bytes -= found->second.bytes;
+  (is_pinned ? pinned_bytes : device_bytes) -= found->second.bytes;
   pieces.erase(found);
   return cudaSuccess;
 }
@@ -233,7 +234,6 @@ cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void
 
 /// What the arenas hand out begins as NaN, and is open until it is given back: in order with the work that uses it. What a captured step asks
 /// for is open before it runs, and stays so (core/arena.c).
-enum { MOST_FILLED = 8 << 20 };   // bytes: a cuBLASLt workspace is taken for every product
 extern "C" cudaStream_t cuda_stream(void);
 extern "C" void card_mark(void *memory, int64_t bytes, bool out)
 {
@@ -245,7 +245,7 @@ extern "C" void card_mark(void *memory, int64_t bytes, bool out)
       return;
     }
     OPEN(memory, bytes);
-    memset(memory, 0xFF, (size_t)(bytes < MOST_FILLED ? bytes : MOST_FILLED));
+    memset(memory, 0xFF, (size_t)bytes);
   }, false);
 }
 

@@ -24,6 +24,7 @@ struct settings {
   int  order;        // order=forwards | backwards | shuffled: of blocks, warps and lanes
   bool late;         // run=late: a stream's work begins when somebody waits for it; run=early: at once
   long memory;       // memory=2048: MiB
+  long pinned;       // pinned=2048: MiB of pinned host memory
   bool closed;       // closed=1: device memory is closed to the host but while a stream works (slow: a look into it ends the process there)
   const char *trace; // trace=FILE: a line for every call of the run-time library that launches, copies or waits
 };
