@@ -50,7 +50,8 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
             engine.device(away)
             local done, text = pcall(call)
             engine.device(home)
-            assert(not done and tostring(text):find(("the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')"):format(home, away, home), 1, true), text)
+            local want = ("the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')"):format(home, away, home)
+            assert(not done and tostring(text):find(want, 1, true), text)
           end
           engine.device(home)
           local model = engine.nn.linear(4, 4)
@@ -90,7 +91,9 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
 
     it("is a whole library in a regular file, or an error says what it is", function()
       local folder = helper.folder()
-      local function with(plugin) return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e 'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine)) end
+      local function with(plugin)
+        return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e 'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine))
+      end
       local whole = helper.read(CARD)
       for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do
         helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
