@@ -292,6 +292,7 @@ describe("models with residuals and norms in one operation", function()
     for _, recipe in ipairs { "fp32", "bf16", "fp16", "fp8_current" } do
       it(("train as with the two apart: %s in %s"):format(kind, recipe), function()
         if CARD then engine.device(CARD) end
+        if recipe == "fp8_current" and C.eng_device_fp8() == 0 then return end   -- a card without such tensor cores refuses it (cuda/training_spec)
         same(kind, recipe, { dropout = 0.1 })
       end)
     end
