@@ -263,6 +263,8 @@ local function next_token_loss(self, x, y, options)
   return tensor.cross_entropy(self(x), y, options)
 end
 
+local function some(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
+
 --- nn.gpt{ vocab, context, width, heads, layers, hidden, gelu, dropout, embedding_dropout, attention_dropout, bias, tied, eps }: logits
 --- [B x T x V]. The output head shares the token embedding unless tied = false. `dropout` is that of the residuals, and of the
 --- embeddings unless embedding_dropout says otherwise.
@@ -299,7 +301,7 @@ end
 GPT.loss, GPT.generate = next_token_loss, generate
 function GPT:extra()
   local c = self.config
-  return ("%d layers, width %d, %d heads, context %d, vocab %d"):format(c.layers, c.width, c.heads, c.context, c.vocab)
+  return ("%s, width %d, %s, context %d, vocab %d"):format(some(c.layers, "layer"), c.width, some(c.heads, "head"), c.context, c.vocab)
 end
 M.gpt = GPT
 
@@ -332,7 +334,7 @@ end
 Llama.loss, Llama.generate = next_token_loss, generate
 function Llama:extra()
   local c = self.config
-  return ("%d layers, width %d, %d heads over %d, vocab %d"):format(c.layers, c.width, c.heads, c.kv_heads, c.vocab)
+  return ("%s, width %d, %s over %d, vocab %d"):format(some(c.layers, "layer"), c.width, some(c.heads, "head"), c.kv_heads, c.vocab)
 end
 M.llama = Llama
 
@@ -378,7 +380,10 @@ function Bert:forward(ids)
 end
 --- Mean cross entropy over the masked places: targets are -100 everywhere else.
 function Bert:loss(ids, targets) return tensor.cross_entropy(self(ids), targets) end
-function Bert:extra() local c = self.config return ("%d layers, width %d, %d heads, vocab %d"):format(c.layers, c.width, c.heads, c.vocab) end
+function Bert:extra()
+  local c = self.config
+  return ("%s, width %d, %s, vocab %d"):format(some(c.layers, "layer"), c.width, some(c.heads, "head"), c.vocab)
+end
 M.bert = Bert
 
 return M
