@@ -3,6 +3,8 @@ local engine = require "engine"
 local nn = engine.nn
 
 describe("nn.moe", function()
+  after_each(engine.end_step)
+
   local function model(options)
     engine.seed(2)
     options = options or {}
