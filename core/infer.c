@@ -355,7 +355,7 @@ static eng_status infer_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE, "matmul: the batch dimensions of %s and %s do not broadcast", tensor_text(a), tensor_text(b));
   shape[ndim++] = m;
   shape[ndim++] = n;
-  if (c->ints[2]) ENG_TRY(want_float_attribute(c, c->ints[2] - 1));
+  if (c->ints[2]) ENG_TRY(want_float_attribute(c, c->ints[2] < 0 ? -1 : c->ints[2] - 1));
   ENG_TRY(want_target(c, c->ints[3]));
   put(s, 0, c->ints[2] ? (int)c->ints[2] - 1 : dtype_promote(a->dtype, b->dtype), ndim, shape);
   return ENG_OK;

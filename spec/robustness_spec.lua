@@ -81,6 +81,7 @@ describe("calls past engine.ffi", function()
         { "linear_grad", { x, y }, { f32, f32, 1, 0 } }, { "linear_grad", { x, y }, { f32, 99 } }, { "linear_grad", { x, engine.rand(3, 2) }, { f32, f32 } },
         { "matmul_gelu_grad", { x, y, y } }, { "mlp_gelu", { x, y, false, y } },
         { "matmul", { x, y }, { 1, 0, 0, 1 } }, { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
+        { "matmul", { y, x }, { 0, 0, -2 ^ 63, 0 } },
         { "layer_norm_grad", { x, false, y, y, x }, { f32, 1 } }, { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
         { "rms_norm_grad", { x, false, engine.rand(2), y }, { f32, 1 } }, { "attention_grad", { x, x, x, x, x, x } },
         { "add_layer_norm", { x, y, false, false } }, { "add_rms_norm", { x, false, false } }, { "add_rms_norm", { x, x:to("i64"), false } },
