@@ -42,5 +42,7 @@ local matrices = layers * 12 * width * width + vocab * width
 local flops = (6 * matrices + 6 * layers * context * width) * batch * context
 print(("engine %s %s %s: %.2f ms a step, %.0f tokens/s, %.1f TFLOP/s, model FLOP/s utilisation %.1f %% of %d, loss %.4f, host %.2f ms"):format(device, mode, precision,
   1e3 * best, batch * context / best, flops / best / 1e12, 100 * flops / best / 1e12 / PEAK, PEAK, record and record.loss or 0 / 0, 1e3 * whole))
+print(("model FLOP a step: (6 P + 6 L T C) x tokens = (6 x %d + 6 x %d x %d x %d) x %d = %.4g; P: weights that multiply, 12 L C^2 + V C; utilisation: " ..
+  "model FLOP / seconds / %d TFLOP/s, dense bf16 by the datasheet (PEAK_TFLOPS)"):format(matrices, layers, context, width, batch * context, flops, PEAK))
 print(tostring(engine.memory()))
 if os.getenv("PROFILE") then print(engine.profile(function() trainer:step() end)) end
