@@ -128,7 +128,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   *out = NULL;
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (capturing) return error_set(ENG_ERR_STATE, "graph: a step is being captured already");
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "a capture"));
   if (!device->capture_begin) return error_set(ENG_ERR_DEVICE, "graph: the device %s captures no steps; hint: device=cuda, or graph=false", device->name);
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));

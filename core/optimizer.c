@@ -167,7 +167,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   const backend *device = backend_current();
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
-  ENG_TRY(params_here(state->set));
+  ENG_TRY(params_here(state->set, "an optimizer's update"));
   if (!device->optimize) return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;

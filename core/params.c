@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "fp8_linear.h"
+#include "graph.h"
 #include "numerics.h"
 #include "transfer.h"
 
@@ -471,8 +472,9 @@ static int spans(eng_params *set, const int64_t *own)
 int params_spans(eng_params *set) { return spans(set, NULL); }
 int params_own_spans(eng_params *set) { return spans(set, set->own); }
 
-eng_status params_here(const eng_params *set)
+eng_status params_here(const eng_params *set, const char *pass)
 {
+  ENG_TRY(graph_forbids(pass));
   const backend *device = backend_current();
   if (set->n == 0 || set->space == device->space) return ENG_OK;
   const char *home = backend_of_space(set->space)->name;
@@ -489,7 +491,7 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
@@ -514,7 +516,7 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_own_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
@@ -548,7 +550,7 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
 {
   *found_inf = 0;
   ENG_TRY(check_alive(set));
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "unscaling"));
   const backend *device = backend_current();
   if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(params_whole(set));
@@ -611,7 +613,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward runs");
   const backend *device = backend_current();
   int m = params_spans(set);
-  eng_status status = params_here(set);
+  eng_status status = params_here(set, "the end of a reference backward");
   if (status == ENG_OK)
     status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
                                : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);

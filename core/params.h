@@ -100,8 +100,9 @@ static inline void params_forget(parameter *p)
 /// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
 void params_written(parameter *p);
 
-/// An error (DEVICE) where the parameters are not in the memory of the device in force: what every pass over them asks first.
-eng_status params_here(const eng_params *set);
+/// What every pass over them asks first: an error where the parameters are not in the memory of the device in force (DEVICE), or where a step
+/// is being captured, in which there is no place for `pass` (STATE).
+eng_status params_here(const eng_params *set, const char *pass);
 /// An error where this rank has its own elements of the gradients alone (ZeRO-2).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that hold a gradient; gives their number.

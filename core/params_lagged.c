@@ -68,7 +68,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
     return error_set(ENG_ERR_STATE, "lagged statistics: %d are on their way already; hint: fetch the oldest first", ENG_STATS_ON_THEIR_WAY);
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   ENG_TRY(params_whole(set));
@@ -103,7 +103,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
 {
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
-  ENG_TRY(params_here(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];
   const eng_tensor_stats *found = p->stats;

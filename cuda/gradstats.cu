@@ -526,7 +526,6 @@ static eng_status report_room(report *r, int n, int64_t bytes)
 static eng_status launch(report **out, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
 {
   report *r = report_free();
-  ENG_TRY(cuda_forbidden("gradient statistics"));
   if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
   ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;

@@ -24,11 +24,6 @@ static struct { kept_piece *memory; step_graph *graphs; } later;   // to be free
 
 bool cuda_capturing(void) { return capturing; }
 
-eng_status cuda_forbidden(const char *what)
-{
-  return capturing ? error_set(ENG_ERR_STATE, "graph: %s cannot stand in a captured step; hint: graph=false", what) : ENG_OK;
-}
-
 bool cuda_give_later(void *memory)
 {
   if (!capturing) return false;

@@ -372,7 +372,6 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  ENG_TRY(cuda_forbidden("an optimizer's update"));
   const cuda_step_total *total = cuda_total_of(update->statistics);
   if (update->lagged && !total)
     return error_set(ENG_ERR_STATE, "optimize: a lagged update decides by gradient statistics, and there are none");
@@ -395,7 +394,6 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
 eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
 {
   *found_inf = 0;
-  ENG_TRY(cuda_forbidden("unscaling"));
   for (int k = 0; k < n; k++)
     if (!dtype_fits(spans[k].gradient_dtype))
       return error_set(ENG_ERR_DTYPE, "unscale: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(spans[k].gradient_dtype));

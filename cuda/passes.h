@@ -44,8 +44,6 @@ void        cuda_graph_free(void *graph);
 /// Whether a step is being captured; host memory of `bytes` that lives as long as its graph, for what it copies to the card.
 bool        cuda_capturing(void);
 void       *cuda_capture_keep(const void *bytes, int64_t size);
-/// ENG_OK, or an error that says why `what` cannot stand in a captured step.
-eng_status  cuda_forbidden(const char *what);
 /// While a step is captured nobody may wait for the stream: notes device memory that is to be freed at the capture's end. False when none is.
 bool        cuda_give_later(void *memory);
 

@@ -96,7 +96,8 @@ local function trial(self, copy)
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
       if C.eng_clock() - began > PATIENCE then return ("tried on the last steps, it took more than %d s"):format(PATIENCE) end
-      if mode_refuses(self, copy) then return mode_refuses(self, copy) end
+      local refused = mode_refuses(self, copy)
+      if refused then return refused end
       if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
     end
   end

@@ -202,7 +202,6 @@ static int64_t counter[ENG_UPDATE_SLOTS];
 
 static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
 {
-  if (capturing) return error_set(ENG_ERR_STATE, "graph: gradient statistics cannot stand in a captured step; hint: graph=false");
   open_memory();
   eng_status status = backend_cpu()->gradstats(spans, n, needs, stats);
   close_memory();

@@ -238,11 +238,13 @@ describe("a captured step", function()
     engine.device(CARD)
     local own = engine.optim.sgd(engine.nn.linear(3, 3), { lr = 1 })
     engine.device("cpu")
-    local message = losses(true, { loss = function(model, batch)
-      own:grad_norm()
-      return model:loss(batch.x, batch.y)
-    end })
-    assert(tostring(message):find("graph: gradient statistics cannot stand in a captured step; hint: graph=false", 1, true), message)
+    for words, pass in pairs { ["gradient statistics"] = function() own:grad_norm() end, ["an optimizer's update"] = function() own:step() end } do
+      local message = losses(true, { loss = function(model, batch)
+        pass()
+        return model:loss(batch.x, batch.y)
+      end })
+      assert(tostring(message):find("graph: " .. words .. " cannot stand in a captured step; hint: graph=false", 1, true), message)
+    end
   end)
 
   it("refuses an operation that draws random numbers", function()
