@@ -2,7 +2,7 @@
 -- (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. CUDA's headers are enough.
 local helper = require "spec.helper"
 
-local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c " ..
+local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c spec/cuda/gemm_fp8_host.c " ..
   "cuda/gemm_layout.c cuda/gemm_cache.c cuda/gemm_lt.c cuda/gemm.c cuda/gemm_fused.c cuda/gemm_fp8.c cuda/fp8_matmul.c"
 
 --- A folder with CUDA's headers, or nil.

@@ -1,5 +1,5 @@
 // cuBLASLt on the host, with plain loops, checked for what the real one refuses. What it offers and how long that takes: card.h. Used by the
-// host logic's program (card.c, gemm_host.c) and by the emulated card (emulator/).
+// host logic's program (card.c, gemm_host.c, gemm_fp8_host.c) and by the emulated card (emulator/).
 #include "card.h"
 
 #include "device.h"
