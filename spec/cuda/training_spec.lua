@@ -191,7 +191,7 @@ describe("a captured step", function()
 
   if able("fp8_block") then it("quantizes its weights in every launch, whatever was computed before the capture and between", function()
     local function look(t, step)
-      if step >= 2 and step <= 5 then engine.scope(function() return t:forward(t.data:next()):item() end) end
+      if step == 2 or step == 4 then engine.scope(function() return t:forward(t.data:next()):item() end) end
     end
     for _, precision in ipairs { "fp8_block", "fp8_current" } do
       local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7, on_step = look }
