@@ -79,6 +79,27 @@ describe("training on the card", function()
     end
   end)
 
+  it("has its own records after a lagged run that was broken off", function()
+    engine.device(CARD)
+    engine.seed(7)
+    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
+    local optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp32" })
+    local function trainer(mode, loss)
+      return engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 16, seed = 3 }, steps = 9, log = "quiet",
+        optimizer = optimizer, mode = mode, loss = loss }
+    end
+    local broken, want = trainer("lagged"), nil
+    for _ = 1, 2 do broken:step() end                       -- one record stays on its way
+    local record = trainer("sync", function(m, batch)
+      local loss = m:loss(batch.x, batch.y)
+      want = loss:item()
+      return loss
+    end):step()
+    engine.end_step()
+    engine.device("cpu")
+    assert.equal(want, record.loss)
+  end)
+
   it("repeats bit for bit", function()
     local a, b = train(CARD, { precision = "fp16", dropout = 0.1 }), train("cuda", { precision = "fp16", dropout = 0.1 })
     assert.same(a.losses, b.losses)
