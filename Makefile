@@ -30,9 +30,9 @@ ISA_avx2   := -mavx2 -mfma -mf16c
 ISA_avx512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
 ISAS       := plain $(if $(filter x86_64 amd64,$(shell uname -m)),avx2 avx512)
 
-BINARY_SOURCES := $(wildcard core/main.c core/line.c)
-MPI_SOURCES    := core/comm_mpi.c
-CORE_SOURCES   := $(filter-out $(BINARY_SOURCES) $(MPI_SOURCES),$(wildcard core/*.c))
+BINARY_SOURCES := $(wildcard core/main/*.c)
+MPI_SOURCES    := core/dist/comm_mpi.c
+CORE_SOURCES   := $(filter-out $(BINARY_SOURCES) $(MPI_SOURCES) core/cpu/%,$(wildcard core/*/*.c))
 ISA_SOURCES    := $(shell grep -l '^ *\# *include "simd\.h"' core/cpu/*.c 2>/dev/null)
 CPU_SOURCES    := $(filter-out $(ISA_SOURCES),$(wildcard core/cpu/*.c))
 
@@ -107,17 +107,17 @@ $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 
 cuda: $(PLUGIN)
 
-$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/comm.h core/engine.h core/engine_ranks.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
+$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h core/engine.h core/engine_ranks.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
 	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
 # Stand-ins for a card and for NCCL, for spec/fake_card_spec.lua and spec/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
-$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/host.c cuda/host.h core/backend.h core/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/dtype.o $(BUILD)/core/comm_wire.o
+$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/host.c cuda/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_wire.o
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
 	@mv $@.new $@
-$(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/comm_nccl.h
+$(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/dist/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
@@ -153,7 +153,7 @@ $(BUILD)/emulated/%.c.o: $(EMULATOR)/%.c $(BUILD)/emulated.flags
 $(BUILD)/emulated/%.c.o: spec/cuda/%.c $(BUILD)/emulated.flags
 	@mkdir -p $(@D)
 	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
-$(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/dtype.o $(BUILD)/emulated.flags
+$(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/base/dtype.o $(BUILD)/emulated.flags
 	$(call say,LD,$@) $(or $(CXX),g++) $(filter -fsanitize%,$(CFLAGS)) -shared -Wl,--no-undefined -o $@.new $(filter %.o,$^) $(LDFLAGS) -fopenmp -lm
 	@mv $@.new $@
 
@@ -174,7 +174,7 @@ $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
 	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
 
 # cuBLASLt is found where the toolkit or the system has it; the run-time library is in the plug-in.
-$(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/dtype.o
+$(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/base/dtype.o
 	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined -o $@.new $^ \
 	  -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
 	@mv $@.new $@
@@ -341,7 +341,7 @@ install: all
 	@for f in $(MPI_PLUGIN); do install -m 755 $$f $(DESTDIR)$(PREFIX)/lib/engine/ || exit 1; done
 	install -m 644 $(BUILD)/cdef.h $(DESTDIR)$(PREFIX)/lib/engine/cdef.h
 	@# core/: the text that the examples learn
-	@for f in README.md core/*.[ch] $$(find lua policies examples -type f); do \
+	@for f in README.md $$(find core lua policies examples -type f); do \
 	  install -D -m 644 $$f $(DESTDIR)$(PREFIX)/share/engine/$$f || exit 1; \
 	done
 

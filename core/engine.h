@@ -187,7 +187,7 @@ bool eng_op_supported(const char *device, int op);
 
 /// What the operations quantize, dequantize and fp8_matmul take (ops.def).
 enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
-/// How a block's amax becomes its scale, each as the project of that name does it (core/fp8_scale.h).
+/// How a block's amax becomes its scale, each as the project of that name does it (core/base/fp8_scale.h).
 enum { ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2, ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5 };
 /// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32 products at a time,
 /// truncated); products and running sum rounded to e4m3, saturating.

@@ -41,7 +41,7 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
 /// `bytes` of every rank, in order of ranks; all [size x bytes].
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
-/// In place, over f32, f64 or i64; op ENG_SUM or ENG_MAX (NaN wins). Sums have one order (core/comm.h): the same numbers give the same
+/// In place, over f32, f64 or i64; op ENG_SUM or ENG_MAX (NaN wins). Sums have one order (core/dist/comm.h): the same numbers give the same
 /// sum, bit for bit, on every rank and in every run. Errors: DTYPE.
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
 /// Rank r gets elements [r * count, (r+1) * count) of the reduction of `data` [size x count]; bit-equal to the all-reduce.

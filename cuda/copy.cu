@@ -6,7 +6,7 @@
 #include "map.h"
 
 extern "C" {
-#include "rng.h"
+#include "base/rng.h"
 }
 
 // ------------------------------------------------------------------ units side by side
@@ -213,7 +213,7 @@ struct copy_rule {
   }
 };
 
-// FP8 is copied and cast alone, so nobody else's kernels know it; overflow goes to Inf, or NaN where there is none (core/fp8.h).
+// FP8 is copied and cast alone, so nobody else's kernels know it; overflow goes to Inf, or NaN where there is none (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
 ELEMENT double load_fp8(const void *data, int dtype, int64_t i)

@@ -7,9 +7,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-#include "backend.h"
-#include "error.h"
-#include "numerics.h"
+#include "device/backend.h"
+#include "base/error.h"
+#include "base/numerics.h"
 #ifdef __cplusplus
 }
 #endif

@@ -1,5 +1,5 @@
 // Single elements of any format, chosen at run time: what kernels use for f64, integers and odd mixtures of formats, where a
-// branch per element costs less than a kernel per mixture. The rules are those of core/dtype.c and core/cpu/reference.c:
+// branch per element costs less than a kernel per mixture. The rules are those of core/base/dtype.c and core/cpu/reference.c:
 // floats round once, integers wrap, floats to integers go toward zero and saturate. Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_ELEMENT_H
 #define ENG_CUDA_ELEMENT_H

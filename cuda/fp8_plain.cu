@@ -5,8 +5,8 @@
 #include "fp8_plain.h"
 
 extern "C" {
-#include "fp8_hopper.h"
-#include "fp8_layout.h"
+#include "base/fp8_hopper.h"
+#include "base/fp8_layout.h"
 }
 
 namespace {

@@ -5,7 +5,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-#include "backend.h"
+#include "device/backend.h"
 
 /// The operation as ops.def has it, every accumulator, bit for bit as the reference.
 eng_status fp8_plain(const op_call *call);

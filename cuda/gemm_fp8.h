@@ -1,5 +1,5 @@
 // FP8 products through cuBLASLt: y [M x N] = x [M x K] W^T with x and W in FP8, sums and scales in f32. Layouts of
-// operands and scales: core/fp8_layout.h. Needs a card with FP8 units: sm_89 for FP8_TENSOR, sm_90 (Hopper, and not its
+// operands and scales: core/base/fp8_layout.h. Needs a card with FP8 units: sm_89 for FP8_TENSOR, sm_90 (Hopper, and not its
 // successors) for FP8_ROW, FP8_VEC128 and FP8_BLK128.
 #ifndef ENG_CUDA_GEMM_FP8_H
 #define ENG_CUDA_GEMM_FP8_H
@@ -7,8 +7,8 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-#include "backend.h"
-#include "fp8_layout.h"
+#include "device/backend.h"
+#include "base/fp8_layout.h"
 
 /// An operand in device memory, [rows x inner] bytes, padded: rows and inner are multiples of FP8_PAD, rows `stride` bytes
 /// apart (16-byte aligned, as data is). `scale`: laid out by fp8_scales_of(scaling, rows, inner), 16-byte aligned.

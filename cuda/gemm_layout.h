@@ -4,7 +4,7 @@
 #ifndef ENG_CUDA_GEMM_LAYOUT_H
 #define ENG_CUDA_GEMM_LAYOUT_H
 
-#include "backend.h"
+#include "device/backend.h"
 
 enum { GEMM_BATCH_DIMS = ENG_MAX_DIMS - 2 };
 

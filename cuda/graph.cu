@@ -1,6 +1,6 @@
 // Captured steps as CUDA graphs: what goes to the stream between begin and end becomes one graph. Owns the host memory that its copies
 // to the card read, and what others let go of meanwhile (a script's garbage may be collected at any time), for freeing waits for the stream.
-// Called through the table (core/graph.c).
+// Called through the table (core/autograd/graph.c).
 #include "device.h"
 #include "passes.h"
 

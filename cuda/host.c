@@ -2,8 +2,8 @@
 // Owns that table.
 #include "host.h"
 
-#include "error.h"
-#include "rng.h"
+#include "base/error.h"
+#include "base/rng.h"
 
 #include <stdarg.h>
 #include <stdio.h>

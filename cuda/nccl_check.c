@@ -1,6 +1,6 @@
-// Holds what core/comm_nccl.h says of NCCL against the nccl.h of this machine, where there is one. Compiles to nothing.
+// Holds what core/dist/comm_nccl.h says of NCCL against the nccl.h of this machine, where there is one. Compiles to nothing.
 #if __has_include(<nccl.h>)
-#include "../core/comm_nccl.h"
+#include "dist/comm_nccl.h"
 
 #include <nccl.h>
 

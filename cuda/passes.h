@@ -7,7 +7,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-#include "backend.h"
+#include "device/backend.h"
 
 // device.cu
 /// Takes the card: the one of CUDA_VISIBLE_DEVICES, or with LOCAL_RANK that of the rank.

@@ -6,10 +6,10 @@
 #include "element.h"
 #include "ptx.h"
 
-#include "fp8_layout.h"
-#include "fp8_scale.h"
+#include "base/fp8_layout.h"
+#include "base/fp8_scale.h"
 extern "C" {
-#include "rng.h"
+#include "base/rng.h"
 }
 
 #include <cfloat>

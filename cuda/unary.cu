@@ -11,7 +11,7 @@
 #include "swiglu.h"
 
 extern "C" {
-#include "rng.h"
+#include "base/rng.h"
 }
 
 // ------------------------------------------------------------------ functions in f32

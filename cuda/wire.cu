@@ -1,12 +1,12 @@
-// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/comm_wire.c and core/cpu/wire.c,
+// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/dist/comm_wire.c and core/cpu/wire.c,
 // but for the bits of a nan. All are bound by memory: a warp takes a block of 128, a thread four neighbours of it.
 #include "device.h"
 #include "passes.h"
 
-#include "fp8.h"
-#include "fp8_scale.h"
+#include "base/fp8.h"
+#include "base/fp8_scale.h"
 extern "C" {
-#include "wire.h"
+#include "device/wire.h"
 }
 
 enum { EACH = 4 /* neighbours of a thread */, THREADS = 256, WARPS = THREADS / 32, LEVELS = 24 /* of a sum: 2^24 ranks */, MOST_ACROSS = 2048, MOST_RUNS = 32768 };

@@ -26,7 +26,7 @@ engine.seed(cfg.seed)
 local text = cfg.data
 if text == "" then
   local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
-  text = { root .. "core/engine.h", root .. "core/infer.c", root .. "core/tape.c", root .. "core/op.c", root .. "core/tensor.c" }
+  text = { root .. "core/engine.h", root .. "core/autograd/infer.c", root .. "core/autograd/tape.c", root .. "core/autograd/op.c", root .. "core/tensor/tensor.c" }
 end
 
 -- ------------------------------------------------------------------ masking

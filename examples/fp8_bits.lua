@@ -1,4 +1,4 @@
--- The FP8 formats as tables: their ranges and special codes, every number of e4m3 or e5m2, and how far apart neighbours are. See core/fp8.h.
+-- The FP8 formats as tables: their ranges and special codes, every number of e4m3 or e5m2, and how far apart neighbours are. See core/base/fp8.h.
 --
 --   ./engine examples/fp8_bits.lua
 --   ./engine examples/fp8_bits.lua format=e5m2 numbers=true        every code

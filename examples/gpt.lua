@@ -46,8 +46,8 @@ local text = cfg.data
 if text == "" then
   local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
   text = {}
-  for _, name in ipairs { "core/op.c", "core/tape.c", "core/tensor.c", "core/infer.c", "core/grad_nn.c", "core/grad_shape.c", "core/grad_elementwise.c",
-    "core/arena.c", "core/api.c", "core/view.c", "core/safetensors.c", "core/params.c" } do
+  for _, name in ipairs { "core/autograd/op.c", "core/autograd/tape.c", "core/tensor/tensor.c", "core/autograd/infer.c", "core/autograd/grad_nn.c", "core/autograd/grad_shape.c", "core/autograd/grad_elementwise.c",
+    "core/tensor/arena.c", "core/autograd/api.c", "core/autograd/view.c", "core/store/safetensors.c", "core/params/params.c" } do
     text[#text + 1] = root .. name
   end
 end

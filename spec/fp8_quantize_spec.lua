@@ -1,5 +1,5 @@
--- Quantizers against the formulas of the projects they are named after (core/fp8_scale.h), written once more here in f32 and f64
--- arithmetic of LuaJIT, and the places of the scales against core/fp8_layout.h's words.
+-- Quantizers against the formulas of the projects they are named after (core/base/fp8_scale.h), written once more here in f32 and f64
+-- arithmetic of LuaJIT, and the places of the scales against core/base/fp8_layout.h's words.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"
 local values = require "spec.kernels.values"

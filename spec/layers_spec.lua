@@ -91,7 +91,7 @@ describe("the layers of the core", function()
       local set = includes(path)
       local sees_lua = set["<lua.h>"] or set["<lauxlib.h>"] or set["<lualib.h>"] or set["<luajit.h>"] or set["<lua.hpp>"]
       if sees_lua then
-        assert.is_truthy(path == "core/main.c" or path:match("^core/policy_[%w_]+%.[ch]$"), path .. " includes Lua's headers")
+        assert.is_truthy(path == "core/main/main.c" or path:match("^core/policy_[%w_]+%.[ch]$"), path .. " includes Lua's headers")
       end
     end
   end)

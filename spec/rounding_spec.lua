@@ -1,5 +1,5 @@
 -- Conversions between f32, f16 and bf16, bit for bit against the reference device (whose conversions are
--- the scalar ones of core/numerics.h), with every instruction set this machine has: every f16 and bf16
+-- the scalar ones of core/base/numerics.h), with every instruction set this machine has: every f16 and bf16
 -- number, and the f32 numbers where rounding turns: around each number and around each midpoint.
 local engine = require "engine.ffi"
 local values = require "spec.kernels.values"

@@ -1,4 +1,4 @@
--- What becomes of several ranks' gradients on their way: in host memory against the formula (core/comm.h, core/wire.h), and with ENGINE_TEST_DEVICE
+-- What becomes of several ranks' gradients on their way: in host memory against the formula (core/dist/comm.h, core/device/wire.h), and with ENGINE_TEST_DEVICE
 -- a card's kernels against the host's functions, bit for bit.
 local engine = require "engine"
 local M_ffi = require "engine.ffi"

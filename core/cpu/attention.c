@@ -20,8 +20,8 @@
 // order given by the shape alone.
 #include <omp.h>
 
-#include "../backend.h"
-#include "../error.h"
+#include "device/backend.h"
+#include "base/error.h"
 #include "gemm_pairs.h"
 #include "simd.h"
 

@@ -5,8 +5,8 @@
 #ifndef ENG_CPU_BLOCKS_H
 #define ENG_CPU_BLOCKS_H
 
-#include "../backend.h"
-#include "../error.h"
+#include "device/backend.h"
+#include "base/error.h"
 
 #include <omp.h>
 

@@ -5,7 +5,7 @@
 // Called through backend.kernel[].
 #include "operand.h"
 #include "philox.h"
-#include "../rng.h"
+#include "base/rng.h"
 #include "simd.h"
 #include "tasks.h"
 #include "turn.h"

@@ -5,8 +5,8 @@
 //
 // ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time; a set
 // that is unknown or not supported here is passed over.
-#include "../backend.h"
-#include "../error.h"
+#include "device/backend.h"
+#include "base/error.h"
 #include "gemm.h"
 
 #include <omp.h>

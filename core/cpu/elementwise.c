@@ -6,7 +6,7 @@
 //   maximum, minimum   a NaN on either side gives NaN; of equal ones (-0, +0) the first
 //   clamp              NaN stays
 //   dropout            a dropped element is 0, NaN and Inf included
-#include "../rng.h"
+#include "base/rng.h"
 #include "operand.h"
 #include "philox.h"
 #include "simd.h"

@@ -8,14 +8,14 @@
 //   fp32    chains of multiply-adds, several rows at a time; products of FP8 numbers are exact in f32, so fusing changes nothing. Two steps
 //           of K are added the later one first; so the instruction that multiplies pairs of bf16, as which FP8 numbers are exact, gives
 //           the same bits, and is used where it is fast (gemm.h)
-//   hopper  core/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms cut by the conversion to integers
+//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms cut by the conversion to integers
 //   e4m3    products and sums rounded by arithmetic on their bits
 //   exact   in f64, a panel and a row at a time (the last part of this file)
 #include <omp.h>
 
-#include "../error.h"
-#include "../fp8_hopper.h"
-#include "../fp8_layout.h"
+#include "base/error.h"
+#include "base/fp8_hopper.h"
+#include "base/fp8_layout.h"
 #include "gemm.h"
 #include "rows.h"
 #include "simd.h"

@@ -1,13 +1,13 @@
 // The operations quantize and dequantize. Work goes by tiles that stay in the second cache: a tile's blocks are measured (the
-// largest magnitude, as bits: a NaN is larger than all), get their scales by core/fp8_scale.h, and are written as codes; where a
+// largest magnitude, as bits: a NaN is larger than all), get their scales by core/base/fp8_scale.h, and are written as codes; where a
 // transposed copy is wanted the same tile gives it, too, in blocks of its own. Blocks too tall for a tile take two passes: one
 // that measures pieces of them, one that writes. Scales of one column each or of a whole row go through the same loops: a
 // row's factors are laid out, one for each element.
 // f64, e5m6 in blocks of several rows, and a transposed copy rounded at random go to the reference. swiglu_quantize is swiglu and quantize:
 // silu is what takes the time here, and rows quantized as soon as they are made were no faster. Called through backend.kernel[].
-#include "../fp8_layout.h"
-#include "../fp8_scale.h"
-#include "../rng.h"
+#include "base/fp8_layout.h"
+#include "base/fp8_scale.h"
+#include "base/rng.h"
 #include "philox.h"
 #include "rows.h"
 #include "simd.h"

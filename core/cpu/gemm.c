@@ -8,7 +8,7 @@
 // the thread count.
 #include "gemm.h"
 
-#include "../error.h"
+#include "base/error.h"
 #include "rows.h"
 #include "simd.h"
 

@@ -14,7 +14,7 @@
 #ifndef ENG_GEMM_H
 #define ENG_GEMM_H
 
-#include "../backend.h"
+#include "device/backend.h"
 
 enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS less the two of the matrix
 

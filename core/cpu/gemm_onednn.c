@@ -12,7 +12,7 @@
 #include <oneapi/dnnl/dnnl.h>
 #include <string.h>
 
-#include "../error.h"
+#include "base/error.h"
 
 enum {
   TABLE_SIZE = 1024,             // entries, a power of two; emptied when three quarters are taken

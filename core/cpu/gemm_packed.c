@@ -15,7 +15,7 @@
 #include <omp.h>
 #include <unistd.h>
 
-#include "../error.h"
+#include "base/error.h"
 #include "gemm_pairs.h"
 #include "simd.h"
 

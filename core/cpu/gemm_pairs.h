@@ -9,7 +9,7 @@
 #ifndef ENG_GEMM_PAIRS_H
 #define ENG_GEMM_PAIRS_H
 
-#include "../backend.h"
+#include "device/backend.h"
 #include "gemm.h"
 #include "gemm_micro.h"
 

@@ -6,9 +6,9 @@
 #ifndef ENG_REFERENCE_H
 #define ENG_REFERENCE_H
 
-#include "../backend.h"
-#include "../error.h"
-#include "../numerics.h"
+#include "device/backend.h"
+#include "base/error.h"
+#include "base/numerics.h"
 
 // ------------------------------------------------------------------ walking
 

@@ -9,7 +9,7 @@
 //   integers           wrap; affine with whole-numbered factors is exact, else it goes through double
 #include "reference.h"
 
-#include "../rng.h"
+#include "base/rng.h"
 
 #include <math.h>
 

@@ -2,10 +2,10 @@
 // fast kernels must agree with them bit for bit, NaN payloads of wider formats apart. See reference.h, ops.def.
 #include "reference.h"
 
-#include "../fp8_hopper.h"
-#include "../fp8_layout.h"
-#include "../fp8_scale.h"
-#include "../rng.h"
+#include "base/fp8_hopper.h"
+#include "base/fp8_layout.h"
+#include "base/fp8_scale.h"
+#include "base/rng.h"
 
 #include <math.h>
 #include <string.h>

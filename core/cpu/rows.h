@@ -6,8 +6,8 @@
 #ifndef ENG_ROWS_H
 #define ENG_ROWS_H
 
-#include "../backend.h"
-#include "../error.h"
+#include "device/backend.h"
+#include "base/error.h"
 #include "simd.h"
 
 #include <omp.h>

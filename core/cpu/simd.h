@@ -22,8 +22,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../numerics.h"
-#include "../tensor.h"
+#include "base/numerics.h"
+#include "tensor/tensor.h"
 
 #define VF_INLINE static inline __attribute__((always_inline, unused))
 

@@ -1,4 +1,4 @@
-// FP8 over vectors: codes of VF_LANES floats and back, bit-equal to core/fp8.h. Included by simd.h, between vectors and tiles.
+// FP8 over vectors: codes of VF_LANES floats and back, bit-equal to core/base/fp8.h. Included by simd.h, between vectors and tiles.
 // `fraction` is 3 for e4m3, 2 for e5m2, a constant where these are inlined. Owns nothing.
 #ifndef ENG_SIMD_FP8_H
 #define ENG_SIMD_FP8_H

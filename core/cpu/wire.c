@@ -1,8 +1,8 @@
 // Gradients between ranks, in host memory. See wire.h.
-#include "../wire.h"
+#include "device/wire.h"
 
-#include "../fp8_scale.h"
-#include "../numerics.h"
+#include "base/fp8_scale.h"
+#include "base/numerics.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -15,7 +15,7 @@ local M = {}
 local SIZE = { f32 = 4, bf16 = 2, f16 = 2 }
 local function padded(n, to) return math.ceil(n / to) * to end
 
---- f32 numbers of the scales of a matrix, as core/fp8_layout.h lays them out.
+--- f32 numbers of the scales of a matrix, as core/base/fp8_layout.h lays them out.
 local function scales(role, rows, columns)
   local r, c = role.block_rows, role.block_columns
   local down, across = r > 0 and math.ceil(rows / r) or 1, c > 0 and math.ceil(columns / c) or 1

@@ -1,7 +1,7 @@
 -- A number in every format: what it becomes, how far that is from it, its neighbours, and its bits.
 --   print(engine.bits(15213.0))
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code        the same for programs
--- In the REPL it is called `bits`. Roundings are those of core/numerics.h: to nearest even, once, from the double; what is too large becomes
+-- In the REPL it is called `bits`. Roundings are those of core/base/numerics.h: to nearest even, once, from the double; what is too large becomes
 -- inf, or nan in e4m3, which has no inf. ue8m0, a format of scales, takes |x| and rounds down to a power of two.
 local M_ffi = require "engine.ffi"
 

@@ -1,5 +1,5 @@
 -- Numbers of a run over its steps, as many as a picture has columns: least, largest and mean value of each column. A run of a million
--- steps costs what its blocks cost (core/history_writer.c sums up 256 steps in a row of `blocks`); only what has no block yet, and
+-- steps costs what its blocks cost (core/store/history_writer.c sums up 256 steps in a row of `blocks`); only what has no block yet, and
 -- numbers that blocks do not hold, come from `steps`, by SQL, column by column of the picture.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
 --   c.x[i], c.width, c.rows[i], c.overflows[i], c.skipped[i]      column i: its middle, steps a column, rows, overflows, steps without update
@@ -9,7 +9,7 @@ local nearest = require "engine.nearest"
 
 local M = {}
 
-local BLOCK = 256                    -- steps, as in core/history.h
+local BLOCK = 256                    -- steps, as in core/store/history.h
 
 -- What can be drawn: its SQL, whether blocks hold it (`summed`), the logarithm of its axis, and what it is.
 local METRICS = {

@@ -17,7 +17,7 @@ local M = {}
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
---- Scale rules by name, as their projects have them (core/fp8_scale.h).
+--- Scale rules by name, as their projects have them (core/base/fp8_scale.h).
 local RULES = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE, deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
   torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
 local ACCUMULATORS = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT, hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }

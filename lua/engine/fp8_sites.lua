@@ -6,7 +6,7 @@
 --   opt.fp8:observe(record)                                                -- ... and this once a step, before it ends
 --   print(opt.fp8)                                                         -- layers, formats, the last meters
 --
--- Every layer is a site of the core (core/fp8_linear.c) with three roles: x, w, dy. Policies are files as policies/README.md has them.
+-- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. Policies are files as policies/README.md has them.
 -- They see a role as record.tensors["blocks.1.mlp.up:x"] and may answer with scales["blocks.1.mlp.up:x"] = the amax the role is to be
 -- scaled by (delayed scaling), and, with any number but its `scale`, scales["blocks.1.mlp.up:high"] for a layer that shall compute in
 -- high precision in the next step. What they leave out has their `scale`, which means nothing here.

@@ -1,7 +1,7 @@
 -- Groups of parameters, and scaling them apart. A group is a layer: "blocks.3" for "blocks.3.attn.qkv.weight"; a module can also
 -- declare itself one (nn.moe does so for each expert). A policy sees them as record.groups and may answer with
 -- scales = { ["blocks.3"] = s }: the gradients inside that layer, and the signal that runs backward through it, then carry s in place
--- of the loss scale. What flows from layer to layer is multiplied by the ratio of their scales, once (core/tape.c).
+-- of the loss scale. What flows from layer to layer is multiplied by the ratio of their scales, once (core/autograd/tape.c).
 -- Used by trainer.lua and scaler.lua.
 local M_ffi = require "engine.ffi"
 

@@ -7,7 +7,7 @@
 --   ranks.say("...")                    a line from any rank; print() is rank 0's alone
 --   ranks.text()                        "Open MPI v4.1.4, 4 ranks, 4 of them here", and how what lies on cards goes between them
 --   ranks.group(4)                      this rank's group of four neighbours, for what is divided inside groups (nn.moe's experts)
--- Every rank runs the same script and must come to the same calls. Who does not come is named, and the job ends (core/comm.c).
+-- Every rank runs the same script and must come to the same calls. Who does not come is named, and the job ends (core/dist/comm.c).
 local M_ffi = require "engine.ffi"
 
 local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise

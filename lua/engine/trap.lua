@@ -1,5 +1,5 @@
 -- Why a step overflowed: runs its forward and backward pass again, same batch, same random numbers, same scale, and looks at what
--- every operation gives (core/trap.c). Names the first operation that made an inf and the first that made a nan, with its
+-- every operation gives (core/autograd/trap.c). Names the first operation that made an inf and the first that made a nan, with its
 -- module, shapes and magnitudes. Costs a few steps' time, once per overflow.
 -- Called by the trainer: with trap = "overflow" at every overflow, else when a run is stuck at one.
 local M_ffi = require "engine.ffi"

@@ -23,7 +23,7 @@ typedef struct fake_card {
   bool  no_memory;                  // cudaMalloc fails from now on
   int   refused;                    // the how-manieth product from now on is refused; 0: none
   int   sample;                     // of the elements of C one in so many is computed
-  bool  hopper;                     // FP8 sums as Hopper's tensor cores make them (core/fp8_hopper.h); else exact ones
+  bool  hopper;                     // FP8 sums as Hopper's tensor cores make them (core/base/fp8_hopper.h); else exact ones
   // what happened
   int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm, last_fast;
   int   epilogues, passes;          // products with a GELU, its slope or column sums; passes that made these apart

@@ -3,7 +3,7 @@
 #include "card.h"
 
 #include "device.h"
-#include "fp8_hopper.h"
+#include "base/fp8_hopper.h"
 
 #include <cublasLt.h>
 #include <math.h>

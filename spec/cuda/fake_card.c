@@ -4,10 +4,10 @@
 // by spec/fake_card_spec.lua.
 #include "fake.h"
 
-#include "backend.h"
-#include "comm.h"
-#include "error.h"
-#include "wire.h"
+#include "device/backend.h"
+#include "dist/comm.h"
+#include "base/error.h"
+#include "device/wire.h"
 #include "../../cuda/host.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-// A stand-in for NCCL on machines without cards: the functions of core/comm_nccl.h over memory that the processes of one machine share.
+// A stand-in for NCCL on machines without cards: the functions of core/dist/comm_nccl.h over memory that the processes of one machine share.
 // It keeps to what NCCL promises and to no more: messages between two ranks of a communicator arrive in the order they were asked for, those of a
 // group go side by side, nothing is done before its lane comes to it. It refuses what NCCL refuses (two ranks on one card, a size that differs
 // between the two sides of a message, memory that is not the card's), and waits without end where NCCL does. Loaded by ENGINE_NCCL_LIBRARY.
@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include "fake.h"
 
-#include "../../core/comm_nccl.h"
+#include "dist/comm_nccl.h"
 
 #include <fcntl.h>
 #include <sched.h>

@@ -1,7 +1,7 @@
 // Feeds damaged blobs of gradient statistics to eng_history_unpack: whole ones come back as they were,
 // damaged ones are refused or read, never past their end. Run by `make fuzz`, under the sanitizers.
 // Usage: history [rounds [seed]]
-#include "history.h"
+#include "store/history.h"
 
 #include <stdio.h>
 #include <stdlib.h>

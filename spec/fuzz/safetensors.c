@@ -2,8 +2,8 @@
 // and what it accepts must hold together. Deterministic: the same seed gives the same files.
 // Run by `make fuzz`, under the sanitizers. Usage: safetensors [rounds [seed]]
 #define _GNU_SOURCE
-#include "error.h"
-#include "safetensors.h"
+#include "base/error.h"
+#include "store/safetensors.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,11 +1,11 @@
 -- Experts divided over the ranks of a group: each holds E / ranks of them, of the others tensors without elements; rows go to the ranks of
--- their experts and the answers back (core/comm_experts.c), the gradients likewise the other way round.
+-- their experts and the answers back (core/dist/comm_experts.c), the gradients likewise the other way round.
 --
 -- What goes out to experts, tokens and the gradients of answers, has the format `dispatch`: "own", "fp32", "bf16" or "fp8" (e4m3, blocks of
 -- 128 along a row, a power of two each, as DeepSeek-V3 has it; inf becomes nan there). What comes back from them, answers and the gradients
 -- of tokens, has the format `combine`: "own", "fp32" or "bf16".
 --
--- All ranks of the group run the same passes, whether they have rows or not; who does not come is named (core/comm.c). parallel.lua takes
+-- All ranks of the group run the same passes, whether they have rows or not; who does not come is named (core/dist/comm.c). parallel.lua takes
 -- `_apart` of a module to know which parameters are whose: their gradients are added up over those who hold them alone, the record, scales
 -- of groups and verdicts are of all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
 local M_ffi = require "engine.ffi"

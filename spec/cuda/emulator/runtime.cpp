@@ -233,7 +233,7 @@ cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void
 }
 
 /// What the arenas hand out begins as NaN, and is open until it is given back: in order with the work that uses it. What a captured step asks
-/// for is open before it runs, and stays so (core/arena.c).
+/// for is open before it runs, and stays so (core/tensor/arena.c).
 extern "C" cudaStream_t cuda_stream(void);
 extern "C" void card_mark(void *memory, int64_t bytes, bool out)
 {

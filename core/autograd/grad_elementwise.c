@@ -1,0 +1,225 @@
+// Gradient rules of elementwise operations. Each rule is the calculus of its line in ops.def;
+// grad_emit sums over broadcast dimensions and rounds to the input's dtype.
+#include "base/error.h"
+#include "fp8/fp8_linear.h"
+#include "op.h"
+#include "tape.h"
+#include "device/transfer.h"
+
+// Runs an operation into a new tensor; the rule returns on failure.
+static eng_status unary(tensor **out, int op, tensor *x) { return op_run1(out, op, x, NULL, NULL, NULL, 0, 0, 0); }
+static eng_status binary(tensor **out, int op, tensor *a, tensor *b) { return op_run1(out, op, a, b, NULL, NULL, 0, 0, 0); }
+static eng_status affine(tensor **out, tensor *x, double factor, double term) { return op_run1(out, ENG_OP_affine, x, NULL, NULL, NULL, 0, factor, term); }
+
+/// x where the condition holds, else 0; drops the condition.
+static eng_status masked(tensor **out, tensor *condition, tensor *x)
+{
+  tensor *zero;
+  eng_status status = tensor_make(&zero, ARENA_STEP, x->dtype, 0, NULL);
+  if (status == ENG_OK) {
+    status = transfer_clear(zero);
+    if (status == ENG_OK) status = op_run1(out, ENG_OP_where, condition, x, zero, NULL, 0, 0, 0);
+    tensor_drop(zero);
+  }
+  tensor_drop(condition);
+  return status;
+}
+
+static eng_status emit_shared(grad_call *g, int k, tensor *x)
+{
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, x));
+  return grad_emit(g, k, shared);
+}
+
+eng_status grad_add(grad_call *g)
+{
+  for (int k = 0; k < 2; k++)
+    if (grad_wants(g, k)) ENG_TRY(emit_shared(g, k, g->dy[0]));
+  return ENG_OK;
+}
+
+eng_status grad_sub(grad_call *g)
+{
+  if (grad_wants(g, 0)) ENG_TRY(emit_shared(g, 0, g->dy[0]));
+  if (!grad_wants(g, 1)) return ENG_OK;
+  tensor *dx;
+  ENG_TRY(affine(&dx, g->dy[0], -1, 0));
+  return grad_emit(g, 1, dx);
+}
+
+eng_status grad_mul(grad_call *g)
+{
+  for (int k = 0; k < 2; k++) {
+    if (!grad_wants(g, k)) continue;
+    tensor *dx;
+    ENG_TRY(binary(&dx, ENG_OP_mul, g->dy[0], g->call->in[1 - k]));
+    ENG_TRY(grad_emit(g, k, dx));
+  }
+  return ENG_OK;
+}
+
+// y = a / b: da = dy / b, db = -dy y / b
+eng_status grad_div(grad_call *g)
+{
+  tensor *b = g->call->in[1], *y = g->call->out[0], *da;
+  ENG_TRY(binary(&da, ENG_OP_div, g->dy[0], b));
+  if (grad_wants(g, 1)) {
+    tensor *product, *db;
+    ENG_TRY(binary(&product, ENG_OP_mul, da, y));
+    eng_status status = affine(&db, product, -1, 0);
+    tensor_drop(product);
+    ENG_TRY(status);
+    ENG_TRY(grad_emit(g, 1, db));
+  }
+  if (grad_wants(g, 0)) return grad_emit(g, 0, da);
+  tensor_drop(da);
+  return ENG_OK;
+}
+
+// y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and b >= 0
+eng_status grad_pow(grad_call *g)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *y = g->call->out[0], *zero;
+  ENG_TRY(tensor_make(&zero, ARENA_STEP, b->dtype, 0, NULL));
+  ENG_TRY(transfer_clear(zero));
+  if (grad_wants(g, 0)) {
+    tensor *less, *power, *slope, *nonzero, *slope_kept, *da;
+    ENG_TRY(affine(&less, b, 1, -1));
+    ENG_TRY(binary(&power, ENG_OP_pow, a, less));
+    ENG_TRY(binary(&slope, ENG_OP_mul, power, b));
+    ENG_TRY(binary(&nonzero, ENG_OP_ne, b, zero));
+    ENG_TRY(masked(&slope_kept, nonzero, slope));
+    ENG_TRY(binary(&da, ENG_OP_mul, slope_kept, g->dy[0]));
+    ENG_TRY(grad_emit(g, 0, da));
+  }
+  if (grad_wants(g, 1)) {
+    tensor *logarithm, *slope, *nonzero, *slope_kept, *db;
+    ENG_TRY(unary(&logarithm, ENG_OP_log, a));
+    ENG_TRY(binary(&slope, ENG_OP_mul, y, logarithm));
+    ENG_TRY(binary(&nonzero, ENG_OP_ne, y, zero));
+    ENG_TRY(masked(&slope_kept, nonzero, slope));
+    ENG_TRY(binary(&db, ENG_OP_mul, slope_kept, g->dy[0]));
+    ENG_TRY(grad_emit(g, 1, db));
+  }
+  return ENG_OK;
+}
+
+// The gradient goes where the extreme came from; equal values share it in halves.
+static eng_status extreme(grad_call *g, int wins)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
+  ENG_TRY(affine(&half, g->dy[0], 0.5, 0));
+  ENG_TRY(binary(&tie, ENG_OP_eq, a, b));
+  ENG_TRY(masked(&shared_half, tie, half));
+  for (int k = 0; k < 2; k++) {
+    if (!grad_wants(g, k)) continue;
+    tensor *won, *alone, *dx;
+    ENG_TRY(binary(&won, wins, g->call->in[k], g->call->in[1 - k]));
+    ENG_TRY(masked(&alone, won, g->dy[0]));
+    ENG_TRY(binary(&dx, ENG_OP_add, alone, shared_half));
+    tensor_drop(alone);
+    ENG_TRY(grad_emit(g, k, dx));
+  }
+  return ENG_OK;
+}
+
+eng_status grad_maximum(grad_call *g) { return extreme(g, ENG_OP_gt); }
+eng_status grad_minimum(grad_call *g) { return extreme(g, ENG_OP_lt); }
+
+eng_status grad_where(grad_call *g)
+{
+  tensor *condition = g->call->in[0], *zero, *dx;
+  ENG_TRY(tensor_make(&zero, ARENA_STEP, g->dy[0]->dtype, 0, NULL));
+  ENG_TRY(transfer_clear(zero));
+  for (int k = 1; k < 3; k++) {
+    if (!grad_wants(g, k)) continue;
+    ENG_TRY(op_run1(&dx, ENG_OP_where, condition, k == 1 ? g->dy[0] : zero, k == 1 ? zero : g->dy[0], NULL, 0, 0, 0));
+    ENG_TRY(grad_emit(g, k, dx));
+  }
+  return ENG_OK;
+}
+
+eng_status grad_affine(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(affine(&dx, g->dy[0], g->call->floats[0], 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_pow_scalar(grad_call *g)
+{
+  double p = g->call->floats[0];
+  tensor *power, *slope, *dx;
+  ENG_TRY(op_run1(&power, ENG_OP_pow_scalar, g->call->in[0], NULL, NULL, NULL, 0, p == 0 ? 0 : p - 1, 0));
+  ENG_TRY(affine(&slope, power, p, 0));
+  tensor_drop(power);
+  ENG_TRY(binary(&dx, ENG_OP_mul, slope, g->dy[0]));
+  tensor_drop(slope);
+  return grad_emit(g, 0, dx);
+}
+
+// Inside and at the bounds the gradient passes, beyond them it is 0.
+eng_status grad_clamp(grad_call *g)
+{
+  tensor *same, *dx;
+  ENG_TRY(binary(&same, ENG_OP_eq, g->call->in[0], g->call->out[0]));
+  ENG_TRY(masked(&dx, same, g->dy[0]));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_neg(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(affine(&dx, g->dy[0], -1, 0));
+  return grad_emit(g, 0, dx);
+}
+
+// Functions whose derivative the kernel unary_grad knows: one pass over x and dy.
+static eng_status by_kernel(grad_call *g)
+{
+  tensor *x = g->call->in[0], *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_unary_grad, x, g->dy[0], NULL, (int64_t[]){g->call->op, x->dtype}, 2, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_abs(grad_call *g)         { return by_kernel(g); }
+eng_status grad_exp(grad_call *g)         { return by_kernel(g); }
+eng_status grad_log(grad_call *g)         { return by_kernel(g); }
+eng_status grad_sqrt(grad_call *g)        { return by_kernel(g); }
+eng_status grad_rsqrt(grad_call *g)       { return by_kernel(g); }
+eng_status grad_sin(grad_call *g)         { return by_kernel(g); }
+eng_status grad_cos(grad_call *g)         { return by_kernel(g); }
+eng_status grad_tanh(grad_call *g)        { return by_kernel(g); }
+eng_status grad_sigmoid(grad_call *g)     { return by_kernel(g); }
+eng_status grad_log_sigmoid(grad_call *g) { return by_kernel(g); }
+eng_status grad_softplus(grad_call *g)    { return by_kernel(g); }
+eng_status grad_relu(grad_call *g)        { return by_kernel(g); }
+eng_status grad_gelu(grad_call *g)        { return by_kernel(g); }
+eng_status grad_gelu_tanh(grad_call *g)   { return by_kernel(g); }
+eng_status grad_silu(grad_call *g)        { return by_kernel(g); }
+
+eng_status grad_swiglu(grad_call *g)
+{
+  op_call c = {.op = ENG_OP_swiglu_grad, .n_in = 3, .in = {g->call->in[0], g->call->in[1], g->dy[0]}};
+  bool codes = fp8_is_swiglu(g->call);
+  if (codes) ENG_TRY(fp8_swiglu_inputs(c.in, g->call));
+  ENG_TRY(op_run(&c));
+  for (int k = 0; k < 2 && codes; k++) tensor_drop(c.in[k]);
+  for (int k = 0; k < 2; k++) {
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
+    else tensor_drop(c.out[k]);
+  }
+  return ENG_OK;
+}
+
+// The same mask again: the recorded call carries its counter.
+eng_status grad_dropout(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->floats[0], 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_cast(grad_call *g)       { return emit_shared(g, 0, g->dy[0]); }
+eng_status grad_contiguous(grad_call *g) { return emit_shared(g, 0, g->dy[0]); }

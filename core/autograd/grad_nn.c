@@ -1,0 +1,335 @@
+// Gradient rules of products, norms, attention and losses. Gradients of parameters are written
+// straight into their place in the flat buffer where the kernel can add there (grad_target).
+#include "base/error.h"
+#include "fp8/fp8_linear.h"
+#include "op.h"
+#include "tape.h"
+
+#include <string.h>
+
+// ---- products
+
+/// Runs what may write `direct`ly into the buffer of input k.
+static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool accumulate)
+{
+  eng_status status = op_run(c);
+  if (status != ENG_OK && direct) grad_target_failed(g, k, accumulate);
+  return status;
+}
+
+/// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer if it has one.
+static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a, bool transpose_b)
+{
+  tensor *x = g->call->in[k];
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {a, b}, .ints = {transpose_a, transpose_b, x->dtype + 1}};
+  bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
+  if (!batched) c.out[0] = grad_target(g, k, &accumulate);
+  bool direct = c.out[0] != NULL;
+  c.ints[3] = accumulate;
+  ENG_TRY(run_into(&c, g, k, direct, accumulate));
+  return direct ? ENG_OK : grad_emit(g, k, c.out[0]);
+}
+
+eng_status grad_matmul(grad_call *g)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *dy = g->dy[0];
+  bool ta = g->call->ints[0], tb = g->call->ints[1];
+  if (grad_wants(g, 0)) {
+    if (!ta) ENG_TRY(product_to(g, 0, dy, b, false, !tb));
+    else     ENG_TRY(product_to(g, 0, b, dy, tb, true));
+  }
+  if (grad_wants(g, 1)) {
+    if (!tb) return product_to(g, 1, a, dy, !ta, false);
+    return product_to(g, 1, dy, a, true, ta);
+  }
+  return ENG_OK;
+}
+
+/// x [.. x C] as [rows x C].
+static eng_status rows_of(tensor **out, tensor *x)
+{
+  return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, x->shape[x->ndim - 1] ? -1 : 0, x->shape[x->ndim - 1]}, 3, 0, 0);
+}
+
+/// dx = dy w for input 0, a linear layer's x [.. x K]; dy [rows x N], w [N x K].
+static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
+{
+  const tensor *x = g->call->in[0];
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .ints = {0, 0, x->dtype + 1}};
+  ENG_TRY(op_run(&c));
+  tensor *dx;
+  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+  memcpy(ints + 1, x->shape, sizeof x->shape);
+  ENG_TRY(op_run1(&dx, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + ENG_MAX_DIMS, 0, 0));
+  tensor_drop(c.out[0]);
+  return grad_emit(g, 0, dx);
+}
+
+/// What a linear layer's weight, input w, and bias, input w + 1, get from dy [rows x N] and its x [rows x K]: dy^T x and column sums.
+static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
+{
+  const int b = w + 1;
+  if (!grad_wants(g, b)) return grad_wants(g, w) ? product_to(g, w, dy, x, true, false) : ENG_OK;
+  bool adds[2] = {false, false};
+  tensor *into = grad_target(g, b, &adds[1]);
+  if (!grad_wants(g, w)) {
+    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, .ints = {g->call->in[b]->dtype, adds[1]}};
+    ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
+    return into ? ENG_OK : grad_emit(g, b, c.out[0]);
+  }
+  op_call c = {.op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
+  bool direct[2] = {c.out[0] != NULL, into != NULL};
+  for (int k = 0; k < 2; k++) {
+    c.ints[k] = g->call->in[w + k]->dtype;
+    c.ints[2 + k] = adds[k];
+  }
+  eng_status status = op_run(&c);
+  for (int k = 0; k < 2; k++) {
+    if (status != ENG_OK && direct[k]) grad_target_failed(g, w + k, adds[k]);
+    if (status == ENG_OK && !direct[k]) status = grad_emit(g, w + k, c.out[k]);
+  }
+  return status;
+}
+
+// y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
+eng_status grad_linear(grad_call *g)
+{
+  if (fp8_is_linear(g->call)) return fp8_linear_grad(g);
+  tensor *x, *dy;
+  ENG_TRY(rows_of(&x, g->call->in[0]));
+  ENG_TRY(rows_of(&dy, g->dy[0]));
+  if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, dy, g->call->in[1]));
+  ENG_TRY(weight_gradients(g, 1, dy, x));
+  tensor_drop(x);
+  tensor_drop(dy);
+  return ENG_OK;
+}
+
+// y = gelu(u) W2^T + b2, u = x W1^T + b1: two linear layers, du = gelu'(u) (dy W2) between them
+eng_status grad_mlp_gelu(grad_call *g)
+{
+  const op_call *y = g->call;
+  tensor *dy, *h, *x, *u, *du;
+  ENG_TRY(rows_of(&dy, g->dy[0]));
+  ENG_TRY(rows_of(&h, y->out[2]));
+  ENG_TRY(weight_gradients(g, 3, dy, h));
+  tensor_drop(h);
+  if (grad_wants(g, 0) || grad_wants(g, 1) || grad_wants(g, 2)) {
+    ENG_TRY(rows_of(&x, y->in[0]));
+    ENG_TRY(rows_of(&u, y->out[1]));
+    ENG_TRY(op_run1(&du, ENG_OP_matmul_gelu_grad, dy, y->in[3], u, NULL, 0, 0, 0));
+    tensor_drop(u);
+    ENG_TRY(weight_gradients(g, 1, du, x));
+    if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, du, y->in[1]));
+    tensor_drop(x);
+    tensor_drop(du);
+  }
+  tensor_drop(dy);
+  return ENG_OK;
+}
+
+eng_status grad_embedding(grad_call *g)
+{
+  if (!grad_wants(g, 0)) return ENG_OK;
+  tensor *w = g->call->in[0];
+  bool accumulate = false;
+  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2, .in = {g->dy[0], g->call->in[1]}, .out = {grad_target(g, 0, &accumulate)},
+               .ints = {w->shape[0], w->dtype, 0}};
+  bool direct = c.out[0] != NULL;
+  c.ints[2] = accumulate;
+  ENG_TRY(run_into(&c, g, 0, direct, accumulate));
+  return direct ? ENG_OK : grad_emit(g, 0, c.out[0]);
+}
+
+// ---- norms
+
+/// Runs a norm's backward kernel and hands on what weight and bias get, inputs `weight` and on of the call; dx is the caller's.
+static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
+{
+  const op_call *y = g->call;
+  bool affine = false;
+  for (int k = weight; k < y->n_in; k++) affine |= grad_wants(g, k);
+  c->ints[0] = y->in[weight] && y->in[weight]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  c->ints[1] = affine;
+  ENG_TRY(op_run(c));
+  for (int k = weight; k < y->n_in; k++) {
+    tensor *dv = c->out[1 + k - weight];
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, dv));
+    else tensor_drop(dv);
+  }
+  *dx = c->out[0];
+  return ENG_OK;
+}
+
+static eng_status norm(grad_call *g, op_call *c)
+{
+  tensor *dx;
+  ENG_TRY(norm_vectors(&dx, g, c, 1));
+  if (grad_wants(g, 0)) return grad_emit(g, 0, dx);
+  tensor_drop(dx);
+  return ENG_OK;
+}
+
+eng_status grad_layer_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5, .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
+  return norm(g, &c);
+}
+
+eng_status grad_rms_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
+  return norm(g, &c);
+}
+
+// sum = x + branch, y its norm: the sum's gradient is what came for it and what comes through the norm, and x and branch both get it.
+// `c` lacks dy and dsum; c->op is the gradient of the norm alone, `added` with dsum.
+static eng_status add_norm(grad_call *g, op_call *c, int added)
+{
+  tensor *dsum = g->dy[1], *dx = NULL;
+  if (g->dy[0]) {
+    c->in[c->n_in++] = g->dy[0];
+    if (dsum) {
+      c->op = added;
+      c->in[c->n_in++] = dsum;
+    }
+    ENG_TRY(norm_vectors(&dx, g, c, 2));
+    dsum = dx;
+  }
+  for (int k = 0; k < 2; k++) {
+    if (!grad_wants(g, k)) continue;
+    tensor *shared;
+    ENG_TRY(grad_share(&shared, dsum));
+    ENG_TRY(grad_emit(g, k, shared));
+  }
+  tensor_drop(dx);
+  return ENG_OK;
+}
+
+eng_status grad_add_layer_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 4, .in = {y->out[1], y->in[2], y->out[2], y->out[3]}};
+  return add_norm(g, &c, ENG_OP_add_layer_norm_grad);
+}
+
+eng_status grad_add_rms_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 3, .in = {y->out[1], y->in[2], y->out[2]}};
+  return add_norm(g, &c, ENG_OP_add_rms_norm_grad);
+}
+
+// ---- attention
+
+/// Where q, k and v are cut from one projection [B x T x (H+2G)D] along its last dimension, their gradients get memory cut
+/// in the same way, so that the gradient of split has nothing to copy.
+static eng_status joint_gradients(op_call *c)
+{
+  const tensor *q = c->in[0], *last = NULL;
+  int64_t T = q->shape[1], D = q->shape[3], width = 0, size = eng_dtype_size(q->dtype);
+  for (int k = 0; k < 3; k++) width += c->in[k]->shape[2] * D;
+  const int64_t stride[4] = {T * width, width, D, 1};
+  for (int k = 0; k < 3; k++) {
+    const tensor *x = c->in[k];
+    bool beside = !last || (char *)x->data == (char *)last->data + last->shape[2] * D * size;
+    if (x->store != q->store || x->dtype != q->dtype || x->shape[1] != T || memcmp(x->stride, stride, sizeof stride) != 0 || !beside) return ENG_OK;
+    last = x;
+  }
+  tensor *joint;
+  ENG_TRY(tensor_make(&joint, ARENA_STEP, q->dtype, 3, (int64_t[]){q->shape[0], T, width}));
+  eng_status status = ENG_OK;
+  for (int64_t k = 0, at = 0; k < 3 && status == ENG_OK; at += c->in[k]->shape[2] * D, k++)
+    status = tensor_view(&c->out[k], joint, at, 4, c->in[k]->shape, stride);
+  tensor_drop(joint);
+  return status;
+}
+
+eng_status grad_attention(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], y->out[0], y->out[1], g->dy[0]},
+               .ints = {y->ints[0]}, .floats = {y->floats[0]}};
+  eng_status status = ENG_OK;
+  bool codes = fp8_is_attention(y);
+  if (codes) ENG_TRY(fp8_attention_output(&c.in[3], y));
+  if (grad_wants(g, 0) && grad_wants(g, 1) && grad_wants(g, 2)) status = joint_gradients(&c);
+  if (status == ENG_OK) status = op_run(&c);
+  if (codes) tensor_drop(c.in[3]);
+  if (status != ENG_OK) {
+    for (int k = 0; k < 3; k++) tensor_drop(c.out[k]);
+    return status;
+  }
+  for (int k = 0; k < 3; k++) {
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
+    else tensor_drop(c.out[k]);
+  }
+  return ENG_OK;
+}
+
+// A rotation's gradient is the rotation back.
+eng_status grad_rope(grad_call *g)
+{
+  int64_t ints[3] = {g->call->ints[0], g->call->ints[1], !g->call->ints[2]};
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_rope, g->dy[0], NULL, NULL, ints, 3, g->call->floats[0], 0));
+  return grad_emit(g, 0, dx);
+}
+
+// ---- softmax and losses
+
+static eng_status from_output(grad_call *g, int op)
+{
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, op, g->call->out[0], g->dy[0], NULL, (int64_t[]){g->call->in[0]->dtype}, 1, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_softmax(grad_call *g)     { return from_output(g, ENG_OP_softmax_grad); }
+eng_status grad_log_softmax(grad_call *g) { return from_output(g, ENG_OP_log_softmax_grad); }
+
+// d logsumexp(x) / dx = softmax(x) = exp(x - y)
+eng_status grad_logsumexp(grad_call *g)
+{
+  tensor *p, *dy, *dx;
+  int64_t ints[1 + ENG_MAX_DIMS] = {g->dy[0]->ndim + 1};
+  memcpy(ints + 1, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *ints);
+  ints[1 + g->dy[0]->ndim] = 1;
+  ENG_TRY(op_run1(&p, ENG_OP_softmax, g->call->in[0], NULL, NULL, NULL, 0, 0, 0));
+  ENG_TRY(op_run1(&dy, ENG_OP_reshape, g->dy[0], NULL, NULL, ints, 2 + g->dy[0]->ndim, 0, 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_mul, p, dy, NULL, NULL, 0, 0, 0));
+  tensor_drop(p);
+  tensor_drop(dy);
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_cross_entropy(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
+               .ints = {y->ints[0], y->ints[1]}, .floats = {y->floats[0]}};
+  ENG_TRY(op_run(&c));
+  return grad_emit(g, 0, c.out[0]);
+}
+
+// mean (a - b)^2: da = 2 (a - b) dy / n, db = -da
+eng_status grad_mse(grad_call *g)
+{
+  tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da, *db;
+  ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));   // f32 also for f16 inputs
+  op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
+  ENG_TRY(op_run(&minus));
+  ENG_TRY(op_run1(&factor, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 2.0 / (double)(a->count ? a->count : 1), 0));
+  ENG_TRY(op_run1(&da, ENG_OP_mul, difference, factor, NULL, NULL, 0, 0, 0));
+  tensor_drop(difference);
+  tensor_drop(factor);
+  if (grad_wants(g, 1)) {
+    ENG_TRY(op_run1(&db, ENG_OP_affine, da, NULL, NULL, NULL, 0, -1, 0));
+    ENG_TRY(grad_emit(g, 1, db));
+  }
+  if (grad_wants(g, 0)) return grad_emit(g, 0, da);
+  tensor_drop(da);
+  return ENG_OK;
+}

@@ -1,0 +1,176 @@
+// Gradient rules of views, joins, picks and reductions: the gradient takes the way back.
+#include "base/error.h"
+#include "op.h"
+#include "tape.h"
+#include "device/transfer.h"
+
+#include <string.h>
+
+/// dy in the shape of x, as a view or a copy.
+static eng_status reshaped(tensor **out, tensor *dy, const tensor *x)
+{
+  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
+  return op_run1(out, ENG_OP_reshape, dy, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+}
+
+eng_status grad_reshape(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(reshaped(&dx, g->dy[0], g->call->in[0]));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_permute(grad_call *g)
+{
+  int64_t back[ENG_MAX_DIMS] = {0};
+  int n = g->call->in[0]->ndim;
+  for (int d = 0; d < n; d++) back[g->call->ints[d]] = d;
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_permute, g->dy[0], NULL, NULL, back, n, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_expand(grad_call *g)
+{
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, g->dy[0]));
+  return grad_emit(g, 0, shared);
+}
+
+/// A zero tensor like x in the dtype of dy.
+static eng_status zeros_like(tensor **out, const tensor *x, int dtype)
+{
+  ENG_TRY(tensor_make(out, ARENA_STEP, dtype, x->ndim, x->shape));
+  return transfer_clear(*out);
+}
+
+eng_status grad_slice(grad_call *g)
+{
+  tensor *x = g->call->in[0], *dx, *place;
+  ENG_TRY(zeros_like(&dx, x, g->dy[0]->dtype));
+  ENG_TRY(op_run1(&place, ENG_OP_slice, dx, NULL, NULL, g->call->ints, 4, 0, 0));
+  op_call copy = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {g->dy[0]}, .out = {place}, .ints = {place->dtype}};
+  ENG_TRY(op_run(&copy));
+  tensor_drop(place);
+  return grad_emit(g, 0, dx);
+}
+
+/// The gradients of a split's parts as one tensor without a copy, where they lie side by side in memory; else NULL.
+static eng_status side_by_side(tensor **out, const grad_call *g)
+{
+  const tensor *x = g->call->in[0], *first = g->dy[0];
+  int64_t dim = g->call->ints[0];
+  *out = NULL;
+  if (!first) return ENG_OK;
+  char *next = first->data;
+  for (int k = 0; k < g->call->n_out; k++) {
+    const tensor *dy = g->dy[k];
+    if (!dy || dy->store != first->store || dy->dtype != first->dtype || dy->data != next) return ENG_OK;
+    if (memcmp(dy->stride, first->stride, (size_t)x->ndim * sizeof *dy->stride) != 0) return ENG_OK;
+    next += dy->shape[dim] * dy->stride[dim] * eng_dtype_size(dy->dtype);
+  }
+  int64_t stride = 1;   // together row-major, so that whoever comes next need not copy either
+  for (int d = x->ndim - 1; d >= 0; stride *= x->shape[d--])
+    if (first->stride[d] != stride) return ENG_OK;
+  return tensor_view(out, g->dy[0], 0, x->ndim, x->shape, first->stride);
+}
+
+eng_status grad_split(grad_call *g)
+{
+  tensor *whole;
+  ENG_TRY(side_by_side(&whole, g));
+  if (whole) return grad_emit(g, 0, whole);
+  op_call c = {.op = ENG_OP_concat, .n_in = g->call->n_out, .ints = {g->call->ints[0]}};
+  for (int k = 0; k < g->call->n_out; k++) {
+    c.in[k] = g->dy[k];
+    if (!c.in[k]) ENG_TRY(zeros_like(&c.in[k], g->call->out[k], g->call->out[k]->dtype));
+  }
+  ENG_TRY(op_run(&c));
+  return grad_emit(g, 0, c.out[0]);
+}
+
+eng_status grad_concat(grad_call *g)
+{
+  int64_t dim = g->call->ints[0], start = 0;
+  for (int k = 0; k < g->call->n_in; k++) {
+    int64_t stop = start + g->call->in[k]->shape[dim];
+    if (grad_wants(g, k)) {
+      tensor *dx;
+      ENG_TRY(op_run1(&dx, ENG_OP_slice, g->dy[0], NULL, NULL, (int64_t[]){dim, start, stop, 1}, 4, 0, 0));
+      ENG_TRY(grad_emit(g, k, dx));
+    }
+    start = stop;
+  }
+  return ENG_OK;
+}
+
+/// dy scattered back to the places `index` picked along `dim` of a tensor like x.
+static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
+{
+  tensor *x = g->call->in[0], *dx;
+  int64_t ints[ENG_OP_INTS] = {dim};
+  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
+  ints[ENG_OP_INTS - 1] = x->ndim;
+  ENG_TRY(op_run1(&dx, op, dy, index, NULL, ints, ENG_OP_INTS, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_gather(grad_call *g)
+{
+  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->in[1], g->call->ints[0]);
+}
+
+eng_status grad_index_select(grad_call *g)
+{
+  return scatter(g, ENG_OP_index_select_grad, g->dy[0], g->call->in[1], g->call->ints[0]);
+}
+
+eng_status grad_topk(grad_call *g)
+{
+  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->out[1], g->call->in[0]->ndim - 1);
+}
+
+// ---- reductions
+
+/// dy of a reduction, with the reduced dimensions back as size 1 and then spread over x (stride 0).
+static eng_status spread(tensor **out, grad_call *g, tensor *dy)
+{
+  const tensor *x = g->call->in[0];
+  tensor kept = *x, *shaped;
+  for (int d = 0; d < x->ndim; d++)
+    if (g->call->ints[0] >> d & 1) kept.shape[d] = 1;
+  ENG_TRY(reshaped(&shaped, dy, &kept));
+  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
+  eng_status status = op_run1(out, ENG_OP_expand, shaped, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  tensor_drop(shaped);
+  return status;
+}
+
+eng_status grad_sum(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(spread(&dx, g, g->dy[0]));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_mean(grad_call *g)
+{
+  double n = (double)g->call->in[0]->count / (double)(g->call->out[0]->count ? g->call->out[0]->count : 1);
+  tensor *share, *dx;
+  ENG_TRY(op_run1(&share, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 1 / n, 0));
+  ENG_TRY(spread(&dx, g, share));
+  tensor_drop(share);
+  return grad_emit(g, 0, dx);
+}
+
+static eng_status extreme(grad_call *g)
+{
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, ENG_OP_extreme_grad, g->call->in[0], g->call->out[0], g->dy[0], g->call->ints, 2, 0, 0));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_max(grad_call *g) { return extreme(g); }
+eng_status grad_min(grad_call *g) { return extreme(g); }

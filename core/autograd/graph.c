@@ -1,0 +1,206 @@
+// A captured step: forward and backward of one batch as one launch of the device, for steps so small that launching their kernels
+// one by one takes longer than they do. What is captured is the device's work alone: the memory it reads and writes stays where it
+// was, so a launch wants its batch at the same addresses, which a step that begins alike gets from the arena. Random numbers
+// are the host's to count, so operations that draw some are refused.
+// Owns the captured graphs. Called by Lua (engine.lagged); tape.c and op.c ask what is allowed in one.
+#include "graph.h"
+
+#include "base/error.h"
+#include "fp8/fp8_linear.h"
+#include "params/params.h"
+#include "device/transfer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_INPUTS = 16 };
+
+typedef struct graph_input {
+  void   *data;
+  int32_t dtype, ndim;
+  int64_t shape[ENG_MAX_DIMS];
+} graph_input;
+
+/// Where a parameter's numbers were, and which recipe made its FP8 codes.
+typedef struct graph_places {
+  const void *gradient, *shadow;
+  fp8_stamp   fp8;
+} graph_places;
+
+struct eng_graph {
+  const backend *device;
+  void          *captured;      // the device's; NULL until the end of the capture
+  bool           pinned;        // the device's step memory is kept for it
+  eng_params    *set;
+  bool          *has_gradient;  // [set->n] after the step
+  graph_places  *places;        // [set->n]
+  void          *seed;          // the loss's gradient
+  int32_t        seed_dtype, n_inputs;
+  graph_input    input[MOST_INPUTS];
+  tensor        *loss;          // over the step's memory
+};
+
+static eng_graph *capturing;
+
+bool graph_takes_seed(const tensor *seed)
+{
+  if (!capturing) return false;
+  capturing->seed = seed->data;
+  capturing->seed_dtype = seed->dtype;
+  return true;
+}
+
+eng_status graph_forbids(const char *what)
+{
+  if (!capturing) return ENG_OK;
+  return error_set(ENG_ERR_STATE, "graph: %s cannot stand in a captured step; hint: graph=false", what);
+}
+
+// ---- inputs and places
+
+static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int n)
+{
+  if (n < 0 || n > MOST_INPUTS) return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d", MOST_INPUTS, n);
+  memset(input, 0, MOST_INPUTS * sizeof *input);   // they are compared as bytes
+  for (int i = 0; i < n; i++) {
+    tensor *x;
+    ENG_TRY(tensor_get(&x, &tensors[i]));
+    if (!tensor_contiguous(x)) return error_set(ENG_ERR_VALUE, "graph: expected contiguous tensors in a batch, got %s", tensor_text(x));
+    input[i].data = x->data;
+    input[i].dtype = x->dtype;
+    input[i].ndim = x->ndim;
+    memcpy(input[i].shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
+  }
+  return ENG_OK;
+}
+
+static graph_places places_of(const parameter *p)
+{
+  return (graph_places){p->gradient ? p->gradient->data : NULL, p->shadow ? p->shadow->data : NULL, fp8_weight_stamp(p->fp8)};
+}
+
+static void note_places(graph_places *places, const eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) places[i] = places_of(&set->member[i]);
+}
+
+static bool same_places(const graph_places *places, const eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) {
+    const graph_places now = places_of(&set->member[i]), then = places[i];
+    if (now.gradient != then.gradient || now.shadow != then.shadow || now.fp8.codes != then.fp8.codes || now.fp8.site != then.fp8.site ||
+        now.fp8.version != then.fp8.version)
+      return false;
+  }
+  return true;
+}
+
+/// What a capture makes of weights is made in every launch: nobody may take codes from before for it, nor those of the capture, which
+/// computes nothing, for numbers.
+static void make_fp8_anew(eng_params *set)
+{
+  for (int i = 0; i < set->n && !set->freed; i++) fp8_weight_outdate(set->member[i].fp8);
+}
+
+// ---- capturing
+
+void eng_graph_free(eng_graph *graph)
+{
+  if (!graph) return;
+  if (graph == capturing) {
+    capturing = NULL;
+    void *unfinished = NULL;
+    if (graph->device->capture_end(&unfinished) == ENG_OK) graph->device->graph_free(unfinished);
+    make_fp8_anew(graph->set);
+  }
+  if (graph->captured) graph->device->graph_free(graph->captured);
+  if (graph->pinned) arena_pin(graph->device->space, -1);
+  if (graph->loss) tensor_drop(graph->loss);
+  params_release(graph->set);
+  free(graph->has_gradient);
+  free(graph->places);
+  free(graph);
+}
+
+eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n)
+{
+  const backend *device = backend_current();
+  *out = NULL;
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (capturing) return error_set(ENG_ERR_STATE, "graph: a step is being captured already");
+  ENG_TRY(params_here(set, "a capture"));
+  if (!device->capture_begin) return error_set(ENG_ERR_DEVICE, "graph: the device %s captures no steps; hint: device=cuda, or graph=false", device->name);
+  graph_input input[MOST_INPUTS];
+  ENG_TRY(read_inputs(input, batch, n));
+  ENG_TRY(params_gradients(set));
+  for (int i = 0; i < set->n; i++) {   // what a script wrote into masters is rounded before, not in every launch
+    tensor *shadow;
+    if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
+  }
+  eng_graph *graph = calloc(1, sizeof *graph);
+  size_t some = (size_t)(set->n > 0 ? set->n : 1);
+  bool *has_gradient = calloc(some, sizeof *has_gradient);
+  graph_places *places = calloc(some, sizeof *places);
+  if (!graph || !has_gradient || !places) {
+    free(graph);
+    free(has_gradient);
+    free(places);
+    return error_set(ENG_ERR_MEMORY, "out of memory for a captured step");
+  }
+  *graph = (eng_graph){.device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
+  memcpy(graph->input, input, sizeof input);
+  set->references++;
+  make_fp8_anew(set);
+  arena_pin(device->space, 1);   // what the capture uses and gives back must not go to the system
+  graph->pinned = true;
+  eng_status status = device->capture_begin();
+  if (status != ENG_OK) {
+    eng_graph_free(graph);
+    return status;
+  }
+  capturing = graph;
+  *out = graph;
+  return ENG_OK;
+}
+
+eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
+{
+  tensor *x;
+  if (graph != capturing || !graph) return error_set(ENG_ERR_STATE, "graph: this step is not being captured");
+  ENG_TRY(tensor_get(&x, loss));
+  if (x->count != 1 || x->dtype != ENG_f32) return error_set(ENG_ERR_DTYPE, "graph: expected a loss of one f32 element, got %s", tensor_text(x));
+  if (!graph->seed) return error_set(ENG_ERR_STATE, "graph: no backward pass was captured");
+  ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
+  for (int i = 0; i < graph->set->n; i++) graph->has_gradient[i] = graph->set->member[i].has_gradient;
+  note_places(graph->places, graph->set);
+  capturing = NULL;
+  make_fp8_anew(graph->set);
+  return graph->device->capture_end(&graph->captured);
+}
+
+eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n)
+{
+  if (!graph->captured) return error_set(ENG_ERR_STATE, "graph: its capture was not finished");
+  if (graph->set->freed) return error_set(ENG_ERR_STATE, "graph: its parameters were freed");
+  graph_input input[MOST_INPUTS];
+  ENG_TRY(read_inputs(input, batch, n));
+  if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
+    return error_set(ENG_ERR_SHAPE, "graph: the batch has other shapes than the captured one, or lies elsewhere");
+  if (!same_places(graph->places, graph->set)) return error_set(ENG_ERR_STATE, "graph: the formats of the parameters changed since it was captured");
+  for (int i = 0; i < graph->set->n; i++) {
+    tensor *shadow;
+    if (graph->set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &graph->set->member[i]));
+  }
+  char cell[8];
+  tensor_store(cell, graph->seed_dtype, 0, seed);
+  ENG_TRY(transfer_from_host(graph->device->space, graph->seed, cell, eng_dtype_size(graph->seed_dtype)));
+  ENG_TRY(graph->device->graph_launch(graph->captured));
+  for (int i = 0; i < graph->set->n; i++) graph->set->member[i].has_gradient = graph->has_gradient[i];
+  return ENG_OK;
+}
+
+eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph)
+{
+  *out = tensor_handle(graph->loss);
+  return graph->loss ? ENG_OK : error_set(ENG_ERR_STATE, "graph: its capture was not finished");
+}

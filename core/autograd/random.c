@@ -1,0 +1,126 @@
+// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4 of those it reserves (rng.h),
+// whatever its strides and wherever it lives. Called by Lua.
+#include "base/error.h"
+#include "base/numerics.h"
+#include "base/rng.h"
+#include "tensor/tensor.h"
+#include "device/transfer.h"
+
+#include <math.h>
+
+// Elements from data to the i-th in row-major order.
+static int64_t offset_of(const tensor *x, int64_t i)
+{
+  int64_t offset = 0;
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    offset += i % x->shape[d] * x->stride[d];
+    i /= x->shape[d];
+  }
+  return offset;
+}
+
+// The largest number of a float format below `high`: rounding up to an excluded bound takes it.
+static double below(int dtype, double high)
+{
+  switch (dtype) {
+    case ENG_f32: {
+      float x = (float)high;
+      return (double)x < high ? x : nextafterf(x, -INFINITY);
+    }
+    case ENG_f16:
+    case ENG_bf16: {
+      uint16_t x = dtype == ENG_f16 ? f16_from_f64(high) : bf16_from_f64(high);
+      double value = dtype == ENG_f16 ? f16_to_f32(x) : bf16_to_f32(x);
+      if (value >= high) {
+        if ((x & 0x7FFF) == 0) x = 0x8001;
+        else x = (uint16_t)(x & 0x8000 ? x + 1 : x - 1);
+      }
+      return dtype == ENG_f16 ? f16_to_f32(x) : bf16_to_f32(x);
+    }
+    default: return nextafter(high, -INFINITY);
+  }
+}
+
+typedef struct distribution {
+  bool   normal;
+  double a, b;      // low and high, or mean and standard deviation
+  double last;      // uniform: largest number to give out
+} distribution;
+
+// Four numbers from one block.
+static void draw(double value[4], const distribution *law, uint64_t counter)
+{
+  uint32_t word[4];
+  philox_block(word, counter);
+  if (law->normal) {
+    for (int k = 0; k < 4; k += 2) {   // Box-Muller on 32 bits, the radius' uniform in (0, 1)
+      double radius = sqrt(-2.0 * log((word[k] + 0.5) * 0x1p-32)) * law->b;
+      double angle = 2.0 * M_PI * (word[k + 1] * 0x1p-32);
+      value[k] = law->a + radius * cos(angle);
+      value[k + 1] = law->a + radius * sin(angle);
+    }
+  } else {
+    for (int k = 0; k < 4; k++) {
+      double x = law->a + (law->b - law->a) * (double)rng_unit(word[k]);
+      value[k] = x > law->last ? law->last : x;
+    }
+  }
+}
+
+static void fill_host(const tensor *x, const distribution *law, uint64_t first)
+{
+  int64_t blocks = (x->count + 3) / 4;
+  bool contiguous = tensor_contiguous(x), integer = !dtype_is_float(x->dtype);
+#pragma omp parallel for schedule(static) if (x->count > 4096)
+  for (int64_t block = 0; block < blocks; block++) {
+    double value[4];
+    draw(value, law, first + (uint64_t)block);
+    for (int64_t i = 4 * block; i < 4 * block + 4 && i < x->count; i++) {
+      double v = value[i - 4 * block];
+      tensor_store(x->data, x->dtype, contiguous ? i : offset_of(x, i), integer ? floor(v) : v);
+    }
+  }
+}
+
+/// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor lives.
+static eng_status fill(const tensor *x, const distribution *law)
+{
+  if (dtype_is_fp8(x->dtype)) return error_set(ENG_ERR_DTYPE, "random numbers: expected another dtype than %s; hint: draw f32, then :to(\"%s\")",
+                                               tensor_text(x), eng_dtype_name(x->dtype));
+  uint64_t first = rng_take((x->count + 3) / 4);
+  x->store->writes++;
+  if (x->store->space == SPACE_HOST) {
+    fill_host(x, law, first);
+    return ENG_OK;
+  }
+  int64_t bytes = x->count * eng_dtype_size(x->dtype);
+  void *rows = arena_alloc_in(SPACE_HOST, ARENA_SCRATCH, bytes);
+  if (!rows) return ENG_ERR_MEMORY;
+  tensor y = *x;
+  y.data = rows;
+  for (int64_t d = y.ndim - 1, stride = 1; d >= 0; stride *= y.shape[d], d--) y.stride[d] = stride;
+  fill_host(&y, law, first);
+  eng_status status = transfer_write(x, rows, x->dtype);
+  arena_free_in(SPACE_HOST, ARENA_SCRATCH, rows, bytes);
+  return status;
+}
+
+eng_status eng_uniform(const eng_tensor *handle, double low, double high)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (!(f64_is_finite(low) && f64_is_finite(high) && low <= high))
+    return error_set(ENG_ERR_VALUE, "uniform: expected finite bounds low <= high, got %g and %g", low, high);
+  distribution law = {.a = low, .b = high, .last = high};
+  if (low < high && dtype_is_float(x->dtype)) law.last = fmax(low, below(x->dtype, high));
+  return fill(x, &law);
+}
+
+eng_status eng_normal(const eng_tensor *handle, double mean, double std)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (!(f64_is_finite(mean) && f64_is_finite(std) && std >= 0))
+    return error_set(ENG_ERR_VALUE, "normal: expected a finite mean and a standard deviation >= 0, got %g and %g", mean, std);
+  return fill(x, &(distribution){.normal = true, .a = mean, .b = std});
+}

@@ -1,0 +1,58 @@
+// Steps and scopes: how long tensors live. A step owns what is made in it and the tape; its end drops both. A scope is a mark
+// inside a step (or outside of any) whose end drops what was made since. Called by Lua; uses tensor.c and tape.c.
+#include "step.h"
+
+#include "base/error.h"
+#include "tape.h"
+
+static bool in_step;
+static int n_scopes;   // open scopes: what is made in one goes with it
+
+arena_id step_home(bool factory)
+{
+  return in_step || n_scopes > 0 || !factory ? ARENA_STEP : ARENA_KEPT;
+}
+
+eng_status eng_step_begin(void)
+{
+  if (in_step)
+    return error_set(ENG_ERR_STATE, "step %lld is still open: call end_step() first, steps do not nest", (long long)tensor_step_number());
+  in_step = true;
+  return ENG_OK;
+}
+
+eng_status eng_step_end(void)
+{
+  tape_end_step();
+  tensor_drop_since(0, true);
+  tensor_next_step();
+  in_step = false;
+  return ENG_OK;
+}
+
+int64_t eng_step_count(void)
+{
+  return tensor_step_number();
+}
+
+// A mark is the step and the place in its list.
+eng_status eng_scope_begin(int64_t *mark)
+{
+  *mark = tensor_step_number() << 31 | tensor_mark();
+  n_scopes++;
+  return ENG_OK;
+}
+
+// Gradients of tensors from before the scope stay, for backward() may have run inside.
+eng_status eng_scope_end(int64_t mark)
+{
+  int place = (int)(mark & INT32_MAX);
+  if (n_scopes > 0) n_scopes--;
+  if (mark >> 31 != tensor_step_number() || place > tensor_mark())
+    return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
+  if (tape_reaches(place))
+    return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
+                     "run backward() before the scope ends");
+  tensor_drop_since(place, false);
+  return ENG_OK;
+}

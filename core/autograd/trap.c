@@ -1,0 +1,183 @@
+// Where inf and nan come from: while the trap is set, the device in force is a copy of itself that looks at what every
+// operation gave. It keeps the first operation that made an inf and the first that made a nan, in the forward and in the
+// backward pass, with its inputs. Off, it costs nothing, and no other file knows of it.
+// Owns the watching device and what it found. Called from Lua (engine.trap), around a step that is run again.
+#include "device/backend.h"
+
+#include "base/error.h"
+#include "base/numerics.h"
+#include "op.h"
+#include "params/params.h"
+#include "tape.h"
+#include "device/transfer.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FORWARD, BACKWARD, PASSES };
+enum { INF, NAN_, KINDS };
+
+/// Where a module's operations begin on the tape: node i belongs to the last entry with node <= i.
+typedef struct module_start { int node, module; } module_start;
+
+static const backend *inner;               // the device being watched
+static backend watching;
+static bool found_here[KINDS][PASSES], found_before[KINDS][PASSES];
+static eng_trap_site arose[KINDS][PASSES], held[KINDS][PASSES];
+static module_start *starts;
+static int n_starts, starts_capacity, module_now;
+static char *buffer;                       // a tensor's values on the host
+static int64_t buffer_bytes;
+
+// ---- which module
+
+void eng_trap_module(int module)
+{
+  module_now = module;
+  int node = eng_tape_length();
+  if (node == 0) n_starts = 0;             // a new tape
+  if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
+  if (n_starts == starts_capacity) {
+    int more = starts_capacity ? 2 * starts_capacity : 256;
+    module_start *grown = realloc(starts, (size_t)more * sizeof *grown);
+    if (!grown) return;                    // the report will name a module too far out
+    starts = grown;
+    starts_capacity = more;
+  }
+  starts[n_starts++] = (module_start){node, module};
+}
+
+static int module_of(int node)
+{
+  int low = 0, high = n_starts;            // the last start at or before node is low - 1
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (starts[middle].node <= node) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 ? starts[low - 1].module : 0;
+}
+
+// ---- looking at tensors
+
+static void look(eng_trap_tensor *out, const tensor *x)
+{
+  memset(out, 0, sizeof *out);
+  snprintf(out->text, sizeof out->text, "%s", tensor_text(x));
+  if (x->parameter) snprintf(out->name, sizeof out->name, "%s", x->parameter->name);
+  if (!dtype_is_float(x->dtype)) return;
+  bool wide = x->dtype == ENG_f64;
+  int64_t bytes = x->count * (wide ? 8 : 4);
+  if (bytes > buffer_bytes) {
+    char *grown = realloc(buffer, (size_t)bytes);
+    if (!grown) return;
+    buffer = grown;
+    buffer_bytes = bytes;
+  }
+  if (x->count == 0 || transfer_read(buffer, wide ? ENG_f64 : ENG_f32, x) != ENG_OK) return;
+  out->count = x->count;
+  for (int64_t i = 0; i < x->count; i++) {
+    double value = wide ? ((const double *)(const void *)buffer)[i] : (double)((const float *)(const void *)buffer)[i];
+    if (f64_is_nan(value)) out->nan++;
+    else if (!f64_is_finite(value)) out->inf++;
+    else if (value > out->amax) out->amax = value;
+    else if (-value > out->amax) out->amax = -value;
+  }
+}
+
+static int64_t bad(const eng_trap_tensor *t, int kind)
+{
+  return kind == INF ? t->inf : t->nan;
+}
+
+/// Whether the call wrote its result over input k, whose values before are gone.
+static bool overwritten(const op_call *c, int k)
+{
+  for (int i = 0; i < c->n_out; i++)
+    if (c->out[i] && c->out[i]->store == c->in[k]->store && c->out[i]->data == c->in[k]->data) return true;
+  return false;
+}
+
+/// The first input that held inf (nan) before the call, from 1; 0: none did.
+static int held_by(const eng_trap_site *site, const op_call *c, int kind)
+{
+  for (int k = 0; k < site->n_in; k++)
+    if (c->in[k] && bad(&site->in[k], kind) > 0 && !overwritten(c, k)) return k + 1;
+  return 0;
+}
+
+static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tensor *out, int n_out)
+{
+  int forward_op, node = tape_backward_node(&forward_op);
+  memset(site, 0, sizeof *site);
+  site->kernel = op_table[c->op].name;
+  site->backward = node >= 0;
+  site->op = node < 0 ? site->kernel : forward_op >= 0 ? op_table[forward_op].name : "a custom operation";
+  site->module = node < 0 ? module_now : module_of(node);
+  site->n_in = c->n_in < ENG_TRAP_INPUTS ? c->n_in : ENG_TRAP_INPUTS;
+  site->n_out = n_out;
+  memcpy(site->out, out, sizeof site->out);
+  for (int k = 0; k < site->n_in; k++)
+    if (c->in[k]) look(&site->in[k], c->in[k]);
+}
+
+static eng_status watched_kernel(const op_call *c)
+{
+  ENG_TRY(inner->kernel[c->op](c));
+  const int pass = tape_backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
+  eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
+  const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;
+  int64_t sum[KINDS] = {0};
+  if (found_here[INF][pass] && found_here[NAN_][pass]) return ENG_OK;
+  for (int k = 0; k < n_out; k++) {
+    if (!c->out[k]) continue;
+    look(&out[k], c->out[k]);
+    sum[INF] += out[k].inf;
+    sum[NAN_] += out[k].nan;
+  }
+  for (int kind = 0; kind < KINDS; kind++) {
+    if (sum[kind] == 0 || found_here[kind][pass]) continue;
+    eng_trap_site site;
+    describe(&site, c, out, n_out);
+    site.nan = kind == NAN_;
+    site.held_by = held_by(&site, c, kind);
+    if (site.held_by == 0) {
+      arose[kind][pass] = site;
+      found_here[kind][pass] = true;
+    } else if (!found_before[kind][pass]) {
+      held[kind][pass] = site;
+      found_before[kind][pass] = true;
+    }
+  }
+  return ENG_OK;
+}
+
+// ---- on and off
+
+void eng_trap(bool on)
+{
+  if (backend_current() == &watching) backend_use(inner);
+  n_starts = module_now = 0;
+  if (!on) {
+    free(buffer);
+    buffer = NULL;
+    buffer_bytes = 0;
+    return;
+  }
+  memset(found_here, 0, sizeof found_here);
+  memset(found_before, 0, sizeof found_before);
+  inner = backend_current();
+  watching = *inner;
+  for (int op = 0; op < ENG_OP_COUNT; op++)
+    if (inner->kernel[op]) watching.kernel[op] = watched_kernel;
+  backend_use(&watching);
+}
+
+bool eng_trap_found(eng_trap_site *out, bool nan, bool backward)
+{
+  const int kind = nan ? NAN_ : INF, pass = backward ? BACKWARD : FORWARD;
+  if (found_here[kind][pass]) *out = arose[kind][pass];
+  else if (found_before[kind][pass]) *out = held[kind][pass];
+  return found_here[kind][pass] || found_before[kind][pass];
+}

@@ -1,0 +1,95 @@
+// View operations: a new shape and new strides over the same memory. See op.h.
+#include "base/error.h"
+#include "op.h"
+
+#include <string.h>
+
+/// Strides that let x's memory be read as `shape`; false when only a copy can. Both shapes are walked
+/// from the left in groups of equal size; inside a group x must be evenly strided.
+static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
+{
+  int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of 1
+  int n = 0;
+  for (int d = 0; d < x->ndim; d++)
+    if (x->shape[d] != 1) {
+      size[n] = x->shape[d];
+      step[n++] = x->stride[d];
+    }
+  int from = 0, to = 0;
+  bool rows = x->count == 0 || tensor_contiguous(x);
+  while (!rows && from < n && to < ndim) {
+    int from_end = from + 1, to_end = to + 1;
+    int64_t have = size[from], want = shape[to];
+    while (have != want) {
+      if (want < have) want *= shape[to_end++];
+      else have *= size[from_end++];
+    }
+    for (int d = from; d < from_end - 1; d++)
+      if (step[d] != size[d + 1] * step[d + 1]) return false;
+    stride[to_end - 1] = step[from_end - 1];
+    for (int d = to_end - 1; d > to; d--) stride[d - 1] = stride[d] * shape[d];
+    from = from_end;
+    to = to_end;
+  }
+  int64_t next = 1;   // row-major, or what remains: dimensions of 1
+  for (int d = ndim - 1; d >= to; d--) {
+    stride[d] = next;
+    next *= shape[d];
+  }
+  return true;
+}
+
+static eng_status view_reshape(op_call *c, const op_shape *s)
+{
+  tensor *x = c->in[0];
+  int64_t stride[ENG_MAX_DIMS];
+  int ndim = s->out[0].ndim;
+  const int64_t *shape = s->out[0].shape;
+  tensor *copy = NULL;
+  if (!reshape_strides(x, ndim, shape, stride)) {
+    op_call flat = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}};
+    ENG_TRY(tensor_make_in(&flat.out[0], x->store->space, ARENA_STEP, x->dtype, x->ndim, x->shape));
+    eng_status status = backend_of_space(x->store->space)->kernel[ENG_OP_contiguous](&flat);
+    if (status != ENG_OK) { tensor_drop(flat.out[0]); return status; }
+    x = copy = flat.out[0];
+    reshape_strides(x, ndim, shape, stride);
+  }
+  eng_status status = tensor_view(&c->out[0], x, 0, ndim, shape, stride);
+  tensor_drop(copy);   // the view keeps its memory
+  return status;
+}
+
+static eng_status view_expand(op_call *c, const op_shape *s)
+{
+  tensor *x = c->in[0];
+  int64_t stride[ENG_MAX_DIMS];
+  int ndim = s->out[0].ndim, lead = ndim - x->ndim;
+  for (int d = 0; d < ndim; d++) stride[d] = d < lead || x->shape[d - lead] != s->out[0].shape[d] ? 0 : x->stride[d - lead];
+  return tensor_view(&c->out[0], x, 0, ndim, s->out[0].shape, stride);
+}
+
+eng_status op_view(op_call *c, const op_shape *s)
+{
+  tensor *x = c->in[0];
+  int64_t stride[ENG_MAX_DIMS];
+  memcpy(stride, x->stride, sizeof stride);
+  int dim = (int)c->ints[0];
+  switch (c->op) {
+    case ENG_OP_reshape: return view_reshape(c, s);
+    case ENG_OP_expand:  return view_expand(c, s);
+    case ENG_OP_permute:
+      for (int d = 0; d < x->ndim; d++) stride[d] = x->stride[c->ints[d]];
+      return tensor_view(&c->out[0], x, 0, x->ndim, s->out[0].shape, stride);
+    case ENG_OP_slice:
+      stride[dim] *= c->ints[3];
+      return tensor_view(&c->out[0], x, c->ints[1] * x->stride[dim], x->ndim, s->out[0].shape, stride);
+    default: {
+      int64_t offset = 0;
+      for (int k = 0; k < c->n_out; k++) {
+        ENG_TRY(tensor_view(&c->out[k], x, offset * x->stride[dim], x->ndim, s->out[k].shape, stride));
+        offset += c->ints[1 + k];
+      }
+      return ENG_OK;
+    }
+  }
+}

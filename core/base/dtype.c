@@ -1,0 +1,121 @@
+// Number formats: names, sizes, and loading and storing single elements. See tensor.h, numerics.h.
+#include "error.h"
+#include "numerics.h"
+#include "tensor/tensor.h"
+
+#include <string.h>
+
+static const struct { const char *name; int size; char kind; } dtypes[ENG_DTYPE_COUNT] = {
+#define ENG_DTYPE(name, number, bytes, kind) [number] = {#name, bytes, #kind[0]},
+#include "dtypes.def"
+#undef ENG_DTYPE
+};
+
+const char *eng_dtype_name(int dtype)
+{
+  return dtype >= 0 && dtype < ENG_DTYPE_COUNT ? dtypes[dtype].name : "?";
+}
+
+int eng_dtype_from_name(const char *name)
+{
+  for (int i = 0; i < ENG_DTYPE_COUNT; i++)
+    if (strcmp(dtypes[i].name, name) == 0) return i;
+  return -1;
+}
+
+int eng_dtype_size(int dtype)
+{
+  return dtype >= 0 && dtype < ENG_DTYPE_COUNT ? dtypes[dtype].size : 0;
+}
+
+double tensor_load(const void *data, int dtype, int64_t i)
+{
+  switch (dtype) {
+    case ENG_f32:  return ((const float *)data)[i];
+    case ENG_f64:  return ((const double *)data)[i];
+    case ENG_f16:  return f16_to_f32(((const uint16_t *)data)[i]);
+    case ENG_bf16: return bf16_to_f32(((const uint16_t *)data)[i]);
+    case ENG_e4m3: return e4m3_to_f32(((const uint8_t *)data)[i]);
+    case ENG_e5m2: return e5m2_to_f32(((const uint8_t *)data)[i]);
+    default:       return (double)tensor_load_int(data, dtype, i);
+  }
+}
+
+// From floating point: toward zero, saturating, NaN becomes 0.
+static int64_t to_int(double value, double low, double high)
+{
+  if (value != value) return 0;
+  if (value <= low) return (int64_t)low;
+  if (value >= high) return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
+  return (int64_t)value;
+}
+
+void tensor_store(void *data, int dtype, int64_t i, double value)
+{
+  switch (dtype) {
+    case ENG_f32:  ((float *)data)[i] = (float)value; break;
+    case ENG_f64:  ((double *)data)[i] = value; break;
+    case ENG_f16:  ((uint16_t *)data)[i] = f16_from_f64(value); break;
+    case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(value); break;
+    case ENG_e4m3: ((uint8_t *)data)[i] = e4m3_from_f64(value, 0); break;
+    case ENG_e5m2: ((uint8_t *)data)[i] = e5m2_from_f64(value, 0); break;
+    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)to_int(value, 0, 255); break;
+    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)to_int(value, -128, 127); break;
+    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)to_int(value, -32768, 32767); break;
+    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)to_int(value, -0x1p31, 0x1p31 - 1); break;
+    case ENG_i64:  ((int64_t *)data)[i] = to_int(value, -0x1p63, 0x1p63); break;
+    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;   // NaN is true, as in C
+  }
+}
+
+int64_t tensor_load_int(const void *data, int dtype, int64_t i)
+{
+  switch (dtype) {
+    case ENG_u8:
+    case ENG_bool: return ((const uint8_t *)data)[i];
+    case ENG_i8:   return ((const int8_t *)data)[i];
+    case ENG_i16:  return ((const int16_t *)data)[i];
+    case ENG_i32:  return ((const int32_t *)data)[i];
+    case ENG_i64:  return ((const int64_t *)data)[i];
+    default:       return to_int(tensor_load(data, dtype, i), -0x1p63, 0x1p63);
+  }
+}
+
+void tensor_store_int(void *data, int dtype, int64_t i, int64_t value)
+{
+  switch (dtype) {
+    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)value; break;
+    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)value; break;
+    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)value; break;
+    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)value; break;
+    case ENG_i64:  ((int64_t *)data)[i] = value; break;
+    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;
+    default:       tensor_store(data, dtype, i, (double)value);
+  }
+}
+
+// ---- single numbers in small formats, for people and specs
+
+int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random)
+{
+  float f = f32_odd_from_f64(x);
+  if (strcmp(format, "e4m3") == 0) return mode & FP8_STOCHASTIC ? fp8_from_f32(f, 3, mode, random) : e4m3_from_f64(x, mode);
+  if (strcmp(format, "e5m2") == 0) return mode & FP8_STOCHASTIC ? fp8_from_f32(f, 2, mode, random) : e5m2_from_f64(x, mode);
+  if (strcmp(format, "e5m6") == 0) return e5m6_from_f64(x, mode);
+  if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_from_f32_tilekernels((float)x);
+  if (strcmp(format, "ue8m0") == 0) return ue8m0_from_f32(f, mode & 1);
+  if (strcmp(format, "f16") == 0) return f16_from_f64(x);
+  if (strcmp(format, "bf16") == 0) return bf16_from_f64(x);
+  return -1;
+}
+
+double eng_small_decode(const char *format, uint32_t code)
+{
+  if (strcmp(format, "e4m3") == 0) return e4m3_to_f32((uint8_t)code);
+  if (strcmp(format, "e5m2") == 0) return e5m2_to_f32((uint8_t)code);
+  if (strncmp(format, "e5m6", 4) == 0) return e5m6_to_f32((uint16_t)code);
+  if (strcmp(format, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
+  if (strcmp(format, "f16") == 0) return f16_to_f32((uint16_t)code);
+  if (strcmp(format, "bf16") == 0) return bf16_to_f32((uint16_t)code);
+  return f64_from(0x7FF8000000000000ull);
+}

@@ -1,0 +1,82 @@
+// The registry of devices and the one in force. See backend.h.
+#include "backend.h"
+
+#include "base/error.h"
+#include "plugin.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const backend *current;
+static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was loaded
+
+const backend *backend_find(const char *name)
+{
+  if (strcmp(name, "cpu") == 0) return backend_cpu();
+  if (strcmp(name, "reference") == 0) return backend_reference();
+  if (strcmp(name, "cuda") == 0) {
+    const backend *cuda = plugin_cuda();
+    if (cuda && !of_space[cuda->space]) {   // its memory is there from now on, whichever device is in force
+      of_space[cuda->space] = cuda;
+      arena_register(cuda->space, &cuda->memory);
+    }
+    return cuda;
+  }
+  error_set(ENG_ERR_DEVICE, "there is no device '%s'; devices: cpu, reference, cuda, auto", name);
+  return NULL;
+}
+
+const backend *backend_current(void)
+{
+  if (!current) current = backend_cpu();
+  return current;
+}
+
+const backend *backend_of_space(int space)
+{
+  return space == SPACE_HOST ? backend_cpu() : of_space[space];
+}
+
+void backend_use(const backend *device)
+{
+  current = device;
+  arena_use(device->space);
+}
+
+eng_status eng_device_set(const char *name)
+{
+  if (strcmp(name, "auto") == 0) {
+    char text[256];
+    name = eng_gpu_probe(text, sizeof text) > 0 && backend_find("cuda") ? "cuda" : "cpu";
+  }
+  const backend *found = backend_find(name);
+  if (!found) return ENG_ERR_DEVICE;
+  backend_use(found);
+  return ENG_OK;
+}
+
+const char *eng_device_name(void)
+{
+  return backend_current()->name;
+}
+
+const char *eng_device_text(void)
+{
+  const backend *device = backend_current();
+  static char text[64];
+  if (device->describe) return device->describe();
+  snprintf(text, sizeof text, "%s, %s", device->name, eng_cpu_isa(NULL));
+  return text;
+}
+
+int eng_device_fp8(void)
+{
+  const backend *device = backend_current();
+  return device->fp8 ? device->fp8() : 2;
+}
+
+eng_status eng_synchronize(void)
+{
+  const backend *device = backend_current();
+  return device->synchronize ? device->synchronize() : ENG_OK;
+}

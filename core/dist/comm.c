@@ -1,0 +1,701 @@
+// Collective operations over a group of ranks, made of messages between two. See comm.h for the order of sums.
+//
+// Small reductions go by recursive doubling: log2(n) exchanges, after each of which both partners hold the same sum. Large ones in two
+// exchanges: every rank sums one piece of all, then sends it round. Both add in the same order.
+// Owns groups and requests. A wait that lasts too long ends the job (lost, below): a job never hangs without a word.
+#define _GNU_SOURCE
+#include "comm.h"
+
+#include "base/error.h"
+#include "base/numerics.h"
+#include "tensor/tensor.h"
+#include "device/transfer.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { SPINS = 2000,                 // tests before the core is offered to others: ranks may be more than cores
+       SMALL = 1 << 15,              // bytes up to which a reduction goes by recursive doubling
+       PIECE = 1024,                 // elements summed at a time: the partial sums stay in the first cache
+       LEVELS = 24 };                // of a sum: 2^24 ranks
+
+static double patience = 300;        // seconds
+static eng_comm world;
+static bool started;
+
+// ------------------------------------------------------------------ groups
+
+enum { LOST_CODE = 70 };             // exit code of a job that lost a rank
+
+// While a library that knows no patience waits for other ranks, a thread looks at the clock. It begins with the first wait and stays.
+static struct {
+  pthread_mutex_t lock;
+  comm_watch_mark now;                 // what NULL: nothing is watched
+  bool            runs;
+} watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void *look_at_clock(void *nothing)
+{
+  enum { TICK_US = 50000 };
+  while (true) {
+    usleep(TICK_US);
+    pthread_mutex_lock(&watch.lock);
+    if (watch.now.what && eng_clock() - watch.now.since > patience) {
+      int rank, size;
+      eng_comm_launched(&rank, &size);
+      fprintf(stderr, "engine: rank %d of %d waits for %g s at %s: another one is gone or hanging, or was never started. The job ends.\n", rank, size,
+              patience, watch.now.what);
+      fflush(stderr);
+      _exit(LOST_CODE);
+    }
+    pthread_mutex_unlock(&watch.lock);
+  }
+  return nothing;
+}
+
+comm_watch_mark comm_watch(const char *what)
+{
+  pthread_t thread;
+  pthread_mutex_lock(&watch.lock);
+  comm_watch_mark before = watch.now;
+  watch.now = (comm_watch_mark){what, eng_clock()};
+  if (!watch.runs && pthread_create(&thread, NULL, look_at_clock, NULL) == 0) {
+    pthread_detach(thread);
+    watch.runs = true;
+  }
+  pthread_mutex_unlock(&watch.lock);
+  return before;
+}
+
+void comm_watched(comm_watch_mark before)
+{
+  pthread_mutex_lock(&watch.lock);
+  watch.now = before;
+  pthread_mutex_unlock(&watch.lock);
+}
+
+/// However the process ends, the other ranks hear of it.
+static void at_exit(int code, void *nothing)
+{
+  (void)nothing;
+  eng_comm_end(code);
+}
+
+eng_status eng_comm_world(eng_comm **out)
+{
+  *out = NULL;
+  if (!started) {
+    const char *text = getenv("ENGINE_RANK_TIMEOUT");
+    char *end = NULL;
+    double seconds = text && *text ? strtod(text, &end) : patience;
+    if (!(seconds > 0 && seconds < 1e9) || (end && *end)) return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'", text);
+    patience = seconds;
+    const comm_transport *transport;
+    comm_watch_mark before = comm_watch("the start of the job");
+    eng_status status = comm_load(&transport);
+    comm_watched(before);
+    if (status != ENG_OK) return status;
+    world = (eng_comm){.transport = transport, .group = transport ? transport->world : NULL, .rank = transport ? transport->rank : 0,
+                       .size = transport ? transport->size : 1};
+    started = true;
+    if (transport) on_exit(at_exit, NULL);
+  }
+  *out = &world;
+  return ENG_OK;
+}
+
+int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
+int eng_comm_size(const eng_comm *comm) { return comm->size; }
+int eng_comm_local_size(void) { return world.transport ? world.transport->local_size : 1; }
+int eng_comm_threads(void)
+{
+  long cores = sysconf(_SC_NPROCESSORS_ONLN) / eng_comm_local_size();
+  return cores > 1 ? (int)cores : 1;
+}
+
+const char *eng_comm_text(void)
+{
+  static char text[1024];
+  const char *cards = comm_cards_text();
+  snprintf(text, sizeof text, "%s%s%s", world.transport ? world.transport->describe() : "one rank", cards ? "; what lies on cards goes " : "", cards ? cards : "");
+  return text;
+}
+
+double eng_comm_timeout(double seconds)
+{
+  double before = patience;
+  if (seconds > 0) patience = seconds;
+  return before;
+}
+
+/// The numbers in the world of those in `parent` who gave the same color, by key and rank: what a group is where the transport makes none.
+static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
+{
+  typedef struct wish { int32_t color, key; } wish;
+  wish own = {color, key}, *all = calloc((size_t)parent->size, sizeof *all);
+  part->of_world = calloc((size_t)parent->size, sizeof *part->of_world);
+  if (!all || !part->of_world) {
+    free(all);
+    return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  }
+  eng_status status = eng_comm_all_gather(parent, all, &own, sizeof own);
+  part->size = 0;
+  for (int r = 0; status == ENG_OK && r < parent->size; r++) {
+    if (all[r].color != color) continue;
+    int place = 0;                                // of rank r among those of its color
+    for (int q = 0; q < parent->size; q++)
+      if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r))) place++;
+    part->of_world[place] = comm_of_world(parent, r);
+    if (r == parent->rank) part->rank = place;
+    part->size++;
+  }
+  free(all);
+  part->group = part->of_world;
+  return status;
+}
+
+static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
+{
+  comm_watch_mark before = comm_watch("the making of a group");
+  eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
+  comm_watched(before);
+  if (status != ENG_OK || color < 0) return status;
+  int32_t own = world.rank;
+  part->of_world = calloc((size_t)part->size, sizeof *part->of_world);
+  if (!part->of_world) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  return eng_comm_all_gather(part, part->of_world, &own, sizeof own);
+}
+
+eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
+{
+  *out = NULL;
+  if (color < -1) return error_set(ENG_ERR_VALUE, "split: expected a color of 0 or more, or -1 for none, got %d", color);
+  eng_comm *part = calloc(1, sizeof *part);
+  if (!part) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  part->transport = parent->transport;
+  part->size = 1;
+  eng_status status = ENG_OK;
+  if (parent->transport) status = parent->transport->split ? split_by_transport(part, parent, color, key) : split_by_numbers(part, parent, color, key);
+  if (status != ENG_OK || color < 0) eng_comm_free(part);
+  else *out = part;
+  return status;
+}
+
+void eng_comm_free(eng_comm *comm)
+{
+  if (!comm || comm == &world) return;
+  if (comm->group && started && comm->transport->free) comm->transport->free(comm->group);
+  free(comm->of_world);
+  free(comm);
+}
+
+void eng_comm_end(int code)
+{
+  if (!started || !world.transport) return;
+  started = false;
+  if (code == 0) {
+    comm_watch_mark before = comm_watch("the end of the job");
+    comm_lanes_end(true);
+    world.transport->finish();
+    comm_watched(before);
+  } else {
+    if (world.rank > 0) usleep(500000);      // rank 0 has the same to say as a rule, and a checkpoint to write
+    fflush(NULL);
+    comm_lanes_end(false);
+    world.transport->abort(code);
+  }
+}
+
+int comm_tag(eng_comm *comm)
+{
+  comm->next_tag = (comm->next_tag + 1) % COMM_TAGS;
+  return COMM_TAG_OPERATION + comm->next_tag;
+}
+
+// ------------------------------------------------------------------ waiting
+
+enum { NOTE = 96 };                  // bytes of a note
+
+/// Somebody did not come. Those who wait tell each other so, out of turn; who sends no note is the one. A rank that waits, however
+/// short, and hears of it does the same at once. The lowest of those
+/// who wait says it and ends the job. Does not return.
+static void lost(const char *what)
+{
+  enum { GRACE_MS = 2000 };
+  const comm_transport *t = world.transport;
+  if (!t->knocked) {
+    fflush(stdout);
+    fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another one is gone or hanging, the one that does not say so. The job ends.\n", world.rank,
+            world.size, patience, what);
+    fflush(stderr);
+    t->abort(LOST_CODE);
+    _exit(LOST_CODE);
+  }
+  int n = world.size;
+  char *notes = calloc((size_t)n, NOTE), own[NOTE];
+  comm_message *messages = calloc((size_t)n, sizeof *messages);
+  void **letters = calloc((size_t)n, sizeof *letters);
+  snprintf(own, sizeof own, "%s", what);
+  for (int r = 0; notes && messages && letters && r < n; r++) {
+    if (r == world.rank) {
+      memcpy(notes + (size_t)r * NOTE, own, NOTE);
+      continue;
+    }
+    void *sent;
+    messages[r] = (comm_message){own, NOTE, r, true};
+    if (t->start(&sent, world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
+    messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
+    if (t->start(&letters[r], world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) letters[r] = NULL;
+  }
+  bool open = true;
+  for (int ms = 0; letters && open && ms < GRACE_MS; ms += 10) {
+    open = false;
+    for (int r = 0; r < n; r++) {
+      bool done = false;
+      if (letters[r] && t->test(&done, letters[r]) == ENG_OK && done) letters[r] = NULL;
+      open = open || letters[r];
+    }
+    usleep(10000);
+  }
+  int first = -1, missing = 0;
+  char names[512] = "", waits[1024] = "";
+  size_t at = 0, to = 0;
+  for (int r = 0; notes && r < n; r++) {
+    const char *note = notes + (size_t)r * NOTE;
+    if (note[0]) {
+      if (first < 0) first = r;
+      if (to < sizeof waits - NOTE) to += (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
+    } else {
+      missing++;
+      if (at < sizeof names - 16) at += (size_t)snprintf(names + at, sizeof names - at, "%s%d", at ? ", " : "", r);
+    }
+  }
+  if (first == world.rank || first < 0) {
+    fflush(stdout);
+    if (missing > 0)
+      fprintf(stderr, "engine: rank%s %s did not come to %s within %g s: gone or hanging. The job ends.\n", missing > 1 ? "s" : "", names, what, patience);
+    else
+      fprintf(stderr, "engine: the ranks have waited for each other for %g s at different places (%s). The job ends; hint: every rank must do the same\n",
+              patience, waits);
+    fflush(stderr);
+  } else sleep(2);
+  t->abort(LOST_CODE);
+  _exit(LOST_CODE);
+}
+
+/// Offers the core now and then; gives INTERRUPTED on a second Ctrl-C, ends the job when patience does, anybody's.
+static eng_status idle(int *spins, double *since, const char *what)
+{
+  if (++*spins % SPINS) return ENG_OK;
+  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  double now = eng_clock();
+  if (*since == 0) *since = now;
+  if (now - *since > patience || (world.transport->knocked && world.transport->knocked(world.group, COMM_TAG_ALARM))) lost(what);
+  sched_yield();
+  return ENG_OK;
+}
+
+eng_status comm_pause(double since, const char *what)
+{
+  int spins = SPINS - 1;
+  return idle(&spins, &since, what);
+}
+
+static struct { eng_status (*work)(void *data); void *data; } meanwhile;
+
+void comm_meanwhile(eng_status (*work)(void *data), void *data)
+{
+  meanwhile.work = work;
+  meanwhile.data = data;
+}
+
+eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
+{
+  bool done = false;
+  int spins = 0;
+  double since = 0;
+  while (true) {
+    ENG_TRY(comm->transport->test(&done, exchange));
+    if (done) return ENG_OK;
+    if (meanwhile.work) ENG_TRY(meanwhile.work(meanwhile.data));
+    ENG_TRY(idle(&spins, &since, what));
+  }
+}
+
+eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag, const char *what)
+{
+  void *exchange;
+  if (n == 0) return ENG_OK;
+  ENG_TRY(comm->transport->start(&exchange, comm->group, messages, n, tag));
+  return comm_wait(comm, exchange, what);
+}
+
+// ------------------------------------------------------------------ reductions in memory
+
+static int largest_power(int n)
+{
+  int p = 1;
+  while (2 * p <= n) p *= 2;
+  return p;
+}
+
+static double larger(double a, double b)
+{
+  return f64_is_nan(a) || f64_is_nan(b) ? f64_from(0x7FF8000000000000ull) : a > b ? a : b;
+}
+
+/// out = low op high, elementwise; out may be one of them.
+static void combine(void *out, const void *low, const void *high, int64_t n, int dtype, int op)
+{
+#define COMBINE(type, sum, most) { \
+    type *o = out; const type *a = low, *b = high; \
+    if (op == ENG_SUM) for (int64_t i = 0; i < n; i++) o[i] = sum; \
+    else for (int64_t i = 0; i < n; i++) o[i] = most; }
+  if (dtype == ENG_f32) COMBINE(float, a[i] + b[i], (float)larger(a[i], b[i]))
+  else if (dtype == ENG_f64) COMBINE(double, a[i] + b[i], larger(a[i], b[i]))
+  else COMBINE(int64_t, (int64_t)((uint64_t)a[i] + (uint64_t)b[i]), a[i] > b[i] ? a[i] : b[i])
+#undef COMBINE
+}
+
+static eng_status check_type(int dtype, int op)
+{
+  if (dtype != ENG_f32 && dtype != ENG_f64 && dtype != ENG_i64)
+    return error_set(ENG_ERR_DTYPE, "reduction over ranks: expected f32, f64 or i64, got %s", eng_dtype_name(dtype));
+  return op == ENG_SUM || op == ENG_MAX ? ENG_OK : error_set(ENG_ERR_VALUE, "reduction over ranks: there is no operation number %d", op);
+}
+
+/// out[i] = the reduction of in[k][i] over k, in the order of ranks. `out` may be one of the inputs.
+static void combine_all(void *out, const void *const *in, int n, int64_t count, int dtype, int op)
+{
+  int size = eng_dtype_size(dtype), p = largest_power(n);
+  double room[LEVELS][PIECE];
+  for (int64_t from = 0; from < count; from += PIECE) {
+    int64_t m = count - from < PIECE ? count - from : PIECE, at = from * size;
+    int level[LEVELS], depth = 0;
+    for (int k = 0; k < p; k++) {      // a counter in binary: equal neighbours merge
+      const char *low = (const char *)in[k] + at;
+      if (k + p < n) combine(room[depth], low, (const char *)in[k + p] + at, m, dtype, op);
+      else memcpy(room[depth], low, (size_t)(m * size));
+      level[depth++] = 0;
+      while (depth > 1 && level[depth - 1] == level[depth - 2]) {
+        combine(room[depth - 2], room[depth - 2], room[depth - 1], m, dtype, op);
+        level[--depth - 1]++;
+      }
+    }
+    memcpy((char *)out + at, room[0], (size_t)(m * size));
+  }
+}
+
+void comm_sum_f32(float *out, const float *const *in, int n, int64_t count)
+{
+  combine_all(out, (const void *const *)in, n, count, ENG_f32, ENG_SUM);
+}
+
+// ------------------------------------------------------------------ requests
+
+enum { FOLD, DOUBLE, UNFOLD, PIECES, ROUND, DONE };
+
+/// An all-reduce on its way.
+struct eng_comm_request {
+  eng_comm *comm;
+  char     *data, *room;      // room: what comes in
+  int64_t   count;
+  int32_t   dtype, op, tag;
+  int32_t   n_sums;           // of mixed reductions of f64: the first are summed, the others maxima; else -1
+  int32_t   phase, distance;  // of recursive doubling
+  int64_t   piece;            // elements a rank reduces
+  void     *exchange;         // NULL: none under way
+  const char *what;
+};
+
+static void combine_own(eng_comm_request *r, const void *low, const void *high)
+{
+  if (r->n_sums < 0) {
+    combine(r->data, low, high, r->count, r->dtype, r->op);
+    return;
+  }
+  int64_t n = r->n_sums, at = n * (int64_t)sizeof(double);
+  combine(r->data, low, high, n, ENG_f64, ENG_SUM);
+  combine(r->data + at, (const char *)low + at, (const char *)high + at, r->count - n, ENG_f64, ENG_MAX);
+}
+
+static int64_t piece_of(const eng_comm_request *r, int rank)
+{
+  int64_t left = r->count - r->piece * rank;
+  return left < 0 ? 0 : left < r->piece ? left : r->piece;
+}
+
+static eng_status start_messages(eng_comm_request *r, const comm_message *messages, int n)
+{
+  return r->comm->transport->start(&r->exchange, r->comm->group, messages, n, r->tag);
+}
+
+/// Starts what the phase begins with; moves on where this rank has nothing to do in it.
+static eng_status enter(eng_comm_request *r)
+{
+  const eng_comm *c = r->comm;
+  int size = eng_dtype_size(r->dtype), p = largest_power(c->size), extra = c->size - p, rank = c->rank, n = 0;
+  int64_t bytes = r->count * size;
+  comm_message m[2];
+  comm_message *many = NULL;
+  eng_status status = ENG_OK;
+  while (true) {
+    switch (r->phase) {
+    case FOLD:
+      if (extra > 0 && rank >= p) m[n++] = (comm_message){r->data, bytes, rank - p, true};
+      if (rank < extra) m[n++] = (comm_message){r->room, bytes, rank + p, false};
+      if (n > 0) return start_messages(r, m, n);
+      r->phase = DOUBLE;
+      r->distance = 1;
+      break;
+    case DOUBLE:
+      if (rank >= p || r->distance >= p) {
+        r->phase = UNFOLD;
+        break;
+      }
+      m[0] = (comm_message){r->data, bytes, rank ^ r->distance, true};
+      m[1] = (comm_message){r->room, bytes, rank ^ r->distance, false};
+      return start_messages(r, m, 2);
+    case UNFOLD:
+      if (rank < extra) m[n++] = (comm_message){r->data, bytes, rank + p, true};
+      if (rank >= p) m[n++] = (comm_message){r->data, bytes, rank - p, false};
+      if (n > 0) return start_messages(r, m, n);
+      r->phase = DONE;
+      return ENG_OK;
+    case PIECES:
+    case ROUND:
+      many = calloc(2 * (size_t)c->size, sizeof *many);
+      if (!many) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+      for (int peer = 0; peer < c->size; peer++) {
+        if (peer == rank) continue;
+        int64_t own = piece_of(r, rank) * size, other = piece_of(r, peer) * size;
+        char *own_data = r->data + r->piece * rank * size, *other_data = r->data + r->piece * peer * size;
+        bool first = r->phase == PIECES;
+        if (other > 0) many[n++] = (comm_message){other_data, other, peer, first};
+        if (own > 0) many[n++] = (comm_message){first ? r->room + r->piece * peer * size : own_data, own, peer, !first};
+      }
+      status = n > 0 ? start_messages(r, many, n) : ENG_OK;
+      free(many);
+      return status;
+    default:
+      return ENG_OK;
+    }
+  }
+}
+
+/// After a phase's exchange: computes, and enters the next one.
+static eng_status advance(eng_comm_request *r)
+{
+  const eng_comm *c = r->comm;
+  int p = largest_power(c->size), extra = c->size - p, size = eng_dtype_size(r->dtype);
+  switch (r->phase) {
+  case FOLD:
+    if (c->rank < extra) combine_own(r, r->data, r->room);
+    r->phase = DOUBLE;
+    r->distance = 1;
+    break;
+  case DOUBLE:
+    if (c->rank & r->distance) combine_own(r, r->room, r->data);
+    else combine_own(r, r->data, r->room);
+    r->distance *= 2;
+    break;
+  case PIECES: {
+    const void **in = calloc((size_t)c->size, sizeof *in);
+    if (!in) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+    char *own = r->data + r->piece * c->rank * size;
+    for (int k = 0; k < c->size; k++) in[k] = k == c->rank ? own : r->room + r->piece * k * size;
+    combine_all(own, in, c->size, piece_of(r, c->rank), r->dtype, r->op);
+    free(in);
+    r->phase = ROUND;
+    break;
+  }
+  default:
+    r->phase = DONE;
+    return ENG_OK;
+  }
+  return enter(r);
+}
+
+static eng_status begin(eng_comm_request *r)
+{
+  eng_comm *c = r->comm;
+  r->phase = DONE;
+  if (c->size == 1 || r->count == 0) return ENG_OK;
+  int64_t bytes = r->count * eng_dtype_size(r->dtype);
+  bool small = bytes <= SMALL || r->n_sums >= 0;
+  r->tag = comm_tag(c);
+  r->piece = (r->count + c->size - 1) / c->size;
+  r->phase = small ? FOLD : PIECES;
+  r->room = malloc((size_t)(small ? bytes : r->piece * c->size * eng_dtype_size(r->dtype)));
+  if (!r->room) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks", (long long)bytes);
+  return enter(r);
+}
+
+eng_status eng_comm_test(bool *done, eng_comm_request *r)
+{
+  *done = false;
+  while (r->phase != DONE) {
+    bool arrived = true;
+    if (r->exchange) {
+      ENG_TRY(r->comm->transport->test(&arrived, r->exchange));
+      if (!arrived) return ENG_OK;
+      r->exchange = NULL;
+    }
+    ENG_TRY(advance(r));
+  }
+  *done = true;
+  return ENG_OK;
+}
+
+static eng_status run(eng_comm_request *r)
+{
+  bool done = false;
+  int spins = 0;
+  double since = 0;
+  eng_status status = ENG_OK;
+  while (status == ENG_OK && !done) {
+    status = eng_comm_test(&done, r);
+    if (status == ENG_OK && !done) status = idle(&spins, &since, r->what);
+  }
+  free(r->room);
+  r->room = NULL;
+  return status;
+}
+
+eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op)
+{
+  ENG_TRY(check_type(dtype, op));
+  eng_comm_request r = {.comm = comm, .data = data, .count = count, .dtype = dtype, .op = op, .n_sums = -1, .what = "a reduction"};
+  ENG_TRY(begin(&r));
+  return run(&r);
+}
+
+eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima, const char *what)
+{
+  eng_comm_request r = {.comm = comm, .data = (char *)values, .count = n_sums + n_maxima, .dtype = ENG_f64, .n_sums = n_sums, .what = what};
+  ENG_TRY(begin(&r));
+  return run(&r);
+}
+
+eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data, int64_t count, int dtype, int op)
+{
+  *out = NULL;
+  ENG_TRY(check_type(dtype, op));
+  eng_comm_request *r = calloc(1, sizeof *r);
+  if (!r) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over ranks");
+  *r = (eng_comm_request){.comm = comm, .data = data, .count = count, .dtype = dtype, .op = op, .n_sums = -1, .what = "a reduction"};
+  eng_status status = begin(r);
+  // Where messages have no tags, phases of two requests would meet in different orders.
+  if (status == ENG_OK && comm->transport && comm->transport->ordered) status = run(r);
+  if (status != ENG_OK) {
+    free(r->room);
+    free(r);
+    return status;
+  }
+  *out = r;
+  return ENG_OK;
+}
+
+eng_status eng_comm_wait(eng_comm_request *r)
+{
+  eng_status status = run(r);
+  free(r);
+  return status;
+}
+
+eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count, int dtype, int op)
+{
+  ENG_TRY(check_type(dtype, op));
+  int n = comm->size, k = 0, size = eng_dtype_size(dtype);
+  int64_t bytes = count * size;
+  const char *from = data;
+  char *room = malloc((size_t)(bytes * n) + 1);
+  const void **in = calloc((size_t)n, sizeof *in);
+  comm_message *m = calloc(2 * (size_t)n, sizeof *m);
+  eng_status status = room && in && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", n);
+  for (int peer = 0; status == ENG_OK && peer < n; peer++) {
+    in[peer] = peer == comm->rank ? from + bytes * peer : room + bytes * peer;
+    if (peer == comm->rank || bytes == 0) continue;
+    m[k++] = (comm_message){(void *)(from + bytes * peer), bytes, peer, true};
+    m[k++] = (comm_message){room + bytes * peer, bytes, peer, false};
+  }
+  if (status == ENG_OK && k > 0) status = comm_exchange(comm, m, k, comm_tag(comm), "a reduction");
+  if (status == ENG_OK) combine_all(own, in, n, count, dtype, op);
+  free(room);
+  free(in);
+  free(m);
+  return status;
+}
+
+// ------------------------------------------------------------------ copies
+
+eng_status eng_comm_barrier(eng_comm *comm)
+{
+  double nothing = 0;
+  eng_comm_request r = {.comm = comm, .data = (char *)&nothing, .count = 1, .dtype = ENG_f64, .op = ENG_SUM, .n_sums = -1, .what = "a barrier"};
+  ENG_TRY(begin(&r));
+  return run(&r);
+}
+
+eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root)
+{
+  enum { PART = 1 << 24 };
+  int n = comm->size, place = (comm->rank - root + n) % n;     // the root's is 0
+  if (root < 0 || root >= n) return error_set(ENG_ERR_VALUE, "broadcast: there is no rank %d among %d", root, n);
+  if (n == 1) return ENG_OK;
+  int tag = comm_tag(comm);
+  for (int64_t at = 0; at < bytes; at += PART) {
+    int64_t part = bytes - at < PART ? bytes - at : PART;
+    int reach = 1;
+    while (reach < n) reach *= 2;
+    // In round d the places below d, which have it, send to those d further on.
+    for (int d = 1; d < reach; d *= 2) {
+      comm_message m = {(char *)data + at, part, 0, place < d};
+      if (place < d ? place + d >= n : place >= 2 * d) continue;
+      m.peer = (place < d ? place + d + root : place - d + root) % n;
+      ENG_TRY(comm_exchange(comm, &m, 1, tag, "a broadcast"));
+    }
+  }
+  return ENG_OK;
+}
+
+eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, int root)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (comm->size == 1 || x->count == 0) return ENG_OK;
+  if (!tensor_contiguous(x)) return error_set(ENG_ERR_SHAPE, "broadcast over ranks: expected a contiguous tensor, got %s", tensor_text(x));
+  int64_t bytes = x->count * eng_dtype_size(x->dtype);
+  x->store->writes++;
+  if (x->store->space == SPACE_HOST) return eng_comm_broadcast(comm, x->data, bytes, root);
+  char *host = malloc((size_t)bytes);
+  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory to send %s", tensor_text(x));
+  eng_status status = comm->rank == root ? transfer_to_host(host, x->store->space, x->data, bytes) : ENG_OK;
+  if (status == ENG_OK) status = eng_comm_broadcast(comm, host, bytes, root);
+  if (status == ENG_OK && comm->rank != root) status = transfer_from_host(x->store->space, x->data, host, bytes);
+  free(host);
+  return status;
+}
+
+eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes)
+{
+  char *to = all;
+  memmove(to + bytes * comm->rank, own, (size_t)bytes);
+  if (comm->size == 1 || bytes == 0) return ENG_OK;
+  comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);
+  if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", comm->size);
+  int n = 0;
+  for (int peer = 0; peer < comm->size; peer++) {
+    if (peer == comm->rank) continue;
+    m[n++] = (comm_message){to + bytes * comm->rank, bytes, peer, true};
+    m[n++] = (comm_message){to + bytes * peer, bytes, peer, false};
+  }
+  eng_status status = comm_exchange(comm, m, n, comm_tag(comm), "an all-gather");
+  free(m);
+  return status;
+}

@@ -1,0 +1,183 @@
+// A bucket's way where gradients lie on cards that talk to each other (comm_nccl.c): the same pieces, formats and order of sums as in
+// comm_gradients.c, which calls it, made by the device (backend.h: wire_pack, wire_sum, wire_unpack). What backward wrote is packed in order with
+// it; messages, sums and what becomes of them are asked for at once, on the gradients' lane, so that the host waits for nothing until the end.
+//
+// What each rank brought is told by a message of the host's at the end of a pass. The tables that the device reads lie behind a bucket's messages.
+// Owns the flags on the card and the tables' copies on the host.
+#include "comm_gradients.h"
+
+#include "device/backend.h"
+#include "base/error.h"
+#include "device/transfer.h"
+#include "device/wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/// What is sent for one bucket, in this order: the pieces to add up, then the runs to pack and those to unpack.
+typedef struct table_size { int64_t terms, runs, bytes; } table_size;
+
+/// Member k begins or ends in a piece, or a piece in it: one run more each.
+static table_size table_of(const bucket *b)
+{
+  table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
+  t.bytes = t.terms * (int64_t)sizeof(void *) + 2 * t.runs * (int64_t)sizeof(wire_run);
+  return t;
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + COMM_ALIGN - 1) / COMM_ALIGN * COMM_ALIGN; }
+
+int64_t cards_bytes(const bucket *b) { return b->begin[b->comm->size] + b->in_bytes + aligned(b->packed) + table_of(b).bytes; }
+
+eng_status cards_new(eng_parallel *p)
+{
+  int64_t n = p->set->n, largest = 0;
+  for (int k = 0; k < p->n_buckets; k++) {
+    int64_t bytes = table_of(&p->buckets[k]).bytes;
+    if (bytes > largest) largest = bytes;
+  }
+  p->table = malloc((size_t)largest + 1);
+  p->own_flags = calloc((size_t)n + 1, sizeof *p->own_flags);
+  p->told = calloc((size_t)p->comm->size, (size_t)n + 1);
+  p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
+  if (!p->table || !p->own_flags || !p->told) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
+  return p->flags ? ENG_OK : ENG_ERR_MEMORY;
+}
+
+void cards_free(eng_parallel *p)
+{
+  if (p->flags && p->under_way == 0) arena_free_in(p->set->space, ARENA_MESSAGE, p->flags, p->flags_bytes);
+  for (int k = 0; p->cards && k < p->n_buckets; k++) backend_of_space(p->set->space)->lane_forget(p->buckets[k].mark);
+  free(p->table);
+  free(p->own_flags);
+  free(p->told);
+}
+
+eng_status cards_begin(eng_parallel *p)
+{
+  memset(p->told, 0, (size_t)(p->comm->size * (int64_t)p->set->n));
+  return transfer_zero(p->set->space, p->flags, p->flags_bytes);
+}
+
+// ------------------------------------------------------------------ tables
+
+/// Where elements from `at` on lie in a packed piece of `count`.
+static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
+{
+  return (wire_run){.packed = piece + at * eng_dtype_size(b->wire), .scales = b->wire == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK : NULL};
+}
+
+/// Every member's parts of the pieces to each rank. Gives their number, the longest one's elements in `longest`.
+static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b)
+{
+  int n_runs = 0;
+  for (int k = 0; k < b->n; k++) {
+    int i = b->member[k];
+    const parameter *member = &p->set->member[i];
+    if (member->has_gradient) p->told[(int64_t)p->comm->rank * p->set->n + i] = HAS_GRADIENT;
+    for (int rank = 0; rank < b->comm->size; rank++) {
+      int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
+      if (n == 0) continue;
+      wire_run run = run_at(b, b->out + b->begin[rank], bucket_piece(b, rank), at);
+      run.n = n;
+      run.slot = i;
+      run.how = WIRE_RUN_FILL;
+      if (member->has_gradient) {
+        run.numbers = (char *)member->gradient->data + from * eng_dtype_size(b->dtype);
+        run.how |= WIRE_RUN_THERE;
+      }
+      runs[n_runs++] = run;
+      if (n > *longest) *longest = n;
+    }
+  }
+  return n_runs;
+}
+
+/// Every member's parts of the sums that come back here.
+static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b)
+{
+  int n_runs = 0, own = b->comm->rank;
+  int64_t size = eng_dtype_size(b->dtype);
+  for (int k = 0; k < b->n; k++) {
+    int i = b->member[k];
+    for (int rank = 0; rank < b->comm->size; rank++) {
+      int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
+      if (n == 0 || (p->zero && rank != own)) continue;
+      wire_run run = run_at(b, rank == own ? b->sum : b->in + b->begin[rank], bucket_piece(b, rank), at);
+      run.n = n;
+      if (p->zero == 2) {
+        run.numbers = p->set->gradients->part[i]->data;
+        if (p->had[i]) run.how = WIRE_RUN_ADD;
+      } else run.numbers = (char *)p->set->member[i].gradient->data + from * size;
+      runs[n_runs++] = run;
+      if (n > *longest) *longest = n;
+    }
+  }
+  return n_runs;
+}
+
+// ------------------------------------------------------------------ the way
+
+static eng_status exchange(eng_parallel *p, const bucket *b, int n)
+{
+  return comm_lane_exchange(LANE_GRADIENTS, b->comm, p->messages, n, "the sum of gradients");
+}
+
+eng_status cards_send(eng_parallel *p, bucket *b)
+{
+  const backend *card = backend_of_space(p->set->space);
+  void *lane = comm_lane_of(LANE_GRADIENTS);
+  int ranks = b->comm->size, own = b->comm->rank, n = 0;
+  table_size t = table_of(b);
+  int64_t longest = 0, longest_back = 0;
+  b->sum = b->in + b->in_bytes;
+  char *there = b->sum + aligned(b->packed);
+  const void **terms = (const void **)p->table;
+  wire_run *out = (wire_run *)(terms + t.terms), *back = out + t.runs;
+  for (int rank = 0; rank < ranks; rank++) terms[rank] = rank == own ? b->out + b->begin[own] : b->in + b->bytes * rank;
+  int n_out = runs_out(out, &longest, p, b), n_back = runs_back(back, &longest_back, p, b);
+  ENG_TRY(card->move(there, p->table, t.bytes, COPY_TO_DEVICE));
+  const wire_run *out_there = (const wire_run *)(there + t.terms * (int64_t)sizeof(void *));
+  ENG_TRY(card->wire_pack(NULL, out_there, n_out, longest, b->wire, b->dtype, p->flags));
+  ENG_TRY(card->lane_follow(lane));
+  for (int peer = 0; peer < ranks; peer++) {
+    if (peer == own) continue;
+    int64_t bytes = comm_packed_bytes(b->wire, bucket_piece(b, peer));
+    p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
+    p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->packed, peer, false};
+    p->facts.bytes += bytes;
+    p->facts.messages++;
+  }
+  ENG_TRY(exchange(p, b, n));
+  ENG_TRY(card->wire_sum(lane, b->sum, (const void *const *)there, ranks, bucket_piece(b, own), b->wire, (float)p->comm->size));
+  n = 0;
+  for (int peer = 0; p->zero == 0 && peer < ranks; peer++) {
+    if (peer == own) continue;
+    p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
+    p->messages[n++] = (comm_message){b->in + b->begin[peer], comm_packed_bytes(b->wire, bucket_piece(b, peer)), peer, false};
+    p->facts.bytes += b->packed;
+    p->facts.messages += b->packed > 0;
+  }
+  ENG_TRY(exchange(p, b, n));
+  ENG_TRY(card->wire_unpack(lane, out_there + t.runs, n_back, longest_back, b->wire, b->dtype));
+  return card->lane_mark(&b->mark, lane);
+}
+
+eng_status cards_done(bool *done, eng_parallel *p, bucket *b)
+{
+  return backend_of_space(p->set->space)->lane_reached(done, b->mark);
+}
+
+eng_status cards_tell(eng_parallel *p)
+{
+  int64_t n = p->set->n;
+  uint8_t *own = p->told + (int64_t)p->comm->rank * n;
+  void *lane = comm_lane_of(LANE_GRADIENTS);
+  ENG_TRY(backend_of_space(p->set->space)->lane_move(lane, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
+  for (int i = 0; i < n; i++) {
+    uint32_t flags = p->own_flags[i];
+    own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);     // as comm_gradients.c tells it
+  }
+  return eng_comm_all_gather(p->comm, p->told, own, n);
+}

@@ -1,0 +1,284 @@
+// Rows of tensors between ranks, each to the one that its place says: what a mixture of experts does with tokens whose experts other ranks
+// hold (lua/engine/nn/moe.lua). See engine.h for the contract.
+//
+// Rows travel in a wire's format, FP8 in blocks along a row, so that what a row becomes does not depend on its neighbours. Rows that a
+// rank has for itself are rounded alike: results do not depend on which rank holds which expert. Where the tensors have the wire's format
+// and lie in host memory, messages go from and into them directly; those on cards that talk to each other go from card to card, packed there.
+// Owns buffers for the other cases, which grow and stay.
+#include "comm.h"
+
+#include "device/backend.h"
+#include "base/error.h"
+#include "base/numerics.h"
+#include "tensor/tensor.h"
+#include "device/transfer.h"
+#include "device/wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { OUT, IN, HOST, ROOM, BUFFERS };     // messages; a tensor brought to the host; f32 of some rows
+
+static struct { void *memory; int64_t bytes; } buffer[BUFFERS];
+
+static eng_status reserve(int which, int64_t bytes)
+{
+  if (bytes <= buffer[which].bytes) return ENG_OK;
+  free(buffer[which].memory);
+  buffer[which].memory = malloc((size_t)bytes);
+  buffer[which].bytes = buffer[which].memory ? bytes : 0;
+  return buffer[which].memory ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes of rows between ranks", (long long)bytes);
+}
+
+// ------------------------------------------------------------------ formats
+
+static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
+static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }     // scales are aligned behind them
+
+static int64_t rows_bytes(int wire, int64_t rows, int64_t columns)
+{
+  if (wire != ENG_e4m3) return rows * columns * eng_dtype_size(wire);
+  return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
+}
+
+/// Rows as codes and scales, or back. Where rows are whole blocks, all are one run of them.
+static void encode(char *message, const float *x, int64_t rows, int64_t columns)
+{
+  float *scales = (float *)(message + codes_bytes(rows, columns));
+  bool run = columns % WIRE_BLOCK == 0;
+  int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
+  for (int64_t r = 0; r < n; r++) wire_e4m3_encode((uint8_t *)message + r * each, scales + r * blocks_of(columns), x + r * each, each);
+}
+
+static void decode(float *x, const char *message, int64_t rows, int64_t columns)
+{
+  const float *scales = (const float *)(message + codes_bytes(rows, columns));
+  bool run = columns % WIRE_BLOCK == 0;
+  int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
+  for (int64_t r = 0; r < n; r++) wire_e4m3_decode(x + r * each, (const uint8_t *)message + r * each, scales + r * blocks_of(columns), each);
+}
+
+static eng_status unpack_rows(void *to, int dtype, const char *message, int wire, int64_t rows, int64_t columns)
+{
+  if (wire != ENG_e4m3) return comm_cast(to, dtype, message, wire, rows * columns);
+  if (dtype == ENG_f32) {
+    decode(to, message, rows, columns);
+    return ENG_OK;
+  }
+  decode(buffer[ROOM].memory, message, rows, columns);
+  return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
+}
+
+/// Adds what packing did to rows in ROOM, as f32, to the facts.
+static eng_status measure(eng_exchange_facts *facts, const char *message, int wire, int64_t rows, int64_t columns)
+{
+  const float *x = buffer[ROOM].memory;
+  float *back = (float *)buffer[ROOM].memory + rows * columns;
+  if (wire == ENG_e4m3) decode(back, message, rows, columns);
+  else ENG_TRY(comm_cast(back, ENG_f32, message, wire, rows * columns));
+  for (int64_t i = 0; i < rows * columns; i++) {
+    if (!f32_is_finite(x[i]) || !f32_is_finite(back[i])) continue;
+    double value = x[i], error = value - back[i];
+    facts->signal += value * value;
+    facts->error += error * error;
+  }
+  return ENG_OK;
+}
+
+static eng_status pack_rows(char *message, int wire, const void *from, int dtype, int64_t rows, int64_t columns, eng_exchange_facts *facts)
+{
+  if (wire == ENG_e4m3 || facts) ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
+  if (wire == ENG_e4m3) encode(message, buffer[ROOM].memory, rows, columns);
+  else ENG_TRY(comm_cast(message, wire, from, dtype, rows * columns));
+  return facts ? measure(facts, message, wire, rows, columns) : ENG_OK;
+}
+
+// ------------------------------------------------------------------ the exchange
+
+typedef struct exchange {
+  eng_comm *comm;
+  tensor   *to, *from;
+  const int64_t *send, *receive;
+  int64_t  columns, largest;         // of a peer's rows, either way
+  int      wire;
+} exchange;
+
+static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, const char *what)
+{
+  int64_t sum = 0;
+  if (x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype))
+    return error_set(ENG_ERR_SHAPE, "rows between ranks: expected contiguous rows of floating-point numbers, got %s", tensor_text(x));
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    if (rows[peer] < 0) return error_set(ENG_ERR_VALUE, "rows between ranks: expected 0 or more rows, got %lld", (long long)rows[peer]);
+    sum += rows[peer];
+    if (rows[peer] > e->largest) e->largest = rows[peer];
+  }
+  if (sum == x->shape[0]) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE, "rows between ranks: %lld rows are to be %s, got %s", (long long)sum, what, tensor_text(x));
+}
+
+/// Messages to and from every other rank: `out` and `in` hold them one after the other, in host memory or, `cards`, in that of the ranks' cards.
+static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
+{
+  static const char what[] = "the exchange of rows among experts";
+  int n = 0;
+  comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
+  eng_status status = m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  for (int peer = 0; status == ENG_OK && peer < e->comm->size; peer++) {
+    int64_t sent = rows_bytes(e->wire, e->send[peer], e->columns), got = rows_bytes(e->wire, e->receive[peer], e->columns);
+    if (peer == e->comm->rank) {
+      if (cards && sent > 0) status = transfer_inside(SPACE_CUDA, in, out, sent);
+      else if (sent > 0) memcpy(in, out, (size_t)sent);
+    } else {
+      if (sent > 0) m[n++] = (comm_message){out, sent, peer, true};
+      if (got > 0) m[n++] = (comm_message){in, got, peer, false};
+      if (facts) facts->bytes += sent;
+    }
+    out += sent;
+    in += got;
+  }
+  if (cards) {
+    if (status == ENG_OK) status = backend_of_space(SPACE_CUDA)->lane_follow(comm_lane_of(LANE_ROWS));
+    if (status == ENG_OK) status = comm_lane_exchange(LANE_ROWS, e->comm, m, n, what);
+    if (status == ENG_OK) status = comm_lane_wait(LANE_ROWS, what);
+  } else if (status == ENG_OK && n > 0) status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
+  free(m);
+  return status;
+}
+
+static int64_t all_bytes(const exchange *e, const int64_t *rows)
+{
+  int64_t bytes = 0;
+  for (int peer = 0; peer < e->comm->size; peer++) bytes += rows_bytes(e->wire, rows[peer], e->columns);
+  return bytes;
+}
+
+// ------------------------------------------------------------------ between cards
+
+/// On the card: messages out and in, and what the device is told of their rows.
+enum { THERE_OUT, THERE_IN, THERE_TABLE, THERE_BUFFERS };
+static struct { char *memory; int64_t bytes; } there[THERE_BUFFERS];
+
+static eng_status reserve_there(int which, int64_t bytes)
+{
+  if (bytes <= there[which].bytes) return ENG_OK;
+  arena_free_in(SPACE_CUDA, ARENA_MESSAGE, there[which].memory, there[which].bytes);
+  bytes += bytes / 4;
+  there[which].memory = arena_alloc_in(SPACE_CUDA, ARENA_MESSAGE, bytes);
+  there[which].bytes = there[which].memory ? bytes : 0;
+  return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
+}
+
+/// The runs of a tensor's rows and their messages: FP8 rows that are not whole blocks are one run each. Gives their number; NULL counts.
+static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x, const int64_t *rows, char *message)
+{
+  char *numbers = x->data;
+  int64_t n_runs = 0, size = eng_dtype_size(x->dtype), columns = e->columns;
+  *longest = 0;
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    int64_t n = rows[peer], pieces = n == 0 ? 0 : e->wire == ENG_e4m3 && columns % WIRE_BLOCK ? n : 1;
+    int64_t each = pieces ? n / pieces * columns : 0;
+    char *scales = message + codes_bytes(n, columns);
+    for (int64_t r = 0; r < pieces; r++) {
+      wire_run run = {.numbers = numbers + r * each * size, .n = each, .how = WIRE_RUN_THERE};
+      run.packed = message + r * each * eng_dtype_size(e->wire);
+      if (e->wire == ENG_e4m3) run.scales = (float *)scales + r * blocks_of(columns);
+      if (runs) runs[n_runs] = run;
+      n_runs++;
+    }
+    if (each > *longest) *longest = each;
+    numbers += n * columns * size;
+    message += rows_bytes(e->wire, n, columns);
+  }
+  return n_runs;
+}
+
+static eng_status run_between_cards(exchange *e)
+{
+  const backend *card = backend_of_space(SPACE_CUDA);
+  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL), n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
+  int64_t bytes = (n_out + n_in) * (int64_t)sizeof(wire_run), flags = (int64_t)sizeof(uint32_t);
+  ENG_TRY(reserve_there(THERE_OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve_there(THERE_IN, all_bytes(e, e->receive)));
+  ENG_TRY(reserve_there(THERE_TABLE, bytes + flags));
+  ENG_TRY(reserve(ROOM, bytes));
+  wire_run *runs = buffer[ROOM].memory;
+  list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
+  list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
+  const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
+  uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);       // inf and nan of rows are seen in what is made of them
+  if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
+  if (n_out > 0) ENG_TRY(card->wire_pack(NULL, told, (int)n_out, longest, e->wire, e->from->dtype, unwanted));
+  ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
+  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->wire, e->to->dtype) : ENG_OK;
+}
+
+/// What packing does to the rows that are sent, found on the host; and the bytes that go to others.
+static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
+{
+  int64_t size = eng_dtype_size(e->from->dtype);
+  ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
+  ENG_TRY(reserve(HOST, e->from->count * size));
+  ENG_TRY(transfer_to_host(buffer[HOST].memory, SPACE_CUDA, e->from->data, e->from->count * size));
+  const char *from = buffer[HOST].memory;
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    ENG_TRY(pack_rows(buffer[OUT].memory, e->wire, from, e->from->dtype, e->send[peer], e->columns, facts));
+    if (peer != e->comm->rank) facts->bytes += rows_bytes(e->wire, e->send[peer], e->columns);
+    from += e->send[peer] * e->columns * size;
+  }
+  return ENG_OK;
+}
+
+static eng_status run(exchange *e, eng_exchange_facts *facts)
+{
+  int dtype = e->from->dtype, size = eng_dtype_size(dtype), space = e->from->store->space;
+  bool here = space == SPACE_HOST, direct = here && e->wire == dtype;
+  if (direct) return send_all(e, e->from->data, e->to->data, facts, false);
+  if (comm_cards() && space == SPACE_CUDA && dtype != ENG_f64) {
+    if (facts) ENG_TRY(measure_all(e, facts));
+    return e->wire == dtype ? send_all(e, e->from->data, e->to->data, NULL, true) : run_between_cards(e);
+  }
+  ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
+  ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
+  int64_t host = (e->from->count > e->to->count ? e->from->count : e->to->count) * size;
+  if (!here) ENG_TRY(reserve(HOST, host));
+  const char *from = here ? e->from->data : buffer[HOST].memory;
+  char *to = here ? e->to->data : buffer[HOST].memory, *out = buffer[OUT].memory, *in = buffer[IN].memory;
+  if (!here) ENG_TRY(transfer_to_host(buffer[HOST].memory, space, e->from->data, e->from->count * size));
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    ENG_TRY(pack_rows(out, e->wire, from, dtype, e->send[peer], e->columns, facts));
+    out += rows_bytes(e->wire, e->send[peer], e->columns);
+    from += e->send[peer] * e->columns * size;
+  }
+  ENG_TRY(send_all(e, buffer[OUT].memory, in, facts, false));
+  for (int peer = 0; peer < e->comm->size; peer++) {
+    ENG_TRY(unpack_rows(to, dtype, in, e->wire, e->receive[peer], e->columns));
+    in += rows_bytes(e->wire, e->receive[peer], e->columns);
+    to += e->receive[peer] * e->columns * size;
+  }
+  return here ? ENG_OK : transfer_from_host(space, e->to->data, buffer[HOST].memory, e->to->count * size);
+}
+
+eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int wire,
+                                  eng_exchange_facts *facts)
+{
+  exchange e = {.comm = comm, .send = send, .receive = receive};
+  ENG_TRY(tensor_get(&e.to, to));
+  ENG_TRY(tensor_get(&e.from, from));
+  if (wire < 0 || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
+  ENG_TRY(check_rows(&e, e.from, send, "sent"));
+  ENG_TRY(check_rows(&e, e.to, receive, "received"));
+  if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] || e.to->store->space != e.from->store->space || e.to->store == e.from->store)
+    return error_set(ENG_ERR_SHAPE, "rows between ranks: expected rows of one kind in two tensors, got %s and %s", tensor_text(e.from), tensor_text(e.to));
+  if (send[comm->rank] != receive[comm->rank])
+    return error_set(ENG_ERR_VALUE, "rows between ranks: %lld of them are for this rank itself, and %lld to come", (long long)send[comm->rank],
+                     (long long)receive[comm->rank]);
+  e.columns = e.from->shape[1];
+  e.wire = comm_wire_dtype(wire, e.from->dtype);
+  if (rows_bytes(e.wire, e.largest, e.columns) > COMM_LARGEST)
+    return error_set(ENG_ERR_VALUE, "rows between ranks: %lld rows for one of them are too much for a message; hint: smaller batches", (long long)e.largest);
+  e.to->store->writes++;
+  return run(&e, facts);
+}

@@ -1,0 +1,465 @@
+// Gradients reduced over ranks while backward goes on: a bucket's way in a step. See engine.h (eng_parallel) for the contract; comm_buckets.c
+// makes the buckets.
+//
+// A bucket whose members are complete goes out when its turn comes: to every rank the piece it sums, with a byte for each member that says whether this rank
+// had a gradient for it and what was wrong with it, so that everybody knows which rank brought the inf. The sums come back (without ZeRO)
+// in the same format. Both exchanges move on whenever backward has finished an operation, and where it waits for memory.
+//
+// With ZeRO-2 backward writes into a bucket's room, which is given back when it was packed, and the sums are added to the own pieces.
+//
+// Gradients on cards that talk to each other go from card to card (comm_cards.c); others that are not in host memory through a buffer there.
+#include "comm_gradients.h"
+
+#include "base/error.h"
+#include "base/numerics.h"
+#include "autograd/tape.h"
+#include "device/transfer.h"
+#include "device/wire.h"
+
+#include <string.h>
+
+// ------------------------------------------------------------------ a bucket's way
+
+/// The member's gradient in host memory.
+static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
+{
+  *values = gradient->data;
+  if (gradient->store->space == SPACE_HOST) return ENG_OK;
+  *values = p->raw;
+  return transfer_to_host(p->raw, gradient->store->space, gradient->data, gradient->count * eng_dtype_size(gradient->dtype));
+}
+
+/// What pads member k, from element `from` of the bucket on, is zero.
+static void clear_padding(bucket *b, int k, int64_t from)
+{
+  int64_t size = eng_dtype_size(b->wire);
+  for (int rank = 0; rank < b->comm->size && from < b->at[k + 1]; rank++) {
+    int64_t to = b->cut[rank + 1] < b->at[k + 1] ? b->cut[rank + 1] : b->at[k + 1];
+    if (to <= from) continue;
+    memset(b->out + b->begin[rank] + (from - b->cut[rank]) * size, 0, (size_t)((to - from) * size));
+    from = to;
+  }
+}
+
+static eng_status pack_member(eng_parallel *p, bucket *b, int k)
+{
+  const parameter *member = &p->set->member[b->member[k]];
+  int ranks = b->comm->size, flags = 0;
+  const void *values = NULL;
+  if (member->has_gradient) {
+    ENG_TRY(on_host(&values, p, member->gradient));
+    flags = HAS_GRADIENT | wire_flags(values, b->dtype, member->value->count);
+  }
+  for (int rank = 0; rank < ranks; rank++) {
+    int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
+    if (n == 0) continue;
+    char *piece = b->out + b->begin[rank];
+    int64_t count = bucket_piece(b, rank);
+    if (values) {
+      ENG_TRY(comm_pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
+      if (b->wire == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
+    } else if (b->wire == ENG_e4m3) {
+      memset(p->values, 0, (size_t)n * sizeof *p->values);
+      ENG_TRY(comm_pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
+    } else memset(piece + at * eng_dtype_size(b->wire), 0, (size_t)(n * eng_dtype_size(b->wire)));
+  }
+  clear_padding(b, k, b->at[k] + member->value->count);
+  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->wire, bucket_piece(b, rank)) + k] = (char)flags;
+  return ENG_OK;
+}
+
+static int tag_of(const eng_parallel *p, const bucket *b) { return COMM_TAG_BUCKET + (int)(b - p->buckets); }
+
+static eng_status progress(eng_parallel *p);
+
+/// Memory for a bucket that goes out: where others have it, backward waits until their messages are through.
+static eng_status take_memory(eng_parallel *p, bucket *b)
+{
+  double began = 0, since = 0;
+  for (void *memory; !b->out;) {
+    ENG_TRY(pool_take(&memory, &p->messages_pool, b->need));
+    b->out = memory;
+    if (memory) break;
+    if (since == 0) began = since = eng_clock();
+    int before = p->under_way;
+    ENG_TRY(progress(p));
+    if (p->under_way < before) since = eng_clock();
+    else ENG_TRY(comm_pause(since, "the sum of gradients"));
+  }
+  if (began > 0) p->facts.held += eng_clock() - began;
+  b->in = b->out + b->begin[b->comm->size];
+  b->sum = b->in + b->in_bytes;
+  return ENG_OK;
+}
+
+static void give_memory(eng_parallel *p, bucket *b)
+{
+  pool_give(&p->messages_pool, b->out, b->need);
+  b->out = b->in = b->sum = NULL;
+}
+
+/// ZeRO-2: what backward wrote of member i is not needed any more.
+static void leave_room(eng_parallel *p, int i)
+{
+  parameter *member = &p->set->member[i];
+  tensor *place = p->place[i];
+  member->has_gradient = false;
+  member->gradient = NULL;
+  pool_give(&p->rooms, place->data, member_room(p->set, i));
+  place->data = place->store->memory = NULL;
+}
+
+/// All members are complete: the pieces go out.
+static eng_status send_out(eng_parallel *p, bucket *b)
+{
+  if (p->first == 0) p->first = eng_clock();
+  ENG_TRY(take_memory(p, b));
+  if (p->cards) {
+    b->state = BUCKET_OUT;
+    p->under_way++;
+    ENG_TRY(cards_send(p, b));
+    for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);      // what backward writes there next comes after the packing
+    return ENG_OK;
+  }
+  for (int rank = 0; rank < b->comm->size; rank++) {      // no byte of a message is of something else
+    int64_t packed = comm_packed_bytes(b->wire, bucket_piece(b, rank));
+    memset(b->out + b->begin[rank] + packed, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
+  }
+  for (int k = 0; k < b->n; k++) {
+    ENG_TRY(pack_member(p, b, k));
+    if (p->zero == 2) leave_room(p, b->member[k]);
+  }
+  int n = 0, own = b->comm->rank;
+  for (int peer = 0; peer < b->comm->size; peer++) {
+    if (peer == own) continue;
+    int64_t bytes = b->begin[peer + 1] - b->begin[peer];
+    p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
+    p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->bytes, peer, false};
+    p->facts.bytes += bytes;
+    p->facts.messages++;
+  }
+  memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
+  b->state = BUCKET_OUT;
+  p->under_way++;
+  return b->comm->transport && n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+}
+
+/// The number among all ranks of a bucket's rank.
+static int among_all(const eng_parallel *p, const bucket *b, int rank) { return b->comm == p->comm ? rank : p->holder[rank]; }
+
+/// Everybody's pieces are here: the sum, rounded to the wire's format as the others will see it.
+static eng_status sum_piece(eng_parallel *p, bucket *b)
+{
+  int ranks = b->comm->size;
+  int64_t own = bucket_piece(b, b->comm->rank);
+  for (int rank = 0; rank < ranks; rank++) {
+    const char *piece = b->in + b->bytes * rank;
+    float *values = p->values + own * rank;
+    p->terms[rank] = values;
+    if (b->wire == ENG_f32) p->terms[rank] = (const float *)piece;
+    else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->wire, own, 0, NULL));
+    for (int k = 0; k < b->n; k++) {
+      uint8_t flags = (uint8_t)piece[b->packed + k];
+      p->brought[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] |= flags;
+      b->anyone[k] = (rank > 0 && b->anyone[k]) || flags & HAS_GRADIENT;
+    }
+  }
+  wire_sum(p->values, p->terms, ranks, own, (float)p->comm->size);
+  return comm_pack(b->sum, b->wire, own, 0, p->values, ENG_f32, own, NULL);
+}
+
+static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
+{
+  int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
+  if (n == 0) return ENG_OK;
+  const tensor *gradient = p->set->member[b->member[k]].gradient;
+  int64_t size = eng_dtype_size(b->dtype);
+  char *to = (char *)gradient->data + from * size;
+  bool here = gradient->store->space == SPACE_HOST;
+  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, bucket_piece(b, rank), at, p->values));
+  return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
+}
+
+/// ZeRO-2: this rank's part of member k's sum, written into its piece or, after earlier passes of the step, added to what stands there: in
+/// f32, each sum rounded to the gradient's format.
+static eng_status write_piece(eng_parallel *p, bucket *b, int k)
+{
+  enum { SOME = 1024 };
+  float term[SOME], sum[SOME];
+  int i = b->member[k];
+  const tensor *piece = p->set->gradients->part[i];
+  int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at), size = eng_dtype_size(b->dtype);
+  if (n == 0) return ENG_OK;
+  bool here = p->set->space == SPACE_HOST, adds = p->had[i];
+  char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;      // values has room for all ranks' pieces
+  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->wire, bucket_piece(b, b->comm->rank), at, p->values));
+  if (adds && !here) ENG_TRY(transfer_to_host(to, p->set->space, piece->data, n * size));
+  for (int64_t done = 0; adds && done < n; done += SOME) {
+    int64_t some = n - done < SOME ? n - done : SOME;
+    ENG_TRY(comm_cast(term, ENG_f32, values + done * size, b->dtype, some));
+    ENG_TRY(comm_cast(sum, ENG_f32, to + done * size, b->dtype, some));
+    for (int64_t e = 0; e < some; e++) sum[e] += term[e];
+    ENG_TRY(comm_cast(to + done * size, b->dtype, sum, ENG_f32, some));
+  }
+  return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
+}
+
+/// The sums, the own one or all, become gradients.
+static eng_status take_sums(eng_parallel *p, bucket *b)
+{
+  for (int k = 0; k < b->n; k++) {
+    parameter *member = &p->set->member[b->member[k]];
+    if (p->zero == 2) member->has_gradient = p->had[b->member[k]];
+    if (!b->anyone[k]) continue;
+    member->has_gradient = true;
+    if (p->zero == 2) {
+      ENG_TRY(write_piece(p, b, k));
+      continue;
+    }
+    for (int rank = 0; rank < b->comm->size; rank++) {
+      if (rank == b->comm->rank) ENG_TRY(write_gradient(p, b, k, rank, b->sum));
+      else if (!p->zero) ENG_TRY(write_gradient(p, b, k, rank, b->in + b->begin[rank]));
+    }
+  }
+  b->state = BUCKET_DONE;
+  give_memory(p, b);
+  p->under_way--;
+  return ENG_OK;
+}
+
+/// Where cards talk: what came of a pass's buckets, once all are done.
+static eng_status take_told(eng_parallel *p)
+{
+  int64_t n = p->set->n;
+  ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+  ENG_TRY(cards_tell(p));
+  for (int64_t k = 0; k < p->comm->size * n; k++) p->brought[k] |= p->told[k];
+  for (int i = 0; i < n; i++) {
+    const bucket *b = &p->buckets[p->bucket_of[i]];
+    bool anyone = p->zero == 2 && p->had[i];
+    for (int rank = 0; rank < b->comm->size; rank++) anyone = anyone || p->told[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
+    if (anyone || p->zero == 2) p->set->member[i].has_gradient = anyone;
+  }
+  return ENG_OK;
+}
+
+/// Everybody's sums to everybody; they arrive where the terms were.
+static eng_status send_back(eng_parallel *p, bucket *b)
+{
+  int n = 0;
+  for (int peer = 0; peer < b->comm->size; peer++) {
+    if (peer == b->comm->rank) continue;
+    int64_t theirs = comm_packed_bytes(b->wire, bucket_piece(b, peer));
+    if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
+    if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
+    p->facts.bytes += b->packed;
+    p->facts.messages += b->packed > 0;
+  }
+  b->state = BUCKET_BACK;
+  return n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+}
+
+/// Takes a bucket as far as it comes without waiting.
+static eng_status move_on(eng_parallel *p, bucket *b)
+{
+  bool done = false;
+  if (p->cards && b->state == BUCKET_OUT) {
+    ENG_TRY(cards_done(&done, p, b));
+    if (!done) return ENG_OK;
+    b->state = BUCKET_DONE;
+    give_memory(p, b);
+    p->under_way--;
+  }
+  while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
+    bool arrived = true;
+    if (b->exchange) ENG_TRY(b->comm->transport->test(&arrived, b->exchange));
+    if (!arrived) return ENG_OK;
+    b->exchange = NULL;
+    if (b->state == BUCKET_BACK) return take_sums(p, b);
+    ENG_TRY(sum_piece(p, b));
+    if (p->zero) return take_sums(p, b);
+    ENG_TRY(send_back(p, b));
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ in step with backward
+
+static eng_status progress(eng_parallel *p)
+{
+  for (int k = 0; p->under_way > 0 && k < p->n_buckets; k++) ENG_TRY(move_on(p, &p->buckets[k]));
+  return ENG_OK;
+}
+
+/// Sends the buckets that are complete, up to the first in order that is not.
+static eng_status send_complete(eng_parallel *p)
+{
+  while (p->next < p->n_buckets && p->buckets[p->order[p->next]].left == 0) ENG_TRY(send_out(p, &p->buckets[p->order[p->next++]]));
+  return ENG_OK;
+}
+
+static void note_complete(eng_parallel *p, int index)
+{
+  if (p->complete[index]) return;
+  p->complete[index] = true;
+  p->buckets[p->bucket_of[index]].left--;
+  if (p->alone && p->zero == 2) leave_room(p, index);
+}
+
+/// What this pass does not reach is complete before it begins.
+static eng_status pass_begins(void *data)
+{
+  eng_parallel *p = data;
+  for (int i = 0; i < p->set->n; i++)
+    if (!p->set->member[i].expected) note_complete(p, i);
+  return p->alone ? ENG_OK : send_complete(p);
+}
+
+static eng_status member_complete(void *data, parameter *member)
+{
+  eng_parallel *p = data;
+  if (member->set != p->set) return ENG_OK;
+  note_complete(p, member->index);
+  return p->alone ? ENG_OK : send_complete(p);
+}
+
+static eng_status between_operations(void *data) { return progress(data); }
+
+/// ZeRO-2: a gradient is to be written.
+static eng_status member_begins(void *data, parameter *member)
+{
+  eng_parallel *p = data;
+  if (member->set != p->set) return params_gradients(member->set);
+  tensor *place = p->place[member->index];
+  ENG_TRY(pool_take(&place->data, &p->rooms, member_room(p->set, member->index)));
+  place->store->memory = place->data;
+  member->gradient = place;
+  return ENG_OK;
+}
+
+eng_status eng_parallel_begin(eng_parallel *p, int pass)
+{
+  eng_params *set = p->set;
+  if (set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
+  if (p->broken) return error_set(ENG_ERR_STATE, "a step failed while gradients were on their way between ranks: this process cannot train on");
+  if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has begun already");
+  if (pass == ENG_PASS_MORE && p->zero < 2) return error_set(ENG_ERR_STATE, "gradients are reduced once a step but with zero=2");
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    if (set->gradient_dtype[b->member[0]] != b->dtype)
+      return error_set(ENG_ERR_STATE, "the gradients' formats changed after they were shared out among ranks");
+    b->state = BUCKET_FILLS;
+    b->left = b->n;
+  }
+  if (p->zero < 2) ENG_TRY(params_gradients(set));
+  memset(p->complete, 0, (size_t)set->n);
+  for (int i = 0; p->zero == 2 && i < set->n; i++) {
+    p->had[i] = set->member[i].has_gradient;
+    set->member[i].has_gradient = false;
+  }
+  p->next = 0;
+  p->first = 0;
+  p->alone = pass == ENG_PASS_ALONE;
+  if (pass == ENG_PASS_FIRST) {
+    p->facts = (eng_parallel_facts){.buckets = p->n_buckets};
+    memset(p->brought, 0, (size_t)(p->comm->size * (int64_t)set->n));
+  }
+  if (p->cards) ENG_TRY(cards_begin(p));
+  p->armed = true;
+  comm_meanwhile(between_operations, p);
+  tape_set_watch(&(tape_watch){pass_begins, member_complete, between_operations, p->zero == 2 ? member_begins : NULL, p});
+  return ENG_OK;
+}
+
+/// ZeRO-2: what backward wrote and nobody sent is forgotten.
+static void leave_rooms(eng_parallel *p)
+{
+  for (int k = 0; p->zero == 2 && !p->set->freed && k < p->n_buckets; k++) {      // of a freed set members have no sizes any more
+    const bucket *b = &p->buckets[k];
+    for (int m = 0; b->state == BUCKET_FILLS && m < b->n; m++) leave_room(p, b->member[m]);
+  }
+}
+
+eng_status eng_parallel_finish(eng_parallel *p)
+{
+  if (!p->armed) return error_set(ENG_ERR_STATE, "no reduction over ranks has begun");
+  tape_set_watch(NULL);
+  comm_meanwhile(NULL, NULL);
+  double began = eng_clock();
+  if (p->alone) {
+    eng_parallel_cancel(p);
+    for (int i = 0; p->zero == 2 && i < p->set->n; i++) p->set->member[i].has_gradient = p->had[i];
+    return ENG_OK;
+  }
+  for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = 0;
+  ENG_TRY(send_complete(p));
+  // Whatever comes first is treated first; only where nothing comes does this rank wait, for the oldest.
+  while (p->under_way > 0) {
+    int before = p->under_way, oldest = -1;
+    for (int k = 0; k < p->n_buckets; k++) {
+      ENG_TRY(move_on(p, &p->buckets[k]));
+      if (oldest < 0 && p->buckets[k].exchange) oldest = k;
+    }
+    if (p->cards && p->under_way > 0) {
+      ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+      continue;
+    }
+    if (p->under_way < before || oldest < 0) continue;
+    bucket *b = &p->buckets[oldest];
+    bool done = false;
+    for (int spin = 0; spin < 64 && !done; spin++) {
+      ENG_TRY(b->comm->transport->test(&done, b->exchange));
+    }
+    if (done) {
+      b->exchange = NULL;
+      continue;
+    }
+    ENG_TRY(comm_pause(began, "the sum of gradients"));
+  }
+  if (p->cards) ENG_TRY(take_told(p));
+  double now = eng_clock();
+  p->facts.waited += now - began;
+  p->facts.seconds += now - (p->first ? p->first : began);
+  p->armed = false;
+  return ENG_OK;
+}
+
+void eng_parallel_cancel(eng_parallel *p)
+{
+  if (!p->armed) return;
+  tape_set_watch(NULL);
+  comm_meanwhile(NULL, NULL);
+  p->armed = false;
+  p->broken = p->broken || p->under_way > 0;
+  leave_rooms(p);
+}
+
+int eng_parallel_brought(const eng_parallel *p, int rank, int index)
+{
+  if (rank < 0 || rank >= p->comm->size || index < 0 || index >= p->set->n) return 0;
+  return p->brought[(int64_t)rank * p->set->n + index];
+}
+
+void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *p) { *out = p->facts; }
+
+eng_status eng_parallel_reference(eng_parallel *p)
+{
+  for (int i = 0; i < p->set->n; i++) {
+    parameter *member = &p->set->member[i];
+    int64_t count = member->value->count;
+    double has = member->has_gradient;
+    ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
+    if (has == 0 || count == 0) continue;
+    const void *values;
+    float *sum = p->values;        // as long as the largest member
+    if (member->has_gradient) {
+      ENG_TRY(on_host(&values, p, member->gradient));
+      memcpy(sum, values, (size_t)count * sizeof *sum);
+    } else memset(sum, 0, (size_t)count * sizeof *sum);
+    for (int64_t k = 0; k < count; k++) sum[k] /= (float)p->comm->size;
+    ENG_TRY(eng_comm_all_reduce(p->buckets[p->bucket_of[i]].comm, sum, count, ENG_f32, ENG_SUM));
+    ENG_TRY(transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
+    member->has_gradient = true;
+  }
+  return ENG_OK;
+}

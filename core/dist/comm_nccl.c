@@ -1,0 +1,409 @@
+// NCCL: messages from card to card, and, where processes have no MPI between them, those of the host by way of the cards. The library is loaded
+// when it is first wanted; its streams are the device's lanes (backend.h). Of NCCL it takes messages between two ranks alone: what is made of
+// them has the order of sums that comm.h says, as everywhere.
+//
+// A communicator of NCCL's has no tags: both sides must ask for the same messages in the same order. So there is one for each kind of work that
+// keeps an order of its own (comm_lane), over all ranks; groups are numbers of ranks in it. Ranks may ask two lanes in different orders, which
+// NCCL bears as long as the kernels of all lanes fit on a card at once: a lane runs one at a time, of at most 32 blocks (NCCL_MAX_CTAS).
+// Owns the library, the communicators and the memory that host messages pass through. Called by comm_start.c and comm_*.c.
+#define _GNU_SOURCE
+#include "comm_nccl.h"
+
+#include "device/backend.h"
+#include "comm.h"
+#include "base/error.h"
+#include "device/plugin.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static struct {
+  nccl_calls     call;
+  void          *library;
+  char           text[640];         // version and file
+  const backend *card;
+  int32_t        rank, size, local_size;
+  nccl_comm      comm[COMM_LANES];
+  void          *lane[COMM_LANES];
+  bool           talk;              // the cards do: as the last meeting found
+  char           how[640];          // and how, for people
+} nccl;
+
+// ------------------------------------------------------------------ the library
+
+static eng_status load(void)
+{
+  static const char *const names[] = NCCL_NAMES;
+  if (nccl.library) return ENG_OK;
+  const char *other = getenv("ENGINE_NCCL_LIBRARY"), *name = other && *other ? other : "libnccl.so.2";   // for specs: one that needs no card
+  void *library = plugin_library(name, RTLD_LOCAL);
+  if (!library) return error_set(ENG_ERR_LIBRARY, "there is no %s (%s)", name, other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
+  union { void *object; void (*function)(void); } entry;
+  void (**slot)(void) = (void (**)(void))&nccl.call;
+  _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot, "a name for every function");
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    entry.object = dlsym(library, names[i]);
+    if (!entry.object) {
+      dlclose(library);
+      return error_set(ENG_ERR_LIBRARY, "%s has no %s; hint: NCCL %d.%d or later", name, names[i], NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
+    }
+    slot[i] = entry.function;
+  }
+  int version = 0;
+  Dl_info info;
+  nccl.call.get_version(&version);
+  snprintf(nccl.text, sizeof nccl.text, "%d.%d.%d, %.512s", version / 10000, version / 100 % 100, version % 100,
+           dladdr(entry.object, &info) && info.dli_fname ? info.dli_fname : name);
+  if (version < NCCL_OLDEST || version >= 30000) {
+    dlclose(library);
+    return error_set(ENG_ERR_LIBRARY, "NCCL %s: expected version %d.%d or a later 2", nccl.text, NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
+  }
+  nccl.library = library;
+  return ENG_OK;
+}
+
+eng_status eng_comm_nccl(const char **text)
+{
+  *text = NULL;
+  ENG_TRY(load());
+  *text = nccl.text;
+  return ENG_OK;
+}
+
+static eng_status failed(nccl_result result, const char *what, nccl_comm comm)
+{
+  const char *more = nccl.call.last_error(comm);
+  return error_set(ENG_ERR_LIBRARY, "nccl: %s: %s%s%s%s", what, nccl.call.error_string(result), more && more[0] ? ": " : "", more ? more : "",
+                   result == NCCL_REMOTE_ERROR ? "; another rank is gone" : "; hint: NCCL_DEBUG=WARN says more, ENGINE_NCCL=off with MPI goes through the host");
+}
+
+static eng_status card_of_process(void)
+{
+  if (!nccl.card) nccl.card = backend_find("cuda");
+  return nccl.card ? ENG_OK : ENG_ERR_DEVICE;
+}
+
+/// A lane's communicator has come up, or could not.
+static eng_status open_lane(comm_lane lane, nccl_result result, const char *what)
+{
+  if (result != NCCL_SUCCESS) return failed(result, what, NULL);
+  return nccl.card->lane_new(&nccl.lane[lane]);
+}
+
+static eng_status open_first(comm_lane lane, nccl_id id)
+{
+  return open_lane(lane, nccl.call.init_rank(&nccl.comm[lane], nccl.size, id, nccl.rank), "the cards' meeting");
+}
+
+static eng_status open_another(comm_lane lane, comm_lane first)
+{
+  if (nccl.comm[lane]) return ENG_OK;
+  return open_lane(lane, nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[lane], NULL), "another group of all cards");
+}
+
+void comm_lanes_end(bool well)
+{
+  for (int lane = COMM_LANES - 1; lane >= 0; lane--) {
+    if (!nccl.comm[lane]) continue;
+    if (well) nccl.call.destroy(nccl.comm[lane]);
+    else nccl.call.abort(nccl.comm[lane]);
+    nccl.comm[lane] = NULL;
+  }
+}
+
+// ------------------------------------------------------------------ lanes
+
+void *comm_lane_of(comm_lane lane) { return nccl.lane[lane]; }
+
+/// Messages of a group whose ranks have these numbers in the world (NULL: the same).
+static eng_status exchange(comm_lane lane, const int32_t *of_world, const comm_message *messages, int n, const char *what)
+{
+  comm_watch_mark before = comm_watch(what);        // it waits where two ranks meet for the first time
+  nccl_result result = nccl.call.group_start();
+  for (int i = 0; i < n && result == NCCL_SUCCESS; i++) {
+    const comm_message *m = &messages[i];
+    int peer = of_world ? of_world[m->peer] : m->peer;
+    if (m->bytes == 0) continue;
+    result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[lane], nccl.lane[lane])
+                     : nccl.call.receive(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[lane], nccl.lane[lane]);
+  }
+  nccl_result end = nccl.call.group_end();
+  comm_watched(before);
+  if (result == NCCL_SUCCESS) result = end;
+  return result == NCCL_SUCCESS ? ENG_OK : failed(result, what, nccl.comm[lane]);
+}
+
+eng_status comm_lane_exchange(comm_lane lane, const eng_comm *comm, const comm_message *messages, int n, const char *what)
+{
+  return exchange(lane, comm->of_world, messages, n, what);
+}
+
+/// Whether a lane is done; what NCCL noticed meanwhile is an error. Never waits.
+static eng_status lane_done(bool *done, comm_lane lane, const char *what)
+{
+  nccl_result noticed = NCCL_SUCCESS;
+  ENG_TRY(nccl.card->lane_done(done, nccl.lane[lane]));
+  if (*done) return ENG_OK;
+  nccl_result result = nccl.call.async_error(nccl.comm[lane], &noticed);
+  if (result == NCCL_SUCCESS) result = noticed;
+  if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
+  ENG_TRY(nccl.card->lane_done(done, nccl.lane[lane]));        // a rank that has sent everything may end meanwhile
+  return *done ? ENG_OK : failed(result, what, nccl.comm[lane]);
+}
+
+eng_status comm_lane_wait(comm_lane lane, const char *what)
+{
+  double since = eng_clock();
+  while (true) {
+    bool done = false;
+    ENG_TRY(lane_done(&done, lane, what));
+    if (done) return ENG_OK;
+    ENG_TRY(comm_pause(since, what));
+  }
+}
+
+// ------------------------------------------------------------------ whether cards talk
+
+typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
+
+/// What a rank tells the others before they decide.
+typedef struct card_note {
+  int32_t wish, wanted, can;
+  char    card[96];               // its name, that no other card has
+  char    why[156];               // it cannot
+} card_note;
+
+static nccl_wish wish_of_process(void)
+{
+  const char *text = getenv("ENGINE_NCCL");
+  if (!text || !*text || strcmp(text, "auto") == 0) return WISH_AUTO;
+  return strcmp(text, "on") == 0 ? WISH_ON : strcmp(text, "off") == 0 ? WISH_OFF : WISH_UNKNOWN;
+}
+
+static void write_note(card_note *note, bool wanted)
+{
+  *note = (card_note){.wish = (int32_t)wish_of_process(), .wanted = wanted};
+  if (!wanted || note->wish == WISH_OFF || note->wish == WISH_UNKNOWN) return;
+  note->can = load() == ENG_OK && card_of_process() == ENG_OK;
+  if (note->can) snprintf(note->card, sizeof note->card, "%s", nccl.card->identity());
+  else snprintf(note->why, sizeof note->why, "%s", eng_error_message());
+}
+
+/// The same on every rank: whether NCCL can be had, else why not. `any`: something lies on a card at all; `must`: somebody insists.
+static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
+{
+  const card_note *first = NULL;
+  *any = *must = false;
+  for (int r = 0; r < n; r++) {
+    *any = *any || notes[r].wanted;
+    *must = *must || notes[r].wish == WISH_ON || notes[r].wish == WISH_UNKNOWN;
+  }
+  for (int r = 0; r < n && !first; r++) {
+    const card_note *a = &notes[r];
+    first = a;
+    if (a->wish == WISH_UNKNOWN) snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off", r);
+    else if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
+    else if (!a->wanted) snprintf(why, size, "on rank %d it lies in host memory", r);
+    else if (!a->can) snprintf(why, size, "rank %d: %s", r, a->why);
+    else first = NULL;
+    for (int q = 0; q < r && !first; q++)
+      if (strcmp(notes[q].card, a->card) == 0) {
+        snprintf(why, size, "ranks %d and %d have one card, which NCCL refuses", q, r);
+        first = a;
+      }
+  }
+  return !first;
+}
+
+static eng_status open_lanes(eng_comm *everybody)
+{
+  if (nccl.comm[LANE_HOST]) ENG_TRY(open_another(LANE_GRADIENTS, LANE_HOST));
+  else if (!nccl.comm[LANE_GRADIENTS]) {
+    nccl_id id = {{0}};
+    nccl_result result = everybody->rank == 0 ? nccl.call.get_unique_id(&id) : NCCL_SUCCESS;
+    nccl.rank = everybody->rank;
+    nccl.size = everybody->size;
+    if (result != NCCL_SUCCESS) return failed(result, "a place for the cards to meet", NULL);
+    ENG_TRY(eng_comm_broadcast(everybody, &id, sizeof id, 0));
+    ENG_TRY(open_first(LANE_GRADIENTS, id));
+  }
+  return open_another(LANE_ROWS, LANE_GRADIENTS);
+}
+
+eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
+{
+  char why[320] = "";
+  bool any, must;
+  *cards = nccl.talk = false;
+  if (!everybody->transport || !everybody->transport->test) return ENG_OK;       // alone, or a rehearsal (comm_predict.c)
+  card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
+  if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
+  write_note(&own, wanted);
+  eng_status status = eng_comm_all_gather(everybody, notes, &own, sizeof own);
+  bool can = status == ENG_OK && decide(why, sizeof why, &any, &must, notes, everybody->size);
+  free(notes);
+  if (status != ENG_OK) return status;
+  if (!can && must && wish_of_process() == WISH_UNKNOWN) return error_set(ENG_ERR_VALUE, "%s", why);
+  if (!can && must) return error_set(ENG_ERR_LIBRARY, "NCCL is asked for (ENGINE_NCCL=on) and cannot be had: %s; hint: ENGINE_NCCL=auto", why);
+  if (!can && nccl.comm[LANE_HOST] && everybody->size > 1)
+    return error_set(ENG_ERR_LIBRARY, "there is NCCL alone between these processes, and what they have cannot go over it: %s; hint: device=cuda on every "
+                     "rank; or start them with mpirun, or srun --mpi=pmix", why);
+  if (!can) {
+    snprintf(nccl.how, sizeof nccl.how, any ? "through the host: %s" : "", why);
+    return ENG_OK;
+  }
+  comm_watch_mark before = comm_watch("the meeting of the ranks' cards");
+  status = open_lanes(everybody);
+  comm_watched(before);
+  if (status != ENG_OK) return status;
+  snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s", (int)strcspn(nccl.text, ","), nccl.text);
+  *cards = nccl.talk = true;
+  return ENG_OK;
+}
+
+bool comm_cards(void) { return nccl.talk; }
+const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
+
+// ------------------------------------------------------------------ host messages by way of the cards
+
+/// Messages under way, with a place on the card for each. Kept when done, so that a step allocates nothing after the first.
+typedef struct staged {
+  struct staged *next;
+  int           n, capacity;
+  comm_message *host, *there;        // [n] in host memory, on the card
+  char         *memory;              // on the card
+  int64_t       bytes;
+} staged;
+
+enum { STAGED_ALIGN = 256 };
+
+static staged *spare;
+
+static eng_status staged_room(staged *s, int n, int64_t bytes)
+{
+  if (n > s->capacity) {
+    free(s->host);
+    free(s->there);
+    s->host = calloc((size_t)n, sizeof *s->host);
+    s->there = calloc((size_t)n, sizeof *s->there);
+    s->capacity = s->host && s->there ? n : 0;
+    if (s->capacity == 0) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
+  }
+  if (bytes > s->bytes) {
+    if (s->memory) nccl.card->memory.give(s->memory, s->bytes);
+    s->memory = nccl.card->memory.take(bytes);
+    s->bytes = s->memory ? bytes : 0;
+    if (!s->memory) return error_set(ENG_ERR_MEMORY, "ranks: out of the card's memory for messages of %lld bytes", (long long)bytes);
+  }
+  return ENG_OK;
+}
+
+static eng_status start(void **out, void *group, const comm_message *messages, int n, int tag)
+{
+  (void)tag;
+  staged *s = spare ? spare : calloc(1, sizeof *s);
+  int64_t bytes = 0;
+  *out = NULL;
+  if (!s) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
+  spare = s->next;
+  for (int i = 0; i < n; i++) bytes += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
+  eng_status status = staged_room(s, n, bytes);
+  char *at = s->memory;
+  for (int i = 0; i < n && status == ENG_OK; i++) {
+    s->host[i] = s->there[i] = messages[i];
+    s->there[i].memory = at;
+    at += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
+    if (messages[i].send && messages[i].bytes > 0)
+      status = nccl.card->lane_move(nccl.lane[LANE_HOST], s->there[i].memory, messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
+  }
+  s->n = n;
+  if (status == ENG_OK) status = exchange(LANE_HOST, group, s->there, n, "a message");
+  if (status == ENG_OK) *out = s;
+  else {
+    s->next = spare;
+    spare = s;
+  }
+  return status;
+}
+
+static eng_status test(bool *done, void *under_way)
+{
+  staged *s = under_way;
+  ENG_TRY(lane_done(done, LANE_HOST, "a message"));
+  if (!*done) return ENG_OK;
+  for (int i = 0; i < s->n; i++)
+    if (!s->host[i].send && s->host[i].bytes > 0)
+      ENG_TRY(nccl.card->lane_move(nccl.lane[LANE_HOST], s->host[i].memory, s->there[i].memory, s->host[i].bytes, COPY_TO_HOST));
+  s->next = spare;
+  spare = s;
+  return ENG_OK;
+}
+
+static void end_all(int code)
+{
+  comm_lanes_end(false);
+  _exit(code);
+}
+
+static void finish(void) {}
+
+static const char *describe(void)
+{
+  static char text[128];
+  snprintf(text, sizeof text, "NCCL %.*s without MPI, %d rank%s, %d of them here", (int)strcspn(nccl.text, ","), nccl.text, nccl.size,
+           nccl.size > 1 ? "s" : "", nccl.local_size);
+  return text;
+}
+
+/// Ranks whose machine has this one's name.
+static eng_status count_local(void)
+{
+  enum { NAME = 64 };
+  char own[NAME] = "";
+  gethostname(own, sizeof own - 1);
+  char *names = calloc((size_t)nccl.size, NAME);
+  comm_message *m = calloc(2 * (size_t)nccl.size, sizeof *m);
+  eng_status status = names && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
+  int n = 0;
+  void *letters;
+  bool done = false;
+  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++) {
+    if (peer == nccl.rank) continue;
+    m[n++] = (comm_message){own, NAME, peer, true};
+    m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
+  }
+  if (status == ENG_OK) status = start(&letters, NULL, m, n, 0);
+  while (status == ENG_OK && !done) status = test(&done, letters);          // comm_load's caller watches
+  nccl.local_size = 1;
+  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++) nccl.local_size += peer != nccl.rank && strcmp(names + (size_t)peer * NAME, own) == 0;
+  free(names);
+  free(m);
+  return status;
+}
+
+eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where)
+{
+  static comm_transport transport;
+  nccl_id id = {{0}};
+  *out = NULL;
+  if (wish_of_process() == WISH_OFF)
+    return error_set(ENG_ERR_LIBRARY, "ENGINE_NCCL=off, and there is nothing else between these processes; hint: mpirun, or srun --mpi=pmix");
+  ENG_TRY(load());
+  ENG_TRY(card_of_process());
+  nccl.rank = rank;
+  nccl.size = size;
+  bool ours = where && !getenv("NCCL_COMM_ID");
+  if (ours) setenv("NCCL_COMM_ID", where, 1);
+  nccl_result result = nccl.call.get_unique_id(&id);
+  eng_status status = result == NCCL_SUCCESS ? open_first(LANE_HOST, id) : failed(result, "the place to meet", NULL);
+  if (ours) unsetenv("NCCL_COMM_ID");
+  ENG_TRY(status);
+  ENG_TRY(count_local());
+  transport = (comm_transport){.abi = COMM_ABI, .rank = rank, .size = size, .local_size = nccl.local_size, .start = start, .test = test, .ordered = true,
+    .abort = end_all, .finish = finish, .describe = describe};
+  *out = &transport;
+  return ENG_OK;
+}

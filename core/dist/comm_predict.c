@@ -1,0 +1,169 @@
+// What a reduction of gradients would take on so many ranks, without them: the buckets of comm_buckets.c are made for a group that is not
+// there, and counted. See engine.h (eng_parallel_predict). Called by Lua (engine plan).
+#include "comm_gradients.h"
+
+#include "base/error.h"
+#include "autograd/tape.h"
+
+#include <stdlib.h>
+
+/// Counts what bucket b sends, keeps and takes part in.
+static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p, bucket *b, int zero)
+{
+  ENG_TRY(bucket_cut(b, (int)(b - p->buckets)));
+  int own = b->comm->rank, ranks = b->comm->size;
+  int64_t others = ranks - 1;
+  out->messages += others;
+  out->bytes += b->begin[ranks] - b->bytes;
+  if (zero == 0 && b->packed > 0) {
+    out->messages += others;
+    out->bytes += b->packed * others;
+  }
+  if (bucket_piece(b, own) > *longest) *longest = bucket_piece(b, own);
+  for (int k = 0; k < b->n; k++) {
+    int64_t from, at, n = bucket_overlap(p, b, k, own, &from, &at);
+    out->own += n;
+    out->gradients += params_part_bytes(zero == 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
+    if (zero == 0 || n == 0) continue;
+    out->weight_messages += others;
+    out->weight_bytes += n * (int64_t)sizeof(float) * others;
+  }
+  free(b->cut);
+  free(b->begin);
+  b->cut = b->begin = NULL;
+  return ENG_OK;
+}
+
+/// The parameter of the set that input k of an operation is, or reads as its low-precision copy; NULL: none.
+static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
+{
+  parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;
+  return member && member->set == p->set ? member : NULL;
+}
+
+/// Walks the tape as backward will: a gradient takes its room when it is first written, and leaves it when its bucket is complete and those
+/// before it have gone. Gives the bytes of the blocks that the rooms were in.
+static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
+{
+  int length = eng_tape_length();
+  pool rooms = {.block_bytes = block_bytes, .imagined = true};
+  int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);      // operation that reads a member, the lowest
+  void **room = calloc((size_t)p->set->n + 1, sizeof *room);
+  eng_status status = first && room ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  for (int i = 0; status == ENG_OK && i < p->set->n; i++) first[i] = -1;
+  for (int node = length - 1; status == ENG_OK && node >= 0; node--)
+    for (int k = 0; k < tape_call(node)->n_in; k++) {
+      const parameter *member = read_here(p, tape_call(node), k);
+      if (member) first[member->index] = node;
+    }
+  for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = p->buckets[k].n;
+  for (int i = 0; status == ENG_OK && i < p->set->n; i++)
+    if (first[i] < 0) p->buckets[p->bucket_of[i]].left--;
+  int next = 0;
+  for (int node = length; status == ENG_OK && node >= 0; node--) {
+    const op_call *call = node < length ? tape_call(node) : NULL;
+    for (int k = 0; call && k < call->n_in && status == ENG_OK; k++) {
+      parameter *member = read_here(p, call, k);
+      if (member && !room[member->index] && member->value->requires_grad)
+        status = pool_take(&room[member->index], &rooms, member_room(p->set, member->index));
+    }
+    for (int k = 0; call && k < call->n_in; k++) {
+      parameter *member = read_here(p, call, k);
+      if (!member || first[member->index] != node) continue;
+      first[member->index] = -1;                                          // an operation may read it twice
+      p->buckets[p->bucket_of[member->index]].left--;
+    }
+    for (; next < p->n_buckets && p->buckets[p->order[next]].left == 0; next++) {
+      const bucket *b = &p->buckets[p->order[next]];
+      for (int k = 0; k < b->n; k++) pool_give(&rooms, room[b->member[k]], member_room(p->set, b->member[k]));
+    }
+  }
+  *bytes = 0;
+  for (int k = 0; k < rooms.n_blocks; k++) *bytes += rooms.block[k].bytes;
+  pool_free(&rooms);
+  free(first);
+  free(room);
+  return status;
+}
+
+/// The rank that sums most.
+static eng_status busiest(int *rank, eng_parallel *p)
+{
+  int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
+  eng_status status = sums ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  *rank = 0;
+  for (int k = 0; k < p->n_buckets && status == ENG_OK; k++) {
+    bucket *b = &p->buckets[k];
+    status = bucket_cut(b, k);
+    for (int r = 0; r < p->comm->size && status == ENG_OK; r++) sums[r] += bucket_piece(b, r);
+    free(b->cut);
+    free(b->begin);
+    b->cut = b->begin = NULL;
+  }
+  for (int r = 1; r < p->comm->size && status == ENG_OK; r++)
+    if (sums[r] > sums[*rank]) *rank = r;
+  free(sums);
+  return status;
+}
+
+eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size, const eng_parallel_options *options)
+{
+  *out = (eng_parallel_sizes){0};
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (size < 1 || rank < -1 || rank >= size) return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
+  ENG_TRY(buckets_check(options));
+  if (options->apart) return error_set(ENG_ERR_VALUE, "a prediction is for parameters that all ranks hold");
+  eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
+  eng_parallel p = {.set = set, .comm = &group};
+  p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
+  eng_status status = p.apart ? buckets_fill(&p, options) : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  if (status == ENG_OK && rank < 0) status = busiest(&group.rank, &p);
+  int64_t longest = 0, largest = 0, block = 0, room = 0;
+  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++) status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
+  if (status == ENG_OK && size > 1) {
+    for (int i = 0; i < set->n; i++)
+      if (set->member[i].value->count > largest) largest = set->member[i].value->count;
+    buckets_bounds(&block, &room, &p, options->bucket);
+    out->under_way = block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
+    if (options->zero == 2) status = count_rooms(&out->rooms, &p, room);
+  }
+  out->buckets = p.n_buckets;
+  buckets_free(&p);
+  free(p.apart);
+  return status;
+}
+
+// ------------------------------------------------------------------ a rehearsal
+
+static eng_status start_nothing(void **exchange, void *group, const comm_message *messages, int n, int tag)
+{
+  (void)group, (void)messages, (void)n, (void)tag;
+  *exchange = NULL;        // it has arrived
+  return ENG_OK;
+}
+
+eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size, const eng_parallel_options *options)
+{
+  static const comm_transport nowhere = {.start = start_nothing};
+  *seconds = 0;
+  if (size < 2) return error_set(ENG_ERR_VALUE, "a reduction is rehearsed for 2 ranks or more, got %d", size);
+  if (options->apart) return error_set(ENG_ERR_VALUE, "a prediction is for parameters that all ranks hold");
+  eng_comm group = {.transport = &nowhere, .size = size};
+  eng_parallel_options simple = *options;
+  simple.zero = options->zero > 0;      // the same work, and gradients stay whole
+  eng_parallel *p;
+  ENG_TRY(eng_parallel_new(&p, set, &group, &simple));
+  eng_status status = ENG_OK;
+  for (int turn = 0; turn < 3 && status == ENG_OK; turn++) {
+    double began = eng_clock();
+    status = eng_parallel_begin(p, ENG_PASS_FIRST);
+    if (status == ENG_OK) status = eng_parallel_finish(p);
+    double took = eng_clock() - began;
+    if (turn == 0 || took < *seconds) *seconds = took;
+  }
+  eng_parallel_free(p);
+  free(set->own);
+  set->own = NULL;
+  set->sharded = false;
+  return status == ENG_OK ? eng_params_zero_grad(set) : status;
+}

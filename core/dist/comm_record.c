@@ -1,0 +1,158 @@
+// The step's record over all ranks, weights gathered: what belongs to a reduction of gradients
+// (comm_gradients.c) beside the gradients themselves.
+//
+// The record: each rank has the statistics of its own pieces. One message of numbers makes the same of it everywhere: sums of the
+// counts and squares of every tensor, of the histogram where one is wanted, and of what the caller adds; maxima of amax and of what the
+// caller adds. It is sent at every step, whatever happened.
+#include "comm_gradients.h"
+
+#include "device/backend.h"
+#include "base/error.h"
+#include "device/transfer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUMS_OF_TENSOR = 6 };
+
+eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *p, double scale, unsigned needs, double *sums, int n_sums,
+                              double *maxima, int n_maxima)
+{
+  eng_params *set = p->set;
+  bool hist = needs & ENG_NEED_HIST;
+  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + 2) + ENG_HIST_BINS + n_sums + n_maxima;
+  if (most > p->n_numbers) {
+    free(p->numbers);
+    p->numbers = malloc((size_t)most * sizeof *p->numbers);
+    p->n_numbers = p->numbers ? most : 0;
+    if (!p->numbers) return error_set(ENG_ERR_MEMORY, "out of memory for the record of %lld parameters", (long long)n);
+  }
+  ENG_TRY(params_own_stats(stats, set, needs));
+  double *at = p->numbers, total[ENG_HIST_BINS] = {0};
+  for (int i = 0; i < n; i++) {
+    const eng_tensor_stats *s = &stats[i];
+    *at++ = (double)s->count;
+    *at++ = (double)s->inf;
+    *at++ = (double)s->nan;
+    *at++ = (double)s->zeros;
+    *at++ = (double)s->underflow;
+    *at++ = s->sum_squares;
+    for (int b = 0; hist && b < ENG_HIST_BINS; b++) total[b] += (double)s->hist[b];
+  }
+  if (hist) at = (double *)memcpy(at, total, sizeof total) + ENG_HIST_BINS;
+  memcpy(at, sums, (size_t)n_sums * sizeof *sums);
+  at += n_sums;
+  int all_sums = (int)(at - p->numbers);
+  for (int i = 0; i < n; i++) *at++ = stats[i].amax;
+  memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
+  at += n_maxima;
+  // Whether there are gradients of what stands apart, only its holders know.
+  for (int i = 0; i < n; i++)
+    if (p->apart[i]) *at++ = set->member[i].has_gradient;
+  double began = eng_clock();
+  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums, "the record of a step"));
+  p->facts.record = eng_clock() - began;
+  at = p->numbers + all_sums + n + n_maxima;
+  for (int i = 0; i < n; i++)
+    if (p->apart[i]) set->member[i].has_gradient = *at++ != 0;
+
+  at = p->numbers;
+  for (int i = 0; i < n; i++) {
+    eng_tensor_stats *s = &stats[i];
+    s->count = (int64_t)*at++;
+    s->inf = (int64_t)*at++;
+    s->nan = (int64_t)*at++;
+    s->zeros = (int64_t)*at++;
+    s->underflow = (int64_t)*at++;
+    s->sum_squares = *at++;
+    s->amax = p->numbers[all_sums + i];
+  }
+  params_total(record, set, stats, scale, needs & ~(unsigned)ENG_NEED_HIST);
+  for (int b = 0; hist && b < ENG_HIST_BINS; b++) record->hist[b] = (int64_t)*at++;
+  memcpy(sums, at, (size_t)n_sums * sizeof *sums);
+  memcpy(maxima, p->numbers + all_sums + n, (size_t)n_maxima * sizeof *maxima);
+  return ENG_OK;
+}
+
+eng_status eng_parallel_tell_brought(eng_parallel *p)
+{
+  if (!p->holders) return ENG_OK;
+  return eng_comm_all_gather(p->comm, p->brought, p->brought + (int64_t)p->comm->rank * p->set->n, p->set->n);
+}
+
+eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
+{
+  for (int i = 0; i < p->set->n; i++) ENG_TRY(eng_comm_all_reduce(p->comm, stats[i].hist, ENG_HIST_BINS, ENG_i64, ENG_SUM));
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ pieces of weights and moments
+
+/// For every rank r and member, elements [from, to) that r owns: the same cut as `own`, of any rank.
+static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
+{
+  const bucket *b = &p->buckets[p->bucket_of[index]];
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0, count = p->set->member[index].value->count;
+  for (int k = 0; k < b->n; k++)
+    if (b->member[k] == index) first = b->at[k];
+  int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
+  *from = low < high ? low - first : 0;
+  *to = low < high ? high - first : 0;
+}
+
+/// Everybody's pieces of member `index` to everybody who holds it. `host`: all its elements as f32 in host memory; or, where cards talk, in theirs,
+/// and the messages are asked for alone.
+static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
+{
+  eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
+  int n = 0, own = comm->rank;
+  int64_t from, to, a, b;
+  owned(&from, &to, p, index, own);
+  for (int peer = 0; peer < comm->size; peer++) {
+    if (peer == own) continue;
+    owned(&a, &b, p, index, peer);
+    if (to > from) {
+      p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+      p->facts.weight_messages++;
+      p->facts.weight_bytes += (to - from) * (int64_t)sizeof *host;
+    }
+    if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
+  }
+  return p->cards ? comm_lane_exchange(LANE_GRADIENTS, comm, p->messages, n, what) : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
+}
+
+static eng_status gather_between_cards(eng_parallel *p)
+{
+  static const char what[] = "the updated weights";
+  ENG_TRY(backend_of_space(p->set->space)->lane_follow(comm_lane_of(LANE_GRADIENTS)));
+  for (int i = 0; i < p->set->n; i++) {
+    parameter *member = &p->set->member[i];
+    if (!member->has_gradient) continue;
+    params_written(member);
+    ENG_TRY(round_pieces(p, i, member->value->data, what));
+  }
+  return comm_lane_wait(LANE_GRADIENTS, what);
+}
+
+eng_status eng_parallel_gather(eng_parallel *p)
+{
+  eng_params *set = p->set;
+  double began = eng_clock();
+  if (p->cards) {
+    ENG_TRY(gather_between_cards(p));
+    p->facts.weights = eng_clock() - began;
+    return eng_params_refresh(set);
+  }
+  for (int i = 0; i < set->n; i++) {
+    parameter *member = &set->member[i];
+    if (!member->has_gradient) continue;          // nobody updated it
+    params_written(member);
+    int64_t bytes = member->value->count * (int64_t)sizeof(float);
+    float *host = set->space == SPACE_HOST ? member->value->data : p->values;
+    if (set->space != SPACE_HOST) ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
+    ENG_TRY(round_pieces(p, i, host, "the updated weights"));
+    if (set->space != SPACE_HOST) ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
+  }
+  p->facts.weights = eng_clock() - began;
+  return eng_params_refresh(set);
+}

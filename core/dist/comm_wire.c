@@ -1,0 +1,69 @@
+// The formats numbers have on their way between ranks: f32, bf16, f16, or e4m3 in blocks with a power of two each. See comm.h.
+// Called by comm_gradients.c and comm_experts.c.
+#include "comm.h"
+
+#include "device/backend.h"
+#include "base/error.h"
+#include "device/wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+int comm_wire_dtype(int wire, int own)
+{
+  static const int32_t of[] = {[ENG_WIRE_F32] = ENG_f32, [ENG_WIRE_BF16] = ENG_bf16, [ENG_WIRE_F16] = ENG_f16, [ENG_WIRE_FP8] = ENG_e4m3};
+  return wire == ENG_WIRE_OWN ? own : of[wire];
+}
+
+int64_t comm_padded(int64_t count) { return (count + WIRE_BLOCK - 1) / WIRE_BLOCK * WIRE_BLOCK; }
+
+int64_t comm_packed_bytes(int wire, int64_t count)
+{
+  if (wire != ENG_e4m3) return count * eng_dtype_size(wire);
+  return count + (count + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float);
+}
+
+eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n)
+{
+  if (n == 0) return ENG_OK;
+  if (to_dtype == from_dtype) {
+    memcpy(to, from, (size_t)(n * eng_dtype_size(to_dtype)));
+    return ENG_OK;
+  }
+  storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST}, b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
+  tensor x = {.data = (void *)from, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = from_dtype, .store = &a, .live = true, .node = -1};
+  tensor y = {.data = to, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = to_dtype, .store = &b, .live = true, .node = -1};
+  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
+  return backend_cpu()->kernel[ENG_OP_cast](&call);
+}
+
+eng_status comm_pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
+{
+  if (wire != ENG_e4m3) return comm_cast(piece + at * eng_dtype_size(wire), wire, from, dtype, n);
+  if (dtype != ENG_f32) {
+    ENG_TRY(comm_cast(room, ENG_f32, from, dtype, n));
+    from = room;
+  }
+  wire_e4m3_encode((uint8_t *)piece + at, (float *)(piece + count) + at / WIRE_BLOCK, from, n);
+  return ENG_OK;
+}
+
+eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room)
+{
+  if (wire != ENG_e4m3) return comm_cast(to, dtype, piece + at * eng_dtype_size(wire), wire, n);
+  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at, (const float *)(piece + count) + at / WIRE_BLOCK, n);
+  return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, n);
+}
+
+eng_status eng_wire_round(float *x, int64_t n, int wire)
+{
+  if (wire <= ENG_WIRE_OWN || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
+  int dtype = comm_wire_dtype(wire, ENG_f32);
+  int64_t count = comm_padded(n);
+  char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
+  if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
+  eng_status status = comm_pack(piece, dtype, count, 0, x, ENG_f32, n, NULL);
+  if (status == ENG_OK) status = comm_unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
+  free(piece);
+  return status;
+}

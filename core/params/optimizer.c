@@ -1,0 +1,224 @@
+// Optimizer state: the moments of a parameter set in flat buffers, and the door to the device's fused
+// update. See engine.h for the contract; the formulas stand in cpu/optimizer.c.
+//
+// Owns the moments. Holds a reference on the set, so that both may be freed in any order.
+#include "base/error.h"
+#include "params.h"
+#include "device/transfer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct eng_optimizer {
+  eng_params  *set;
+  int32_t      kind, moment_dtype;
+  int32_t     *group;        // [set->n]
+  int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's; -1: none yet
+  bool         in_a_row;     // the last update was a lagged one
+  int64_t      lagged_t;     // number of the next lagged update, where the device computes at once
+  int64_t     *begun;        // [set->n] storage.writes of moment 1 when it was seen to hold something; -1: it was not
+  flat_buffer *moment[2];    // NULL where there is none (yet: they are made by the first update, SGD's when momentum asks for it)
+};
+
+static const struct { const char *name; int moments; } kinds[] = {
+  [ENG_SGD] = {"sgd", 1}, [ENG_ADAM] = {"adam", 2}, [ENG_ADAMW] = {"adamw", 2}, [ENG_LION] = {"lion", 1},
+};
+enum { KINDS = sizeof kinds / sizeof kinds[0] };
+
+static eng_status check_alive(const eng_optimizer *state)
+{
+  return state->set->freed ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed", kinds[state->kind].name) : ENG_OK;
+}
+
+static uint64_t slots_taken;   // a bit for each of the device's counters
+_Static_assert(ENG_UPDATE_SLOTS == 64, "a bit for each slot");
+
+static eng_status take_slot(eng_optimizer *state)
+{
+  for (int k = 0; k < ENG_UPDATE_SLOTS && state->slot < 0; k++)
+    if (!(slots_taken >> k & 1)) state->slot = k;
+  if (state->slot < 0)
+    return error_set(ENG_ERR_STATE, "%s: %d optimizers had lagged updates already; hint: let go of some, and collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
+  slots_taken |= 1ull << state->slot;
+  return ENG_OK;
+}
+
+static eng_status moment_new(eng_optimizer *state, int which)
+{
+  if (state->moment[which] || state->set->n == 0) return ENG_OK;
+  int32_t *dtype = state->set->which;   // free between passes
+  for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
+  if (state->set->sharded) ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
+  else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
+  return transfer_zero(state->set->space, state->moment[which]->memory, state->moment[which]->bytes);
+}
+
+eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of)
+{
+  *out = NULL;
+  if (kind < 0 || kind >= KINDS) return error_set(ENG_ERR_VALUE, "there is no optimizer number %d", kind);
+  if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
+    return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
+  if (set->freed) return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
+  for (int i = 0; group_of && i < set->n; i++)
+    if (group_of[i] < 0)
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d; expected 0 or more", kinds[kind].name,
+                       set->member[i].name, group_of[i]);
+
+  eng_optimizer *state = calloc(1, sizeof *state);
+  int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
+  int64_t *begun = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *begun);
+  if (!state || !group || !begun) {
+    free(state);
+    free(group);
+    free(begun);
+    return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
+  }
+  *state = (eng_optimizer){.slot = -1, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group, .begun = begun};
+  for (int i = 0; i < set->n; i++) begun[i] = -1;
+  if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
+  set->references++;
+  *out = state;
+  return ENG_OK;
+}
+
+void eng_optimizer_free(eng_optimizer *state)
+{
+  if (!state) return;
+  flat_release(state->moment[0]);
+  flat_release(state->moment[1]);
+  params_release(state->set);
+  if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
+  free(state->group);
+  free(state->begun);
+  free(state);
+}
+
+void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
+
+eng_status eng_optimizer_shard(eng_optimizer *state)
+{
+  ENG_TRY(check_alive(state));
+  eng_params *set = state->set;
+  if (!set->sharded) return error_set(ENG_ERR_STATE, "%s: its parameters are not shared out among ranks", kinds[state->kind].name);
+  int size = eng_dtype_size(state->moment_dtype);
+  for (int which = 0; which < kinds[state->kind].moments; which++) {
+    flat_buffer *whole = state->moment[which], *part;
+    if (!whole) continue;
+    for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // free between passes
+    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, set->which));
+    for (int i = 0; i < set->n; i++) {
+      const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
+      ENG_TRY(transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size));
+    }
+    state->moment[which] = part;
+    flat_release(whole);
+  }
+  return ENG_OK;
+}
+
+static eng_status check_update(const eng_optimizer *state, const eng_update *update)
+{
+  const char *name = kinds[state->kind].name;
+  if (update->kind != state->kind)
+    return error_set(ENG_ERR_VALUE, "this is the state of %s, the update is of %s", name,
+                     update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name : "no known optimizer");
+  if (update->t < 1) return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name, (long long)update->t);
+  for (int g = 0; state->set->sharded && g < update->n_groups; g++)
+    if (update->groups[g].dampening != 0)
+      return error_set(ENG_ERR_VALUE, "%s: dampening treats a tensor's first update apart, which ranks that hold parts of it cannot tell; hint: zero=0", name);
+  for (int i = 0; i < state->set->n; i++)
+    if (state->group[i] >= update->n_groups)
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups", name,
+                       state->set->member[i].name, state->group[i], update->n_groups);
+  return ENG_OK;
+}
+
+/// Whether no update has reached this moment yet. Told from its bits, so that a state loaded from a
+/// checkpoint goes on exactly like the one that was saved.
+static bool untouched(const tensor *moment)
+{
+  const char *at = moment->data;
+  int64_t left = moment->count * eng_dtype_size(moment->dtype);
+  while (left > 0) {
+    unsigned char piece[4096];
+    int64_t bytes = left < (int64_t)sizeof piece ? left : (int64_t)sizeof piece;
+    if (transfer_to_host(piece, moment->store->space, at, bytes) != ENG_OK) return false;
+    for (int64_t k = 0; k < bytes; k++)
+      if (piece[k]) return false;
+    at += bytes;
+    left -= bytes;
+  }
+  return true;
+}
+
+/// Whether an update has reached parameter i's moment. Looked at until then alone: it may mean waiting for a card.
+static bool has_begun(eng_optimizer *state, int i)
+{
+  const tensor *moment = state->moment[0]->part[i];
+  if (state->begun[i] == (int64_t)moment->store->writes) return true;
+  if (untouched(moment)) return false;
+  state->begun[i] = moment->store->writes;
+  return true;
+}
+
+eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
+{
+  const backend *device = backend_current();
+  ENG_TRY(check_alive(state));
+  ENG_TRY(check_update(state, update));
+  ENG_TRY(params_here(state->set, "an optimizer's update"));
+  if (!device->optimize) return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
+  bool momentum = false;
+  for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
+  for (int which = 0; which < kinds[state->kind].moments; which++)
+    if (state->kind != ENG_SGD || momentum) ENG_TRY(moment_new(state, which));
+
+  eng_params *set = state->set;
+  eng_update here = *update;
+  const bool lagged = update->lagged != 0;
+  if (update->lagged && !device->gradstats_start) {   // a card decides by itself
+    here.t = state->in_a_row ? state->lagged_t : update->t;
+    here.lagged = 0;
+    state->lagged_t = here.t;
+    state->in_a_row = true;
+    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
+    state->lagged_t++;
+  }
+  if (here.lagged) ENG_TRY(take_slot(state));
+  here.slot = here.lagged ? state->slot : 0;
+  here.fresh = !state->in_a_row;
+  here.statistics = set->newest ? set->newest->ticket : 0;
+  update = &here;
+  int m = set->sharded ? params_own_spans(set) : params_spans(set);
+  bool some = false;
+  for (int k = 0; k < m; k++) {
+    param_span *span = &set->span[k];
+    int i = set->which[k];
+    some = some || span->count > 0;
+    span->group = state->group[i];
+    span->moment_dtype = state->moment_dtype;
+    const eng_hyper *h = &update->groups[span->group];
+    if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0)) span->moment1 = state->moment[0]->part[i]->data;
+    if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
+    // Without dampening the first update needs no exception: momentum * 0 + gradient is the gradient.
+    span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
+  }
+  ENG_TRY(device->optimize(set->span, m, update));
+  if (some) state->in_a_row = lagged;   // else the device counted nothing
+  for (int k = 0; k < m; k++) params_written(&set->member[set->which[k]]);
+  return ENG_OK;
+}
+
+eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index)
+{
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(check_alive(state));
+  if (index < 0 || index >= state->set->n)
+    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", state->set->n - 1, index);
+  if (which < 1 || which > 2) return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
+  if (which > kinds[state->kind].moments) return ENG_OK;
+  ENG_TRY(moment_new(state, which - 1));
+  *out = tensor_handle(state->moment[which - 1]->part[index]);
+  return ENG_OK;
+}

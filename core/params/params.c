@@ -1,0 +1,673 @@
+// Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision copies
+// in others. See engine.h for what each function promises.
+//
+// A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient into
+// parameter.gradient and sets has_gradient; a parameter without gradient is absent from statistics
+// and updates. What a gradient carries beside the loss scale (layers scaled apart) stands in the spans: the passes
+// over them divide by it. Buffers that a view or the tape still looks at when they are given up wait in a list.
+#include "params.h"
+
+#include "base/error.h"
+#include "fp8/fp8_linear.h"
+#include "autograd/graph.h"
+#include "base/numerics.h"
+#include "device/transfer.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { PART_ALIGNMENT = 64 };   // bytes: a cache line, and the widest vector
+
+// ---- flat buffers
+
+static flat_buffer *waiting;
+
+static bool in_use(const flat_buffer *flat)
+{
+  for (int i = 0; i < flat->n; i++)
+    if (flat->part[i] && flat->part[i]->store->references > 1) return true;
+  return false;
+}
+
+/// Releases the buffers that nothing looks at any more.
+static void release_waiting(void)
+{
+  if (!waiting || eng_tape_length() > 0) return;
+  flat_buffer **at = &waiting;
+  while (*at) {
+    flat_buffer *flat = *at;
+    if (in_use(flat)) {
+      at = &flat->next;
+      continue;
+    }
+    *at = flat->next;
+    for (int i = 0; i < flat->n; i++) tensor_drop(flat->part[i]);
+    arena_free_in(flat->space, flat->arena, flat->memory, flat->bytes);
+    free(flat);
+  }
+}
+
+void flat_release(flat_buffer *flat)
+{
+  if (!flat) return;
+  flat->next = waiting;
+  waiting = flat;
+  release_waiting();
+}
+
+int64_t params_part_bytes(int64_t count, int dtype)
+{
+  if (dtype < 0) return 0;
+  return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
+}
+
+/// The memory only; the parts are filled in by the caller.
+static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
+{
+  *out = NULL;
+  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
+  if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  void *memory = arena_alloc_in(space, arena, bytes);
+  if (!memory) {
+    free(flat);
+    return ENG_ERR_MEMORY;
+  }
+  flat->space = space;
+  flat->arena = arena;
+  flat->memory = memory;
+  flat->bytes = bytes;
+  flat->n = n;
+  *out = flat;
+  return ENG_OK;
+}
+
+eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->member[i].value->count, dtype[i]);
+  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
+  char *at = (*out)->memory;
+  for (int i = 0; i < set->n; i++) {
+    const tensor *value = set->member[i].value;
+    if (dtype[i] < 0) continue;
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], value->ndim, value->shape);
+    if (status != ENG_OK) {
+      flat_release(*out);
+      *out = NULL;
+      return status;
+    }
+    at += params_part_bytes(value->count, dtype[i]);
+  }
+  return ENG_OK;
+}
+
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
+  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
+  char *at = (*out)->memory;
+  for (int i = 0; i < set->n; i++) {
+    int64_t count = set->own[2 * i + 1] - set->own[2 * i];
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], 1, &count);
+    if (status != ENG_OK) {
+      flat_release(*out);
+      *out = NULL;
+      return status;
+    }
+    at += params_part_bytes(count, dtype[i]);
+  }
+  return ENG_OK;
+}
+
+// ---- making and freeing a set
+
+static eng_status check_member(tensor **out, const eng_tensor *handle, const char *name)
+{
+  eng_status status = tensor_get(out, handle);
+  if (status != ENG_OK) return error_prefix(status, "parameter %s", name);
+  const tensor *x = *out;
+  if (x->parameter)
+    return error_set(ENG_ERR_VALUE, "parameter %s: this tensor %s is parameter %s of a set already; hint: a second "
+                     "optimizer of a model must train the same parameters, all of them",
+                     name, tensor_text(x), x->parameter->name);
+  if (x->dtype != ENG_f32)
+    return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
+                     "the low-precision copies", name, tensor_text(x));
+  if (x->node >= 0)
+    return error_set(ENG_ERR_VALUE, "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
+                     "makes a leaf of it", name, tensor_text(x));
+  return ENG_OK;
+}
+
+static void link_parts(eng_params *set);
+
+static void set_discard(eng_params *set)
+{
+  params_forget_lagged(set);
+  for (int i = 0; set->member && i < set->n; i++) free(set->member[i].name);
+  free(set->member);
+  free(set->span);
+  free(set->which);
+  free(set->stats);
+  free(set->target);
+  free(set->kept);
+  free(set->own);
+  free(set->gradient_dtype);
+  free(set);
+}
+
+static eng_params *set_allocate(int n, const char *const *names)
+{
+  eng_params *set = calloc(1, sizeof *set);
+  if (!set) return NULL;
+  size_t some = (size_t)(n > 0 ? n : 1);
+  set->n = n;
+  set->references = 1;
+  set->member = calloc(some, sizeof *set->member);
+  set->span = calloc(some, sizeof *set->span);
+  set->which = calloc(some, sizeof *set->which);
+  set->stats = calloc(some, sizeof *set->stats);
+  set->target = calloc(some, sizeof *set->target);
+  set->gradient_dtype = calloc(some, sizeof *set->gradient_dtype);
+  bool complete = set->member && set->span && set->which && set->stats && set->target && set->gradient_dtype;
+  for (int i = 0; complete && i < n; i++) {
+    set->member[i].set = set;
+    set->member[i].index = i;
+    set->gradient_dtype[i] = ENG_f32;
+    set->member[i].carry = set->member[i].carry_next = 1;
+    set->member[i].name = strdup(names[i]);
+    complete = set->member[i].name != NULL;
+  }
+  if (complete) return set;
+  set_discard(set);
+  return NULL;
+}
+
+static float *next_part(float *at, const tensor *x)
+{
+  return at + params_part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
+}
+
+/// Copies the members' values, whatever their strides, into the flat buffer.
+static eng_status copy_values(eng_params *set)
+{
+  float *at = set->masters->memory;
+  for (int i = 0; i < set->n; i++) {
+    ENG_TRY(transfer_rows(at, set->member[i].value));
+    at = next_part(at, set->member[i].value);
+  }
+  return ENG_OK;
+}
+
+/// Makes the members look at their copies; nothing here can fail any more.
+static void adopt(eng_params *set)
+{
+  float *at = set->masters->memory;
+  for (int i = 0; i < set->n; i++) {
+    tensor *x = set->member[i].value;
+    tensor_rehome(x, at);
+    for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) x->stride[d] = stride;
+    x->parameter = &set->member[i];
+    set->masters->part[i] = x;
+    set->count += x->count;
+    at = next_part(at, x);
+  }
+}
+
+eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names, int n)
+{
+  *out = NULL;
+  release_waiting();
+  if (n < 0) return error_set(ENG_ERR_VALUE, "a parameter set cannot have %d members", n);
+  if (n > 0 && (!tensors || !names)) return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
+  for (int i = 0; i < n; i++)
+    if (!names[i]) return error_set(ENG_ERR_VALUE, "parameter number %d has no name", i);
+
+  eng_params *set = set_allocate(n, names);
+  if (!set) return error_set(ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
+  eng_status status = ENG_OK;
+  int64_t bytes = 0;
+  for (int i = 0; i < n && status == ENG_OK; i++) {
+    parameter *p = &set->member[i];
+    status = check_member(&p->value, &tensors[i], p->name);
+    if (status != ENG_OK) break;
+    bytes += params_part_bytes(p->value->count, ENG_f32);
+    if (i == 0) set->space = p->value->store->space;
+    if (p->value->store->space != set->space)
+      status = error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices", set->member[0].name, p->name);
+    for (int k = 0; k < i; k++)
+      if (set->member[k].value == p->value)
+        status = error_set(ENG_ERR_VALUE, "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
+                           set->member[k].name, p->name, tensor_text(p->value));
+  }
+  // All memory first: a failure leaves the tensors to their owner.
+  if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
+  if (status == ENG_OK) status = copy_values(set);
+  if (status != ENG_OK) {
+    if (set->masters) set->masters->n = 0;   // no part is there yet
+    flat_release(set->masters);
+    set_discard(set);
+    return status;
+  }
+  for (int i = 0; i < n; i++) eng_clear_gradient(&tensors[i]);
+  adopt(set);
+  link_parts(set);
+  *out = set;
+  return ENG_OK;
+}
+
+void params_release(eng_params *set)
+{
+  if (--set->references == 0) set_discard(set);
+}
+
+void eng_params_free(eng_params *set)
+{
+  if (!set || set->freed) return;
+  set->freed = true;
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->value->parameter = NULL;
+    if (p->shadow) p->shadow->parameter = NULL;
+    fp8_weight_free(p->fp8);
+    p->fp8 = NULL;
+    p->value = p->shadow = p->gradient = NULL;
+    p->has_gradient = false;
+  }
+  flat_release(set->masters);
+  flat_release(set->shadows);
+  flat_release(set->gradients);
+  flat_release(set->unscaled);
+  flat_release(set->reference);
+  set->masters = set->shadows = set->gradients = set->unscaled = set->reference = NULL;
+  params_release(set);
+}
+
+// ---- precision
+
+/// Where a member's gradient stands when nothing is computed.
+static tensor *resting_place(const eng_params *set, int i)
+{
+  return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
+}
+
+static bool same_formats(const flat_buffer *flat, const int32_t *dtype, int n)
+{
+  for (int i = 0; i < n; i++)
+    if ((flat && flat->part[i] ? flat->part[i]->dtype : -1) != dtype[i]) return false;
+  return true;
+}
+
+static bool any_format(const int32_t *dtype, int n)
+{
+  for (int i = 0; i < n; i++)
+    if (dtype[i] >= 0) return true;
+  return false;
+}
+
+static eng_status check_format(const eng_params *set, int i, const char *what, int dtype)
+{
+  if (dtype == ENG_f32 || dtype_is_low(dtype)) return ENG_OK;
+  return error_set(ENG_ERR_DTYPE, "parameter %s: expected %s in f32, f16 or bf16, got %s", set->member[i].name, what,
+                   eng_dtype_name(dtype));
+}
+
+static void link_parts(eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->gradient = resting_place(set, i);
+    p->shadow = set->shadows ? set->shadows->part[i] : NULL;
+    params_forget(p);
+    if (p->fp8) p->fp8->source = NULL;
+    if (!p->shadow) continue;
+    p->shadow->parameter = p;
+    p->shadow->requires_grad = p->value->requires_grad;
+  }
+}
+
+/// A buffer of the wanted formats, NULL when there is no part at all.
+static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, const int32_t *dtype)
+{
+  *out = NULL;
+  return any_format(dtype, set->n) ? flat_new(out, ARENA_PARAMETER, set, dtype) : ENG_OK;
+}
+
+static eng_status check_alive(const eng_params *set)
+{
+  if (!set) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
+}
+
+// shadow or gradient NULL: f32 throughout.
+eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
+{
+  ENG_TRY(check_alive(set));
+  release_waiting();
+  if (set->kept) return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  for (int i = 0; i < set->n; i++) {
+    if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
+    if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
+  }
+  bool new_gradients = false;
+  for (int i = 0; i < set->n; i++) new_gradients = new_gradients || set->gradient_dtype[i] != (gradient ? gradient[i] : ENG_f32);
+  if (new_gradients && set->divided)
+    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot change their format; hint: a new optimizer");
+  // The new buffer first, so that a failure leaves the set as it was.
+  flat_buffer *fresh_shadows = NULL;
+  int32_t *wanted = set->which;   // free between passes
+  for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
+  bool new_shadows = !same_formats(set->shadows, wanted, set->n);
+  if (new_shadows && set->shadows && eng_tape_length() > 0)
+    return error_set(ENG_ERR_STATE, "low-precision weights cannot change their format while operations stand on the tape; "
+                     "hint: change the precision between steps");
+  if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
+  if (new_shadows) {
+    flat_release(set->shadows);
+    set->shadows = fresh_shadows;
+  }
+  if (new_gradients) {
+    flat_release(set->gradients);
+    set->gradients = NULL;             // made again by the next backward pass
+    for (int i = 0; i < set->n; i++) set->gradient_dtype[i] = gradient ? gradient[i] : ENG_f32;
+  }
+  flat_release(set->unscaled);
+  set->unscaled = NULL;
+  link_parts(set);
+  return new_shadows ? eng_params_refresh(set) : ENG_OK;
+}
+
+static eng_status refresh(parameter *p)
+{
+  eng_tensor shadow = tensor_handle(p->shadow), value = tensor_handle(p->value);
+  ENG_TRY(eng_copy(&shadow, &value));
+  p->seen = p->value->store->writes;
+  return ENG_OK;
+}
+
+eng_status eng_params_refresh(eng_params *set)
+{
+  ENG_TRY(check_alive(set));
+  for (int i = 0; i < set->n; i++)
+    if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
+  return ENG_OK;
+}
+
+eng_status params_shadow(tensor **out, parameter *p)
+{
+  *out = p->shadow;
+  return p->seen == p->value->store->writes ? ENG_OK : refresh(p);
+}
+
+void params_written(parameter *p)
+{
+  if (p->shadow) p->shadow->store->writes++;
+  if (p->seen == p->value->store->writes) p->seen++;
+  p->value->store->writes++;
+}
+
+// ---- gradients
+
+eng_status params_gradients(eng_params *set)
+{
+  if (set->divided)
+    return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2): only a trainer's step can compute them; "
+                     "hint: zero=1");
+  if (set->gradients || set->n == 0) return ENG_OK;
+  ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype));
+  for (int i = 0; i < set->n; i++)
+    if (!set->member[i].gradient) set->member[i].gradient = set->gradients->part[i];
+  return ENG_OK;
+}
+
+void params_divide(eng_params *set, flat_buffer *own)
+{
+  flat_release(set->gradients);
+  set->gradients = own;
+  set->divided = true;
+  for (int i = 0; i < set->n; i++) {
+    params_forget(&set->member[i]);
+    set->member[i].gradient = NULL;
+  }
+}
+
+eng_status eng_params_zero_grad(eng_params *set)
+{
+  ENG_TRY(check_alive(set));
+  release_waiting();
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    params_forget(p);
+    p->gradient = resting_place(set, i);   // no longer the unscaled one
+  }
+  return ENG_OK;
+}
+
+static void *past(const tensor *x, int64_t elements)
+{
+  return (char *)x->data + elements * eng_dtype_size(x->dtype);
+}
+
+static int spans(eng_params *set, const int64_t *own)
+{
+  int m = 0;
+  for (int i = 0; i < set->n; i++) {
+    const parameter *p = &set->member[i];
+    int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
+    if (!p->has_gradient || from == to) continue;
+    const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];     // divided: it begins with the own elements
+    set->which[m] = i;
+    set->span[m++] = (param_span){
+      .name = p->name, .count = to - from, .master = past(p->value, from),
+      .shadow = p->shadow ? past(p->shadow, from) : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
+      .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]), .gradient_dtype = gradient->dtype,
+      .moment_dtype = ENG_f32, .scale = p->unscaled ? 1 : p->carry,
+    };
+  }
+  return m;
+}
+
+int params_spans(eng_params *set) { return spans(set, NULL); }
+int params_own_spans(eng_params *set) { return spans(set, set->own); }
+
+eng_status params_here(const eng_params *set, const char *pass)
+{
+  ENG_TRY(graph_forbids(pass));
+  const backend *device = backend_current();
+  if (set->n == 0 || set->space == device->space) return ENG_OK;
+  const char *home = backend_of_space(set->space)->name;
+  return error_set(ENG_ERR_DEVICE, "the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')", home, device->name, home);
+}
+
+eng_status params_whole(const eng_params *set)
+{
+  return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2), and this rank has its own "
+                                  "elements alone; hint: zero=1") : ENG_OK;
+}
+
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
+{
+  const backend *device = backend_current();
+  ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
+  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  ENG_TRY(params_whole(set));
+  int m = params_spans(set);
+  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  for (int k = 0; k < m; k++) set->stats[k].carry = set->span[k].scale;
+  params_record(record, stats, set, set->stats, set->which, m, scale, needs);
+  return ENG_OK;
+}
+
+void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
+                   int m, double scale, unsigned needs)
+{
+  gradstats_sum(record, of_span, m, scale, needs);
+  if (record->first_bad >= 0) record->first_bad = which[record->first_bad];
+  for (int i = 0, k = 0; of_member && i < set->n; i++) {
+    if (k < m && which[k] == i) of_member[i] = of_span[k++];
+    else of_member[i] = (eng_tensor_stats){0};
+  }
+}
+
+eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs)
+{
+  const backend *device = backend_current();
+  ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
+  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  int m = params_own_spans(set);
+  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  memset(stats, 0, (size_t)set->n * sizeof *stats);
+  for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
+  for (int i = 0; i < set->n; i++) stats[i].carry = set->member[i].unscaled ? 1 : set->member[i].carry;
+  return ENG_OK;
+}
+
+void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale, unsigned needs)
+{
+  int m = 0;
+  for (int i = 0; i < set->n; i++) {
+    if (!set->member[i].has_gradient) continue;
+    set->which[m] = i;
+    set->stats[m++] = stats[i];
+  }
+  params_record(record, NULL, set, set->stats, set->which, m, scale, needs);
+}
+
+/// Makes the f32 buffer beside the low-precision gradients, once.
+static eng_status unscaled_buffer(eng_params *set)
+{
+  if (set->unscaled) return ENG_OK;
+  int32_t *dtype = set->which;   // free between passes
+  for (int i = 0; i < set->n; i++) dtype[i] = set->gradient_dtype[i] == ENG_f32 ? -1 : ENG_f32;
+  return any_format(dtype, set->n) ? flat_new(&set->unscaled, ARENA_GRADIENT, set, dtype) : ENG_OK;
+}
+
+eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
+{
+  *found_inf = 0;
+  ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set, "unscaling"));
+  const backend *device = backend_current();
+  if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
+  ENG_TRY(params_whole(set));
+  ENG_TRY(unscaled_buffer(set));
+  int m = params_spans(set);
+  for (int k = 0; k < m; k++) {
+    const parameter *p = &set->member[set->which[k]];
+    set->target[k] = p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
+  }
+  ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
+  for (int k = 0; k < m; k++) {
+    parameter *p = &set->member[set->which[k]];
+    if (p->gradient->dtype != ENG_f32) p->gradient = set->unscaled->part[p->index];
+    p->unscaled = true;
+  }
+  return ENG_OK;
+}
+
+eng_status eng_params_carry(eng_params *set, const double *carry)
+{
+  ENG_TRY(check_alive(set));
+  for (int i = 0; i < set->n; i++) {
+    if (!carry || (f64_is_finite(carry[i]) && carry[i] > 0)) continue;
+    return error_set(ENG_ERR_VALUE, "parameter %s: its gradient cannot carry the factor %g: expected a positive finite number",
+                     set->member[i].name, carry[i]);
+  }
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->carry_next = carry ? carry[i] : 1;
+    if (!p->has_gradient) p->carry = p->carry_next;
+  }
+  return ENG_OK;
+}
+
+// ---- a reference backward
+
+eng_status eng_params_reference_begin(eng_params *set)
+{
+  ENG_TRY(check_alive(set));
+  if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward runs already");
+  for (int i = 0; i < set->n; i++)
+    if (set->member[i].unscaled) return error_set(ENG_ERR_STATE, "a reference backward comes before the gradients are unscaled");
+  for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
+  if (!set->reference && set->n > 0) ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
+  set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
+  if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    set->kept[i] = p->has_gradient;
+    p->has_gradient = false;
+    p->gradient = set->reference->part[i];
+  }
+  return ENG_OK;
+}
+
+eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale)
+{
+  *norm = 0;
+  ENG_TRY(check_alive(set));
+  if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward runs");
+  const backend *device = backend_current();
+  int m = params_spans(set);
+  eng_status status = params_here(set, "the end of a reference backward");
+  if (status == ENG_OK)
+    status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
+                               : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  double sum_squares = 0;
+  for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
+  for (int k = 0; k < m && status == ENG_OK; k++) {
+    double size = sqrt(set->stats[k].sum_squares) / set->span[k].scale / scale;
+    sum_squares += size * size;
+    if (norms) norms[set->which[k]] = size;
+  }
+  *norm = sqrt(sum_squares);
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->has_gradient = set->kept[i];
+    p->gradient = resting_place(set, i);
+  }
+  free(set->kept);
+  set->kept = NULL;
+  return status;
+}
+
+// ---- facts
+
+void eng_params_bytes(int64_t bytes[4], const eng_params *set)
+{
+  const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
+  for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
+  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
+  bytes[3] = 0;
+  for (int i = 0; i < set->n; i++) bytes[3] += fp8_weight_bytes(set->member[i].fp8);
+}
+
+int64_t eng_params_count(const eng_params *set)
+{
+  return set->count;
+}
+
+uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum_of(set, NULL, 0); }
+
+uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
+{
+  uint64_t hash = 0xCBF29CE484222325ull;
+  for (int i = 0; i < set->n && !set->freed; i++) {
+    if (which && which[i] != value) continue;
+    const char *at = set->member[i].value->data;
+    int64_t left = set->member[i].value->count * (int64_t)sizeof(float);
+    while (left > 0) {
+      unsigned char piece[65536];
+      int64_t bytes = left < (int64_t)sizeof piece ? left : (int64_t)sizeof piece;
+      if (transfer_to_host(piece, set->space, at, bytes) != ENG_OK) return 0;
+      for (int64_t k = 0; k < bytes; k++) hash = (hash ^ piece[k]) * 0x100000001B3ull;
+      at += bytes;
+      left -= bytes;
+    }
+  }
+  return hash;
+}

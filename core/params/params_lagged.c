@@ -1,0 +1,139 @@
+// Gradient statistics that nobody waits for (lagged mode): asked for at one step, read at the next. On a card they stay there
+// until they are fetched; a device that computes at once keeps them here, so that a script sees the same on both.
+// Owns eng_params.pending. Called by Lua and, for the update, by optimizer.c.
+#include "params.h"
+
+#include "base/error.h"
+#include "device/transfer.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host)
+{
+  size_t some = (size_t)(set->n > 0 ? set->n : 1);
+  if (!p->which) p->which = calloc(some, sizeof *p->which);
+  if (!p->carry) p->carry = calloc(some, sizeof *p->carry);
+  if (on_host && !p->stats) p->stats = calloc(some, sizeof *p->stats);
+  if (p->which && p->carry && (p->stats || !on_host)) return ENG_OK;
+  return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
+}
+
+void eng_params_stats_forget(eng_params *set)
+{
+  const backend *device = backend_of_space(set->space);
+  for (; set->n_pending > 0; set->n_pending--) {
+    const pending_stats *p = &set->pending[set->first_pending];
+    if (device && device->gradstats_fetch) device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0);
+    set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
+  }
+}
+
+eng_status eng_params_stats_withdraw(eng_params *set)
+{
+  const backend *device = backend_of_space(set->space);
+  if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+  const pending_stats *p = &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+  if (set->newest == p) set->newest = NULL;
+  return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0) : ENG_OK;
+}
+
+void params_forget_lagged(eng_params *set)
+{
+  eng_params_stats_forget(set);
+  for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
+    free(set->pending[i].which);
+    free(set->pending[i].carry);
+    free(set->pending[i].stats);
+  }
+}
+
+static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
+{
+  if (n < 0 || n > MOST_LOSSES) return error_set(ENG_ERR_VALUE, "lagged statistics: expected 0 to %d losses, got %d", MOST_LOSSES, n);
+  for (int i = 0; i < n; i++) {
+    ENG_TRY(tensor_get(&loss[i], &losses[i]));
+    if (loss[i]->dtype != ENG_f32 || loss[i]->count != 1)
+      return error_set(ENG_ERR_DTYPE, "lagged statistics: expected a loss of one f32 element, got %s; hint: loss:to('f32'), or mode=sync",
+                       tensor_text(loss[i]));
+    if (loss[i]->store->space != arena_space())
+      return error_set(ENG_ERR_DEVICE, "lagged statistics: the loss %s is not in the memory of the device in force, %s", tensor_text(loss[i]), backend_current()->name);
+  }
+  return ENG_OK;
+}
+
+eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses, int n_losses)
+{
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
+    return error_set(ENG_ERR_STATE, "lagged statistics: %d are on their way already; hint: fetch the oldest first", ENG_STATS_ON_THEIR_WAY);
+  ENG_TRY(params_here(set, "gradient statistics"));
+  const backend *device = backend_current();
+  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  ENG_TRY(params_whole(set));
+  tensor *loss[MOST_LOSSES];
+  ENG_TRY(check_losses(loss, losses, n_losses));
+  pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+  ENG_TRY(room_for(p, set, !device->gradstats_start));
+  p->needs = needs;
+  p->n_losses = n_losses;
+  p->m = params_spans(set);
+  memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
+  for (int k = 0; k < p->m; k++) p->carry[k] = set->span[k].scale;
+  if (device->gradstats_start) {
+    ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
+  } else {
+    ENG_TRY(device->gradstats(set->span, p->m, needs | ENG_NEED_NORM, p->stats));
+    p->loss = p->sum_squares = 0;
+    p->overflow = false;
+    for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
+    for (int k = 0; k < p->m; k++) {
+      double scale = p->stats[k].carry = set->span[k].scale;
+      p->sum_squares += p->stats[k].sum_squares / (scale * scale);
+      p->overflow = p->overflow || p->stats[k].inf + p->stats[k].nan > 0;
+    }
+  }
+  set->n_pending++;
+  set->newest = p;
+  return ENG_OK;
+}
+
+eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss, eng_params *set, double scale)
+{
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+  ENG_TRY(params_here(set, "gradient statistics"));
+  const backend *device = backend_current();
+  pending_stats *p = &set->pending[set->first_pending];
+  const eng_tensor_stats *found = p->stats;
+  set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
+  set->n_pending--;   // gone, whatever comes back
+  if (device->gradstats_fetch) {
+    double values[MOST_LOSSES];
+    ENG_TRY(device->gradstats_fetch(p->ticket, set->stats, p->m, values, p->n_losses));
+    p->loss = 0;
+    for (int i = 0; i < p->n_losses; i++) p->loss += values[i];
+    found = set->stats;
+    for (int k = 0; k < p->m; k++) set->stats[k].carry = p->carry[k];
+  }
+  *loss = p->loss;
+  params_record(record, stats, set, found, p->which, p->m, scale, p->needs);
+  return ENG_OK;
+}
+
+int eng_params_stats_pending(const eng_params *set)
+{
+  return set->n_pending;
+}
+
+bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor, double clip_norm)
+{
+  const pending_stats *p = set->newest;
+  *factor = gradient_factor;
+  if (!p) return true;
+  if (p->overflow) return false;
+  double norm = sqrt(p->sum_squares) * gradient_factor;
+  if (clip_norm > 0 && norm > clip_norm) *factor *= clip_norm / (norm + 1e-6);
+  return true;
+}

@@ -1,0 +1,585 @@
+// The library a policy sees, all of it constant: base, math, table, string and bit, less whatever could leave the sandbox, keep
+// hidden state, eat the clock inside one C call, or answer differently on the next run of the same record.
+// Ours in place of LuaJIT's: pairs and next (fixed order), tostring and string.format (no addresses),
+// math.random (seeded by the step), table.sort and the pattern functions (bounded work and C stack).
+// Called by policy_vm.c when a policy is loaded.
+#define _GNU_SOURCE
+#include "policy_vm.h"
+
+#include "base/nearest.h"
+#include "pattern.h"
+
+#include <lualib.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// ------------------------------------------------------------------ base
+
+// The environment has no such name. What was taken away on purpose is told apart from a slip.
+static int unknown_global(lua_State *L)
+{
+  static const char *const names[] = {
+    "assert", "error", "ipairs", "next", "pairs", "pcall", "select", "tonumber", "tostring", "type", "unpack",
+    "math", "table", "string", "bit", "check", "back_off", "grow" };
+  static const char *const removed[] = {
+    "load", "loadstring", "loadfile", "dofile", "require", "collectgarbage", "getfenv", "setfenv", "newproxy", "rawset",
+    "rawget", "rawequal", "setmetatable", "getmetatable", "xpcall", "print", "coroutine", "io", "os", "debug", "package",
+    "ffi", "jit", "module", "gcinfo", "_G" };
+  const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?";
+  for (size_t i = 0; i < sizeof removed / sizeof *removed; ++i)
+    if (strcmp(name, removed[i]) == 0) return luaL_error(L, "'%s' does not exist in a policy (policies/README.md says what does)", name);
+  return luaL_error(L, "'%s' is not defined%s", name, nearest_hint(name, names, (int)(sizeof names / sizeof *names)));
+}
+
+static int global_assigned(lua_State *L)
+{
+  return luaL_error(L, "a policy has no global variables ('%s'): write 'local', and keep in 'state' what must last",
+                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
+}
+
+// A budget that is spent ends the policy whoever would catch its errors; and each call costs something, for with the stack nearly full
+// LuaJIT raises before it counts an instruction.
+static int box_pcall(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  luaL_checkany(L, 1);
+  policy_check_stack(p);
+  policy_charge(p, 16);
+  int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
+  policy_charge(p, 0);                                     // raises again where the policy is being ended
+  lua_pushboolean(L, status == 0);
+  lua_insert(L, 1);
+  return lua_gettop(L);
+}
+
+static int box_tostring(lua_State *L)
+{
+  luaL_checkany(L, 1);
+  switch (lua_type(L, 1)) {
+    case LUA_TSTRING:  lua_settop(L, 1); break;
+    case LUA_TNUMBER:  lua_settop(L, 1); lua_tostring(L, 1); break;
+    case LUA_TBOOLEAN: lua_pushstring(L, lua_toboolean(L, 1) ? "true" : "false"); break;
+    case LUA_TUSERDATA: lua_pushstring(L, policy_record_name(L, 1) ? policy_record_name(L, 1) : "userdata"); break;
+    default:           lua_pushstring(L, luaL_typename(L, 1));
+  }
+  return 1;
+}
+
+// ---- constants: a table behind an empty one, which a policy can neither fill nor see behind. It has no function that makes or finds a
+// metatable, so a table with one is such a constant.
+
+static int constant_assigned(lua_State *L)                 // upvalue: what it is
+{
+  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes", lua_tostring(L, lua_upvalueindex(1)),
+                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
+}
+
+void policy_make_constant(lua_State *L, const char *what)
+{
+  lua_newtable(L);
+  lua_createtable(L, 0, 2);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pushstring(L, what);
+  lua_pushcclosure(L, constant_assigned, 1);
+  lua_setfield(L, -2, "__newindex");
+  lua_setmetatable(L, -2);
+  lua_remove(L, -2);
+}
+
+void policy_open_constant(lua_State *L, int index)
+{
+  if (!lua_istable(L, index) || !lua_getmetatable(L, index)) return;
+  lua_getfield(L, -1, "__index");
+  lua_replace(L, index);
+  lua_pop(L, 1);
+}
+
+// table.insert and table.move write past a metatable: into their first argument or their fifth. An insert moves what follows its place.
+static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
+{
+  if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
+    lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
+    if (!(at >= 1 && at <= n + 1)) return luaL_error(L, "table.insert: place %f of a list of %f", at, n);
+    policy_charge(policy_of(L), (int64_t)(n + 1 - at));
+  }
+  for (int i = 1; i <= 5; i += 4)
+    if (lua_istable(L, i) && lua_getmetatable(L, i)) return luaL_error(L, "this table is constant; keep in 'state' what changes");
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);
+  return lua_gettop(L);
+}
+
+// ---- pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order of
+// string keys changes from process to process.
+
+typedef struct key { int rank; size_t length; double number; const char *text; } key;
+
+static int by_key(const void *left, const void *right)
+{
+  const key *a = left, *b = right;
+  if (a->rank != b->rank) return a->rank - b->rank;
+  if (a->rank != 1) return (a->number > b->number) - (a->number < b->number);
+  size_t common = a->length < b->length ? a->length : b->length;
+  int order = memcmp(a->text, b->text, common);
+  return order ? order : (a->length > b->length) - (a->length < b->length);
+}
+
+static key read_key(lua_State *L, int index)
+{
+  key k = {0};
+  switch (lua_type(L, index)) {
+    case LUA_TNUMBER:  k.number = lua_tonumber(L, index); break;
+    case LUA_TSTRING:  k.rank = 1; k.text = lua_tolstring(L, index, &k.length); break;
+    case LUA_TBOOLEAN: k.rank = 2; k.number = lua_toboolean(L, index); break;
+    default: luaL_error(L, "a %s as a key has no fixed order; use numbers, strings or booleans", luaL_typename(L, index));
+  }
+  return k;
+}
+
+static void push_key(lua_State *L, const key *k)
+{
+  if (k->rank == 1) lua_pushlstring(L, k->text, k->length);
+  else if (k->rank == 2) lua_pushboolean(L, k->number != 0);
+  else lua_pushnumber(L, k->number);
+}
+
+// Upvalues: the table, its sorted keys, the place among them.
+static int pairs_step(lua_State *L)
+{
+  lua_Integer i = lua_tointeger(L, lua_upvalueindex(3));
+  for (;;) {
+    lua_rawgeti(L, lua_upvalueindex(2), (int)++i);
+    if (lua_isnil(L, -1)) return 1;
+    lua_pushvalue(L, -1);
+    lua_rawget(L, lua_upvalueindex(1));
+    if (!lua_isnil(L, -1)) break;                     // assigned nil during the traversal
+    lua_pop(L, 2);
+  }
+  lua_pushinteger(L, i);
+  lua_replace(L, lua_upvalueindex(3));
+  return 2;
+}
+
+static int box_pairs(lua_State *L)
+{
+  if (policy_record_pairs(L, 1)) return 3;
+  luaL_checktype(L, 1, LUA_TTABLE);
+  lua_settop(L, 1);
+  policy_open_constant(L, 1);
+  size_t n = 0;
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) ++n;
+  policy_charge(policy_of(L), (int64_t)n * 8);
+  lua_pushvalue(L, 1);
+  key *keys = lua_newuserdata(L, (n + 1) * sizeof *keys);
+  size_t i = 0;
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) keys[i++] = read_key(L, -2);
+  qsort(keys, n, sizeof *keys, by_key);
+  lua_createtable(L, (int)n, 0);
+  for (i = 0; i < n; ++i) {
+    push_key(L, &keys[i]);
+    lua_rawseti(L, -2, (int)i + 1);
+  }
+  lua_remove(L, -2);
+  lua_pushinteger(L, 0);
+  lua_pushcclosure(L, pairs_step, 3);
+  lua_pushvalue(L, 1);
+  lua_pushnil(L);
+  return 3;
+}
+
+// The smallest key above the given one.
+static int box_next(lua_State *L)
+{
+  luaL_checktype(L, 1, LUA_TTABLE);
+  lua_settop(L, 2);
+  policy_open_constant(L, 1);
+  key after = {0}, best = {0};
+  bool first = lua_isnil(L, 2), found = false;
+  if (!first) after = read_key(L, 2);
+  int64_t n = 0;
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1), ++n) {
+    key k = read_key(L, -2);
+    if ((first || by_key(&k, &after) > 0) && (!found || by_key(&k, &best) < 0)) best = k, found = true;
+  }
+  policy_charge(policy_of(L), n);
+  if (!found) { lua_pushnil(L); return 1; }
+  push_key(L, &best);
+  lua_pushvalue(L, -1);
+  lua_rawget(L, 1);
+  return 2;
+}
+
+// ------------------------------------------------------------------ math
+
+// Rounds to float, as a scaler that keeps its scale in a float32 tensor does.
+static int box_f32(lua_State *L)
+{
+  lua_pushnumber(L, (double)(float)luaL_checknumber(L, 1));
+  return 1;
+}
+
+// SplitMix64 over a counter, begun anew by every record: the same step always draws the same numbers.
+static uint64_t mix(uint64_t z)
+{
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+static int box_random(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  uint64_t draw = mix(mix(p->random_key + 0x9E3779B97F4A7C15ull) + ++p->random_count * 0x9E3779B97F4A7C15ull);
+  double r = (double)(draw >> 11) * 0x1p-53, low = 1, high;
+  switch (lua_gettop(L)) {
+    case 0: lua_pushnumber(L, r); return 1;
+    case 1: high = floor(luaL_checknumber(L, 1)); break;
+    default: low = floor(luaL_checknumber(L, 1)); high = floor(luaL_checknumber(L, 2));
+  }
+  if (!(low <= high)) return luaL_error(L, "math.random: the interval is empty");
+  lua_pushnumber(L, floor(r * (high - low + 1)) + low);
+  return 1;
+}
+
+// ------------------------------------------------------------------ table and string
+
+enum { BYTES_PER_INSTRUCTION = 64 };
+
+// A library function whose work is the length of its result, which need not be new memory.
+static int box_charged(lua_State *L)                   // upvalue: LuaJIT's function
+{
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  lua_call(L, lua_gettop(L) - 1, 1);
+  policy_charge(policy_of(L), (int64_t)lua_objlen(L, -1) / BYTES_PER_INSTRUCTION);
+  return 1;
+}
+
+static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
+{
+  eng_policy *p = policy_of(L);
+  luaL_checktype(L, 1, LUA_TTABLE);
+  lua_settop(L, 2);
+  policy_check_stack(p);
+  int64_t n = (int64_t)lua_objlen(L, 1), rounds = 1;
+  while ((1ll << rounds) < n) ++rounds;
+  policy_charge(p, n * rounds);
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_pushvalue(L, 1);
+  if (!lua_isnil(L, 2)) lua_pushvalue(L, 2);
+  lua_call(L, lua_isnil(L, 2) ? 1 : 2, 0);
+  return 0;
+}
+
+static int box_format(lua_State *L)                    // upvalue: LuaJIT's format
+{
+  int n = lua_gettop(L);
+  size_t length;
+  const char *format = luaL_checklstring(L, 1, &length);
+  for (size_t i = 0; i < length; ++i) {
+    if (format[i] != '%') continue;
+    ++i;
+    while (i < length && strchr("-+ #0123456789.", format[i])) ++i;
+    if (i < length && format[i] == 'p') return luaL_error(L, "string.format: '%%p' is not available in a policy");
+  }
+  for (int i = 2; i <= n; ++i)
+    if (lua_type(L, i) != LUA_TNUMBER && lua_type(L, i) != LUA_TSTRING && lua_type(L, i) != LUA_TBOOLEAN && !lua_isnil(L, i))
+      return luaL_error(L, "string.format: argument %d is a %s, which has no text", i, luaL_typename(L, i));
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  lua_call(L, n, 1);
+  return 1;
+}
+
+static void begin_match(lua_State *L, pattern_state *m)
+{
+  memset(m, 0, offsetof(pattern_state, capture));
+  m->subject = luaL_checklstring(L, 1, &m->subject_length);
+  m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
+}
+
+// What the matcher's work costs of the budget.
+enum { TESTS_PER_INSTRUCTION = 8 };
+
+static bool try_match(lua_State *L, pattern_state *m, size_t start, size_t at, size_t *end)
+{
+  eng_policy *p = policy_of(L);
+  int64_t allowed = p->budget > 0 ? p->budget * TESTS_PER_INSTRUCTION : 0;
+  m->work = allowed;
+  bool found = pattern_match(m, start, at, end);
+  p->budget -= (allowed - (m->work > 0 ? m->work : 0)) / TESTS_PER_INSTRUCTION;
+  if (m->error == pattern_exhausted) policy_kill(p, "a pattern takes too long on this text");
+  if (m->error) luaL_error(L, "%s", m->error);
+  return found;
+}
+
+static void push_capture(lua_State *L, const pattern_state *m, int i, size_t start, size_t end)
+{
+  if (i >= m->captures) {
+    if (i > 0) luaL_error(L, "invalid capture index");
+    lua_pushlstring(L, m->subject + start, end - start);
+  } else if (m->capture[i].length == PATTERN_POSITION) lua_pushinteger(L, (lua_Integer)m->capture[i].begin + 1);
+  else lua_pushlstring(L, m->subject + m->capture[i].begin, (size_t)m->capture[i].length);
+}
+
+// All captures; the whole match where the pattern has none and `whole` is set.
+static int push_captures(lua_State *L, const pattern_state *m, bool whole, size_t start, size_t end)
+{
+  int n = m->captures == 0 && whole ? 1 : m->captures;
+  luaL_checkstack(L, n, "too many captures");
+  for (int i = 0; i < n; ++i) push_capture(L, m, i, start, end);
+  return n;
+}
+
+static size_t first_index(lua_State *L, int argument, size_t length)
+{
+  lua_Integer init = luaL_optinteger(L, argument, 1);
+  if (init < 0) init += (lua_Integer)length + 1;
+  if (init < 1) init = 1;
+  return init - 1 > (lua_Integer)length ? length : (size_t)(init - 1);
+}
+
+static bool is_plain(const pattern_state *m)
+{
+  for (size_t i = 0; i < m->pattern_length; ++i)
+    if (memchr("^$*+?.([%-", m->pattern[i], 10)) return false;
+  return true;
+}
+
+static int find_or_match(lua_State *L, bool find)
+{
+  pattern_state m;
+  begin_match(L, &m);
+  size_t start = first_index(L, 3, m.subject_length), end;
+  if (find && (lua_toboolean(L, 4) || is_plain(&m))) {
+    policy_charge(policy_of(L), (int64_t)(m.subject_length / TESTS_PER_INSTRUCTION));
+    const char *at = memmem(m.subject + start, m.subject_length - start, m.pattern, m.pattern_length);
+    if (!at) { lua_pushnil(L); return 1; }
+    lua_pushinteger(L, at - m.subject + 1);
+    lua_pushinteger(L, at - m.subject + (lua_Integer)m.pattern_length);
+    return 2;
+  }
+  bool anchored = m.pattern_length > 0 && m.pattern[0] == '^';
+  do {
+    if (!try_match(L, &m, start, anchored, &end)) continue;
+    if (!find) return push_captures(L, &m, true, start, end);
+    lua_pushinteger(L, (lua_Integer)start + 1);
+    lua_pushinteger(L, (lua_Integer)end);
+    return 2 + push_captures(L, &m, false, start, end);
+  } while (++start <= m.subject_length && !anchored);
+  lua_pushnil(L);
+  return 1;
+}
+
+static int box_find(lua_State *L)
+{
+  return find_or_match(L, true);
+}
+
+static int box_match(lua_State *L)
+{
+  return find_or_match(L, false);
+}
+
+// Upvalues: subject, pattern, offset to go on from.
+static int gmatch_step(lua_State *L)
+{
+  pattern_state m;
+  lua_settop(L, 0);
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_pushvalue(L, lua_upvalueindex(2));
+  begin_match(L, &m);
+  size_t end;
+  for (size_t start = (size_t)lua_tointeger(L, lua_upvalueindex(3)); start <= m.subject_length; ++start) {
+    if (!try_match(L, &m, start, 0, &end)) continue;
+    lua_pushinteger(L, (lua_Integer)(end == start ? end + 1 : end));   // an empty match moves on by one
+    lua_replace(L, lua_upvalueindex(3));
+    return push_captures(L, &m, true, start, end);
+  }
+  return 0;
+}
+
+static int box_gmatch(lua_State *L)
+{
+  luaL_checkstring(L, 1);
+  luaL_checkstring(L, 2);
+  lua_settop(L, 2);
+  lua_pushinteger(L, 0);
+  lua_pushcclosure(L, gmatch_step, 3);
+  return 1;
+}
+
+static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m, size_t start, size_t end)
+{
+  switch (lua_type(L, 3)) {
+    case LUA_TFUNCTION:
+      policy_check_stack(policy_of(L));
+      lua_pushvalue(L, 3);
+      lua_call(L, push_captures(L, m, true, start, end), 1);
+      break;
+    case LUA_TTABLE:
+      push_capture(L, m, 0, start, end);
+      lua_rawget(L, 3);
+      break;
+    default: {
+      size_t length;
+      const char *text = lua_tolstring(L, 3, &length);
+      for (size_t i = 0; i < length; ++i) {
+        if (text[i] != '%') { luaL_addchar(b, text[i]); continue; }
+        char c = ++i < length ? text[i] : '\0';
+        if (c == '0') luaL_addlstring(b, m->subject + start, end - start);
+        else if (c >= '1' && c <= '9') { push_capture(L, m, c - '1', start, end); luaL_addvalue(b); }
+        else luaL_addchar(b, c);
+      }
+      return;
+    }
+  }
+  if (!lua_toboolean(L, -1)) {                       // nil or false: the match stays
+    lua_pop(L, 1);
+    lua_pushlstring(L, m->subject + start, end - start);
+  } else if (!lua_isstring(L, -1)) luaL_error(L, "string.gsub: a replacement is a %s; expected a text", luaL_typename(L, -1));
+  luaL_addvalue(b);
+}
+
+static int box_gsub(lua_State *L)
+{
+  pattern_state m;
+  begin_match(L, &m);
+  int type = lua_type(L, 3);
+  luaL_argcheck(L, type == LUA_TSTRING || type == LUA_TNUMBER || type == LUA_TTABLE || type == LUA_TFUNCTION, 3,
+                "expected a text, a table or a function");
+  lua_Integer most = luaL_optinteger(L, 4, (lua_Integer)m.subject_length + 1), count = 0;
+  bool anchored = m.pattern_length > 0 && m.pattern[0] == '^';
+  size_t at = 0, end;
+  luaL_Buffer b;
+  luaL_buffinit(L, &b);
+  while (count < most) {
+    bool found = try_match(L, &m, at, anchored, &end);
+    if (found) {
+      ++count;
+      add_replacement(L, &b, &m, at, end);
+    }
+    if (found && end > at) at = end;
+    else if (at < m.subject_length) { luaL_addchar(&b, m.subject[at]); ++at; }
+    else break;
+    if (anchored) break;
+  }
+  if (at < m.subject_length) luaL_addlstring(&b, m.subject + at, m.subject_length - at);
+  luaL_pushresult(&b);
+  lua_pushinteger(L, count);
+  return 2;
+}
+
+// ------------------------------------------------------------------ the environment
+
+// Copies names (NULL at the end) of the library table on top of the stack into a new table, and drops the former.
+static void take(lua_State *L, const char *const *names)
+{
+  lua_newtable(L);
+  for (; *names; ++names) {
+    lua_getfield(L, -2, *names);
+    lua_setfield(L, -2, *names);
+  }
+  lua_remove(L, -2);
+}
+
+static void open_library(lua_State *L, lua_CFunction open, const char *name)
+{
+  lua_pushcfunction(L, open);
+  lua_pushstring(L, name);
+  lua_call(L, 1, 0);
+}
+
+static void set_function(lua_State *L, const char *name, lua_CFunction function)
+{
+  lua_pushcfunction(L, function);
+  lua_setfield(L, -2, name);
+}
+
+// The library on top of the stack goes into the environment below it.
+static void set_library(lua_State *L, const char *name)
+{
+  char what[32];
+  snprintf(what, sizeof what, "the fields of '%s'", name);
+  policy_make_constant(L, what);
+  lua_setfield(L, -2, name);
+}
+
+// Puts `function` in place of the library's own, which becomes its upvalue.
+static void wrap(lua_State *L, const char *name, lua_CFunction function)
+{
+  lua_getfield(L, -1, name);
+  lua_pushcclosure(L, function, 1);
+  lua_setfield(L, -2, name);
+}
+
+void policy_box_open(eng_policy *p)
+{
+  static const char *const base[] = { "assert", "error", "ipairs", "select", "tonumber", "type", "unpack", NULL };
+  static const char *const math_names[] = { "abs", "acos", "asin", "atan", "atan2", "ceil", "cos", "cosh", "deg", "exp", "floor", "fmod",
+    "frexp", "huge", "ldexp", "log", "log10", "max", "min", "modf", "pi", "pow", "rad", "sin", "sinh", "sqrt", "tan", "tanh", NULL };
+  static const char *const table_names[] = { "concat", "insert", "maxn", "move", "remove", "sort", NULL };
+  static const char *const string_names[] = { "byte", "char", "format", "len", "lower", "rep", "reverse", "sub", "upper", NULL };
+  static const char *const bit_names[] = { "arshift", "band", "bnot", "bor", "bswap", "bxor", "lshift", "rol", "ror", "rshift",
+    "tobit", "tohex", NULL };
+  lua_State *L = p->L;
+  open_library(L, luaopen_base, "");
+  open_library(L, luaopen_math, LUA_MATHLIBNAME);
+  open_library(L, luaopen_table, LUA_TABLIBNAME);
+  open_library(L, luaopen_string, LUA_STRLIBNAME);
+  open_library(L, luaopen_bit, LUA_BITLIBNAME);
+
+  lua_pushvalue(L, LUA_GLOBALSINDEX);
+  take(L, base);
+  set_function(L, "pairs", box_pairs);
+  set_function(L, "next", box_next);
+  set_function(L, "tostring", box_tostring);
+  set_function(L, "pcall", box_pcall);
+
+  lua_getglobal(L, "math");
+  take(L, math_names);
+  set_function(L, "random", box_random);
+  set_function(L, "f32", box_f32);
+  set_library(L, "math");
+
+  lua_getglobal(L, "table");
+  take(L, table_names);
+  wrap(L, "sort", box_sort);
+  wrap(L, "insert", box_writing);
+  wrap(L, "move", box_writing);
+  wrap(L, "concat", box_charged);
+  set_library(L, "table");
+
+  lua_getglobal(L, "bit");
+  take(L, bit_names);
+  set_library(L, "bit");
+
+  lua_getglobal(L, "string");
+  take(L, string_names);
+  wrap(L, "format", box_format);
+  wrap(L, "rep", box_charged);
+  wrap(L, "lower", box_charged);
+  wrap(L, "upper", box_charged);
+  wrap(L, "reverse", box_charged);
+  set_function(L, "find", box_find);
+  set_function(L, "match", box_match);
+  set_function(L, "gmatch", box_gmatch);
+  set_function(L, "gsub", box_gsub);
+  lua_pushliteral(L, "");                              // ("text"):method() sees the same functions
+  lua_getmetatable(L, -1);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pop(L, 2);
+  set_library(L, "string");
+  policy_checks_open(L);
+  set_library(L, "check");
+
+  lua_newtable(L);
+  set_function(L, "__index", unknown_global);
+  set_function(L, "__newindex", global_assigned);
+  lua_setmetatable(L, -2);
+}

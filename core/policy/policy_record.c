@@ -1,0 +1,538 @@
+// The record as a policy sees it: userdata that read the host's structures on access, so that a decision
+// pays only for the fields it looks at, nothing is copied, and nothing can be written.
+// Owns the names of tensors and groups, the groups' sums, and the signals.
+// Called by policy_vm.c when a policy is loaded, by policy_box.c for pairs() and tostring().
+#include "policy_vm.h"
+
+#include "base/error.h"
+#include "device/gradstats.h"
+#include "base/nearest.h"
+#include "base/numerics.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum view_kind { VIEW_RECORD, VIEW_HIST, VIEW_TENSORS, VIEW_GROUPS, VIEW_SIGNALS, VIEW_TENSOR, VIEW_GROUP,
+                         VIEW_TENSOR_HIST, VIEW_GROUP_HIST, VIEW_KINDS } view_kind;
+
+static const char *const view_names[VIEW_KINDS] = { "record", "record.hist", "record.tensors", "record.groups", "record.signals",
+                                                    "a tensor's statistics", "a group's statistics", "a tensor's hist", "a group's hist" };
+
+typedef struct view { int32_t kind, index; } view;
+
+enum { HIST_LOWEST = -160 };          // exponent of bin 0
+
+// Places in the registry; 1 and 2 are policy_vm.c's.
+enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
+
+enum { F_STEP, F_UPDATES, F_SCALE, F_LOSS, F_LR, F_OVERFLOW, F_INF, F_NAN, F_COUNT, F_ZEROS, F_UNDERFLOW, F_AMAX, F_NORM,
+       F_NORM_REF, F_ELAPSED, F_FIRST_BAD, F_HIST, F_TENSORS, F_GROUPS, F_SIGNALS, F_END };
+static const char *const record_fields[F_END] = { "step", "updates", "scale", "loss", "lr", "overflow", "inf", "nan", "count",
+  "zeros", "underflow", "amax", "norm", "norm_ref", "elapsed", "first_bad", "hist", "tensors", "groups", "signals" };
+static const unsigned record_needs[F_END] = { [F_ZEROS] = ENG_NEED_ZEROS, [F_UNDERFLOW] = ENG_NEED_UNDERFLOW,
+  [F_AMAX] = ENG_NEED_AMAX, [F_NORM] = ENG_NEED_NORM, [F_NORM_REF] = ENG_NEED_NORM_REF, [F_HIST] = ENG_NEED_HIST,
+  [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS };
+
+enum { S_NAME, S_SCALE, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_NORM_REF, S_MEASURED, S_CLIPPED,
+       S_SNR, S_HIST, S_END };
+static const char *const stats_fields[S_END] = { "name", "scale", "overflow", "inf", "nan", "count", "zeros", "underflow", "amax", "norm",
+                                                   "norm_ref", "measured", "clipped", "snr", "hist" };
+static const unsigned stats_needs[S_END] = { [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW,
+  [S_AMAX] = ENG_NEED_AMAX, [S_NORM] = ENG_NEED_NORM, [S_NORM_REF] = ENG_NEED_NORM_REF, [S_HIST] = ENG_NEED_HIST };
+
+void field_map_add(field_map *map, const char *key, int field)
+{
+  unsigned i = (unsigned)((uintptr_t)key >> 3) % FIELD_BUCKETS;
+  while (map->key[i]) i = (i + 1) % FIELD_BUCKETS;
+  map->key[i] = key;
+  map->field[i] = (int8_t)field;
+}
+
+static const eng_record *record_in_view(eng_policy *p)
+{
+  if (!p->record) luaL_error(p->L, "the record can be read inside decide only");
+  return p->record;
+}
+
+static int unknown_field(lua_State *L, const char *what, const char *const *fields, int n)
+{
+  if (lua_type(L, 2) != LUA_TSTRING) return luaL_error(L, "%s: the field is a %s; expected a name", what, luaL_typename(L, 2));
+  const char *name = lua_tostring(L, 2);
+  return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, fields, n));
+}
+
+static int not_needed(lua_State *L, const char *what, const char *field)
+{
+  return luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what, field, field);
+}
+
+// ------------------------------------------------------------------ the record
+
+static int push_record_field(lua_State *L, eng_policy *p, int field)
+{
+  const eng_record *r = record_in_view(p);
+  switch (field) {
+    case F_STEP:      lua_pushnumber(L, (double)r->step); break;
+    case F_UPDATES:   lua_pushnumber(L, (double)r->updates); break;
+    case F_SCALE:     lua_pushnumber(L, r->scale); break;
+    case F_LOSS:      lua_pushnumber(L, r->loss); break;
+    case F_LR:        lua_pushnumber(L, r->lr); break;
+    case F_OVERFLOW:  lua_pushboolean(L, r->overflow); break;
+    case F_INF:       lua_pushnumber(L, (double)r->inf); break;
+    case F_NAN:       lua_pushnumber(L, (double)r->nan); break;
+    case F_COUNT:     lua_pushnumber(L, (double)r->count); break;
+    case F_ZEROS:     lua_pushnumber(L, (double)r->zeros); break;
+    case F_UNDERFLOW: lua_pushnumber(L, (double)r->underflow); break;
+    case F_AMAX:      lua_pushnumber(L, r->amax); break;
+    case F_NORM:      lua_pushnumber(L, r->norm); break;
+    case F_NORM_REF:
+      if (f64_is_nan(r->norm_ref)) lua_pushnil(L);           // no reference backward this step
+      else lua_pushnumber(L, r->norm_ref);
+      break;
+    case F_ELAPSED:   lua_pushnumber(L, r->elapsed); break;
+    case F_FIRST_BAD:
+      if (r->first_bad >= 0 && r->first_bad < p->n_tensors) lua_pushstring(L, p->tensors[r->first_bad]);
+      else lua_pushnil(L);
+      break;
+    default:
+      if ((field == F_TENSORS || field == F_GROUPS) && !p->stats) lua_pushnil(L);
+      else lua_rawgeti(L, lua_upvalueindex(1), field);
+  }
+  return 1;
+}
+
+static int record_index(lua_State *L)                        // upvalue: views of hist, tensors, groups, signals
+{
+  eng_policy *p = policy_of(L);
+  const char *key = lua_tostring(L, 2);
+  int field = key ? field_map_find(&p->record_map, key) : -1;
+  if (field < 0) return unknown_field(L, "record", record_fields, F_END);
+  if (record_needs[field] & ~p->needs) return not_needed(L, "record", record_fields[field]);
+  return push_record_field(L, p, field);
+}
+
+// ------------------------------------------------------------------ tensors and groups
+
+// A group keeps the carry of its first tensor; where its tensors differ, amax and norm are brought to that one.
+static void sum_groups(eng_policy *p)
+{
+  memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);
+  for (int i = 0; i < p->n_tensors; ++i) {
+    if (p->group_of[i] < 0) continue;
+    eng_tensor_stats *g = &p->group_stats[p->group_of[i]];
+    const eng_tensor_stats *t = &p->stats[i];
+    if (t->count == 0) continue;                             // no gradient came
+    g->count += t->count;
+    g->inf += t->inf;
+    g->nan += t->nan;
+    g->zeros += t->zeros;
+    g->underflow += t->underflow;
+    if (g->carry == 0) g->carry = gradstats_carry(t);
+    double ratio = g->carry / gradstats_carry(t);
+    g->sum_squares += t->sum_squares * ratio * ratio;
+    if (t->amax * ratio > g->amax) g->amax = t->amax * ratio;
+    g->norm_ref = sqrt(g->norm_ref * g->norm_ref + t->norm_ref * t->norm_ref);
+    if (p->needs & ENG_NEED_HIST)
+      for (int b = 0; b < ENG_HIST_BINS; ++b) g->hist[b] += t->hist[b];
+  }
+  p->groups_summed = true;
+}
+
+static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
+{
+  record_in_view(p);
+  if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
+  bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
+  if (v->index >= (group ? p->n_groups : p->n_tensors)) luaL_error(p->L, "these statistics belong to another model");
+  if (!group) return &p->stats[v->index];
+  if (!p->groups_summed) sum_groups(p);
+  return &p->group_stats[v->index];
+}
+
+static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int field)
+{
+  const eng_tensor_stats *s = stats_in_view(p, v);
+  double scale = p->record->scale * gradstats_carry(s);
+  switch (field) {
+    case S_NAME:      lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
+    case S_SCALE:     lua_pushnumber(L, scale); break;
+    case S_OVERFLOW:  lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
+    case S_INF:       lua_pushnumber(L, (double)s->inf); break;
+    case S_NAN:       lua_pushnumber(L, (double)s->nan); break;
+    case S_COUNT:     lua_pushnumber(L, (double)s->count); break;
+    case S_ZEROS:     lua_pushnumber(L, (double)s->zeros); break;
+    case S_UNDERFLOW: lua_pushnumber(L, (double)s->underflow); break;
+    case S_AMAX:      lua_pushnumber(L, s->amax / scale); break;
+    case S_NORM:      lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
+    case S_NORM_REF:
+      if (s->norm_ref == 0) lua_pushnil(L);                  // no reference backward reached it
+      else lua_pushnumber(L, s->norm_ref);
+      break;
+    case S_MEASURED:
+    case S_CLIPPED:
+    case S_SNR:
+      if (s->measured == 0) lua_pushnil(L);                  // a gradient, or nobody looked in this step
+      else lua_pushnumber(L, field == S_SNR ? s->snr : (double)(field == S_CLIPPED ? s->clipped : s->measured));
+      break;
+    default:                                                 // the hist view stands in the view's environment
+      lua_getfenv(L, 1);
+      lua_rawgeti(L, -1, 1);
+  }
+  return 1;
+}
+
+static int stats_index(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, 1);
+  const char *key = lua_tostring(L, 2);
+  int field = key ? field_map_find(&p->stats_map, key) : -1;
+  if (field < 0) return unknown_field(L, view_names[v->kind], stats_fields, S_END);
+  if (stats_needs[field] & ~p->needs) return not_needed(L, view_names[v->kind], stats_fields[field]);
+  return push_stats_field(L, p, v, field);
+}
+
+// By name or by number from 1; nil for an unknown one.
+static int list_index(lua_State *L)
+{
+  const view *v = lua_touserdata(L, 1);
+  lua_rawgeti(L, LUA_REGISTRYINDEX, v->kind == VIEW_GROUPS ? KEEP_GROUPS : KEEP_TENSORS);
+  lua_pushvalue(L, 2);
+  if (lua_isnil(L, -1)) return 1;
+  lua_rawget(L, -2);
+  return 1;
+}
+
+static int list_length(lua_State *L)
+{
+  const view *v = lua_touserdata(L, 1);
+  lua_pushinteger(L, v->kind == VIEW_GROUPS ? policy_of(L)->n_groups : policy_of(L)->n_tensors);
+  return 1;
+}
+
+// ------------------------------------------------------------------ the histogram
+
+static const int64_t *bins_in_view(eng_policy *p, const view *v)
+{
+  return v->kind == VIEW_HIST ? record_in_view(p)->hist : stats_in_view(p, v)->hist;
+}
+
+// hist:sum(from, to): gradients with an exponent in [from, to].
+static int hist_sum(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, 1);
+  if (!v || !(v->kind == VIEW_HIST || v->kind == VIEW_TENSOR_HIST || v->kind == VIEW_GROUP_HIST))
+    return luaL_error(L, "hist:sum(from, to): call it with ':' on a histogram");
+  double from = luaL_optnumber(L, 2, HIST_LOWEST) - HIST_LOWEST, to = luaL_optnumber(L, 3, HIST_LOWEST + ENG_HIST_BINS - 1) - HIST_LOWEST;
+  const int64_t *bins = bins_in_view(p, v);
+  double sum = 0;
+  for (int b = 0; b < ENG_HIST_BINS; ++b)
+    if (b >= from && b <= to) sum += (double)bins[b];
+  lua_pushnumber(L, sum);
+  return 1;
+}
+
+static int hist_index(lua_State *L)                          // upvalue: hist_sum
+{
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, 1);
+  if (lua_type(L, 2) == LUA_TNUMBER) {
+    double e = lua_tonumber(L, 2) - HIST_LOWEST;
+    if (e != floor(e)) return luaL_error(L, "%s: an exponent must be a whole number", view_names[v->kind]);
+    const int64_t *bins = bins_in_view(p, v);
+    lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
+    return 1;
+  }
+  static const char *const fields[] = { "first", "last", "sum" };
+  const char *key = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "";
+  if (strcmp(key, "first") == 0) lua_pushinteger(L, HIST_LOWEST);
+  else if (strcmp(key, "last") == 0) lua_pushinteger(L, HIST_LOWEST + ENG_HIST_BINS - 1);
+  else if (strcmp(key, "sum") == 0) lua_pushvalue(L, lua_upvalueindex(1));
+  else return unknown_field(L, view_names[v->kind], fields, 3);
+  return 1;
+}
+
+// ------------------------------------------------------------------ signals
+
+static int signals_index(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  const char *name = luaL_checkstring(L, 2);
+  for (int i = 0; i < p->n_signals; ++i)
+    if (strcmp(p->signals[i].name, name) == 0) {
+      lua_pushnumber(L, p->signals[i].value);
+      return 1;
+    }
+  lua_pushnil(L);
+  return 1;
+}
+
+eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
+{
+  for (int i = 0; i < p->n_signals; ++i)
+    if (strcmp(p->signals[i].name, name) == 0) {
+      p->signals[i].value = value;
+      return ENG_OK;
+    }
+  policy_signal *more = realloc(p->signals, (size_t)(p->n_signals + 1) * sizeof *more);
+  char *copy = strdup(name);
+  if (more) p->signals = more;
+  if (!more || !copy) {
+    free(copy);
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for signal '%s'", p->name, name);
+  }
+  p->signals[p->n_signals++] = (policy_signal){ copy, value };
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ all views
+
+static int read_only(lua_State *L)
+{
+  const view *v = lua_touserdata(L, 1);
+  return luaL_error(L, "%s is read-only; keep what must last in 'state'", view_names[v->kind]);
+}
+
+const char *policy_record_name(lua_State *L, int index)
+{
+  return lua_type(L, index) == LUA_TUSERDATA ? view_names[((const view *)lua_touserdata(L, index))->kind] : NULL;
+}
+
+// Next name and value of a record or of statistics, those left out that are not computed. Upvalues: view, place.
+static int fields_step(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, lua_upvalueindex(1));
+  bool whole = v->kind == VIEW_RECORD;
+  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < (whole ? (int)F_END : (int)S_END); ++i) {
+    if ((whole ? record_needs[i] : stats_needs[i]) & ~p->needs) continue;
+    lua_pushinteger(L, i + 1);
+    lua_replace(L, lua_upvalueindex(2));
+    lua_pushstring(L, whole ? record_fields[i] : stats_fields[i]);
+    lua_pushvalue(L, -1);
+    lua_gettable(L, lua_upvalueindex(1));
+    if (!lua_isnil(L, -1)) return 2;
+    lua_pop(L, 2);
+  }
+  return 0;
+}
+
+// Next name and view of a list, next exponent and count (not 0) of a histogram, next signal.
+static int items_step(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, lua_upvalueindex(1));
+  int i = (int)lua_tointeger(L, lua_upvalueindex(2));
+  bool group = v->kind == VIEW_GROUPS;
+  if (group || v->kind == VIEW_TENSORS) {
+    if (i >= (group ? p->n_groups : p->n_tensors)) return 0;
+    lua_pushstring(L, (group ? p->groups : p->tensors)[i]);
+    lua_rawgeti(L, LUA_REGISTRYINDEX, group ? KEEP_GROUPS : KEEP_TENSORS);
+    lua_rawgeti(L, -1, i + 1);
+    lua_remove(L, -2);
+  } else if (v->kind == VIEW_SIGNALS) {
+    if (i >= p->n_signals) return 0;
+    lua_pushstring(L, p->signals[i].name);
+    lua_pushnumber(L, p->signals[i].value);
+  } else {
+    const int64_t *bins = bins_in_view(p, v);
+    while (i < ENG_HIST_BINS && bins[i] == 0) ++i;
+    if (i >= ENG_HIST_BINS) return 0;
+    lua_pushinteger(L, i + HIST_LOWEST);
+    lua_pushnumber(L, (double)bins[i]);
+  }
+  lua_pushinteger(L, i + 1);
+  lua_replace(L, lua_upvalueindex(2));
+  return 2;
+}
+
+bool policy_record_pairs(lua_State *L, int index)
+{
+  if (lua_type(L, index) != LUA_TUSERDATA) return false;
+  int kind = ((const view *)lua_touserdata(L, index))->kind;
+  lua_pushvalue(L, index);
+  lua_pushinteger(L, 0);
+  lua_pushcclosure(L, kind == VIEW_RECORD || kind == VIEW_TENSOR || kind == VIEW_GROUP ? fields_step : items_step, 2);
+  lua_pushvalue(L, index);
+  lua_pushnil(L);
+  return true;
+}
+
+// Pushes a view whose metatable has `index` (with the value on top as its upvalue, which it pops) and, unless NULL, `length`.
+static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index, lua_CFunction length)
+{
+  lua_pushcclosure(L, index, 1);
+  view *v = lua_newuserdata(L, sizeof *v);
+  *v = (view){ (int32_t)kind, place };
+  lua_createtable(L, 0, 3);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pushcfunction(L, read_only);
+  lua_setfield(L, -2, "__newindex");
+  if (length) {
+    lua_pushcfunction(L, length);
+    lua_setfield(L, -2, "__len");
+  }
+  lua_setmetatable(L, -2);
+  lua_remove(L, -2);
+}
+
+static void push_hist(lua_State *L, view_kind kind, int place)
+{
+  lua_pushcfunction(L, hist_sum);
+  push_view(L, kind, place, hist_index, NULL);
+}
+
+static void keep_names(lua_State *L, field_map *map, const char *const *names, int n, int place)
+{
+  lua_createtable(L, n, 0);
+  for (int i = 0; i < n; ++i) {
+    lua_pushstring(L, names[i]);
+    field_map_add(map, lua_tostring(L, -1), i);
+    lua_rawseti(L, -2, i + 1);
+  }
+  lua_rawseti(L, LUA_REGISTRYINDEX, place);
+}
+
+void policy_record_open(eng_policy *p)
+{
+  lua_State *L = p->L;
+  keep_names(L, &p->record_map, record_fields, F_END, KEEP_RECORD_FIELDS);
+  keep_names(L, &p->stats_map, stats_fields, S_END, KEEP_STATS_FIELDS);
+  for (int place = KEEP_TENSORS; place <= KEEP_GROUPS; ++place) {
+    lua_newtable(L);
+    lua_rawseti(L, LUA_REGISTRYINDEX, place);
+  }
+  lua_createtable(L, F_END, 0);
+  push_hist(L, VIEW_HIST, -1);
+  lua_rawseti(L, -2, F_HIST);
+  lua_pushnil(L);
+  push_view(L, VIEW_TENSORS, -1, list_index, list_length);
+  lua_rawseti(L, -2, F_TENSORS);
+  lua_pushnil(L);
+  push_view(L, VIEW_GROUPS, -1, list_index, list_length);
+  lua_rawseti(L, -2, F_GROUPS);
+  lua_pushnil(L);
+  push_view(L, VIEW_SIGNALS, -1, signals_index, NULL);
+  lua_rawseti(L, -2, F_SIGNALS);
+  push_view(L, VIEW_RECORD, -1, record_index, NULL);
+}
+
+// ------------------------------------------------------------------ names
+
+static void free_names(char **names, int n)
+{
+  for (int i = 0; names && i < n; ++i) free(names[i]);
+  free(names);
+}
+
+void policy_record_free(eng_policy *p)
+{
+  free_names(p->tensors, p->n_tensors);
+  free_names(p->groups, p->n_groups);
+  free(p->group_of);
+  free(p->group_stats);
+  free(p->group_scale);
+  free(p->group_next);
+  for (int i = 0; i < p->n_signals; ++i) free(p->signals[i].name);
+  free(p->signals);
+}
+
+static char **copy_names(const char *const *names, int n)
+{
+  char **copy = calloc((size_t)n + 1, sizeof *copy);
+  for (int i = 0; copy && i < n; ++i)
+    if (!(copy[i] = strdup(names[i]))) { free_names(copy, i); return NULL; }
+  return copy;
+}
+
+// A view like the one at stack index `model`, with its metatable.
+static void push_like(lua_State *L, int model, int place)
+{
+  const view *from = lua_touserdata(L, model);
+  view *v = lua_newuserdata(L, sizeof *v);
+  *v = (view){ from->kind, place };
+  lua_getmetatable(L, model);
+  lua_setmetatable(L, -2);
+}
+
+static void fill_list(eng_policy *p, view_kind kind, view_kind hist, const char *const *names, int n, int place)
+{
+  lua_State *L = p->L;
+  lua_createtable(L, n, n);
+  int list = lua_gettop(L);
+  lua_pushnil(L);
+  push_view(L, kind, -1, stats_index, NULL);
+  push_hist(L, hist, -1);
+  for (int i = 0; i < n; ++i) {
+    push_like(L, list + 1, i);
+    if (p->needs & ENG_NEED_HIST) {
+      lua_createtable(L, 1, 0);
+      push_like(L, list + 2, i);
+      lua_rawseti(L, -2, 1);
+      lua_setfenv(L, -2);
+    }
+    lua_pushvalue(L, -1);
+    lua_rawseti(L, list, i + 1);
+    lua_setfield(L, list, names[i]);
+  }
+  lua_settop(L, list);
+  lua_rawseti(L, LUA_REGISTRYINDEX, place);
+}
+
+struct naming { const char *const *tensors, *const *groups; int n, n_groups; };
+
+static void name_task(eng_policy *p, void *argument)
+{
+  const struct naming *naming = argument;
+  fill_list(p, VIEW_TENSOR, VIEW_TENSOR_HIST, naming->tensors, naming->n, KEEP_TENSORS);
+  fill_list(p, VIEW_GROUP, VIEW_GROUP_HIST, naming->groups, naming->n_groups, KEEP_GROUPS);
+}
+
+eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int32_t *group_of, int n,
+                              const char *const *groups, int n_groups, bool scalable)
+{
+  for (int i = 0; i < n; ++i)
+    if (group_of && (group_of[i] < -1 || group_of[i] >= n_groups))
+      return error_set(ENG_ERR_VALUE, "policy %s: tensor '%s' is in group %d of %d", p->name, names[i], group_of[i], n_groups);
+  // Views take a few hundred bytes each: worth it only for a policy that reads them.
+  if (p->needs & ENG_NEED_TENSORS) {
+    struct naming naming = { names, groups, n, n_groups };
+    size_t before = p->used;
+    ENG_TRY(policy_protected(p, name_task, &naming));
+    lua_settop(p->L, SLOT_COUNT);
+    if (p->used > before) p->limit += p->used - before;      // the host's memory, not the policy's
+  }
+  char **tensor_copy = copy_names(names, n), **group_copy = copy_names(groups, n_groups);
+  int32_t *group_of_copy = calloc((size_t)n + 1, sizeof *group_of_copy);
+  eng_tensor_stats *sums = calloc((size_t)n_groups + 1, sizeof *sums);
+  double *scale = calloc((size_t)n_groups + 1, sizeof *scale), *next = calloc((size_t)n_groups + 1, sizeof *next);
+  if (!tensor_copy || !group_copy || !group_of_copy || !sums || !scale || !next) {
+    free_names(tensor_copy, n);
+    free_names(group_copy, n_groups);
+    free(group_of_copy);
+    free(sums);
+    free(scale);
+    free(next);
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors", p->name, n);
+  }
+  for (int i = 0; i < n; ++i) group_of_copy[i] = group_of ? group_of[i] : -1;
+  free_names(p->tensors, p->n_tensors);
+  free_names(p->groups, p->n_groups);
+  free(p->group_of);
+  free(p->group_stats);
+  free(p->group_scale);
+  free(p->group_next);
+  p->tensors = tensor_copy;
+  p->groups = group_copy;
+  p->group_of = group_of_copy;
+  p->group_stats = sums;
+  p->group_scale = scale;
+  p->group_next = next;
+  p->n_tensors = n;
+  p->n_groups = n_groups;
+  p->scalable = scalable;
+  return ENG_OK;
+}

@@ -1,0 +1,598 @@
+// A policy's state as plain data: copied out after every decision, so that a failed one can be undone and
+// a state that could not be saved is noticed at once; saved as text, restored, handed to another policy.
+// Called by policy_vm.c, and by hosts through engine.h.
+#include "policy_vm.h"
+
+#include "base/error.h"
+#include "base/numerics.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save puts the state into a table of its own
+
+// ------------------------------------------------------------------ Lua tables to blobs
+
+// Tables met so far: a state must be a tree, for a copy would silently turn one shared table into two.
+typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;   // few is not cleared
+
+static bool meet(met *m, const void *table)
+{
+  if (m->capacity == 0) {
+    for (size_t i = 0; i < m->n; ++i)
+      if (m->few[i] == table) return false;
+    if (m->n < sizeof m->few / sizeof *m->few) {
+      m->few[m->n++] = table;
+      return true;
+    }
+  }
+  if (m->n * 2 >= m->capacity) {                            // an open hash from here on
+    size_t capacity = m->capacity ? m->capacity * 4 : 64;
+    const void **wider = calloc(capacity, sizeof *wider);
+    if (!wider) return true;
+    for (size_t i = 0, old = m->capacity ? m->capacity : m->n; i < old; ++i) {
+      const void *t = m->capacity ? m->table[i] : m->few[i];
+      if (!t) continue;
+      size_t at = ((uintptr_t)t >> 4) % capacity;
+      while (wider[at]) at = (at + 1) % capacity;
+      wider[at] = t;
+    }
+    free(m->table);
+    m->table = wider;
+    m->capacity = capacity;
+  }
+  size_t at = ((uintptr_t)table >> 4) % m->capacity;
+  for (; m->table[at]; at = (at + 1) % m->capacity)
+    if (m->table[at] == table) return false;
+  m->table[at] = table;
+  ++m->n;
+  return true;
+}
+
+typedef struct walk {
+  eng_policy *policy;
+  data_blob  *out;
+  int         root, base;     // stack indices: the outermost table, and what lies below its keys
+  const char *refusal;
+  met         met;
+} walk;
+
+static void room_task(eng_policy *p, void *argument)
+{
+  (void)argument;
+  luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
+}
+
+// The table at index `table`; keys and values of all levels stand above w->base. On a refusal the stack
+// stays, so that the path can be read off it.
+static bool encode(walk *w, int table, int depth)
+{
+  lua_State *L = w->policy->L;
+  if (depth == 4) {                                          // Lua's small stack is enough up to here
+    if (policy_protected(w->policy, room_task, NULL) != ENG_OK) { w->refusal = "out of memory"; return false; }
+    lua_settop(L, table);
+  }
+  data_tag(w->out, '{');
+  lua_pushnil(L);
+  while (lua_next(L, table)) {
+    size_t length;
+    const char *text;
+    switch (lua_type(L, -2)) {
+      case LUA_TSTRING:
+        text = lua_tolstring(L, -2, &length);
+        data_string(w->out, text, length);
+        break;
+      case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -2)); break;
+      case LUA_TBOOLEAN: data_tag(w->out, lua_toboolean(L, -2) ? 't' : 'f'); break;
+      default: w->refusal = "its key is no number, string or boolean"; return false;
+    }
+    switch (lua_type(L, -1)) {
+      case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -1)); break;
+      case LUA_TBOOLEAN: data_tag(w->out, lua_toboolean(L, -1) ? 't' : 'f'); break;
+      case LUA_TSTRING:
+        text = lua_tolstring(L, -1, &length);
+        data_string(w->out, text, length);
+        break;
+      case LUA_TTABLE:
+        if (depth == STATE_DEPTH) { w->refusal = "tables nest too deeply"; return false; }
+        if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
+        if (!meet(&w->met, lua_topointer(L, -1))) { w->refusal = "the same table stands in two places"; return false; }
+        if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
+        break;
+      case LUA_TUSERDATA:
+        w->refusal = "a part of the record cannot be kept; copy the numbers";
+        return false;
+      default:
+        w->refusal = lua_typename(L, lua_type(L, -1));
+        return false;
+    }
+    lua_pop(L, 1);
+  }
+  data_tag(w->out, '}');
+  return true;
+}
+
+// "state.groups["a b"][3]" from the keys that stand on the stack from `base` on.
+static void tell_path(char *out, size_t size, lua_State *L, int base, const char *root)
+{
+  char number[32];
+  size_t used = (size_t)snprintf(out, size, "%s", root);
+  for (int i = base; i < lua_gettop(L) && used < size; i += 2) {
+    if (lua_type(L, i) == LUA_TSTRING) used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
+    else if (lua_type(L, i) == LUA_TNUMBER) {
+      data_format_number(number, lua_tonumber(L, i));
+      used += (size_t)snprintf(out + used, size - used, "[%s]", number);
+    } else used += (size_t)snprintf(out + used, size - used, "[%s]", luaL_typename(L, i));
+  }
+}
+
+bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, char *error, size_t error_size)
+{
+  lua_State *L = p->L;
+  out->size = 0;
+  out->failed = false;
+  walk w;
+  w.policy = p;
+  w.out = out;
+  w.root = index;
+  w.base = lua_gettop(L);
+  w.refusal = "";
+  w.met.n = w.met.capacity = 0;
+  w.met.table = NULL;
+  bool fine = encode(&w, index, 1);
+  if (fine && out->failed) {
+    fine = false;
+    snprintf(error, error_size, "out of memory");
+  } else if (!fine) {
+    char path[160];
+    tell_path(path, sizeof path, L, w.base + 1, root);
+    bool is_type = w.refusal[0] && strchr(w.refusal, ' ') == NULL;
+    if (is_type) snprintf(error, error_size, "%s is a %s; only numbers, strings, booleans and tables can be saved", path, w.refusal);
+    else snprintf(error, error_size, "%s: %s", path, w.refusal);
+  }
+  if (!fine) lua_settop(L, w.base);
+  free(w.met.table);
+  return fine;
+}
+
+// ------------------------------------------------------------------ the copy after every decision
+
+enum { KEEP_FLAT_KEYS = 7 };       // place in the registry; below are those of policy_vm.c and policy_record.c
+
+static void swap_blobs(eng_policy *p)
+{
+  data_blob swap = p->good;
+  p->good = p->next;
+  p->next = swap;
+}
+
+// Holds on to the keys, so that an address goes on meaning the same string.
+static void keep_keys_task(eng_policy *p, void *argument)
+{
+  (void)argument;
+  lua_State *L = p->L;
+  lua_createtable(L, FLAT_FIELDS, 0);
+  int n = 0;
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) {
+    lua_pushvalue(L, -2);
+    lua_rawseti(L, 2, ++n);
+  }
+  lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
+}
+
+// Learns the layout of `good` when the state is a small flat table; `next` then gets the same bytes, of which
+// the following snapshots only write the numbers.
+static void learn_layout(eng_policy *p)
+{
+  lua_State *L = p->L;
+  int n = 0;
+  const char *at = p->good.bytes + 1;
+  while (*at != '}') {
+    data_item item;
+    at = data_read(&item, at);
+    if (n == FLAT_FIELDS || item.tag != 's' || !strchr("ntf", *at)) return;
+    p->flat[n].is_boolean = *at != 'n';
+    p->flat[n++].offset = (uint32_t)(at - p->good.bytes) + (*at == 'n');
+    at = data_skip(at);
+  }
+  if (policy_protected_on_state(p, keep_keys_task, NULL) != ENG_OK) return;
+  lua_settop(L, SLOT_COUNT);
+  int i = 0;
+  for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1)) p->flat[i++].key = lua_topointer(L, -2);
+  p->next.size = 0;
+  p->next.failed = false;
+  data_append(&p->next, p->good.bytes, p->good.size);
+  if (!p->next.failed) p->n_flat = n;
+}
+
+// As long as the state keeps its fields and their types, only values are copied.
+static bool snapshot_flat(eng_policy *p)
+{
+  lua_State *L = p->L;
+  char *bytes = p->next.bytes;
+  int i = 0;
+  lua_pushnil(L);
+  for (; lua_next(L, SLOT_STATE); ++i) {
+    if (i == p->n_flat || lua_topointer(L, -2) != p->flat[i].key) return false;
+    int type = lua_type(L, -1);
+    if (type == LUA_TNUMBER && !p->flat[i].is_boolean) {
+      double x = lua_tonumber(L, -1);
+      memcpy(bytes + p->flat[i].offset, &x, sizeof x);
+    } else if (type == LUA_TBOOLEAN && p->flat[i].is_boolean) {
+      bytes[p->flat[i].offset] = lua_toboolean(L, -1) ? 't' : 'f';
+    } else return false;
+    lua_settop(L, -2);
+  }
+  return i == p->n_flat;
+}
+
+bool policy_snapshot(eng_policy *p, char *error, size_t error_size)
+{
+  if (p->n_flat > 0) {
+    if (snapshot_flat(p)) {
+      swap_blobs(p);
+      return true;
+    }
+    p->n_flat = 0;
+  }
+  lua_settop(p->L, SLOT_COUNT);
+  if (!policy_encode(p, SLOT_STATE, "state", &p->next, error, error_size)) return false;
+  swap_blobs(p);
+  learn_layout(p);
+  return true;
+}
+
+// ------------------------------------------------------------------ blobs to Lua tables
+
+static const char *decode(lua_State *L, const char *at)
+{
+  data_item item;
+  at = data_read(&item, at);
+  switch (item.tag) {
+    case 'n': lua_pushnumber(L, item.number); break;
+    case 's': lua_pushlstring(L, item.string, item.length); break;
+    case 't': lua_pushboolean(L, 1); break;
+    case 'f': lua_pushboolean(L, 0); break;
+    default:
+      luaL_checkstack(L, 8, "state");
+      lua_newtable(L);
+      while (*at != '}') {
+        at = decode(L, at);
+        at = decode(L, at);
+        lua_rawset(L, -3);
+      }
+      ++at;
+  }
+  return at;
+}
+
+void policy_decode(eng_policy *p, const char *at)
+{
+  decode(p->L, at);
+}
+
+static void state_task(eng_policy *p, void *at)
+{
+  // Garbage of a failed call first: it may be all the memory there is.
+  if (p->used > p->limit / 2) lua_gc(p->L, LUA_GCCOLLECT, 0);
+  decode(p->L, at);
+}
+
+static eng_status set_state(eng_policy *p, const data_blob *blob)
+{
+  p->n_flat = 0;
+  lua_pushnil(p->L);
+  lua_replace(p->L, SLOT_STATE);
+  ENG_TRY(policy_protected(p, state_task, blob->bytes));
+  lua_replace(p->L, SLOT_STATE);
+  return ENG_OK;
+}
+
+eng_status policy_roll_back(eng_policy *p)
+{
+  return set_state(p, &p->good);
+}
+
+// ------------------------------------------------------------------ init
+
+// The number under `key` in the table at `at`.
+static bool find_number(double *out, const char *at, const char *key)
+{
+  data_item item;
+  const char *value = data_find(at, key);
+  if (!value) return false;
+  data_read(&item, value);
+  if (item.tag == 'n') *out = item.number;
+  return item.tag == 'n';
+}
+
+static double option_number(const eng_policy *p, const char *name)
+{
+  double number;
+  for (int i = 0; i < p->n_options; ++i)
+    if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER
+        && data_read_number(&number, p->options[i].value, strlen(p->options[i].value))) return number;
+  return 0;
+}
+
+static void default_state_task(eng_policy *p, void *argument)   // { scale = options.init_scale }
+{
+  (void)argument;
+  double scale = option_number(p, "init_scale");
+  lua_newtable(p->L);
+  if (scale == 0) return;
+  lua_pushnumber(p->L, scale);
+  lua_setfield(p->L, -2, "scale");
+}
+
+// Leaves the state that init makes on top of the stack.
+static eng_status fresh_state(eng_policy *p)
+{
+  lua_State *L = p->L;
+  p->random_key = ~0ull;
+  p->random_count = 0;
+  if (!p->has_init) {
+    ENG_TRY(policy_protected(p, default_state_task, NULL));
+    return ENG_OK;
+  }
+  lua_getfield(L, SLOT_POLICY, "init");
+  lua_pushvalue(L, SLOT_OPTIONS);
+  ENG_TRY(policy_call(p, 1));
+  if (lua_istable(L, -1)) return ENG_OK;
+  error_set(ENG_ERR_POLICY, "%s: init must return a table, the state; it returned %s", p->file, luaL_typename(L, -1));
+  lua_settop(L, SLOT_COUNT);
+  return ENG_ERR_POLICY;
+}
+
+// Takes the state on top of the stack into force: copy, scale, verdict. `scale` is used where the state names none.
+static eng_status adopt(eng_policy *p, const char *maker, double scale)
+{
+  lua_State *L = p->L;
+  int top = lua_gettop(L);
+  char why[256];
+  p->n_flat = 0;
+  if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
+    lua_settop(L, SLOT_COUNT);
+    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file, maker, why);
+  }
+  find_number(&scale, p->next.bytes, "scale");
+  if (!policy_is_scale(scale)) {
+    char number[32];
+    data_format_number(number, scale);
+    lua_settop(L, SLOT_COUNT);
+    return error_set(ENG_ERR_POLICY, "%s: %s gives no loss scale to begin with: expected a positive finite number in state.scale%s, got %s",
+                     p->file, maker, p->has_init ? "" : " or the option init_scale", number);
+  }
+  swap_blobs(p);
+  p->n_flat = 0;
+  lua_replace(L, SLOT_STATE);
+  lua_settop(L, SLOT_COUNT);
+  p->last = (eng_verdict){ .scale = scale, .lr_mul = 1 };
+  if (p->n_groups) memset(p->group_scale, 0, (size_t)p->n_groups * sizeof *p->group_scale);
+  p->ready = true;
+  return ENG_OK;
+}
+
+// Between policies of one name the last verdict goes along, too: clip, factor on the learning rate, scales of groups.
+static void keep_verdict(eng_policy *p, const eng_policy *old)
+{
+  if (strcmp(p->name, old->name) != 0) return;
+  p->last.clip = old->last.clip;
+  p->last.lr_mul = old->last.lr_mul;
+  for (int i = 0; i < p->n_groups && p->scalable; ++i)
+    for (int k = 0; k < old->n_groups; ++k)
+      if (strcmp(p->groups[i], old->groups[k]) == 0) p->group_scale[i] = old->group_scale[k];
+}
+
+eng_status eng_policy_init(eng_policy *p)
+{
+  lua_settop(p->L, SLOT_COUNT);
+  ENG_TRY(fresh_state(p));
+  ENG_TRY(adopt(p, "init", option_number(p, "init_scale")));
+  p->failures = 0;
+  return ENG_OK;
+}
+
+static void scale_task(eng_policy *p, void *scale)
+{
+  decode(p->L, p->good.bytes);
+  lua_pushliteral(p->L, "scale");
+  lua_pushnumber(p->L, *(double *)scale);
+  lua_rawset(p->L, -3);
+}
+
+eng_status eng_policy_set_scale(eng_policy *p, double scale)
+{
+  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
+  if (!policy_is_scale(scale)) return error_set(ENG_ERR_VALUE, "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
+  double present;
+  if (find_number(&present, p->good.bytes, "scale")) {
+    char why[256];
+    p->n_flat = 0;
+    ENG_TRY(policy_protected(p, scale_task, &scale));
+    if (!policy_encode(p, lua_gettop(p->L), "state", &p->next, why, sizeof why)) {
+      lua_settop(p->L, SLOT_COUNT);
+      return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, why);
+    }
+    swap_blobs(p);
+    p->n_flat = 0;
+    lua_replace(p->L, SLOT_STATE);
+  }
+  p->last.scale = scale;
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ save and restore
+
+static void put_field(data_blob *b, const char *name)
+{
+  data_string(b, name, strlen(name));
+}
+
+eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
+{
+  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save before init or restore", p->name);
+  data_blob *b = &p->envelope;
+  b->size = 0;
+  b->failed = false;
+  data_tag(b, '{');
+  put_field(b, "clip");
+  data_number(b, p->last.clip);
+  put_field(b, "failures");
+  data_number(b, (double)p->failures);
+  put_field(b, "lr_mul");
+  data_number(b, p->last.lr_mul);
+  put_field(b, "policy");
+  data_string(b, p->name, strlen(p->name));
+  put_field(b, "scale");
+  data_number(b, p->last.scale);
+  put_field(b, "scales");
+  data_tag(b, '{');
+  for (int i = 0; i < p->n_groups; ++i) {
+    if (p->group_scale[i] == 0) continue;
+    put_field(b, p->groups[i]);
+    data_number(b, p->group_scale[i]);
+  }
+  data_tag(b, '}');
+  put_field(b, "state");
+  data_append(b, p->good.bytes, p->good.size);
+  put_field(b, "version");
+  data_number(b, TEXT_VERSION);
+  data_tag(b, '}');
+  p->text.size = 0;
+  p->text.failed = b->failed;
+  if (!b->failed) data_text(&p->text, b->bytes);
+  data_tag(&p->text, '\0');
+  if (p->text.failed) return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its saved state", p->name);
+  *text = p->text.bytes;
+  *bytes = (int64_t)p->text.size - 1;
+  return ENG_OK;
+}
+
+static eng_status take_back(eng_policy *p, const char *at)
+{
+  data_item item;
+  double version, scale, clip, lr_mul, failures;
+  const char *policy = data_find(at, "policy"), *state = data_find(at, "state"), *scales = data_find(at, "scales");
+  if (!find_number(&version, at, "version")) return error_set(ENG_ERR_FORMAT, "a policy's saved state without 'version'");
+  if (version != TEXT_VERSION) return error_set(ENG_ERR_FORMAT, "a policy's saved state of version %g; this engine reads %d", version, TEXT_VERSION);
+  if (!policy || !state || *state != '{' || !scales || *scales != '{' || !find_number(&scale, at, "scale") || !policy_is_scale(scale)
+      || !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) || !find_number(&lr_mul, at, "lr_mul")
+      || !(lr_mul >= 0) || !f64_is_finite(lr_mul) || !find_number(&failures, at, "failures"))
+    return error_set(ENG_ERR_FORMAT, "a policy's saved state must have policy, state, scale, scales, clip, lr_mul and failures");
+  data_read(&item, policy);
+  if (item.tag != 's' || item.length != strlen(p->name) || memcmp(item.string, p->name, item.length) != 0)
+    return error_set(ENG_ERR_POLICY, "policy %s: this state was saved by policy '%.*s'; let the new policy take over by migrating",
+                     p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
+
+  data_blob blob = {0};
+  data_append(&blob, state, (size_t)(data_skip(state) - state));
+  if (blob.failed) { data_free(&blob); return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name); }
+  eng_status status = policy_protected(p, state_task, blob.bytes);
+  if (status != ENG_OK) { data_free(&blob); return status; }
+  lua_replace(p->L, SLOT_STATE);
+  data_free(&p->good);
+  p->good = blob;
+  p->n_flat = 0;
+  p->last = (eng_verdict){ .scale = scale, .clip = clip, .lr_mul = lr_mul };
+  p->failures = (int64_t)failures;
+  for (int i = 0; i < p->n_groups; ++i) {
+    p->group_scale[i] = 0;
+    double own;
+    if (find_number(&own, scales, p->groups[i]) && policy_is_scale(own)) p->group_scale[i] = own;
+  }
+  p->ready = true;
+  return ENG_OK;
+}
+
+eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
+{
+  char why[128];
+  data_blob blob = {0};
+  lua_settop(p->L, SLOT_COUNT);
+  eng_status status;
+  if (!data_parse(&blob, text, (size_t)bytes, why, sizeof why))
+    status = error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
+  else status = take_back(p, blob.bytes);
+  data_free(&blob);
+  return status;
+}
+
+// ------------------------------------------------------------------ handing over
+
+struct handing { const eng_policy *old; double scale; };
+
+static void arguments_task(eng_policy *p, void *argument)   // leaves { old state, old name }
+{
+  const struct handing *handing = argument;
+  lua_createtable(p->L, 2, 0);
+  decode(p->L, handing->old->good.bytes);
+  lua_rawseti(p->L, -2, 1);
+  lua_pushstring(p->L, handing->old->name);
+  lua_rawseti(p->L, -2, 2);
+}
+
+// Leaves the fresh state (in `next`) with everything the old state holds put over it, or with the scale alone.
+static void merge_task(eng_policy *p, void *argument)
+{
+  const struct handing *handing = argument;
+  lua_State *L = p->L;
+  decode(L, p->next.bytes);
+  if (handing->old) {
+    const char *at = handing->old->good.bytes + 1;
+    while (*at != '}') {
+      at = decode(L, at);
+      at = decode(L, at);
+      lua_rawset(L, -3);
+    }
+  } else {
+    lua_pushliteral(L, "scale");
+    lua_rawget(L, -2);
+    bool named = lua_type(L, -1) == LUA_TNUMBER;
+    lua_pop(L, 1);
+    if (named) {
+      lua_pushliteral(L, "scale");
+      lua_pushnumber(L, handing->scale);
+      lua_rawset(L, -3);
+    }
+  }
+}
+
+eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
+{
+  lua_State *L = p->L;
+  if (!old->ready) return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet", p->name, old->name);
+  lua_settop(L, SLOT_COUNT);
+  double scale = old->last.scale;
+  struct handing handing = { old, scale };
+  if (p->has_migrate) {
+    ENG_TRY(policy_protected(p, arguments_task, &handing));
+    lua_getfield(L, SLOT_POLICY, "migrate");
+    lua_rawgeti(L, SLOT_COUNT + 1, 1);
+    lua_rawgeti(L, SLOT_COUNT + 1, 2);
+    lua_pushvalue(L, SLOT_OPTIONS);
+    ENG_TRY(policy_call(p, 3));
+    if (!lua_istable(L, -1)) {
+      error_set(ENG_ERR_POLICY, "%s: migrate must return a table, the state; it returned %s", p->file, luaL_typename(L, -1));
+      lua_settop(L, SLOT_COUNT);
+      return ENG_ERR_POLICY;
+    }
+    ENG_TRY(adopt(p, "migrate", scale));
+    keep_verdict(p, old);
+    return ENG_OK;
+  }
+  char why[256];
+  ENG_TRY(fresh_state(p));
+  p->n_flat = 0;
+  if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
+    lua_settop(L, SLOT_COUNT);
+    return error_set(ENG_ERR_POLICY, "%s: init made a state that is no plain data: %s", p->file, why);
+  }
+  lua_settop(L, SLOT_COUNT);
+  if (strcmp(p->name, old->name) != 0) handing.old = NULL;
+  ENG_TRY(policy_protected(p, merge_task, &handing));
+  ENG_TRY(adopt(p, "init", scale));
+  keep_verdict(p, old);
+  return ENG_OK;
+}

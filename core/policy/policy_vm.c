@@ -1,0 +1,672 @@
+// Policies: small Lua states of their own, in which a loss-scaling policy cannot hurt the run. Each has an
+// allocator with a cap, the compiler off, an instruction budget kept by a count hook, and the library of
+// policy_box.c. This file owns the state's life: making it, loading the file, asking for a decision.
+// Called by hosts through engine.h; policies/README.md is the contract it enforces.
+#include "policy_vm.h"
+
+#include "base/error.h"
+#include "base/nearest.h"
+#include "base/numerics.h"
+
+#include <luajit.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+  HOOK_INTERVAL = 256,            // Lua instructions between two looks at the budget
+  BYTES_PER_INSTRUCTION = 64,     // what an allocation costs of the budget
+  LARGEST_SOURCE = 1 << 20,       // bytes
+  STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
+};
+
+static struct { int64_t memory, instructions; double seconds; } limits = { 8 << 20, 1000000, 2.0 };
+
+void eng_policy_limits(int64_t memory, int64_t instructions, double seconds)
+{
+  if (memory > 0) limits.memory = memory;
+  if (instructions > 0) limits.instructions = instructions;
+  if (seconds > 0) limits.seconds = seconds;
+}
+
+// ------------------------------------------------------------------ memory and budget
+
+eng_policy *policy_of(lua_State *L)
+{
+  void *policy;
+  lua_getallocf(L, &policy);
+  return policy;
+}
+
+static void *allocate(void *owner, void *piece, size_t old, size_t size)
+{
+  eng_policy *p = owner;
+  if (!piece) old = 0;
+  if (size == 0) {
+    p->used -= old;
+    free(piece);
+    return NULL;
+  }
+  if (size > old && p->running) {
+    // The cap on one piece bounds what a single instruction (a concatenation, a comparison) can cost.
+    if (p->used - old + size > p->limit || size > p->limit / 4) return NULL;
+    p->budget -= (int64_t)((size - old) / BYTES_PER_INSTRUCTION);
+  }
+  void *moved = realloc(piece, size);
+  if (!moved) return size <= old ? piece : NULL;      // Lua relies on shrinking to succeed
+  p->used += size - old;
+  return moved;
+}
+
+static void budget_hook(lua_State *L, lua_Debug *at);
+
+static void kill_at(eng_policy *p, const char *why, int level)
+{
+  // From now on the hook raises at every instruction, so that no pcall in the policy can go on.
+  p->killed = why;
+  lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, 1);
+  luaL_where(p->L, level);
+  lua_pushstring(p->L, why);
+  lua_concat(p->L, 2);
+  lua_error(p->L);
+}
+
+void policy_kill(eng_policy *p, const char *why)
+{
+  kill_at(p, why, 1);
+}
+
+static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule";
+static const char out_of_time[] = "the policy ran past its time limit; a decision must take microseconds";
+
+// The clock is read where some work was done: a short decision never pays for it.
+static bool past_deadline(eng_policy *p)
+{
+  double now = eng_clock();
+  if (p->deadline == 0) p->deadline = now + p->seconds;
+  return now > p->deadline;
+}
+
+static void budget_hook(lua_State *L, lua_Debug *at)
+{
+  (void)at;
+  eng_policy *p = policy_of(L);
+  if (!p->running) return;
+  if (p->killed) kill_at(p, p->killed, 0);
+  p->budget -= HOOK_INTERVAL;
+  if (p->budget < 0) kill_at(p, out_of_budget, 0);
+  if (past_deadline(p)) kill_at(p, out_of_time, 0);
+}
+
+void policy_charge(eng_policy *p, int64_t work)
+{
+  if (!p->running) return;
+  if (p->killed) policy_kill(p, p->killed);
+  p->budget -= work;
+  if (p->budget < 0) policy_kill(p, out_of_budget);
+  p->unclocked += work;
+  if (p->unclocked < HOOK_INTERVAL) return;
+  p->unclocked = 0;
+  if (past_deadline(p)) policy_kill(p, out_of_time);
+}
+
+void policy_check_stack(eng_policy *p)
+{
+  ptrdiff_t depth = p->stack - (const char *)__builtin_frame_address(0);
+  if (depth > STACK_ROOM || depth < -STACK_ROOM) luaL_error(p->L, "calls nest too deeply");
+}
+
+void policy_enter(eng_policy *p)
+{
+  p->stack = __builtin_frame_address(0);
+  p->budget = p->instructions;
+  p->deadline = 0;
+  if (p->killed) lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
+  p->killed = NULL;
+  p->running = true;
+}
+
+void policy_leave(eng_policy *p)
+{
+  p->running = false;
+}
+
+// ------------------------------------------------------------------ protected calls
+
+const char *policy_error_text(eng_policy *p)
+{
+  static _Thread_local char text[512];
+  if (lua_type(p->L, -1) != LUA_TSTRING) {
+    bool nothing = lua_isnoneornil(p->L, -1);
+    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file, nothing ? "without a text" : "that is no text but a ",
+             nothing ? "" : luaL_typename(p->L, -1));
+    return text;
+  }
+  const char *raised = lua_tostring(p->L, -1);
+  lua_Debug where = {0};
+  lua_pushvalue(p->L, SLOT_DECIDE);
+  if (lua_isfunction(p->L, -1)) lua_getinfo(p->L, ">S", &where);
+  else lua_pop(p->L, 1);
+  if (strcmp(raised, "not enough memory") == 0)
+    snprintf(text, sizeof text, "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
+             p->file, (long long)p->limit);
+  else if (strncmp(raised, p->file, strlen(p->file)) == 0 || strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
+    snprintf(text, sizeof text, "%s", raised);             // it carries file and line
+  else snprintf(text, sizeof text, "%s: %s", p->file, raised);
+  return text;
+}
+
+static int run_task(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  p->task(p, p->task_argument);
+  return lua_gettop(L) > 0 ? 1 : 0;
+}
+
+static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *), void *argument)
+{
+  p->task = task;
+  p->task_argument = argument;
+  lua_pushvalue(p->L, SLOT_TASK);
+  if (with_state) lua_pushvalue(p->L, SLOT_STATE);
+  int failed = lua_pcall(p->L, with_state, 1, 0);
+  policy_leave(p);
+  if (!failed) return ENG_OK;
+  eng_status status = failed == LUA_ERRMEM && p->used < p->limit ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
+  error_set(status, "%s", policy_error_text(p));
+  lua_settop(p->L, SLOT_COUNT);
+  return status;
+}
+
+eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 0, task, argument);
+}
+
+eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 1, task, argument);
+}
+
+eng_status policy_call(eng_policy *p, int n)
+{
+  policy_enter(p);
+  int failed = lua_pcall(p->L, n, 1, 0);
+  policy_leave(p);
+  if (failed || p->killed) {
+    error_set(ENG_ERR_POLICY, "%s", failed ? policy_error_text(p) : p->killed);
+    lua_settop(p->L, SLOT_COUNT);
+    return ENG_ERR_POLICY;
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ reading the file
+
+static const char *const file_fields[] = { "name", "doc", "kind", "options", "needs", "init", "decide", "migrate" };
+static const char *const need_names[] = { "amax", "norm", "zeros", "underflow", "hist", "tensors", "norm_ref",
+                                          "overflow", "inf", "nan", "count", "groups", "signals" };
+static const unsigned need_bits[] = { ENG_NEED_AMAX, ENG_NEED_NORM, ENG_NEED_ZEROS, ENG_NEED_UNDERFLOW, ENG_NEED_HIST,
+                                      ENG_NEED_TENSORS, ENG_NEED_NORM_REF, 0, 0, 0, 0, ENG_NEED_TENSORS, 0 };
+
+#define COUNT(list) ((int)(sizeof list / sizeof *list))
+
+static bool is_word(char c)
+{
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
+
+// The line where `word =` stands in the source, comments left out; for "return" its last line. 1 when nowhere.
+static int line_of(const eng_policy *p, const char *word)
+{
+  bool is_return = strcmp(word, "return") == 0;
+  size_t length = strlen(word);
+  int line = 1, found = 1;
+  for (const char *c = p->source; *c; ++c) {
+    if (*c == '\n') { ++line; continue; }
+    if (c[0] == '-' && c[1] == '-') {
+      while (c[1] && c[1] != '\n') ++c;
+      continue;
+    }
+    if ((c > p->source && is_word(c[-1])) || strncmp(c, word, length) != 0 || is_word(c[length])) continue;
+    const char *after = c + length;
+    while (*after == ' ' || *after == '\t') ++after;
+    if (is_return) found = line;
+    else if (*after == '=' && after[1] != '=') return line;
+  }
+  return found;
+}
+
+__attribute__((format(printf, 3, 4), noreturn))
+static void fail(eng_policy *p, const char *word, const char *format, ...)
+{
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  if (word) lua_pushfstring(p->L, "%s:%d: %s", p->file, line_of(p, word), text);
+  else lua_pushfstring(p->L, "%s: %s", p->file, text);
+  lua_error(p->L);
+  abort();                                             // lua_error does not return
+}
+
+static char *copy_text(eng_policy *p, const char *s)
+{
+  char *copy = strdup(s);
+  if (!copy) luaL_error(p->L, "not enough memory");
+  return copy;
+}
+
+static void stem(char *out, size_t size, const char *file)
+{
+  const char *slash = strrchr(file, '/');
+  snprintf(out, size, "%s", slash ? slash + 1 : file);
+  char *dot = strrchr(out, '.');
+  if (dot && dot != out) *dot = '\0';
+}
+
+// All readers below find the file's table at stack index 1 of the load task.
+static void read_identity(eng_policy *p)
+{
+  lua_State *L = p->L;
+  lua_pushnil(L);
+  while (lua_next(L, 1)) {
+    if (lua_type(L, -2) != LUA_TSTRING) fail(p, "return", "the policy's table has a %s as a key; expected names", luaL_typename(L, -2));
+    const char *key = lua_tostring(L, -2);
+    int known = 0;
+    while (known < COUNT(file_fields) && strcmp(key, file_fields[known]) != 0) ++known;
+    if (known == COUNT(file_fields)) fail(p, key, "unknown field '%s'%s", key, nearest_hint(key, file_fields, COUNT(file_fields)));
+    static const int types[] = { LUA_TSTRING, LUA_TSTRING, LUA_TSTRING, LUA_TTABLE, LUA_TTABLE, LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION };
+    if (lua_type(L, -1) != types[known])
+      fail(p, key, "'%s' must be a %s, got a %s", key, lua_typename(L, types[known]), luaL_typename(L, -1));
+    lua_pop(L, 1);
+  }
+  lua_getfield(L, 1, "decide");
+  if (lua_isnil(L, -1)) fail(p, "return", "'decide' is missing: a policy returns { decide = function(state, record, options) ... end, ... }");
+  if (lua_iscfunction(L, -1)) fail(p, "decide", "'decide' must be a function written in Lua");
+  lua_getfield(L, 1, "init");
+  p->has_init = !lua_isnil(L, -1);
+  lua_getfield(L, 1, "migrate");
+  p->has_migrate = !lua_isnil(L, -1);
+  lua_getfield(L, 1, "doc");
+  p->doc = copy_text(p, lua_isnil(L, -1) ? "" : lua_tostring(L, -1));
+  lua_getfield(L, 1, "kind");
+  p->fp8 = !lua_isnil(L, -1) && strcmp(lua_tostring(L, -1), "fp8") == 0;
+  if (!lua_isnil(L, -1) && !p->fp8 && strcmp(lua_tostring(L, -1), "scale") != 0)
+    fail(p, "kind", "'kind' must be \"scale\" (a loss scale, as when it is left out) or \"fp8\" (what FP8 layers do), got \"%.60s\"", lua_tostring(L, -1));
+  lua_getfield(L, 1, "name");
+  char from_file[128];
+  stem(from_file, sizeof from_file, p->file);
+  p->name = copy_text(p, lua_isnil(L, -1) ? from_file : lua_tostring(L, -1));
+  if (!*p->name) fail(p, "name", "'name' is empty");
+  for (const unsigned char *c = (const unsigned char *)p->name; *c; ++c)
+    if (*c < 0x20 || *c == 0x7F) fail(p, "name", "'name' has a control character");
+  lua_settop(L, 1);
+}
+
+static void read_needs(eng_policy *p)
+{
+  lua_State *L = p->L;
+  lua_getfield(L, 1, "needs");
+  if (lua_istable(L, 2)) {
+    lua_pushnil(L);
+    while (lua_next(L, 2)) {
+      if (lua_type(L, -2) != LUA_TNUMBER || lua_type(L, -1) != LUA_TSTRING)
+        fail(p, "needs", "'needs' must be a list of names, as { \"amax\", \"norm\" }");
+      const char *need = lua_tostring(L, -1);
+      int i = 0;
+      while (i < COUNT(need_names) && strcmp(need, need_names[i]) != 0) ++i;
+      if (i == COUNT(need_names)) fail(p, "needs", "unknown need '%s'%s", need, nearest_hint(need, need_names, COUNT(need_names)));
+      p->needs |= need_bits[i];
+      lua_pop(L, 1);
+    }
+  }
+  lua_settop(L, 1);
+}
+
+static char *value_text(eng_policy *p, int index)
+{
+  char number[32];
+  switch (lua_type(p->L, index)) {
+    case LUA_TNUMBER:
+      data_format_number(number, lua_tonumber(p->L, index));
+      return copy_text(p, number);
+    case LUA_TBOOLEAN: return copy_text(p, lua_toboolean(p->L, index) ? "true" : "false");
+    default:           return copy_text(p, lua_tostring(p->L, index));
+  }
+}
+
+static int by_name(const void *a, const void *b)
+{
+  return strcmp(((const policy_option *)a)->name, ((const policy_option *)b)->name);
+}
+
+static void read_options(eng_policy *p)
+{
+  lua_State *L = p->L;
+  lua_getfield(L, 1, "options");
+  int n = 0;
+  if (lua_istable(L, 2)) {
+    for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) ++n;
+    p->options = calloc((size_t)n + 1, sizeof *p->options);
+    if (!p->options) luaL_error(L, "not enough memory");
+    lua_pushnil(L);
+    while (lua_next(L, 2)) {
+      if (lua_type(L, -2) != LUA_TSTRING) fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
+      const char *name = lua_tostring(L, -2);
+      int type = lua_type(L, -1);
+      if (type != LUA_TNUMBER && type != LUA_TBOOLEAN && type != LUA_TSTRING)
+        fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a text", name, lua_typename(L, type));
+      policy_option *option = &p->options[p->n_options++];
+      option->type = type == LUA_TNUMBER ? ENG_OPTION_NUMBER : type == LUA_TBOOLEAN ? ENG_OPTION_BOOLEAN : ENG_OPTION_STRING;
+      option->name = copy_text(p, name);
+      option->preset = value_text(p, -1);
+      option->value = value_text(p, -1);
+      lua_pop(L, 1);
+    }
+    qsort(p->options, (size_t)p->n_options, sizeof *p->options, by_name);
+  }
+  lua_settop(L, 1);
+}
+
+// "0.5", "1e-4", "inf", and "2^16", as people write scales.
+static bool read_number(double *out, const char *text)
+{
+  const char *power = strchr(text, '^');
+  if (!power) return data_read_number(out, text, strlen(text));
+  double base, exponent;
+  if (!data_read_number(&base, text, (size_t)(power - text)) || !data_read_number(&exponent, power + 1, strlen(power + 1))) return false;
+  *out = pow(base, exponent);
+  return true;
+}
+
+static void set_option(eng_policy *p, const char *name, const char *value)
+{
+  const char *names[64];
+  policy_option *option = NULL;
+  for (int i = 0; i < p->n_options; ++i) {
+    if (i < COUNT(names)) names[i] = p->options[i].name;
+    if (strcmp(p->options[i].name, name) == 0) option = &p->options[i];
+  }
+  if (!option) {
+    char all[256] = "";
+    for (int i = 0; i < p->n_options; ++i) {
+      size_t used = strlen(all);
+      snprintf(all + used, sizeof all - used, "%s%s", i ? ", " : "; it has ", p->options[i].name);
+    }
+    const char *hint = nearest_hint(name, names, p->n_options < COUNT(names) ? p->n_options : COUNT(names));
+    fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name, *hint ? hint : p->n_options ? all : "; it has none");
+  }
+  double number;
+  if (option->type == ENG_OPTION_NUMBER && !read_number(&number, value))
+    fail(p, option->name, "option '%s' must be a number, got '%s'", name, value);
+  if (option->type == ENG_OPTION_BOOLEAN && strcmp(value, "true") != 0 && strcmp(value, "false") != 0)
+    fail(p, option->name, "option '%s' must be true or false, got '%s'", name, value);
+  char number_text[32];
+  if (option->type == ENG_OPTION_NUMBER) data_format_number(number_text, number);
+  char *text = copy_text(p, option->type == ENG_OPTION_NUMBER ? number_text : value);
+  free(option->value);
+  option->value = text;
+}
+
+static int unknown_option(lua_State *L)
+{
+  const eng_policy *p = policy_of(L);
+  const char *names[64], *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
+  int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
+  for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
+  return luaL_error(L, "there is no option '%s'%s", name, nearest_hint(name, names, n));
+}
+
+static void push_options(eng_policy *p)
+{
+  lua_State *L = p->L;
+  lua_createtable(L, 0, p->n_options);
+  for (int i = 0; i < p->n_options; ++i) {
+    const policy_option *option = &p->options[i];
+    double number = 0;
+    if (option->type == ENG_OPTION_NUMBER) {
+      data_read_number(&number, option->value, strlen(option->value));
+      lua_pushnumber(L, number);
+    } else if (option->type == ENG_OPTION_BOOLEAN) lua_pushboolean(L, strcmp(option->value, "true") == 0);
+    else lua_pushstring(L, option->value);
+    lua_setfield(L, -2, option->name);
+  }
+  lua_createtable(L, 0, 1);
+  lua_pushcfunction(L, unknown_option);
+  lua_setfield(L, -2, "__index");
+  lua_setmetatable(L, -2);
+  policy_make_constant(L, "options");
+}
+
+struct load { const char *source; int64_t bytes; const char *const *names, *const *values; int n; };
+
+// Leaves { policy, decide, options, record }, which then take their slots.
+static void load_task(eng_policy *p, void *argument)
+{
+  const struct load *load = argument;
+  lua_State *L = p->L;
+  policy_box_open(p);                                                    // 1: environment
+  char chunk[512];
+  snprintf(chunk, sizeof chunk, "@%s", p->file);
+  if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0]) fail(p, NULL, "compiled code; a policy is Lua text");
+  policy_enter(p);
+  if (luaL_loadbufferx(L, load->source, (size_t)load->bytes, chunk, "t") != 0) lua_error(L);
+  lua_pushvalue(L, 1);
+  lua_setfenv(L, -2);
+  lua_call(L, 0, LUA_MULTRET);
+  policy_leave(p);
+  if (p->killed) luaL_error(L, "%s: %s", p->file, p->killed);
+  if (lua_gettop(L) != 2 || !lua_istable(L, 2))
+    fail(p, "return", "the file must return one table with the policy's fields, it returned %s",
+         lua_gettop(L) == 1 ? "nothing" : lua_gettop(L) > 2 ? "several values" : lua_isnil(L, 2) ? "nil" :
+         lua_pushfstring(L, "a %s", luaL_typename(L, 2)));
+  lua_remove(L, 1);
+  read_identity(p);
+  read_needs(p);
+  read_options(p);
+  for (int i = 0; i < load->n; ++i) set_option(p, load->names[i], load->values[i]);
+
+  lua_createtable(L, VERDICT_FIELDS, 0);                                 // anchors of the interned names
+  for (int i = 0; i < VERDICT_FIELDS; ++i) {
+    lua_pushstring(L, policy_verdict_fields[i]);
+    p->verdict_key[i] = lua_tostring(L, -1);
+    lua_rawseti(L, -2, i + 1);
+  }
+  lua_rawseti(L, LUA_REGISTRYINDEX, 2);
+
+  lua_createtable(L, 4, 0);
+  lua_pushvalue(L, 1);
+  lua_rawseti(L, -2, 1);
+  lua_getfield(L, 1, "decide");
+  lua_rawseti(L, -2, 2);
+  push_options(p);
+  lua_rawseti(L, -2, 3);
+  policy_record_open(p);
+  lua_rawseti(L, -2, 4);
+}
+
+static int open_state(lua_State *L)
+{
+  luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);            // hooks do not fire in compiled traces
+  lua_gc(L, LUA_GCSETPAUSE, 150);
+  lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
+  lua_pushcfunction(L, run_task);
+  lua_rawseti(L, LUA_REGISTRYINDEX, 1);
+  return 0;
+}
+
+eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
+                           const char *const *names, const char *const *values, int n)
+{
+  *out = NULL;
+  if (bytes > LARGEST_SOURCE) return error_set(ENG_ERR_POLICY, "%s: %lld bytes; a policy file has at most %d", file, (long long)bytes, LARGEST_SOURCE);
+  eng_policy *p = calloc(1, sizeof *p);
+  if (!p) return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
+  p->limit = (size_t)limits.memory;
+  p->instructions = limits.instructions;
+  p->seconds = limits.seconds;
+  p->file = strdup(file);
+  p->source = calloc(1, (size_t)bytes + 1);
+  p->L = lua_newstate(allocate, p);
+  if (!p->file || !p->source || !p->L || lua_cpcall(p->L, open_state, NULL) != 0) {
+    eng_policy_free(p);
+    return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
+  }
+  memcpy(p->source, source, (size_t)bytes);
+  for (int slot = 1; slot < SLOT_COUNT; ++slot) lua_pushnil(p->L);
+  lua_rawgeti(p->L, LUA_REGISTRYINDEX, 1);                               // SLOT_TASK
+
+  struct load load = { source, bytes, names, values, n };
+  eng_status status = policy_protected(p, load_task, &load);
+  if (status != ENG_OK) {
+    eng_policy_free(p);
+    return status;
+  }
+  static const int slots[] = { SLOT_POLICY, SLOT_DECIDE, SLOT_OPTIONS, SLOT_RECORD };
+  for (int i = 0; i < COUNT(slots); ++i) {
+    lua_rawgeti(p->L, -1, i + 1);
+    lua_replace(p->L, slots[i]);
+  }
+  lua_settop(p->L, SLOT_COUNT);
+  *out = p;
+  return ENG_OK;
+}
+
+void eng_policy_free(eng_policy *p)
+{
+  if (!p) return;
+  if (p->L) lua_close(p->L);
+  for (int i = 0; i < p->n_options; ++i) {
+    free(p->options[i].name);
+    free(p->options[i].value);
+    free(p->options[i].preset);
+  }
+  free(p->options);
+  policy_record_free(p);
+  data_free(&p->good);
+  data_free(&p->next);
+  data_free(&p->text);
+  data_free(&p->envelope);
+  free(p->name);
+  free(p->doc);
+  free(p->file);
+  free(p->source);
+  free(p);
+}
+
+void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
+{
+  *out = (eng_policy_info){ .name = p->name, .doc = p->doc, .file = p->file, .needs = p->needs, .fp8 = p->fp8,
+                            .options = p->n_options, .failures = p->failures };
+}
+
+eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, int index)
+{
+  if (index < 0 || index >= p->n_options)
+    return error_set(ENG_ERR_VALUE, "policy %s: option %d of %d", p->name, index, p->n_options);
+  const policy_option *option = &p->options[index];
+  *out = (eng_policy_option){ option->name, option->value, option->preset, option->type };
+  return ENG_OK;
+}
+
+double eng_policy_scale(const eng_policy *p)
+{
+  return p->last.scale;
+}
+
+double eng_policy_group_scale(const eng_policy *p, int group)
+{
+  bool own = group >= 0 && group < p->n_groups && p->group_scale[group] > 0;
+  return own ? p->group_scale[group] : p->last.scale;
+}
+
+// ------------------------------------------------------------------ verdicts
+
+// The answer to a failed call: what held before it, and the state as it was.
+static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason, bool with_position)
+{
+  char text[512];
+  if (with_position) {
+    lua_Debug where = {0};
+    lua_settop(p->L, SLOT_COUNT);
+    lua_pushvalue(p->L, SLOT_DECIDE);
+    lua_getinfo(p->L, ">S", &where);
+    snprintf(text, sizeof text, "%s:%d: decide gave back %s", p->file, where.linedefined, reason);
+  } else snprintf(text, sizeof text, "%s", reason);
+  lua_settop(p->L, SLOT_COUNT);
+  ++p->failures;
+  *out = p->last;
+  out->failed = 1;
+  out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
+  policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
+  if (policy_roll_back(p) != ENG_OK) {
+    // No memory even to rebuild the old state: the policy decides no more until restored.
+    p->ready = false;
+    snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file, eng_error_message());
+  }
+}
+
+eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record, const eng_tensor_stats *stats)
+{
+  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: decide before init or restore", p->name);
+  lua_State *L = p->L;
+  p->record = record;
+  p->stats = stats;
+  p->groups_summed = false;
+  p->random_key = (uint64_t)record->step;
+  p->random_count = 0;
+
+  lua_pushvalue(L, SLOT_DECIDE);
+  lua_pushvalue(L, SLOT_STATE);
+  lua_pushvalue(L, SLOT_RECORD);
+  lua_pushvalue(L, SLOT_OPTIONS);
+  policy_enter(p);
+  int failed = lua_pcall(L, 3, LUA_MULTRET, 0);
+  policy_leave(p);
+  p->record = NULL;
+  p->stats = NULL;
+
+  char why[320];
+  if (failed || p->killed) {
+    fall_back(out, p, record, failed ? policy_error_text(p) : p->killed, !failed);
+    return ENG_OK;
+  }
+  out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
+  out->failed = 0;
+  out->clip = 0;
+  out->lr_mul = 1;
+  out->reason[0] = '\0';
+  if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
+  bool good = false;
+  if (lua_gettop(L) != SLOT_COUNT + 1) {
+    snprintf(why, sizeof why, "%s; expected one scale or one table", lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
+  } else if (lua_type(L, -1) == LUA_TNUMBER) {
+    out->scale = lua_tonumber(L, -1);
+    good = policy_is_scale(out->scale);
+    if (!good) {
+      char number[32];
+      data_format_number(number, out->scale);
+      snprintf(why, sizeof why, "scale = %s; expected a positive finite number", number);
+    }
+  } else if (lua_istable(L, -1)) good = policy_read_verdict(p, out, why, sizeof why);
+  else snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }", luaL_typename(L, -1));
+  if (!good) {
+    fall_back(out, p, record, why, true);
+    return ENG_OK;
+  }
+  char field[256];
+  if (!policy_snapshot(p, field, sizeof field)) {
+    snprintf(why, sizeof why, "a state that is no plain data: %s", field);
+    fall_back(out, p, record, why, true);
+    return ENG_OK;
+  }
+  lua_settop(L, SLOT_COUNT);
+  if (p->n_groups) memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
+  p->last.scale = out->scale;
+  p->last.clip = out->clip;
+  p->last.lr_mul = out->lr_mul;
+  return ENG_OK;
+}

@@ -1,0 +1,380 @@
+// A run's door for its owner's other processes: a Unix socket in the run's directory that takes lines and gives lines back.
+// Nothing here waits for a client: what one does not read is kept up to a limit, and then the client is let go. What the lines
+// mean is Lua's (lua/engine/control.lua, lua/engine/cli/attach.lua). Both sides stand here.
+// Called from Lua: by the trainer between steps, by `engine attach`.
+#define _GNU_SOURCE   // accept4, struct ucred
+#include "engine.h"
+#include "base/error.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+enum { CLIENTS = 8, CHUNK = 4096 };
+
+/// Bytes on their way, at `from` the first that is still wanted.
+typedef struct bytes { char *data; size_t from, size, capacity; } bytes;
+
+typedef struct client {
+  int   fd;                  // -1: nobody
+  int   number;              // of this client, never used again
+  bytes in, out;
+} client;
+
+struct eng_attach {
+  int    fd, folder;         // the socket, and the directory it stands in
+  dev_t  device;             // the socket's file, so that no other's is removed
+  ino_t  inode;
+  int    count, last_number, turn;   // turn: whose line is given out next
+  char  *name;               // within the folder
+  char  *line;               // the last one given out
+  client clients[CLIENTS];
+};
+
+// ---- bytes
+
+static bool bytes_add(bytes *b, const char *data, size_t size, size_t limit)
+{
+  if (b->from > 0) {
+    memmove(b->data, b->data + b->from, b->size - b->from);
+    b->size -= b->from;
+    b->from = 0;
+  }
+  if (b->size + size > limit) return false;
+  if (b->size + size > b->capacity) {
+    size_t capacity = b->capacity ? b->capacity : CHUNK;
+    while (capacity < b->size + size) capacity *= 2;
+    char *grown = realloc(b->data, capacity);
+    if (!grown) return false;
+    b->data = grown;
+    b->capacity = capacity;
+  }
+  memcpy(b->data + b->size, data, size);
+  b->size += size;
+  return true;
+}
+
+/// The first whole line as text of its own, NULL when there is none (or no memory).
+static char *bytes_line(bytes *b, int64_t *length)
+{
+  char *start = b->data + b->from, *end = b->size > b->from ? memchr(start, '\n', b->size - b->from) : NULL;
+  if (!end) return NULL;
+  char *line = malloc((size_t)(end - start) + 1);
+  if (!line) return NULL;
+  *length = end - start;
+  memcpy(line, start, (size_t)*length);
+  line[*length] = 0;
+  b->from += (size_t)*length + 1;
+  return line;
+}
+
+static void bytes_free(bytes *b)
+{
+  free(b->data);
+  *b = (bytes){0};
+}
+
+// ---- addresses
+
+/// The address of `name` in an open folder. A socket's path has room for 107 bytes: a longer one goes by the folder's number.
+static eng_status address_of(struct sockaddr_un *out, const char *path, int folder, const char *name)
+{
+  *out = (struct sockaddr_un){.sun_family = AF_UNIX};
+  if (strlen(path) < sizeof out->sun_path) {
+    memcpy(out->sun_path, path, strlen(path) + 1);
+    return ENG_OK;
+  }
+  int length = snprintf(out->sun_path, sizeof out->sun_path, "/proc/self/fd/%d/%s", folder, name);
+  if (length > 0 && (size_t)length < sizeof out->sun_path) return ENG_OK;
+  return error_set(ENG_ERR_IO, "%s: the name of a socket can have %d bytes", path, (int)sizeof out->sun_path - 24);
+}
+
+/// Opens the directory of `path`; `name` is what stands behind its last slash.
+static eng_status open_folder(int *folder, const char **name, const char *path)
+{
+  const char *slash = strrchr(path, '/');
+  *name = slash ? slash + 1 : path;
+  char *parent = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
+  if (!parent) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  *folder = open(parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  eng_status status = *folder >= 0 ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
+  free(parent);
+  return status;
+}
+
+// ---- the run's side
+
+/// Removes a socket that nobody listens at any more.
+static eng_status clear_place(const struct sockaddr_un *address, const char *path, int folder, const char *name)
+{
+  struct stat there;
+  if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
+  if (!S_ISSOCK(there.st_mode)) return error_set(ENG_ERR_IO, "%s: is there and is no socket", path);
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN);
+  if (fd >= 0) close(fd);
+  if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens there", path);
+  unlinkat(folder, name, 0);
+  return ENG_OK;
+}
+
+static eng_status listen_at(eng_attach *door, const char *path)
+{
+  struct sockaddr_un address;
+  struct stat made;
+  ENG_TRY(address_of(&address, path, door->folder, door->name));
+  ENG_TRY(clear_place(&address, path, door->folder, door->name));
+  door->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  // The mode set on the socket is that of the file: there is no moment in which others could come in.
+  if (door->fd < 0 || fchmod(door->fd, 0600) != 0 || bind(door->fd, (const struct sockaddr *)&address, sizeof address) != 0)
+    return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
+  if (fstatat(door->folder, door->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
+    door->device = made.st_dev;
+    door->inode = made.st_ino;
+  }
+  if (fchmodat(door->folder, door->name, 0600, 0) != 0 || listen(door->fd, CLIENTS) != 0)
+    return error_set(ENG_ERR_IO, "%s: cannot listen: %s", path, strerror(errno));
+  return ENG_OK;
+}
+
+eng_status eng_attach_open(eng_attach **out, const char *path)
+{
+  const char *name;
+  *out = NULL;
+  eng_attach *door = calloc(1, sizeof *door);
+  if (!door) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  door->fd = door->folder = -1;
+  for (int i = 0; i < CLIENTS; i++) door->clients[i].fd = -1;
+  eng_status status = open_folder(&door->folder, &name, path);
+  if (status == ENG_OK && (door->name = strdup(name)) == NULL) status = error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  if (status == ENG_OK) status = listen_at(door, path);
+  if (status != ENG_OK) eng_attach_close(door);
+  else *out = door;
+  return status;
+}
+
+static void let_go(eng_attach *door, client *c)
+{
+  if (c->fd < 0) return;
+  close(c->fd);
+  c->fd = -1;
+  bytes_free(&c->in);
+  bytes_free(&c->out);
+  door->count--;
+}
+
+void eng_attach_close(eng_attach *door)
+{
+  struct stat there;
+  if (!door) return;
+  for (int i = 0; i < CLIENTS; i++) let_go(door, &door->clients[i]);
+  if (door->inode && fstatat(door->folder, door->name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == door->device && there.st_ino == door->inode)
+    unlinkat(door->folder, door->name, 0);
+  if (door->fd >= 0) close(door->fd);
+  if (door->folder >= 0) close(door->folder);
+  free(door->name);
+  free(door->line);
+  free(door);
+}
+
+static bool is_owner(int fd)
+{
+  struct ucred peer;
+  socklen_t size = sizeof peer;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == geteuid() || peer.uid == 0);
+}
+
+static void take_in(eng_attach *door)
+{
+  int fd;
+  while ((fd = accept4(door->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
+    client *free_one = NULL;
+    for (int i = 0; i < CLIENTS; i++)
+      if (door->clients[i].fd < 0) free_one = &door->clients[i];
+    if (!free_one || !is_owner(fd)) {
+      close(fd);
+      continue;
+    }
+    *free_one = (client){.fd = fd, .number = ++door->last_number};
+    door->count++;
+  }
+}
+
+/// Sends what the socket takes. False when the client is gone.
+static bool push_out(client *c)
+{
+  while (c->out.from < c->out.size) {
+    ssize_t sent = send(c->fd, c->out.data + c->out.from, c->out.size - c->out.from, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) return errno == EAGAIN || errno == EINTR;
+    c->out.from += (size_t)sent;
+  }
+  return true;
+}
+
+/// Reads some of what has come. False when the client is gone, or sent a line that is too long.
+static bool pull_in(client *c)
+{
+  char chunk[CHUNK];
+  ssize_t got = recv(c->fd, chunk, sizeof chunk, MSG_DONTWAIT);
+  if (got < 0) return errno == EAGAIN || errno == EINTR;
+  if (got == 0) return false;
+  if (bytes_add(&c->in, chunk, (size_t)got, ENG_ATTACH_LINE)) return true;
+  static const char answer[] = "{\"ok\":false,\"error\":\"the line is too long\"}\n";
+  return bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER) && push_out(c) && false;
+}
+
+/// Whether there is room to read on: one who talks faster than he is answered waits.
+static bool has_room(const client *c)
+{
+  size_t waiting = c->in.size - c->in.from;
+  return waiting < ENG_ATTACH_LINE / 2 || !memchr(c->in.data + c->in.from, '\n', waiting);
+}
+
+static bool give_line(const char **line, int64_t *length, int *number, eng_attach *door)
+{
+  for (int i = 0; i < CLIENTS; i++) {
+    int place = (door->turn + i) % CLIENTS;
+    client *c = &door->clients[place];
+    char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
+    if (!text) continue;
+    door->turn = place + 1;    // so that one who talks without end does not silence the others
+    free(door->line);
+    *line = door->line = text;
+    *number = c->number;
+    return true;
+  }
+  return false;
+}
+
+bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach *door, int milliseconds)
+{
+  struct pollfd wanted[1 + CLIENTS];
+  int who[1 + CLIENTS], n = 1;
+  wanted[0] = (struct pollfd){.fd = door->fd, .events = POLLIN};
+  for (int i = 0; i < CLIENTS && door->count > 0; i++) {
+    const client *c = &door->clients[i];
+    if (c->fd < 0) continue;
+    who[n] = i;
+    wanted[n++] = (struct pollfd){.fd = c->fd, .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
+    if (c->in.size > c->in.from && memchr(c->in.data + c->in.from, '\n', c->in.size - c->in.from)) milliseconds = 0;
+  }
+  if (poll(wanted, (nfds_t)n, milliseconds) <= 0) return door->count > 0 && give_line(line, length, number, door);
+  for (int k = 1; k < n; k++) {
+    client *c = &door->clients[who[k]];
+    if (wanted[k].revents == 0) continue;
+    bool here = !(wanted[k].revents & (POLLERR | POLLNVAL));
+    if (here && wanted[k].revents & POLLIN) here = pull_in(c);
+    else if (here && wanted[k].revents & POLLHUP) here = false;
+    if (here) here = push_out(c);
+    if (!here) let_go(door, c);
+  }
+  if (wanted[0].revents) take_in(door);      // last: who just left made room
+  return door->count > 0 && give_line(line, length, number, door);
+}
+
+static client *find(eng_attach *door, int number)
+{
+  for (int i = 0; i < CLIENTS; i++)
+    if (door->clients[i].fd >= 0 && door->clients[i].number == number) return &door->clients[i];
+  return NULL;
+}
+
+void eng_attach_answer(eng_attach *door, int number, const char *text, int64_t size)
+{
+  client *c = find(door, number);
+  if (!c) return;
+  if (!bytes_add(&c->out, text, (size_t)size, ENG_ATTACH_ANSWER) || !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c)) let_go(door, c);
+}
+
+bool eng_attach_here(eng_attach *door, int number)
+{
+  return find(door, number) != NULL;
+}
+
+int eng_attach_count(const eng_attach *door)
+{
+  return door->count;
+}
+
+// ---- the other side
+
+struct eng_attach_link { int fd; bytes in; char *line; };
+
+eng_status eng_attach_connect(eng_attach_link **out, const char *path)
+{
+  struct sockaddr_un address;
+  const char *name;
+  int folder = -1;
+  *out = NULL;
+  ENG_TRY(open_folder(&folder, &name, path));
+  eng_attach_link *link = calloc(1, sizeof *link);
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);      // else many who wait to be let in would hold us up
+  eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name) : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+    bool nobody = errno == ENOENT || errno == ECONNREFUSED;
+    const char *why = nobody ? "nobody listens there" : errno == EAGAIN ? "others wait to be let in already, and the run answers nobody" : strerror(errno);
+    status = error_set(nobody ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
+  } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
+    status = error_set(ENG_ERR_IO, "%s: %s", path, strerror(errno));
+  }
+  close(folder);
+  if (status != ENG_OK) {
+    if (fd >= 0) close(fd);
+    free(link);
+    return status;
+  }
+  link->fd = fd;
+  *out = link;
+  return ENG_OK;
+}
+
+eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size)
+{
+  while (size > 0) {
+    ssize_t sent = send(link->fd, text, (size_t)size, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return error_set(ENG_ERR_IO, "the run is gone");
+    text += sent;
+    size -= sent;
+  }
+  return ENG_OK;
+}
+
+eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link, double seconds)
+{
+  const double until = eng_clock() + seconds;
+  char chunk[CHUNK];
+  for (;;) {
+    char *text = bytes_line(&link->in, length);
+    if (text) {
+      free(link->line);
+      *line = link->line = text;
+      return ENG_OK;
+    }
+    double left = until - eng_clock();
+    if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+    if (left <= 0) return error_set(ENG_ERR_STATE, "no answer yet");
+    struct pollfd wanted = {.fd = link->fd, .events = POLLIN};
+    if (poll(&wanted, 1, left < 0.2 ? (int)(left * 1000) + 1 : 200) <= 0) continue;
+    ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return error_set(ENG_ERR_IO, "the run is gone");
+    if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK)) return error_set(ENG_ERR_IO, "the answer is too long");
+  }
+}
+
+void eng_attach_leave(eng_attach_link *link)
+{
+  if (!link) return;
+  close(link->fd);
+  bytes_free(&link->in);
+  free(link->line);
+  free(link);
+}

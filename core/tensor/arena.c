@@ -1,0 +1,385 @@
+// Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks come from mmap, those of
+// another memory space from its device, which may ask to be told what is handed out and what is not; nothing here looks into a piece,
+// for the host may not be able to.
+//
+//   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
+//                          ^ bump
+// A request first looks for a returned piece of its size, then bumps, then takes another chunk.
+// Chunks of the step and scratch arenas stay until the process ends; in the lasting arenas a chunk
+// that served one large request alone goes back to the system when that piece is freed.
+#include "arena.h"
+
+#include "base/error.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+// Under AddressSanitizer whatever is not handed out is poisoned, and pieces stand apart, so that a kernel
+// that leaves its tensors is caught although all memory comes in big chunks.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
+#define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
+enum { APART = 1 };      // units between pieces
+#else
+#define CLOSE(memory, bytes) ((void)(memory), (void)(bytes))
+#define OPEN(memory, bytes)  ((void)(memory), (void)(bytes))
+enum { APART = 0 };
+#endif
+
+enum { ALIGNMENT = 64, CARD_ALIGNMENT = 256, FREE_LISTS = 1024 /* a power of two */ };
+
+typedef struct chunk {
+  struct chunk *next;
+  char   *memory;
+  int64_t size, used;      // bytes; used: where the bump stands
+  bool    dedicated;       // holds exactly one piece
+} chunk;
+
+// Returned pieces of one size.
+typedef struct free_piece {
+  struct free_piece *next;
+  void *memory;
+} free_piece;
+
+typedef struct free_list {
+  int64_t size;            // 0: the entry is empty
+  free_piece *first;
+} free_list;
+
+typedef struct arena {
+  const char *name;
+  int64_t chunk_size;      // bytes taken from the system at least
+  chunk  *first, *current;
+  free_list lists[FREE_LISTS];
+  int     lists_used;      // of lists[]
+  int64_t used, peak, reserved, allocations, pieces;
+} arena;
+
+#define ARENAS_OF(prefix) { \
+  [ARENA_PARAMETER] = {.name = prefix "parameters", .chunk_size = 1 << 20}, \
+  [ARENA_GRADIENT]  = {.name = prefix "gradients",  .chunk_size = 1 << 20}, \
+  [ARENA_OPTIMIZER] = {.name = prefix "optimizer",  .chunk_size = 1 << 20}, \
+  [ARENA_MESSAGE]   = {.name = prefix "messages",   .chunk_size = 1 << 20}, \
+  [ARENA_KEPT]      = {.name = prefix "kept",       .chunk_size = 4 << 20}, \
+  [ARENA_STEP]      = {.name = prefix "step",       .chunk_size = 64 << 20}, \
+  [ARENA_SCRATCH]   = {.name = prefix "scratch",    .chunk_size = 8 << 20}, \
+}
+static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""), [SPACE_CUDA] = ARENAS_OF("cuda ")};
+static arena_source sources[SPACE_COUNT];
+static int in_force = SPACE_HOST;
+static int pinned[SPACE_COUNT];
+static free_piece *spare_nodes;
+static int64_t limit;      // bytes over all arenas of a space; 0: none
+
+void arena_register(int space, const arena_source *source)
+{
+  sources[space] = *source;
+}
+
+void arena_use(int space)
+{
+  in_force = space;
+}
+
+int arena_space(void)
+{
+  return in_force;
+}
+
+void arena_pin(int space, int by)
+{
+  pinned[space] += by;
+}
+
+static free_piece *node_take(void)
+{
+  enum { BLOCK = 256 };
+  if (!spare_nodes) {
+    free_piece *block = calloc(BLOCK, sizeof *block);
+    if (!block) return NULL;
+    for (int i = 0; i < BLOCK; i++) {
+      block[i].next = spare_nodes;
+      spare_nodes = &block[i];
+    }
+  }
+  free_piece *node = spare_nodes;
+  spare_nodes = node->next;
+  return node;
+}
+
+static void node_give(free_piece *node)
+{
+  node->next = spare_nodes;
+  spare_nodes = node;
+}
+
+static bool lasting(arena_id id)
+{
+  return id != ARENA_STEP && id != ARENA_SCRATCH;
+}
+
+static int64_t rounded(int space, int64_t bytes)
+{
+  int64_t unit = space == SPACE_HOST ? ALIGNMENT : CARD_ALIGNMENT;
+  return ((bytes <= 0 ? 1 : (bytes + unit - 1) / unit) + APART) * unit;
+}
+
+/// The list for `size`, or the empty entry where it would go; NULL when the table is full.
+static free_list *list_for(arena *a, int64_t size)
+{
+  uint64_t start = (uint64_t)(size / ALIGNMENT) * 0x9E3779B97F4A7C15ull >> 54;
+  for (int i = 0; i < FREE_LISTS; i++) {
+    free_list *list = &a->lists[(start + (uint64_t)i) & (FREE_LISTS - 1)];
+    if (list->size == size || list->size == 0) return list;
+  }
+  return NULL;
+}
+
+/// A number of bytes in a file of the kernel's; `otherwise` when there is none.
+static int64_t number_in(const char *path, int64_t otherwise)
+{
+  FILE *file = fopen(path, "r");
+  long long value;
+  if (!file) return otherwise;
+  if (fscanf(file, "%lld", &value) != 1 || value <= 0) value = otherwise;
+  fclose(file);
+  return value;
+}
+
+/// Memory of the machine, or what its container may use. Beyond it the system would not refuse: it kills.
+static int64_t machine_memory(void)
+{
+  static int64_t known;
+  if (known) return known;
+  int64_t all = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  if (all <= 0) all = INT64_MAX;
+  int64_t group = number_in("/sys/fs/cgroup/memory.max", number_in("/sys/fs/cgroup/memory/memory.limit_in_bytes", all));
+  known = group < all ? group : all;
+  return known;
+}
+
+static int64_t memory_of(int space)
+{
+  return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
+}
+
+/// What a piece is from here on: handed out, or closed to everybody. Memory of a captured step stays open while that is there.
+static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
+{
+  if (space != SPACE_HOST) {
+    if (sources[space].mark && bytes > 0 && (out || lasting(id) || pinned[space] == 0)) sources[space].mark(memory, bytes, out);
+  } else if (out) OPEN(memory, bytes);
+  else CLOSE(memory, bytes);
+}
+
+static int64_t reserved_in_all(int space)
+{
+  int64_t total = 0;
+  for (int i = 0; i < ARENA_COUNT; i++) total += arenas[space][i].reserved;
+  return total;
+}
+
+static void *memory_take(int space, int64_t size)
+{
+  if (space != SPACE_HOST) return sources[space].take(size);
+  void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return NULL;
+  if (size >= 4 << 20) madvise(memory, (size_t)size, MADV_HUGEPAGE);
+  return memory;
+}
+
+static void memory_give(int space, void *memory, int64_t size)
+{
+  if (space != SPACE_HOST) sources[space].give(memory, size);
+  else munmap(memory, (size_t)size);
+}
+
+static void chunk_return(int space, arena *a, chunk **at)
+{
+  chunk *c = *at;
+  *at = c->next;
+  if (a->current == c) a->current = a->first;
+  if (space == SPACE_HOST) OPEN(c->memory, c->size);   // another mapping may take the place
+  memory_give(space, c->memory, c->size);
+  a->reserved -= c->size;
+  free(c);
+}
+
+/// Returns chunks that hold nothing to the system: what an earlier, larger step took.
+static void return_empty_chunks(int space)
+{
+  for (int i = 0; i < ARENA_COUNT; i++)
+    for (chunk **at = &arenas[space][i].first; *at;) {
+      if ((*at)->used == 0 && (lasting((arena_id)i) || pinned[space] == 0)) chunk_return(space, &arenas[space][i], at);
+      else at = &(*at)->next;
+    }
+}
+
+static void complain(int space, const arena *wanting, int64_t bytes)
+{
+  const arena *all = arenas[space];
+  char table[768];
+  int at = 0;
+  for (int i = 0; i < ARENA_COUNT && at < (int)sizeof table; i++)
+    at += snprintf(table + at, sizeof table - (size_t)at, "\n  %-15s %10.1f MiB in use, %10.1f MiB reserved",
+                   all[i].name, (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
+  char bound[64] = "";
+  if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));
+  else snprintf(bound, sizeof bound, " (%s has %.1f MiB)", space == SPACE_HOST ? "this machine" : "the card", (double)memory_of(space) / (1 << 20));
+  error_set(ENG_ERR_MEMORY, "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
+            "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
+            wanting->name, (double)bytes / (1 << 20), bound, table);
+}
+
+static chunk *chunk_new(int space, arena_id id, int64_t bytes)
+{
+  arena *a = &arenas[space][id];
+  bool dedicated = lasting(id) && bytes >= a->chunk_size / 2;
+  int64_t size = dedicated || bytes > a->chunk_size ? bytes : a->chunk_size;
+  int64_t most = memory_of(space);
+  if (limit && limit < most) most = limit;
+  if (reserved_in_all(space) > most - size) size = bytes;   // a smaller chunk may still do
+  if (reserved_in_all(space) > most - size) return_empty_chunks(space);
+  if (reserved_in_all(space) > most - size) {
+    complain(space, a, bytes);
+    return NULL;
+  }
+  size = (size + 4095) / 4096 * 4096;
+  void *memory = memory_take(space, size);
+  if (!memory) {   // others may use the machine or the card, too
+    return_empty_chunks(space);
+    size = (bytes + 4095) / 4096 * 4096;
+    memory = memory_take(space, size);
+  }
+  chunk *c = memory ? malloc(sizeof *c) : NULL;
+  if (!c) {
+    if (memory) memory_give(space, memory, size);
+    complain(space, a, bytes);
+    return NULL;
+  }
+  mark(space, id, memory, size, false);
+  *c = (chunk){.memory = memory, .size = size, .dedicated = dedicated};
+  a->reserved += size;
+  a->allocations++;
+  return c;
+}
+
+void *arena_alloc_in(int space, arena_id id, int64_t bytes)
+{
+  arena *a = &arenas[space][id];
+  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have wrapped
+    complain(space, a, INT64_MAX);
+    return NULL;
+  }
+  int64_t size = rounded(space, bytes);
+  void *piece = NULL;
+  free_list *list = list_for(a, size);
+  if (list && list->size == size && list->first) {
+    free_piece *node = list->first;
+    piece = node->memory;
+    list->first = node->next;
+    node_give(node);
+  } else {
+    chunk *c = a->current;
+    while (c && (c->dedicated || c->size - c->used < size)) c = c->next;
+    if (!c) {
+      c = chunk_new(space, id, size);
+      if (!c) return NULL;
+      // Appended, so that a reset replays the same order of chunks.
+      chunk **end = &a->first;
+      while (*end) end = &(*end)->next;
+      *end = c;
+    }
+    if (!c->dedicated) a->current = c;
+    piece = c->memory + c->used;
+    c->used += size;
+  }
+  mark(space, id, piece, bytes, true);
+  a->used += size;
+  a->pieces++;
+  if (a->used > a->peak) a->peak = a->used;
+  return piece;
+}
+
+static void rewind_chunks(int space, arena_id id)
+{
+  arena *a = &arenas[space][id];
+  for (int i = 0; a->lists_used > 0 && i < FREE_LISTS; i++) {
+    for (free_piece *node = a->lists[i].first, *next; node; node = next) {
+      next = node->next;
+      node_give(node);
+    }
+    if (a->lists[i].size) a->lists_used--;
+    a->lists[i] = (free_list){0};
+  }
+  for (chunk *c = a->first; c; c = c->next) {
+    mark(space, id, c->memory, c->used, false);
+    c->used = 0;
+  }
+  a->current = a->first;
+  a->used = a->pieces = 0;
+}
+
+void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
+{
+  if (!piece) return;
+  arena *a = &arenas[space][id];
+  int64_t size = rounded(space, bytes);
+  a->used -= size;
+  if (--a->pieces == 0 && !lasting(id)) {
+    rewind_chunks(space, id);
+    return;
+  }
+  if (lasting(id) && size >= a->chunk_size / 2) {
+    for (chunk **at = &a->first; *at; at = &(*at)->next) {
+      if ((*at)->memory != piece || !(*at)->dedicated) continue;
+      chunk_return(space, a, at);
+      return;
+    }
+  }
+  mark(space, id, piece, size, false);
+  free_list *list = list_for(a, size);
+  free_piece *node = list ? node_take() : NULL;
+  if (!node) return;   // more sizes than lists: the piece waits for the reset
+  node->memory = piece;
+  node->next = list->first;
+  if (list->size == 0) a->lists_used++;
+  list->size = size;
+  list->first = node;
+}
+
+void *arena_alloc(arena_id id, int64_t bytes)
+{
+  return arena_alloc_in(in_force, id, bytes);
+}
+
+void arena_free(arena_id id, void *piece, int64_t bytes)
+{
+  arena_free_in(in_force, id, piece, bytes);
+}
+
+void arena_reset(arena_id id)
+{
+  for (int space = 0; space < SPACE_COUNT; space++) rewind_chunks(space, id);
+}
+
+int eng_memory(eng_memory_row *rows, int capacity)
+{
+  int n = 0;
+  for (int space = 0; space < SPACE_COUNT; space++)
+    for (int i = 0; i < ARENA_COUNT && n < capacity; i++) {
+      const arena *a = &arenas[space][i];
+      if (space != SPACE_HOST && a->allocations == 0) continue;   // never used
+      rows[n++] = (eng_memory_row){a->name, a->used, a->peak, a->reserved, a->allocations};
+    }
+  return n;
+}
+
+void eng_memory_limit(int64_t bytes)
+{
+  limit = bytes > 0 ? bytes : 0;
+}

@@ -1,0 +1,100 @@
+// Pools: first fit among gaps that are kept in order of place. See pool.h. There are few blocks and few pieces (buckets of gradients), so
+// that a look through all gaps costs nothing beside what is done with a piece.
+#include "pool.h"
+
+#include "base/error.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static eng_status grow(void **items, int32_t needed, int32_t *room, size_t size)
+{
+  if (needed <= *room) return ENG_OK;
+  int32_t more = needed < 16 ? 16 : 2 * needed;
+  void *grown = realloc(*items, (size_t)more * size);
+  if (!grown) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d pieces", more);
+  *items = grown;
+  *room = more;
+  return ENG_OK;
+}
+
+static void insert(pool *p, int at, pool_gap gap)
+{
+  memmove(p->gap + at + 1, p->gap + at, (size_t)(p->n_gaps - at) * sizeof *p->gap);
+  p->gap[at] = gap;
+  p->n_gaps++;
+}
+
+static void erase(pool *p, int at)
+{
+  p->n_gaps--;
+  memmove(p->gap + at, p->gap + at + 1, (size_t)(p->n_gaps - at) * sizeof *p->gap);
+}
+
+/// One more block, empty.
+static eng_status add_block(pool *p, int64_t bytes)
+{
+  ENG_TRY(grow((void **)&p->block, p->n_blocks + 1, &p->room_blocks, sizeof *p->block));
+  void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44) : arena_alloc_in(p->space, p->arena, bytes);
+  if (!memory) return ENG_ERR_MEMORY;
+  insert(p, p->n_gaps, (pool_gap){memory, bytes, p->n_blocks});
+  p->block[p->n_blocks++] = (pool_block){memory, bytes};
+  return ENG_OK;
+}
+
+eng_status pool_take(void **out, pool *p, int64_t bytes)
+{
+  *out = NULL;
+  bytes = pool_rounded(bytes);
+  // Every piece and every block may leave a gap behind: there is room for it from now on, so that giving back cannot fail.
+  ENG_TRY(grow((void **)&p->gap, p->pieces + p->n_blocks + 3, &p->room_gaps, sizeof *p->gap));
+  int k = 0;
+  while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
+  if (k == p->n_gaps) {
+    if (p->most_blocks > 0 && p->n_blocks == p->most_blocks) return ENG_OK;
+    ENG_TRY(add_block(p, bytes > p->block_bytes ? bytes : p->block_bytes));
+  }
+  pool_gap *gap = &p->gap[k];
+  *out = gap->at;
+  gap->at += bytes;
+  gap->bytes -= bytes;
+  if (gap->bytes == 0) erase(p, k);
+  p->pieces++;
+  return ENG_OK;
+}
+
+static int block_of(const pool *p, const char *piece)
+{
+  int k = 0;
+  while (k + 1 < p->n_blocks && !(piece >= p->block[k].memory && piece < p->block[k].memory + p->block[k].bytes)) k++;
+  return k;
+}
+
+void pool_give(pool *p, void *piece, int64_t bytes)
+{
+  if (!piece) return;
+  pool_gap fresh = {piece, pool_rounded(bytes), block_of(p, piece)};
+  int k = 0;
+  while (k < p->n_gaps && (p->gap[k].block < fresh.block || (p->gap[k].block == fresh.block && p->gap[k].at < fresh.at))) k++;
+  insert(p, k, fresh);
+  p->pieces--;
+  // One with its neighbours.
+  if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block && fresh.at + fresh.bytes == p->gap[k + 1].at) {
+    p->gap[k].bytes += p->gap[k + 1].bytes;
+    erase(p, k + 1);
+  }
+  if (k > 0 && p->gap[k - 1].block == fresh.block && p->gap[k - 1].at + p->gap[k - 1].bytes == fresh.at) {
+    p->gap[k - 1].bytes += p->gap[k].bytes;
+    erase(p, k);
+  }
+}
+
+void pool_free(pool *p)
+{
+  for (int k = 0; k < p->n_blocks && !p->imagined; k++) arena_free_in(p->space, p->arena, p->block[k].memory, p->block[k].bytes);
+  free(p->block);
+  free(p->gap);
+  p->block = NULL;
+  p->gap = NULL;
+  p->n_blocks = p->n_gaps = p->room_blocks = p->room_gaps = p->pieces = 0;
+}

@@ -1,0 +1,340 @@
+// The slot table and the life of tensors. See tensor.h.
+//
+// Tensors of a step stand in a list, by which step.c drops them; the last one gone, the step arena starts over.
+// A slot's generation grows whenever its tensor goes, so an old handle is recognised.
+#include "tensor.h"
+
+#include "base/error.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
+static const int64_t MOST_ELEMENTS = 1ll << 48;   // so that kernels may count bytes of work space without fear of overflow
+
+static tensor **blocks;
+static int n_blocks;
+static tensor *free_slots;        // linked through .gradient, first in, first out: a stale handle finds its
+static tensor *free_slots_end;    // own remains for as long as possible, for a better message
+static storage *free_storages;    // linked through .memory
+
+static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
+static int step_length, step_capacity;
+static int64_t step_count;
+
+// ---- slots
+
+static bool add_block(void)
+{
+  tensor **more = realloc(blocks, (size_t)(n_blocks + 1) * sizeof *blocks);
+  if (!more) return false;
+  blocks = more;
+  tensor *block = calloc(BLOCK, sizeof *block);
+  if (!block) return false;
+  blocks[n_blocks] = block;
+  for (int i = BLOCK - 1; i >= 0; i--) {
+    block[i].slot = (uint32_t)(n_blocks * BLOCK + i);
+    block[i].generation = 1;
+    if (block[i].slot == 0) continue;   // slot 0 means "no tensor"
+    block[i].gradient = free_slots;
+    if (!free_slots) free_slots_end = &block[i];
+    free_slots = &block[i];
+  }
+  n_blocks++;
+  return true;
+}
+
+static tensor *slot_take(void)
+{
+  if (!free_slots && !add_block()) return NULL;
+  tensor *x = free_slots;
+  free_slots = x->gradient;
+  if (!free_slots) free_slots_end = NULL;
+  uint32_t slot = x->slot, generation = x->generation;
+  memset(x, 0, sizeof *x);
+  x->slot = slot;
+  x->generation = generation;
+  x->live = true;
+  x->node = -1;
+  x->step_index = -1;
+  x->step = step_count;
+  return x;
+}
+
+static storage *storage_take(void)
+{
+  if (!free_storages) {
+    storage *block = calloc(BLOCK, sizeof *block);
+    if (!block) return NULL;
+    for (int i = 0; i < BLOCK; i++) {
+      block[i].memory = free_storages;
+      free_storages = &block[i];
+    }
+  }
+  storage *s = free_storages;
+  free_storages = s->memory;
+  return s;
+}
+
+static void storage_release(storage *s)
+{
+  if (--s->references > 0) return;
+  if (s->arena >= 0) arena_free_in(s->space, (arena_id)s->arena, s->memory, s->bytes);
+  s->memory = free_storages;
+  free_storages = s;
+}
+
+eng_status tensor_get(tensor **out, const eng_tensor *handle)
+{
+  *out = NULL;
+  if (!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK)
+    return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");
+  tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
+  if (x->live && x->generation == handle->generation) {
+    if (x->done && !x->store->memory && x->count > 0)
+      return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back", tensor_text(x));
+    *out = x;
+    return ENG_OK;
+  }
+  if (!x->live && x->generation == handle->generation + 1) {
+    if (x->of_step)
+      return error_set(ENG_ERR_STALE, "tensor %s belongs to step %lld, now %lld: use :keep() to copy it",
+                       tensor_text(x), (long long)x->step, (long long)step_count);
+    return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
+  }
+  return error_set(ENG_ERR_STALE, "a tensor of an earlier step is used in step %lld: use :keep() to copy it",
+                   (long long)step_count);
+}
+
+eng_tensor tensor_handle(const tensor *x)
+{
+  return x ? (eng_tensor){x->slot, x->generation} : (eng_tensor){0, 0};
+}
+
+// ---- making and dropping
+
+static eng_status enter_step_list(tensor *x)
+{
+  if (step_length == step_capacity) {
+    int capacity = step_capacity ? 2 * step_capacity : 4096;
+    tensor **list = realloc(step_list, (size_t)capacity * sizeof *list);
+    if (!list) return error_set(ENG_ERR_MEMORY, "out of memory for the list of the step's tensors");
+    step_list = list;
+    step_capacity = capacity;
+  }
+  x->of_step = true;
+  x->step_index = step_length;
+  step_list[step_length++] = x;
+  return ENG_OK;
+}
+
+static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape)
+{
+  if (ndim < 0 || ndim > ENG_MAX_DIMS)
+    return error_set(ENG_ERR_VALUE, "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
+  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", dtype);
+  x->dtype = dtype;
+  x->ndim = ndim;
+  int64_t count = 1, bound = 1;   // bound: the product without empty dimensions
+  for (int d = ndim - 1; d >= 0; d--) {
+    if (shape[d] < 0) return error_set(ENG_ERR_VALUE, "a dimension cannot be negative: %s", tensor_shape_text(ndim, shape));
+    if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > MOST_ELEMENTS)
+      return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));
+    x->shape[d] = shape[d];
+    x->stride[d] = count;
+    count *= shape[d];
+  }
+  x->count = count;
+  return ENG_OK;
+}
+
+static void slot_return(tensor *x)
+{
+  if (x->step_index >= 0) step_list[x->step_index] = NULL;
+  x->step_index = -1;
+  x->live = false;
+  x->generation++;
+  x->gradient = NULL;
+  if (free_slots_end) free_slots_end->gradient = x;
+  else free_slots = x;
+  free_slots_end = x;
+}
+
+static eng_status make(tensor **out, int space, int arena, void *memory, int dtype, int ndim, const int64_t *shape)
+{
+  *out = NULL;
+  tensor *x = slot_take();
+  storage *s = x ? storage_take() : NULL;
+  if (!s) {
+    if (x) slot_return(x);
+    return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
+  }
+  eng_status status = set_shape(x, dtype, ndim, shape);
+  *s = (storage){.bytes = x->count * eng_dtype_size(dtype), .references = 1, .arena = arena, .space = space, .memory = memory};
+  if (status == ENG_OK && arena == ARENA_STEP) status = enter_step_list(x);
+  if (status == ENG_OK && arena >= 0) {
+    s->memory = arena_alloc_in(space, (arena_id)arena, s->bytes);
+    if (!s->memory) status = ENG_ERR_MEMORY;
+  }
+  if (status != ENG_OK) {
+    s->arena = -1;
+    storage_release(s);
+    slot_return(x);
+    return status;
+  }
+  x->store = s;
+  x->data = s->memory;
+  *out = x;
+  return ENG_OK;
+}
+
+eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape)
+{
+  return make(out, arena_space(), arena, NULL, dtype, ndim, shape);
+}
+
+eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape)
+{
+  return make(out, space, arena, NULL, dtype, ndim, shape);
+}
+
+eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape)
+{
+  ENG_TRY(make(out, arena_space(), -1, NULL, dtype, ndim, shape));
+  tensor *x = *out;
+  x->store->bytes = 0;
+  x->store->done = 1;
+  x->done = true;
+  eng_status status = enter_step_list(x);
+  if (status == ENG_OK) return ENG_OK;
+  tensor_drop(x);
+  *out = NULL;
+  return status;
+}
+
+eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape)
+{
+  ENG_TRY(make(out, space, -1, memory, dtype, ndim, shape));
+  (*out)->held = true;
+  return ENG_OK;
+}
+
+eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride)
+{
+  *out = NULL;
+  tensor *y = slot_take();
+  if (!y) return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
+  eng_status status = set_shape(y, x->dtype, ndim, shape);
+  // A view of something kept lives as long as the step; its memory as long as any view.
+  if (status == ENG_OK) status = enter_step_list(y);
+  if (status != ENG_OK) {
+    slot_return(y);
+    return status;
+  }
+  for (int d = 0; d < ndim; d++) y->stride[d] = stride[d];
+  y->data = (char *)x->data + offset * eng_dtype_size(x->dtype);
+  y->store = x->store;
+  y->store->references++;
+  *out = y;
+  return ENG_OK;
+}
+
+void tensor_drop(tensor *x)
+{
+  if (!x || !x->live) return;
+  tensor_drop(x->gradient);
+  x->store->done -= x->done;
+  storage_release(x->store);
+  slot_return(x);
+}
+
+void tensor_rehome(tensor *x, void *memory)
+{
+  storage *old = x->store, *s = storage_take();
+  old->done -= x->done;
+  x->done = false;
+  if (s) {
+    *s = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
+    x->store = s;
+    storage_release(old);
+  } else if (old->references == 1) {   // no room for another: reuse the one we leave
+    arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
+    *old = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
+  }
+  x->data = memory;
+  x->held = true;
+  if (x->step_index >= 0) step_list[x->step_index] = NULL;
+  x->step_index = -1;
+  x->of_step = false;
+}
+
+// ---- the step's list
+
+int64_t tensor_step_number(void)
+{
+  return step_count;
+}
+
+void tensor_next_step(void)
+{
+  step_count++;
+}
+
+int tensor_mark(void)
+{
+  return step_length;
+}
+
+void tensor_drop_since(int mark, bool hung_too)
+{
+  for (int i = step_length - 1; i >= mark; i--)
+    if (step_list[i] && (hung_too || !step_list[i]->hung)) tensor_drop(step_list[i]);
+  int kept = mark;
+  for (int i = mark; i < step_length; i++)
+    if (step_list[i]) {
+      step_list[i]->step_index = kept;
+      step_list[kept++] = step_list[i];
+    }
+  step_length = kept;
+}
+
+// ---- shapes and text
+
+bool tensor_contiguous(const tensor *x)
+{
+  int64_t expected = 1;
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    if (x->shape[d] != 1 && x->stride[d] != expected) return x->count == 0;
+    expected *= x->shape[d];
+  }
+  return true;
+}
+
+bool tensor_same_shape(const tensor *a, const tensor *b)
+{
+  return a->ndim == b->ndim && memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) == 0;
+}
+
+static char *text_buffer(void)
+{
+  static _Thread_local char buffers[8][160];
+  static _Thread_local int next;
+  return buffers[next++ & 7];
+}
+
+const char *tensor_shape_text(int ndim, const int64_t *shape)
+{
+  char *text = text_buffer();
+  int at = snprintf(text, 160, "[");
+  for (int d = 0; d < ndim && at < 150; d++) at += snprintf(text + at, (size_t)(160 - at), "%s%lld", d ? " x " : "", (long long)shape[d]);
+  snprintf(text + at, (size_t)(160 - at), "]");
+  return text;
+}
+
+const char *tensor_text(const tensor *x)
+{
+  char *text = text_buffer();
+  snprintf(text, 160, "%s %s", eng_dtype_name(x->dtype), tensor_shape_text(x->ndim, x->shape));
+  return text;
+}
