@@ -111,7 +111,7 @@ $(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h core/engine.h core/en
 	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
-# Stand-ins for a card and for NCCL, for spec/fake_card_spec.lua and spec/nccl_spec.lua.
+# Stand-ins for a card and for NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
 $(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/host.c cuda/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_wire.o
@@ -243,7 +243,7 @@ demo: built
 	@echo "  ./engine doctor                             what this machine offers"
 	@echo "  README.md                                   how to go on"
 
-# `make test SPEC=spec/cli_spec.lua` runs one file.
+# `make test SPEC=spec/cli/cli_spec.lua` runs one file.
 SPEC ?= spec
 TEST_SECONDS ?= 900
 BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
@@ -264,8 +264,8 @@ test-emulated: built
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
-	@$(call ON_EMULATED,$(OTHER_CARD),spec/kernels_spec.lua spec/gradstats_spec.lua spec/lagged_kernel_spec.lua)
-	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/nccl_spec.lua
+	@$(call ON_EMULATED,$(OTHER_CARD),spec/cpu/kernels_spec.lua spec/params/gradstats_spec.lua spec/cpu/lagged_kernel_spec.lua)
+	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/dist/nccl_spec.lua
 else
 	@echo "no nvcc: skipped"
 endif

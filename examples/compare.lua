@@ -29,7 +29,7 @@ local function text_of(path)
   file:close()
   return text
 end
-local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.lab").text(40000)
+local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.report.lab").text(40000)
 
 -- What policies call the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps", "period", "incr_every_n_steps", "step_window",

@@ -11,7 +11,7 @@
 -- 1.834 +- 0.11. The recipe does not beat dynamic here: the entropy stays above 2 nats, its factor at its least, and the scale
 -- below what the gradients would bear. max_value, which looks at the gradients, loses the fewest bits.
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 
 local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200, layers = 2, width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3,
   data = "" },

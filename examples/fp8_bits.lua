@@ -4,7 +4,7 @@
 --   ./engine examples/fp8_bits.lua format=e5m2 numbers=true        every code
 --   ./engine examples/fp8_bits.lua value=0.1 svg=spacing.svg       a number in each; relative spacing as curves
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ format = "e4m3", numbers = false, value = 0.1, svg = "" },

@@ -16,7 +16,7 @@
 -- fp8_block keeps each layer's input once, as codes, and quantizes it along the other side in the backward pass; gate and up of a SwiGLU share
 -- theirs; attention's output stands there as e5m6 alone, 12 bits a number; SwiGLU's two inputs as codes, its output not at all.
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 
 local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
 

@@ -15,7 +15,7 @@
 --   e5m2, tensor  25.6    25.5    25.5    25.5    25.5
 -- e4m3 has 17.8 binades: scales by block begin to matter when outliers stand above 2^12 to 2^14 times the rest, not before.
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ rows = 64, seed = 1, share = 0.001, svg = "" },

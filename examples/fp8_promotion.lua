@@ -15,8 +15,8 @@
 -- So a promotion matters where products have one sign: after ReLU, squares, probabilities. For independent signs the error is far below
 -- that of the codes themselves (2^-4 each).
 local engine = require "engine"
-local lab = require "engine.lab"
-local M_ffi = require "engine.ffi"
+local lab = require "engine.report.lab"
+local M_ffi = require "engine.base.ffi"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ draws = 400, seed = 1, svg = "" },

@@ -21,8 +21,8 @@
 --     promoted every 128             28.61 28.28 27.93       48.58 48.58 53.79
 --   Hopper, 1x128, every 128         28.61 28.69 28.64       49.03 49.09 54.78
 local engine = require "engine"
-local lab = require "engine.lab"
-local M_ffi = require "engine.ffi"
+local lab = require "engine.report.lab"
+local M_ffi = require "engine.base.ffi"
 local ffi, fp8 = M_ffi.ffi, engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },

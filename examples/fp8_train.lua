@@ -22,7 +22,7 @@
 --   fp8_rowwise  0.6008 +- 0.0008    -0.378 +- 0.806 %
 --   fp8_block    0.5951 +- 0.0011    -1.324 +- 0.842 %
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 
 local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
 

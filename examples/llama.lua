@@ -28,8 +28,8 @@ engine.seed(cfg.seed)
 local text = cfg.data
 if text == "" then
   local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
-  text = { root .. "lua/engine/tensor.lua", root .. "lua/engine/trainer.lua", root .. "lua/engine/nn/transformer.lua", root .. "lua/engine/data/init.lua",
-    root .. "lua/engine/optim.lua", root .. "lua/engine/run.lua" }
+  text = { root .. "lua/engine/tensor/tensor.lua", root .. "lua/engine/train/trainer.lua", root .. "lua/engine/nn/transformer.lua", root .. "lua/engine/data/init.lua",
+    root .. "lua/engine/train/optim.lua", root .. "lua/engine/run/run.lua" }
 end
 
 local model = engine.nn.llama { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, kv_heads = cfg.kv_heads, layers = cfg.layers,

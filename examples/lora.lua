@@ -10,7 +10,7 @@
 -- Seen with seeds=5, all from a scale of 2^24 (steps skipped of 200, loss): dynamic 7, 1.772 +- 0.093; fast_backoff 4,
 -- 1.778 +- 0.095; max_value 7, 1.772 +- 0.093. The losses are the same within their spread; fast_backoff skips the fewest steps.
 local engine = require "engine"
-local lab = require "engine.lab"
+local lab = require "engine.report.lab"
 local nn = engine.nn
 
 local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps = 200, pretrain = 150, base = "bf16", rank = 4, alpha = 8, width = 48,

@@ -1,7 +1,7 @@
 // vmath.h: elementary functions on float vectors, the same source on every instruction set.
 // Polynomials are minimax fits (Remez) made for these intervals. All keep NaN, take infinities to
 // their limits, and underflow gradually. Largest errors seen, in units in the last place (ulp), over
-// 70 million f32 (spec/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2,
+// 70 million f32 (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2,
 // sigmoid 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30:
 // silu 3.1, gelu 8, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh)
 // in f32 would have no digit left there). Derivatives of these three cross zero; absolute error 2e-7.

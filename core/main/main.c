@@ -571,7 +571,7 @@ static int run_command(lua_State *L, const char *name, int argc, char **argv, in
 static bool run_repl(lua_State *L)
 {
   lua_getglobal(L, "require");
-  lua_pushliteral(L, "engine.repl");
+  lua_pushliteral(L, "engine.cli.repl");
   if (!call(L, 1, 1)) return false;
   return call(L, 0, 0);
 }

@@ -1,6 +1,6 @@
 // A run's door for its owner's other processes: a Unix socket in the run's directory that takes lines and gives lines back.
 // Nothing here waits for a client: what one does not read is kept up to a limit, and then the client is let go. What the lines
-// mean is Lua's (lua/engine/control.lua, lua/engine/cli/attach.lua). Both sides stand here.
+// mean is Lua's (lua/engine/run/control.lua, lua/engine/cli/attach.lua). Both sides stand here.
 // Called from Lua: by the trainer between steps, by `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred
 #include "engine.h"

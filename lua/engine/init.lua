@@ -1,11 +1,24 @@
 -- The Lua front: `local engine = require "engine"`. Tensors and steps are here at once; the larger
 -- parts (nn, optim, trainer, data ...) load when they are first named.
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
-local autograd = require "engine.autograd"
-local nearest = require "engine.nearest"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
+local autograd = require "engine.tensor.autograd"
+local nearest = require "engine.base.nearest"
 
 local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
+
+-- Modules of version 0.1 lay in one folder: `require "engine.history"` finds engine.run.history and warns once.
+local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
+table.insert(package.loaders, function(name)
+  local module = name:match("^engine%.([%w_]+)$")
+  for _, folder in ipairs(module and FOLDERS or {}) do
+    local moved = ("engine.%s.%s"):format(folder, module)
+    if package.searchpath(moved, package.path) then
+      io.stderr:write(("engine: module '%s' is now '%s'\n"):format(name, moved))
+      return function() return require(moved) end
+    end
+  end
+end)
 
 local engine = { version = M_ffi.version }
 
@@ -127,31 +140,31 @@ end
 -- name -> { module, field of it or nil for the module itself }
 local parts = {
   nn = { "engine.nn" },
-  optim = { "engine.optim" },
-  schedule = { "engine.schedule" },
+  optim = { "engine.train.optim" },
+  schedule = { "engine.train.schedule" },
   data = { "engine.data" },
-  plot = { "engine.plot" },
-  precision = { "engine.precision" },
-  fp8 = { "engine.fp8" },
-  autocast = { "engine.precision", "autocast" },
-  trainer = { "engine.trainer", "new" },
-  signal = { "engine.trainer", "signal" },
-  contest = { "engine.contest", "new" },
-  scaler = { "engine.scaler", "new" },
-  register_loss_scaler = { "engine.scaler", "register" },
-  policy = { "engine.policy" },
-  config = { "engine.config", "read" },
-  progress = { "engine.progress" },
-  ranks = { "engine.ranks" },
-  checkpoint = { "engine.checkpoint" },
-  history = { "engine.history" },
-  replay = { "engine.replay" },
-  tune = { "engine.tune" },
-  load = { "engine.safetensors", "load" },
-  save = { "engine.safetensors", "save" },
-  gradcheck = { "engine.gradcheck", "check" },
-  profile = { "engine.profile", "run" },
-  bits = { "engine.bits", "of" },
+  plot = { "engine.report.plot" },
+  precision = { "engine.train.precision" },
+  fp8 = { "engine.tensor.fp8" },
+  autocast = { "engine.train.precision", "autocast" },
+  trainer = { "engine.train.trainer", "new" },
+  signal = { "engine.train.trainer", "signal" },
+  contest = { "engine.train.contest", "new" },
+  scaler = { "engine.train.scaler", "new" },
+  register_loss_scaler = { "engine.train.scaler", "register" },
+  policy = { "engine.policy.policy" },
+  config = { "engine.base.config", "read" },
+  progress = { "engine.run.progress" },
+  ranks = { "engine.dist.ranks" },
+  checkpoint = { "engine.run.checkpoint" },
+  history = { "engine.run.history" },
+  replay = { "engine.policy.replay" },
+  tune = { "engine.policy.tune" },
+  load = { "engine.tensor.safetensors", "load" },
+  save = { "engine.tensor.safetensors", "save" },
+  gradcheck = { "engine.tensor.gradcheck", "check" },
+  profile = { "engine.tensor.profile", "run" },
+  bits = { "engine.tensor.bits", "of" },
 }
 
 return setmetatable(engine, {

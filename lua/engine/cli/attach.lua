@@ -1,7 +1,7 @@
 -- engine attach RUN [-e CODE]: a REPL on a run. While it runs, `run` and `policy` speak to it over its socket (control.lua);
 -- `history` is read from the file, here. On a finished run there is the history alone.
-local M_ffi = require "engine.ffi"
-local nearest = require "engine.nearest"
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -50,7 +50,7 @@ local PATIENCE = 5          -- seconds without an answer until that is told
 
 -- What is to be said to one who waits.
 local function waiting_text(path)
-  local pid, state = require("engine.runs").holder(path)
+  local pid, state = require("engine.run.runs").holder(path)
   local why = not pid and "it answers between two steps" or state == "T" and ("process %d is stopped; kill -CONT %d wakes it"):format(pid, pid)
     or ("process %d is in a long step, or hangs"):format(pid)
   return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. Its history can be read: engine attach %s -e 'print(history)'\n"):format(
@@ -74,13 +74,13 @@ end
 function Link:ask(request)
   self.asked = self.asked + 1
   request.id = self.asked
-  local text = require("engine.json").encode(request) .. "\n"
+  local text = require("engine.base.json").encode(request) .. "\n"
   if self.gone then return nil, "the run has ended; the history is still here" end
   if #text > C.ENG_ATTACH_LINE then return nil, "that is too long to be sent" end
   local status = C.eng_attach_send(self.handle, text, #text)
   while status == 0 do
     status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)          -- many steps take their time
-    local reply = status == 0 and require("engine.json").decode(ffi.string(line[0], length[0]))
+    local reply = status == 0 and require("engine.base.json").decode(ffi.string(line[0], length[0]))
     -- an older answer belongs to a question that was given up
     if reply and (reply.id == nil or reply.id == request.id) then
       if reply.ok then return reply end
@@ -92,7 +92,7 @@ function Link:ask(request)
   return nil, "the run has ended; the history is still here"
 end
 
-local function scale_text(x) return require("engine.progress").scale_text(x) end
+local function scale_text(x) return require("engine.run.progress").scale_text(x) end
 
 local function status_text(s)
   local parts = { ("%s: step %d of %d%s"):format(s.run or "?", s.step, s.steps, s.paused and ", paused" or ""),
@@ -152,12 +152,12 @@ end
 
 --- Opens a run: its history, and the objects `run` and `policy`. Gives them and a line about it; nil and a message without a run.
 function attach.open(name)
-  local path = require("engine.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
+  local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
   if C.eng_file_kind(path) ~= 2 then
     return nil, "there is no run " .. path
   end
   local link, problem, status = connect(path)
-  local good, history = pcall(require("engine.history").open, path)
+  local good, history = pcall(require("engine.run.history").open, path)
   if not good and not link then return nil, tostring(history) end
   local why = status == C.ENG_ERR_STATE and ("%s is not running: its history can be read, nothing can be changed"):format(path)
     or ("%s cannot be reached (%s): its history can be read, nothing can be changed"):format(path, tostring(problem))
@@ -182,7 +182,7 @@ function attach.main(name, ...)
     print(text)
     if opened.live then print(tostring(opened.run)) elseif opened.history then print(tostring(opened.history)) end
     require("engine.host").settle()                   -- Ctrl-C has ended the wait for that line, and ends nothing else
-    require("engine.repl")()
+    require("engine.cli.repl")()
     return 0
   end
   for i = 1, #words, 2 do
@@ -190,7 +190,7 @@ function attach.main(name, ...)
       io.stderr:write("engine attach: expected -e CODE, got ", words[i], "\n")
       return 1
     end
-    local chunk, problem = require("engine.repl").compile(words[i + 1])
+    local chunk, problem = require("engine.cli.repl").compile(words[i + 1])
     if not chunk then
       io.stderr:write("engine attach: ", tostring(problem), "\n")
       return 1
@@ -200,7 +200,7 @@ function attach.main(name, ...)
       io.stderr:write("engine attach: ", tostring(results[2]), "\n")
       return 1
     end
-    if results[2] ~= nil or results[3] ~= nil then print(require("engine.repl").show_all(unpack(results, 2, results[3] ~= nil and 3 or 2))) end
+    if results[2] ~= nil or results[3] ~= nil then print(require("engine.cli.repl").show_all(unpack(results, 2, results[3] ~= nil and 3 or 2))) end
     if C.eng_interrupted() > 0 then return 1 end             -- print(run) says so and goes on
   end
   return 0

@@ -58,10 +58,10 @@ local BF16 = { AMX = "by AMX, through oneDNN: several times faster than f32; sub
   f32 = "in f32: as fast as f32, and subnormals are kept" }
 
 local function library()
-  local ok, result = pcall(require, "engine.ffi")
+  local ok, result = pcall(require, "engine.base.ffi")
   if not ok then return need(false, "engine library", nil, "cannot be used: " .. tostring(result):match("[^\n]*")) end
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
-  local machine = require "engine.machine"
+  local machine = require "engine.base.machine"
   line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(), machine.isa(), thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
@@ -110,7 +110,7 @@ local function programs()
   end
   local mpi = output("command -v mpirun")
   line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or "not here; training runs in one process")
-  local good, machine = pcall(require, "engine.machine")
+  local good, machine = pcall(require, "engine.base.machine")
   if good then
     local nccl, why = machine.nccl()
     local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or "of use where there are cards"

@@ -18,7 +18,7 @@ A script with tensorboard=true writes event files while it runs.]==]
 return options.command("export", "a run as CSV, JSON Lines or TensorBoard event files", help,
   { csv = true, jsonl = true, tensorboard = true, every = "number" },
   function(given, history)
-    local export, views = require "engine.export", require "engine.views"
+    local export, views = require "engine.run.export", require "engine.report.views"
     if not (given.csv or given.jsonl or given.tensorboard) then options.fail("expected --csv FILE, --jsonl FILE or --tensorboard FOLDER") end
     local function told(n, path)
       if path ~= "-" then print(("%s: %s steps"):format(path, views.grouped(n))) end

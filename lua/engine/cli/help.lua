@@ -1,6 +1,6 @@
 -- engine help [command], engine --help
 local cli = require "engine.cli"
-local nearest = require "engine.nearest"
+local nearest = require "engine.base.nearest"
 
 local text = [==[
 usage: engine [options] [script.lua [name=value ...]]

@@ -1,7 +1,7 @@
 -- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module
 -- engine.cli.NAME giving { doc = "one line", main = function(...) return exit code end }.
 -- To add one, write the module and name it here.
-local nearest = require "engine.nearest"
+local nearest = require "engine.base.nearest"
 
 local commands = { "attach", "doctor", "export", "help", "plan", "plot", "replay", "report", "runs", "tune", "version" }
 

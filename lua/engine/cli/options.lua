@@ -19,7 +19,7 @@ function M.parse(words, known)
       local names = {}
       for k in pairs(known) do names[#names + 1] = k end
       table.sort(names)
-      local near = require("engine.nearest").find(name, names)
+      local near = require("engine.base.nearest").find(name, names)
       M.fail("no option '%s'%s the options are --%s", word, near and ("; did you mean '--%s'? All of"):format(near) or ";", table.concat(names, ", --"))
     elseif known[name] == false then
       result[name] = true
@@ -50,8 +50,8 @@ function M.command(name, doc, help, known, body)
     return arguments.guard(name, function()
       local options = M.parse(words, known)
       if #options.words ~= 1 then M.fail("expected one run, got %d; engine help %s says more", #options.words, name) end
-      local path = require("engine.runs").find(options.words[1])
-      local history = require("engine.history").open(path)
+      local path = require("engine.run.runs").find(options.words[1])
+      local history = require("engine.run.history").open(path)
       if history:query("SELECT count(*) AS n FROM (SELECT 1 FROM steps LIMIT 1)")[1].n == 0 then M.fail("%s has no steps", path) end
       return body(options, history, path)
     end)

@@ -44,14 +44,14 @@ end
 -- A line about a smaller bucket that would save a tenth of a rank's memory or more, and a MiB, on `ranks` ranks: halved as long as that helps.
 -- nil: none.
 local function smaller_bucket(job, params, options, ranks)
-  local plan = require "engine.plan"
+  local plan = require "engine.dist.plan"
   local function with(bucket, zero)
     local o = { bucket = bucket, wire = options.wire, zero = zero or options.zero }
     local other = setmetatable({ zero = o.zero or 0, sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
   end
   if ranks == 1 then return nil end
-  local bucket = options.bucket or require("engine.parallel").BUCKET
+  local bucket = options.bucket or require("engine.dist.parallel").BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end           -- all in one bucket, as before
   while found > 1 / 64 do
@@ -69,7 +69,7 @@ local function padded(n, to) return math.ceil(n / to) * to end
 
 -- What is to be planned: plan.predict's job, of this process's trainer.
 local function job_of(trainer, options, records, wanted, measured, step)
-  local M_ffi, plan = require "engine.ffi", require "engine.plan"
+  local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
   local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0, histogram = records, accumulate = trainer.accumulate,
     wire = options.wire or "own", zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
@@ -116,7 +116,7 @@ local function read(words)
   for _, word in ipairs(words) do
     local name, text = word:match("^([%a_]+)=(.*)$")
     if name and MINE[name] then
-      local value = TEXT[name] and text or require("engine.expression")(text)
+      local value = TEXT[name] and text or require("engine.base.expression")(text)
       if value == nil or value == "" and name ~= "measure" or COST[name] and not (value > 0 and value < math.huge) then
         error(("expected %s as %s, got '%s'"):format(name, TEXT[name] and "a text" or "a number above 0", text), 0)
       end
@@ -125,7 +125,7 @@ local function read(words)
       settings[#settings + 1] = word
     end
   end
-  local key, expected = require("engine.parallel").wrong { wire = given.wire, zero = given.zero, bucket = given.bucket }
+  local key, expected = require("engine.dist.parallel").wrong { wire = given.wire, zero = given.zero, bucket = given.bucket }
   if key then error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
@@ -142,8 +142,8 @@ end
 
 -- Jobs of so many ranks, and for each what was predicted and what rank 0 told.
 local function compare(job, cost, given, script, settings)
-  local plan, measure = require "engine.plan", require "engine.plan_measure"
-  local cores = require("engine.ffi").C.eng_comm_threads()
+  local plan, measure = require "engine.dist.plan", require "engine.dist.plan_measure"
+  local cores = require("engine.base.ffi").C.eng_comm_threads()
   local one = measure.alone(1, script, settings, given)[1]
   local here = setmetatable({ step = one.step, handling = one.handling, sizes = job.sizes_of_first }, { __index = job })
   local costs = { alpha = cost.alpha, beta = cost.beta, cores = cores, slowed = 1, times = one.times }
@@ -181,7 +181,7 @@ end
 -- ------------------------------------------------------------------ the table
 
 local function table_of(job, cost, source, given)
-  local plan = require "engine.plan"
+  local plan = require "engine.dist.plan"
   print(("%s: %d parameters in %d tensors, gradients %s, wire %s%s"):format(job.model, job.parameters, job.tensors,
     bytes_text(job.gradient_bytes), job.wire, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
   print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step), time_text(cost.alpha), 1e-9 / cost.beta, source))
@@ -196,7 +196,7 @@ local function table_of(job, cost, source, given)
   end
   if job.zero > 0 then print("\nmessages are those of gradients; not hidden counts the updated weights, too, which go round after the update") end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
-  if #x > 2 then print("\n" .. require("engine.plot").draw { title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 }) end
+  if #x > 2 then print("\n" .. require("engine.report.plot").draw { title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 }) end
 end
 
 local function main(script, ...)
@@ -205,11 +205,11 @@ local function main(script, ...)
     return 1
   end
   local good, problem = pcall(function(...)
-    local measure = require "engine.plan_measure"
+    local measure = require "engine.dist.plan_measure"
     local given, settings = read { ... }
     if given.role == "rank" then return measure.rank(script, settings, given) end
     local trainer, options, records = measure.trainer(script, settings, given)
-    local wanted = require("engine.plan").counts(given.ranks)
+    local wanted = require("engine.dist.plan").counts(given.ranks)
     local step = given.step or measure.step(trainer)
     local job, cost, source = job_of(trainer, options, records, wanted, given.measure, step), { alpha = given.alpha, beta = given.beta }, "given"
     if not (cost.alpha and cost.beta) then
@@ -222,7 +222,7 @@ local function main(script, ...)
   end, ...)
   if good then return 0 end
   local unknown = tostring(problem):match("config: no field '([^']+)'")
-  local own = unknown and ("\nengine plan's own settings are %s%s"):format(table.concat(OWN, ", "), require("engine.nearest").hint(unknown, OWN)) or ""
+  local own = unknown and ("\nengine plan's own settings are %s%s"):format(table.concat(OWN, ", "), require("engine.base.nearest").hint(unknown, OWN)) or ""
   io.stderr:write("engine plan: " .. tostring(problem) .. own .. "\n")
   return 1
 end

@@ -40,7 +40,7 @@ return options.command("plot", "curves of a run, in the terminal, as SVG or PNG"
   { columns = "list", svg = true, png = true, heatmap = true, from = "number", to = "number", width = "number", height = "number", log = false,
     linear = false },
   function(given, history, path)
-    local curves, views = require "engine.curves", require "engine.views"
+    local curves, views = require "engine.report.curves", require "engine.report.views"
     if given.heatmap then
       if given.svg or given.png then options.fail("--heatmap draws in the terminal; engine report has the heat maps as a page") end
       print(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to, width = given.width }))
@@ -58,7 +58,7 @@ return options.command("plot", "curves of a run, in the terminal, as SVG or PNG"
     local c = curves.read(history, names, { from = given.from, to = given.to, points = 600 })
     if #c.x == 0 then options.fail("the run has no steps there") end
     if given.svg then
-      local chart, panels = require "engine.chart", {}
+      local chart, panels = require "engine.report.chart", {}
       for i, name in ipairs(names) do
         local metric = curves.metric(name)
         local base = log
@@ -70,7 +70,7 @@ return options.command("plot", "curves of a run, in the terminal, as SVG or PNG"
       print(given.svg)
     end
     if given.png then
-      require("engine.gnuplot").png(given.png, title, c, names, { width = given.width, height = given.height, log = log })
+      require("engine.report.gnuplot").png(given.png, title, c, names, { width = given.width, height = given.height, log = log })
       print(given.png)
     end
     return 0

@@ -35,7 +35,7 @@ function M.parse(words, switches)
       local names = { "policy" }
       for name in pairs(switches) do names[#names + 1] = name end
       table.sort(names)
-      local near = require("engine.nearest").find(switch, names)
+      local near = require("engine.base.nearest").find(switch, names)
       M.fail("no option '%s'%s the options are --%s", word, near and ("; did you mean '--%s'? All of"):format(near) or ";", table.concat(names, ", --"))
     elseif word:find("^[%a_][%w_]*=") then
       local last = result.policies[#result.policies]

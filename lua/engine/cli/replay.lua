@@ -16,7 +16,7 @@ name=value are options of the policy before them.
 
 On a run, whether another scale would have overflowed or underflowed is recomputed from the largest
 gradient and the exponent histogram of each step. A verdict is exact, or bound: what was recorded
-only bounds what would have happened, and the rest is estimated (lua/engine/trace.lua tells how).
+only bounds what would have happened, and the rest is estimated (lua/engine/policy/trace.lua tells how).
 Gradients are those of the recorded run, whatever was skipped.
 
   skipped      steps without an update
@@ -36,7 +36,7 @@ local function main(...)
   if #given.traces == 0 then arguments.fail("expected a trace: a run's directory or a string of verdicts; engine help replay says more") end
   if #given.traces > 1 then arguments.fail("expected one trace, got '%s' and '%s'", given.traces[1], given.traces[2]) end
   if #given.policies == 0 then arguments.fail("expected --policy FILE") end
-  local replay = require "engine.replay"
+  local replay = require "engine.policy.replay"
   local trace = replay.trace(given.traces[1])
   local results = {}
   for i, p in ipairs(given.policies) do results[i] = replay.run(trace, p.source, p.options) end

@@ -15,7 +15,7 @@ it stands.
   engine report a -o - > a.html]==]
 
 return options.command("report", "one HTML page about a run, with hover values", help, { output = true }, function(given, history, path)
-  local text = require("engine.report").html(history, path)
+  local text = require("engine.report.report").html(history, path)
   local target = given.output or ((path:match("^(.*)/[^/]*%.db$") or path) .. "/report.html")
   if target == "-" then
     io.stdout:write(text)

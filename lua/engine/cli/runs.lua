@@ -23,17 +23,17 @@ end
 local function main(given)
   if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
   local dir = given.words[1] or "runs"
-  if given.words[1] and require("engine.ffi").C.eng_file_kind(dir) ~= 2 then options.fail("there is no folder %s", dir) end
-  local list = require("engine.runs").list(dir)
+  if given.words[1] and require("engine.base.ffi").C.eng_file_kind(dir) ~= 2 then options.fail("there is no folder %s", dir) end
+  local list = require("engine.run.runs").list(dir)
   if given.json then
-    for _, run in ipairs(list) do print(require("engine.json").encode(run)) end
+    for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end
     return 0
   end
   if #list == 0 then
     print(("no runs in %s/; a script makes one with run=NAME"):format(dir))
     return 0
   end
-  local views, progress = require "engine.views", require "engine.progress"
+  local views, progress = require "engine.report.views", require "engine.run.progress"
   local several = false
   for _, run in ipairs(list) do several = several or (run.ranks or 1) > 1 end
   local rows = { { "run", "steps", "loss", "scale", "skipped", "policy", "precision", "began", "took", "ended" } }
@@ -52,7 +52,7 @@ local function main(given)
     end
   end
   for i, run in ipairs(several and list or {}) do                        -- a column before the last, where any run has more ranks than one
-    table.insert(rows[i + 1], #rows[i + 1], run.ranks and run.ranks > 1 and require("engine.ranks").job_text(run.ranks, run.zero, run.wire) or "1 rank")
+    table.insert(rows[i + 1], #rows[i + 1], run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks, run.zero, run.wire) or "1 rank")
   end
   if several then table.insert(rows[1], #rows[1], "ranks") end
   local left = { true, false, false, false, false, true, true, true, false, true, true }

@@ -1,6 +1,6 @@
 -- engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...] [--objective NAME] [--json]
 local arguments = require "engine.cli.policies"
-local json = require "engine.json"
+local json = require "engine.base.json"
 
 local help = [==[
 usage: engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...]
@@ -37,7 +37,7 @@ end
 local SHOWN = 8
 
 local function show(result, source)
-  print(("objective: %s"):format(require("engine.tune").objectives[result.objective]))
+  print(("objective: %s"):format(require("engine.policy.tune").objectives[result.objective]))
   local width = #"the policy's own"
   for i = 1, math.min(SHOWN, #result.rows) do width = math.max(width, #result.rows[i].text) end
   local function line(row)
@@ -77,7 +77,7 @@ local function main(...)
   if #given.policies ~= 1 then arguments.fail("expected one --policy FILE, got %d", #given.policies) end
   if #given.over == 0 then arguments.fail("expected --over name=from..to") end
   local policy = given.policies[1]
-  local result = require("engine.tune") { runs = given.traces, policy = policy.source, options = policy.options, over = given.over,
+  local result = require("engine.policy.tune") { runs = given.traces, policy = policy.source, options = policy.options, over = given.over,
     objective = given.objective[#given.objective] }
   if given.json then
     local rows = {}

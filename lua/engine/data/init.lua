@@ -3,10 +3,10 @@
 --   local batch = data:next()          batch.x [8 x 256] i32, batch.y [8 x 256] i32, batch.tokens 2048
 --   local place = data:state()         data:restore(place)
 -- Files are mapped, not read: a loader costs no memory beyond a batch.
-local M_ffi = require "engine.ffi"
-local nearest = require "engine.nearest"
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
 local order = require "engine.data.order"
-local tensor = require "engine.tensor"
+local tensor = require "engine.tensor.tensor"
 
 local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
 

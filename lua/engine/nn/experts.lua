@@ -8,10 +8,10 @@
 -- All ranks of the group run the same passes, whether they have rows or not; who does not come is named (core/dist/comm.c). parallel.lua takes
 -- `_apart` of a module to know which parameters are whose: their gradients are added up over those who hold them alone, the record, scales
 -- of groups and verdicts are of all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
-local M_ffi = require "engine.ffi"
-local arguments = require "engine.arguments"
-local autograd = require "engine.autograd"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local autograd = require "engine.tensor.autograd"
+local tensor = require "engine.tensor.tensor"
 
 local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
 

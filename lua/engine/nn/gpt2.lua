@@ -5,10 +5,10 @@
 --   model:save("out")                                   the same two files
 -- The model is an nn.gpt; here is only what the names are called there. Hugging Face keeps the weights of
 -- its Conv1D as [in x out]: they are transposed on the way in and out.
-local M_ffi = require "engine.ffi"
-local nearest = require "engine.nearest"
-local safetensors = require "engine.safetensors"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local safetensors = require "engine.tensor.safetensors"
+local tensor = require "engine.tensor.tensor"
 local module = require "engine.nn.module"
 local transformer = require "engine.nn.transformer"
 

@@ -1,5 +1,5 @@
 -- Neural networks: modules, layers, transformers. `engine.nn`.
-local nearest = require "engine.nearest"
+local nearest = require "engine.base.nearest"
 local module = require "engine.nn.module"
 
 local nn = { class = module.class, Module = module.Module, is_module = module.is_module }

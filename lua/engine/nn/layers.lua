@@ -1,7 +1,7 @@
 -- Basic layers: linear, embedding, norms, dropout, activations, containers. Initial values are
 -- PyTorch's defaults unless the caller says otherwise.
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
 local module = require "engine.nn.module"
 
 local raise, value_text = M_ffi.raise, M_ffi.value_text

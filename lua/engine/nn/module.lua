@@ -5,9 +5,9 @@
 --   function Net:forward(x) return self.up(x):gelu() end
 --   local net = Net(32); net(x)
 -- Parameters get the path of the assignments as their name: "blocks.3.attn.qkv.weight".
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
-local nearest = require "engine.nearest"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
+local nearest = require "engine.base.nearest"
 
 local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
 

@@ -2,8 +2,8 @@
 -- the gate's weights. Only the chosen experts compute. Every expert is a group of its own for policies ("blocks.1.mlp.experts.3").
 -- experts_over divides them over the ranks of a group (experts.lua).
 -- Shapes: N tokens, C width, E experts, k of them for each token.
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
 local divided = require "engine.nn.experts"
 local module = require "engine.nn.module"
 local layers = require "engine.nn.layers"

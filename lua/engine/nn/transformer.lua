@@ -3,8 +3,8 @@
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU, grouped queries
 --   nn.bert   encoder with a masked-token head
 -- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H, V vocabulary.
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
 local module = require "engine.nn.module"
 local layers = require "engine.nn.layers"
 

@@ -1,0 +1,89 @@
+-- Arguments of tensor functions: what they must be, and one clear line when they are not.
+-- Called by tensor.lua and create.lua.
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+local Tensor = M_ffi.Tensor
+
+local M = {}
+
+local info_buffer = ffi.new("eng_tensor_info")
+
+--- Whether x is a tensor handle.
+function M.is_tensor(x)
+  return ffi.istype(Tensor, x)
+end
+local is_tensor = M.is_tensor
+
+--- What x is; holds until the next call.
+function M.info(x)
+  check(C.eng_info(info_buffer, x))
+  return info_buffer
+end
+
+--- The shape of an eng_tensor_info as a table.
+function M.shape_table(what)
+  local shape = {}
+  for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
+  return shape
+end
+
+--- shape as text, "[64 x 768]"
+function M.shape_text(shape)
+  return "[" .. table.concat(shape, " x ") .. "]"
+end
+
+--- x must be a tensor; `name` is the operation's.
+function M.want(x, name)
+  if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
+end
+
+function M.want_number(v, name, what)
+  if type(v) ~= "number" then raise("%s: expected %s as a number, got %s", name, what, value_text(v)) end
+  return v
+end
+
+function M.want_whole(v, name, what, least)
+  if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
+    raise("%s: expected %s as a whole number%s, got %s", name, what, least and (" of %d or more"):format(least) or "", value_text(v))
+  end
+  if v > 2 ^ 53 or v < -2 ^ 53 then raise("%s: expected %s within +-2^53, got %s", name, what, value_text(v)) end
+  return v
+end
+
+--- An array on Lua's heap with room for `count` numbers.
+function M.host_array(ctype, count, name)
+  local good, values = pcall(ffi.new, ctype, math.max(count, 1))
+  if not good then raise("%s: %.0f elements are more than Lua can hold; hint: a slice of the tensor", name, count) end
+  return values
+end
+
+--- Dimension d of x (from 1, negative from the end) counted from 0; and the info of x.
+function M.dimension(x, d, name)
+  local what = M.info(x)
+  M.want_whole(d, name, "a dimension")
+  local k = d < 0 and d + what.ndim or d - 1
+  if k < 0 or k >= what.ndim then
+    raise("%s: there is no dimension %d in %s; dimensions count from 1, or from -1 backward", name, d, M.shape_text(M.shape_table(what)))
+  end
+  return k, what
+end
+
+--- A table of options whose every name must be known.
+local NO_OPTIONS = {}
+function M.read_named(options, name, known)
+  if options == nil then return NO_OPTIONS end
+  if type(options) ~= "table" then raise("%s: expected a table of options, got %s", name, value_text(options)) end
+  for key in pairs(options) do
+    if not known[key] then
+      local names = {}
+      for n in pairs(known) do names[#names + 1] = n end
+      table.sort(names)
+      raise("%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
+    end
+  end
+  return options
+end
+
+return M

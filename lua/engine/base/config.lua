@@ -1,0 +1,385 @@
+-- A script's settings: every field of a table of defaults can be given on the command line.
+--
+--   local cfg = engine.config({ lr = 3e-4, steps = 1000, precision = "fp16", model = { width = 384 } },
+--                             { lr = "peak learning rate", ["model.width"] = "features per token",
+--                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, steps = "to make" },
+--                             { count = "steps model.width", positive = "lr" })
+--
+--   engine train.lua lr=1e-3 steps=2^12 model.width=512     fields; nested ones with dots
+--   engine train.lua config=small.lua lr=1e-3               a file first, then a field; the later one wins
+--   engine train.lua help                                   every field, its default and its text
+--
+-- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean (true or
+-- false), string, or a list (a,b,c). A field without a default: config.optional "number". Fields that hold
+-- functions or other values are left alone. A config file is a Lua file returning a table, or a JSON object.
+--
+-- The third table names the fields of each range, so that a wrong value is told before anything was computed: count (whole, 1 or more),
+-- natural (whole, 0 or more), positive, not_negative, share (0 to 1), part (a share above 0), file (one that is there), output (a file in a
+-- folder that is there), folder (there or not yet), policy (one that can be loaded); the default is always good. A list with choices holds one of them or more.
+local expression = require "engine.base.expression"
+local nearest = require "engine.base.nearest"
+
+local config = {}
+
+-- An error that is the user's, not the script's: shown without a traceback by the engine binary.
+local usage_error = { __tostring = function(e) return e.message end }
+usage_error.__index = usage_error
+usage_error.traceback = false
+
+local optional = {}          -- marks a field of a type without a default
+
+-- A field that is nil unless given: config.optional "number", "boolean", "string" or "list".
+function config.optional(type_name)
+  assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name], "config.optional: expected number, boolean, string or list")
+  return setmetatable({ type = type_name }, optional)
+end
+
+local function fail(format, ...)
+  error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
+end
+
+--- Ends the script with a line about its arguments, without a traceback: for what a script checks itself.
+config.fail = fail
+
+local function is_list(value)
+  return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
+end
+
+-- Kind of a default: number, boolean, string, list, table (nested fields), or nil for what cannot be set.
+local function kind_of(default)
+  local t = type(default)
+  if t == "number" or t == "boolean" or t == "string" then return t end
+  if t ~= "table" then return nil end
+  if getmetatable(default) == optional then return default.type end
+  if getmetatable(default) ~= nil then return nil end
+  return is_list(default) and "list" or "table"
+end
+
+-- fields[name] = { kind, default, element (kind of a list's elements) }, with dotted names.
+local function collect(defaults, prefix, fields)
+  for key, default in pairs(defaults) do
+    local kind = kind_of(default)
+    if type(key) == "string" and kind then
+      local name = prefix .. key
+      if kind == "table" then
+        collect(default, name .. ".", fields)
+      else
+        local has_default = getmetatable(default) ~= optional
+        local numbers = kind == "list" and has_default and type(default[1]) == "number"
+        fields[name] = { kind = kind, element = numbers and "number" or "string" }
+        if has_default then fields[name].default = default end
+      end
+    end
+  end
+  return fields
+end
+
+local function names_of(fields)
+  local names = {}
+  for name in pairs(fields) do names[#names + 1] = name end
+  table.sort(names, function(a, b)        -- plain fields before nested ones
+    local a_nested, b_nested = a:find(".", 1, true) ~= nil, b:find(".", 1, true) ~= nil
+    if a_nested ~= b_nested then return b_nested end
+    return a < b
+  end)
+  return names
+end
+
+local function unknown(name, fields, where)
+  local names = names_of(fields)
+  local hint = nearest.hint(name, names)
+  fail("%sno field '%s'%s: %s", where, name, hint ~= "" and hint .. " The fields are" or "; the fields are", table.concat(names, ", "))
+end
+
+local function copy(value)
+  if type(value) ~= "table" or getmetatable(value) ~= nil then return value end
+  local result = {}
+  for k, v in pairs(value) do
+    if not (type(v) == "table" and getmetatable(v) == optional) then result[k] = copy(v) end
+  end
+  return result
+end
+
+local function assign(result, name, value)
+  local at = result
+  for part in name:gmatch("([^.]+)%.") do
+    at[part] = at[part] or {}
+    at = at[part]
+  end
+  at[name:match("[^.]+$")] = value
+end
+
+local booleans = { ["true"] = true, yes = true, on = true, ["1"] = true, ["false"] = false, no = false, off = false, ["0"] = false }
+
+local function show(value)
+  if type(value) == "number" then
+    for digits = 14, 17 do
+      local text = ("%." .. digits .. "g"):format(value)
+      if tonumber(text) == value or value ~= value then return text end
+    end
+  elseif type(value) == "table" then
+    local parts = {}
+    for i, v in ipairs(value) do parts[i] = show(v) end
+    return table.concat(parts, ",")
+  end
+  return tostring(value)
+end
+
+local function to_number(name, text, where)
+  local value, why = expression(text)
+  if not value then fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got '%s' (%s)", where, name, text, why) end
+  if value ~= value then fail("%s%s: expected a number, got '%s', which is NaN", where, name, text) end
+  return value
+end
+
+-- The value of a field from the text of the command line.
+local function from_text(name, field, text)
+  if field.kind == "number" then return to_number(name, text, "") end
+  if field.kind == "boolean" then
+    local value = booleans[text:lower()]
+    if value == nil then fail("%s: expected true or false, got '%s'", name, text) end
+    return value
+  end
+  if field.kind == "string" then return text end
+  local list = {}
+  for item in (text == "" and "" or text .. ","):gmatch("(.-),") do
+    list[#list + 1] = field.element == "number" and to_number(name, item, "") or item
+  end
+  return list
+end
+
+-- The value of a field from a config file, where it has a type already.
+local function from_file(name, field, value, where)
+  local expected = field.kind == "list" and "table" or field.kind
+  if type(value) ~= expected then
+    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value), show(value))
+  end
+  if field.kind == "number" and value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
+  if field.kind == "list" then
+    for i, item in ipairs(value) do
+      if type(item) ~= field.element then fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i, type(item)) end
+    end
+    return copy(value)
+  end
+  return value
+end
+
+local function finite(x) return x > -math.huge and x < math.huge end
+local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
+
+-- kind -> what a number must be, and whether it is; for texts a function that gives what is wrong.
+local RANGES = {
+  count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
+  natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
+  positive = { "a number above 0", function(x) return x > 0 and finite(x) end },
+  not_negative = { "a number of 0 or more", function(x) return x >= 0 and finite(x) end },
+  share = { "a number from 0 to 1", function(x) return x >= 0 and x <= 1 end },
+  part = { "a number above 0, up to 1", function(x) return x > 0 and x <= 1 end },
+  file = { problem = function(name)
+    local kind = require("engine.base.ffi").C.eng_file_kind(name)
+    return kind == 0 and ("there is no file '%s'"):format(name) or kind == 2 and ("expected a file, '%s' is a folder"):format(name) or nil
+  end },
+  output = { problem = function(name)
+    local folder = name:match("^(.*)/[^/]*$") or "."
+    local kind_of_file = require("engine.base.ffi").C.eng_file_kind
+    if kind_of_file(name) == 2 then return ("expected a file to write, '%s' is a folder"):format(name) end
+    return kind_of_file(folder == "" and "/" or folder) ~= 2 and ("there is no folder '%s' to write into"):format(folder) or nil
+  end },
+  folder = { problem = function(name)
+    return require("engine.base.ffi").C.eng_file_kind(name) == 1 and ("expected a folder, '%s' is a file"):format(name) or nil
+  end },
+  policy = { problem = function(name)
+    local good, message = pcall(require("engine.policy.policy").load, name)
+    return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
+  end },
+}
+
+-- name -> range, from { count = "steps width", ... }.
+local function ranges_of(kinds, fields)
+  local ranges = {}
+  for kind, names in pairs(kinds or {}) do
+    if not RANGES[kind] then error("config: there is no range '" .. tostring(kind) .. "'", 0) end
+    for name in names:gmatch("%S+") do
+      if not fields[name] then error(("config: %s: there is no field '%s'"):format(kind, name), 0) end
+      ranges[name] = RANGES[kind]
+    end
+  end
+  return ranges
+end
+
+local function check_choice(name, value, choices)
+  for _, choice in ipairs(choices) do
+    if choice == value then return end
+  end
+  local texts = {}
+  for i, choice in ipairs(choices) do texts[i] = tostring(choice) end
+  fail("%s: expected one of %s, got '%s'%s", name, table.concat(texts, ", "), tostring(value), nearest.hint(tostring(value), texts))
+end
+
+-- rules: { docs =, ranges = }
+local function check(name, value, field, rules)
+  local range, doc = rules.ranges[name], rules.docs[name]
+  if range and range.problem then
+    local list, default = field.kind == "list" and value or { value }, field.kind == "list" and field.default or { field.default }
+    if #list == 0 then fail("%s: expected at least one", name) end
+    for i, item in ipairs(list) do
+      local problem = item ~= default[i] and range.problem(item)
+      if problem then fail("%s: %s", name, problem) end
+    end
+  elseif range and type(value) == "number" and not range[2](value) then
+    fail("%s: expected %s, got %s", name, range[1], show(value))
+  end
+  local choices = type(doc) == "table" and doc.choices
+  if choices and field.kind == "list" then
+    if #value == 0 then fail("%s: expected one or more of %s", name, table.concat(choices, ", ")) end
+    for _, item in ipairs(value) do check_choice(name, item, choices) end
+  elseif choices then
+    check_choice(name, value, choices)
+  end
+  return value
+end
+
+local function read_file(path)
+  local file, why = io.open(path, "rb")
+  if not file then fail("cannot read %s", why) end
+  local text, read_error = file:read("*a")
+  file:close()
+  if not text then fail("cannot read %s: %s", path, tostring(read_error)) end
+  local result
+  if path:match("%.json$") then
+    local value, parse_error = require("cjson.safe").decode(text)
+    if value == nil then fail("%s: not JSON: %s", path, tostring(parse_error)) end
+    result = value
+  else
+    local chunk, syntax_error = loadstring(text, "@" .. path)
+    if not chunk or text:byte(1) == 27 then fail("%s", syntax_error or (path .. ": a Lua source file expected, got bytecode")) end
+    setfenv(chunk, { math = math, pairs = pairs, ipairs = ipairs, tonumber = tonumber, tostring = tostring })
+    local ok, value = pcall(chunk)
+    if not ok then fail("%s", tostring(value)) end
+    result = value
+  end
+  if type(result) ~= "table" then fail("%s: expected a table of fields, got a %s", path, type(result)) end
+  return result
+end
+
+local function apply_file(result, fields, rules, path)
+  local where = path .. ": "
+  local function walk(values, prefix, depth)
+    if depth > 20 then fail("%stoo deeply nested", where) end
+    for key, value in pairs(values) do
+      local name = prefix .. tostring(key)
+      local field = fields[name]
+      local nested = false
+      for other in pairs(fields) do nested = nested or other:sub(1, #name + 1) == name .. "." end
+      if field then
+        if type(value) ~= "userdata" then            -- JSON's null: as if not given
+          assign(result, name, check(name, from_file(name, field, value, where), field, rules))
+        end
+      elseif nested and type(value) == "table" then
+        walk(value, name .. ".", depth + 1)
+      elseif nested then
+        fail("%s%s: expected a table of fields, got a %s", where, name, type(value))
+      else
+        unknown(name, fields, where)
+      end
+    end
+  end
+  walk(read_file(path), "", 1)
+end
+
+-- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges `kinds`. The error of a bad
+-- argument is an object that tostring() turns into text.
+function config.parse(defaults, args, docs, kinds)
+  local fields, result = collect(defaults, "", {}), copy(defaults)
+  local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
+  for _, argument in ipairs(args) do
+    local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
+    if not name then
+      fail("expected name=value, got '%s'; fields: %s", argument, table.concat(names_of(fields), ", "))
+    end
+    local field = fields[name] or fields[(name:gsub("-", "_"))]
+    if field then
+      if not fields[name] then name = name:gsub("-", "_") end
+      assign(result, name, check(name, from_text(name, field, text), field, rules))
+    elseif name == "config" then
+      apply_file(result, fields, rules, text)
+    else
+      unknown(name, fields, "")
+    end
+  end
+  return result
+end
+
+-- Every field as { name, value }, dotted names, in the order of `help`.
+function config.flatten(values)
+  local fields = collect(values, "", {})
+  local list = {}
+  for i, name in ipairs(names_of(fields)) do list[i] = { name, fields[name].default } end
+  return list
+end
+
+-- The fields as lines of name=value, as the command line takes them.
+function config.format(values)
+  local lines = {}
+  for i, pair in ipairs(config.flatten(values)) do lines[i] = pair[1] .. "=" .. show(pair[2]) end
+  return table.concat(lines, "\n")
+end
+
+-- The text of `engine script.lua help`.
+function config.help(defaults, docs, script)
+  local fields = collect(defaults, "", {})
+  local rows, width, default_width = {}, 6, 4
+  for _, name in ipairs(names_of(fields)) do
+    local field, doc = fields[name], (docs or {})[name]
+    local text = type(doc) == "table" and (doc[1] or "") or doc or ""
+    if type(doc) == "table" and doc.choices then
+      local choices = {}
+      for i, choice in ipairs(doc.choices) do choices[i] = tostring(choice) end
+      text = text .. (text == "" and "" or ": ") .. table.concat(choices, ", ")
+    end
+    local default = field.default ~= nil and show(field.default) or "-"
+    rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
+    width, default_width = math.max(width, #name), math.max(default_width, #rows[#rows][3])
+  end
+  if not fields.device then rows[#rows + 1] = { "device", "string", "cpu", "where to compute: cpu, cuda, auto (cuda where there is a card), reference" } end
+  rows[#rows + 1] = { "config", "file", "-", "a .lua or .json file with any of these fields" }
+  default_width = math.min(default_width, 24)
+  local lines = { ("usage: engine %s [name=value ...]"):format(script or "script.lua"), "" }
+  for _, row in ipairs(rows) do
+    local line = ("  %-" .. width .. "s  %-7s  %-" .. default_width .. "s  %s"):format(row[1], row[2], row[3], row[4])
+    lines[#lines + 1] = (line:gsub("%s+$", ""))
+  end
+  return table.concat(lines, "\n")
+end
+
+local asks_help = { help = true, ["--help"] = true, ["-h"] = true }
+
+-- Every script takes device=NAME, unless it has a field of that name.
+local function choose_device(defaults, args)
+  if defaults.device ~= nil then return args end
+  local rest = {}
+  for _, argument in ipairs(args) do
+    local name = type(argument) == "string" and argument:match("^%-*device=(.*)$")
+    if name then
+      local good, message = pcall(require("engine").device, name)
+      if not good then fail("%s", (tostring(message):gsub("^[^\n:]+:%d+: ", ""))) end
+    else
+      rest[#rest + 1] = argument
+    end
+  end
+  return rest
+end
+
+-- engine.config(defaults, docs, kinds): reads the script's own arguments; `help` prints the fields and ends.
+local function from_command_line(_, defaults, docs, kinds)
+  local args = rawget(_G, "arg") or {}
+  for _, argument in ipairs(args) do
+    if asks_help[argument] then
+      print(config.help(defaults, docs, args[0]))
+      os.exit(0)
+    end
+  end
+  return config.parse(defaults, choose_device(defaults, args), docs, kinds)
+end
+
+return setmetatable(config, { __call = from_command_line })

@@ -1,0 +1,158 @@
+-- The border to the core: the only file that names ffi.load. It finds the library and the
+-- declarations the build made from core/engine.h, checks that both are of one build, and turns
+-- status codes into Lua errors.
+local ffi = require "ffi"
+
+local M = { ffi = ffi }
+
+-- lua/engine, the folder of all modules: this file is in its base/.
+local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
+M.home = home
+
+--- Folders where libengine.so and cdef.h may stand: beside the library the binary runs with, in the tree, installed.
+local function places()
+  local list = {}
+  local host = package.preload["engine.host"] and require "engine.host" or package.loaded["engine.host"]
+  if type(host) == "table" and host.library then list[#list + 1] = host.library:match("^(.*)/[^/]*$") end
+  list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
+  for _, relative in ipairs { "/../../build", "/../../../../lib/engine", "/../../../../lib", "/../../lib" } do list[#list + 1] = home .. relative end
+  return list
+end
+
+local function read(path)
+  local file = io.open(path, "r")
+  if not file then return nil end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+local function load_library()
+  local tried = {}
+  for _, place in ipairs(places()) do
+    local declarations = read(place .. "/cdef.h")
+    if declarations then
+      ffi.cdef(declarations)
+      return ffi.load(place .. "/libengine.so"), place
+    end
+    tried[#tried + 1] = "  " .. place
+  end
+  error("the engine's library was not found; looked in\n" .. table.concat(tried, "\n") .. "\nhint: run make, or set ENGINE_LIBRARY_DIR", 0)
+end
+
+local C, place = load_library()
+M.C = C
+M.library_dir = place
+
+if C.eng_abi_size() ~= ffi.sizeof("eng_op_call") then
+  error(("libengine.so in %s and its cdef.h are of different builds; hint: make clean && make"):format(place), 0)
+end
+
+M.version = ffi.string(C.eng_version())
+M.new = ffi.new
+M.string = ffi.string
+
+--- The text of the last error.
+function M.message()
+  return ffi.string(C.eng_error_message())
+end
+
+--- Raises an error, formatted when there are arguments, at the script's line that called into the engine, however deep
+--- below the mistake was seen.
+function M.raise(message, ...)
+  if select("#", ...) > 0 then message = message:format(...) end
+  for level = 2, 200 do
+    local frame = debug.getinfo(level, "S")
+    if not frame then break end
+    if frame.what ~= "C" and frame.source:sub(2, #home + 2) ~= home .. "/" then error(message, level) end
+  end
+  error(message, 0)
+end
+
+--- Raises the core's error text unless status is 0; `bare`: without a line.
+function M.check(status, bare)
+  if status == 0 then return end
+  if bare then error(M.message(), 0) end
+  M.raise(M.message())
+end
+
+--- What a value is, for messages: "'text'", "5", "a table", "nothing".
+function M.value_text(v)
+  if v == nil then return "nothing" end
+  if type(v) == "string" then return "'" .. v .. "'" end
+  if type(v) == "number" or type(v) == "boolean" then return tostring(v) end
+  return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
+end
+
+-- ------------------------------------------------------------------ dtypes and operations by name
+
+M.dtype = {}       -- "f16" -> number
+M.dtype_name = {}  -- number -> "f16"
+for number = 0, C.ENG_DTYPE_COUNT - 1 do
+  local name = ffi.string(C.eng_dtype_name(number))
+  M.dtype[name], M.dtype_name[number] = number, name
+end
+
+--- The number of a dtype given by name; raises with the list of names, and of `devices` where one of those would do, too.
+function M.dtype_number(name, devices)
+  local number = M.dtype[name]
+  if not number then
+    local names = {}
+    for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
+    M.raise("there is no dtype%s '%s'; dtypes: %s%s", devices and " or device" or "", tostring(name), table.concat(names, " "),
+      devices and "; devices: " .. devices or "")
+  end
+  return number
+end
+
+M.op = {}          -- "matmul" -> number
+M.op_names = {}    -- in order of ops.def
+for number = 0, C.ENG_OP_COUNT - 1 do
+  local name = ffi.string(C.eng_op_name(number))
+  M.op[name], M.op_names[number + 1] = number, name
+end
+
+M.Tensor = ffi.typeof("eng_tensor")
+
+-- One call structure serves every operation: the core copies what it keeps.
+local call = ffi.new("eng_op_call")
+M.call = call
+
+--- Runs the operation in M.call, whose inputs and attributes the caller has set, and returns its first
+--- outputs as new handles (up to three).
+function M.run_call()
+  local status = C.eng_run(call)
+  if status ~= 0 then M.raise(M.message()) end
+  local Tensor = M.Tensor
+  local first = Tensor(call.out[0])
+  if call.n_out == 1 then return first end
+  local second = Tensor(call.out[1])
+  if call.n_out == 2 then return first, second end
+  return first, second, Tensor(call.out[2])
+end
+
+--- Runs any operation by name: inputs are tensors (false for an absent one), ints and floats its attributes as ops.def
+--- gives them. Returns its outputs; an absent output is nil.
+function M.run(name, inputs, ints, floats, n_out)
+  local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
+  ints, floats = ints or {}, floats or {}
+  if #inputs > C.ENG_OP_INPUTS or #ints > C.ENG_OP_INTS or #floats > C.ENG_OP_FLOATS then
+    M.raise("%s: expected up to %d inputs, %d ints and %d floats, got %d, %d and %d", name, tonumber(C.ENG_OP_INPUTS), tonumber(C.ENG_OP_INTS),
+      tonumber(C.ENG_OP_FLOATS), #inputs, #ints, #floats)
+  end
+  ffi.fill(call, ffi.sizeof(call))
+  call.op, call.n_in, call.n_out = op, #inputs, n_out or 1
+  for k, x in ipairs(inputs) do
+    if x then call["in"][k - 1] = x end
+  end
+  for k, v in ipairs(ints) do call.ints[k - 1] = v end
+  for k, v in ipairs(floats) do call.floats[k - 1] = v end
+  M.check(C.eng_run(call))
+  local out = {}
+  for k = 0, call.n_out - 1 do
+    if call.out[k].slot ~= 0 then out[k + 1] = M.Tensor(call.out[k]) end
+  end
+  return unpack(out, 1, call.n_out)
+end
+
+return M

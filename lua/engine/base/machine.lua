@@ -1,0 +1,56 @@
+-- The machine as the core sees it: clock, terminal, versions, processors.
+local ffi = require "ffi"
+local C = require("engine.base.ffi").C
+
+local machine = {}
+
+-- Seconds on a wall clock that never goes back.
+function machine.clock()
+  return C.eng_clock()
+end
+
+local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
+
+-- Columns and rows of the terminal behind a file descriptor (1: stdout); nil when it is none.
+function machine.terminal(fd)
+  if not C.eng_terminal(columns, rows, fd) then return nil end
+  return columns[0], rows[0]
+end
+
+local function text(pointer)
+  return pointer ~= nil and ffi.string(pointer) or nil
+end
+
+-- "onednn", "sqlite", "openmp"
+function machine.library_version(name)
+  return text(C.eng_library_version(name))
+end
+
+-- Number of GPUs (-1: no driver) and a line about each.
+function machine.gpus()
+  local buffer = ffi.new("char[4096]")
+  return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)
+end
+
+function machine.device() return text(C.eng_device_name()) end
+-- Puts a device in force; false and the reason where there is none.
+function machine.try_device(name)
+  if C.eng_device_set(name) == 0 then return true end
+  return false, text(C.eng_error_message())
+end
+
+-- The NCCL that ranks with cards would use: its version and file; or nil and what is missing.
+function machine.nccl()
+  local found = ffi.new("const char *[1]")
+  if C.eng_comm_nccl(found) == 0 then return text(found[0]) end
+  return nil, text(C.eng_error_message())
+end
+
+-- One line about the device in force.
+function machine.device_text() return text(C.eng_device_text()) end
+function machine.isa() return text(C.eng_cpu_isa(nil)) end
+--- How bf16 products are made: "AMX", "pairs" or "f32" (core/engine.h).
+function machine.bf16() return text(C.eng_cpu_bf16()) end
+function machine.threads() return C.eng_threads(0) end
+
+return machine

@@ -1,0 +1,332 @@
+-- The REPL: `engine` on a terminal, and `engine -i script.lua`. Expressions print by themselves, `_` is the
+-- last result, an unfinished line goes on, Tab completes globals and fields, Ctrl-C drops the line or stops
+-- what runs, Ctrl-D leaves. A `local` at the start of an entry is made global, so that lines pasted from a
+-- script keep working on the next line. `bits` shows a number in every format; after a run `history` is that
+-- run's. History of lines: ~/.engine_history.
+-- Called by main.c; reads lines through engine.host.
+local host = require "engine.host"
+
+local repl = {}
+
+-- ------------------------------------------------------------------ showing values
+
+local MOST_ENTRIES, MOST_DEPTH = 60, 3
+
+local function key_text(key)
+  if type(key) == "string" and key:match("^[%a_][%w_]*$") then return key end
+  return "[" .. (type(key) == "string" and ("%q"):format(key) or tostring(key)) .. "]"
+end
+
+local function sorted_keys(t, length)
+  local keys = {}
+  for key in pairs(t) do
+    local in_list = type(key) == "number" and key >= 1 and key <= length and key == math.floor(key)
+    if not in_list then keys[#keys + 1] = key end
+  end
+  table.sort(keys, function(a, b)
+    if type(a) == type(b) and (type(a) == "number" or type(a) == "string") then return a < b end
+    return type(a) > type(b)           -- strings before numbers before booleans
+  end)
+  return keys
+end
+
+-- A value as people read it: strings quoted, plain tables by their contents, others by tostring().
+local function show(value, indent, depth, seen)
+  if type(value) == "string" then return ("%q"):format(value):gsub("\\\n", "\\n") end
+  local meta = debug.getmetatable(value)
+  if type(value) == "cdata" and depth > 1 then return (tostring(value):gsub("\n.*", "")) end    -- a tensor inside a table: its first line
+  if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value] or depth > MOST_DEPTH then
+    return tostring(value)
+  end
+  seen[value] = true
+  local parts, length, size = {}, #value, 0
+  for i = 1, math.min(length, MOST_ENTRIES) do parts[i] = show(value[i], indent .. "  ", depth + 1, seen) end
+  if length > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(length - MOST_ENTRIES) end
+  local keys = sorted_keys(value, length)
+  for i = 1, math.min(#keys, MOST_ENTRIES) do
+    parts[#parts + 1] = key_text(keys[i]) .. " = " .. show(value[keys[i]], indent .. "  ", depth + 1, seen)
+  end
+  if #keys > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(#keys - MOST_ENTRIES) end
+  seen[value] = nil
+  if #parts == 0 then return "{}" end
+  for _, part in ipairs(parts) do size = size + #part + 2 end
+  if size < 90 and not table.concat(parts):find("\n") then return "{ " .. table.concat(parts, ", ") .. " }" end
+  return "{\n" .. indent .. "  " .. table.concat(parts, ",\n" .. indent .. "  ") .. "\n" .. indent .. "}"
+end
+
+-- A text of several lines, as h:why() gives, is shown as it is.
+function repl.show(value)
+  if type(value) == "string" and value:find("\n", 1, true) then return value end
+  local ok, text = pcall(show, value, "", 1, {})
+  return ok and text or tostring(value)
+end
+
+--- All that an entry gave. nil and a message, as functions say why there is nothing: the message as it is.
+function repl.show_all(...)
+  local n, nothing, message = select("#", ...), ...
+  if n == 2 and nothing == nil and type(message) == "string" then return message end
+  local texts = {}
+  for i = 1, n do texts[i] = repl.show((select(i, ...))) end
+  return table.concat(texts, "\t")
+end
+
+-- ------------------------------------------------------------------ completion
+
+local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function", "goto", "if", "in", "local",
+                   "nil", "not", "or", "repeat", "return", "then", "true", "until", "while" }
+
+local function each_key(t, visit)
+  for key, field in next, t do
+    if type(key) == "string" then visit(key, field) end
+  end
+end
+
+-- Calls visit(name, value) for the string keys of a value and of what its metatable leads to. Where
+-- __index is a function, as in modules, the tables that it looks into are its upvalues.
+local function each_name(value, visit)
+  if type(value) == "cdata" then
+    local tensor = package.loaded["engine.tensor.tensor"]
+    if tensor and tensor.is_tensor(value) then
+      each_key(tensor.methods, visit)
+      each_key(tensor.getters, visit)
+    end
+    return
+  end
+  for _ = 1, 10 do
+    if type(value) == "table" then each_key(value, visit) end
+    local meta = debug.getmetatable(value)
+    value = type(meta) == "table" and rawget(meta, "__index") or nil
+    if type(value) == "function" then
+      for i = 1, 20 do
+        local name, upvalue = debug.getupvalue(value, i)
+        if not name then break end
+        if type(upvalue) == "table" and debug.getmetatable(upvalue) == nil or name:match("^[Cc]lass$") then each_key(upvalue, visit) end
+      end
+      return
+    end
+    if type(value) ~= "table" then return end
+  end
+end
+
+local function index(value, name) return value[name] end
+
+-- The value of `a.b.c`; nil when there is none.
+local function resolve(path)
+  local value = _G
+  for name in path:gmatch("[%a_][%w_]*") do
+    local ok, found = pcall(index, value, name)
+    if not ok or found == nil then return nil end
+    value = found
+  end
+  return value
+end
+
+local function common_prefix(names)
+  local prefix = names[1]
+  for i = 2, #names do
+    local n = 0
+    while n < #prefix and prefix:byte(n + 1) == names[i]:byte(n + 1) do n = n + 1 end
+    prefix = prefix:sub(1, n)
+  end
+  return prefix
+end
+
+local function columns_text(names)
+  local width = 0
+  for _, name in ipairs(names) do width = math.max(width, #name + 2) end
+  local per_line = math.max(1, math.floor(78 / width))
+  local lines = {}
+  for i = 1, #names, per_line do
+    local cells = {}
+    for j = i, math.min(#names, i + per_line - 1) do cells[#cells + 1] = names[j] .. (" "):rep(width - #names[j]) end
+    lines[#lines + 1] = (table.concat(cells):gsub("%s+$", ""))
+  end
+  return table.concat(lines, "\n")
+end
+
+-- The names in a folder that begin with `start`, folders with a slash.
+local function paths(folder, start)
+  local good, list = pcall(function()
+    local M_ffi = require "engine.base.ffi"
+    local C, out = M_ffi.C, M_ffi.new("eng_listing *[1]")
+    if C.eng_file_list(out, folder == "" and "." or folder) ~= 0 then return {} end
+    local names, i = {}, 0
+    while C.eng_listing_name(out[0], i) ~= nil do
+      local name = M_ffi.string(C.eng_listing_name(out[0], i))
+      if name:sub(1, #start) == start and not (start == "" and name:sub(1, 1) == ".") then
+        names[#names + 1] = C.eng_file_kind(folder .. name) == 2 and name .. "/" or name
+      end
+      i = i + 1
+    end
+    C.eng_listing_free(out[0])
+    return names
+  end)
+  return good and list or {}
+end
+
+-- What to insert, and what to list, of candidates that all begin with `start`.
+local function offered(names, start)
+  if #names == 0 then return nil end
+  table.sort(names)
+  local insert = common_prefix(names):sub(#start + 1)
+  if #names == 1 or insert ~= "" then return insert end
+  if #names > 200 then return nil, ("(%d names)"):format(#names) end
+  return nil, columns_text(names)
+end
+
+-- Whether a line ends inside a text, and that text up to there.
+local function open_text(line)
+  local quote, from
+  local i = 1
+  while i <= #line do
+    local c = line:sub(i, i)
+    if quote and c == "\\" then i = i + 1
+    elseif quote then
+      if c == quote then quote = nil end
+    elseif c == "'" or c == '"' then quote, from = c, i + 1 end
+    i = i + 1
+  end
+  return quote and line:sub(from) or nil
+end
+
+-- What Tab inserts after `before`, and the candidates to list: names, or inside quotes files.
+function repl.complete(before)
+  local inside = open_text(before)
+  if inside then
+    local folder, start = inside:match("^(.*/)([^/]*)$")
+    if not folder then folder, start = "", inside end
+    return offered(paths(folder, start), start)
+  end
+  local path, separator, start = before:match("([%w_.]-)([.:]?)([%w_]*)$")
+  if separator == "" and before:match("^%s*$") then return "  " end
+  local holder = separator == "" and _G or resolve(path)
+  if holder == nil then return nil end
+  local seen, names = {}, {}
+  local function visit(name, value)
+    if name:sub(1, #start) == start and not seen[name] and name:match("^[%a_][%w_]*$")
+       and not (start == "" and name:sub(1, 1) == "_") and (separator ~= ":" or type(value) == "function") then
+      seen[name] = true
+      names[#names + 1] = name
+    end
+  end
+  each_name(holder, visit)
+  if separator == "" then
+    for _, word in ipairs(keywords) do visit(word) end
+  end
+  return offered(names, start)
+end
+
+-- ------------------------------------------------------------------ reading and running
+
+-- The chunk of an entry; nil and "more" when it is unfinished, nil and a message when it is wrong.
+function repl.compile(text)
+  local chunk = loadstring("return " .. text:gsub("^%s*=", "", 1), "=stdin")
+  if chunk then return chunk end
+  local global = text:gsub("^(%s*)local%s+function%s", "%1function ", 1)
+  if global == text then global = text:gsub("^(%s*)local%s+([%a_][%w_,%s]*=[^=])", "%1%2", 1) end
+  local why
+  chunk, why = loadstring(global, "=stdin")
+  if chunk then return chunk end
+  if why:find("'<eof>'", 1, true) then return nil, "more" end
+  return nil, why
+end
+
+local function traceback(problem)
+  if type(problem) ~= "string" then
+    local meta = debug.getmetatable(problem)
+    if not (type(meta) == "table" and meta.__tostring) then return "error object of type " .. type(problem) end
+    problem = tostring(problem)
+  end
+  local trace = debug.traceback(problem, 2)
+  trace = trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", "")      -- the REPL's own frames say nothing
+  return host.trim(trace)
+end
+
+local function finish(ok, ...)
+  host.settle()
+  if not ok then
+    io.stdout:flush()
+    io.stderr:write(tostring((...)), "\n")
+    return
+  end
+  local n = select("#", ...)
+  if n == 0 then return end
+  rawset(_G, "_", (...))
+  print(repl.show_all(...))
+end
+
+-- Reads one whole entry. nil: the end. "": nothing to run.
+local function read_entry()
+  local text
+  while true do
+    local line, why = host.read(text and ">> " or "> ", repl.complete)
+    if not line then return why == "interrupted" and "" or nil end
+    text = text and text .. "\n" .. line or line
+    if text:match("^%s*$") then return "" end
+    local _, problem = repl.compile(text)
+    if problem ~= "more" then return text end
+  end
+end
+
+-- Words that people try, as long as they are no globals.
+local words = {
+  help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
+    "Ctrl-C drops the line or stops what runs, Ctrl-D leaves. The library's parts are listed in lua/README.md.\n" ..
+    "bits(0.1) shows a number in every format; h = engine.history.open 'runs/NAME' asks a run: h:plot 'loss', h:why(812), h:heatmap().",
+  exit = false, quit = false,
+}
+
+-- The globals that a REPL has beside a script's: never over one that is there.
+local function provide()
+  local engine = package.loaded["engine"]
+  if engine and rawget(_G, "bits") == nil then rawset(_G, "bits", function(x) return engine.bits(x) end) end
+  local files = package.loaded["engine.run.run"]
+  local path = files and files.latest
+  if path and path ~= repl.offered then
+    repl.offered = path
+    local held = rawget(_G, "history")
+    if held ~= nil and held ~= repl.history then return end
+    local good, history = pcall(engine.history.open, path)
+    if not good then return end
+    repl.history = history
+    rawset(_G, "history", history)
+    if host.edited then print(("`history` is that of %s"):format(path)) end
+  end
+end
+
+local function run()
+  local home = os.getenv("HOME")
+  local history_file = host.edited and home and home .. "/.engine_history" or nil
+  if history_file then host.history_load(history_file) end
+  if rawget(_G, "engine") == nil then
+    local ok, engine = pcall(require, "engine")
+    if ok then
+      rawset(_G, "engine", engine)
+    else
+      io.stderr:write("the engine cannot be used here: ", tostring(engine):match("[^\n]*"), "\n")
+    end
+  end
+  if host.edited then
+    print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(host.version, host.luajit))
+  end
+  provide()
+  for text in read_entry do
+    local word = text:match("^%s*(%a+)[%s%(%)]*$")
+    if words[word] ~= nil and rawget(_G, word) == nil then
+      if not words[word] then return end
+      print(words[word])
+    elseif text ~= "" then
+      if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
+      local chunk, problem = repl.compile(text)
+      if chunk then
+        jit.off(chunk)                     -- Ctrl-C cannot stop a compiled loop; what the entry calls is compiled as ever
+        finish(xpcall(chunk, traceback))
+        provide()
+      else
+        io.stderr:write(problem, "\n")
+      end
+    end
+  end
+end
+
+return setmetatable(repl, { __call = run })

@@ -1,0 +1,509 @@
+-- The trainer's part of data parallelism: what a step does differently where several ranks make it together (ranks.lua). Each rank has
+-- its share of the step's batches; gradients are summed as backward completes them; the record is made the same everywhere by one
+-- message a step, and so is the verdict; a hash of it travels with the next record, and ranks that decided differently stop.
+-- Only rank 0 shows, writes and listens; what it hears is told to all between two steps.
+--
+-- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So a job with the same product of ranks
+-- and accumulate sees the same batches, with the same random numbers.
+-- Owned by trainer.lua. A process of its own has a `Parallel` with one rank, which costs nothing.
+local M_ffi = require "engine.base.ffi"
+local ranks = require "engine.dist.ranks"
+local signals = require "engine.policy.signals"
+
+local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
+
+local M = {}
+
+local Parallel = {}
+Parallel.__index = Parallel
+
+local WIRES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
+local MIB = 2 ^ 20
+M.BUCKET = 2            -- MiB of gradients that travel together, where nobody says otherwise
+
+--- What is wrong with the trainer's options about ranks: expected text, or nil.
+function M.wrong(o)
+  if o.wire ~= nil and not WIRES[o.wire] then return "wire", "own, fp32, bf16, fp16 or fp8" end
+  if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then return "bucket", "MiB of gradients, between 0 and 1024" end
+  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then return "zero", "0, 1 or 2" end
+  if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then return "rank_timeout", "seconds" end
+end
+
+-- ------------------------------------------------------------------ telling the ranks apart
+
+local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
+
+-- Modules that the script required, not the engine's: a line each.
+local function add_modules(lines)
+  local names = {}
+  for name in pairs(package.loaded) do
+    if type(name) == "string" and not name:find("^engine") then names[#names + 1] = name end
+  end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local path = package.searchpath(name, package.path)
+    if path then lines[#lines + 1] = ranks.file_line("module", path) end
+  end
+end
+
+-- Where the data stands; that of which each rank has its own is nobody else's business.
+local function data_text(data)
+  if data.sharded then return "of each rank's own" end
+  local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
+  return good and state or "of the script"
+end
+
+local function policy_text(policy)
+  local options = {}
+  for _, name in ipairs(policy.option_names or {}) do options[#options + 1] = name .. "=" .. tostring(policy.options[name]) end
+  return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class", table.concat(options, " "))
+end
+
+-- What must be the same on every rank, a line each, beside the code (ranks.lua).
+local function identity(self, o)
+  local trainer = self.trainer
+  local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+  for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x") end
+  C.eng_rng_get(seed, counter)
+  local lines = {}
+  add_modules(lines)
+  for _, setting in ipairs(o.config and require("engine.base.config").flatten(o.config) or {}) do
+    lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
+  end
+  lines[#lines + 1] = "policy " .. policy_text(trainer.policy)
+  for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
+  lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class), #parameters, crc(table.concat(parameters, "\n")))
+  lines[#lines + 1] = "precision " .. trainer.precision.name
+  lines[#lines + 1] = "optimizer " .. (self.apart and tostring(opt):gsub(", %d+ elements", "", 1) or tostring(opt))
+  lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule) or type(trainer.schedule))
+  lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
+  lines[#lines + 1] = "data " .. data_text(trainer.data)
+  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
+  lines[#lines + 1] = ("wire %s, zero %s, bucket %s"):format(tostring(o.wire), tostring(o.zero), tostring(o.bucket))
+  lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
+    tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every), tostring(o.ref_layers))
+  return lines
+end
+
+-- ------------------------------------------------------------------ making
+
+--- What the core is told of a reduction, from a trainer's options.
+function M.options(o, apart, holders)
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
+    apart = apart, holders = holders })
+end
+
+local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
+
+local function reduction(params, options)
+  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.wire, options.zero, tostring(options.holders))
+  local had = of_set[params]
+  if had and had.key == key then return had.handle end
+  if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
+  local out = ffi.new("eng_parallel *[1]")
+  check(C.eng_parallel_new(out, params, ranks.world(), options))
+  local handle = ffi.gc(out[0], C.eng_parallel_free)
+  of_set[params] = { key = key, handle = handle }
+  return handle
+end
+
+--- Norms of a reference backward that are of all ranks: some know those of parameters that others hold from these.
+function Parallel:share_norms(norm, norms, n)
+  if not self.apart then return end
+  check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
+  local squares = 0
+  for i = 0, n - 1 do squares = squares + norms[i] * norms[i] end
+  norm[0] = math.sqrt(squares)
+end
+
+-- Places in the sums of a record's message, and in its maxima.
+local NUMBERS = { loss = 0, tokens = 1 }
+local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5, drawn = 6, unknown = 7 }
+local N_SUMS, N_MAXIMA = 2, 8
+
+-- Parameters that not all ranks hold: { [name] = { held =, shape = } }, a mark for each of the optimizer's, and the group of those ranks
+-- that hold the same ones. Modules declare them (nn.moe, `_apart`). nil: there are none.
+local function find_apart(model, list)
+  local apart, group = {}, nil
+  if not model.apply then return nil end
+  model:apply(function(m, path)
+    local own = rawget(m, "_apart")
+    if not own then return end
+    if group and group ~= own.group then error("trainer: the experts of all layers must be divided over groups of one size", 0) end
+    group = own.group
+    for name, what in pairs(own.parameters) do apart[(path ~= "" and path .. "." or "") .. name] = what end
+  end)
+  if not group then return nil end
+  local marks = ffi.new("uint8_t[?]", #list)
+  for i, p in ipairs(list) do marks[i - 1] = apart[p.name] and 1 or 0 end
+  return apart, marks, group.across
+end
+
+--- The whole shape of a parameter, wherever it is.
+function Parallel:shape(p)
+  local apart = self.apart and self.apart[p.name]
+  return apart and apart.shape or p.tensor.shape
+end
+
+--- Before the run's files are opened: the ranks meet and compare what they were started with.
+function M.new(trainer, o)
+  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), signals = signals,
+    level = 0, decided = "", names = {} }, Parallel)
+  self.many = self.size > 1
+  self.wire = self.many and o.wire or "own"
+  self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many      -- updates, and gradients, are shared out
+  if not self.many then return self end
+  if o.mode == "lagged" then raise("mode=lagged: several ranks reduce the record before the update, which waits for it; hint: mode=sync") end
+  if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
+  ranks.world()
+  self.signals = {}
+  self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
+  ranks.compare(identity(self, o))       -- other settings, policies or models
+  self.reduction = reduction(trainer.optimizer.params, M.options(o, self.marks, self.holders and self.holders.comm))
+  if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
+  self:make_room()
+  return self
+end
+
+--- Where the gradients lie on cards: how they go between the ranks.
+function Parallel:text()
+  return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " .. ranks.text() or nil
+end
+
+function Parallel:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
+
+--- What a job of several ranks is beside one process: "4 ranks, ZeRO-1, wire bf16"; nil for one.
+function Parallel:described()
+  return self.many and ranks.job_text(self.size, self:level_of_zero(), self.wire) or nil
+end
+
+function Parallel:make_room()
+  self.sums = ffi.new("double[?]", N_SUMS + 2 * #self.names)
+  self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
+end
+
+-- Names of tensors in order, so that all ranks send them alike.
+local function sorted(tensors)
+  local names = {}
+  for name in pairs(tensors) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+--- Rank 0's weights on every rank, or a checkpoint's that rank 0 has open (`c`; nil elsewhere).
+function Parallel:start(resumed, c)
+  local trainer = self.trainer
+  if resumed then self:spread(c)
+  else
+    local state = trainer.model:state()
+    for _, name in ipairs(sorted(state)) do
+      local apart = self.apart and self.apart[name]
+      if not apart or apart.held then check(C.eng_comm_broadcast_tensor(apart and self.holders.comm or ranks.world(), state[name], 0)) end
+    end
+  end
+  local params = trainer.optimizer.params
+  check(C.eng_params_refresh(params))
+  local sum = tostring(C.eng_params_checksum_of(params, self.marks, 0))
+  local own = self.apart and tostring(C.eng_params_checksum_of(params, self.marks, 1)) or ""
+  local others = ranks.from_all(sum .. " " .. own, 80)
+  for i, text in ipairs(others) do
+    local other, other_own = text:match("^(%S+) (%S*)$")
+    local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (self.size / self.holders.size)
+    if other ~= sum or alike and other_own ~= own then
+      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
+    end
+  end
+end
+
+-- ------------------------------------------------------------------ a step
+
+local function skip(data, n)
+  if n == 0 or data.sharded then return end
+  if data.skip then data:skip(n) return end
+  for _ = 1, n do data:next() end
+end
+
+--- This rank's share of the step's batches begins, and ends: all ranks stand at the same place of the data between two steps.
+function Parallel:share_begins() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
+function Parallel:share_ends() skip(self.trainer.data, (self.size - 1 - self.rank) * self.trainer.accumulate) end
+
+--- Micro-batch i of this rank: its random numbers are those of its number in the step, whichever rank it falls to.
+function Parallel:draw(i)
+  local trainer, place = self.trainer, self.trainer.place
+  if trainer.accumulate * self.size == 1 then return end
+  self:note_drawn(i == 1)
+  C.eng_rng_set(place.seed + (self.rank * trainer.accumulate + i - 1) * 0x9E3779B97F4A7C15ULL, place.counter)
+end
+
+local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+function Parallel:note_drawn(first)
+  C.eng_rng_get(seed, counter)
+  self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - self.trainer.place.counter))
+end
+
+--- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the way, with ZeRO-2 everyone's.
+function Parallel:backward_begins(i)
+  if not self.many then return end
+  if self.divided and i > 1 then
+    check(C.eng_parallel_finish(self.reduction))
+    check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_MORE))
+  elseif self.divided or i == self.trainer.accumulate then check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_FIRST)) end
+end
+
+--- Runs f, a backward pass of this rank alone, whose gradients nobody wants.
+function Parallel:alone(f)
+  if not self.divided then return f() end
+  check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
+  local good, message = pcall(f)
+  if not good then
+    C.eng_backward_abort()
+    C.eng_parallel_cancel(self.reduction)
+    error(message, 0)
+  end
+  check(C.eng_parallel_finish(self.reduction))
+end
+
+--- All of them are through: gradients are reduced, random numbers go on where the one that drew most ended.
+function Parallel:backward_done()
+  if self.many then check(C.eng_parallel_finish(self.reduction)) end
+  if self.trainer.accumulate * self.size == 1 then return end
+  self:note_drawn(false)
+  C.eng_rng_set(self.trainer.place.seed, self.trainer.place.counter + self.drawn)
+end
+
+local RULES = require("engine.policy.signals_rules")
+
+local function put_signals(self)
+  self.maxima[MAXIMA.unknown] = 0
+  for name in pairs(signals) do
+    if not self.names[name] then self.maxima[MAXIMA.unknown] = 1 end
+  end
+  for i, name in ipairs(self.names) do
+    local value = signals[name]
+    self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1] = value or 0, value and 1 or 0
+    self.maxima[N_MAXIMA + i - 1] = value or -math.huge
+  end
+end
+
+local function take_signals(self)
+  for i, name in ipairs(self.names) do
+    local sum, n, most = self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1], self.maxima[N_MAXIMA + i - 1]
+    local rule = RULES[name] or "mean"
+    if n > 0 then self.signals[name] = rule == "max" and most or rule == "sum" and sum or sum / n end
+  end
+end
+
+--- Somebody published a name that is new: all agree on the names, and reduce the values once more.
+local function agree_on_signals(self)
+  local own = {}
+  for name in pairs(signals) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
+  for _, text in ipairs(ranks.from_all(table.concat(own, "\0"), 4000)) do
+    for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
+      if RULES[name] and RULES[name] ~= rule then
+        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name, RULES[name], rule), 0)
+      end
+      RULES[name] = rule
+      if not self.names[name] then self.names[#self.names + 1], self.names[name] = name, true end
+    end
+  end
+  table.sort(self.names)
+  self:make_room()
+  put_signals(self)
+  local f64, world = M_ffi.dtype.f64, ranks.world()
+  check(C.eng_comm_all_reduce(world, self.sums, N_SUMS + 2 * #self.names, f64, C.ENG_SUM))
+  check(C.eng_comm_all_reduce(world, self.maxima, N_MAXIMA + #self.names, f64, C.ENG_MAX))
+  take_signals(self)
+end
+
+--- The step's record, the same on every rank.
+function Parallel:record(record, stats, scale, tokens)
+  local trainer = self.trainer
+  local needs = trainer.needs
+  local sums, maxima, hash = self.sums, self.maxima, C.eng_crc32c(0, self.decided, #self.decided)
+  sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, tokens
+  maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0
+  maxima[MAXIMA.hash], maxima[MAXIMA.minus_hash] = hash, -hash
+  maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = C.eng_interrupted(), C.eng_hangups()
+  maxima[MAXIMA.wish], maxima[MAXIMA.drawn] = self.rank == 0 and trainer.control:wishes() and 1 or 0, self.drawn
+  put_signals(self)
+  check(C.eng_parallel_stats(record, stats, self.reduction, scale, needs, sums, N_SUMS + 2 * #self.names, maxima, N_MAXIMA + #self.names))
+  record.loss, record.elapsed = sums[NUMBERS.loss] / self.size, maxima[MAXIMA.elapsed]
+  tokens = sums[NUMBERS.tokens]
+  self.level, self.hangup, self.wish = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0, maxima[MAXIMA.wish] > 0
+  if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
+  if self.drawn ~= maxima[MAXIMA.drawn] then C.eng_rng_set(trainer.place.seed, trainer.place.counter + maxima[MAXIMA.drawn]) end
+  take_signals(self)
+  if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self) end
+  if self.apart and record.overflow ~= 0 then check(C.eng_parallel_tell_brought(self.reduction)) end
+  -- Histograms of single tensors are a big message: only where somebody looks at them, which every rank knows by now.
+  local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
+    or tonumber(record.step) % trainer.run_files.stats_every == 0)
+  if wanted then check(C.eng_parallel_histograms(stats, self.reduction)) end
+  return tokens
+end
+
+--- What was decided, to be compared with the others: with the next record, and at once where the update itself takes all ranks.
+function Parallel:decide(verdict)
+  if not self.many then return end
+  local trainer = self.trainer
+  local parts = { ("step %d: %s, scale %.17g, clip %.17g, lr x%.17g"):format(trainer.steps_done, verdict:what(), verdict.scale, verdict.clip, verdict.lr_mul) }
+  for i, group in ipairs(trainer.groups.groups) do
+    local scale = trainer.policy.group_scale and trainer.policy:group_scale(i)
+    if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %.17g"):format(group, scale) end
+  end
+  self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), trainer.policy.name, trainer.policy.hash and " " .. trainer.policy:hash() or "")
+  if self.zero then self:agree() end
+end
+
+--- Compares decisions now: at the end of a run, too.
+function Parallel:agree()
+  if not self.many then return end
+  local hash = C.eng_crc32c(0, self.decided, #self.decided)
+  local both = ffi.new("double[2]", hash, -hash)
+  check(C.eng_comm_all_reduce(ranks.world(), both, 2, M_ffi.dtype.f64, C.ENG_MAX))
+  if both[0] ~= -both[1] then self:differ() end
+end
+
+--- The ranks decided differently: each decision with the ranks it is of.
+function Parallel:differ()
+  local of, order = {}, {}
+  for i, text in ipairs(ranks.from_all(self.decided)) do
+    if not of[text] then
+      order[#order + 1], of[text] = text, {}
+    end
+    table.insert(of[text], i - 1)
+  end
+  local lines = {}
+  for i, text in ipairs(order) do lines[i] = ("  %s: %s"):format(ranks.names(of[text]), text) end
+  error("the ranks decided differently, and their weights would drift apart:\n" .. table.concat(lines, "\n")
+    .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else either", 0)
+end
+
+--- After an update: everybody's part of the weights to everybody (ZeRO).
+function Parallel:updated()
+  if self.zero then check(C.eng_parallel_gather(self.reduction)) end
+end
+
+--- The highest level of Ctrl-C on any rank, as of this step's record.
+function Parallel:interrupted()
+  if not self.many then return C.eng_interrupted() > 0 end
+  return self.level > 0
+end
+
+-- ------------------------------------------------------------------ whose overflow
+
+local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past the wire's fp16" } }
+
+--- What the ranks brought to this step's gradients: { { rank =, tensor =, what = "inf" } ... }, for each rank and kind the first tensor in
+--- the model's order. Empty for one rank.
+function Parallel:culprits()
+  local found = {}
+  if not self.many then return found end
+  for rank = 0, self.size - 1 do
+    for _, kind in ipairs(BITS) do
+      for i, p in ipairs(self.trainer.optimizer.list) do
+        if bit.band(C.eng_parallel_brought(self.reduction, rank, i - 1), kind[1]) ~= 0 then
+          found[#found + 1] = { rank = rank, tensor = p.name, what = kind[2] }
+          break
+        end
+      end
+    end
+  end
+  return found
+end
+
+-- ------------------------------------------------------------------ checkpoints
+
+local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
+local function own_part(self, i)
+  C.eng_parallel_own(own_from, own_to, self.reduction, i - 1)
+  return tonumber(own_from[0]), tonumber(own_to[0])
+end
+
+--- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and of what it and some others do; with
+--- ZeRO the moments it keeps.
+function Parallel:pieces()
+  local shards, optimizer = require "engine.dist.shards", self.trainer.optimizer
+  local pieces = shards.pieces()
+  local function share(part, tensors)
+    local common, held = {}, {}
+    for _, name in ipairs(sorted(tensors)) do
+      local apart = self.apart and (self.apart[name] or self.apart[name:gsub("%.moment%d$", "")])
+      local list = not apart and common or apart.held and held
+      if list then list[#list + 1] = { name = name, x = tensors[name] } end
+    end
+    local function add(name, x, from, to) pieces:add(part, name, x, from, to) end
+    shards.cut(common, self.rank, self.size, add)
+    if self.apart then shards.cut(held, self.holders.rank, self.holders.size, add) end
+  end
+  share("model", self.trainer.model:state())
+  local moments = optimizer:state_tensors()
+  if not self.zero then
+    share("optimizer", moments)
+    return pieces
+  end
+  for i, p in ipairs(optimizer.list) do
+    local from, to = own_part(self, i)
+    for which = 1, 2 do
+      local name = ("%s.moment%d"):format(p.name, which)
+      if moments[name] and (to > from or p.tensor.count == 0 and self.rank == 0) then pieces:add("optimizer", name, moments[name], from, to, self:shape(p)) end
+    end
+  end
+  return pieces
+end
+
+-- Raises where a part of a checkpoint does not have the tensors { name = shape } that are wanted.
+local function want_tensors(c, part, wanted)
+  local problems, text = {}, require("engine.tensor.tensor").shape_text
+  for name, shape in pairs(wanted) do
+    local found = c.parts[part][name]
+    if not found then problems[#problems + 1] = "missing: " .. name
+    elseif text(found.shape) ~= text(shape) then problems[#problems + 1] = ("%s: expected %s, got %s"):format(name, text(shape), text(found.shape)) end
+  end
+  for name in pairs(c.parts[part]) do
+    if not wanted[name] then problems[#problems + 1] = "unknown: " .. name end
+  end
+  table.sort(problems)
+  local shown = table.concat(problems, "\n  ", 1, math.min(#problems, 12))
+  if #problems > 0 then error(("resume: %s does not fit this %s:\n  %s"):format(c.path, part, shown), 0) end
+end
+
+--- The tensors of a checkpoint, one after the other from rank 0, which has it open (`c`), to every rank: whole, or the part it keeps.
+function Parallel:spread(c)
+  local optimizer, state, largest = self.trainer.optimizer, self.trainer.model:state(), 0
+  local list, wanted = {}, { model = {}, optimizer = {} }
+  local function want(part, name, shape, x, from)
+    local count = 1
+    for _, n in ipairs(shape) do count = count * n end
+    wanted[part][name] = shape
+    list[#list + 1] = { part = part, name = name, x = x, dtype = x.dtype, count = count, from = from }
+  end
+  for _, name in ipairs(sorted(state)) do want("model", name, self:shape { name = name, tensor = state[name] }, state[name], 0) end
+  local moments = optimizer:state_tensors()
+  for i, p in ipairs(optimizer.list) do
+    for which = 1, 2 do
+      local name = ("%s.moment%d"):format(p.name, which)
+      if moments[name] then want("optimizer", name, self:shape(p), moments[name], self.zero and own_part(self, i) or 0) end
+    end
+  end
+  if c then
+    for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
+  end
+  for _, item in ipairs(list) do
+    item.size = C.eng_dtype_size(M_ffi.dtype_number(item.dtype))
+    largest = math.max(largest, item.count * item.size)
+  end
+  local memory = ffi.new("char[?]", largest)
+  for _, item in ipairs(list) do
+    local number = M_ffi.dtype_number(item.dtype)
+    if c then
+      local whole = c:read(item.part, item.name)
+      check(C.eng_read(memory, number, item.count, whole))
+      whole:free()
+    end
+    check(C.eng_comm_broadcast(ranks.world(), memory, item.count * item.size, 0))
+    check(C.eng_write(item.x, memory + item.from * item.size, number, item.x.count))
+  end
+end
+
+return M

@@ -1,0 +1,81 @@
+-- Groups of parameters, and scaling them apart. A group is a layer: "blocks.3" for "blocks.3.attn.qkv.weight"; a module can also
+-- declare itself one (nn.moe does so for each expert). A policy sees them as record.groups and may answer with
+-- scales = { ["blocks.3"] = s }: the gradients inside that layer, and the signal that runs backward through it, then carry s in place
+-- of the loss scale. What flows from layer to layer is multiplied by the ratio of their scales, once (core/autograd/tape.c).
+-- Used by trainer.lua and scaler.lua.
+local M_ffi = require "engine.base.ffi"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Groups = {}
+Groups.__index = Groups
+
+--- Modules by path, and the paths of those that are groups by their own word.
+local function modules_of(model)
+  local at, declared = {}, {}
+  if not (model and model.apply) then return at, declared end
+  model:apply(function(module, path)
+    at[path] = module
+    if rawget(module, "_group") then declared[#declared + 1] = path end
+  end)
+  table.sort(declared, function(a, b) return #a > #b end)    -- the innermost first
+  return at, declared
+end
+
+local function group_name(name, declared)
+  for _, path in ipairs(declared) do
+    if name:sub(1, #path + 1) == path .. "." then return path end
+  end
+  return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)")
+end
+
+--- The parameters' names, the group of each (its number), and the groups' names. `model`: where modules may declare themselves.
+function M.of(list, model)
+  local _, declared = modules_of(model)
+  local names, group_of, groups, index = {}, {}, {}, {}
+  for i, p in ipairs(list) do
+    local group = group_name(p.name, declared)
+    if not index[group] then
+      groups[#groups + 1] = group
+      index[group] = #groups
+    end
+    names[i], group_of[i] = p.name, index[group]
+  end
+  return names, group_of, groups
+end
+
+--- The groups of a list of parameters { name = }, and the modules of `model` (or nil) that they are. `sets`: the parameter sets
+--- that the list is made of, in order, as { params =, n = }.
+function M.new(model, list, sets)
+  local at = modules_of(model)
+  local self = setmetatable({ modules = {}, sets = sets, apart = false, carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
+  self.names, self.group_of, self.groups = M.of(list, model)
+  for i, group in ipairs(self.groups) do
+    self.modules[i] = at[group] or false                     -- false: a parameter of the model itself
+    if at[group] then rawset(at[group], "_carry", nil) end   -- what an earlier trainer left
+  end
+  for _, set in ipairs(sets) do check(C.eng_params_carry(set.params, nil)) end
+  return self
+end
+
+--- From the next forward pass on, every group carries the scale the policy wants for it beside the common one. Costs nothing to
+--- speak of while all are alike.
+function Groups:apply(policy)
+  local scale, apart = policy:scale(), false
+  for i = 1, #self.groups do apart = apart or policy:group_scale(i) ~= scale end
+  if not apart and not self.apart then return end
+  for i, module in ipairs(self.modules) do
+    if module then rawset(module, "_carry", apart and policy:group_scale(i) / scale or nil) end
+  end
+  for i = 1, #self.names do self.carry[i - 1] = policy:group_scale(self.group_of[i]) / scale end
+  local first = 0
+  for _, set in ipairs(self.sets) do
+    check(C.eng_params_carry(set.params, self.carry + first))
+    first = first + set.n
+  end
+  self.apart = apart
+end
+
+return M

@@ -1,0 +1,332 @@
+-- Loss-scaling policies: sandboxed Lua files that choose the next loss scale from a step's record
+-- (policies/README.md is their contract), and classes a script registers itself (engine.class_scaler).
+--   local p = engine.policy.load("dynamic", { growth_interval = 500 })   -- or a path: "my/policy.lua"
+--   local verdict = p:decide(record)                                     -- an eng_verdict
+--   local text = p:save(); p:restore(text)
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+
+local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+
+local M = {}
+
+-- ------------------------------------------------------------------ verdicts
+
+--- Names of actions by their number in a verdict.
+M.actions = { [0] = "step", "skip", "retry", "stop" }
+
+local verdict_methods = {}
+
+--- "step", "skip", "retry" or "stop".
+function verdict_methods.what(v) return M.actions[v.action] end
+
+--- The reason as text, "" when none was given.
+function verdict_methods.why(v) return ffi.string(v.reason) end
+
+ffi.metatype("eng_verdict", {
+  __index = verdict_methods,
+  __tostring = function(v)
+    local text = ("%s, scale %.10g"):format(v.failed ~= 0 and "failed, " .. v:what() or v:what(), v.scale)
+    if v.clip > 0 then text = text .. (", clip %g"):format(v.clip) end
+    if v.lr_mul ~= 1 then text = text .. (", lr x%g"):format(v.lr_mul) end
+    local why = v:why()
+    return why ~= "" and text .. ": " .. why or text
+  end,
+})
+
+-- ------------------------------------------------------------------ the object
+
+local Policy = {}
+Policy.__index = Policy
+
+--- The loss scale of the next step.
+function Policy:scale() return C.eng_policy_scale(self.handle) end
+
+--- Sets the scale; counters stay.
+function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
+
+--- Asks the policy about a step: an eng_record and, for a policy that needs them, the statistics per tensor
+--- (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
+function Policy:decide(record, stats)
+  local status = C.eng_policy_decide(self.verdict, self.handle, record, stats)
+  if status ~= 0 then error(M_ffi.message(), 2) end
+  return self.verdict
+end
+
+local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
+
+--- State and last verdict as text, canonical: equal states give equal bytes.
+function Policy:save()
+  check(C.eng_policy_save(out_text, out_bytes, self.handle))
+  return ffi.string(out_text[0], out_bytes[0])
+end
+
+--- Takes back what save() gave; on an error nothing changes.
+function Policy:restore(text)
+  if type(text) ~= "string" then error("policy " .. self.name .. ": restore expects the text that save() gave, got a " .. type(text), 2) end
+  check(C.eng_policy_restore(self.handle, text, #text))
+end
+
+--- Starts afresh.
+function Policy:reset() check(C.eng_policy_init(self.handle)) end
+
+--- Takes over from another policy (a Policy, or a registered class, of which the scale is taken).
+function Policy:take_over(old)
+  if old.handle then
+    check(C.eng_policy_migrate(self.handle, old.handle))
+  else
+    self:reset()
+    self:set_scale(old:scale())
+  end
+end
+
+--- Names the tensors that decide's `stats` speak of: names, group of each (1-based, or nil), names of groups. `scalable`:
+--- the caller scales groups separately, so the policy may.
+function Policy:tensors(names, group_of, groups, scalable)
+  groups = groups or {}
+  local c_names, c_groups = ffi.new("const char *[?]", #names + 1), ffi.new("const char *[?]", #groups + 1)
+  local c_group_of = ffi.new("int32_t[?]", #names + 1)
+  for i, name in ipairs(names) do
+    c_names[i - 1] = name
+    c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1
+  end
+  for i, name in ipairs(groups) do c_groups[i - 1] = name end
+  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups, scalable or false))
+end
+
+--- The scale the last verdict gives group i (from 1).
+function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
+
+--- Publishes record.signals[name]; it holds until set again.
+function Policy:signal(name, value)
+  if type(value) ~= "number" then error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2) end
+  check(C.eng_policy_signal(self.handle, name, value))
+end
+
+local info = ffi.new("eng_policy_info")
+
+--- Decisions that failed since the start.
+function Policy:failures()
+  C.eng_policy_describe(info, self.handle)
+  return tonumber(info.failures)
+end
+
+--- A short name of its source, as histories have it: 8 hexadecimal digits.
+function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
+
+function Policy:__tostring()
+  local options = {}
+  for _, name in ipairs(self.option_names) do
+    local value, preset = self.options[name], self.defaults[name]
+    if value ~= preset then options[#options + 1] = ("%s=%s"):format(name, tostring(value)) end
+  end
+  return ("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(), #options > 0 and ", " or "", table.concat(options, " "))
+end
+
+-- ------------------------------------------------------------------ loading
+
+-- In the tree and as `make install` lays it out; beside share/lua/5.1.
+local folders = { M_ffi.home .. "/../../policies", M_ffi.home .. "/../../../engine/policies" }
+
+--- Names of the policies that come with the engine, sorted: those that choose a loss scale, or of a kind "fp8" (fp8_*).
+function M.names(kind)
+  local names, listing = {}, ffi.new("eng_listing *[1]")
+  for _, folder in ipairs(folders) do
+    if C.eng_file_kind(folder) == 2 and C.eng_file_list(listing, folder) == 0 then
+      local i = 0
+      while true do
+        local entry = C.eng_listing_name(listing[0], i)
+        if entry == nil then break end
+        local name = ffi.string(entry):match("^(.+)%.lua$")
+        if name and (name:find("^fp8_") ~= nil) == (kind == "fp8") then names[#names + 1] = name end
+        i = i + 1
+      end
+      C.eng_listing_free(listing[0])
+      break
+    end
+  end
+  return names
+end
+
+local LARGEST_FILE = 2 ^ 20
+
+--- The text of a policy's file; nil and why. A pipe or a device in its place would keep whoever reads it waiting, or never end.
+function M.read(path)
+  local kind = C.eng_file_kind(path)
+  if kind == 2 then return nil, path .. ": is a folder" end
+  if kind == 3 then return nil, path .. ": is no ordinary file" end
+  local file, why = io.open(path, "rb")
+  if not file then return nil, why end
+  local text = file:read(LARGEST_FILE + 1)
+  file:close()
+  text = text or ""
+  if #text > LARGEST_FILE then return nil, path .. ": is larger than 1 MiB" end
+  return text
+end
+local read = M.read
+
+-- Source, display name and path of a policy given by name or path.
+local function find(name, kind)
+  if name:find("[/\\]") or name:find("%.lua$") then
+    local text, why = read(name)
+    if not text then error("policy: " .. why, 0) end
+    return text, name, name
+  end
+  for _, folder in ipairs(folders) do
+    local text = read(folder .. "/" .. name .. ".lua")
+    if text then return text, "policies/" .. name .. ".lua", folder .. "/" .. name .. ".lua" end
+  end
+  local names = M.names(kind)
+  for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
+  table.sort(names)
+  local hint = nearest.hint(name, names)
+  error(("there is no %spolicy '%s'%s Policies: %s. A file of your own is named with its path, as ./mine.lua"):format(
+    kind == "fp8" and "FP8 " or "", name, hint ~= "" and hint or ".", table.concat(names, " ")), 0)
+end
+
+local function option_text(name, value)
+  local kind = type(value)
+  if kind == "number" then
+    if value ~= value then return "nan" end
+    if value == math.huge then return "inf" end
+    if value == -math.huge then return "-inf" end
+    return ("%.17g"):format(value)
+  end
+  if kind == "string" or kind == "boolean" then return tostring(value) end
+  error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(tostring(name), kind), 0)
+end
+
+local function compile(source, file, options, path)
+  local names = {}
+  for name in pairs(options) do names[#names + 1] = tostring(name) end
+  table.sort(names)
+  local n = #names
+  local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1), ffi.new("const char *[?]", n + 1)
+  for i, name in ipairs(names) do
+    values[i] = option_text(name, options[name])
+    c_names[i - 1], c_values[i - 1] = name, values[i]
+  end
+  local out = ffi.new("eng_policy *[1]")
+  if C.eng_policy_load(out, source, #source, file, c_names, c_values, n) ~= 0 then error(M_ffi.message(), 0) end
+  local handle = ffi.gc(out[0], C.eng_policy_free)
+  if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
+  C.eng_policy_describe(info, handle)
+  local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc), file = file, source = source,
+    path = path, given = options, needs = info.needs, fp8 = info.fp8, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
+  local option = ffi.new("eng_policy_option")
+  local function typed(text)
+    text = ffi.string(text)
+    if option.type == C.ENG_OPTION_BOOLEAN then return text == "true" end
+    if option.type == C.ENG_OPTION_NUMBER then return tonumber(text) or ({ inf = math.huge, ["-inf"] = -math.huge })[text] or 0 / 0 end
+    return text
+  end
+  for i = 0, info.options - 1 do
+    check(C.eng_policy_option_get(option, handle, i))
+    local name = ffi.string(option.name)
+    self.option_names[i + 1], self.options[name], self.defaults[name] = name, typed(option.value), typed(option.preset)
+  end
+  return setmetatable(self, Policy)
+end
+
+--- What is wrong with the scales a policy, or a class, asks for next, or nil: one that float32 gradients cannot carry with all their bits, or whose
+--- inverse they cannot, would ruin the weights without a sign. groups: how many may have a scale of their own.
+function M.unusable(policy, groups)
+  for group = 0, groups or 0 do
+    local scale = group == 0 and policy:scale() or policy:group_scale(group)
+    if not M.usable(scale) then return ("policy %s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(policy.name, scale, M.USABLE) end
+  end
+end
+function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
+M.USABLE = "scales from 2^-126 to 3.4e38"
+
+--- Classes registered by name (engine.register_loss_scaler).
+M.classes = {}
+
+--- Registers a class-style loss scaler under a name; see engine.class_scaler for what a class may have.
+function M.register(name, class)
+  if type(name) ~= "string" or not name:find("^[%w_%-]+$") then
+    error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " .. tostring(name), 2)
+  end
+  require("engine.policy.class_scaler").check(name, class, 2)
+  for _, folder in ipairs(folders) do
+    if C.eng_file_kind(folder .. "/" .. name .. ".lua") ~= 0 then
+      error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(name), 2)
+    end
+  end
+  M.classes[name] = class
+end
+
+--- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic" and the options with these in place, as text.
+local function with_settings(source, options)
+  local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
+  if not name then return source, options end
+  local all = {}
+  for key, value in pairs(options) do all[key] = value end
+  for setting in settings:gmatch("[^,]+") do
+    local key, value = setting:match("^([%a_][%w_]*)=(.*)$")
+    if not key then error(("policy %s: expected name=value after the colon, separated by commas, got '%s'"):format(name, setting), 0) end
+    all[key] = value
+  end
+  return name, all
+end
+
+-- Options of a class, which has no defaults to read a text by: numbers and booleans where a text is one.
+local function values_of(options)
+  local all = {}
+  for key, value in pairs(options) do
+    if type(value) == "string" then
+      if value == "true" or value == "false" then value = value == "true"
+      else value = require("engine.base.expression")(value) or value end
+    end
+    all[key] = value
+  end
+  return all
+end
+
+--- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name, path = where it
+--- stands }, or a DeepSpeed configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
+--- options: values for the policy's options, as they are or as text; those of `deepspeed` may be keys of DeepSpeed's fp16
+--- block. A policy object comes back as it is. kind: "fp8" for one that goes by FP8 layers (fp8_sites.lua), else it is to choose a loss scale.
+function M.load(source, options, kind)
+  options = options or {}
+  local good, result = pcall(function()
+    if type(source) == "table" and source.decide and source.scale then return source end
+    if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options, source.path) end
+    local json
+    if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
+      source, options = require("engine.policy.deepspeed_config").from_table(source, options, function() return "policy: " end)
+    end
+    if type(source) ~= "string" then error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0) end
+    source, options = with_settings(source, options)
+    if source:find("%.json$") then
+      json = source
+      source, options = require("engine.policy.deepspeed_config").read(json, options)
+    elseif source == "deepspeed" and require("engine.policy.deepspeed_config").is_block(options) then
+      source, options = require("engine.policy.deepspeed_config").translate(options)
+    end
+    local class = M.classes[source]
+    if class then return require("engine.policy.class_scaler").new(source, class, values_of(options)) end
+    local text, file, path = find(source, kind)
+    local made, self = pcall(compile, text, file, options, path)
+    if not made then error(json and json .. ": " .. self or self, 0) end
+    self.config = json
+    return self
+  end)
+  if not good then error(result, 2) end
+  if (result.fp8 or false) ~= (kind == "fp8") then
+    local wrong = "policy %s goes by FP8 layers and chooses no loss scale; hint: precision = { base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
+    if kind == "fp8" then
+      wrong = "policy %s chooses a loss scale, not what FP8 layers do; hint: " .. table.concat(M.names("fp8"), ", ") ..
+        ", or a file of yours that says kind = \"fp8\""
+    end
+    error(wrong:format(result.name, result.name), 2)
+  end
+  return result
+end
+
+--- Limits of policies loaded from now on; a field left out stays: memory (bytes), instructions, seconds.
+function M.limits(limits)
+  C.eng_policy_limits(limits.memory or 0, limits.instructions or 0, limits.seconds or 0)
+end
+
+return M

@@ -1,0 +1,204 @@
+-- What a policy would have done: on a string of verdicts, or on a recorded run.
+--   local trace = engine.replay.trace("4. x 2. 3x")                 -- or "runs/a"
+--   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
+--   r.scales, r.actions, r.skipped, r.stopped_at ...                -- print(engine.replay.table { r })
+-- The subcommand stands in cli/replay.lua; what a recorded step would have been at another scale in trace.lua.
+local M_ffi = require "engine.base.ffi"
+local json = require "engine.base.json"
+local trace_of = require "engine.policy.trace"
+
+local ffi = M_ffi.ffi
+
+local M = { trace = trace_of.open }
+
+-- Steps until the scale is back where a backoff found it: mean over the backoffs, and how many never came back.
+local function recovery(scales, initial)
+  local sum, times, open, from = 0, 0, nil, nil
+  local before = initial
+  for i, scale in ipairs(scales) do
+    if not open and scale < before then open, from = before, i end
+    if open and scale >= open then
+      sum, times, open = sum + i - from, times + 1, nil
+    end
+    before = scale
+  end
+  return times > 0 and sum / times or nil, open and 1 or 0
+end
+
+--- Replays a policy (a name, a path, or a policy; options as engine.policy.load takes them) on a trace. Gives
+---   name, file, options            the policy
+---   scales[i], actions[i]          the scale after step i, and "step", "skip", "retry" or "stop"
+---   marks[i]                       on a run: "exact" or "bound" (trace.lua says when)
+---   skipped                        steps without an update
+---   stopped_at, reason             where the policy stopped the run, counted from 1, and why; nil when it did not
+---   steps, mean_log2_scale, recover (mean steps until the scale is back), unrecovered, failures, failure (the first reason)
+---   underflow, mass_lost           on a run: mean shares of nonzero elements below the smallest normal number, and of gradient
+---                                  mass lost to underflow, in the steps with an update
+---   costs                          what did not reach the weights, by step, all of it in a step without update: { elements = the share
+---                                  that underflows, mass = the share of mass lost, skipped = none }
+function M.run(trace, source, options)
+  local loaded, policy = pcall(require("engine.policy.policy").load, source, options)
+  if not loaded then error(policy, 0) end
+  local record = ffi.new("eng_record")
+  local scales, actions, marks = {}, {}, {}
+  local result = { name = policy.name, file = policy.config or policy.file, options = policy.options, option_names = policy.option_names,
+    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, exact = 0, failures = 0, initial = policy:scale() }
+  if trace.names then
+    result.marks = marks
+    policy:tensors(require("engine.policy.groups").of(trace.names))
+  end
+  local needs, updates = policy.needs or 0, trace.rows and trace.rows[0].updates or 0
+  local logs, elements, masses, applied = 0, 0, 0, 0
+  for i = 1, trace.n do
+    local scale = policy:scale()
+    local exact, share, mass, stats = trace:at(record, i, scale, needs)
+    record.updates = updates
+    for name, value in pairs(trace.signals and trace.signals[i] or {}) do policy:signal(name, value) end
+    local verdict = policy:decide(record, stats)
+    local action = verdict:what()
+    scales[i], actions[i] = verdict.scale, action
+    if trace.names then marks[i] = exact and "exact" or "bound" end
+    if exact then result.exact = result.exact + 1 end
+    logs = logs + math.log(scale) / math.log(2)
+    if verdict.failed ~= 0 then
+      result.failures = result.failures + 1
+      result.failure = result.failure or verdict:why()
+    end
+    if action == "step" then
+      updates = updates + 1
+      if share then elements, masses, applied = elements + share, masses + mass, applied + 1 end
+    else
+      result.skipped = result.skipped + 1
+    end
+    if action == "stop" then
+      result.stopped_at, result.reason = tonumber(record.step) + 1, verdict:why()
+      break
+    end
+  end
+  result.steps = #scales
+  result.mean_log2_scale = logs / #scales
+  result.recover, result.unrecovered = recovery(scales, result.initial)
+  if applied > 0 then result.underflow, result.mass_lost = elements / applied, masses / applied end
+  local without = result.skipped + trace.n - #scales       -- a stopped run makes no steps any more
+  result.costs = { elements = (without + elements) / trace.n, mass = (without + masses) / trace.n, skipped = without / trace.n }
+  return result
+end
+
+-- ------------------------------------------------------------------ as text
+
+--- "256x3 512" for { 256, 256, 256, 512 }.
+function M.runs_of(list)
+  local words, i = {}, 1
+  while i <= #list do
+    local n = 1
+    while list[i + n] == list[i] do n = n + 1 end
+    local text = type(list[i]) == "number" and ("%.10g"):format(list[i]) or list[i]
+    words[#words + 1] = n > 1 and text .. "x" .. n or text
+    i = i + n
+  end
+  return table.concat(words, " ")
+end
+
+-- The options that are not the file's defaults: "growth_interval=500".
+local function changed(r)
+  local words = {}
+  for _, name in ipairs(r.option_names or {}) do
+    local value, preset = r.options[name], r.defaults[name]
+    if value ~= preset and (value == value or preset == preset) then
+      words[#words + 1] = name .. "=" .. (type(value) == "number" and ("%.10g"):format(value) or tostring(value))
+    end
+  end
+  return table.concat(words, " ")
+end
+M.changed = changed
+
+local function percent(x) return x and (x == 0 and "0 %" or ("%.3g %%"):format(100 * x)) or "-" end
+
+local COLUMNS = {
+  { "policy", function(r) return r.name end },
+  { "options", changed },
+  { "steps", function(r) return tostring(r.steps) end },
+  { "skipped", function(r) return ("%d (%s)"):format(r.skipped, percent(r.skipped / r.steps)) end },
+  { "underflow", function(r) return percent(r.underflow) end, run = true },
+  { "mass lost", function(r) return percent(r.mass_lost) end, run = true },
+  { "log2 scale", function(r) return ("%.2f"):format(r.mean_log2_scale) end },
+  { "recovers in", function(r)
+    local text = r.recover and ("%.1f steps"):format(r.recover) or "-"
+    return r.unrecovered > 0 and (r.recover and text .. ", then not" or "never") or text
+  end },
+  { "last scale", function(r) return ("%.8g"):format(r.scales[#r.scales]) end },
+  { "exact", function(r) return percent(r.exact / r.steps) end, run = true },
+}
+
+--- A list of results as a table.
+function M.table(results)
+  local lines, width, rows = {}, {}, {}
+  local columns, on_run = {}, results[1] and results[1].marks ~= nil
+  for _, column in ipairs(COLUMNS) do
+    if on_run or not column.run then columns[#columns + 1] = column end
+  end
+  rows[1] = {}
+  for c, column in ipairs(columns) do
+    rows[1][c] = column[1]
+    for i, r in ipairs(results) do
+      rows[i + 1] = rows[i + 1] or {}
+      -- one that never decided anything has no figures
+      rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped" and "failed" or "-"
+    end
+    width[c] = 0
+    for _, row in ipairs(rows) do width[c] = math.max(width[c], #row[c]) end
+  end
+  for i, row in ipairs(rows) do
+    local cells = {}
+    for c, text in ipairs(row) do
+      local gap = (" "):rep(width[c] - #text)
+      cells[c] = c <= 2 and text .. gap or gap .. text
+    end
+    lines[i] = (table.concat(cells, "  "):gsub("%s+$", ""))
+  end
+  return table.concat(lines, "\n")
+end
+
+-- ------------------------------------------------------------------ as JSON
+
+local function list_text(list)
+  local words = {}
+  for i, value in ipairs(list) do words[i] = json.encode(value) end
+  return "[" .. table.concat(words, ",") .. "]"
+end
+
+-- JSON knows no inf and nan: they are texts.
+local function value_text(value)
+  if type(value) == "number" and value - value ~= 0 then
+    return value ~= value and '"nan"' or value > 0 and '"inf"' or '"-inf"'
+  end
+  return value == nil and "null" or json.encode(value)
+end
+
+--- Results as JSON: {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}; on a run each has
+--- "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost", "mean_log2_scale" and "recover" besides; one that failed has
+--- "failures", how often, and "failure", why.
+function M.json(results)
+  local objects = {}
+  for i, r in ipairs(results) do
+    local names, options = {}, {}
+    for name in pairs(r.options or {}) do names[#names + 1] = tostring(name) end
+    table.sort(names)
+    for k, name in ipairs(names) do options[k] = json.encode(name) .. ":" .. value_text(r.options[name]) end
+    local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file), '"options":{' .. table.concat(options, ",") .. "}",
+      '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' .. value_text(r.skipped),
+      '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }
+    if r.failures > 0 then
+      parts[#parts + 1] = '"failures":' .. r.failures
+      parts[#parts + 1] = '"failure":' .. value_text(r.failure)
+    end
+    if r.marks then
+      parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
+      for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key]) end
+    end
+    objects[i] = "{" .. table.concat(parts, ",") .. "}"
+  end
+  return '{"policies":[' .. table.concat(objects, ",") .. "]}"
+end
+
+return M

@@ -1,0 +1,77 @@
+-- Curves as PNG through gnuplot, a program of its own that need not be there. Called by cli/plot.lua.
+local curves = require "engine.report.curves"
+local views = require "engine.report.views"
+
+local M = {}
+
+local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+-- A text in gnuplot's own quotes, where '' stands for one.
+local function plain(text) return "'" .. tostring(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'" end
+
+--- Whether gnuplot can be run.
+function M.installed()
+  local pipe = io.popen("command -v gnuplot 2>/dev/null")
+  local found = pipe and pipe:read("*l")
+  if pipe then pipe:close() end
+  return found ~= nil and found ~= ""
+end
+
+--- Writes a PNG of what curves.read gave. options: width, height (dots), log (as history:plot). Raises when gnuplot is missing or fails.
+function M.png(path, title, c, names, options)
+  if not M.installed() then
+    error("--png draws through gnuplot, which is not installed; hint: apt-get install gnuplot-nox, or --svg, which needs nothing", 0)
+  end
+  local width, height = options.width or 1200, options.height or 120 + 260 * #names
+  local log_file = os.tmpname()
+  local pipe = assert(io.popen("gnuplot > " .. quote(log_file) .. " 2>&1", "w"))
+  local function say(format, ...) pipe:write(format:format(...), "\n") end
+  say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)
+  say("set output %s", plain(path))
+  say("set multiplot layout %d,1 title %s noenhanced font 'sans,14'", #names, plain(title))
+  say("set grid lc rgb '#e6e9ef'; set border 3 lc rgb '#98a2b3'; set tics nomirror; set key off; set lmargin 10; " ..
+    "set style fill transparent solid 0.25 noborder")
+  for _, name in ipairs(names) do
+    local metric, v = curves.metric(name), c[name]
+    local log = options.log
+    if log == nil then log = metric.log end
+    if log == true then log = metric.log or 10 end
+    local any = false
+    say("$data << EOD")
+    for i = 1, #c.x do
+      if v.mean[i] and (not log or v.min[i] > 0) then
+        any = true
+        say("%.17g %.17g %.17g %.17g", c.x[i], v.min[i], v.mean[i], v.max[i])
+      end
+    end
+    say("EOD")
+    say("$marks << EOD")
+    for i, n in ipairs(c.overflows) do
+      if n > 0 then say("%.17g 0.02", c.x[i]) end
+    end
+    say("-1 -1\nEOD")
+    say("set title %s noenhanced", plain(metric.title))
+    say("unset logscale y; set xrange [%.17g:%.17g]; set autoscale y; set format y %s; set format x '%%.0f'", c.first, math.max(c.last, c.first + 1),
+      log == 2 and "'2^{%L}'" or log and "'%g'" or "'%g'")
+    if log then say("set logscale y %d", log) end
+    say("set y2range [0:1]; unset y2tics")
+    if any then
+      say("plot $data using 1:2:4 with filledcurves lc rgb '#1f6feb', $data using 1:3 with %s lw 1.5 lc rgb '#1f6feb', " ..
+        "$marks using 1:2 axes x1y2 with points pt 2 ps 0.6 lc rgb '#d92d20'", c.width == 1 and name == "scale" and "steps" or "lines")
+    else
+      say("set label 1 'nothing to draw' at graph 0.5,0.5 center; plot [][0:1] -1; unset label 1")
+    end
+  end
+  say("unset multiplot")
+  pipe:close()
+  local file = io.open(log_file)
+  local said = file and file:read("*a") or ""
+  if file then file:close() end
+  os.remove(log_file)
+  local written = io.open(path, "rb")
+  local size = written and written:seek("end") or 0
+  if written then written:close() end
+  if size == 0 then error(("gnuplot did not write %s: %s"):format(path, views.text_of(said).text:match("%S[^\n]*") or "no reason given"), 0) end
+  return size
+end
+
+return M

@@ -1,0 +1,179 @@
+-- What a history knows of each layer: from the rows of statistics per tensor that a run leaves now and then and at every overflow. A long
+-- run has too many of them to read: a picture's column takes a few of those that fall into it.
+--   local l = layers.read(history, { points = 120, only = "blocks.3" })
+--   l.names[k], l.x[i]                    layers and columns; a column begins at step x[i]
+--   l.cells[k][i]                         { amax, inf, nan, count, zeros, underflow, overflows, step } of the gradients as stored (times the scale), or nil
+--   l.rows, l.steps[n]                    how many rows were read, and of which steps
+--   l.single                              whether each column is one recorded step
+--   l.hists[k][exponent], l.format        elements by exponent over all that was read; what the format holds (trace.lua)
+-- Used by views.lua and the report.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+local ROWS = 2                -- read for a column, and as many of those that overflowed
+local FIRST_EXPONENT = -160
+
+--- The groups of a history's parameters: for parameter id (from 0) the number of its row, and the rows' names. `only`: the tensors inside
+--- that layer, or those whose names hold this text, one by one; `tensors`: all of them one by one.
+function M.rows(h, options)
+  local list = h:parameters()
+  local row_of, names = {}, {}
+  local only = options.only
+  if only or options.tensors then
+    for _, p in ipairs(list) do
+      if not only or p.name == only or p.name:sub(1, #only + 1) == only .. "." or p.name:find(only, 1, true) then
+        names[#names + 1] = p.name
+        row_of[p.id] = #names
+      end
+    end
+    if #names == 0 then
+      local known = {}
+      for i, p in ipairs(list) do known[i] = p.name end
+      error(("no parameter's name holds '%s'%s"):format(tostring(only), require("engine.base.nearest").hint(tostring(only), known)), 0)
+    end
+    return row_of, names
+  end
+  local _, group_of, groups = require("engine.policy.groups").of(list)
+  if #groups == 1 and #list > 1 then return M.rows(h, { tensors = true }) end
+  for i, p in ipairs(list) do row_of[p.id] = group_of[i] end
+  return row_of, groups
+end
+
+--- What the gradients' format holds: { limit, top, normal, zero } (trace.lua), and its name.
+function M.format(h)
+  local formats = require("engine.policy.trace").formats
+  local name = h:meta().gradients or "f16"
+  return formats[name] or formats.f16, formats[name] and name or "f16"
+end
+
+-- Calls visit(column, step, blob, overflow).
+local function each_row(h, result, first, last, points, visit)
+  local most = points * ROWS
+  local known = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM tensor_stats WHERE step BETWEEN ? AND ? LIMIT ?)", first, last, most + 1)[1].n
+  if known == 0 then return end
+  if known <= most then              -- a column for each, or for a few that are neighbours
+    local column, per, seen = 0, math.ceil(known / points), 0
+    result.single = per == 1
+    for row in h:each([[SELECT t.step AS step, t.stats AS stats, (SELECT max(overflow) FROM steps s WHERE s.step = t.step) AS over
+      FROM tensor_stats t WHERE t.step BETWEEN ? AND ? ORDER BY t.step]], first, last) do
+      if seen % per == 0 then
+        column = column + 1
+        result.x[column] = row.step
+      end
+      seen = seen + 1
+      visit(column, row.step, row.stats, row.over == 1)
+    end
+    return
+  end
+  local width = math.ceil((last - first + 1) / points)
+  local column = 0
+  for from = first, last, width do
+    local to, any, seen = math.min(from + width - 1, last), false, {}
+    local function take(sql)
+      for row in h:each(sql, from, to) do
+        if not seen[row.step] then
+          if not any then
+            any, column = true, column + 1
+            result.x[column] = from
+          end
+          seen[row.step] = true
+          visit(column, row.step, row.stats, row.over == 1)
+        end
+      end
+    end
+    take(([[SELECT t.step AS step, t.stats AS stats, (SELECT max(overflow) FROM steps s WHERE s.step = t.step) AS over
+      FROM tensor_stats t WHERE t.step BETWEEN ? AND ? ORDER BY t.step LIMIT %d]]):format(ROWS))
+    take(([[SELECT t.step AS step, t.stats AS stats, 1 AS over FROM (SELECT DISTINCT step FROM steps WHERE overflow AND step BETWEEN ? AND ?
+      ORDER BY step LIMIT %d) s JOIN tensor_stats t ON t.step = s.step]]):format(ROWS))
+  end
+end
+
+local room = ffi.new("int[1]")
+
+-- A function that unpacks a blob: gives the statistics of its tensors and how many; nil for a damaged one.
+local function unpacker()
+  local stats, capacity = nil, 0
+  return function(blob)
+    if C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return nil end
+    if room[0] > capacity then
+      capacity = room[0]
+      stats = ffi.new("eng_tensor_stats[?]", capacity)
+      C.eng_history_unpack(room, stats, capacity, blob, #blob)
+    end
+    return stats, room[0]
+  end
+end
+
+local function add_hist(hist, bins)
+  for b = 0, 319 do
+    if bins[b] ~= 0 then hist[b + FIRST_EXPONENT] = (hist[b + FIRST_EXPONENT] or 0) + tonumber(bins[b]) end
+  end
+end
+
+--- Calls visit(step, { [k] = { hist, zeros, amax, norm } }) for recorded steps, up to about `points` of them, each layer k summed up.
+function M.each(h, options, visit)
+  local row_of = M.rows(h, options)
+  local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
+  if not range.first then return end
+  local unpack_blob = unpacker()
+  each_row(h, { x = {} }, range.first, range.last, options.points, function(_, step, blob)
+    local stats, n = unpack_blob(blob)
+    local sums = {}
+    for id = 0, stats and n - 1 or -1 do
+      local k, s = row_of[id], stats[id]
+      if k then
+        local sum = sums[k] or { hist = {}, zeros = 0, amax = 0, squares = 0 }
+        sums[k] = sum
+        sum.zeros, sum.amax, sum.squares = sum.zeros + tonumber(s.zeros), math.max(sum.amax, s.amax), sum.squares + s.sum_squares
+        sum.norm = math.sqrt(sum.squares)
+        add_hist(sum.hist, s.hist)
+      end
+    end
+    if next(sums) then visit(step, sums) end
+  end)
+end
+
+--- See above. options: points (120), only, tensors (rows), from, to (steps), hists (false: exponents are not added up).
+function M.read(h, options)
+  local row_of, names = M.rows(h, options)
+  local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {}, single = false }
+  result.format, result.format_name = M.format(h)
+  for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
+  local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
+  if not range.first then return result end
+  local first, last = math.max(range.first, options.from or range.first), math.min(range.last, options.to or range.last)
+  result.first, result.last = first, last
+  local unpack_blob = unpacker()
+  each_row(h, result, first, last, options.points or 120, function(column, step, blob, over)
+    local stats, n = unpack_blob(blob)
+    if not stats then return end
+    result.rows = result.rows + 1
+    result.steps[result.rows] = step
+    for id = 0, n - 1 do
+      local k = row_of[id]
+      if k then
+        local s = stats[id]
+        local cell = result.cells[k][column]
+        if not cell then
+          cell = { amax = 0, inf = 0, nan = 0, count = 0, zeros = 0, underflow = 0, overflows = 0, step = step }
+          result.cells[k][column] = cell
+        end
+        local inf, nan = tonumber(s.inf), tonumber(s.nan)
+        if s.amax > cell.amax then cell.amax, cell.step = s.amax, step end
+        if inf + nan > 0 then
+          if cell.bad_row ~= result.rows then cell.overflows = cell.overflows + 1 end
+          cell.step, cell.bad_row = step, result.rows
+        end
+        cell.inf, cell.nan, cell.over = cell.inf + inf, cell.nan + nan, cell.over or over
+        cell.count, cell.zeros, cell.underflow = cell.count + tonumber(s.count), cell.zeros + tonumber(s.zeros), cell.underflow + tonumber(s.underflow)
+        if options.hists ~= false then add_hist(result.hists[k], s.hist) end
+      end
+    end
+  end)
+  return result
+end
+
+return M

@@ -1,0 +1,250 @@
+-- Curves in the terminal, drawn with braille dots (2 x 4 to a character).
+--
+--   local plot = require "engine.report.plot"
+--   print(plot.draw { title = "loss", y = losses })
+--   print(plot.draw { title = "loss scale", x = steps, y = scales, log = 2, marks = overflow_steps, mark_name = "overflow" })
+--
+--   x, y     lists of numbers of one length; x is 1, 2, 3 ... when absent
+--   low      a list: each x has a stroke from low to y, for what changes much within a column
+--   log      10 or 2: a logarithmic y axis; values that are not positive are left out
+--   marks    x values to be marked below the curve; mark_count when that is more than these
+--   width, height   in characters; the width of the terminal and 12 when absent
+--   ascii    true: * instead of braille (by itself where TERM is linux or dumb)
+-- Inf and NaN have no place on an axis: they are left out and counted in the title.
+local plot = {}
+
+local FIRST_BRAILLE = 0x2800
+-- Bit of the dot in column 0..1, row 0..3 of a character.
+local dots = { [0] = { [0] = 0x01, 0x02, 0x04, 0x40 }, { [0] = 0x08, 0x10, 0x20, 0x80 } }
+
+local function braille(bits)
+  local code = FIRST_BRAILLE + bits
+  return string.char(0xE0 + math.floor(code / 4096), 0x80 + math.floor(code / 64) % 64, 0x80 + code % 64)
+end
+
+local function finite(x)
+  return type(x) == "number" and x == x and x ~= math.huge and x ~= -math.huge
+end
+
+local function number_text(x)
+  if x == 0 then return "0" end
+  local size = math.abs(x)
+  if size >= 1e6 or size < 1e-3 then
+    return (("%.2e"):format(x):gsub("%.?0*e", "e"):gsub("e([+-])0*(%d)", "e%1%2"):gsub("e%+", "e"))
+  end
+  if size >= 1e4 or x == math.floor(x) then return ("%.0f"):format(x) end
+  return ("%.4g"):format(x)
+end
+
+local function label(value, log)
+  if not log then return number_text(value) end
+  if log == 2 and value == math.floor(value) then return "2^" .. ("%d"):format(value) end
+  return number_text(log ^ value)
+end
+
+-- A round step (1, 2 or 5 times a power of ten) that divides `span` into about `n` parts.
+local function round_step(span, n)
+  local raw = span / n
+  local power = 10 ^ math.floor(math.log10(raw))
+  for _, factor in ipairs { 1, 2, 5, 10 } do
+    if factor * power >= raw * 0.999 then return factor * power end
+  end
+  return 10 * power
+end
+
+local function terminal_width()
+  local ok, machine = pcall(require, "engine.base.machine")
+  return ok and machine.terminal(1) or 80
+end
+
+local function points_of(options)
+  local points, left_out, up = {}, 0, false
+  local log = options.log and math.log(options.log)
+  for i, value in ipairs(options.y) do
+    local x = options.x and options.x[i] or i
+    if finite(value) and finite(x) and (not log or value > 0) then
+      local low = options.low and options.low[i]
+      local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low or nil }
+      up = not up
+      if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end           -- up one stroke, down the next
+      for k = 1, #ends do
+        local v = log and math.log(ends[k]) / log or ends[k]
+        points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }     -- so that high - low is finite
+      end
+    else
+      left_out = left_out + 1
+    end
+  end
+  return points, left_out
+end
+
+local function range_of(points, field)
+  local low, high = math.huge, -math.huge
+  for _, point in ipairs(points) do
+    low, high = math.min(low, point[field]), math.max(high, point[field])
+  end
+  return low, high
+end
+
+-- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
+local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
+  local grid = {}
+  for row = 1, rows do grid[row] = {} end
+  local wide, high = columns * 2 - 1, rows * 4 - 1
+  local function set(px, py)
+    local row, column = math.floor(py / 4) + 1, math.floor(px / 2) + 1
+    local bit_value = dots[px % 2][py % 4]
+    local bits = grid[row][column] or 0
+    if math.floor(bits / bit_value) % 2 == 0 then grid[row][column] = bits + bit_value end
+  end
+  local function place(point)
+    return math.floor((point[1] - x_low) / (x_high - x_low) * wide + 0.5),
+           high - math.floor((point[2] - y_low) / (y_high - y_low) * high + 0.5)
+  end
+  local last_x, last_y
+  for _, point in ipairs(points) do
+    local px, py = place(point)
+    if last_x then                                     -- a straight line of dots
+      local steps = math.max(math.abs(px - last_x), math.abs(py - last_y))
+      for i = 1, steps do
+        set(math.floor(last_x + (px - last_x) * i / steps + 0.5), math.floor(last_y + (py - last_y) * i / steps + 0.5))
+      end
+    end
+    set(px, py)
+    last_x, last_y = px, py
+  end
+  return grid
+end
+
+local function row_text(row, columns, ascii)
+  local parts = {}
+  for column = 1, columns do
+    local bits = row[column]
+    parts[column] = not bits and " " or ascii and "*" or braille(bits)
+  end
+  return (table.concat(parts):gsub(" +$", ""))
+end
+
+-- Labels of the y axis by row, and their width.
+local function y_labels(rows, y_low, y_high, log)
+  local labels, width = {}, 0
+  local function put(row, value)
+    labels[row] = label(value, log)
+    width = math.max(width, #labels[row])
+  end
+  local step = round_step(y_high - y_low, math.max(2, rows / 2))
+  if log then step = math.max(1, math.floor(step + 0.5)) end
+  local value = math.ceil(y_low / step - 1e-9) * step
+  local count = 0
+  while value <= y_high + step * 1e-9 and count < 100 do
+    local row = rows - math.floor((value - y_low) / (y_high - y_low) * (rows * 4 - 1) / 4)
+    put(math.max(1, math.min(rows, row)), math.abs(value) < step * 1e-9 and 0 or value)
+    value, count = value + step, count + 1
+  end
+  if count == 0 then
+    put(1, y_high)
+    put(rows, y_low)
+  end
+  return labels, width
+end
+
+-- Steps are written out: 1000000, not 1e6.
+local function x_text(x, span)
+  if span >= 10 and math.abs(x) < 1e10 then return ("%.0f"):format(x) end
+  return number_text(x)
+end
+
+local function x_axis(columns, x_low, x_high)
+  local span = x_high - x_low
+  local left, right, middle = x_text(x_low, span), x_text(x_high, span), x_text((x_low + x_high) / 2, span)
+  local gap = columns - #left - #right - #middle
+  if gap < 4 then return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right end
+  local before = math.floor(columns / 2 - #middle / 2) - #left
+  return left .. (" "):rep(before) .. middle .. (" "):rep(gap - before) .. right
+end
+
+-- A row with a mark in every column that holds a marked x.
+local function mark_row(marks, columns, x_low, x_high, ascii)
+  local cells = {}
+  for column = 1, columns do cells[column] = " " end
+  local any = false
+  for _, x in ipairs(marks) do
+    if x >= x_low and x <= x_high then
+      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = ascii and "x" or "×"
+      any = true
+    end
+  end
+  return any and (table.concat(cells):gsub(" +$", "")) or nil
+end
+
+plot.number_text = number_text
+
+-- The plot as text, without a line end.
+function plot.draw(options)
+  local ascii = options.ascii
+  if ascii == nil then ascii = os.getenv("TERM") == "linux" or os.getenv("TERM") == "dumb" end
+  local points, left_out = points_of(options)
+  local title = options.title or ""
+  if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
+  if left_out > 0 then
+    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y, options.log and " or not positive" or "")
+  end
+  if #points == 0 then return title .. "\n  (nothing to draw)" end
+
+  local x_low, x_high = range_of(points, 1)
+  x_low, x_high = math.min(options.x_low or x_low, x_low), math.max(options.x_high or x_high, x_high)
+  for _, x in ipairs(left_out > 0 and options.x or {}) do          -- the axis spans what was left out, too
+    if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
+  end
+  local y_low, y_high = range_of(points, 2)
+  if x_low == x_high then x_high = x_low + 1 end
+  if y_low == y_high then
+    local margin = options.log and 1 or math.abs(y_low) * 0.1
+    if margin < 1e-300 then margin = 1 end
+    y_low, y_high = y_low - margin, y_high + margin
+  end
+  local rows = options.height or 12
+  local labels, label_width = y_labels(rows, y_low, y_high, options.log)
+  local columns = math.max(10, (options.width or math.min(terminal_width(), 120)) - label_width - 3)
+  local grid = rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
+
+  local lines = { title }
+  local tick, bar = ascii and "+" or "┤", ascii and "|" or "│"
+  for row = 1, rows do
+    lines[#lines + 1] = ("%" .. label_width .. "s %s%s"):format(labels[row] or "", labels[row] and tick or bar, row_text(grid[row], columns, ascii))
+  end
+  local margin = (" "):rep(label_width + 1)
+  lines[#lines + 1] = margin .. (ascii and "+" or "└") .. (ascii and "-" or "─"):rep(columns)
+  local marked = options.marks and mark_row(options.marks, columns, x_low, x_high, ascii)
+  if marked then
+    lines[#lines + 1] = margin .. " " .. marked
+    lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
+    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") .. (options.mark_name or "marked") .. " (" .. (options.mark_count or #options.marks) .. ")"
+  else
+    lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
+  end
+  return table.concat(lines, "\n")
+end
+
+-- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each; rows.overflows: how many there were, where the
+-- rows do not hold all.
+function plot.run(rows, options)
+  if type(rows) ~= "table" then error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2) end
+  options = options or {}
+  local x, loss, scale, marks = {}, {}, {}, {}
+  for i, row in ipairs(rows) do
+    x[i], loss[i], scale[i] = row.step, row.loss or 0 / 0, row.scale or 0 / 0
+    if row.overflow and row.overflow ~= 0 then marks[#marks + 1] = row.step end
+  end
+  local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""         -- a resumed run; some count from 1
+  local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width, height = options.height or 10, ascii = options.ascii } }
+  local low, high = math.huge, -math.huge
+  for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
+  if high > 1 or high ~= low then
+    parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks, mark_count = rows.overflows, mark_name = "overflow",
+                           width = options.width, height = 8, ascii = options.ascii }
+  end
+  return table.concat(parts, "\n\n")
+end
+
+return plot

@@ -1,0 +1,316 @@
+-- Checkpoints that resume bit for bit. A checkpoint is a directory
+--
+--   runs/<name>/checkpoints/step-00000123/
+--     model.safetensors  optimizer.safetensors     tensors by name; one file per part
+--     state.json                                   everything else as plain data, and the sizes and CRC-32C of the rest
+--
+-- written beside, synced and renamed into place as a whole: it is there complete or not at all. What is
+-- damaged later (a truncated file, a bad disk) is found by its checksum, and the one before is used.
+--
+--   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } }, { keep = 3 })
+--   local c, message = checkpoint.load(dir)        the newest good one: c.step, c.model, c.optimizer, c.state, c.skipped
+--   local c, message = checkpoint.open(dir)        the same, tensors when they are asked for: c:read("model", name)
+--
+-- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read alike.
+local M_ffi = require "engine.base.ffi"
+local safetensors = require "engine.tensor.safetensors"
+local json = require "engine.base.json"
+
+local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+
+local M = {}
+
+local WHOLE, SHARDS = 1, 2                   -- formats: a file a part; a file a rank
+local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
+
+local function names_in(directory)
+  local out = ffi.new("eng_listing *[1]")
+  check(C.eng_file_list(out, directory))
+  local names, i = {}, 0
+  while C.eng_listing_name(out[0], i) ~= nil do
+    names[i + 1] = ffi.string(C.eng_listing_name(out[0], i))
+    i = i + 1
+  end
+  C.eng_listing_free(out[0])
+  return names
+end
+
+-- A checkpoint holds files only; whatever else somebody put there stops the removal.
+local function remove(directory)
+  if C.eng_file_kind(directory) ~= DIRECTORY then return end
+  for _, name in ipairs(names_in(directory)) do check(C.eng_file_remove(directory .. "/" .. name)) end
+  check(C.eng_file_remove(directory))
+end
+
+local function directory_name(step) return ("step-%08d"):format(step) end
+
+local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
+
+-- Checkpoint directories by step, oldest first: { { step, path } ... }.
+local function list(dir)
+  local found = {}
+  if C.eng_file_kind(dir) ~= DIRECTORY then return found end
+  for _, name in ipairs(names_in(dir)) do
+    local step = name:match("^step%-(%d+)$")
+    if step and C.eng_file_kind(dir .. "/" .. name) == DIRECTORY then
+      found[#found + 1] = { step = tonumber(step), path = dir .. "/" .. name }
+    end
+  end
+  table.sort(found, function(a, b) return a.step < b.step end)
+  return found
+end
+
+--- Steps of the checkpoints in dir, oldest first, whether they are whole or not.
+function M.steps(dir)
+  local steps = {}
+  for i, entry in ipairs(list(dir)) do steps[i] = entry.step end
+  return steps
+end
+
+-- ------------------------------------------------------------------ saving
+
+-- The text of state.json closes with a checksum of what stands before it, so that it vouches for itself.
+local function seal(body)
+  local crc = C.eng_crc32c(0, body, #body)
+  return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
+end
+
+--- Writes a file of tensors and reads it back; gives its { crc32c =, bytes = }.
+function M.write_tensors(directory, name, tensors, metadata)
+  local path = directory .. "/" .. name
+  local crc = safetensors.save(path, tensors, metadata)
+  local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
+  check(C.eng_file_checksum(seen, size, path))
+  if seen[0] ~= crc then error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(path), 0) end
+  return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
+end
+
+local function write_state(directory, step, format, files, state)
+  local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(format, json.encode(M_ffi.version), step,
+    json.encode(os.time()), json.encode(files), json.encode(state or {}, "state"))
+  local text = seal(body)
+  check(C.eng_file_write(directory .. "/state.json", text, #text))
+end
+
+-- A step that is saved again (after resuming at an earlier one) takes the old one's place.
+local function put_in_place(temporary, final)
+  if C.eng_file_kind(final) == 0 then
+    check(C.eng_file_rename(temporary, final))
+  elseif C.eng_file_exchange(temporary, final) == 0 then
+    pcall(remove, temporary)
+  else
+    remove(final)
+    check(C.eng_file_rename(temporary, final))
+  end
+end
+
+--- Makes room for the checkpoint of `step` beside its place: { temporary =, final =, dir = }.
+function M.begin(dir, step)
+  check(C.eng_file_mkdir(dir))
+  for _, name in ipairs(names_in(dir)) do
+    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
+  end
+  local final = dir .. "/" .. directory_name(step)
+  check(C.eng_file_mkdir(final .. ".tmp"))
+  return { dir = dir, final = final, temporary = final .. ".tmp" }
+end
+
+--- All files are written there: the checkpoint takes its place, and those past options.keep go. Gives its path, and a message when an
+--- old one could not be removed.
+function M.finish(place, step, format, files, state, options)
+  for name in pairs(files) do
+    if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
+      error(("%s is not in %s; hint: the ranks need a disk in common"):format(name, place.temporary), 0)
+    end
+  end
+  write_state(place.temporary, step, format, files, state)
+  check(C.eng_file_sync(place.temporary))
+  put_in_place(place.temporary, place.final)
+  local keep = options and options.keep
+  if not keep then return place.final end
+  local pruned, problem = pcall(M.prune, place.dir, keep)
+  return place.final, not pruned and problem or nil
+end
+
+function M.abandon(place) pcall(remove, place.temporary) end
+
+--- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every other part a
+--- table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises when it fails; then nothing in
+--- dir has changed. That an old checkpoint could not be removed comes back as a second value.
+function M.save(dir, step, parts, options)
+  if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2) end
+  local keep = options and options.keep
+  if keep and (type(keep) ~= "number" or keep < 1) then error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2) end
+  local place = { final = dir .. "/" .. directory_name(step) }
+  local good, path, note = pcall(function()
+    place = M.begin(dir, step)
+    local files = {}
+    for part, tensors in pairs(parts) do
+      local name = part .. ".safetensors"
+      if part ~= "state" then files[name] = M.write_tensors(place.temporary, name, tensors, { part = part, step = tostring(step) }) end
+    end
+    return M.finish(place, step, WHOLE, files, parts.state, options)
+  end)
+  if good then return path, note end
+  if place.temporary then M.abandon(place) end
+  error("checkpoint " .. place.final .. ": " .. tostring(path), 2)
+end
+
+--- Removes all but the newest `keep` checkpoints.
+function M.prune(dir, keep)
+  local all = list(dir)
+  for i = 1, #all - keep do remove(all[i].path) end
+end
+
+--- Removes the checkpoints after `step`: a run that resumes there writes its own.
+function M.forget_after(dir, step)
+  for _, entry in ipairs(list(dir)) do
+    if entry.step > step then remove(entry.path) end
+  end
+end
+
+-- ------------------------------------------------------------------ loading
+
+local function read_text(path)
+  local file, message = io.open(path, "rb")
+  if not file then return nil, message end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+local function read_state(directory)
+  local path = directory .. "/state.json"
+  local text, problem = read_text(path)
+  if not text then return nil, "state.json is missing: " .. problem end
+  local body, crc = text:match('^(.*),"crc32c":"(%x+)"}\n$')
+  if not body then return nil, "state.json is incomplete" end
+  if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then return nil, "state.json is damaged: its checksum is not " .. crc end
+  local good, header = pcall(json.decode, text)
+  if not good then return nil, "state.json is damaged: " .. tostring(header) end
+  if type(header.format) ~= "number" or header.format > SHARDS then
+    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(tostring(header.format), SHARDS)
+  end
+  if type(header.files) ~= "table" or type(header.step) ~= "number" then return nil, "state.json is damaged: it names no files or no step" end
+  for name, file in pairs(header.files) do
+    if not name:match("^[%w_%-]+%.safetensors$") or type(file) ~= "table" then return nil, "state.json is damaged: it names an odd file" end
+  end
+  return header
+end
+
+-- What is in a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } }; `pieces` of shards alone.
+local function contents(path, header)
+  local names, parts = {}, {}
+  for name in pairs(header.files) do names[#names + 1] = name end
+  table.sort(names)
+  if header.format == SHARDS then return require("engine.dist.shards").index(path, names) end
+  for _, name in ipairs(names) do
+    local file, part = safetensors.open(path .. "/" .. name), {}
+    file:close()
+    for _, tensor in ipairs(file.names) do
+      local entry, count = file.entries[tensor], 1
+      for _, n in ipairs(entry.shape) do count = count * n end
+      part[tensor] = { dtype = entry.dtype, shape = entry.shape, count = count }
+    end
+    parts[name:match("^(.*)%.safetensors$")] = part
+  end
+  return parts
+end
+
+-- The contents of state.json, and `parts`, when every file is as it was written, or nil and what is wrong.
+local function verify(directory)
+  local header, problem = read_state(directory)
+  if not header then return nil, problem end
+  local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
+  for name, expected in pairs(header.files) do
+    local path = directory .. "/" .. name
+    if C.eng_file_kind(path) ~= FILE then return nil, name .. " is missing" end
+    if C.eng_file_checksum(crc, size, path) ~= 0 then return nil, M_ffi.message() end
+    if tonumber(size[0]) ~= expected.bytes then
+      return nil, ("%s has %d bytes, expected %d"):format(name, tonumber(size[0]), expected.bytes)
+    end
+    if crc_text(crc[0]) ~= expected.crc32c then
+      return nil, ("%s is damaged: its checksum is %s, expected %s"):format(name, crc_text(crc[0]), expected.crc32c)
+    end
+  end
+  local good, parts = pcall(contents, directory, header)
+  if not good then return nil, tostring(parts) end
+  header.parts = parts
+  return header
+end
+
+-- The newest whole checkpoint as path and header, or nil; and messages about those passed over.
+local function newest(dir)
+  local all, skipped = list(dir), {}
+  for i = #all, 1, -1 do
+    local header, problem = verify(all[i].path)
+    if header then return all[i].path, header, skipped end
+    skipped[#skipped + 1] = ("checkpoint %s is skipped: %s"):format(all[i].path, problem)
+  end
+  return nil, nil, skipped
+end
+
+--- Path of the newest whole checkpoint in dir, or nil, and a list of messages about damaged ones passed over.
+function M.latest(dir)
+  local path, _, skipped = newest(dir)
+  return path, skipped
+end
+
+local Checkpoint = {}
+Checkpoint.__index = Checkpoint
+
+local function file_of(self, name)
+  self.files[name] = self.files[name] or safetensors.open(self.path .. "/" .. name)
+  return self.files[name]
+end
+
+--- A tensor, whole and kept.
+function Checkpoint:read(part, name)
+  local entry = self.parts[part] and self.parts[part][name] or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
+  if entry.pieces then return require("engine.dist.shards").read(entry, function(file) return file_of(self, file) end) end
+  return file_of(self, part .. ".safetensors"):read(name)
+end
+
+function Checkpoint:close()
+  for _, file in pairs(self.files) do file:close() end
+  self.files = {}
+end
+
+--- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is. Returns { step, path, state, skipped =
+--- { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, why not, and whether there are
+--- some that are damaged.
+function M.open(dir)
+  local path, header, skipped
+  if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
+    local problem
+    path, skipped = dir, {}
+    if C.eng_file_kind(dir) ~= DIRECTORY then return nil, ("checkpoint %s: there is no such directory"):format(dir) end
+    header, problem = verify(dir)
+    if not header then return nil, ("checkpoint %s: %s"):format(dir, problem) end
+  else
+    path, header, skipped = newest(dir)
+    if not path then
+      if #skipped > 0 then return nil, table.concat(skipped, "\n"), true end
+      return nil, ("there is no checkpoint in %s"):format(dir)
+    end
+  end
+  return setmetatable({ path = path, step = header.step, state = header.state, skipped = skipped, parts = header.parts, files = {} }, Checkpoint)
+end
+
+--- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and why not.
+function M.load(dir)
+  local c, message = M.open(dir)
+  if not c then return nil, message end
+  local result = { path = c.path, step = c.step, state = c.state, skipped = c.skipped }
+  local good, problem = pcall(function()
+    for part, tensors in pairs(c.parts) do
+      result[part] = {}
+      for name in pairs(tensors) do result[part][name] = c:read(part, name) end
+    end
+  end)
+  c:close()
+  if good then return result end
+  return nil, ("checkpoint %s: %s"):format(c.path, tostring(problem))
+end
+
+return M

@@ -1,0 +1,324 @@
+-- What may be asked of a run between two steps: swaps of its policy, and, by those who are attached (`engine attach RUN`), a pause,
+-- other settings, an end. One who asks for nothing costs nothing; one who does not listen is let go.
+--
+-- The door is the Unix socket RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any, ... }, and so is its
+-- answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":, "error": }. The commands stand in `commands` below.
+--
+-- Of several ranks, rank 0 listens. What it hears waits until all ranks know, by the record of the next step, that there is something;
+-- then rank 0 tells what, and all do it at once.
+-- Owned by the trainer.
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local policies = require "engine.policy.policy"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+local Control = {}
+Control.__index = Control
+
+local MOST_LINES = 8       -- answered between two steps
+local PAUSE_MS = 100       -- between two looks at signals and files while the run is paused
+
+function M.new(trainer, options)
+  return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {}, heard = {},
+    many = trainer.parallel.many, follows = trainer.parallel.rank > 0 }, Control)
+end
+
+--- Opens the door of a run that has a directory. Where it cannot be opened the run goes on without.
+function Control:open()
+  local path = self.trainer.run_files.path
+  if not path or not self.wanted or self.door or self.follows then return end
+  local out = ffi.new("eng_attach *[1]")
+  if C.eng_attach_open(out, path .. "/attach.sock") ~= 0 then
+    self.trainer:note("engine attach cannot reach this run: " .. M_ffi.message())
+    return
+  end
+  self.door = ffi.gc(out[0], C.eng_attach_close)
+end
+
+function Control:close()
+  for number, id in pairs(self.waiting) do self:answer(number, id, { ok = false, error = "the run has ended" }) end
+  self.waiting, self.paused, self.steps_left, self.stopping = {}, nil, nil, nil
+  if self.door then C.eng_attach_close(ffi.gc(self.door, nil)) end
+  self.door = nil
+end
+
+-- ------------------------------------------------------------------ settings
+
+local function positive(x) return type(x) == "number" and x > 0 and x < math.huge end
+local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
+local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
+
+-- name -> what it must be, and functions that read it and set it
+local settings = {
+  lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
+    function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
+    function(t, x)
+      t.fixed_lr = x ~= "schedule" and x or nil
+      if not t.schedule and t.fixed_lr then t.optimizer.lr = x end
+    end, kept = true },
+  clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end, function(t, x) t.clip = x > 0 and x or nil end, kept = true },
+  clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end, function(t, x) t.clip_value = x > 0 and x or nil end,
+    kept = true },
+  scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end, function(t) return t.policy:scale() end,
+    function(t, x) t.policy:set_scale(x) end },
+  steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
+    t.steps = x
+    if t.progress then t.progress:expect(x) end
+  end },
+  checkpoint_every = { "a whole number, 0 for the end only", count, function(t) return t.run_files.checkpoint_every end,
+    function(t, x) t.run_files.checkpoint_every = x end },
+  stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end, function(t) return t.run_files.stats_every end,
+    function(t, x) t.run_files.stats_every = x end },
+}
+
+local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
+
+local function names_of(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+-- ------------------------------------------------------------------ commands
+
+function Control:status()
+  local t, record = self.trainer, self.trainer.record
+  return { run = t.run_files.path, step = t.steps_done, steps = t.steps, updates = t.updates, skipped = t.skipped, loss = record.loss, lr = record.lr,
+    scale = t.policy:scale(), policy = t.policy.name, policy_file = t.policy.file, policy_hash = t.policy.hash and t.policy:hash() or nil,
+    paused = self.paused ~= nil, attached = self.door and C.eng_attach_count(self.door) or 0, elapsed = require("engine.base.machine").clock() - t.began,
+    shadows = t.shadows and t.shadows:text() or nil }
+end
+
+-- Whoever looks into the history of a paused run finds everything there.
+local function settle(self)
+  local history = self.trainer.run_files.history
+  if history and self.paused then pcall(history.flush, history) end
+end
+
+local function tell(self, kind, text)
+  local t = self.trainer
+  t.run_files:event(t.steps_done, kind, text)
+  settle(self)
+  t:note(("step %d: %s"):format(t.steps_done, text))
+  return text
+end
+
+local commands = {}
+
+function commands.status() return "" end
+
+-- file: a name, a path or "path:option=value"; source: the text itself, which then goes under the name `file`
+function commands.swap(self, request)
+  local source = request.file
+  if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end
+  if type(request.source) == "string" then source = { source = request.source, file = source } end
+  local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table" and request.options or nil, "attached")
+  if not good then return nil, problem end
+  return ("the policy is %s now, loss scale %.10g"):format(self.trainer.policy.name, self.trainer.policy:scale())
+end
+
+-- The policy in force: its options and its state.
+function commands.policy(self)
+  local policy, lines = self.trainer.policy, {}
+  lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy), policy:scale())
+  local names = {}
+  for name in pairs(policy.options) do names[#names + 1] = tostring(name) end
+  table.sort(names)
+  for i, name in ipairs(names) do names[i] = name .. "=" .. M_ffi.value_text(policy.options[name]) end
+  lines[2] = "options " .. (#names > 0 and table.concat(names, " ") or "(none)")
+  local good, state = pcall(policy.save, policy)
+  lines[3] = "state " .. (good and state or "(cannot be saved: " .. tostring(state) .. ")")
+  return table.concat(lines, "\n")
+end
+
+function commands.undo(self)
+  local good, problem = self.trainer.swaps:undo("attached")
+  if not good then return nil, problem end
+  return ("the policy is %s again, loss scale %.10g"):format(self.trainer.policy.name, self.trainer.policy:scale())
+end
+
+-- stay: also when whoever asked for it leaves
+function commands.pause(self, request, number)
+  self.steps_left = nil
+  if self.paused then return "it is paused already" end
+  self.paused = { by = not request.stay and number or nil }
+  return tell(self, "paused", "paused by whoever is attached")
+end
+
+function commands.resume(self)
+  self.steps_left = nil
+  if not self.paused then return "it is running" end
+  self.paused = nil
+  return tell(self, "resumed by attach", "goes on")
+end
+
+-- Runs n steps and pauses; the answer comes then.
+function commands.step(self, request, number)
+  local n = request.n == nil and 1 or request.n
+  if not (count(n) and n >= 1) then return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n) end
+  self.steps_left, self.step_by = n, { by = not request.stay and number or nil }
+  self.paused, self.waiting[number] = nil, request.id or true
+end
+
+function commands.set(self, request)
+  local setting = settings[request.name]
+  if not setting then
+    local names = names_of(settings)
+    local hint = nearest.hint(tostring(request.name), names)
+    return nil, ("there is no setting '%s'%s settings: %s"):format(tostring(request.name), hint ~= "" and hint or ";", table.concat(names, " "))
+  end
+  if not setting[2](request.value) then return nil, ("%s: expected %s, got %s"):format(request.name, setting[1], M_ffi.value_text(request.value)) end
+  if request.name == "steps" and request.value <= self.trainer.steps_done then
+    return nil, ("steps: %d are made already; run:stop() ends the run"):format(self.trainer.steps_done)
+  end
+  local before = setting[3](self.trainer)
+  setting[4](self.trainer, request.value)
+  if setting.kept then self.set[request.name] = request.value end
+  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, setting_text(before), setting_text(request.value)))
+end
+
+function commands.checkpoint(self)
+  local path, problem = self.trainer.run_files:save()
+  if not path then return nil, problem end
+  return path
+end
+
+function commands.stop(self, request)
+  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200) or "asked for by whoever was attached"
+  return "the run ends after this step"
+end
+
+-- ------------------------------------------------------------------ serving
+
+function Control:answer(number, id, reply)
+  if not self.door then return end
+  local good, status = pcall(self.status, self)
+  if type(id) == "string" or type(id) == "number" then reply.id = id end
+  reply.status = good and status or nil
+  local text = require("engine.base.json").encode(reply)
+  C.eng_attach_answer(self.door, number, text, #text)
+end
+
+local function serve(self, number, line, told)
+  local read, request = pcall(require("engine.base.json").decode, line)
+  if not read or type(request) ~= "table" then
+    self:answer(number, nil, { ok = false, error = "expected a JSON object in one line" })
+    return
+  end
+  local command = commands[request["do"]]
+  if not command then
+    local names = names_of(commands)
+    local problem = ("there is no command '%s'; commands: %s"):format(tostring(request["do"]), table.concat(names, " "))
+    self:answer(number, request.id, { ok = false, error = problem })
+    return
+  end
+  if self.many and not told and command ~= commands.status then
+    self.heard[#self.heard + 1] = { number = number, line = line }
+    return
+  end
+  local good, text, problem = pcall(command, self, request, number)
+  if good and not text and not problem then return end          -- to be answered later
+  if not good then text, problem = nil, tostring(text) end
+  settle(self)
+  self:answer(number, request.id, text and { ok = true, text = text } or { ok = false, error = problem })
+end
+
+local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
+
+-- Answers what was asked; waits up to `milliseconds` for a first line.
+local function listen(self, milliseconds)
+  for i = 1, MOST_LINES do
+    if not C.eng_attach_poll(line, length, number, self.door, i == 1 and milliseconds or 0) then return end
+    serve(self, number[0], ffi.string(line[0], length[0]))
+  end
+end
+
+--- Whether rank 0 has something to tell the others.
+function Control:wishes()
+  self.wish = self.wish or self.trainer.swaps:wish()
+  return #self.heard > 0 or self.wish ~= nil
+end
+
+-- Rank 0 tells what it heard, and every rank does it. Gives whether rank 0 was interrupted.
+local function together(self)
+  local json, ranks = require "engine.base.json", require "engine.dist.ranks"
+  local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
+    left = self.paused and self.paused.by and self.door ~= nil and not C.eng_attach_here(self.door, self.paused.by) }
+  self.heard, self.wish = {}, nil
+  news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
+  if news.wish then self.trainer.swaps:grant(news.wish) end
+  for _, item in ipairs(news.heard or {}) do serve(self, item.number, item.line, true) end
+  if self.paused and news.left then
+    self.paused = nil
+    tell(self, "resumed by attach", "goes on: whoever paused it has left")
+  end
+  return news.interrupted > 0
+end
+
+local function pause_together(self)
+  local interrupted = false
+  while self.paused and not self.stopping and not interrupted do
+    if self.door then listen(self, PAUSE_MS) end
+    self:wishes()
+    interrupted = together(self)
+  end
+end
+
+local function pause(self)
+  while self.paused and not self.stopping and C.eng_interrupted() == 0 do
+    listen(self, PAUSE_MS)
+    self.trainer.swaps:between()
+    if self.paused and self.paused.by and not C.eng_attach_here(self.door, self.paused.by) then
+      self.paused = nil
+      tell(self, "resumed by attach", "goes on: whoever paused it has left")
+    end
+  end
+end
+
+--- Between two steps. Gives a reason when somebody ended the run.
+function Control:between()
+  self.trainer.swaps:between()
+  if self.many and self.trainer.parallel.wish then together(self) end
+  if not self.door and not self.many then return nil end
+  if self.steps_left then
+    self.steps_left = self.steps_left - 1
+    if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
+      self.steps_left, self.paused = nil, self.step_by
+      settle(self)
+      for client, id in pairs(self.waiting) do self:answer(client, id, { ok = true, text = ("paused at step %d"):format(self.trainer.steps_done) }) end
+      self.waiting = {}
+    end
+  end
+  if self.door then listen(self, 0) end
+  if self.paused and self.many then pause_together(self)
+  elseif self.paused then pause(self) end
+  local reason = self.stopping
+  self.stopping = nil
+  return reason
+end
+
+-- ------------------------------------------------------------------ checkpoints
+
+--- Settings by hand that a resumed run keeps.
+function Control:state() return next(self.set) and self.set or nil end
+
+function Control:restore(saved)
+  if type(saved) ~= "table" then return nil end
+  local parts = {}
+  for name, value in pairs(saved) do
+    local setting = settings[name]
+    if setting and setting.kept and setting[2](value) then
+      setting[4](self.trainer, value)
+      self.set[name] = value
+      parts[#parts + 1] = name .. "=" .. setting_text(value)
+    end
+  end
+  table.sort(parts)
+  return #parts > 0 and "settings changed by hand, as before: " .. table.concat(parts, " ") or nil
+end
+
+return M

@@ -1,0 +1,186 @@
+-- What a run shows while it runs. On a terminal one line that is rewritten, at most ten times a
+-- second; into a file or a pipe a plain line now and then; with json one object a step on stdout.
+--
+--   local progress = require("engine.run.progress").new { total = 1000, json = cfg.log == "json" }
+--   progress:update { step = 12, updates = 11, loss = 3.2, lr = 3e-4, scale = 65536, skipped = 1, overflow = false,
+--                     amax = 0.3, norm = 1.2, tokens_per_s = 12000 }
+--   progress:note("checkpoint runs/a/00012")     a line of its own, between
+--   progress:finish()
+--
+-- In json an object has exactly these fields, in this order. `step` counts attempts, `updates` applied
+-- ones, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
+-- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float() takes); a
+-- field that nobody gave is null. Numbers have as many digits as it takes to read the same double back.
+local progress = {}
+progress.__index = progress
+
+local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm", "tokens_per_s" }
+
+local REWRITE_SECONDS = 0.1       -- between two rewrites on a terminal
+local PLAIN_SECONDS = 5           -- between two plain lines
+
+local function json_number(x)
+  if x ~= x then return '"nan"' end
+  if x == math.huge then return '"inf"' end
+  if x == -math.huge then return '"-inf"' end
+  if x == math.floor(x) and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
+  for digits = 7, 16 do
+    local short = ("%." .. digits .. "g"):format(x)
+    if tonumber(short) == x then return short end
+  end
+  return ("%.17g"):format(x)
+end
+
+-- One step as a JSON object, without a line end.
+function progress.json(row)
+  local parts = {}
+  for i, field in ipairs(json_fields) do
+    local value, shown = row[field], "null"
+    if field == "overflow" then
+      if value ~= nil then shown = (value and value ~= 0) and "true" or "false" end
+    elseif value ~= nil then
+      shown = json_number(tonumber(value))
+    end
+    parts[i] = ('"%s":%s'):format(field, shown)
+  end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
+-- 1234567 -> "1.23M"
+local function count_text(x)
+  if not x or x ~= x then return "-" end
+  if x == math.huge then return "inf" end
+  if x >= 1e9 then return ("%.3gG"):format(x / 1e9) end
+  if x >= 999.5e3 then return ("%.3gM"):format(x / 1e6) end
+  if x >= 1e4 then return ("%.3gk"):format(x / 1e3) end
+  return ("%.0f"):format(x)
+end
+
+-- 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
+local function scale_text(x)
+  if not x then return "-" end
+  local mantissa, exponent = math.frexp(x)
+  if mantissa == 0.5 and (exponent > 17 or exponent < 1) then return "2^" .. (exponent - 1) end
+  return ("%.6g"):format(x)
+end
+
+-- Seconds as 0:42, 12:05 or 3:20:00.
+local function duration_text(seconds)
+  if seconds ~= seconds or seconds == math.huge or seconds < 0 then return "-" end
+  local s = math.floor(seconds + 0.5)
+  if s >= 3600 then return ("%d:%02d:%02d"):format(s / 3600, s / 60 % 60, s % 60) end
+  return ("%d:%02d"):format(s / 60, s % 60)
+end
+
+progress.count_text, progress.scale_text, progress.duration_text = count_text, scale_text, duration_text
+
+-- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects on stdout and nothing else there;
+-- quiet: nothing at all. Tests give stream, columns (false: no terminal) and clock.
+function progress.new(options)
+  local self = setmetatable({}, progress)
+  self.total = options.total and options.total > 0 and options.total < math.huge and options.total or nil
+  self.json_mode, self.quiet = options.json or false, options.quiet or false
+  self.stream = options.stream or io.stdout
+  self.clock = options.clock or require("engine.base.machine").clock
+  if options.columns ~= nil then
+    self.fixed_columns = options.columns
+  elseif options.stream then
+    self.fixed_columns = false
+  end
+  self.first_step, self.shown, self.unscaled = nil, 0, options.unscaled
+  return self
+end
+
+--- The run is to have another number of steps.
+function progress:expect(total) self.total = total end
+
+-- Columns of the terminal, or false.
+function progress:columns()
+  if self.fixed_columns ~= nil then return self.fixed_columns end
+  if require("engine.dist.ranks").size() > 1 then return false end        -- mpirun gives ranks a terminal where it has a file itself
+  return require("engine.base.machine").terminal(1) or false
+end
+
+function progress:line(row, now)
+  local parts = {}
+  parts[1] = self.total and ("step %d/%d"):format(row.step, self.total) or ("step %d"):format(row.step)
+  if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
+  if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. scale_text(row.scale) end
+  parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
+  if row.tokens_per_s then parts[#parts + 1] = count_text(row.tokens_per_s) .. " tokens/s" end
+  if self.total and self.started and row.step > self.first_step and row.step < self.total then
+    local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
+    parts[#parts + 1] = "ETA " .. duration_text(math.max(0, left))
+  end
+  if row.shadows then parts[#parts + 1] = row.shadows:text() end
+  if row.overflow and row.overflow ~= 0 then parts[#parts + 1] = "overflow" end
+  return table.concat(parts, "  ")
+end
+
+-- Called once a step.
+function progress:update(row)
+  if self.quiet then return end
+  if self.json_mode then
+    self.stream:write(progress.json(row), "\n")
+    self.stream:flush()
+    return
+  end
+  local now = self.clock()
+  if not self.started then self.started, self.first_step = now, row.step end
+  self.last = row
+  local last_step = self.total and row.step >= self.total
+  local columns = self.live
+  if columns == nil then columns = self:columns() end
+  self.live = columns
+  if columns then
+    if self.shown_at and now - self.shown_at < REWRITE_SECONDS and not last_step then
+      self.pending = true
+      return
+    end
+    columns = self:columns() or 80                  -- the window may have been resized
+    self.stream:write("\r", self:line(row, now):sub(1, columns - 1), "\27[K")
+    self.on_line = true
+  else
+    if self.shown_at and now - self.shown_at < PLAIN_SECONDS and not last_step then
+      self.pending = true
+      return
+    end
+    self.stream:write(self:line(row, now), "\n")
+  end
+  self.stream:flush()
+  self.shown_at, self.pending = now, false
+end
+
+-- A line of text that stays. In json mode it goes to stderr, so that stdout holds objects alone.
+function progress:note(text)
+  if self.quiet then return end
+  if self.json_mode then
+    io.stderr:write(text, "\n")
+    return
+  end
+  if self.on_line then self.stream:write("\r\27[K") end
+  self.stream:write(text, "\n")
+  if self.on_line and self.last then
+    self.stream:write(self:line(self.last, self.clock()):sub(1, (self:columns() or 80) - 1))
+  end
+  self.stream:flush()
+end
+
+-- Shows the last step, however it ended, and leaves the line.
+function progress:finish()
+  if self.quiet or self.json_mode or not self.last then return end
+  if self.pending then
+    self.shown_at = nil
+    local text = self:line(self.last, self.clock())
+    if self.on_line then
+      self.stream:write("\r", text:sub(1, (self:columns() or 80) - 1), "\27[K")
+    else
+      self.stream:write(text, "\n")
+    end
+  end
+  if self.on_line then self.stream:write("\n") end
+  self.stream:flush()
+  self.on_line, self.pending, self.last = false, false, nil
+end
+
+return progress

@@ -1,0 +1,416 @@
+-- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from them.
+--   runs/<name>/history.db       every step (history.lua)
+--   runs/<name>/tensorboard/     event files, where they are wanted (tensorboard.lua)
+--   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
+-- Called by trainer.lua alone. Owns the order of things when a run is resumed.
+local M_ffi = require "engine.base.ffi"
+local checkpoint = require "engine.run.checkpoint"
+
+local ffi, C = M_ffi.ffi, M_ffi.C
+local DIRECTORY = 2   -- what eng_file_kind says
+
+local M = {}
+
+local Run = {}
+Run.__index = Run
+
+--- A name becomes runs/<name>; anything with a slash is a path.
+function M.directory(name)
+  return name:find("/", 1, true) and name or "runs/" .. name
+end
+
+-- ------------------------------------------------------------------ state of a run as plain data
+
+local function uint64_text(x) return (tostring(x):gsub("ULL$", "")) end
+local function uint64_of(text)
+  local x = 0ULL
+  for digit in text:gmatch("%d") do x = x * 10ULL + tonumber(digit) end
+  return x
+end
+
+local function state_of(trainer)
+  local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+  C.eng_rng_get(seed, counter)
+  local elapsed = require("engine.base.machine").clock() - trainer.began
+  return {
+    steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped, retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
+    optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
+    policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
+    shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
+    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) }, accumulate = trainer.accumulate, ranks = trainer.parallel.size,
+    data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state() or nil,
+    precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
+    threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
+  }
+end
+
+--- Lets `policy` take over from the one a checkpoint was written with; false when that one is not to be had any more.
+local function follow(policy, saved)
+  local load = require("engine.policy.policy").load
+  local good, old = pcall(load, saved.name)
+  if not good or old.file ~= saved.file then good, old = pcall(load, saved.file) end
+  return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
+end
+
+-- What the state in a checkpoint must hold; a text about what it lacks.
+local function state_problem(state)
+  if type(state) ~= "table" then return "it has no state" end
+  for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
+    if type(state[key]) ~= "number" then return ("its state has no number '%s'"):format(key) end
+  end
+  for part, keys in pairs { optimizer = { name = "string", updates = "number" }, policy = { name = "string", state = "string" },
+    rng = { seed = "string", counter = "string" } } do
+    for key, kind in pairs(keys) do
+      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then return ("its state has no '%s.%s'"):format(part, key) end
+    end
+  end
+end
+
+-- Calls f with all tensors of a checkpoint's part, { name = tensor }, and frees them.
+local function take_tensors(c, part, f)
+  local tensors = {}
+  local good, message = pcall(function()
+    for name in pairs(c.parts[part]) do tensors[name] = c:read(part, name) end
+    f(tensors)
+  end)
+  for _, x in pairs(tensors) do x:free() end
+  if not good then error(message, 0) end
+end
+
+--- Puts an opened checkpoint into the trainer's parts; returns lines about what is not as it was.
+local function take_over(trainer, c)
+  local notes, state = {}, c.state
+  local problem = state_problem(state) or not c.told and (not c.parts.model and "it has no weights" or not c.parts.optimizer and "it has no optimizer state")
+  if problem then error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0) end
+  if state.optimizer.name ~= trainer.optimizer.name then
+    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
+  end
+  if not trainer.parallel.many then                                     -- else parallel:start() tells all ranks
+    take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments, state.optimizer.updates) end)
+    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
+  end
+  trainer.optimizer.updates = state.optimizer.updates
+  M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
+  if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
+  if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
+  else
+    local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
+    notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name, state.policy.name,
+      took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
+  end
+  if trainer.shadows then trainer.shadows:restore(state.shadows) end
+  notes[#notes + 1] = trainer.control:restore(state.set)
+  if trainer.optimizer.fp8 then notes[#notes + 1] = trainer.optimizer.fp8:restore(state.fp8, trainer.policy:scale() / trainer.accumulate) end
+  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
+  C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
+  trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
+  trainer.retries, trainer.tokens = state.retries, state.tokens
+  trainer.began = trainer.began - state.elapsed
+  notes[#notes + 1] = trainer:share_as_before(state.ranks or 1, state.accumulate or trainer.accumulate)
+  for _, what in ipairs { "precision", "schedule", "threads" } do
+    local now = ({ precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
+    if state[what] ~= now then notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what, tostring(now), tostring(state[what])) end
+  end
+  return notes
+end
+
+-- ------------------------------------------------------------------ opening
+
+-- Whether there is a run: one that failed before its first step is none, and its name is free.
+local function exists(path)
+  local file = path .. "/history.db"
+  if C.eng_file_kind(file) == 0 then return false end
+  local good, steps = pcall(function()
+    local h = require("engine.run.history").open(file)
+    local n = #h:query "SELECT 1 FROM steps LIMIT 1"
+    h:close()
+    return n
+  end)
+  return not good or steps > 0
+end
+
+local holders = setmetatable({}, { __mode = "v" })   -- path -> the Run of this process that holds it
+
+--- Makes the run's directory and holds it against other writers; false and a message when another one has it. A trainer of
+--- this process that never ran gives way.
+function Run:take(path)
+  local other = holders[path]
+  if other and not other.running then other:close() end
+  local lock = ffi.new("int[1]", -1)
+  M_ffi.check(C.eng_file_mkdir(path .. "/checkpoints"))
+  local status = C.eng_file_lock(lock, path .. "/lock")
+  if status == C.ENG_ERR_STATE then return false, M_ffi.message() end
+  M_ffi.check(status)
+  self.path, self.lock = path, ffi.gc(lock, function(l) C.eng_file_unlock(l[0]) end)
+  holders[path] = self
+  return true
+end
+
+function Run:give()
+  if self.lock then
+    C.eng_file_unlock(ffi.gc(self.lock, nil)[0])
+    holders[self.path] = nil
+  end
+  self.lock, self.running = nil, false
+end
+
+--- Takes the directory of a name, or, where a run is there already that shall not go on, of the next free one.
+function Run:find_place(path, resume)
+  if resume or not exists(path) then
+    local good, message = self:take(path)
+    if good then return end
+    if resume then error(("%s is being written by another run: %s; hint: wait for it, or run=ANOTHER_NAME"):format(path, message), 0) end
+  end
+  local n = 2
+  while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
+  self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(path, self.path)
+end
+
+--- The checkpoint to go on from, or nil; raises when a named one is not there.
+local function find_checkpoint(self, resume)
+  local dir = self.path and self.path .. "/checkpoints"
+  if resume == "auto" or resume == true then
+    if not dir then error("resume: a run without a name has nothing to resume; hint: run=NAME", 0) end
+  else
+    dir = M.directory(resume)
+    if C.eng_file_kind(dir .. "/checkpoints") == DIRECTORY then dir = dir .. "/checkpoints" end
+    if C.eng_file_kind(dir) ~= DIRECTORY then error(("resume: there is no run or checkpoint %s"):format(dir), 0) end
+  end
+  if C.eng_file_kind(dir) ~= DIRECTORY then return nil end
+  local c, message, damaged = checkpoint.open(dir)
+  if not c and resume ~= "auto" and resume ~= true then error("resume: " .. tostring(message), 0) end
+  if c then
+    for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
+  elseif damaged then      -- to begin anew would drop what the run has recorded
+    error(("resume: no checkpoint can be used: %s; hint: put back what is missing, or run=ANOTHER_NAME begins anew"):format(message), 0)
+  elseif message then
+    self.notes[#self.notes + 1] = message
+  end
+  return c
+end
+
+--- Opens the history; what an earlier run recorded from this step on goes.
+function Run:open_history(cut)
+  if not self.wants_history then return end
+  local path = self.path .. "/history.db"
+  cut = cut and C.eng_file_kind(path) ~= 0
+  self.history = require("engine.run.history").open(path, { write = true })
+  if cut then self:complain(self.history:resume(self.trainer.steps_done)) end
+  self:describe()
+end
+
+-- What rank 0 opened and read, on the other ranks: they write shards of checkpoints alone.
+local function told(self)
+  local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
+  self.path, self.recorded = news.path, news.recorded
+  if news.state then take_over(self.trainer, { state = news.state, path = news.read, told = true }) end
+  self.trainer.parallel:start(news.state ~= nil)
+end
+
+local function tell(self, c)
+  local recorded = (self.path ~= nil and self.wants_history) or (self.wants_tensorboard or "") ~= ""
+  local news = { recorded = recorded, path = self.path, read = c and c.path, state = c and c.state }
+  require("engine.dist.ranks").from_first(require("engine.base.json").encode(news))
+  self.trainer.parallel:start(c ~= nil, c)
+end
+
+local function open(self, resume)
+  local trainer = self.trainer
+  local c = resume and find_checkpoint(self, resume) or nil
+  if c then
+    for _, line in ipairs(take_over(trainer, c)) do self.notes[#self.notes + 1] = line end
+    self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path, trainer.steps_done, trainer.updates)
+  elseif resume then
+    self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
+  end
+  if trainer.parallel.many then tell(self, c) end
+  if c then c:close() end
+  if not self.path then return end
+  if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
+  self:open_history(resume)
+end
+
+--- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
+function M.open(trainer, options)
+  local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
+    stats_every = options.stats_every or 100, config = options.config, wants_history = options.history ~= false,
+    wants_tensorboard = options.tensorboard }, Run)
+  local resume = options.resume
+  if resume == "" or resume == "false" then resume = false end
+  if trainer.parallel.rank > 0 then
+    self.follows = true
+    told(self)
+    return self
+  end
+  if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
+  if self.wants_tensorboard == true and not self.path then
+    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, or tensorboard as a directory", 0)
+  end
+  local good, message = pcall(open, self, resume)
+  if not good then
+    self:give()
+    error(message, 0)
+  end
+  return self
+end
+
+--- Whether what is written down, by rank 0, holds exponent histograms.
+function Run:wants_hist() return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= "" end
+
+--- Opens the event file for TensorBoard, where one is wanted.
+function Run:open_tensorboard()
+  local wanted = self.wants_tensorboard
+  if not wanted or wanted == "" or self.events then return end
+  local dir = wanted == true and self.path .. "/tensorboard" or wanted
+  self.events = require("engine.run.tensorboard").live(dir, self.trainer.optimizer.list, self.trainer.steps_done)
+end
+
+--- A trainer runs again: after an error, or for more steps.
+function Run:reopen()
+  self.running = true
+  self:open_tensorboard()
+  if not self.path or self.lock or self.follows then return end
+  local good, message = self:take(self.path)
+  if not good then error(("%s is being written by another run: %s"):format(self.path, message), 0) end
+  self:open_history(true)
+end
+
+--- Writes down what this run is: parameters, settings, the policy's source.
+function Run:describe()
+  local history, trainer, list = self.history, self.trainer, {}
+  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = trainer.parallel:shape(p) } end
+  history:set_parameters(list)
+  local _, formats = require("engine.train.precision").parameter_formats(trainer.precision, trainer.optimizer.list)
+  self.f16, self.signals = {}, {}                          -- signals: those told, as they were
+  for i = 0, #list - 1 do
+    if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
+  end
+  for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
+    optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
+    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()),
+    ranks = trainer.parallel.size, zero = trainer.parallel:level_of_zero(), wire = trainer.parallel.wire } do
+    history:set_meta(key, value)
+  end
+  for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
+  local source = trainer.policy.source
+  if source then history:add_policy(trainer.policy:hash(), trainer.policy.name, source) end
+  local swap = require "engine.run.swap"
+  self:event(trainer.steps_done, "policy", swap.label(trainer.policy), require("engine.base.json").encode(swap.described(trainer.policy)))
+end
+
+-- ------------------------------------------------------------------ while it runs
+
+--- A failure to write the history is told once and does not end the run.
+function Run:complain(good, message)
+  if good ~= nil and good ~= false then return end
+  local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
+  if self.complained == line then return end
+  self.complained = line
+  if self.trainer.progress then self.trainer.progress:note(line) else self.notes[#self.notes + 1] = line end
+end
+
+-- What the script published, where it changed.
+function Run:append_signals(step, signals)
+  local told_before = self.signals
+  for name, value in pairs(signals) do
+    local before = told_before[name]
+    if before ~= value and not (value ~= value and before ~= nil and before ~= before) then
+      told_before[name] = value
+      self:complain(self.history:append_signal(step, name, value))
+    end
+  end
+end
+
+--- A step: its record and verdict, statistics per tensor, the tokens it trained on and the signals ({ name = number }) its policy saw.
+function Run:append(record, verdict, stats, tokens, signals)
+  local history, events = self.history, self.events
+  self.running = true
+  if events then
+    events:step(record, verdict, tokens, signals)
+    if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then events:tensors(tonumber(record.step), stats) end
+    local trouble = events:trouble()
+    if trouble then self:complain(nil, trouble) end
+  end
+  if not history then return end
+  record.amax_f16 = -1
+  for _, i in ipairs(self.f16) do record.amax_f16 = math.max(record.amax_f16, stats[i].amax) end
+  self:complain(history:append(record, verdict, tokens))
+  local step = tonumber(record.step)
+  self:append_signals(step, signals)
+  if record.overflow ~= 0 or step % self.stats_every == 0 then
+    self:complain(history:append_tensors(step, stats, #self.trainer.optimizer.list))
+  end
+  if record.overflow ~= 0 then
+    local text, data = self.trainer.overflows:text(record, stats, M_ffi.string(verdict.reason))
+    self:complain(history:event(step, "overflow", text, data))
+  end
+end
+
+--- Meters of FP8 layers (fp8_sites.lua).
+function Run:fp8(step, rows)
+  if not self.history then return end
+  self:complain(self.history:append_fp8(step, rows))
+end
+
+function Run:event(step, kind, text, data)
+  if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
+end
+
+-- The checkpoint's path, or nil and what went wrong.
+local function write(self, alone)
+  local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
+  if trainer.parallel.many and not alone then
+    return require("engine.dist.shards").save(dir, trainer.steps_done, function() return trainer.parallel:pieces() end,
+      function() return state_of(trainer) end, options)
+  end
+  local good, path, note = pcall(function()
+    return checkpoint.save(dir, trainer.steps_done, { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(),
+      state = state_of(trainer) }, options)
+  end)
+  if good then return path, note end
+  return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- the script's line has no part in it
+end
+
+--- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a shard, or rank 0 does it `alone`, when
+--- it is not known whether the others are there still.
+function Run:save(alone)
+  local trainer = self.trainer
+  if alone and self.follows then return nil end
+  if self.history then self:complain(self.history:flush()) end      -- a run killed after this goes on from here: no step may be missing
+  local path, note = write(self, alone)
+  if not path then
+    self:event(trainer.steps_done, "error", "checkpoint: " .. note)
+    return nil, "no checkpoint was written: " .. note
+  end
+  self:event(trainer.steps_done, "checkpoint", path)
+  self.saved_at = trainer.steps_done
+  return path, note
+end
+
+--- Whether a checkpoint is to be written after this step.
+function Run:due()
+  local every = self.checkpoint_every
+  return self.path ~= nil and every > 0 and self.trainer.steps_done % every == 0
+end
+
+--- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth showing, or nil.
+function Run:after_step(last, alone)
+  if not self.path then return nil end
+  if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end
+  local path, message = self:save(alone)
+  if not path or message then return message end
+end
+
+function Run:close()
+  if self.history then
+    M.latest = self.path                               -- what the REPL offers as `history`
+    local good, message = pcall(self.history.close, self.history)
+    self.history = nil
+    if not good then self:complain(nil, message) end
+  end
+  if self.events then self.events:close() end
+  self.events = nil
+  self:give()
+end
+
+return M

@@ -1,0 +1,114 @@
+-- The runs of a folder: what each is, how far it came and how it ended. Used by `engine runs` and the report.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+--- The names in a directory, sorted.
+local function names_in(path)
+  local out = ffi.new("eng_listing *[1]")
+  M_ffi.check(C.eng_file_list(out, path))
+  local names = {}
+  while C.eng_listing_name(out[0], #names) ~= nil do names[#names + 1] = M_ffi.string(C.eng_listing_name(out[0], #names)) end
+  C.eng_listing_free(out[0])
+  table.sort(names)
+  return names
+end
+
+--- The directory (or history file) of a run by its path or its name under runs/; raises with the nearest name.
+function M.find(text)
+  local kind = C.eng_file_kind(text)
+  if kind == 1 or (kind == 2 and C.eng_file_kind(text .. "/history.db") ~= 0) then return text end
+  if C.eng_file_kind("runs/" .. text .. "/history.db") ~= 0 then return "runs/" .. text end
+  local known = C.eng_file_kind("runs") == 2 and names_in("runs") or {}
+  error(("there is no run '%s'%s"):format(text, #known > 0 and require("engine.base.nearest").hint(text, known) or ""), 0)
+end
+
+-- Seconds since 1970 of "2026-11-20T19:47:26Z".
+local function seconds_of(stamp)
+  local y, mo, d, h, mi, s = tostring(stamp):match("^(%d+)-(%d+)-(%d+)T(%d+):(%d+):(%d+)Z")
+  if not y then return nil end
+  local fields = { year = tonumber(y), month = tonumber(mo), day = tonumber(d), hour = tonumber(h), min = tonumber(mi), sec = tonumber(s), isdst = false }
+  local as_local = os.time(fields)
+  local utc = os.date("!*t", as_local)
+  utc.isdst = false
+  return as_local + (as_local - os.time(utc))
+end
+
+--- The process that holds a run's directory and its state as /proc has it ("T": stopped by a signal); nil where there is none, or a zombie.
+function M.holder(path)
+  local file = io.open(path .. "/lock")
+  local pid = file and file:read("*n")
+  if file then file:close() end
+  local stat = pid and io.open(("/proc/%d/stat"):format(pid))
+  local state = stat and (stat:read("*a") or ""):match("^.*%)%s+(%a)")
+  if stat then stat:close() end
+  if state == nil or state == "Z" or state == "X" then return nil end
+  return pid, state
+end
+
+--- How a run ended: "finished", "stopped: why", "error: why", "running", or "broken off".
+function M.ending(h, path, last)
+  local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', 'stopped', 'error', 'resumed') ORDER BY id DESC LIMIT 1")[1]
+  if event and event.kind ~= "resumed" and event.step > last then
+    local why = event.text and event.text ~= "" and ": " .. event.text:match("^[^\n]*") or ""
+    return event.kind .. why, event.kind
+  end
+  local dir = path:match("^(.*)/[^/]*%.db$") or path
+  if M.holder(dir) then return "running", "running" end
+  return "broken off", "broken"
+end
+
+--- The name of the policy in force at the end of a history, or nil.
+function M.policy_of(h)
+  local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT max(id) FROM events WHERE kind = 'resumed'), 0) " ..
+    "ORDER BY id DESC LIMIT 1")[1]
+  local good, data = pcall(require("engine.base.json").decode, swap and swap.data or "")
+  if good and type(data) == "table" and type(data.to) == "table" then return data.to.name end
+  local policies = h:policies()
+  return h:meta().policy or policies[1] and policies[1].name
+end
+
+--- Of a run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss, scale, overflows, skipped, tokens, seconds,
+--- policy, precision, device, ranks, zero, wire, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
+function M.info(path, history)
+  local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
+  local info = { name = name, path = path }
+  local good, message = pcall(function()
+    local h = history or require("engine.run.history").open(path)
+    local meta = h:meta()
+    info.created = seconds_of(meta.created)
+    info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device, meta.optimizer, meta.schedule
+    info.ranks, info.zero, info.wire = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0, meta.wire or "own"
+    info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps), meta.engine
+    for key, value in pairs(h:totals()) do info[key] = value end
+    if info.rows > 0 then
+      local last = h:last(1)[1]
+      info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0), last.loss, last.next_scale
+      info.policy = M.policy_of(h)
+      info.ended, info.how = M.ending(h, path, info.last)
+    end
+    if not history then h:close() end
+  end)
+  if not good then info.problem = tostring(message):gsub("^[^:\n]+:%d+: ", "") end
+  return info
+end
+
+--- The runs of a folder ("runs"), the newest last.
+function M.list(dir)
+  dir = dir or "runs"
+  local list = {}
+  if C.eng_file_kind(dir) ~= 2 then return list end
+  for _, name in ipairs(names_in(dir)) do
+    local path = dir .. "/" .. name
+    if C.eng_file_kind(path .. "/history.db") ~= 0 then list[#list + 1] = M.info(path) end
+  end
+  table.sort(list, function(a, b)
+    if (a.created or 0) ~= (b.created or 0) then return (a.created or 0) < (b.created or 0) end
+    return a.name < b.name
+  end)
+  return list
+end
+
+return M

@@ -1,0 +1,242 @@
+-- TensorBoard event files, written by hand: TFRecord frames (length, payload, masked CRC-32C of each) around protobuf messages Event and
+-- Summary, as tensorflow/core/util/event.proto and framework/summary.proto define them.
+--   local w = tensorboard.open("runs/a/tensorboard")
+--   w:scalars(step, { ["train/loss"] = 2.5, ... })            w:scalars(step, list, wall_time)
+--   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements, as history:tensors() has them
+--   w:text(0, "policy", source)
+--   w:close()
+-- Used by the trainer (live) and `engine export`. A reader sees what was flushed; a file cut off in a frame is read up to it.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+local Writer = {}
+Writer.__index = Writer
+
+-- ------------------------------------------------------------------ bytes
+
+local cast = ffi.new [[union { double d; float f; uint32_t u; uint64_t q; uint8_t bytes[8]; }]]
+
+local function double_bytes(x)
+  cast.d = x
+  return ffi.string(cast.bytes, 8)
+end
+local function float_bytes(x)
+  cast.f = x
+  return ffi.string(cast.bytes, 4)
+end
+local function u32_bytes(x)
+  cast.u = x
+  return ffi.string(cast.bytes, 4)
+end
+local function u64_bytes(x)
+  cast.q = x
+  return ffi.string(cast.bytes, 8)
+end
+
+-- A whole number of 0 to 2^53 as a protobuf varint.
+local function varint(x)
+  local parts = {}
+  while x >= 128 do
+    parts[#parts + 1] = string.char(x % 128 + 128)
+    x = math.floor(x / 128)
+  end
+  parts[#parts + 1] = string.char(x)
+  return table.concat(parts)
+end
+
+local VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+local function key(field, wire) return varint(field * 8 + wire) end
+local function bytes_field(field, text) return key(field, BYTES) .. varint(#text) .. text end
+local function double_field(field, x) return key(field, FIXED64) .. double_bytes(x) end
+local function float_field(field, x) return key(field, FIXED32) .. float_bytes(x) end
+local function int_field(field, x) return key(field, VARINT) .. varint(x) end
+
+local function masked_crc(text)
+  local crc = C.eng_crc32c(0, text, #text)
+  -- rotated right by 15 bits, plus a constant: a CRC of data that holds CRCs would be a weak one
+  local rotated = bit.bor(bit.rshift(crc, 15), bit.lshift(crc, 17))
+  return u32_bytes((rotated + 0xa282ead8) % 2 ^ 32)
+end
+
+--- A TFRecord frame around a payload.
+function M.frame(payload)
+  local length = u64_bytes(#payload)
+  return length .. masked_crc(length) .. payload .. masked_crc(payload)
+end
+
+-- ------------------------------------------------------------------ messages
+
+local function event(wall_time, step, field, message)
+  return M.frame(double_field(1, wall_time) .. int_field(2, math.max(0, step)) .. bytes_field(field, message))
+end
+
+local FILE_VERSION, SUMMARY, SESSION_LOG = 3, 5, 7             -- fields of Event
+local SESSION_START = 1
+
+-- Summary.Value of one number.
+local function scalar_value(tag, x) return bytes_field(1, bytes_field(1, tag) .. float_field(2, x)) end
+
+--- HistogramProto from exponents: a bucket for each binade, on both sides of zero since the counts know no sign, and one for what is zero.
+--- s: { count, zeros, amax, norm } as stored.
+function M.histogram_proto(hist, s)
+  local least, most = math.huge, -math.huge
+  for e, n in pairs(hist) do
+    if n > 0 then least, most = math.min(least, e), math.max(most, e) end
+  end
+  local limits, counts, sum, num = {}, {}, 0, 0
+  local function put(limit, n)
+    limits[#limits + 1], counts[#counts + 1] = double_bytes(limit), double_bytes(n)
+    num = num + n
+  end
+  if (s.zeros or 0) > 0 or least > most then put(least <= most and 2 ^ least or 2 ^ -149, s.zeros or 0) end
+  if least <= most then
+    if (s.zeros or 0) == 0 then put(2 ^ least, 0) end
+    for e = least, most do
+      local n = hist[e] or 0
+      put(2 ^ (e + 1), n)
+      sum = sum + n * 1.5 * 2 ^ e
+    end
+  end
+  local low = (s.zeros or 0) > 0 and 0 or least <= most and 2 ^ least or 0
+  return double_field(1, low) .. double_field(2, s.amax or 0) .. double_field(3, num) .. double_field(4, sum) .. double_field(5, (s.norm or 0) ^ 2) ..
+    bytes_field(6, table.concat(limits)) .. bytes_field(7, table.concat(counts))
+end
+
+-- ------------------------------------------------------------------ writing
+
+local count = 0                                                -- of files of this process: names must differ
+
+--- Opens a new event file in a directory, made when missing.
+function M.open(dir, wall_time)
+  M_ffi.check(C.eng_file_mkdir(dir))
+  count = count + 1
+  local pid = io.open("/proc/self/stat")
+  local id = pid and pid:read("*n") or 0
+  if pid then pid:close() end
+  local path = ("%s/events.out.tfevents.%010d.engine.%d.%d"):format(dir, os.time(), id, count)
+  local file, why = io.open(path, "wb")
+  if not file then error("tensorboard: cannot write " .. tostring(why), 0) end
+  local self = setmetatable({ path = path, file = file }, Writer)
+  self:put(M.frame(double_field(1, wall_time or os.time()) .. bytes_field(FILE_VERSION, "brain.Event:2")))
+  return self
+end
+
+-- A full disk is told once, as the history does; the run goes on.
+function Writer:put(bytes)
+  local good, why = self.file:write(bytes)
+  if not good and not self.trouble then self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why)) end
+  return good
+end
+
+--- Numbers of a step: a list of { tag, number } or a table by tag. Those that are nil are left out; NaN and infinities are kept.
+function Writer:scalars(step, values, wall_time)
+  local parts = {}
+  if values[1] then
+    for _, pair in ipairs(values) do
+      if pair[2] ~= nil then parts[#parts + 1] = scalar_value(pair[1], pair[2]) end
+    end
+  else
+    local tags = {}
+    for tag in pairs(values) do tags[#tags + 1] = tag end
+    table.sort(tags)
+    for i, tag in ipairs(tags) do parts[i] = scalar_value(tag, values[tag]) end
+  end
+  if #parts > 0 then return self:put(event(wall_time or os.time(), step, SUMMARY, table.concat(parts))) end
+end
+
+--- One histogram from exponent counts; s: { count, zeros, amax, norm }.
+function Writer:histogram(step, tag, hist, s, wall_time)
+  return self:put(event(wall_time or os.time(), step, SUMMARY, bytes_field(1, bytes_field(1, tag) .. bytes_field(5, M.histogram_proto(hist, s)))))
+end
+
+--- A text, shown in TensorBoard's text tab (Markdown; four spaces before each line make it code).
+function Writer:text(step, tag, text, wall_time)
+  local dim = bytes_field(2, int_field(1, 1))                                  -- TensorShapeProto.Dim { size = 1 }
+  local tensor = int_field(1, 7) .. bytes_field(2, dim) .. bytes_field(8, text)   -- DT_STRING
+  local metadata = bytes_field(1, bytes_field(1, "text"))                      -- PluginData.plugin_name
+  return self:put(event(wall_time or os.time(), step, SUMMARY, bytes_field(1, bytes_field(1, tag) .. bytes_field(8, tensor) .. bytes_field(9, metadata))))
+end
+
+function Writer:flush() self.file:flush() end
+
+function Writer:close()
+  if self.file then self.file:close() end
+  self.file = nil
+end
+
+-- ------------------------------------------------------------------ live
+
+local Live = {}
+Live.__index = Live
+
+local FLUSH_SECONDS = 2
+
+--- Writes the steps of a run as they are made. run.lua calls it. list: the parameters, in order; first: the step it begins at, which makes
+--- a reader forget what an earlier file of the directory has from there on.
+function M.live(dir, list, first)
+  local _, group_of, groups = require("engine.policy.groups").of(list)
+  local self = setmetatable({ writer = M.open(dir), n = #list, group_of = group_of, groups = groups, flushed = 0,
+    clock = require("engine.base.machine").clock }, Live)
+  self.base = os.time() - self.clock()
+  if first > 0 then self.writer:put(event(os.time(), first, SESSION_LOG, int_field(1, SESSION_START))) end
+  return self
+end
+
+local function known(x) return x == x and x or nil end
+
+--- A record and a verdict of the core, and the signals their policy saw.
+function Live:step(record, verdict, tokens, signals)
+  local now = self.base + self.clock()
+  local step = tonumber(record.step)
+  local seconds = self.before and record.elapsed - self.before or 0
+  self.before = record.elapsed
+  local values = {
+    { "train/loss", record.loss }, { "train/learning_rate", record.lr }, { "scaling/scale", record.scale },
+    { "scaling/log2_scale", math.log(record.scale) / math.log(2) }, { "scaling/overflow", record.overflow ~= 0 and 1 or 0 },
+    { "scaling/skipped", verdict.action ~= C.ENG_ACTION_STEP and 1 or 0 },
+    { "gradients/norm", record.norm }, { "gradients/amax", record.amax }, { "gradients/norm_ref", known(record.norm_ref) },
+    { "gradients/underflow", record.count > 0 and tonumber(record.underflow) / tonumber(record.count) or nil },
+    { "speed/tokens_per_s", seconds > 0 and tokens > 0 and tokens / seconds or nil },
+  }
+  for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
+  self.writer:scalars(step, values, now)
+  if now - self.flushed >= FLUSH_SECONDS then
+    self.writer:flush()
+    self.flushed = now
+  end
+end
+
+--- Statistics per tensor of a step, as the core has them: a histogram for each layer.
+function Live:tensors(step, stats)
+  local hists = {}
+  for i = 1, self.n do
+    local g = self.group_of[i]
+    local h = hists[g] or { zeros = 0, amax = 0, squares = 0, bins = {} }
+    hists[g] = h
+    local s = stats[i - 1]
+    h.zeros, h.amax, h.squares = h.zeros + tonumber(s.zeros), math.max(h.amax, s.amax), h.squares + s.sum_squares
+    for b = 0, 319 do
+      if s.hist[b] ~= 0 then h.bins[b - 160] = (h.bins[b - 160] or 0) + tonumber(s.hist[b]) end
+    end
+  end
+  for g, h in pairs(hists) do
+    self.writer:histogram(step, "stored_gradients/" .. self.groups[g], h.bins, { zeros = h.zeros, amax = h.amax, norm = math.sqrt(h.squares) })
+  end
+end
+
+function Live:text(step, tag, text) self.writer:text(step, tag, text) end
+function Live:close() self.writer:close() end
+
+--- A failure to write, once.
+function Live:trouble()
+  local trouble = self.writer.trouble
+  if trouble and not self.told then
+    self.told = true
+    return trouble
+  end
+end
+
+return M

@@ -1,0 +1,167 @@
+-- A number in every format: what it becomes, how far that is from it, its neighbours, and its bits.
+--   print(engine.bits(15213.0))
+--   engine.bits(0.1).f16.value, .error, .below, .above, .code        the same for programs
+-- In the REPL it is called `bits`. Roundings are those of core/base/numerics.h: to nearest even, once, from the double; what is too large becomes
+-- inf, or nan in e4m3, which has no inf. ue8m0, a format of scales, takes |x| and rounds down to a power of two.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+-- name, exponent bits, fraction bits, bias, largest finite number.
+local FORMATS = {
+  { "f64", 11, 52, 1023, 1.7976931348623157e308 }, { "f32", 8, 23, 127, 3.4028234663852886e38 }, { "bf16", 8, 7, 127, 3.3895313892515355e38 },
+  { "f16", 5, 10, 15, 65504 }, { "e5m6", 5, 6, 15, 65024 }, { "e5m2", 5, 2, 15, 57344 }, { "e4m3", 4, 3, 7, 448 },
+  { "ue8m0", 8, 0, 127, 2 ^ 127, unsigned = true },
+}
+
+local cast = ffi.new "union { double d; uint64_t q; }"
+local cast32 = ffi.new "union { float f; uint32_t u; }"
+
+local function encode(format, x)
+  local name = format[1]
+  if name == "f64" then
+    cast.d = x
+    return cast.q
+  end
+  if name == "f32" then
+    cast32.f = x
+    return ffi.new("uint64_t", cast32.u)
+  end
+  return ffi.new("uint64_t", tonumber(C.eng_small_encode(name, x, 0, 0)))
+end
+
+local function decode(format, code)
+  local name = format[1]
+  if name == "f64" then
+    cast.q = code
+    return cast.d
+  end
+  if name == "f32" then
+    cast32.u = tonumber(code)
+    return cast32.f
+  end
+  return C.eng_small_decode(name, tonumber(code))
+end
+
+-- 2^n as uint64.
+local function power(n) return bit.lshift(1ULL, n) end
+
+-- The next number of the format above (or below) a finite one; nil where there is none.
+local function neighbour(format, code, up)
+  local width = format[2] + format[3]
+  if format.unsigned then
+    if up then return code < 254 and decode(format, code + 1) or nil end
+    return code > 0 and decode(format, code - 1) or nil
+  end
+  local sign = power(width)
+  local negative, magnitude = code >= sign, code % sign
+  if magnitude == 0 then return decode(format, up and 1ULL or sign + 1) end
+  local away = negative ~= up                               -- from zero
+  local next_magnitude = away and magnitude + 1 or magnitude - 1
+  local value = decode(format, next_magnitude + (negative and sign or 0ULL))
+  return value == value and value or nil
+end
+
+local function binary(code, from, count)
+  local digits = {}
+  for i = from + count - 1, from, -1 do digits[#digits + 1] = bit.band(bit.rshift(code, i), 1ULL) == 1ULL and "1" or "0" end
+  return table.concat(digits)
+end
+
+local function describe(format, x)
+  local e, m = format[2], format[3]
+  local code = encode(format, x)
+  local value = decode(format, code)
+  local r = { name = format[1], code = code, value = value, largest = format[5],
+    sign = not format.unsigned and binary(code, e + m, 1) or "", exponent = binary(code, m, e), fraction = binary(code, 0, m) }
+  local target = format.unsigned and math.abs(x) or x
+  if x == x then r.error = value - target end
+  if value - value == 0 then
+    r.below, r.above = neighbour(format, code, false), neighbour(format, code, true)
+    local field = tonumber(bit.band(bit.rshift(code, m), power(e) - 1))
+    r.subnormal = not format.unsigned and field == 0 and value ~= 0
+    r.power = math.max(field, format.unsigned and 0 or 1) - format[4]
+  end
+  return r
+end
+
+-- ------------------------------------------------------------------ as text
+
+-- Shortest of 4 to 17 digits that reads back as the same double, or 9 of them.
+local function text(x, most)
+  if x == nil then return "-" end
+  if x ~= x then return "nan" end
+  if x == math.huge or x == -math.huge then return x > 0 and "inf" or "-inf" end
+  if x == 0 then return 1 / x < 0 and "-0" or "0" end
+  if x % 1 == 0 and math.abs(x) < 1e9 then return ("%.0f"):format(x) end
+  for digits = 4, most or 9 do
+    local short = ("%." .. digits .. "g"):format(x)
+    if tonumber(short) == x then return short end
+  end
+  return ("%." .. (most or 9) .. "g"):format(x)
+end
+
+local function error_text(r, x)
+  if x ~= x then return "" end
+  if r.error ~= r.error then return x - x ~= 0 and "" or "too large" end
+  if r.error == 0 then return "exact" end
+  if r.error == math.huge or r.error == -math.huge then return x - x ~= 0 and "" or "too large" end
+  if r.value == 0 then return "lost" end
+  if x == 0 then return ("%+.3g"):format(r.error) end
+  local note = r.name == "ue8m0" and ", rounded down" or ""       -- a scale that overflows nothing
+  return ("%+.3g (%.2g %%%s)"):format(r.error, 100 * math.abs(r.error / x), note)
+end
+
+local HEAD = { "format", "value", "error", "below", "above", "hex", "s exponent fraction" }
+
+local function hex(r)
+  local digits = math.ceil((#r.sign + #r.exponent + #r.fraction) / 4)
+  return bit.tohex(r.code, digits)
+end
+
+local function table_text(result)
+  local rows, width = { HEAD }, {}
+  for i, r in ipairs(result) do
+    local bits = ("%1s %s %s"):format(r.sign, r.exponent, r.fraction):gsub("%s+$", "")
+    local most = r.name == "f64" and 17 or 9
+    local value = text(r.value, most) .. (r.subnormal and " (subnormal)" or "")
+    rows[i + 1] = { r.name, value, error_text(r, result.x), text(r.below, most), text(r.above, most), hex(r), bits }
+  end
+  for _, row in ipairs(rows) do
+    for c, cell in ipairs(row) do width[c] = math.max(width[c] or 0, #cell) end
+  end
+  local lines = {}
+  for i, row in ipairs(rows) do
+    local cells = {}
+    for c, cell in ipairs(row) do
+      local gap = (" "):rep(width[c] - #cell)
+      cells[c] = (c == 1 or c == 3 or c == 7) and cell .. gap or gap .. cell
+    end
+    lines[i] = (table.concat(cells, "  "):gsub("%s+$", ""))
+  end
+  local finite = result.x - result.x == 0 and result.x ~= 0
+  if finite then
+    local fraction, exponent = math.frexp(math.abs(result.x))
+    table.insert(lines, 1, ("%s = %s%s * 2^%d"):format(text(result.x, 17), result.x < 0 and "-" or "", text(2 * fraction, 17), exponent - 1))
+  end
+  return table.concat(lines, "\n")
+end
+
+local meta = { __tostring = table_text }
+
+--- engine.bits(x): x a number, or its text ("0x1p-24", "inf"). A list of formats, also by name, each { name, code, value, error (value - x),
+--- below, above, sign, exponent, fraction (texts of bits), power (of two), subnormal, largest }; prints as a table.
+function M.of(x)
+  local number = tonumber(x)
+  if not number then M_ffi.raise("bits: expected a number, got %s", M_ffi.value_text(x)) end
+  local result = { x = number }
+  for i, format in ipairs(FORMATS) do
+    result[i] = describe(format, number)
+    result[format[1]] = result[i]
+  end
+  return setmetatable(result, meta)
+end
+
+return M

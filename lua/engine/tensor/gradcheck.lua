@@ -1,0 +1,59 @@
+-- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares what backward() computes with central
+-- differences of the scalar sum(f(inputs) * w) for fixed random weights w.
+local autograd = require "engine.tensor.autograd"
+local tensor = require "engine.tensor.tensor"
+
+local M = {}
+
+local function weighted_sum(f, inputs, weights)
+  local results = { f(unpack(inputs)) }
+  local total
+  for k, y in ipairs(results) do
+    weights[k] = weights[k] or tensor.rand(y.shape, { dtype = "f64" }) + 0.5
+    local part = (y:to("f64") * weights[k]):sum()
+    total = total and total + part or part
+  end
+  return total
+end
+
+--- Checks the gradients of f with respect to every f64 input. options: eps (1e-6), tolerance (1e-6, relative to 1 + |gradient|), at most
+--- `samples` elements an input (64). Returns the largest error; raises with the place when it is too large.
+function M.check(f, inputs, options)
+  options = options or {}
+  local eps, tolerance, samples = options.eps or 1e-6, options.tolerance or 1e-6, options.samples or 64
+  local weights, worst = {}, 0
+  for _, x in ipairs(inputs) do
+    if x.dtype == "f64" then x:requires_grad(true) end
+  end
+  autograd.backward(weighted_sum(f, inputs, weights))
+  for k, x in ipairs(inputs) do
+    if x.dtype == "f64" then
+      local gradient = x.grad
+      local analytic = gradient and gradient:view(-1):totable() or {}
+      local values, shape = x:view(-1):totable(), x.shape
+      local stride = math.max(1, math.floor(#values / samples))
+      for i = 1, #values, stride do
+        local function at(value)
+          local before = values[i]
+          values[i] = value
+          x:copy(tensor.tensor(values, "f64"):view(shape))
+          local result = autograd.no_grad(weighted_sum, f, inputs, weights):item()
+          values[i] = before
+          return result
+        end
+        local numeric = (at(values[i] + eps) - at(values[i] - eps)) / (2 * eps)
+        x:copy(tensor.tensor(values, "f64"):view(shape))
+        local got = analytic[i] or 0
+        local difference = math.abs(got - numeric) / (1 + math.abs(numeric))
+        if not (difference <= tolerance) then
+          error(("gradcheck: input %d, element %d of %s: backward gives %.10g, finite differences %.10g"):format(k, i,
+            tensor.shape_text(shape), got, numeric), 2)
+        end
+        worst = math.max(worst, difference)
+      end
+    end
+  end
+  return worst
+end
+
+return M

@@ -1,0 +1,145 @@
+-- safetensors files, the format Hugging Face keeps weights in.
+--
+--   local weights, metadata = engine.load("model.safetensors")      { name = tensor }, { key = text }
+--   engine.save("model.safetensors", weights, { format = "pt" })
+--
+--   local file = safetensors.open("model.safetensors")              look before loading
+--   print(file)                                                     names, dtypes, shapes
+--   local w = file:read("wte.weight")
+--   file:close()
+--
+-- Loaded tensors live until tensor:free(). A file that breaks any rule of the format is refused whole.
+local M_ffi = require "engine.base.ffi"
+
+local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+
+local M = {}
+
+local File = {}
+File.__index = File
+
+local out_file = ffi.new("eng_safetensors *[1]")
+local out_writer = ffi.new("eng_safetensors_writer *[1]")
+local out_text = ffi.new("const char *[2]")
+local out_crc = ffi.new("uint32_t[1]")
+
+local function open(path)
+  if type(path) ~= "string" then error("expected the path of a safetensors file, got " .. type(path), 3) end
+  check(C.eng_safetensors_open(out_file, path))
+  local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {}, entries = {}, metadata = {} }
+  local entry = ffi.new("eng_safetensors_entry")
+  for i = 0, tonumber(C.eng_safetensors_count(file.handle)) - 1 do
+    check(C.eng_safetensors_get(entry, file.handle, i))
+    local name, shape = ffi.string(entry.name), {}
+    for d = 1, entry.ndim do shape[d] = tonumber(entry.shape[d - 1]) end
+    file.names[i + 1] = name
+    file.entries[name] = { index = i, dtype = M_ffi.dtype_name[entry.dtype], shape = shape, bytes = tonumber(entry["end"] - entry.begin) }
+  end
+  for i = 0, tonumber(C.eng_safetensors_metadata_count(file.handle)) - 1 do
+    check(C.eng_safetensors_metadata(out_text, out_text + 1, file.handle, i))
+    file.metadata[ffi.string(out_text[0])] = ffi.string(out_text[1])
+  end
+  return setmetatable(file, File)
+end
+
+--- Opens a file and checks its header. The result has names (in file order), entries by name
+--- ({ dtype, shape, bytes }) and metadata.
+function M.open(path)
+  local file = open(path)          -- no tail call: error levels count frames
+  return file
+end
+
+--- One tensor by name, kept until freed.
+function File:read(name)
+  if not self.handle then error(("%s is closed"):format(self.path), 2) end
+  local entry = self.entries[name]
+  if not entry then error(("%s has no tensor '%s'"):format(self.path, tostring(name)), 2) end
+  local x = M_ffi.Tensor()
+  check(C.eng_safetensors_read(x, self.handle, entry.index, true))
+  return x
+end
+
+function File:close()
+  if self.handle then C.eng_safetensors_close(ffi.gc(self.handle, nil)) end
+  self.handle = nil
+end
+
+function File:__tostring()
+  local lines = { ("%s: %d tensors"):format(self.path, #self.names) }
+  for _, name in ipairs(self.names) do
+    local e = self.entries[name]
+    lines[#lines + 1] = ("  %-48s %-4s [%s]"):format(name, e.dtype, table.concat(e.shape, " x "))
+  end
+  for key, value in pairs(self.metadata) do lines[#lines + 1] = ("  metadata %s = %s"):format(key, value) end
+  return table.concat(lines, "\n")
+end
+
+--- All tensors of a file as { name = tensor }, and its metadata.
+function M.load(path)
+  local file = open(path)
+  local tensors = {}
+  for _, name in ipairs(file.names) do
+    local good, x = pcall(file.read, file, name)
+    if not good then
+      for _, loaded in pairs(tensors) do C.eng_free(loaded) end
+      file:close()
+      error(x, 0)
+    end
+    tensors[name] = x
+  end
+  file:close()
+  return tensors, file.metadata
+end
+
+-- Wide elements first, so that each tensor begins at a multiple of its element size, then by name.
+local function ordered(path, tensors)
+  local names, width = {}, {}
+  local info = ffi.new("eng_tensor_info")
+  for name, x in pairs(tensors) do
+    if type(name) ~= "string" then error(("save %s: expected names that are strings, got %s"):format(path, tostring(name)), 3) end
+    if not ffi.istype(M_ffi.Tensor, x) then error(("save %s: expected a tensor for '%s', got %s"):format(path, name, type(x)), 3) end
+    local status = C.eng_info(info, x)
+    if status ~= 0 then error(("save %s: '%s': %s"):format(path, name, M_ffi.message()), 3) end
+    if name:find("%z") then error(("save %s: the name '%s' holds a NUL"):format(path, name:gsub("%z", "?")), 3) end
+    names[#names + 1] = name
+    width[name] = C.eng_dtype_size(info.dtype)
+  end
+  table.sort(names, function(a, b)
+    if width[a] ~= width[b] then return width[a] > width[b] end
+    return a < b
+  end)
+  return names
+end
+
+local function fill(writer, path, names, tensors, metadata)
+  local keys = {}
+  for key, value in pairs(metadata or {}) do
+    if type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z") then
+      error(("save %s: expected metadata of strings without NUL, got %s = %s"):format(path, tostring(key), tostring(value)), 0)
+    end
+    keys[#keys + 1] = key
+  end
+  table.sort(keys)
+  for _, key in ipairs(keys) do check(C.eng_safetensors_annotate(writer, key, metadata[key]), true) end
+  for _, name in ipairs(names) do check(C.eng_safetensors_add(writer, name, tensors[name]), true) end
+end
+
+--- Writes { name = tensor } and metadata { key = text }: beside, then renamed into place, so that the
+--- old file stays whole when anything fails. Returns the CRC-32C of the file.
+function M.save(path, tensors, metadata)
+  if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
+  if type(tensors) ~= "table" then error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2) end
+  if tensors.parameters and tensors.state then error(("save %s: expected a table { name = tensor }, got a module; hint: model:state()"):format(path), 2) end
+  local names = ordered(path, tensors)
+  check(C.eng_safetensors_begin(out_writer, path))
+  local writer = out_writer[0]
+  local good, message = pcall(fill, writer, path, names, tensors, metadata)
+  if not good then
+    C.eng_safetensors_abort(writer)
+    error(message, 2)
+  end
+  check(C.eng_safetensors_commit(writer, out_crc))
+  return out_crc[0]
+end
+
+return M

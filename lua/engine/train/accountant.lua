@@ -1,0 +1,128 @@
+-- Memory by role: what a precision recipe should take, from shapes and formats alone, beside what it does take.
+--
+--   print(opt:memory(function() return model:loss(x, y) end))     one forward pass under the optimizer's precision
+--
+-- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, where a loss is given, what the tape keeps for the
+-- backward pass, in all and of that as FP8 codes and scales. What is kept of FP8 layers is predicted from the shape of each layer and the
+-- rows that went through it. Called by Optimizer:memory.
+local M_ffi = require "engine.base.ffi"
+local precision = require "engine.train.precision"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local SIZE = { f32 = 4, bf16 = 2, f16 = 2 }
+local function padded(n, to) return math.ceil(n / to) * to end
+
+--- f32 numbers of the scales of a matrix, as core/base/fp8_layout.h lays them out.
+local function scales(role, rows, columns)
+  local r, c = role.block_rows, role.block_columns
+  local down, across = r > 0 and math.ceil(rows / r) or 1, c > 0 and math.ceil(columns / c) or 1
+  if r == 1 and c > 0 then return across * padded(down, 4) end
+  if c == 0 and r <= 1 then return down end
+  return down * padded(across, 4)
+end
+
+local function predicted(opt)
+  local sums = { masters = 0, copies = 0, gradients = 0, fp8 = 0, moments = 0 }
+  local site_of = {}
+  for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do site_of[site.module] = site end
+  local shadow, gradient = precision.parameter_formats(opt.precision, opt.list)
+  for i, p in ipairs(opt.list) do
+    local n, low = p.tensor.count, M_ffi.dtype_name[shadow[i - 1]]
+    sums.masters = sums.masters + padded(4 * n, 64)
+    if low ~= "f32" then sums.copies = sums.copies + padded(SIZE[low] * n, 64) end
+    sums.gradients = sums.gradients + padded(SIZE[M_ffi.dtype_name[gradient[i - 1]]] * n, 64)
+    local site = p.tensor.ndim == 2 and site_of[p.owner]
+    if site then
+      local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
+      local square = role.block_rows == role.block_columns
+      sums.fp8 = sums.fp8 + n + 4 * scales(role, N, K) + (square and 0 or n + 4 * scales(role, K, N))
+    end
+  end
+  sums.moments = 0
+  for _, x in pairs(opt:state_tensors()) do sums.moments = sums.moments + x.count * SIZE[opt.precision.moments] end
+  return sums
+end
+
+--- Bytes that FP8 layers keep of their inputs, from the rows that went through each.
+local function kept(opt, rows_of)
+  local bytes = 0
+  for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
+    local role, K, rows = site.recipe.role[0], site.module.inputs, rows_of[site.path] or 0
+    local codes = rows * K + 4 * scales(role, rows, K)
+    if rows == 0 then codes = 0
+    elseif role.keep == C.ENG_FP8_KEEP_E5M6 then codes = 1.5 * rows * K + 4 * scales({ block_rows = 1, block_columns = 128 }, rows, K)
+    elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then codes = rows * K + 4 * scales(role, K, rows)
+    elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
+    bytes = bytes + codes
+  end
+  return bytes
+end
+
+local MIB = 2 ^ 20
+local meta = { __tostring = function(rows)
+  local lines = { ("%-26s %14s %14s"):format("memory", "predicted MiB", "measured MiB") }
+  for _, row in ipairs(rows) do
+    lines[#lines + 1] = ("%-26s %14s %14.3f"):format(row.role, row.predicted and ("%.3f"):format(row.predicted / MIB) or "", row.measured / MIB)
+  end
+  return table.concat(lines, "\n")
+end }
+
+--- Rows { role, predicted, measured } in bytes. loss: a function that makes a loss, or nil; the step ends with it.
+function M.new(opt, loss)
+  local bytes, fp8_bytes, kept_all = M_ffi.new("int64_t[4]"), M_ffi.new("int64_t[1]"), nil
+  local rows_of = {}
+  if loss then
+    local paths = {}
+    -- one copy of x serves all layers that keep its codes in one way
+    local inputs, seen, sharing = {}, {}, {}
+    for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
+      local role = site.recipe.role[0]
+      paths[site.module] = site.path
+      if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
+        sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows, role.block_columns, role.rule, role.pow2, role.margin, role.eps)
+      end
+    end
+    opt.model:apply(function(m) if m._class == "swiglu" then rows_of.swiglu = true end end)
+    for m, path in pairs(paths) do
+      inputs[m] = rawget(m, "forward")
+      local forward = m.forward
+      rawset(m, "forward", function(self, x)
+        local key = ("%d.%d %s"):format(x.slot, x.generation, sharing[self] or path)
+        if not seen[key] then rows_of[path] = (rows_of[path] or 0) + x.count / self.inputs end
+        seen[key] = true
+        return forward(self, x)
+      end)
+    end
+    local mark = M_ffi.new("int64_t[1]")
+    check(C.eng_scope_begin(mark))
+    local good, message = pcall(function()
+      precision.autocast(opt.precision, loss)
+      kept_all = tonumber(C.eng_tape_bytes(fp8_bytes))
+    end)
+    for m in pairs(paths) do rawset(m, "forward", inputs[m]) end
+    C.eng_scope_end(mark[0])       -- says that operations stand on the tape, which the step's end empties
+    check(C.eng_step_end())
+    if not good then error(message, 0) end
+  end
+  C.eng_params_bytes(bytes, opt.params)
+  local want, moments = predicted(opt), 0
+  for _, x in pairs(opt:state_tensors()) do moments = moments + x.count * C.eng_dtype_size(M_ffi.dtype[x.dtype]) end
+  local rows = {
+    { role = "masters", predicted = want.masters, measured = tonumber(bytes[0]) },
+    { role = "low-precision copies", predicted = want.copies, measured = tonumber(bytes[1]) },
+    { role = "FP8 copies", predicted = want.fp8, measured = tonumber(bytes[3]) },
+    { role = "gradients", predicted = want.gradients, measured = tonumber(bytes[2]) },
+    { role = "moments", predicted = want.moments, measured = moments },
+  }
+  if loss then
+    rows[#rows + 1] = { role = "kept for backward", measured = kept_all }
+    rows[#rows + 1] = { role = "  of it FP8", predicted = kept(opt, rows_of), measured = tonumber(fp8_bytes[0]) }
+  end
+  for _, row in ipairs(rows) do rows[row.role:match("^%s*(.*)$")] = row end
+  return setmetatable(rows, meta)
+end
+
+return M

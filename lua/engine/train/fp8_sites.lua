@@ -1,0 +1,445 @@
+-- FP8 recipes on a model: which linear layers run in FP8 and how (the `fp8` table of a precision recipe, precision.lua), what their
+-- scales and meters say from step to step, and the policies that go by it.
+--
+--   local opt = engine.optim.adamw(model, { precision = "fp8_block" })     -- makes opt.fp8; the trainer does the rest
+--   engine.autocast("fp8_block", f)                                        -- a loop of one's own: forward passes in FP8 ...
+--   opt.fp8:observe(record)                                                -- ... and this once a step, before it ends
+--   print(opt.fp8)                                                         -- layers, formats, the last meters
+--
+-- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. Policies are files as policies/README.md has them.
+-- They see a role as record.tensors["blocks.1.mlp.up:x"] and may answer with scales["blocks.1.mlp.up:x"] = the amax the role is to be
+-- scaled by (delayed scaling), and, with any number but its `scale`, scales["blocks.1.mlp.up:high"] for a layer that shall compute in
+-- high precision in the next step. What they leave out has their `scale`, which means nothing here.
+local M_ffi = require "engine.base.ffi"
+local machine = require "engine.base.machine"
+local nearest = require "engine.base.nearest"
+
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
+
+local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
+local RULES = { transformer_engine = 0, deepseek = 1, deepgemm = 2, torchao = 3, msamp = 4 }
+local ACCUMULATORS = { fp32 = 0, exact = 1, hopper = 2, e4m3 = 3, device = -1 }
+local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
+local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
+local LARGEST = { e4m3 = 448, e5m2 = 57344 }
+
+-- ------------------------------------------------------------------ reading a recipe
+
+local function names_of(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = tostring(name) end
+  table.sort(names)
+  return names
+end
+
+local function known(t, fields, where)
+  if type(t) ~= "table" then raise("%s: expected a table, got %s", where, value_text(t)) end
+  for key in pairs(t) do
+    if fields[key] == nil then
+      raise("%s: unknown field '%s'%s; fields: %s", where, tostring(key), nearest.hint(tostring(key), names_of(fields)), table.concat(names_of(fields), " "))
+    end
+  end
+end
+
+local function choose(list, name, where, what)
+  if list[name] ~= nil then return list[name] end
+  local names = names_of(list)
+  raise("%s: there is no %s %s%s; there are %s", where, what, value_text(name), nearest.hint(tostring(name), names), table.concat(names, ", "))
+end
+
+local function whole(v, where, what)
+  if type(v) == "number" and v % 1 == 0 and v >= -2 ^ 31 and v < 2 ^ 31 then return v end
+  raise("%s: expected %s as a whole number, got %s", where, what, value_text(v))
+end
+
+local function read_block(block, where)
+  if type(block) == "table" and #block == 2 then
+    return { whole(block[1], where, "the rows of a block"), whole(block[2], where, "the columns of a block") }
+  end
+  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
+  if rows then return { tonumber(rows), tonumber(columns) } end
+  return choose(BLOCKS, block, where, "block shape")
+end
+
+local function boolean(v, where, what)
+  if v ~= nil and type(v) ~= "boolean" then raise("%s: expected %s as true or false, got %s", where, what, value_text(v)) end
+  return v and 1 or 0
+end
+
+local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true, stochastic = true, keep = true }
+local function read_role(to, role, where, name)
+  known(role, ROLE, where)
+  if role.keep ~= nil and name ~= "x" then raise("%s: keep belongs to x, what stands on the tape for dW, got %s", where, value_text(role.keep)) end
+  if role.eps ~= nil and type(role.eps) ~= "number" then raise("%s: expected eps as a number, got %s", where, value_text(role.eps)) end
+  to.format = choose(FORMATS, role.format or "e4m3", where, "format")
+  local block = read_block(role.block or "tensor", where)
+  to.block_rows, to.block_columns = block[1], block[2]
+  to.rule = choose(RULES, role.rule or "transformer_engine", where, "scale rule")
+  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"), boolean(role.stochastic, where, "stochastic")
+  to.margin, to.keep = whole(role.margin or 0, where, "margin"), choose(KEEPS, role.keep or "codes", where, "way to keep x")
+  to.eps = role.eps or -1
+end
+
+local PRODUCT = { accumulator = true, promotion = true }
+local function read_product(to, product, where)
+  known(product, PRODUCT, where)
+  local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
+  -- `device`: the tensor cores' own on a card, f32 sums elsewhere
+  if number < 0 then number = M_ffi.string(C.eng_device_name()) == "cuda" and ACCUMULATORS.hopper or ACCUMULATORS.fp32 end
+  to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
+end
+
+local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true }
+local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true, high = true, layers = true, policy = true, sample = true }
+
+local function merged(base, over)
+  local all = {}
+  for key, value in pairs(base or {}) do all[key] = value end
+  for key, value in pairs(over or {}) do all[key] = value end
+  return all
+end
+
+--- The fields of each role and product of a layer: the recipe's, and over them those of every entry of `layers` that matches. False:
+--- high precision.
+local function layer_of(fp8, path)
+  for _, pattern in ipairs(fp8.high or {}) do
+    if path:find(pattern) then return false end
+  end
+  local layer = {}
+  for _, list in ipairs { M.roles, M.products } do
+    for _, name in ipairs(list) do layer[name] = merged(fp8[name]) end
+  end
+  for _, over in ipairs(fp8.layers or {}) do
+    if path:find(over.match) then
+      if over.high ~= nil then layer.high = over.high end
+      for _, list in ipairs { M.roles, M.products } do
+        for _, name in ipairs(list) do layer[name] = merged(layer[name], over[name]) end
+      end
+    end
+  end
+  return not layer.high and layer
+end
+
+local function structure(layer, where)
+  local recipe = ffi.new("eng_fp8_recipe")
+  for i, name in ipairs(M.roles) do read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name) end
+  for i, name in ipairs(M.products) do read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name)) end
+  return recipe
+end
+
+local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
+
+--- Refuses what a card would do by a formula, many times slower than in high precision, unless the user asked for that.
+local function refuse_formula(layer, recipe, where)
+  local able = C.eng_device_fp8()
+  if able == 2 then return end
+  for i, name in ipairs(M.products) do
+    local whole_tensors = true
+    for k, role in ipairs(M.roles) do
+      local r = recipe.role[k - 1]
+      if role == FACTORS[name][1] or role == FACTORS[name][2] then whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0 end
+    end
+    local asked = (layer[name].accumulator or "device") == "device" and recipe.product[i - 1].accumulator == ACCUMULATORS.hopper
+    if asked and not (able == 1 and whole_tensors) then
+      local what, expected = "scales by row or block", "compute capability 9.0"
+      if whole_tensors then what, expected = "a scale for each tensor", "compute capability 8.9 or later" end
+      raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: precision=bf16%s; or ENGINE_FP8_FORMULA=1: the same " ..
+        "numbers by a formula, slowly", where, name, machine.device_text():match("^[^,]*, [^,]*"), what, expected, able == 1 and ", fp8_current" or "")
+    end
+  end
+end
+
+--- Refuses what cannot be an `fp8` table; `where` begins the message.
+function M.check(fp8, where)
+  known(fp8, FP8, where)
+  for _, list in ipairs { "high", "layers" } do
+    if fp8[list] ~= nil and type(fp8[list]) ~= "table" then raise("%s: expected %s as a list, got %s", where, list, value_text(fp8[list])) end
+  end
+  for _, pattern in ipairs(fp8.high or {}) do
+    if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
+      raise("%s: high: expected patterns of module paths, got %s", where, value_text(pattern))
+    end
+  end
+  for _, list in ipairs { M.roles, M.products } do
+    for _, name in ipairs(list) do
+      if fp8[name] ~= nil and type(fp8[name]) ~= "table" then raise("%s: %s: expected a table, got %s", where, name, value_text(fp8[name])) end
+    end
+  end
+  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward, dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
+  structure(layer, where)
+  for i, over in ipairs(fp8.layers or {}) do
+    local at = ("%s: layers[%d]"):format(where, i)
+    known(over, LAYER, at)
+    if type(over.match) ~= "string" or not pcall(string.find, "", over.match) then
+      raise("%s: expected match as a pattern of module paths, got %s", at, value_text(over.match))
+    end
+    boolean(over.high, at, "high")
+    local own = merged(layer)
+    for _, list in ipairs { M.roles, M.products } do
+      for _, name in ipairs(list) do
+        if over[name] ~= nil and type(over[name]) ~= "table" then raise("%s: %s: expected a table, got %s", at, name, value_text(over[name])) end
+        own[name] = merged(layer[name], over[name])
+      end
+    end
+    structure(own, at)
+  end
+  local policy = fp8.policy
+  if policy ~= nil and type(policy) ~= "string" and type(policy) ~= "table" then
+    raise("%s: expected policy as a name or a list of names, got %s", where, value_text(policy))
+  end
+  if fp8.sample ~= nil and whole(fp8.sample, where, "sample") < 0 then
+    raise("%s: expected sample as steps between two looks, 0 for none, got %s", where, value_text(fp8.sample))
+  end
+end
+
+-- ------------------------------------------------------------------ a model's sites
+
+local Sites = {}
+Sites.__index = Sites
+
+local SUMS, MAXIMA = 7, 5      -- numbers kept of each role (read)
+
+local function load_policies(names, where)
+  local list = {}
+  if type(names) ~= "table" or names.source or names.decide then names = { names } end
+  for i, name in ipairs(names) do
+    local good, result = pcall(require("engine.policy.policy").load, name, nil, "fp8")
+    if not good then raise("%s: policy: %s", where, result) end
+    list[i] = result
+  end
+  return list
+end
+
+--- Refuses a pattern of the user's own that means no module of the model: a slip of the pen would leave the layer as it was. Those that recipes
+--- come with (heads, which may be tied) need not.
+local function refuse_unmet(model, full, linears)
+  local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
+  local function met(pattern, of)
+    for _, usual in ipairs(require("engine.train.precision").usual_high) do
+      if pattern == usual then return end
+    end
+    local found = false
+    model:apply(function(_, path) found = found or path:find(pattern) ~= nil end)
+    if found then return end
+    raise("%s: %s: the pattern '%s' means no layer of this model; linear layers: %s", where, of, pattern,
+      #linears <= 8 and table.concat(linears, " ") or table.concat(linears, " ", 1, 8) .. " ..")
+  end
+  for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
+  for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
+end
+
+--- Gives every linear layer of a model that the recipe means a site; what an earlier recipe gave it goes. Nil for a recipe without FP8.
+function M.attach(model, full)
+  local fp8 = full.fp8
+  local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {}, amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
+  local number, linears = ffi.new("int64_t[1]"), {}
+  model:apply(function(module, path)
+    if module._class == "linear" then linears[#linears + 1] = path end
+  end)
+  if fp8 then refuse_unmet(model, full, linears) end
+  model:apply(function(module, path)
+    rawset(module, "_fp8", nil)
+    rawset(module, "_fp8_site", nil)
+    if not fp8 or module._class ~= "linear" or rawget(module, "_high") then return end
+    local layer = layer_of(fp8, path)
+    if not layer then return end
+    local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
+    local recipe = structure(layer, where)
+    refuse_formula(layer, recipe, where)
+    check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
+    local id = number[0]
+    local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)
+    check(C.eng_fp8_site_set(id, recipe))
+    rawset(module, "_fp8", tonumber(id))
+    rawset(module, "_fp8_site", holder)
+    self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder, module = module, recipe = recipe, on = true,
+      meters = {} }
+  end)
+  if not fp8 then return nil end
+  if #self.list == 0 then
+    raise("precision '%s': no linear layer of this model is in FP8: `high` keeps them all in high precision, or there is none", full.name)
+  end
+  self.sample = fp8.sample or 100
+  self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name)) or {})
+  return self
+end
+
+--- Puts policies in force.
+function Sites:prepare(policies)
+  local names, groups, group_of = {}, {}, {}
+  for _, site in ipairs(self.list) do
+    for _, role in ipairs(M.roles) do
+      names[#names + 1] = site.path .. ":" .. role
+      groups[#groups + 1], group_of[#names] = names[#names], #names
+    end
+  end
+  for _, site in ipairs(self.list) do groups[#groups + 1] = site.path .. ":high" end
+  for _, policy in ipairs(policies) do
+    if not policy.handle then raise("an FP8 policy is a file (policies/README.md), not a class: %s", tostring(policy.name)) end
+    policy:tensors(names, group_of, groups, true)
+  end
+  if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end      -- from now on they are to be kept
+  self.policies, self.names = policies, names
+  self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
+  self.sums, self.maxima = ffi.new("double[?]", SUMS * #names), ffi.new("double[?]", MAXIMA * #names)
+end
+
+--- Before a step's forward passes: whether this one is looked at closely.
+function Sites:begin(step)
+  self.looking = self.sample > 0 and step % self.sample == 0
+  C.eng_fp8_measure(self.looking)
+end
+
+local function decibel(signal, noise)
+  if signal == 0 then return 0 / 0 end
+  return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
+end
+
+-- What the core knows of a site since it was asked last, as numbers that ranks add up (SUMS of them for each role) or of which they take the
+-- largest (MAXIMA).
+local function read(self, site, first)
+  check(C.eng_fp8_amax(self.amax, site.id))
+  if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
+  for r = 0, 2 do
+    local m, sums, maxima = self.meter[r], self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
+    maxima[0] = self.amax[r]
+    if self.looking then
+      local list = { m.count, m.zeros, m.underflow, m.overflow, m.nonfinite, m.signal, m.error }
+      for k, value in ipairs(list) do sums[k - 1] = tonumber(value) end
+      -- the least of several are the largest of their inverses
+      maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0, m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
+    end
+  end
+end
+
+local function inverse(x) return x > 0 and 1 / x or 0 end
+
+-- Statistics for policies and the site's meters. `gradient` is what dy carries.
+local function tell(self, site, gradient, first)
+  for r = 0, 2 do
+    local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, M.roles[r + 1]
+    local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
+    ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
+    local amax = maxima[0]
+    s.carry, s.amax = 1, amax >= 0 and amax / unit or 0
+    if amax ~= amax then s.nan = 1 elseif amax == math.huge then s.inf, s.amax = 1, 0 end
+    local count = sums[0]
+    if self.looking and count > 0 then
+      s.measured, s.count, s.zeros, s.underflow, s.clipped = count, count, sums[1], sums[2], sums[3]
+      s.sum_squares, s.snr = sums[5] / (unit * unit), decibel(sums[5], sums[6])
+      local least = inverse(maxima[2])
+      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count, overflow = sums[3] / count, zeros = sums[1] / count,
+        amax = maxima[1] / unit, least = least / unit, range = least > 0 and math.log(maxima[1] / least) / math.log(2) or 0,
+        scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count, nonfinite = sums[4] }
+    end
+  end
+end
+
+--- After a step's backward passes and before the step ends. record: the step's eng_record; gradient: what gradients carry, the loss
+--- scale times whatever seeds them (record.scale unless said); next_gradient: the same for the step that follows.
+function Sites:observe(record, gradient, next_gradient)
+  gradient = gradient or record.scale
+  next_gradient = next_gradient or gradient
+  self.step = tonumber(record.step)
+  C.eng_fp8_measure(false)
+  if #self.policies == 0 and not self.looking then return end
+  local n = #self.names
+  for i, site in ipairs(self.list) do read(self, site, 3 * (i - 1)) end
+  if self.world then                                                             -- all ranks decide by the same numbers
+    check(C.eng_comm_all_reduce(self.world, self.maxima, MAXIMA * n, M_ffi.dtype.f64, C.ENG_MAX))
+    if self.looking then check(C.eng_comm_all_reduce(self.world, self.sums, SUMS * n, M_ffi.dtype.f64, C.ENG_SUM)) end
+  end
+  for i, site in ipairs(self.list) do tell(self, site, gradient, 3 * (i - 1)) end
+  ffi.copy(self.record, record, ffi.sizeof("eng_record"))
+  self.record.scale = 1
+  for _, policy in ipairs(self.policies) do policy:decide(self.record, self.stats) end
+  self:apply(next_gradient)
+end
+
+--- Carries out what the policies decided last.
+function Sites:apply(gradient)
+  if #self.policies == 0 then return end
+  local n = #self.names
+  for i, site in ipairs(self.list) do
+    local high = false
+    for _, policy in ipairs(self.policies) do high = high or policy:group_scale(n + i) ~= policy:scale() end
+    if high == site.on then
+      check(C.eng_fp8_site_set(site.id, not high and site.recipe or nil))
+      site.on = not high
+    end
+    for r = 0, 2 do
+      local whole_side = site.recipe.role[r].block_rows == 0 and site.recipe.role[r].block_columns == 0
+      if site.on and whole_side then
+        local amax
+        for _, policy in ipairs(self.policies) do
+          local own = policy:group_scale(3 * (i - 1) + r + 1)
+          if own ~= policy:scale() then amax = own end
+        end
+        -- a policy that says nothing of a role leaves it to its own amax
+        check(C.eng_fp8_delay(site.id, r, amax and amax * (r == 2 and gradient or 1) or 0))
+      end
+    end
+  end
+end
+
+--- State for a checkpoint, and taking it back; `gradient`: what the next step's gradients carry. Gives a line about what did not fit.
+function Sites:state()
+  local list = {}
+  for i, policy in ipairs(self.policies) do list[i] = { name = policy.name, state = policy:save() } end
+  return { policies = list }
+end
+function Sites:restore(saved, gradient)
+  local note
+  for i, policy in ipairs(self.policies) do
+    local own = type(saved) == "table" and type(saved.policies) == "table" and saved.policies[i]
+    if own and own.name == policy.name then policy:restore(own.state)
+    else note = ("the FP8 policy %s starts fresh: the checkpoint has no state of it"):format(policy.name) end
+  end
+  self:apply(gradient)
+  return note
+end
+
+-- ------------------------------------------------------------------ telling
+
+--- The last meters: a list of { site, role, step, snr, underflow, overflow, zeros, amax, least, range, scale_min, scale_max }, shares of 1,
+--- range in binades, amaxes without the loss scale. `match`: a pattern of module paths.
+function Sites:meters(match)
+  local rows = {}
+  for _, site in ipairs(self.list) do
+    for _, role in ipairs(M.roles) do
+      local m = site.meters[role]
+      if m and (not match or site.path:find(match)) then
+        local row = merged(m)
+        row.site, row.role = site.path, role
+        rows[#rows + 1] = row
+      end
+    end
+  end
+  return rows
+end
+
+local function block_text(role)
+  local a, b = role.block_rows, role.block_columns
+  if a == 0 and b == 0 then return "tensor" end
+  return ("%sx%s"):format(a == 0 and "all" or a, b == 0 and "all" or b)
+end
+
+function Sites:__tostring()
+  local lines = { ("precision %s: %d linear layers in FP8"):format(self.recipe.name, #self.list) }
+  for _, site in ipairs(self.list) do
+    local parts = {}
+    for r, role in ipairs(M.roles) do
+      local of, m = site.recipe.role[r - 1], site.meters[role]
+      parts[r] = ("%s %s %s%s"):format(role, M_ffi.dtype_name[of.format], block_text(of), m and (" %.1f dB"):format(m.snr) or "")
+    end
+    lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "), site.on and "" or "   now in high precision")
+  end
+  return table.concat(lines, "\n")
+end
+
+M.largest = LARGEST
+return M

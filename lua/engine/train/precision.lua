@@ -1,0 +1,192 @@
+-- Precision recipes: which number format each role has. A recipe is a table; users write their own:
+--   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
+--   engine.trainer{ precision = { name = "mine", base = "fp8_current", fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+
+local C, dtype, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+-- weights            format the forward pass reads parameters in (masters stay f32); norms keep f32
+-- activations        inputs and outputs of matrix products and attention
+-- residual           the residual stream: what an embedding yields
+-- norm               what layer and RMS norm yield (their statistics are always f32)
+-- wide               softmax, exponentials, losses and sums
+-- weight_gradients   format a parameter's gradient is stored in
+-- norm_gradients     the same for norm parameters
+-- moments            the optimizer's state
+M.recipes = {
+  fp32 = { weights = "f32", activations = "f32", residual = "f32", norm = "f32", wide = "f32",
+    weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
+  -- bf16 has f32's range: no loss scale. Products are rounded once, gradients summed in f32.
+  bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
+    weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
+  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Wants a loss scale.
+  fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
+    weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
+}
+
+-- FP8: linear layers multiply FP8 numbers; everything else is as bf16 has it. `fp8` is
+--   x, w, dy                 how a layer's input, weight and output's gradient become FP8: format (e4m3, e5m2), block (tensor, row, 1x128,
+--                            128x128, { rows, columns }), rule (transformer_engine, deepseek, deepgemm, torchao, msamp), pow2, eps, margin,
+--                            stochastic; of x also keep, what stands on the tape for dW: codes (quantized once more along the other side
+--                            where blocks are not square), transposed (so quantized in the forward pass), e5m6, swiglu (nothing:
+--                            the inputs of the SwiGLU that made x stand there in FP8, and x is computed from them once more)
+--   forward, dgrad, wgrad    the products: accumulator (device: the tensor cores' on a card, else fp32; fp32, exact, hopper, e4m3),
+--                            promotion (steps of K; 0: none)
+--   high                     patterns of modules that stay in high precision. Tied heads, the gates of nn.moe, norms, embeddings and
+--                            attention itself always do
+--   layers                   { { match = pattern, high =, x =, w =, .. } .. }: what is different in some layers; the last match wins
+--   policy                   an FP8 policy, or a list of them (fp8_sites.lua), policies/fp8_delayed.lua and fp8_fallback.lua
+--   sample                   steps between two looks at SNR, underflow and the like (100; 0: none)
+local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" }, high = { "^head", "^lm_head" } }
+M.usual_high = HYBRID.high
+local function hybrid(more)
+  local all = {}
+  for key, value in pairs(HYBRID) do all[key] = value end
+  for key, value in pairs(more) do all[key] = value end
+  return all
+end
+local function like_bf16(fp8, moments)
+  return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32", weight_gradients = "f32", norm_gradients = "f32",
+    moments = moments or "f32", scaled = false, fp8 = fp8 }
+end
+-- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast accumulation in the forward product
+local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 }, wgrad = { promotion = 128 } }
+M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
+M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
+-- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their transposes where these are rows
+local ROW = { format = "e4m3", block = "row", rule = "torchao" }
+M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
+-- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online amaxes, promotion every 128, bf16
+-- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two,
+-- SwiGLU's inputs in FP8, its output is computed again.
+local PROMOTED = { promotion = 128 }
+M.recipes.fp8_block = like_bf16({
+  x = { format = "e4m3", block = "1x128", rule = "deepgemm" }, w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
+  dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED, dgrad = PROMOTED, wgrad = PROMOTED,
+  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } }, { match = "%.down$", x = { keep = "swiglu" } } },
+}, "bf16")
+
+local FORMATS = {
+  weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16", norm = "f32 f16 bf16", wide = "f32 f16 bf16",
+  weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
+}
+
+local function names_of(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+local function find(name)
+  local found = M.recipes[name]
+  if found then return found end
+  local names = names_of(M.recipes)
+  raise("there is no precision '%s'%s; precisions: %s", tostring(name), nearest.hint(tostring(name), names), table.concat(names, " "))
+end
+
+local full_recipes = setmetatable({}, { __mode = "k" })   -- what resolve made
+
+--- The full recipe for a name or a table (missing fields come from its `base`, fp32 by default).
+function M.resolve(recipe)
+  if full_recipes[recipe] then return recipe end
+  if recipe == nil then recipe = "fp32" end
+  if type(recipe) == "string" then
+    find(recipe)
+    recipe = { name = recipe, base = recipe }
+  elseif type(recipe) ~= "table" then
+    raise("precision: expected a name or a recipe table, got %s", value_text(recipe))
+  end
+  local base = find(recipe.base or "fp32")
+  local full = { name = recipe.name or "custom", scaled = base.scaled }
+  if recipe.scaled ~= nil then full.scaled = recipe.scaled end
+  for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
+  if recipe.fp8 == false then full.fp8 = nil
+  elseif recipe.fp8 ~= nil then
+    if type(recipe.fp8) ~= "table" then raise("precision '%s': expected fp8 as a table, or false for none, got %s", full.name, value_text(recipe.fp8)) end
+    full.fp8 = {}
+    for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
+    for key, value in pairs(recipe.fp8) do full.fp8[key] = value end
+    full.own_fp8 = recipe.fp8
+  else full.fp8 = base.fp8 end
+  if full.fp8 then require("engine.train.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name)) end
+  for key, value in pairs(recipe) do
+    if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
+      if not FORMATS[key] then
+        raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS)),
+          table.concat(names_of(FORMATS), " "))
+      end
+      if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
+        raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value), FORMATS[key])
+      end
+    end
+  end
+  full_recipes[full] = true
+  return full
+end
+
+--- Whether two full recipes give every role the same format.
+function M.same(a, b)
+  for role in pairs(FORMATS) do
+    if a[role] ~= b[role] then return false end
+  end
+  return a.fp8 == b.fp8
+end
+
+--- Whether a full recipe leaves every operation as it is.
+local function is_plain(full)
+  return not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32" and full.wide == "f32"
+end
+
+local function structure(full)
+  if is_plain(full) then return nil end
+  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual], dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
+end
+
+local function restore(previous, good, ...)
+  C.eng_autocast(previous, nil)
+  if not good then error((...), 0) end
+  return ...
+end
+
+--- Runs f(...) with a recipe in force and returns its results. Scopes nest.
+function M.autocast(recipe, f, ...)
+  local full = M.resolve(recipe)
+  if f == nil then raise("autocast: expected a recipe and a function, got no function") end
+  local previous = M_ffi.new("eng_precision")
+  C.eng_autocast(structure(full), previous)
+  return restore(previous, pcall(f, ...))
+end
+
+--- Formats of each parameter in a list of { role = }: two int32_t arrays, shadow and gradient, for eng_params_precision.
+function M.parameter_formats(full, list)
+  local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
+  for i, p in ipairs(list) do
+    local norm = p.role == "norm"
+    -- a layer in FP8 reads the FP8 copy of its matrix, which is made from the master: no other one beside it
+    local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
+    shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
+    gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]
+  end
+  return shadow, gradient
+end
+
+--- A recipe in a few lines.
+function M.describe(recipe)
+  local full = M.resolve(recipe)
+  local lines = { "precision " .. full.name }
+  for _, role in ipairs { "weights", "activations", "residual", "norm", "wide", "weight_gradients", "norm_gradients", "moments" } do
+    lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
+  end
+  for _, role in ipairs(full.fp8 and { "x", "w", "dy" } or {}) do
+    local r = full.fp8[role] or {}
+    local block = type(r.block) == "table" and table.concat(r.block, "x") or r.block or "tensor"
+    lines[#lines + 1] = ("  %-17s %s, a scale for each %s"):format("fp8 " .. role, r.format or "e4m3", block)
+  end
+  return table.concat(lines, "\n")
+end
+
+return M

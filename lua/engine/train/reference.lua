@@ -1,0 +1,73 @@
+-- A reference backward: now and then the step's own batches go through the model in f32 as well, with the same dropout, so that a
+-- policy can compare the norm of its low-precision gradients with the true one (record.norm_ref). The step's gradients, its random
+-- numbers and its place in the data are as if nothing had happened; what it costs is time, and f32 gradients kept beside the others.
+-- Called by trainer.lua for policies that need "norm_ref".
+local M_ffi = require "engine.base.ffi"
+local machine = require "engine.base.machine"
+local precision = require "engine.train.precision"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Reference = {}
+Reference.__index = Reference
+
+--- every: steps between two; layers: a Lua pattern of the parameters it is for ("": all). The backward of the others is spared.
+function M.new(trainer, every, layers)
+  local list, spared = trainer.optimizer.list, {}
+  for _, p in ipairs(list) do
+    if layers ~= "" and not p.name:find(layers) then spared[#spared + 1] = p.tensor end
+  end
+  if #spared == #list then M_ffi.raise("ref_layers = '%s' names no parameter of this model, the first of which is %s", layers, list[1].name) end
+  return setmetatable({ trainer = trainer, every = every, spared = spared, norm = 0 / 0, norms = M_ffi.new("double[?]", #list), n = #list,
+    count = 0, seconds = 0 }, Reference)
+end
+
+local function backward(self, batches)
+  local trainer, mark = self.trainer, M_ffi.new("int64_t[1]")
+  for i, batch in ipairs(batches) do
+    trainer.parallel:draw(i)
+    check(C.eng_scope_begin(mark))
+    local good, message = pcall(function()
+      precision.autocast("fp32", trainer.loss, trainer.model, batch):backward { scale = 1 / #batches }
+    end)
+    local status = C.eng_scope_end(mark[0])
+    if not good then error(message, 0) end
+    check(status)
+  end
+end
+
+--- In a step whose turn it is: draws the step's batches, runs them in f32 and gives them back for the step itself. Else nil.
+function Reference:batches()
+  local trainer = self.trainer
+  self.norm = 0 / 0
+  if trainer.steps_done % self.every ~= 0 then return nil end
+  local began, batches, norm = machine.clock(), {}, M_ffi.new("double[1]")
+  for i = 1, trainer.accumulate do batches[i] = trainer.data:next() end
+  local place = trainer:remember_place()
+  for _, x in ipairs(self.spared) do x:requires_grad(false) end
+  check(C.eng_params_reference_begin(trainer.optimizer.params))
+  local good, message = pcall(backward, self, batches)
+  if good and trainer.parallel.many then check(C.eng_parallel_reference(trainer.parallel.reduction)) end
+  local status = C.eng_params_reference_end(norm, self.norms, trainer.optimizer.params, 1)
+  for _, x in ipairs(self.spared) do x:requires_grad(true) end
+  if not good then error(message, 0) end
+  check(status)
+  trainer.parallel:share_norms(norm, self.norms, self.n)
+  C.eng_rng_set(place.seed, place.counter)
+  self.norm, self.count, self.seconds = norm[0], self.count + 1, self.seconds + (machine.clock() - began)
+  return batches
+end
+
+--- Writes what it found into the step's record and its statistics.
+function Reference:tell(record, stats)
+  record.norm_ref = self.norm
+  for i = 0, self.n - 1 do stats[i].norm_ref = self.norm == self.norm and self.norms[i] or 0 end
+end
+
+function Reference:__tostring()
+  return ("%d reference backwards in %.1f s"):format(self.count, self.seconds)
+end
+
+return M

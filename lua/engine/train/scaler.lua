@@ -1,0 +1,318 @@
+-- Loss scaling for a loop written out, with the state machine of PyTorch's GradScaler:
+--   local scaler = engine.scaler{ policy = "dynamic", init_scale = 2^16 }
+--   scaler:scale(loss):backward()          -- the scale seeds the backward pass; no extra pass over anything
+--   scaler:unscale(opt)                    -- only when the loop looks at gradients or clips them
+--   opt:clip_grad_norm(1)
+--   local result = scaler:step(opt)        -- { skipped = true, reason = ... } when gradients are inf or nan
+--   local verdict = scaler:update()        -- the policy decides on the next scale
+--   opt:zero_grad()
+-- With model = the module that is trained, a policy may scale its layers apart (policies/layerwise.lua).
+-- Each optimizer decides its own skip; update() tells the policy of an overflow when any of them had one. The
+-- verdict's scale is what this loop needs; its action, clip and lr_mul are for the loop to honour or not
+-- (engine.trainer honours them).
+local M_ffi = require "engine.base.ffi"
+local autograd = require "engine.tensor.autograd"
+local groups = require "engine.policy.groups"
+local policy = require "engine.policy.policy"
+local signals = require "engine.policy.signals"
+local tensor = require "engine.tensor.tensor"
+
+local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+
+local M = {}
+
+--- Registers a class-style loss scaler by name: engine.register_loss_scaler.
+M.register = policy.register
+
+local function f32(x) return tonumber(ffi.cast("float", x)) end
+
+-- ------------------------------------------------------------------ a scaled loss
+
+local Scaled = {}
+Scaled.__index = Scaled
+
+--- Gradients of the loss times the scale. options: retain.
+function Scaled:backward(options)
+  autograd.backward(self.loss, { scale = self.seed, retain = options and options.retain })
+end
+
+--- The scaled value.
+function Scaled:item() return self.loss:item() * self.seed end
+
+function Scaled:__tostring() return ("loss %g times scale %.10g"):format(self.loss:item(), self.seed) end
+
+-- ------------------------------------------------------------------ the scaler
+
+local Scaler = {}
+Scaler.__index = Scaler
+
+local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
+
+--- options: policy (name, path, Policy; "dynamic"), enabled (true), model (to scale layers apart), and the policy's own options.
+function M.new(options)
+  options = options or {}
+  if type(options) ~= "table" then error("scaler: expected a table of options, got a " .. type(options), 2) end
+  local own = {}
+  for key, value in pairs(options) do
+    if key ~= "policy" and key ~= "enabled" and key ~= "model" then own[key] = value end
+  end
+  local enabled = options.enabled ~= false
+  local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
+  if not good then error(chosen, 2) end
+  return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {}, order = {}, attempts = 0, updates = 0,
+    started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
+end
+
+--- The loss scale in force; 1 when disabled.
+function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
+
+function Scaler:is_enabled() return self.enabled end
+
+--- The loss, ready for :backward() with the scale; a list of losses gives a list.
+function Scaler:scale(loss)
+  if type(loss) == "table" and not getmetatable(loss) then
+    local list = {}
+    for i, one in ipairs(loss) do list[i] = self:scale(one) end
+    return list
+  end
+  if not tensor.is_tensor(loss) then error("scaler:scale: expected a loss tensor, got a " .. type(loss), 2) end
+  local problem = self.enabled and policy.unusable(self.policy, self.groups and #self.groups.groups)
+  if problem then error("scaler:scale: " .. problem, 2) end
+  self.loss, self.began = loss, true
+  local seed = self:get_scale()
+  local object = self.enabled and self.policy.object
+  if object and object.scale_loss then
+    loss, seed = object:scale_loss(loss), 1
+    if not tensor.is_tensor(loss) then error(("loss scaler '%s': scale_loss must give back a tensor"):format(self.policy.name), 2) end
+  end
+  return setmetatable({ loss = loss, seed = seed }, Scaled)
+end
+
+local function need_scale(self, what)
+  if not self.began then
+    error(("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the step"):format(what), 3)
+  end
+end
+
+local function entry_of(self, opt, what)
+  if type(opt) ~= "table" or opt.params == nil or not opt.step then
+    error(("scaler:%s: expected an optimizer, got %s"):format(what, tensor.is_tensor(opt) and "a tensor" or "a " .. type(opt)), 3)
+  end
+  local entry = self.optimizers[opt]
+  if not entry then
+    entry = { stage = READY, opt = opt, record = ffi.new("eng_record") }
+    self.optimizers[opt] = entry
+  end
+  return entry
+end
+
+-- One read-only pass over the optimizer's gradients.
+local function inspect(self, entry)
+  local opt, scale = entry.opt, self:get_scale()
+  if bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0 and not entry.stats then
+    entry.stats = ffi.new("eng_tensor_stats[?]", #opt.list)
+  end
+  check(C.eng_params_stats(entry.record, entry.stats, opt.params, scale, self.policy.needs))
+  entry.checked = tonumber(entry.record.count) > 0
+  entry.found = entry.record.overflow ~= 0
+  if not entry.listed then
+    entry.listed = true
+    self.order[#self.order + 1] = entry
+  end
+end
+
+local out_found = ffi.new("int[1]")
+
+--- Divides the optimizer's gradients by the scale, so that the loop may look at them and clip them.
+function Scaler:unscale(opt)
+  local entry = entry_of(self, opt, "unscale")
+  if not self.enabled then return end
+  need_scale(self, "unscale")
+  if entry.stage == UNSCALED then
+    error("scaler:unscale: this optimizer's gradients are unscaled already; unscale an optimizer once between two update() calls", 2)
+  end
+  if entry.stage == STEPPED then
+    error("scaler:unscale: this optimizer has made its step; unscale before step()", 2)
+  end
+  inspect(self, entry)
+  local object = self.policy.object
+  if object and object.unscale_gradients then
+    object:unscale_gradients(opt)
+  else
+    check(C.eng_params_unscale(out_found, opt.params, f32(1 / self:get_scale())))
+    entry.found = entry.found or out_found[0] ~= 0
+  end
+  entry.stage = UNSCALED
+end
+
+local function tell_bad(entry)
+  local r = entry.record
+  local parts = {}
+  if r.inf > 0 then parts[#parts + 1] = ("%d inf"):format(tonumber(r.inf)) end
+  if r.nan > 0 then parts[#parts + 1] = ("%d nan"):format(tonumber(r.nan)) end
+  if #parts == 0 then return "gradients overflow when unscaled" end
+  local first = r.first_bad >= 0 and entry.opt.list and entry.opt.list[r.first_bad + 1]
+  return ("%s among the gradients%s"):format(table.concat(parts, " and "), first and ", the first in " .. first.name or "")
+end
+
+--- The optimizer's update, unscaling in the same pass, unless its gradients hold inf or nan. options go to opt:step. Returns
+--- { skipped = boolean, reason = text or nil }.
+function Scaler:step(opt, options)
+  local entry = entry_of(self, opt, "step")
+  if type(options) == "function" then
+    error("scaler:step: closures are not supported; compute the loss and its backward pass before step()", 2)
+  end
+  if not self.enabled then
+    opt:step(options)
+    return { skipped = false }
+  end
+  need_scale(self, "step")
+  if entry.stage == STEPPED then
+    error("scaler:step: this optimizer has made its step; call update() before the next one", 2)
+  end
+  local object = self.policy.object
+  if entry.stage == READY then
+    if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
+  end
+  if not entry.checked then
+    error("scaler:step: no gradient of this optimizer was checked for inf and nan, for it has none; did the loss reach its parameters?", 2)
+  end
+  local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
+  entry.stage = STEPPED
+  if entry.found then
+    return { skipped = true, reason = tell_bad(entry) }
+  end
+  local arguments = { gradient_factor = factor }
+  for key, value in pairs(options or {}) do
+    arguments[key] = key == "gradient_factor" and value * factor or value
+  end
+  opt:step(arguments)
+  entry.stepped = true
+  return { skipped = false }
+end
+
+-- One record for all optimizers of the step.
+local function add_up(self)
+  local total = self.total
+  ffi.fill(total, ffi.sizeof("eng_record"))
+  total.first_bad, total.norm_ref = -1, 0 / 0
+  local squares, before = 0, 0
+  for _, entry in ipairs(self.order) do
+    local r = entry.record
+    for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do total[field] = total[field] + r[field] end
+    total.amax = math.max(total.amax, r.amax)
+    squares = squares + r.norm * r.norm
+    if entry.found then total.overflow = 1 end
+    if total.first_bad < 0 and r.first_bad >= 0 then total.first_bad = before + r.first_bad end
+    if bit.band(self.policy.needs, C.ENG_NEED_HIST) ~= 0 then
+      for b = 0, C.ENG_HIST_BINS - 1 do total.hist[b] = total.hist[b] + r.hist[b] end
+    end
+    before = before + #(entry.opt.list or {})
+  end
+  -- One optimizer's norm as it was computed: squaring and rooting it again would round.
+  total.norm = #self.order == 1 and self.order[1].record.norm or math.sqrt(squares)
+  total.step, total.updates, total.scale = self.attempts, self.updates, self:get_scale()
+  total.elapsed = C.eng_clock() - self.started
+  total.lr = self.order[1].opt.lr or 0 / 0
+  local alive, loss = pcall(function() return self.loss:item() end)
+  total.loss = alive and loss or 0 / 0
+  return total
+end
+
+-- Names the tensors once per set of optimizers, and lays their statistics end to end.
+local function stats_of(self)
+  local wanted = bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0
+  if not wanted and not self.model then return nil end
+  local n, same = 0, self.named and #self.named == #self.order
+  for i, entry in ipairs(self.order) do
+    n = n + #entry.opt.list
+    same = same and self.named[i] == entry.opt
+  end
+  if not same then
+    local all, sets, group_of, names = {}, {}, {}, {}
+    self.named = {}
+    for i, entry in ipairs(self.order) do
+      self.named[i] = entry.opt
+      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i) or entry.opt.name or "optimizer"
+      sets[i] = { params = entry.opt.params, n = #entry.opt.list }
+      for _, p in ipairs(entry.opt.list) do
+        all[#all + 1] = p
+        group_of[#all] = i
+      end
+    end
+    local layers = groups.new(self.model, all, sets)
+    if self.model then self.policy:tensors(layers.names, layers.group_of, layers.groups, true)
+    else self.policy:tensors(layers.names, group_of, names) end
+    self.groups = self.model and layers
+    self.stats = wanted and ffi.new("eng_tensor_stats[?]", n)
+  end
+  if not wanted then return nil end
+  local at = 0
+  for _, entry in ipairs(self.order) do
+    ffi.copy(self.stats + at, entry.stats, #entry.opt.list * ffi.sizeof("eng_tensor_stats"))
+    at = at + #entry.opt.list
+  end
+  return self.stats
+end
+
+--- Ends the step: the policy sees what the optimizers' gradients held and decides on the next scale; returns its
+--- verdict. With a number the scale is set to it, and the policy's counters stay.
+function Scaler:update(new_scale)
+  if not self.enabled then return nil end
+  need_scale(self, "update")
+  local verdict
+  if new_scale ~= nil then
+    if type(new_scale) ~= "number" or not (new_scale > 0 and new_scale < math.huge) then
+      error("scaler:update: expected a positive finite scale, got " .. tostring(new_scale), 2)
+    end
+    self.policy:set_scale(f32(new_scale))
+  else
+    local any = false
+    for _, entry in ipairs(self.order) do any = any or entry.checked end
+    if not any then
+      error("scaler:update: no gradients were checked for inf and nan since the last update(); call step() or unscale() before", 2)
+    end
+    for name, value in pairs(signals) do self.policy:signal(name, value) end
+    verdict = self.policy:decide(add_up(self), stats_of(self))
+    if self.groups then self.groups:apply(self.policy) end
+    self.attempts = self.attempts + 1
+  end
+  local stepped = false
+  for i, entry in ipairs(self.order) do
+    stepped = stepped or entry.stepped
+    self.order[i] = nil
+  end
+  for _, entry in pairs(self.optimizers) do
+    entry.stage, entry.listed, entry.checked, entry.found, entry.stepped = READY, false, false, false, false
+  end
+  if stepped then self.updates = self.updates + 1 end
+  self.loss = nil
+  return verdict
+end
+
+--- Everything a resumed run needs; {} when disabled.
+function Scaler:state_dict()
+  if not self.enabled then return {} end
+  return { policy = self.policy.name, state = self.policy:save(), scale = self:get_scale(), attempts = self.attempts, updates = self.updates }
+end
+
+--- Takes a state_dict() back. Disabled scalers ignore it.
+function Scaler:load_state_dict(dict)
+  if not self.enabled then return end
+  if type(dict) ~= "table" or next(dict) == nil then
+    error("scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled when it was saved", 2)
+  end
+  if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
+    error(("scaler:load_state_dict: the state is of policy '%s', this scaler uses '%s'"):format(tostring(dict.policy), self.policy.name), 2)
+  end
+  local good, why = pcall(self.policy.restore, self.policy, dict.state)
+  if not good then error(why, 2) end
+  self.attempts, self.updates = dict.attempts or 0, dict.updates or 0
+end
+
+function Scaler:__tostring()
+  if not self.enabled then return "scaler: disabled" end
+  return ("scaler: %s; %d attempts, %d updates"):format(tostring(self.policy), self.attempts, self.updates)
+end
+
+return M
