@@ -1,6 +1,6 @@
 -- For specs of single operations: the same on the CPU, with each of its instruction sets, and on the card where ENGINE_TEST_DEVICE=cuda asks for it.
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
+local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
 
 local devices = { card = os.getenv("ENGINE_TEST_DEVICE") }

@@ -109,9 +109,9 @@ end)
 
 describe("the public header", function()
   it("declares what the library has, and every declared name begins with eng", function()
-    local C = require("engine.ffi").C
+    local C = require("engine.base.ffi").C
     local count = 0
-    for name in helper.read(require("engine.ffi").library_dir .. "/cdef.h"):gmatch("([%w_]+)%s*%(") do
+    for name in helper.read(require("engine.base.ffi").library_dir .. "/cdef.h"):gmatch("([%w_]+)%s*%(") do
       count = count + 1
       assert.matches("^eng_", name)
       local ok = pcall(function() return C[name] end)
@@ -129,7 +129,7 @@ describe("the layers of Lua", function()
     assert.is_true(#lua_files > 10)
     for _, path in ipairs(lua_files) do
       local code = code_of(path)
-      if path ~= "lua/engine/ffi.lua" then
+      if path ~= "lua/engine/base/ffi.lua" then
         assert.is_nil(code:find("ffi%s*%.%s*load"), path .. " names ffi.load")
         assert.is_nil(code:find("ffi%s*%.%s*C%f[^%w_]%s*%."), path .. " names ffi.C")
         assert.is_nil(code:find("%.cdef%f[^%w_]"), path .. " declares C functions")

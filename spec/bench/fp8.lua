@@ -4,7 +4,7 @@
 -- accumulator beside its scalar twin; a training step of the bench GPT in fp8_block beside bf16's. All are measured in turn, and the best of
 -- several rounds counts.
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
+local M_ffi = require "engine.base.ffi"
 local C, run = M_ffi.C, M_ffi.run
 local fp8 = engine.fp8
 

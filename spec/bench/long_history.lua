@@ -1,9 +1,9 @@
 -- A made-up history of many steps, for trying what is asked of long runs:
 --   ./engine spec/bench/long_history.lua /tmp/long 1000000      writes /tmp/long/history.db and times what people ask
 -- It goes through the engine's own writer, so it is laid out as a run's history is.
-local M_ffi = require "engine.ffi"
-local history = require "engine.history"
-local machine = require "engine.machine"
+local M_ffi = require "engine.base.ffi"
+local history = require "engine.run.history"
+local machine = require "engine.base.machine"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local dir, n = assert(arg[1], "expected a directory"), tonumber(arg[2] or 1e6)
@@ -86,4 +86,4 @@ for _, what in ipairs { 'plot("loss")', 'plot("scale")', 'plot("amax", { log = t
   timed("h:" .. what, function() return tostring(ask(h)) end)
 end
 timed("h:shadows()", function() return tostring(h:shadows()) end)
-timed("the report", function() return require("engine.report").html(h, dir) end)
+timed("the report", function() return require("engine.report.report").html(h, dir) end)

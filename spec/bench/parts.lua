@@ -5,8 +5,8 @@
 --   policy      one decision of the policy dynamic
 --   keeping     scale, policy, verdict and a row of history, with the per-tensor rows of every 100th step
 local engine = require "engine"
-local machine = require "engine.machine"
-local M_ffi = require "engine.ffi"
+local machine = require "engine.base.machine"
+local M_ffi = require "engine.base.ffi"
 local ffi, C = M_ffi.ffi, M_ffi.C
 local reader, rounds, scratch = arg[1], tonumber(arg[2]), arg[3]
 
@@ -62,7 +62,7 @@ end
 -- ------------------------------------------------------------------ policy and history
 
 local TENSORS, CALLS = 76, 1000               -- of a GPT of 6 layers
-local policy = require("engine.policy").load("dynamic")
+local policy = require("engine.policy.policy").load("dynamic")
 local record, stats = M_ffi.new("eng_record"), M_ffi.new("eng_tensor_stats[?]", TENSORS)
 record.scale, record.loss, record.amax, record.norm, record.count = 65536, 3.2, 0.1, 1.5, 1e7
 

@@ -3,7 +3,7 @@
 -- Gradient statistics stand beside the C library's search for a word that is not there, which does
 -- nothing but read the same bytes; updates beside its copying, byte for byte read or written.
 -- All are measured in turn, and the best of several rounds counts: other work only ever adds.
-local M_ffi = require "engine.ffi"
+local M_ffi = require "engine.base.ffi"
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
 ffi.cdef "int *wmemchr(const int *s, int c, size_t n); void *memmove(void *to, const void *from, size_t n);"

@@ -2,7 +2,7 @@
 --   ./engine spec/bench/policy.lua
 -- The best of many short batches: other work on the machine only ever adds.
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
+local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
 local BATCH, BATCHES = 20000, 100

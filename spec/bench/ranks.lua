@@ -3,8 +3,8 @@
 --   ./engine spec/bench/ranks.lua [ROUNDS [STEPS]]
 -- The same file is the job: with the word "job" it trains, or times messages, and rank 0 prints.
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
-local machine = require "engine.machine"
+local M_ffi = require "engine.base.ffi"
+local machine = require "engine.base.machine"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -20,7 +20,7 @@ local function train(steps, wire)
   engine.seed(1)
   local model = engine.nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6 }
   local batch = 8 / ranks.size()
-  local text = require("engine.lab").text(200000)
+  local text = require("engine.report.lab").text(200000)
   local times, waited, from = {}, {}, nil
   local trainer
   trainer = engine.trainer { model = model, steps = steps + 2, clip = 1, log = "quiet", wire = wire ~= "one" and wire or nil,

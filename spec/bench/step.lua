@@ -1,7 +1,7 @@
 -- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH [DEVICE]: training steps on demand, for bench.py. Reads a number of steps from a
 -- line of stdin, makes them, answers with the seconds each took. The twin is torch_step.py.
 local engine = require "engine"
-local machine = require "engine.machine"
+local machine = require "engine.base.machine"
 
 local precision, layers, width, heads, vocab, context, batch = arg[1], tonumber(arg[2]), tonumber(arg[3]), tonumber(arg[4]), tonumber(arg[5]),
   tonumber(arg[6]), tonumber(arg[7])

@@ -1,7 +1,7 @@
 // A card for machines without one: a plug-in like libengine_cuda.so whose "device memory" is host memory that nobody may touch outside of
 // a kernel or a copy (PROT_NONE: a core that looks into it crashes there and then), and whose kernels are the CPU's. What
 // it tests is the core's side: memory spaces, copies, lagged statistics, lanes between ranks (fake_nccl.c). Loaded by ENGINE_CUDA_PLUGIN; built by the Makefile; run
-// by spec/fake_card_spec.lua.
+// by spec/device/fake_card_spec.lua.
 #include "fake.h"
 
 #include "device/backend.h"

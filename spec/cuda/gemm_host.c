@@ -1,5 +1,5 @@
 // The host logic of the CUDA device's products, run against a card that is none (card.h): layouts from strides, choices of
-// algorithms and their file; FP8's parts are gemm_fp8_host.c. Called by spec/cuda_gemm_spec.lua with the part's name and a folder.
+// algorithms and their file; FP8's parts are gemm_fp8_host.c. Called by spec/cuda/gemm_spec.lua with the part's name and a folder.
 #include "gemm_host.h"
 
 #include "gemm_cache.h"

@@ -8,7 +8,7 @@ if not there then
   print("no GPU: skipped (" .. tostring(message):gsub("^[^\n:]+:%d+: ", "") .. ")")
   os.exit(0)
 end
-print(require("engine.machine").device_text())
+print(require("engine.base.machine").device_text())
 engine.device("cpu")
 
 ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
@@ -17,8 +17,8 @@ ffi.C.setenv("ENGINE_TEST_DEVICE", "cuda", 1)
 local files = false
 for _, argument in ipairs(arg) do files = files or argument:find("_spec", 1, true) ~= nil end
 if not files then
-  for _, name in ipairs { "kernels", "optimizer_kernel", "gradstats", "lagged_kernel", "in_place", "wire_kernel", "residual_norm", "attention_entropy",
-    "cuda/fp8", "cuda/training", "cuda/emulated" } do
+  for _, name in ipairs { "cpu/kernels", "cpu/optimizer_kernel", "params/gradstats", "cpu/lagged_kernel", "cpu/in_place", "cpu/wire_kernel",
+    "cpu/residual_norm", "cpu/attention_entropy", "cuda/fp8", "cuda/training", "cuda/emulated" } do
     arg[#arg + 1] = "spec/" .. name .. "_spec.lua"
   end
 end

@@ -1,6 +1,6 @@
 -- The card trains as the CPU does: the same losses, overflows and scales under the same policy. Run by spec/cuda/run.lua alone.
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
+local M_ffi = require "engine.base.ffi"
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 if not CARD then return end

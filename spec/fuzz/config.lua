@@ -1,6 +1,6 @@
 -- Feeds mutated arguments and config files to engine.config: each is taken or refused with a text,
 -- never anything else. Deterministic. Usage: engine spec/fuzz/config.lua [rounds [seed]]
-local config = require "engine.config"
+local config = require "engine.base.config"
 
 local rounds, seed = tonumber(arg[1]) or 6000, tonumber(arg[2]) or 1
 local state = seed

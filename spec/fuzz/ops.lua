@@ -8,8 +8,8 @@
 -- bit for bit, others within a tolerance where all numbers are ordinary.
 -- Round i depends on the seed and i alone. Usage: engine spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
 local engine = require "engine"
-local M_ffi = require "engine.ffi"
-local tensor = require "engine.tensor"
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local ffi, C, call = M_ffi.ffi, M_ffi.C, M_ffi.call

@@ -1,7 +1,7 @@
 -- rates.lua [DEVICE [SIZE]]: how near the kernels come to the card's limits, on random data: products beside the datasheet's peak, passes over
 -- memory beside a plain copy of the same run. SIZE scales the problems down for a trial on a CPU (1: as on the card).
 local engine = require "engine"
-local machine = require "engine.machine"
+local machine = require "engine.base.machine"
 
 local device, size = arg[1] or "cuda", tonumber(arg[2]) or 1
 engine.device(device)
@@ -110,7 +110,7 @@ end
 
 --- What the trainer asks a pass for: waited for at once (a norm alone, the default, with histograms), and on its way while others are.
 local function statistics_lines(name, opt, bytes)
-  local raw = require "engine.ffi"
+  local raw = require "engine.base.ffi"
   local ffi, C, check = raw.ffi, raw.C, raw.check
   local record, loss = ffi.new("eng_record"), ffi.new("double[1]")
   local default = C.ENG_NEED_AMAX + C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW
@@ -168,7 +168,7 @@ memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):
 memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
 memory_line("sum of everything, bf16", 2 * h.count, function() return h:sum() end)
 do   -- what a step of GPT-2 does beside its products, 64 sequences of 1024
-  local raw = require "engine.ffi"
+  local raw = require "engine.base.ffi"
   local tokens, columns, vocab = scaled(65536), scaled(768), scaled(50304)
   local x, dy = engine.randn(tokens, columns):to("bf16"):keep(), engine.randn(tokens, columns):to("bf16"):keep()
   local gain, shift = engine.ones(columns, { keep = true }), engine.zeros(columns, { keep = true })
@@ -190,7 +190,7 @@ do   -- what a step of GPT-2 does beside its products, 64 sequences of 1024
   memory_line("bias gradient " .. wide, 2 * hidden.count, function() raw.run("bias_grad", { dh }, { f32, 0 }) end)
 end
 do
-  local raw = require "engine.ffi"
+  local raw = require "engine.base.ffi"
   local tokens, vocab = scaled(8192), scaled(50240) + 17   -- rows that begin anywhere
   local logits, targets = engine.randn(tokens, vocab):to("bf16"):keep(), engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
   local _, lse = raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2)

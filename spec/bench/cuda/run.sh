@@ -55,8 +55,8 @@ for part in $parts; do
     done ;;
   sanitizer)
     for tool in memcheck racecheck initcheck synccheck; do
-      say sanitizer.txt 280 env ENGINE_TEST_STEPS=2 compute-sanitizer --tool $tool $engine spec/cuda/run.lua spec/gradstats_spec.lua spec/optimizer_kernel_spec.lua \
-        spec/lagged_kernel_spec.lua spec/wire_kernel_spec.lua
+      say sanitizer.txt 280 env ENGINE_TEST_STEPS=2 compute-sanitizer --tool $tool $engine spec/cuda/run.lua spec/params/gradstats_spec.lua spec/cpu/optimizer_kernel_spec.lua \
+        spec/cpu/lagged_kernel_spec.lua spec/cpu/wire_kernel_spec.lua
     done ;;
   esac
 done

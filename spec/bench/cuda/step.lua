@@ -1,7 +1,7 @@
 -- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH [MODE] [DEVICE]: a training step on a card: milliseconds, tokens/s and the share of the
 -- card's arithmetic that the model's own floating-point operations take. The twin is torch_step.py. PROFILE=1 adds where the time goes.
 local engine = require "engine"
-local machine = require "engine.machine"
+local machine = require "engine.base.machine"
 
 local precision, layers, width, heads, vocab, context, batch = arg[1], tonumber(arg[2]), tonumber(arg[3]), tonumber(arg[4]), tonumber(arg[5]),
   tonumber(arg[6]), tonumber(arg[7])

@@ -1,0 +1,49 @@
+-- Every fast kernel against its slow twin: device "cpu", with each instruction set this machine has, beside
+-- device "reference" on the same inputs. How results are compared: spec/cpu/kernels/compare.lua.
+--
+-- The list of operations comes from ops.def by way of the library: an operation that has a kernel but no
+-- generator of calls in spec/cpu/kernels/ fails here, so nothing can be forgotten. A generator is a
+-- function(try) that calls try(call) for every call it wants to see agree; the calls cover every
+-- format, sizes that are multiples of nothing, layouts in memory where the kernel takes any, and
+-- values that are ordinary, tiny, huge, zero, infinite and NaN.
+--
+-- ENGINE_ISA=avx512, avx2 or plain in the environment tests that instruction set alone.
+local engine = require "engine.base.ffi"
+local compare = require "spec.cpu.kernels.compare"
+local values = require "spec.cpu.kernels.values"
+local C = engine.C
+
+local VIEWS = { reshape = true, permute = true, expand = true, slice = true, split = true }   -- they have no kernel
+
+local generators = {}
+for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses", "fp8" } do
+  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do generators[name] = generate end
+end
+
+describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
+  local known = {}
+  for _, name in ipairs(engine.op_names) do
+    known[name] = true
+    if not VIEWS[name] then
+      it("agree with the reference: " .. name, function()
+        assert(C.eng_op_supported("reference", engine.op[name]), "the reference has no kernel for " .. name)
+        local generate = assert(generators[name], "there is no generator in spec/cpu/kernels/ for " .. name)
+        values.seed(name)
+        engine.check(C.eng_step_begin())
+        local calls = 0
+        local done, message = pcall(generate, function(call)
+          calls = calls + 1
+          compare.check(name, call)
+        end)
+        engine.check(C.eng_device_set("cpu"))
+        engine.check(C.eng_step_end())
+        if not done then error(message, 0) end
+        assert(calls > 0, "the generator made no call")
+      end)
+    end
+  end
+
+  it("have no generator for an operation that is not there", function()
+    for name in pairs(generators) do assert(known[name], name) end
+  end)
+end)

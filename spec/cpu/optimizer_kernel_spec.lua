@@ -1,0 +1,282 @@
+-- The fused optimizer updates against the textbook formulas in double precision, and against
+-- themselves on every instruction set and number of threads.
+local engine = require "engine.base.ffi"
+local sets = require "spec.cpu.kernels.parameter_set"
+local ffi = engine.ffi
+
+local inf, nan = math.huge, 0 / 0
+
+local function numbers(n, seed, scale)
+  local list, state = {}, seed
+  for i = 1, n do
+    state = (state * 48271) % 2147483647
+    list[i] = (state / 2147483647 - 0.5) * 2 * (scale or 1)
+  end
+  return list
+end
+
+local function sign(x) return x > 0 and 1 or x < 0 and -1 or x end
+
+-- One element in double: w, g, moments m and v, t counted from 1; yields w, m, v.
+local FORMULA = {}
+function FORMULA.sgd(h, w, g, m, _, t)
+  g = g + (h.weight_decay or 0) * w
+  if (h.momentum or 0) ~= 0 then
+    m = t == 1 and g or h.momentum * m + (1 - (h.dampening or 0)) * g
+    g = h.nesterov == 1 and g + h.momentum * m or m
+  end
+  return w - h.lr * g, m
+end
+function FORMULA.adam(h, w, g, m, v, t)
+  g = g + (h.weight_decay or 0) * w
+  m, v = h.beta1 * m + (1 - h.beta1) * g, h.beta2 * v + (1 - h.beta2) * g * g
+  return w - h.lr / (1 - h.beta1 ^ t) * m / (math.sqrt(v) / math.sqrt(1 - h.beta2 ^ t) + h.eps), m, v
+end
+function FORMULA.adamw(h, w, g, m, v, t)
+  local plain = { lr = h.lr, beta1 = h.beta1, beta2 = h.beta2, eps = h.eps }
+  return FORMULA.adam(plain, w * (1 - h.lr * (h.weight_decay or 0)), g, m, v, t)
+end
+function FORMULA.lion(h, w, g, m)
+  local direction = sign(h.beta1 * m + (1 - h.beta1) * g)
+  return w * (1 - h.lr * (h.weight_decay or 0)) - h.lr * direction, h.beta2 * m + (1 - h.beta2) * g
+end
+
+local CASES = {
+  { kind = "sgd", { lr = 0.1 }, { lr = 0.1, weight_decay = 0.1 }, { lr = 0.05, momentum = 0.9 },
+    { lr = 0.05, momentum = 0.9, nesterov = 1, weight_decay = 0.01 }, { lr = 0.05, momentum = 0.8, dampening = 0.5 } },
+  { kind = "adam", { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8 }, { lr = 1e-2, beta1 = 0.2, beta2 = 0.9, eps = 1e-3, weight_decay = 0.1 } },
+  { kind = "adamw", { lr = 1e-2, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1 } },
+  { kind = "lion", { lr = 1e-3, beta1 = 0.9, beta2 = 0.99 }, { lr = 1e-3, beta1 = 0.95, beta2 = 0.98, weight_decay = 0.5 } },
+}
+local ADAMW = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 }
+
+describe("optimizer updates", function()
+  for _, case in ipairs(CASES) do
+    for number, hyper in ipairs(case) do
+      it(("follow the formulas for 20 steps: %s %d"):format(case.kind, number), sets.step(function()
+        local shapes = { { 67 }, { 5, 3 } }
+        sets.everywhere(function()
+          local set = sets.new(shapes)
+          set:optimizer(case.kind)
+          local w, m, v = {}, {}, {}
+          for i, shape in ipairs(shapes) do
+            local n = sets.count_of(shape)
+            w[i], m[i], v[i] = numbers(n, 7 * i), {}, {}
+            set:write_weights(i, w[i])
+            for k = 1, n do m[i][k], v[i][k] = 0, 0 end
+          end
+          for t = 1, 20 do
+            local lists = {}
+            for i, shape in ipairs(shapes) do lists[i] = numbers(sets.count_of(shape), 1000 * i + t, 0.1) end
+            set:write_gradients(lists)
+            set:update { hyper = hyper, t = t }
+            for i, list in ipairs(lists) do
+              for k, g in ipairs(list) do w[i][k], m[i][k], v[i][k] = FORMULA[case.kind](hyper, w[i][k], g, m[i][k], v[i][k], t) end
+            end
+          end
+          for i in ipairs(shapes) do
+            for k, got in ipairs(set:weights(i)) do
+              assert.is_true(math.abs(got - w[i][k]) <= 3e-6 * math.max(1, math.abs(w[i][k])),
+                             ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k], got))
+            end
+          end
+          set:free()
+        end)
+      end))
+    end
+  end
+
+  it("have the same bits on every instruction set and number of threads", sets.step(function()
+    local lengths = { 1, 15, 513, 65536, 65537, 3, 70001 }
+    local shapes, weights = {}, {}
+    for i, n in ipairs(lengths) do
+      shapes[i] = { n }
+      weights[i] = ffi.new("float[?]", n)
+      for k = 0, n - 1 do weights[i][k] = math.sin(k + i) end
+    end
+    for _, case in ipairs(CASES) do
+      local hyper = case[#case]
+      for _, format in ipairs { "f32", "f16", "bf16" } do
+        local gradients = {}
+        for i, n in ipairs(lengths) do
+          gradients[i] = ffi.new("float[?]", n)
+          for k = 0, n - 1 do gradients[i][k] = math.cos(k * 3 + i) * 100 end
+        end
+        local first
+        sets.everywhere(function()
+          local set = sets.new(shapes, { gradient = format, shadow = format })
+          for i in ipairs(lengths) do set:write_weights(i, weights[i], "f32") end
+          set:optimizer(case.kind, format == "bf16" and "bf16" or "f32")
+          for t = 1, 2 do
+            set:write_gradients(gradients, "f32")
+            set:update { hyper = hyper, t = t, factor = 1 / 128, clip = 0.7 }
+          end
+          local sum = tostring(set:checksum())
+          set:free()
+          first = first or sum
+          assert.equal(first, sum)
+        end)
+      end
+    end
+  end))
+
+  it("leave a parameter without gradient as it is, moments included", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 3 }, { 3 } })
+      set:write_weights(1, { 1, 2, 3 })
+      set:write_weights(2, { 1, 2, 3 })
+      set:optimizer("adamw")
+      set:write_gradients { { 1, 1, 1 }, false }
+      set:update { hyper = ADAMW }
+      assert.same({ 1, 2, 3 }, set:weights(2))
+      assert.same({ 0, 0, 0 }, (sets.read(set:moment(1, 2))))
+      assert.is_true(set:weights(1)[1] < 1)
+      set:free()
+    end)
+  end))
+
+  it("use each group's own numbers", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 1 }, { 1 } })
+      set:optimizer("sgd", "f32", { 1, 0 })
+      set:write_gradients { { 1 }, { 1 } }
+      set:update { hyper = { { lr = 0.5 }, { lr = 2 } } }
+      assert.same({ -2, -0.5 }, { set:weights(1)[1], set:weights(2)[1] })
+      set:free()
+    end)
+  end))
+
+  it("multiply by the factor, then clamp", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 5 } }, { gradient = "f16" })
+      set:optimizer("sgd")
+      set:write_gradients { { 65504, 1024, -4096, 2 ^ -24, inf } }
+      set:update { hyper = { lr = 1 }, factor = 2 ^ -10, clip = 2 }
+      assert.same({ -2, -1, 2, -2 ^ -34, -2 }, set:weights(1))
+      set:free()
+    end)
+  end))
+
+  it("serve loss scales over the whole range of f32", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 2 } })
+      set:optimizer("sgd")
+      set:write_gradients { { 2 ^ -149, -2 ^ -140 } }
+      set:update { hyper = { lr = 1 }, factor = 2 ^ 149 }
+      assert.same({ -1, 512 }, set:weights(1))
+      set:write_weights(1, { 0, 0 })
+      set:write_gradients { { 2 ^ 127, -2 ^ 100 } }
+      set:update { hyper = { lr = 1 }, factor = 2 ^ -140 }
+      assert.same({ -2 ^ -13, 2 ^ -40 }, set:weights(1))
+      set:free()
+    end)
+  end))
+
+  it("let what is not finite through: skipping is the policy's business", sets.step(function()
+    for kind, hyper in pairs { sgd = { lr = 1 }, adam = ADAMW, adamw = ADAMW, lion = ADAMW } do
+      sets.everywhere(function()
+        local set = sets.new({ { 20 } })
+        set:optimizer(kind)
+        local values = numbers(20, 3)
+        values[2], values[19] = nan, nan
+        set:write_gradients { values }
+        set:update { hyper = hyper, clip = 1 }
+        local weights = set:weights(1)
+        for k = 1, 20 do assert.equal(k == 2 or k == 19, weights[k] ~= weights[k], kind .. " " .. k) end
+        set:free()
+      end)
+    end
+  end))
+
+  it("round the weights into their low-precision copies", sets.step(function()
+    local recording = engine.C.eng_grad_enabled(false)
+    for _, format in ipairs { "f16", "bf16" } do
+      sets.everywhere(function()
+        local set = sets.new({ { 1, 40 } }, { shadow = format, gradient = format })
+        set:optimizer("sgd")
+        engine.C.eng_grad_enabled(true)
+        local gradient = numbers(40, 5)
+        set:write_gradients { gradient }
+        set:update { hyper = { lr = 1 } }
+        engine.C.eng_grad_enabled(false)
+        -- [1 x 1] times [1 x 40]: the copy itself
+        local one = ffi.new("eng_tensor[1]")
+        engine.check(engine.C.eng_new(one, engine.dtype[format], 2, ffi.new("int64_t[2]", { 1, 1 }), false))
+        engine.check(engine.C.eng_fill(one, 1))
+        engine.C.eng_autocast(ffi.new("eng_precision", { engine.dtype[format], -1, -1, -1 }), nil)
+        local y = engine.run("matmul", { engine.Tensor(one[0]), engine.Tensor(set.leaf[1][0]) })
+        engine.C.eng_autocast(nil, nil)
+        local rounded = engine.run("cast", { engine.Tensor(set.leaf[1][0]) }, { engine.dtype[format] })
+        assert.same((sets.read(rounded)), (sets.read(y)))
+        assert.is_true(set:weights(1)[1] ~= 0)
+        set:free()
+      end)
+    end
+    engine.C.eng_grad_enabled(recording)
+  end))
+end)
+
+describe("optimizer state", function()
+  it("resumes from its moments to the bit", sets.step(function()
+    for _, case in ipairs(CASES) do
+      for _, hyper in ipairs(case) do
+        for _, format in ipairs { "f32", "bf16" } do
+          local function run(set, from, to)
+            for t = from, to do
+              set:write_gradients { numbers(33, t), numbers(9, 50 + t) }
+              set:update { hyper = hyper, t = t }
+            end
+          end
+          local whole = sets.new({ { 33 }, { 9 } })
+          whole:optimizer(case.kind, format)
+          run(whole, 1, 3)
+          local resumed = sets.new({ { 33 }, { 9 } })
+          resumed:optimizer(case.kind, format)
+          for i = 1, 2 do
+            resumed:write_weights(i, whole:weights(i))
+            for which = 1, 2 do
+              local own = resumed:moment(which, i)
+              assert.equal(own == nil, whole:moment(which, i) == nil)
+              if own then sets.write(own, (sets.read(whole:moment(which, i)))) end
+            end
+          end
+          run(whole, 4, 6)
+          run(resumed, 4, 6)
+          assert.equal(tostring(whole:checksum()), tostring(resumed:checksum()))
+          whole:free()
+          resumed:free()
+        end
+      end
+    end
+  end))
+
+  it("starts a momentum with dampening at a parameter's own first gradient", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 1 }, { 1 } })
+      set:optimizer("sgd")
+      local hyper = { lr = 1, momentum = 0.5, dampening = 0.5 }
+      set:write_gradients { { 1 }, false }
+      set:update { hyper = hyper, t = 1 }
+      set:write_gradients { { 1 }, { 1 } }
+      set:update { hyper = hyper, t = 2 }
+      assert.same({ -2, -1 }, { set:weights(1)[1], set:weights(2)[1] })
+      set:free()
+    end)
+  end))
+
+  it("refuses what does not fit, and says why", sets.step(function()
+    local set = sets.new({ { 1 }, { 1 } })
+    assert.error_matches(function() set:optimizer(9) end, "no optimizer number 9")
+    assert.error_matches(function() set:optimizer("adam", "f16") end, "moments in f32 or bf16, got f16")
+    assert.error_matches(function() set:optimizer("adam", "f32", { 0, -1 }) end, "p2 is in group %-1")
+    set:optimizer("adam", "f32", { 0, 1 })
+    assert.error_matches(function() set:update { hyper = { ADAMW } } end, "p2 is in group 1, the update has 1")
+    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end, "state of adam, the update is of adamw")
+    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end, "count from 1")
+    assert.error_matches(function() set:moment(3, 1) end, "moment 1 or 2")
+    assert.error_matches(function() set:moment(1, 3) end, "index of 0 to 1")
+    engine.C.eng_params_free(set.params)
+    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW } } end, "were freed")
+    engine.C.eng_optimizer_free(set.state)
+  end))
+end)

@@ -1,0 +1,380 @@
+-- Data loaders: what a batch holds, the order of the examples (as llm.c's loader, or a permutation each epoch), places to
+-- resume from, and files that are not what they should be.
+local engine = require "engine"
+local ffi = require("engine.base.ffi").ffi
+local helper = require "spec.helper"
+local order = require "engine.data.order"
+
+local data = engine.data
+local folder
+
+local function u16(list)
+  local bytes = {}
+  for i, v in ipairs(list) do bytes[i] = string.char(v % 256, math.floor(v / 256)) end
+  return table.concat(bytes)
+end
+local function i32(...)
+  local bytes = {}
+  for _, v in ipairs { ... } do
+    v = v % 2 ^ 32
+    bytes[#bytes + 1] = string.char(v % 256, math.floor(v / 2 ^ 8) % 256, math.floor(v / 2 ^ 16) % 256, math.floor(v / 2 ^ 24))
+  end
+  return table.concat(bytes)
+end
+local function big(...)
+  return (i32(...):gsub("(.)(.)(.)(.)", "%4%3%2%1"))
+end
+local function file(name, bytes) return helper.write(folder .. "/" .. name, bytes) end
+local function llmc(magic, version, count, tokens) return i32(magic, version, count) .. ("\0"):rep(1024 - 12) .. u16(tokens) end
+local function numbers(n, from)
+  local list = {}
+  for i = 1, n do list[i] = (from or 0) + i - 1 end
+  return list
+end
+
+-- the first token of each row of each of n batches
+local function starts(loader, n)
+  local list = {}
+  for _ = 1, n do
+    local batch = loader:next()
+    for _, row in ipairs(batch.x:totable()) do list[#list + 1] = row[1] end
+    engine.end_step()
+  end
+  return list
+end
+
+-- code, and the message in one line at the script's position
+local function refuses(code, expected)
+  local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
+  local good, message = pcall(setfenv(chunk, { data = data, engine = engine, folder = folder }))
+  assert.is_false(good, code)
+  assert.equal("script:1: " .. expected:gsub("FOLDER", (folder:gsub("%%", "%%%%"))), message)
+end
+
+describe("data", function()
+  before_each(function() folder = helper.folder() end)
+  after_each(function()
+    engine.end_step()
+    helper.remove(folder)
+  end)
+
+  -- ---------------------------------------------------------------- windows of tokens
+
+  it("text gives bytes as tokens, targets one further", function()
+    local batch = data.text { text = "hello world!", batch = 2, context = 4, shuffle = false }:next()
+    assert.same({ { ("hell"):byte(1, -1) }, { ("o wo"):byte(1, -1) } }, batch.x:totable())
+    assert.same({ { ("ello"):byte(1, -1) }, { (" wor"):byte(1, -1) } }, batch.y:totable())
+    assert.same({ "i32", "i32", 8 }, { batch.x.dtype, batch.y.dtype, batch.tokens })
+    local bytes = data.text { text = "\0\255\128\1", batch = 1, context = 3, shuffle = false }:next()
+    assert.same({ { 0, 255, 128 } }, bytes.x:totable())
+  end)
+
+  it("text comes from a file, several files, or a share of them", function()
+    local a, b = file("a.txt", "abcdefghij"), file("b.txt", "klm")
+    local function all(options)
+      options.batch, options.context, options.shuffle = 1, 1, false
+      local loader, text = data.text(options), {}
+      for _ = 1, loader:batches_per_epoch() do text[#text + 1] = string.char(loader:next().x:item()) end
+      return table.concat(text)
+    end
+    assert.equal("abcdefghi", all { path = a })                    -- the last one is a target only
+    assert.equal("abcdefghij\nkl", all { path = { a, b } })
+    assert.equal("abcdefg", all { path = a, to = 0.8 })
+    assert.equal("i", all { path = a, from = 0.8 })
+  end)
+
+  it("tokens come bare, as nanoGPT writes them, or with llm.c's header", function()
+    local tokens = { 1, 50256, 65535, 4, 5, 6, 7 }
+    local bare = data.tokens { path = file("a.bin", u16(tokens)), batch = 1, context = 3, shuffle = false }
+    local headed = data.tokens { path = file("b.bin", llmc(20240520, 1, 7, tokens)), batch = 1, context = 3, shuffle = false }
+    for _, loader in ipairs { bare, headed } do
+      local batch = loader:next()
+      assert.same({ { 1, 50256, 65535 } }, batch.x:totable())
+      assert.same({ { 50256, 65535, 4 } }, batch.y:totable())
+      assert.same({ { 4, 5, 6 } }, loader:next().x:totable())
+    end
+    assert.equal(7, headed.tokens)
+  end)
+
+  it("in order, row b of step i starts at token (i*B + b)*T, and begins again when a batch does not fit", function()
+    for _, case in ipairs { { 3, 4, 61 }, { 1, 5, 26 }, { 4, 2, 100 }, { 2, 3, 13 }, { 2, 3, 12 }, { 5, 1, 6 } } do
+      local B, T, n = unpack(case)
+      local loader = data.tokens { path = file("a.bin", u16(numbers(n))), batch = B, context = T, shuffle = false }
+      local fit = math.floor((n - 1) / (B * T))                    -- batches with a target for their last token
+      assert.equal(fit, loader:batches_per_epoch())
+      local i = 0
+      for _ = 1, 3 * fit do
+        local batch = loader:next()
+        local x, y = batch.x:totable(), batch.y:totable()
+        for b = 0, B - 1 do
+          for t = 0, T - 1 do
+            assert.equal((i * B + b) * T + t, x[b + 1][t + 1])
+            assert.equal((i * B + b) * T + t + 1, y[b + 1][t + 1])
+          end
+        end
+        i = (i + 1) % fit
+      end
+    end
+  end)
+
+  it("shuffled, an epoch visits every window once, each epoch in another order", function()
+    local T, B, n = 4, 3, 4 * 30 + 1
+    local loader = data.tokens { path = file("a.bin", u16(numbers(n))), batch = B, context = T }
+    local first
+    for epoch = 1, 4 do
+      local seen = starts(loader, loader:batches_per_epoch())
+      local text = table.concat(seen, " ")
+      assert.not_equal(first, text)
+      first = first or text
+      table.sort(seen)
+      assert.same(30, #seen)
+      for k = 1, 30 do assert.equal((k - 1) * T, seen[k], "epoch " .. epoch) end
+    end
+  end)
+
+  it("shuffled, an epoch cuts a file that leaves a rest at its own offset", function()
+    local loader = data.tokens { path = file("a.bin", u16(numbers(100))), batch = 2, context = 8 }
+    local offsets = {}
+    for _ = 1, 30 do
+      local seen = starts(loader, loader:batches_per_epoch())
+      for _, s in ipairs(seen) do
+        assert.equal(seen[1] % 8, s % 8)
+        assert.is_true(s + 8 < 100)
+      end
+      offsets[seen[1] % 8] = true
+    end
+    local n = 0
+    for _ in pairs(offsets) do n = n + 1 end
+    assert.equal(4, n)            -- 99 tokens with a target are 12 windows and 3 left over: four places to begin
+  end)
+
+  it("the order follows the seed", function()
+    local path = file("a.bin", u16(numbers(200)))
+    local function with(seed) return starts(data.tokens { path = path, batch = 2, context = 2, seed = seed }, 20) end
+    assert.same(with(1), with(1))
+    assert.not_same(with(1), with(2))
+  end)
+
+  it("a permutation is one for every number of items", function()
+    for _, n in ipairs { 1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097 } do
+      for epoch = 0, 2 do
+        local seen, fixed = {}, 0
+        for i = 0, n - 1 do
+          local k = order.permute(i, n, 99, epoch)
+          assert.is_true(k >= 0 and k < n and k % 1 == 0)
+          assert.is_nil(seen[k])
+          seen[k] = true
+          if k == i then fixed = fixed + 1 end
+        end
+        if n >= 1000 then assert.is_true(fixed < 12) end
+      end
+    end
+    assert.is_true(order.permute(2 ^ 33, 2 ^ 34, 1, 0) < 2 ^ 34)
+  end)
+
+  -- ---------------------------------------------------------------- places
+
+  it("goes on from every place as if it had never stopped", function()
+    local path = file("a.bin", u16(numbers(45)))
+    for _, shuffle in ipairs { true, false } do
+      local function loader() return data.tokens { path = path, batch = 2, context = 4, shuffle = shuffle, seed = 3 } end
+      local whole = starts(loader(), 25)
+      for place = 0, 20 do
+        local one = loader()
+        starts(one, place)
+        local state = one:state()
+        local two = loader()
+        starts(two, 7)
+        two:restore(state)
+        local rest = starts(two, 25 - place)
+        for k, s in ipairs(rest) do assert.equal(whole[2 * place + k], s) end
+      end
+    end
+  end)
+
+  it("refuses a place of other data, batch size or order", function()
+    local path = file("a.bin", u16(numbers(45)))
+    local function loader(options)
+      local o = { path = path, batch = 2, context = 4, seed = 3 }
+      for key, value in pairs(options or {}) do o[key] = value end
+      return data.tokens(o)
+    end
+    local state = loader():state()
+    for key, value in pairs { batch = 3, context = 5, seed = 4, shuffle = false } do
+      local other = loader { [key] = value }
+      assert.error_matches(function() other:restore(state) end, ("this place was saved with %s %s, the loader has %s; the batches would not be the same")
+        :format(key, tostring(state[key]), tostring(value)), 1, true)
+    end
+    assert.error_matches(function() data.text { text = "0123456789", batch = 2, context = 4, seed = 3 }:restore(state) end, "saved with kind tokens")
+    assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(state) end, "saved with examples 11, the loader has 14")
+    assert.error_matches(function() loader():restore(5) end, "expected a place as state%(%) gives it, got 5")
+    assert.error_matches(function() loader():restore { at = -1 } end, "expected a place")
+  end)
+
+  it("a batch goes with the step, also where none is open", function()
+    local loader = data.text { text = ("abc"):rep(100), batch = 2, context = 8 }
+    local batch = loader:next()
+    engine.end_step()
+    assert.error_matches(function() return batch.x.shape end, "belongs to step")
+    loader:next()
+    engine.end_step()
+    local before = engine.memory().kept.used
+    for _ = 1, 50 do
+      loader:next()
+      engine.end_step()
+    end
+    assert.equal(before, engine.memory().kept.used)
+    assert.matches("text: 300 tokens in windows of 8: 37 examples, batch 2, shuffled, at batch 52 %(epoch 2.89%)", tostring(loader))
+  end)
+
+  -- ---------------------------------------------------------------- rows
+
+  it("csv takes a header, a target by name or number, and other separators", function()
+    local path = file("a.csv", "\239\187\191a,\"b\",label\r\n1,2,0\r\n\r\n3,-4.5e1,1\r\n")
+    local batch = data.csv { path = path, batch = 2, shuffle = false }:next()
+    assert.same({ { 1, 2 }, { 3, -45 } }, batch.x:totable())
+    assert.same({ 0, 1 }, batch.y:totable())
+    assert.same({ "f32", "f32", 2 }, { batch.x.dtype, batch.y.dtype, batch.tokens })
+    batch = data.csv { path = path, batch = 2, shuffle = false, target = "a" }:next()
+    assert.same({ { { 2, 0 }, { -45, 1 } }, { 1, 3 } }, { batch.x:totable(), batch.y:totable() })
+    batch = data.csv { path = path, batch = 2, shuffle = false, target = 2 }:next()
+    assert.same({ { { 1, 0 }, { 3, 1 } }, { 2, -45 } }, { batch.x:totable(), batch.y:totable() })
+    batch = data.csv { path = path, batch = 3, shuffle = false, classes = true }:next()      -- more than there are: from the start again
+    assert.same({ "i64", { 0, 1, 0 } }, { batch.y.dtype, batch.y:totable() })
+    assert.same({ "a", "b", "label" }, data.csv { path = path }.columns)
+    assert.same({ { 1 } }, data.csv { path = file("b.csv", "1;2\n"), separator = ";", batch = 1 }:next().x:totable())
+    assert.same({ { 1 } }, data.csv { path = file("c.csv", "1|2"), separator = "|", batch = 1 }:next().x:totable())
+  end)
+
+  it("tensors keep their dtypes and the shapes of their rows", function()
+    local x, y = engine.arange(1, 12, 1, "f16"):view(3, 2, 2):keep(), engine.tensor({ { 1 }, { 2 }, { 3 } }, { dtype = "i32", keep = true })
+    local batch = data.tensors { x = x, y = y, batch = 2, shuffle = false }:next()
+    assert.same({ "f16", "i32" }, { batch.x.dtype, batch.y.dtype })
+    assert.same({ { { 1, 2 }, { 3, 4 } }, { { 5, 6 }, { 7, 8 } } }, batch.x:totable())
+    assert.same({ { 1 }, { 2 } }, batch.y:totable())
+    local flat = data.tensors { x = engine.arange(0, 5), y = engine.arange(0, 5), batch = 4, shuffle = false }:next()
+    assert.same({ { 0, 1, 2, 3 }, { 0, 1, 2, 3 }, "i64" }, { flat.x:totable(), flat.y:totable(), flat.x.dtype })
+  end)
+
+  it("rows are shuffled together with their targets, each once an epoch", function()
+    local x, y = engine.arange(0, 9, 1, "f32"):view(10, 1), engine.arange(100, 109)
+    local loader = data.tensors { x = x, y = y, batch = 5 }
+    for _ = 1, 3 do
+      local seen = {}
+      for _ = 1, 2 do
+        local batch = loader:next()
+        for i, row in ipairs(batch.x:totable()) do
+          assert.equal(row[1] + 100, batch.y:totable()[i])
+          seen[row[1]] = true
+        end
+      end
+      for i = 0, 9 do assert.is_true(seen[i]) end
+    end
+  end)
+
+  local function images(n, more) return big(0x00000803, n, 2, 2) .. ("\0\51\102\255"):rep(n) .. (more or "") end
+  local function labels(n) return big(0x00000801, n) .. ("\7\3"):rep(n):sub(1, n) end
+
+  it("idx images come as 0..1, labels as classes", function()
+    local batch = data.idx { images = file("i", images(3)), labels = file("l", labels(3)), batch = 2, shuffle = false }:next()
+    assert.same({ 2, 4 }, batch.x.shape)
+    for k, v in ipairs { 0, 0.2, 0.4, 1 } do assert.near(v, batch.x:totable()[2][k], 1e-7) end
+    assert.same({ "i64", { 7, 3 } }, { batch.y.dtype, batch.y:totable() })
+  end)
+
+  -- ---------------------------------------------------------------- what is wrong
+
+  it("options that are not known or not usable are answered in one line", function()
+    refuses("data.text { text = 'abc', contxt = 2 }", "data.text: unknown option 'contxt'; did you mean 'context'?; options: batch context from path seed shuffle text to")
+    refuses("data.txt {}", "engine.data has no 'txt'; did you mean 'text'?")
+    refuses("data.text 'a'", "data.text: expected a table of options, got 'a'")
+    refuses("data.text {}", "data.text: expected path = a file or a list of files, or text = a string")
+    refuses("data.text { text = 'abc', batch = 0 }", "data.text: expected batch as a whole number of 1 or more, got 0")
+    refuses("data.text { text = 'abc', context = 1.5 }", "data.text: expected context as a whole number of 1 or more, got 1.5")
+    refuses("data.text { text = 'abc', seed = 'x' }", "data.text: expected seed as a whole number of 0 or more, got 'x'")
+    refuses("data.text { text = 'abc', shuffle = 'no' }", "data.text: expected shuffle as true or false, got 'no'")
+    refuses("data.text { text = 'abc', from = 0.5, to = 0.5 }", "data.text: expected 0 <= from < to <= 1, got 0.5 and 0.5")
+    refuses("data.text { text = 'abc', from = 'a' }", "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
+    refuses("data.text { path = { 5 } }", "data.text: expected the path of a file, got 5")
+    refuses("data.tokens {}", "data.tokens: expected path = a .bin file of uint16 tokens, got nothing")
+    refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
+    refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
+    refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x as a tensor, got 1")
+    refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }", "data.tensors: x has 2 rows, y has 3")
+    refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }", "data.tensors: there are no rows")
+  end)
+
+  it("missing, short, truncated and odd files are named", function()
+    file("short", "abcd")
+    file("odd.bin", "abc")
+    file("cut.bin", llmc(20240520, 1, 9, numbers(8)))
+    file("more.bin", llmc(20240520, 1, 7, numbers(8)))
+    file("two.bin", llmc(20240520, 2, 8, numbers(8)))
+    file("wide.bin", llmc(20240801, 7, 8, numbers(8)))
+    file("minus.bin", llmc(20240520, 1, -1, numbers(8)))
+    file("big.bin", u16 { 5, 9, 10, 3 })
+    file("empty", "")
+    refuses("data.text { path = folder .. '/short', context = 4 }", "data.text: 4 tokens are too few for a context of 4: it takes 5")
+    refuses("data.text { path = folder .. '/empty', context = 4 }", "data.text: 0 tokens are too few for a context of 4: it takes 5")
+    refuses("data.text { text = '', context = 4 }", "data.text: 0 tokens are too few for a context of 4: it takes 5")
+    refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }", "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are no uint16 tokens")
+    refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }", "data.tokens: the header of FOLDER/cut.bin names 9 tokens, the file holds 8; hint: it is truncated")
+    refuses("data.tokens { path = folder .. '/more.bin', context = 1 }", "data.tokens: the header of FOLDER/more.bin names 7 tokens, the file holds 8")
+    refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }", "data.tokens: the header of FOLDER/minus.bin names -1 tokens, the file holds 8")
+    refuses("data.tokens { path = folder .. '/two.bin', context = 1 }", "data.tokens: FOLDER/two.bin has version 2 of llm.c's format, expected 1 (uint16 tokens)")
+    refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }", "data.tokens: FOLDER/wide.bin holds llm.c's tokens of 32 bits, expected uint16")
+    refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }", "data.tokens: token 10 at place 2 of FOLDER/big.bin is past the vocabulary of 10")
+    for _, code in ipairs { "data.text { path = folder .. '/none' }", "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
+      "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
+      local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
+      local good, message = pcall(setfenv(chunk, { data = data, folder = folder }))
+      assert.is_false(good)
+      assert.matches("^script:1: .*" .. folder:gsub("%p", "%%%0") .. "/none: .*No such file or directory", message)
+    end
+  end)
+
+  it("csv files that are no tables of numbers are named with their line", function()
+    file("a.csv", "a,b\n1,2\n3\n")
+    file("b.csv", "a,b\n1,2\n3,x\n")
+    file("c.csv", "a,b\n")
+    file("d.csv", "1\n2\n")
+    file("e.csv", "1,0\n2,1.5\n")
+    file("f.csv", "1,0\n2,-1\n")
+    refuses("data.csv { path = folder .. '/a.csv' }", "data.csv: FOLDER/a.csv:3 has 1 columns, expected 2")
+    refuses("data.csv { path = folder .. '/b.csv' }", "data.csv: FOLDER/b.csv:3 column 2 is no number: 'x'")
+    refuses("data.csv { path = folder .. '/c.csv' }", "data.csv: FOLDER/c.csv has no rows of numbers")
+    refuses("data.csv { path = folder .. '/d.csv' }", "data.csv: FOLDER/d.csv has one column; expected features and a target")
+    refuses("data.csv { path = folder .. '/e.csv', classes = true }", "data.csv: row 2 of FOLDER/e.csv has the class 1.5, expected a whole number of 0 or more")
+    refuses("data.csv { path = folder .. '/f.csv', classes = true }", "data.csv: row 2 of FOLDER/f.csv has the class -1, expected a whole number of 0 or more")
+    refuses("data.csv { path = folder .. '/e.csv', target = 3 }", "data.csv: there is no column 3 among the 2 of FOLDER/e.csv")
+    file("g.csv", "width,label\n1,0\n")
+    refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }", "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")
+    refuses("data.csv { path = folder .. '/g.csv', separator = '' }", "data.csv: expected separator as one character, got ''")
+  end)
+
+  it("idx files that are none, are cut or do not belong together are named", function()
+    file("good", images(2))
+    file("labels", labels(2))
+    file("three", labels(3))
+    file("cut", images(2):sub(1, -2))
+    file("long", images(2, "x"))
+    file("hostile", big(0x00000803, 2 ^ 32 - 1, 2 ^ 32 - 1, 2 ^ 32 - 1))
+    file("tiny", "\0\0\8")
+    refuses("data.idx { images = folder .. '/cut', labels = folder .. '/labels' }", "data.idx: FOLDER/cut should hold 8 bytes after its header, it holds 7")
+    refuses("data.idx { images = folder .. '/long', labels = folder .. '/labels' }", "data.idx: FOLDER/long should hold 8 bytes after its header, it holds 9")
+    refuses("data.idx { images = folder .. '/labels', labels = folder .. '/labels' }", "data.idx: FOLDER/labels is no idx file of images (unsigned bytes, 3 dimensions)")
+    refuses("data.idx { images = folder .. '/tiny', labels = folder .. '/labels' }", "data.idx: FOLDER/tiny is no idx file of images (unsigned bytes, 3 dimensions)")
+    refuses("data.idx { images = folder .. '/good', labels = folder .. '/good' }", "data.idx: FOLDER/good is no idx file of labels (unsigned bytes, 1 dimensions)")
+    refuses("data.idx { images = folder .. '/good', labels = folder .. '/three' }", "data.idx: 2 images but 3 labels")
+    local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder .. "/labels" })
+    assert.is_false(good)
+    assert.matches("should hold .* bytes after its header, it holds 0", message)
+  end)
+
+  it("a mapped file stays mapped while the loader lives", function()
+    local loader = data.text { path = file("a.txt", ("x"):rep(5000)), batch = 1, context = 1000 }
+    for _ = 1, 20 do collectgarbage() end
+    assert.equal(("x"):byte(), ffi.cast("const uint8_t *", loader.keep.data)[4999])
+    assert.equal(1000 * ("x"):byte(), loader:next().x:sum():item())
+  end)
+end)

@@ -1,0 +1,78 @@
+-- The job of spec/dist/ranks_spec.lua: a tiny GPT, trained by as many ranks as there are. Prints a line a step (rank 0) and the checksum of the
+-- weights at the end (every rank, on stderr).
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local ranks = engine.ranks
+
+local cfg = engine.config({
+  steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "", resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
+  checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet", tied = true,
+  plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",   -- inf or nan in a gradient of one rank
+  odd_rank = -1, odd_policy = "", odd_steps = 0,                                        -- one rank with other settings than the others
+  hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3, swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
+  device = "cpu",
+})
+local odd = ranks.rank() == cfg.odd_rank
+if odd and cfg.odd_policy ~= "" then cfg.policy = cfg.odd_policy end
+if odd and cfg.odd_steps > 0 then cfg.steps = cfg.odd_steps end
+engine.device(cfg.device)
+engine.seed(5)
+
+local text = {}
+for i = 1, 6000 do text[i] = string.char(32 + i * i % 89) end
+local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2, dropout = cfg.dropout, tied = cfg.tied }
+local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
+
+local Moody = { get_scale = function(self) return self.scale end,
+  update = function(self) self.scale = ranks.rank() == 1 and 2 or 1 end }
+Moody.__index = Moody
+function Moody.new() return setmetatable({ scale = 1 }, Moody) end
+engine.register_loss_scaler("moody", Moody)
+
+-- A gradient of inf or nan for one element of one parameter, on one rank, at one step.
+local target
+for _, p in ipairs(optimizer.list) do
+  if p.name == cfg.plant_tensor then target = p.tensor end
+end
+local calls = 0
+local function loss_of(m, batch)
+  local loss = m:loss(batch.x, batch.y)
+  local step = math.floor(calls / cfg.accumulate)
+  calls = calls + 1
+  if cfg.plant == "" or ranks.rank() ~= cfg.plant_rank or step ~= cfg.plant_step then return loss end
+  local planted = cfg.plant == "inf" and math.huge or 0 / 0
+  local add = engine.custom {
+    forward = function(_, l) return l * 1 end,
+    backward = function(_, dl)
+      local values = M_ffi.new("float[?]", target.count)
+      values[target.count - 1] = planted
+      return dl, engine.from_memory(values, "f32", target.shape)
+    end }
+  return add(loss, target)
+end
+
+local trainer
+trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
+  data = engine.data.text { text = table.concat(text), batch = cfg.batch, context = 16, seed = 9 },
+  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, wire = cfg.wire, zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
+  checkpoint_every = cfg.checkpoint_every, rank_timeout = cfg.timeout, log = cfg.log, policy = cfg.policy ~= "" and cfg.policy or nil,
+  on_step = function(t, record, verdict)
+    local step = tonumber(record.step)
+    if step == cfg.trouble_step then
+      if ranks.rank() == cfg.hang_rank then while true do end end
+      if ranks.rank() == cfg.slow_rank then os.execute("sleep " .. cfg.slow) end
+      if ranks.rank() == cfg.die_rank then os.execute("kill -9 " .. io.open("/proc/self/stat"):read("*n")) end
+      if ranks.rank() == cfg.raise_rank then error("this rank has had enough", 0) end
+    end
+    if step == cfg.swap_step then
+      if ranks.rank() == cfg.few_rank then engine.policy.limits { memory = 1000 } end
+      t.policy:swap(cfg.swap)
+    end
+    if cfg.signal ~= "" then
+      engine.signal("mine", ranks.rank() + 1, cfg.signal)
+      print(("signal %s"):format(tostring(t.parallel.signals.mine)))
+    end
+    print(("%d %.17g %.17g %s %s"):format(step, record.loss, record.scale, verdict:what(), t.policy.name))
+  end }
+trainer:run()
+io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(), tostring(M_ffi.C.eng_params_checksum(optimizer.params))))

@@ -1,0 +1,74 @@
+-- Starts ranks on this machine, for ranks_spec.lua and the campaigns beside this file: one thread each, more of them than cores.
+local helper = require "spec.helper"
+
+local M = {}
+
+M.there = helper.shell("command -v mpirun").code == 0
+  and helper.read(require("engine.base.ffi").library_dir .. "/libengine_mpi.so") ~= nil
+
+local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1"
+local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0"
+
+local function quoted(words, settings)
+  for _, setting in ipairs(settings or {}) do words[#words + 1] = helper.quote(setting) end
+end
+
+--- The command of n ranks (0: one process, without mpirun) that run a script. options: limit (seconds; 60), mpirun (more of its words),
+--- environment: "A=B".
+function M.command(n, script, settings, options)
+  local o = options or {}
+  local words = { ENVIRONMENT, o.environment or "", n == 0 and "ENGINE_RANKS=off" or "", "timeout -k 5", o.limit or 60 }
+  if n > 0 then words[#words + 1] = ("%s %s -np %d"):format(MPIRUN, o.mpirun or "", n) end
+  words[#words + 1] = helper.quote(helper.engine)
+  words[#words + 1] = script
+  quoted(words, settings)
+  return table.concat(words, " ")
+end
+
+--- The command of ranks that are not alike: a list of { engine =, script =, settings =, environment = "A=B", n = 1 }; `script` is that of all
+--- that name none, `program` in its place is any other command.
+function M.mixed(parts, script, options)
+  local words = { ENVIRONMENT, "timeout -k 5", options and options.limit or 60, MPIRUN }
+  for i, part in ipairs(parts) do
+    if i > 1 then words[#words + 1] = ":" end
+    words[#words + 1] = ("-np %d env %s"):format(part.n or 1, part.environment or "")
+    words[#words + 1] = part.program or helper.quote(part.engine or helper.engine) .. " " .. (part.script or script)
+    quoted(words, part.settings)
+  end
+  return table.concat(words, " ")
+end
+
+--- The command of n ranks that no MPI knows of, started as torchrun starts them, each with a fake card (spec/cuda/) and the fake NCCL between
+--- them. options: limit; folder, where they meet; place = "address:port"; names: a function of the rank, its variables in place of torchrun's;
+--- environment: "A=B" for all; of = { [rank] = "A=B" }.
+function M.nccl_command(n, script, settings, options)
+  local o, lines = options or {}, {}
+  local address, port = (o.place or "127.0.0.1:29400"):match("^(.*):(%d+)$")
+  for rank = 0, n - 1 do
+    local names = o.names and o.names(rank)
+      or ("RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=%s MASTER_PORT=%s TORCHELASTIC_RUN_ID=none"):format(rank, n, rank, address, port)
+    local words = { "env", names, "OMP_NUM_THREADS=1", M.FAKES, "FAKE_NCCL_FOLDER=" .. helper.quote(o.folder), o.environment or "", o.of and o.of[rank] or "",
+      "timeout -k 1", tostring(o.limit or 60), helper.quote(helper.engine), script }
+    quoted(words, settings)
+    lines[#lines + 1] = ("{ %s & echo $! > $F/pid.%d; wait $!; echo $? > $F/code.%d; } &"):format(table.concat(words, " "), rank, rank)
+  end
+  -- As torchrun does: who ends badly ends the others, a little later.
+  lines[#lines + 1] = "code=0 late=0"
+  lines[#lines + 1] = ("while [ $(cat $F/code.* 2>/dev/null | wc -l) -lt %d ]; do"):format(n)
+  lines[#lines + 1] = "  sleep 0.05; [ $code -ne 0 ] || code=$(cat $F/code.* 2>/dev/null | grep -v '^0$' | head -n 1); code=${code:-0}"
+  lines[#lines + 1] = "  [ $code -eq 0 ] || late=$((late + 1)); [ $late -ne 40 ] || kill $(cat $F/pid.*) 2>/dev/null"
+  lines[#lines + 1] = "done"
+  lines[#lines + 1] = "[ $code -ne 0 ] || code=$(cat $F/code.* | sort -n | tail -n 1); rm -f $F/code.* $F/pid.*; exit $code"
+  return ("F=%s sh -c %s"):format(helper.quote(o.folder), helper.quote(table.concat(lines, "\n")))
+end
+
+function M.nccl(n, script, settings, options) return helper.shell(M.nccl_command(n, script, settings, options)) end
+
+--- What a process needs to find the stand-ins, and whether they were built.
+M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/" .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so") .. " ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
+M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_nccl.so").code == 0 and not helper.sanitized and not os.getenv("ENGINE_TEST_DEVICE")
+
+--- Runs n ranks. Gives { code, out, err }.
+function M.run(n, script, settings, options) return helper.shell(M.command(n, script, settings, options)) end
+
+return M

@@ -1,0 +1,462 @@
+-- Modules and models: names and order of parameters, tied weights, state, freezing, modes, text; and the models' shapes,
+-- first losses, causality and sampling.
+local engine = require "engine"
+local helper = require "spec.helper"
+
+local nn = engine.nn
+local inf = math.huge
+
+local step = helper.in_step
+
+local function names(net)
+  local list = {}
+  for i, p in ipairs(net:parameters()) do list[i] = p.name end
+  return list
+end
+
+local function roles(net)
+  local list = {}
+  for _, p in ipairs(net:parameters()) do list[p.name] = p.role end
+  return list
+end
+
+-- ------------------------------------------------------------------ modules
+
+describe("a module", function()
+  it("names its parameters by the assignments, in their order", function()
+    local Net = nn.class("Net")
+    function Net:init()
+      self.last = nn.linear(2, 3)
+      self.blocks = nn.list { nn.layer_norm(3), nn.sequential { nn.linear(3, 3, { bias = false }), nn.relu() } }
+      self.head = nn.embedding(4, 3)
+      self.note = "not a parameter"
+      self:parameter("scale", engine.ones(1, { keep = true }), "norm")
+    end
+    local net = Net()
+    assert.same({ "last.weight", "last.bias", "blocks.1.weight", "blocks.1.bias", "blocks.2.1.weight", "head.weight", "scale" }, names(net))
+    assert.same({ ["last.weight"] = "linear", ["last.bias"] = "linear", ["blocks.1.weight"] = "norm", ["blocks.1.bias"] = "norm",
+      ["blocks.2.1.weight"] = "linear", ["head.weight"] = "embedding", scale = "norm" }, roles(net))
+    assert.equal(6 + 3 + 3 + 3 + 9 + 12 + 1, net:count())
+    assert.equal("not a parameter", net.note)
+    net.last = nn.linear(2, 2)                       -- replacing keeps the place
+    assert.same("last.weight", names(net)[1])
+    net.head = nil
+    assert.same(6, #names(net))
+    net.head = nn.embedding(4, 3)
+    assert.same({ 7, "head.weight" }, { #names(net), names(net)[6] })
+    assert.equal(1, select(2, tostring(net):gsub("head: embedding", "")))
+  end)
+
+  it("counts a tied weight once, and its gradient has both parts", step(function()
+    local net = nn.sequential { nn.linear(2, 2, { bias = false }), nn.linear(2, 2, { bias = false }) }
+    net[2].weight = net[1].weight
+    assert.same({ "1.weight" }, names(net))
+    assert.equal(4, net:count())
+    net[1].weight:copy { { 1, 2 }, { 3, 4 } }
+    net(engine.tensor { { 1, 1 } }):sum():backward()
+    -- y = W (W x): dW = g (W x)^T + (W^T g) x^T with g = 1
+    assert.same({ { 3 + 4, 7 + 4 }, { 3 + 6, 7 + 6 } }, net[1].weight.grad:totable())
+    local other = nn.sequential { nn.linear(2, 2, { bias = false }), nn.linear(2, 2, { bias = false }) }
+    other[2].weight = other[1].weight
+    other:load_state(net:state())
+    assert.same({ { 1, 2 }, { 3, 4 } }, other[2].weight:totable())
+  end))
+
+  it("gives its state and takes another's", step(function()
+    local a, b = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }, nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
+    assert.not_same(a[1].weight:totable(), b[1].weight:totable())
+    assert.equal(b, b:load_state(a:state()))
+    for name, tensor in pairs(a:state()) do assert.same(tensor:totable(), b:state()[name]:totable(), name) end
+    local x = engine.randn(4, 2)
+    assert.same(a(x):totable(), b(x):totable())
+    b:load_state { ["1.weight"] = engine.ones({ 3, 2 }, "f16"), ["1.bias"] = a[1].bias, ["2.weight"] = a[2].weight, ["2.bias"] = a[2].bias }
+    assert.same({ "f32", { { 1, 1 }, { 1, 1 }, { 1, 1 } } }, { b[1].weight.dtype, b[1].weight:totable() })
+  end))
+
+  it("refuses a state that does not fit, says all of why, and changes nothing", step(function()
+    local net = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
+    local before = net[1].weight:totable()
+    local state = { ["1.weight"] = engine.ones(3, 2), ["1.bias"] = engine.ones(4), ["2.weigth"] = engine.ones(3), ["2.bias"] = 5 }
+    local _, message = pcall(function() net:load_state(state) end)
+    assert.matches("^spec/nn/nn_spec.lua:%d+: load_state: the weights do not fit this model:\n", message)
+    assert.equal("  1.bias: expected [3], got [4]\n  2.bias: expected a tensor, got 5\n  missing: 2.weight\n  unknown: 2.weigth; did you mean '2.weight'?",
+      message:match("\n(.*)$"))
+    assert.same(before, net[1].weight:totable())
+    local _, problems = net:load_state(state, { strict = false })
+    assert.equal(4, #problems)
+    assert.same({ { 1, 1 }, { 1, 1 }, { 1, 1 } }, net[1].weight:totable())
+    assert.error_matches(function() net:load_state(nil) end, "load_state: expected a table of tensors by name, as engine.load%(path%) gives, got nothing")
+    assert.error_matches(function() net:load_state({}, { stric = false }) end, "unknown option 'stric'; did you mean 'strict'")
+    local many = nn.gpt { vocab = 4, context = 4, width = 4, heads = 1, layers = 3 }
+    _, message = pcall(function() many:load_state {} end)
+    assert.matches("%.%.%. and %d+ more$", message)
+  end))
+
+  it("freezes and unfreezes", step(function()
+    local net = nn.sequential { nn.linear(2, 2), nn.linear(2, 2) }
+    net[1]:freeze()
+    net(engine.ones(1, 2)):sum():backward()
+    assert.is_nil(net[1].weight.grad)
+    assert.is_not_nil(net[2].weight.grad)
+    assert.equal(net, net:freeze())
+    assert.has_error(function() net(engine.ones(1, 2)):sum():backward() end)
+    net:freeze(false)
+    net(engine.ones(1, 2)):sum():backward()
+    assert.is_not_nil(net[1].weight.grad)
+  end))
+
+  it("has a mode that reaches all below it; evaluating() gives each its own back", step(function()
+    local net = nn.sequential { nn.dropout(0.5), nn.list { nn.dropout(0.5) } }
+    assert.is_true(net:is_training())
+    net:eval()
+    assert.is_false(net[2][1]:is_training())
+    net:train()
+    assert.is_true(net[2][1]:is_training())
+    net[1]:eval()
+    local a, b, c = net:evaluating(function(x) return net[2][1]:is_training(), nil, x end, 7)
+    assert.same({ false, nil, 7 }, { a, b, c })
+    assert.same({ true, false, true }, { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
+    assert.error_matches(function() net:evaluating(function() error("inside") end) end, "inside")
+    assert.same({ true, false, true }, { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
+    local seen = {}
+    net:apply(function(module, path) seen[#seen + 1] = path .. ":" .. module._class end)
+    assert.same({ ":sequential", "1:dropout", "2:list", "2.1:dropout" }, seen)
+  end))
+
+  it("prints its tree and how many parameters it has", function()
+    local net = nn.sequential { nn.linear(10, 200), nn.gelu("tanh"), nn.list { nn.layer_norm(200), nn.dropout(0.25), nn.embedding(7, 3) } }
+    assert.equal(table.concat({ "sequential", "  1: linear(10 -> 200)", "  2: gelu", "  3: list", "    1: layer_norm(200)", "    2: dropout(0.25)",
+      "    3: embedding(7 x 3)", "2,621 parameters" }, "\n"), tostring(net))
+    assert.equal("linear(1 -> 2, no bias)\n2 parameters", tostring(nn.linear(1, 2, { bias = false })))
+    local function twin(n) return nn.sequential { nn.linear(n, 1) } end
+    assert.equal(table.concat({ "list", "  1: sequential", "    1: linear(2 -> 1)", "  2 to 3: the same", "  4: sequential", "    1: linear(3 -> 1)",
+      "  5: the same", "  6: sequential", "    1: linear(2 -> 1)", "20 parameters" }, "\n"),
+      tostring(nn.list { twin(2), twin(2), twin(2), twin(3), twin(3), twin(2) }))
+  end)
+
+  it("tells the path and the script's line of an error inside", step(function()
+    local Inner = nn.class("Inner")
+    function Inner.forward(_, x) return x + engine.zeros(7) end
+    local net = nn.sequential { nn.relu(), nn.sequential { Inner() } }
+    local _, message = pcall(net, engine.zeros(2, 3))
+    assert.matches("^spec/nn/nn_spec.lua:%d+: In 2.1: add: shapes do not broadcast: f32 %[2 x 3%] and f32 %[7%]", message)
+    local object = {}
+    function Inner.forward() error(object) end
+    local good, err = pcall(net, engine.zeros(2, 3))
+    assert.is_false(good)
+    assert.equal(object, err)                        -- errors that are no text pass as they are
+    assert.same({ 2, 2 }, nn.linear(3, 2)(engine.zeros(2, 3)).shape)
+  end))
+
+  it("answers mistakes in one line at the script's position", step(function()
+    local cases = {
+      { "nn.linera(1, 2)", "engine.nn has no 'linera'; did you mean 'linear'?" },
+      { "nn.linear(1)", "nn.linear: expected outputs as a whole number of 1 or more, got nothing" },
+      { "nn.linear(0, 1)", "nn.linear: expected inputs as a whole number of 1 or more, got 0" },
+      { "nn.linear(1, 2, { baias = false })", "nn.linear: unknown option 'baias'; did you mean 'bias'?; options: bias std" },
+      { "nn.linear(1, 2, false)", "nn.linear: expected a table of options, got false" },
+      { "nn.embedding(5, 'a')", "nn.embedding: expected the width as a whole number of 1 or more, got 'a'" },
+      { "nn.layer_norm(2.5)", "nn.layer_norm: expected the width as a whole number of 1 or more, got 2.5" },
+      { "nn.dropout(1.5)", "nn.dropout: expected a probability in [0, 1], got 1.5" },
+      { "nn.gelu('fast')", "nn.gelu: expected 'erf' or 'tanh', got 'fast'" },
+      { "nn.sequential { nn.relu(), 5 }", "nn.sequential: expected entry 2 to be a module, got 5" },
+      { "nn.list(5)", "nn.list: expected modules, got 5" },
+      { "nn.list { nn.relu }", "nn.list: expected entry 1 to be a module, got a table" },
+      { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method" },
+      { "assign()", "Empty.parts: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }" },
+      { "nn.relu():parameter('w', 5)", "parameter: expected a tensor for 'w', got 5" },
+      { "nn.attention(10, 3)", "nn.attention: the width 10 does not divide by 3 heads" },
+      { "nn.attention(12, 3, { kv_heads = 2 })", "nn.attention: 3 heads do not divide by 2 kv_heads" },
+      { "nn.attention(12, 3, { casual = false })",
+        "nn.attention: unknown option 'casual'; did you mean 'causal'?; options: bias causal dropout kv_heads out_std rope std" },
+      { "nn.attention(12, 4, { kv_heads = 2, dropout = 0.1 })", "nn.attention: dropout of the weights needs as many kv_heads as heads" },
+      { "nn.gpt { widht = 4 }", "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias context dropout embedding_dropout eps "
+        .. "gelu heads hidden layers tied vocab width" },
+      { "nn.gpt { layers = 0 }", "nn.gpt: expected layers as a whole number of 1 or more, got 0" },
+      { "nn.gpt { width = 10, heads = 3 }", "nn.gpt: the width 10 does not divide by 3 heads" },
+      { "nn.gpt { dropout = 1 }", "nn.gpt: expected dropout in [0, 1), got 1" },
+      { "nn.llama { heads = 4, kv_heads = 3 }", "nn.llama: 4 heads do not divide by 3 kv_heads" },
+      { "nn.llama { kv_heads = false }", "nn.llama: expected kv_heads as a whole number of 1 or more, got false" },
+      { "nn.bert { vocab = 'all' }", "nn.bert: expected vocab as a whole number of 1 or more, got 'all'" },
+      { "gpt:generate({}, 5)", "generate: expected a list of at least one token to begin with, got a table" },
+      { "gpt:generate({ 1 })", "generate: expected the number of tokens as a whole number of 0 or more, got nothing" },
+      { "gpt:generate({ 1 }, 5, { temp = 0 })", "generate: unknown option 'temp'; options: temperature top_k" },
+      { "gpt:generate({ 1 }, 5, { temperature = -1 })", "generate: expected temperature as a number >= 0, got -1" },
+      { "gpt:generate({ 1 }, 5, { top_k = 0 })", "generate: expected top_k as a whole number of 1 or more, got 0" },
+      { "gpt(engine.zeros(1, 9, 'i32'))", "In gpt: expected up to 8 tokens of context, got 9" },
+      { "bert(engine.zeros(1, 9, 'i32'))", "In bert: expected up to 8 tokens of context, got 9" },
+      { "gpt(engine.full({ 1, 2 }, 16, 'i32'))", "In wte: embedding: expected indices in 0..15, got 16 at position 0 of i32 [1 x 2]" },
+    }
+    local small = { vocab = 16, context = 8, width = 8, heads = 2, layers = 1 }
+    local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small), bert = nn.bert(small),
+      assign = function() nn.class("Empty")().parts = { nn.relu() } end }
+    for _, case in ipairs(cases) do
+      local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
+      local good, message = pcall(setfenv(chunk, place))
+      assert.is_false(good, case[1])
+      if case[1] == "assign()" then message = message:gsub("^[^:]+:%d+", "script:1") end
+      assert.equal("script:1: " .. case[2], message)
+    end
+  end))
+end)
+
+describe("a layer", function()
+  it("computes what it says", step(function()
+    local linear = nn.linear(2, 2)
+    linear.weight:copy { { 1, 2 }, { 3, 4 } }
+    linear.bias:copy { 10, 20 }
+    assert.same({ { 13, 27 } }, linear(engine.tensor { { 1, 1 } }):totable())
+    local embedding = nn.embedding(3, 2)
+    embedding.weight:copy { { 0, 1 }, { 2, 3 }, { 4, 5 } }
+    assert.same({ { 4, 5 }, { 0, 1 } }, embedding(engine.tensor({ 2, 0 }, "i64")):totable())
+    local y = nn.layer_norm(4)(engine.tensor { { 1, 2, 3, 4 } }):totable()[1]
+    for k, v in ipairs { -1.341641, -0.447214, 0.447214, 1.341641 } do assert.near(v, y[k], 1e-5) end
+    y = nn.rms_norm(2)(engine.tensor { { 3, 4 } }):totable()[1]
+    assert.near(3 / math.sqrt(12.5), y[1], 1e-6)
+    for name, expected in pairs { relu = 0, silu = -0.268941, sigmoid = 0.268941, tanh = -0.761594, softplus = 0.313262, log_sigmoid = -1.313262,
+      gelu = -0.158655 } do
+      assert.near(expected, nn[name]()(engine.tensor { -1 }):item(), 1e-6, name)
+    end
+    assert.near(-0.158808, nn.gelu("tanh")(engine.tensor { -1 }):item(), 1e-6)
+    assert.same({ 0.5, 0.5 }, nn.softmax()(engine.tensor { 3, 3 }):totable())
+  end))
+
+  it("starts from PyTorch's defaults", function()
+    engine.seed(1)
+    local linear = nn.linear(100, 200)
+    local bound = 0.1
+    assert.is_true(linear.weight:abs():max():item() <= bound and linear.weight:abs():max():item() > 0.99 * bound)
+    assert.is_true(linear.bias:abs():max():item() <= bound and linear.bias:abs():max():item() > 0.9 * bound)
+    assert.near(bound ^ 2 / 3, (linear.weight * linear.weight):mean():item(), 1e-4)
+    local embedding = nn.embedding(100, 50)
+    assert.near(1, (embedding.weight * embedding.weight):mean():item(), 0.05)
+    assert.near(0.04, (nn.linear(100, 200, { std = 0.2 }).weight ^ 2):mean():item(), 2e-3)
+    assert.equal(0, nn.linear(10, 20, { std = 0.2 }).bias:abs():max():item())
+    engine.end_step()
+  end)
+
+  it("dropout drops in training only, and keeps the mean", step(function()
+    engine.seed(2)
+    local drop, x = nn.dropout(0.3), engine.ones(20000)
+    local y = drop(x)
+    local kept = y:gt(0):to("f32"):mean():item()
+    assert.near(0.7, kept, 0.02)
+    assert.near(1 / 0.7, y:max():item(), 1e-6)
+    assert.near(1, y:mean():item(), 0.03)
+    assert.not_same(y:totable(), drop(x):totable())
+    drop:eval()
+    assert.is_true(drop(x) == x)
+    assert.is_true(nn.dropout(0)(x) == x)
+    assert.equal(0, nn.dropout(1)(x):max():item())
+  end))
+
+  it("attention can tell its entropy", step(function()
+    local attention = nn.attention(8, 2)
+    attention.watch_entropy = true
+    assert.same({ 3, 5, 8 }, attention(engine.randn(3, 5, 8)).shape)
+    local entropy = attention.entropy
+    assert.same({ 3, 2, 5 }, entropy.shape)
+    assert.near(0, entropy:select(3, 1):abs():max():item(), 1e-6)     -- the first row sees one key
+    assert.is_true(entropy:max():item() <= math.log(5) + 1e-5)
+  end))
+
+  it("attention with dropout is attention when nothing is dropped", step(function()
+    for _, causal in ipairs { true, false } do
+      engine.seed(3)
+      local plain = nn.attention(8, 2, { causal = causal })
+      local dropping = nn.attention(8, 2, { causal = causal, dropout = 1e-9 })
+      dropping:load_state(plain:state())
+      local x = engine.randn(2, 6, 8)
+      assert.is_true((plain(x) - dropping(x)):abs():max():item() < 1e-5)
+    end
+  end))
+end)
+
+-- ------------------------------------------------------------------ models
+
+local SHAPE = { vocab = 40, context = 12, width = 16, heads = 4, layers = 2 }
+local function with(more)
+  local options = {}
+  for key, value in pairs(SHAPE) do options[key] = value end
+  for key, value in pairs(more or {}) do options[key] = value end
+  return options
+end
+local KINDS = { "gpt", "llama", "bert" }
+local function ids(list) return engine.tensor(list, { dtype = "i32", keep = false }) end
+
+describe("the model", function()
+  for _, kind in ipairs(KINDS) do
+    it(kind .. " gives logits [B x T x V], and its first loss is about ln V", step(function()
+      engine.seed(4)
+      local model = nn[kind](with())
+      local x = engine.randint(0, 40, 3, 9, "i32")
+      assert.same({ 3, 9, 40 }, model(x).shape)
+      assert.same({ 1, 1, 40 }, model(ids { { 3 } }).shape)
+      assert.near(math.log(40), model:loss(x, engine.randint(0, 40, 3, 9, "i32")):item(), 0.15)
+    end))
+
+    it(kind .. " trains every parameter, in every precision", function()
+      for _, recipe in ipairs { "fp32", "bf16", "fp16" } do
+        engine.begin_step()
+        engine.seed(4)
+        local model = nn[kind](with { dropout = 0.1 })
+        local opt = engine.optim.adamw(model, { precision = recipe })
+        local x = engine.randint(0, 40, 3, 12, "i32")
+        engine.autocast(recipe, function() return model:loss(x, x) end):backward { scale = recipe == "fp16" and 1024 or 1 }
+        for _, p in ipairs(opt.list) do
+          local gradient = p.tensor.grad
+          assert.is_not_nil(gradient, kind .. ": " .. p.name .. " has no gradient in " .. recipe)
+          local amax = gradient:to("f32"):abs():max():item()
+          assert.is_true(amax > 0 and amax < inf, kind .. ": " .. p.name .. " in " .. recipe)
+        end
+        engine.end_step()
+      end
+    end)
+  end
+
+  it("gpt has the parameters of GPT-2's shape", function()
+    local function count(model)
+      local n = model:count()
+      for _, p in ipairs(model:parameters()) do p.tensor:free() end
+      return n
+    end
+    local V, T, C, L = 40, 12, 16, 2
+    local block = 12 * C * C + 13 * C
+    assert.equal(V * C + T * C + L * block + 2 * C, count(nn.gpt(with())))
+    assert.equal(V * C + T * C + L * block + 2 * C + V * C, count(nn.gpt(with { tied = false })))
+    assert.equal(V * C + T * C + L * (block - 13 * C + 2 * C) + C, count(nn.gpt(with { bias = false })))
+    local llama_block = C * (C + 2 * C / 2) + C * C + 3 * C * 24 + 2 * C
+    assert.equal(2 * V * C + L * llama_block + C, count(nn.llama(with { kv_heads = 2, hidden = 24 })))
+    assert.same({ "wte.weight", "wpe.weight", "blocks.1.norm1.weight", "blocks.1.norm1.bias", "blocks.1.attn.qkv.weight", "blocks.1.attn.qkv.bias",
+      "blocks.1.attn.out.weight", "blocks.1.attn.out.bias", "blocks.1.norm2.weight", "blocks.1.norm2.bias", "blocks.1.mlp.up.weight" },
+      { unpack(names(nn.gpt(with())), 1, 11) })
+  end)
+
+  for _, kind in ipairs { "gpt", "llama" } do
+    it(kind .. " is causal: later tokens do not change earlier logits by a bit", step(function()
+      for _, recipe in ipairs { "fp32", "fp16", "bf16" } do
+        engine.seed(5)
+        local model = nn[kind](with())
+        local first = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 }
+        local base = engine.autocast(recipe, model, ids { first, first }):to("f32"):totable()
+        for change = 1, 10 do
+          local other = { unpack(first) }
+          other[change] = 33
+          local logits = engine.autocast(recipe, model, ids { other, first }):to("f32"):totable()
+          for t = 1, change - 1 do assert.same(base[1][t], logits[1][t], recipe .. ": token " .. change .. " changed place " .. t) end
+          assert.not_same(base[1][change], logits[1][change])
+          assert.not_same(base[1][10], logits[1][10])                 -- and everything after it can see it
+          assert.same(base[2], logits[2])                             -- rows do not see each other
+        end
+      end
+    end))
+  end
+
+  it("bert sees both sides, and counts only the places to be guessed", step(function()
+    engine.seed(6)
+    local model = nn.bert(with())
+    local base = model(ids { { 1, 2, 3, 4 } }):totable()[1]
+    local other = model(ids { { 1, 2, 3, 5 } }):totable()[1]
+    for t = 1, 4 do assert.not_same(base[t], other[t]) end
+    local x = ids { { 1, 2, 3, 4 } }
+    local logits = model(x)
+    local expected = -logits:log_softmax():select(2, 3):select(2, 8):item()
+    assert.near(expected, model:loss(x, ids { { -100, -100, 7, -100 } }):item(), 1e-5)
+  end))
+
+  it("blocks carry the residual as their papers say: pre-norm x + f(norm x), post-norm norm(x + f x)", step(function()
+    local x = engine.randn(2, 5, 16)
+    for _, kind in ipairs(KINDS) do
+      local block = nn[kind](with()).blocks[1]
+      local function near(expected, y) assert.is_true((expected - y):abs():max():item() < 1e-6, kind) end
+      for _, last in ipairs { block.attn.out, block.mlp.down } do last.weight:fill(0) end      -- biases are 0 at first
+      if kind ~= "llama" then
+        assert.equal(0, block.attn.out.bias:abs():max():item())
+        assert.equal(0, block.mlp.down.bias:abs():max():item())
+      end
+      near(kind == "bert" and block.norm2(block.norm1(x)) or x, block(x))
+      local fresh = nn[kind](with()).blocks[1]
+      local middle = kind == "bert" and fresh.norm1(x + fresh.attn(x)) or x + fresh.attn(fresh.norm1(x))
+      near(kind == "bert" and fresh.norm2(middle + fresh.mlp(middle)) or middle + fresh.mlp(fresh.norm2(middle)), fresh(x))
+    end
+  end))
+
+  it("leaves nothing behind where no step is open", function()
+    local models = {}
+    for i, kind in ipairs(KINDS) do models[i] = nn[kind](with { attention_dropout = kind == "gpt" and 0.1 or nil }) end
+    local before
+    for turn = 1, 5 do
+      for _, model in ipairs(models) do model(ids { { 1, 2, 3 } }) end
+      engine.end_step()
+      local used = engine.memory().kept.used
+      if turn == 1 then before = used end
+      assert.equal(before, used)
+    end
+  end)
+
+  it("gpt with dropout differs from call to call in training, not in evaluation", step(function()
+    local model = nn.gpt(with { dropout = 0.2, attention_dropout = 0.2 })
+    local x = ids { { 1, 2, 3, 4 } }
+    assert.not_same(model(x):totable(), model(x):totable())
+    model:eval()
+    assert.same(model(x):totable(), model(x):totable())
+  end))
+end)
+
+describe("generate", function()
+  for _, kind in ipairs { "gpt", "llama" } do
+    it("with temperature 0 takes the likeliest token each time, past the context too: " .. kind, function()
+      engine.seed(7)
+      local model = nn[kind](with())
+      local list = model:generate({ 3, 5 }, 20, { temperature = 0 })
+      assert.same(22, #list)
+      assert.same({ 3, 5 }, { list[1], list[2] })
+      assert.same(list, model:generate({ 3, 5 }, 20, { temperature = 0 }))
+      assert.same(list, model:generate({ 3, 5 }, 20, { top_k = 1 }))
+      local by_hand = { 3, 5 }
+      for _ = 1, 20 do
+        local window = { unpack(by_hand, math.max(1, #by_hand - 11)) }
+        by_hand[#by_hand + 1] = model(ids { window }):select(2, -1):argmax():item()
+        engine.end_step()
+      end
+      assert.same(by_hand, list)
+    end)
+  end
+
+  it("samples by probability, from the top_k only, and follows the seed", function()
+    engine.seed(8)
+    local model = nn.gpt(with { vocab = 5, tied = false, layers = 1, context = 4 })
+    model.head.weight:fill(0)                              -- logits come from the last norm's bias alone
+    model.norm.weight:fill(0)
+    model.norm.bias:fill(0)
+    model.norm.bias:select(1, 1):fill(1)
+    model.head.weight:select(2, 1):copy { 0, math.log(2), math.log(3), math.log(4), -100 }    -- odds 1 2 3 4 0
+    local function counts(options)
+      local n, list = { 0, 0, 0, 0, 0 }, model:generate({ 0 }, 1000, options)
+      for i = 2, 1001 do n[list[i] + 1] = n[list[i] + 1] + 1 end
+      return n
+    end
+    for k, n in ipairs(counts()) do assert.near(({ 100, 200, 300, 400, 0 })[k], n, 60) end
+    for k, n in ipairs(counts { top_k = 2 }) do assert.near(({ 0, 0, 1000 * 3 / 7, 1000 * 4 / 7, 0 })[k], n, k < 3 and 0 or 70) end
+    for k, n in ipairs(counts { temperature = 0.5 }) do assert.near(({ 1000 / 30, 4000 / 30, 9000 / 30, 16000 / 30, 0 })[k], n, 60) end
+    engine.seed(9)
+    local first = model:generate({ 0 }, 30)
+    engine.seed(9)
+    assert.same(first, model:generate({ 0 }, 30))
+  end)
+
+  it("leaves modes, tape and memory as they were", function()
+    local model = nn.gpt(with { dropout = 0.5 })
+    model.blocks[1]:eval()
+    model:generate({ 1 }, 2)
+    local before, total = engine.memory(), 0
+    for _ = 1, 5 do model:generate({ 1 }, 20) end
+    for i, row in ipairs(engine.memory()) do total = total + row.used - before[i].used end
+    assert.equal(0, total)
+    assert.same({ true, false, true }, { model:is_training(), model.blocks[1]:is_training(), model.blocks[2]:is_training() })
+    assert.error_matches(function() model:generate({ 99 }, 1) end, "In wte: embedding: expected indices in 0..39, got 99")
+    assert.is_true(model:is_training())
+    assert.is_false(engine.zeros(1, { requires_grad = true }):add(1).is_leaf)      -- recording goes on
+    engine.end_step()
+  end)
+end)

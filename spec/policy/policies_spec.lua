@@ -1,0 +1,233 @@
+-- The shipped policies against the numbers of the systems they follow. spec/golden/loss_scalers.json holds
+-- traces (. good step, x overflow, "3x" three of them) and the scale after each step.
+local json = require "cjson"
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local helper = require "spec.helper"
+
+-- "3x 2." -> { true, true, true, false, false }
+local function expand(trace)
+  local steps = {}
+  for count, kind in trace:gmatch("(%d*)([x.])") do
+    for _ = 1, tonumber(count) or 1 do steps[#steps + 1] = kind == "x" end
+  end
+  return steps
+end
+
+-- "256x3 512" -> { 256, 256, 256, 512 }
+local function numbers(text)
+  local list = {}
+  for word in text:gmatch("%S+") do
+    local value, times = word:match("^(.-)x(%d+)$")
+    for _ = 1, tonumber(times) or 1 do list[#list + 1] = tonumber(value or word) end
+  end
+  return list
+end
+
+local record = M_ffi.new("eng_record")
+local function decide(policy, step, overflow)
+  record.step, record.scale, record.overflow, record.first_bad, record.norm_ref = step, policy:scale(), overflow and 1 or 0, -1, 0 / 0
+  local verdict = policy:decide(record)
+  assert.are.equal(0, verdict.failed, verdict:why())
+  return verdict
+end
+
+local function run(policy, trace)
+  local scales = {}
+  for i, overflow in ipairs(expand(trace)) do scales[i] = decide(policy, i - 1, overflow).scale end
+  return scales
+end
+
+local function state_number(policy, name)
+  return tonumber(policy:save():match("[{,]" .. name .. "=([^,}]+)"))
+end
+
+describe("policies against their originals:", function()
+  for _, case in ipairs(json.decode(helper.read("spec/golden/loss_scalers.json"))) do
+    it(case.name, function()
+      local policy = engine.policy.load(case.policy, case.options)
+      local scales, trackers = {}, {}
+      for i, overflow in ipairs(expand(case.trace)) do
+        scales[i] = decide(policy, i - 1, overflow).scale
+        trackers[i] = state_number(policy, "growth_tracker")
+      end
+      assert.are.same(numbers(case.scales), scales)
+      if case.growth_tracker then assert.are.same(numbers(case.growth_tracker), trackers) end
+    end)
+  end
+end)
+
+describe("policy dynamic", function()
+  it("has PyTorch's defaults", function()
+    local p = engine.policy.load("dynamic")
+    assert.are.equal(65536, p:scale())
+    assert.are.same({ init_scale = 65536, growth_factor = 2, backoff_factor = 0.5, growth_interval = 2000, strict = true }, p.options)
+    for step = 1, 1999 do assert.are.equal(65536, decide(p, step, false).scale) end
+    assert.are.equal(131072, decide(p, 2000, false).scale)
+  end)
+
+  it("reaches 2^-149 at overflow 165 and stops where PyTorch's scale becomes zero", function()
+    local p = engine.policy.load("dynamic")
+    for step = 1, 164 do decide(p, step, true) end
+    local verdict = decide(p, 165, true)
+    assert.are.equal(2 ^ -149, verdict.scale)
+    assert.are.equal("skip", verdict:what())
+    verdict = decide(p, 166, true)
+    assert.are.equal("stop", verdict:what())
+    assert.are.equal(2 ^ -149, verdict.scale)
+    assert.truthy(verdict:why():find("another reason than the scale", 1, true))
+    assert.are.equal(2 ^ -149, decide(p, 167, false).scale)
+    assert.are.equal(1, state_number(p, "growth_tracker"))
+  end)
+
+  it("keeps the scale where growth would reach infinity", function()
+    local p = engine.policy.load("dynamic", { init_scale = 2 ^ 127, growth_interval = 1 })
+    assert.are.equal(2 ^ 127, decide(p, 0, false).scale)
+    assert.are.equal(2 ^ 126, decide(p, 1, true).scale)
+  end)
+
+  it("says why the scale changed, and nothing when it did not", function()
+    local p = engine.policy.load("dynamic", { growth_interval = 2 })
+    assert.are.equal("", decide(p, 0, false):why())
+    assert.are.equal("2 good in a row: scale 65536 -> 131072", decide(p, 1, false):why())
+    assert.are.equal("overflow: scale 131072 -> 65536", decide(p, 2, true):why())
+  end)
+
+  it("refuses settings that are mistakes", function()
+    local function refused(options, text)
+      assert.has_error(function() engine.policy.load("dynamic", options) end, text)
+    end
+    refused({ growth_factor = 1 }, "policies/dynamic.lua: growth_factor must be greater than 1 and finite, got 1")
+    refused({ backoff_factor = 1 }, "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 1")
+    refused({ backoff_factor = 0 }, "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 0")
+    refused({ init_scale = 0 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got 0")
+    refused({ init_scale = 1e39 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got 1e+39")
+    refused({ init_scale = 0 / 0 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got nan")
+    assert.has_error(function() engine.policy.load("dynamic", { growth_interval = 2.5 }) end)
+    assert.has_error(function() engine.policy.load("dynamic", { growth_interval = 0 }) end)
+    local p = engine.policy.load("dynamic", { growth_interval = 2.5, strict = false })   -- as PyTorch: never grows
+    assert.are.same(numbers("65536x10"), run(p, "10."))
+  end)
+end)
+
+describe("policy deepspeed", function()
+  it("has DeepSpeed's defaults and stops at the 18th overflow in a row", function()
+    local p = engine.policy.load("deepspeed")
+    for step = 1, 17 do assert.are.equal("skip", decide(p, step, true):what()) end
+    assert.are.equal(1, p:scale())
+    local before = p:save()
+    local verdict = decide(p, 18, true)
+    assert.are.equal("stop", verdict:what())
+    assert.are.equal(1, verdict.scale)
+    assert.truthy(verdict:why():find("overflow at the smallest loss scale 1", 1, true))
+    assert.truthy(verdict:why():find("raise_error_at_min_scale=false", 1, true))
+    assert.are.equal(before, p:save())        -- the original raises before it counts the step
+  end)
+
+  it("stops one overflow earlier with hysteresis 1", function()
+    local p = engine.policy.load("deepspeed", { hysteresis = 1 })
+    for step = 1, 16 do assert.are.equal("skip", decide(p, step, true):what()) end
+    assert.are.equal("stop", decide(p, 17, true):what())
+  end)
+
+  it("grows first after window + 1 good steps, then every window", function()
+    local p = engine.policy.load("deepspeed", { init_scale = 1, scale_window = 3 })
+    assert.are.same(numbers("1 1 1 2 2 2 4 4 4 8"), run(p, "10."))
+    p = engine.policy.load("deepspeed", { init_scale = 4, scale_window = 3, hysteresis = 3 })
+    assert.are.same(numbers("4 4 4 4 4 8"), run(p, ".x4."))      -- an absorbed overflow restarts the window
+  end)
+
+  it("tells hysteresis in the reason", function()
+    local p = engine.policy.load("deepspeed")
+    assert.are.equal("overflow: hysteresis 2 -> 1, scale stays 65536", decide(p, 0, true):why())
+    assert.are.equal("overflow: scale 65536 -> 32768", decide(p, 1, true):why())
+  end)
+
+  it("refuses traps unless strict=false, which then behave as the original's", function()
+    local function trap(options)
+      assert.has_error(function() engine.policy.load("deepspeed", options) end)
+      options.strict = false
+      return engine.policy.load("deepspeed", options)
+    end
+    local p = trap { hysteresis = 0 }
+    assert.are.same(numbers("65536x50"), run(p, "50x"))
+    assert.are.equal(-50, state_number(p, "hysteresis"))
+    p = trap { init_scale = 1, min_scale = 4, hysteresis = 1 }
+    assert.are.equal(4, decide(p, 0, true).scale)
+    trap { scale_window = 2.5 }
+    trap { hysteresis = 1.5 }
+    for _, options in ipairs { { scale_window = 0 }, { min_scale = 0 }, { min_scale = -1 }, { init_scale = math.huge }, { scale_factor = 1 } } do
+      options.strict = false
+      assert.has_error(function() engine.policy.load("deepspeed", options) end)
+    end
+  end)
+
+  it("keeps the largest finite scale", function()
+    local p = engine.policy.load("deepspeed", { init_scale = 2 ^ 1023, scale_window = 1 })
+    assert.are.same({ 2 ^ 1023, 2 ^ 1023, 2 ^ 1023 }, run(p, "3."))
+  end)
+end)
+
+describe("policy static", function()
+  it("never changes its scale and skips on overflow", function()
+    local p = engine.policy.load("static", { loss_scale = 1024 })
+    assert.are.same(numbers("1024x6"), run(p, ".x.2x."))
+    assert.are.equal("skip", decide(p, 9, true):what())
+  end)
+
+  it("steps in spite of overflow when told to, as DeepSpeed's LossScaler", function()
+    local p = engine.policy.load("static", { skip_on_overflow = false })
+    assert.are.equal("step", decide(p, 0, true):what())
+    assert.are.equal(1, p:scale())
+  end)
+
+  it("refuses a scale that is none", function()
+    for _, scale in ipairs { -1, 0, math.huge, 0 / 0 } do
+      assert.has_error(function() engine.policy.load("static", { loss_scale = scale }) end)
+    end
+  end)
+end)
+
+describe("resuming at every step", function()
+  local options = {
+    dynamic = { init_scale = 256, growth_interval = 4 },
+    deepspeed = { init_scale = 256, scale_window = 4, hysteresis = 2 },
+    static = { loss_scale = 8 },
+  }
+  for _, name in ipairs(engine.policy.names()) do
+    it("gives what the uninterrupted run gives: " .. name, function()
+      local trace = "4. x . x 5. 2x 6. 3x 3."
+      local steps = expand(trace)
+      local expected = run(engine.policy.load(name, options[name]), trace)
+      for k = 0, #steps do
+        local first = engine.policy.load(name, options[name])
+        local scales = {}
+        for i = 1, k do scales[i] = decide(first, i - 1, steps[i]).scale end
+        local second = engine.policy.load(name, options[name])
+        second:restore(first:save())
+        for i = k + 1, #steps do scales[i] = decide(second, i - 1, steps[i]).scale end
+        assert.are.same(expected, scales, "saved after step " .. k)
+      end
+    end)
+  end
+end)
+
+describe("taking over", function()
+  it("carries the scale from policy to policy, and the whole state to the same policy", function()
+    local old = engine.policy.load("dynamic", { growth_interval = 10 })
+    run(old, "2x 3.")
+    local new = engine.policy.load("deepspeed")
+    new:take_over(old)
+    assert.are.equal(16384, new:scale())
+    assert.are.equal(16384, decide(new, 0, true).scale)      -- hysteresis starts afresh
+    local edited = engine.policy.load("dynamic", { growth_interval = 4 })
+    edited:take_over(old)
+    assert.are.equal(32768, decide(edited, 0, false).scale)  -- three good steps were counted before
+  end)
+
+  it("does not change a static scale", function()
+    local new = engine.policy.load("static", { loss_scale = 64 })
+    new:take_over(engine.policy.load("dynamic"))
+    assert.are.equal(64, new:scale())
+  end)
+end)

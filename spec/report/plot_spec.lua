@@ -1,0 +1,170 @@
+-- What a run shows: terminal plots and the progress line.
+local plot = require "engine.report.plot"
+local progress = require "engine.run.progress"
+
+local nan, inf = 0 / 0, math.huge
+
+local function lines(text)
+  local list = {}
+  for line in (text .. "\n"):gmatch("(.-)\n") do list[#list + 1] = line end
+  return list
+end
+
+-- Characters of a UTF-8 text.
+local function length(text)
+  return select(2, text:gsub("[^\128-\191]", ""))
+end
+
+describe("plot", function()
+  it("draws a rising line from the lower left to the upper right", function()
+    local drawn = lines(plot.draw { y = { 0, 1, 2, 3 }, width = 30, height = 4, ascii = true, title = "up" })
+    assert.equal("up", drawn[1])
+    assert.matches("%*$", drawn[2])
+    assert.matches("^ *%d* ?[+|]%*", drawn[5])
+    assert.not_matches("^ *%d* ?[+|]%*", drawn[2])
+    assert.matches("^ *%+%-+$", drawn[6])
+    assert.matches("^ +1 .* 4$", drawn[7])
+  end)
+
+  it("keeps within its width and height", function()
+    local y = {}
+    for i = 1, 3000 do y[i] = math.sin(i / 100) * 1e5 end
+    local drawn = lines(plot.draw { y = y, width = 60, height = 9, title = "wave", marks = { 1, 3000 } })
+    assert.equal(1 + 9 + 1 + 3, #drawn)
+    for _, line in ipairs(drawn) do assert.is_true(length(line) <= 60, line) end
+  end)
+
+  it("leaves inf and nan out and says so", function()
+    local text = plot.draw { y = { 1, nan, 2, inf, -inf }, width = 40, title = "loss" }
+    assert.matches("loss  [3 of 5 points not drawn: inf, nan]", text, 1, true)
+    assert.matches("2 of 3 points not drawn: inf, nan or not positive", plot.draw { y = { 1, 0, -1 }, log = 10, width = 40 }, 1, true)
+  end)
+
+  it("survives nothing, one point, equal points, huge and tiny ones", function()
+    assert.matches("nothing to draw", plot.draw { y = {} }, 1, true)
+    assert.matches("nothing to draw", plot.draw { y = { nan } }, 1, true)
+    for _, y in ipairs { { 5 }, { 0, 0 }, { -3, -3 }, { 1e300, -1e300 }, { 1e-300, 2e-300 }, { 5e-324 }, { 1.7e308, -1.7e308 } } do
+      assert.equal(15, #lines(plot.draw { y = y, width = 40 }))
+    end
+    assert.equal(15, #lines(plot.draw { y = { 2 ^ 15, 2 ^ 15 }, log = 2, width = 40 }))
+  end)
+
+  it("labels a scale with powers of two", function()
+    local text = plot.draw { y = { 2 ^ 10, 2 ^ 16 }, log = 2, width = 40, height = 8 }
+    assert.matches("2^10", text, 1, true)
+    assert.matches("2^16", text, 1, true)
+  end)
+
+  it("puts marks under their steps", function()
+    local drawn = lines(plot.draw { y = { 1, 2, 3 }, x = { 0, 50, 100 }, marks = { 0, 100, 500 }, mark_name = "overflow", width = 40, height = 3, ascii = true })
+    assert.matches("^ *x +x$", drawn[6])
+    assert.matches("x overflow (3)", drawn[8], 1, true)
+  end)
+
+  it("shows loss and scale of a run", function()
+    local rows = {}
+    for i = 1, 50 do rows[i] = { step = i, loss = 10 / i, scale = i < 25 and 65536 or 32768, overflow = i == 25 } end
+    local text = plot.run(rows, { width = 60 })
+    assert.matches("^loss\n", text)
+    assert.matches("\n\nloss scale (log)\n", text, 1, true)
+    assert.matches("overflow (1)", text, 1, true)
+    assert.matches("2^16", text, 1, true)
+    assert.matches("^loss, since step 7\n", plot.run({ { step = 7, loss = 1, scale = 2 }, { step = 8, loss = 1, scale = 2 } }, { width = 60 }))
+    for _, row in ipairs(rows) do row.scale = 1 end
+    assert.not_matches("loss scale", plot.run(rows, { width = 60 }), 1, true)
+  end)
+end)
+
+describe("progress", function()
+  local function sink()
+    local parts = {}
+    return { write = function(_, ...) for _, part in ipairs { ... } do parts[#parts + 1] = part end end, flush = function() end,
+             text = function() return table.concat(parts) end }
+  end
+
+  local function row(step, fields)
+    local r = { step = step, updates = step - 1, loss = 2.5, lr = 1e-3, scale = 65536, skipped = 1, overflow = false, amax = 0.25, norm = 1.5, tokens_per_s = 12345.5 }
+    for k, v in pairs(fields or {}) do r[k] = v end
+    return r
+  end
+
+  it("writes one JSON object a step with exactly the agreed fields", function()
+    local out = sink()
+    local p = progress.new { json = true, stream = out, clock = function() return 0 end }
+    p:update(row(1))
+    p:update(row(2, { overflow = true, loss = nan, norm = inf, amax = -inf, lr = 1 / 3 }))
+    p:finish()
+    local cjson = require "cjson"
+    local written = lines(out.text())
+    assert.equal('{"step":1,"updates":0,"loss":2.5,"lr":0.001,"scale":65536,"skipped":1,"overflow":false,"amax":0.25,"norm":1.5,"tokens_per_s":12345.5}', written[1])
+    assert.same({ step = 2, updates = 1, loss = "nan", lr = 1 / 3, scale = 65536, skipped = 1, overflow = true, amax = "-inf", norm = "inf", tokens_per_s = 12345.5 },
+                cjson.decode(written[2]))
+    assert.equal("", written[3])
+    assert.equal(3, #written)
+  end)
+
+  it("reads back every double", function()
+    local cjson = require "cjson"
+    for _, x in ipairs { 1 / 3, 2 ^ -149, 1.1, 65504, 2 ^ 53, 1e22, -0.1, 3.4028234663852886e38, 5e-324, 0 } do
+      assert.equal(x, cjson.decode(progress.json { step = 1, loss = x }).loss)
+    end
+  end)
+
+  it("writes plain lines now and then, and always the last", function()
+    local out, now = sink(), 0
+    local p = progress.new { total = 100, stream = out, clock = function() now = now + 0.25 return now end }
+    for i = 1, 100 do p:update(row(i)) end
+    p:finish()
+    local written = lines(out.text())
+    assert.equal("step 1/100  loss 2.5000  scale 65536  skipped 1  12.3k tokens/s", written[1])
+    assert.matches("^step 21/100 .*ETA 0:20$", written[2])
+    assert.matches("^step 100/100 ", written[#written - 1])
+    assert.is_true(#written < 10)
+    assert.not_matches("[\r\27]", out.text())
+  end)
+
+  it("shows the last step also of a run that ended early", function()
+    local out, now = sink(), 0
+    local p = progress.new { total = 100, stream = out, clock = function() now = now + 0.01 return now end }
+    for i = 1, 7 do p:update(row(i)) end
+    p:finish()
+    assert.matches("step 7/100", lines(out.text())[2], 1, true)
+  end)
+
+  it("rewrites one line on a terminal, at most ten times a second, within its width", function()
+    local out, now = sink(), 0
+    local p = progress.new { total = 1000, stream = out, columns = 40, clock = function() now = now + 0.001 return now end }
+    for i = 1, 1000 do p:update(row(i)) end
+    p:note("checkpoint written")
+    p:finish()
+    local text = out.text()
+    local rewrites = select(2, text:gsub("\r", "\r"))
+    assert.is_true(rewrites >= 9 and rewrites <= 14, rewrites)
+    assert.matches("\nstep 1000", text:sub(-60), 1, true)
+    assert.matches("checkpoint written\n", text, 1, true)
+    for piece in text:gmatch("[^\r\n]+") do assert.is_true(#piece:gsub("\27%[K", "") < 40) end
+    assert.equal("\n", text:sub(-1))
+  end)
+
+  it("marks overflow, and writes numbers for people", function()
+    local out = sink()
+    local p = progress.new { stream = out, clock = function() return 0 end }
+    p:update(row(3, { overflow = true, scale = 2 ^ 24, loss = nan }))
+    assert.equal("step 3  loss nan  scale 2^24  skipped 1  12.3k tokens/s  overflow\n", (out.text():gsub("%-nan", "nan")))
+    assert.equal("1.23M", progress.count_text(1.234e6))
+    assert.equal("999", progress.count_text(999))
+    assert.equal("1:01:05", progress.duration_text(3665))
+    assert.equal("0:09", progress.duration_text(9.4))
+    assert.equal("2^-3", progress.scale_text(0.125))
+    assert.equal("3000", progress.scale_text(3000))
+  end)
+
+  it("is silent when asked", function()
+    local out = sink()
+    local p = progress.new { quiet = true, stream = out }
+    p:update(row(1))
+    p:note("x")
+    p:finish()
+    assert.equal("", out.text())
+  end)
+end)

@@ -1,0 +1,287 @@
+-- engine attach: a real run in the background, real clients beside it. Every wait is bounded; what is ended is what was started here.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+local quote = helper.quote
+
+local folder, started
+before_each(function() folder, started = helper.folder(), {} end)
+after_each(function()
+  for _, pid in ipairs(started) do helper.shell("kill -9 " .. pid .. " 2>/dev/null") end
+  helper.remove(folder)
+end)
+
+local function sleep(seconds) helper.shell("sleep " .. seconds) end
+
+-- Waits until f() is true.
+local function wait_for(what, f)
+  for _ = 1, 400 do
+    local result = f()
+    if result then return result end
+    sleep(0.025)
+  end
+  error("waited too long for " .. what)
+end
+
+local JOB = [[
+local engine = require "engine"
+engine.seed(1)
+local model = engine.nn.linear(4, 1)
+local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
+local trainer = engine.trainer { model = model, data = data, loss = function(m, b) return engine.mse(m(b.x), b.y) end,
+  optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic:growth_interval=1e9", steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
+  resume = arg[3] }
+local summary = trainer:run()
+print(summary.stopped, summary.steps)
+]]
+
+-- A client by hand: sends text and gives the answer's line, or nil.
+local function raw(run)
+  local out = ffi.new("eng_attach_link *[1]")
+  M_ffi.check(C.eng_attach_connect(out, run .. "/attach.sock"))
+  local link = ffi.gc(out[0], C.eng_attach_leave)
+  local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
+  return {
+    send = function(text) return C.eng_attach_send(link, text, #text) == 0 end,
+    receive = function(seconds) if C.eng_attach_receive(line, length, link, seconds or 5) == 0 then return ffi.string(line[0], length[0]) end end,
+    leave = function() C.eng_attach_leave(ffi.gc(link, nil)) end,
+  }
+end
+
+-- Starts a run in the background and waits until its door is open. Gives its process number.
+local function start(run, steps, resume)
+  local script = helper.write(folder .. "/job.lua", JOB)
+  local pipe = io.popen(("%s %s %s %s %s >%s 2>&1 </dev/null & echo $!"):format(quote(helper.engine), quote(script), quote(run), steps or "1e9", resume or "",
+    quote(folder .. "/out")))
+  local pid = pipe:read("*n")
+  pipe:close()
+  started[#started + 1] = pid
+  wait_for("the door", function()
+    local open, client = pcall(raw, run)
+    if open then client.leave() end
+    return open
+  end)
+  return pid
+end
+
+-- A process that ended and was not yet waited for has no command line.
+local function alive(pid) return (helper.read("/proc/" .. pid .. "/cmdline") or "") ~= "" end
+local function ended(pid) wait_for("the run's end", function() return not alive(pid) end) return helper.read(folder .. "/out") end
+
+local function attach(run, ...)
+  local words = { "attach", run }
+  for _, code in ipairs { ... } do
+    words[#words + 1] = "-e"
+    words[#words + 1] = code
+  end
+  return helper.run(words)
+end
+
+local function events(run, kind)
+  local history = engine.history.open(run)
+  local list = history:events(kind)
+  history:close()
+  return list
+end
+
+-- The run's status, asked from here.
+local function status(run)
+  local client = raw(run)
+  client.send('{"do":"status"}\n')
+  local reply = require("cjson").decode(client.receive())
+  client.leave()
+  return reply.status
+end
+
+local function stop(run)
+  local client = raw(run)
+  client.send('{"do":"stop"}\n')
+  client.receive()
+  client.leave()
+end
+
+local function wait_for_step(run, step) wait_for("step " .. step, function() return status(run).step > step end) end
+
+describe("engine attach", function()
+  it("tells where a running job is, changes it, swaps its policy, and ends it", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    helper.write(folder .. "/mine.lua", "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
+    local result = attach(run, "print(run)", 'run:set("lr", 1e-4)', ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
+    assert.equal(0, result.code, result.err)
+    assert.matches("step %d+ of 1000000000, %d+ updates, 0 skipped, loss .*policy dynamic", result.out)
+    assert.matches("lr 0.001 %-> 0.0001 %(attached%)", result.out)
+    assert.matches("the policy is mine now, loss scale 65536", result.out)
+    assert.matches("the policy is dynamic again", result.out)
+    assert.matches("ends after this step", attach(run, 'run:stop("enough")').out)
+    assert.matches("^enough\t%d+\n", ended(pid))
+    assert.equal(1, #events(run, "set"))
+    assert.equal(2, #events(run, "swap"))
+    assert.matches("attached", events(run, "swap")[1].text)
+    assert.matches("enough", events(run, "stopped")[1].text)
+    assert.equal(0, C.eng_file_kind(run .. "/attach.sock"))
+  end)
+
+  it("pauses and steps; a pause ends with who asked for it, unless it is to stay", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local result = attach(run, "run:pause()", "a = run:status().step", "run:step(5)", "b = run:status()", "print(b.step - a, b.paused, b.step - history:last(1)[1].step)")
+    assert.matches("5\ttrue\t1\n$", result.out)
+    assert.is_true(alive(pid))
+    wait_for_step(run, status(run).step)
+    attach(run, "run:pause { stay = true }")
+    local one = status(run)
+    assert.is_true(one.paused)
+    sleep(0.1)
+    assert.equal(one.step, status(run).step)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("says what is wrong with a request and changes nothing", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local function refused(code, text)
+      local result = attach(run, code)
+      assert.equal(1, result.code)
+      assert.matches(text, result.err, 1, true)
+    end
+    refused('run:set("lrr", 1)', "there is no setting 'lrr'; did you mean 'lr'?")
+    refused('run:set("lr", -1)', "lr: expected a positive number, or 'schedule', got -1")
+    refused('run:set("lr", 0/0)', "lr: expected a positive number")
+    refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
+    refused('policy:swap("dynamc")', "there is no policy 'dynamc'; did you mean 'dynamic'?")
+    refused('policy:undo()', "no swap to be undone")
+    helper.write(folder .. "/bad.lua", "return {\n decide = function() return 0 / 0 end, options = { init_scale = 1 } }")
+    wait_for_step(run, 1)
+    refused(('policy:swap(%q)'):format(folder .. "/bad.lua"), "bad.lua:2: decide gave back scale = nan")
+    assert.equal("dynamic", status(run).policy)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("tells who waits for a run that is stopped, and gives up in one line at a signal", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local script = helper.write(folder .. "/wait.sh", ([[
+      kill -STOP %d
+      %s attach %s -e 'print(run)' >"$0.out" 2>&1 </dev/null & client=$!
+      for i in $(seq 300); do grep -q "no answer" "$0.out" && break; sleep 0.05; done
+      kill -TERM $client
+      wait $client; echo "code $?"
+      kill -CONT %d]]):format(pid, quote(helper.engine), quote(run), pid))
+    local result = helper.shell("bash " .. quote(script))
+    assert.matches("code 143", result.out, 1, true)
+    local lines = helper.read(script .. ".out")
+    assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d wakes it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
+      "\ngiven up: the run has not answered yet; [^\n]*\n$", lines)
+    assert.matches("policy dynamic", attach(run, "print(run)").out)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("opens a finished run for reading, and says so", function()
+    local run = folder .. "/run"
+    assert.equal(0, helper.run({ helper.write(folder .. "/job.lua", JOB), run, "20" }).code)
+    local result = attach(run, "print(run)", "print(#history:steps())", 'run:set("lr", 1)')
+    assert.matches("is not running: its history can be read, nothing can be changed", result.out)
+    assert.matches("20\n", result.out)
+    assert.equal(1, result.code)
+    assert.matches("is not running", result.err)
+    assert.matches("there is no run " .. folder .. "/nothing", attach(folder .. "/nothing", "1").err, 1, true)
+    assert.matches("there is no run runs/nothing", attach("nothing", "1").err, 1, true)
+    local piped = helper.run({ "attach", run }, "print(#history:steps())\n")
+    assert.matches("is not running.*\n> 20\n", piped.out)
+  end)
+
+  it("keeps settings made by hand over a resume", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
+    ended(pid)
+    assert.matches("clip 0 -> 0.3333333333 (attached)", events(run, "set")[2].text, 1, true)
+    assert.equal("asked for by whoever was attached", events(run, "stopped")[1].text)
+    local history = engine.history.open(run)
+    local steps = history:last(1)[1].step + 1
+    history:close()
+    local again = start(run, "1e9", "auto")
+    wait_for_step(run, steps)
+    assert.equal(0.125, status(run).lr)
+    stop(run)
+    ended(again)
+  end)
+end)
+
+describe("the door", function()
+  it("is its owner's alone, and takes names of any length", function()
+    local run = folder .. "/" .. ("long"):rep(20) .. "/" .. ("name"):rep(20)
+    local pid = start(run)
+    assert.matches("^srw%-%-%-%-%-%-%-", helper.shell("ls -l " .. quote(run .. "/attach.sock")).out)
+    assert.matches("policy dynamic", attach(run, "print(run)").out)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("serves several at once, and none of them holds the run up or the others", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local silent, half, deaf, endless, nine = raw(run), raw(run), raw(run), raw(run), {}
+    half.send('{"do":"sta')
+    for _ = 1, 3000 do deaf.send('{"do":"status"}\n') end      -- and never reads
+    for _ = 1, 20 do endless.send(("x"):rep(4096)) end
+    local first, second = raw(run), raw(run)
+    first.send('{"do":"status","id":1}\n')
+    second.send('{"do":"status","id":2}\n')
+    assert.matches('"id":2', second.receive())
+    assert.matches('"id":1', first.receive())
+    assert.matches("the line is too long", endless.receive())
+    assert.is_nil(endless.receive(0.2))
+    half.send('tus","id":3}\n')
+    assert.matches('"ok":true', half.receive())
+    for i = 1, 9 do nine[i] = raw(run) end                      -- more than there is room for
+    second.send('{"do":"status"}\nnonsense\n{"do":"fly"}\n[]\n')
+    assert.matches('"ok":true', second.receive())
+    assert.matches("expected a JSON object", second.receive())
+    assert.matches("there is no command 'fly'", second.receive())
+    assert.matches("there is no command 'nil'", second.receive())
+    second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')   -- what is no id is left out
+    for _ = 1, 2 do assert.matches('"ok":', second.receive()) end
+    for _, client in ipairs(nine) do client.leave() end
+    silent.leave()
+    wait_for_step(run, status(run).step)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("left by a run that was killed is cleaned up by the next, and the history is whole", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local client = raw(run)
+    client.send('{"do":"status"}\n')
+    assert.is_truthy(client.receive())
+    attach(run, "run:checkpoint()")
+    wait_for("rows in the history", function()                  -- committed every quarter of a second
+      return helper.run({ "-e", ("print(#require('engine').history.open('%s'):last(5))"):format(run) }).out:match("^5")
+    end)
+    helper.shell("kill -9 " .. pid)
+    wait_for("its end", function() return not alive(pid) end)
+    assert.is_nil(client.receive(1))
+    local result = attach(run, "print(run)", "print(#history:last(5))", "print(history:query('pragma integrity_check')[1].integrity_check)")
+    assert.matches("is not running", result.out)
+    assert.matches("5\nok\n$", result.out)
+    local again = start(run, "1e9", "auto")
+    assert.equal("dynamic", status(run).policy)
+    stop(run)
+    ended(again)
+  end)
+
+  it("that cannot be made does not stop the run", function()
+    helper.shell("mkdir -p " .. quote(folder .. "/run/attach.sock/x"))
+    local script = helper.write(folder .. "/job.lua", JOB:gsub('log = "quiet"', 'log = "line"'))
+    local result = helper.run { script, folder .. "/run", "3" }
+    assert.equal(0, result.code)
+    assert.matches("engine attach cannot reach this run: .*attach.sock: is there and is no socket", result.out)
+  end)
+end)

@@ -1,0 +1,314 @@
+-- Runs that are disturbed: by signals, by errors in the script, by too little memory or disk, by another run, by somebody
+-- who removes their files. None loses what was trained; all of them can go on.
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local helper = require "spec.helper"
+
+local C = M_ffi.C
+local TEXT = require("engine.report.lab").text(40000)
+
+local folder
+before_each(function() folder = helper.folder() end)
+after_each(function()
+  C.eng_memory_limit(0)
+  helper.remove(folder)
+end)
+
+--- A tiny job whose data has a place to go back to; options go to the trainer, `batch` to the data.
+local function job(options)
+  engine.seed(5)
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = 0.1 }
+  local trainer = { model = model, data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12, log = "quiet" }
+  options.batch = nil
+  for key, value in pairs(options) do trainer[key] = value end
+  return engine.trainer(trainer)
+end
+
+local function checksum(trainer) return tostring(C.eng_params_checksum(trainer.optimizer.params)) end
+
+local function events(path)
+  local history = engine.history.open(path .. "/history.db")
+  local list = {}
+  for _, event in ipairs(history:events()) do list[#list + 1] = event.kind .. ": " .. (event.text or "") end
+  history:close()
+  return list
+end
+
+describe("an error in the script", function()
+  local whole
+  setup(function()
+    local trainer = job {}
+    trainer:run()
+    whole = checksum(trainer)
+  end)
+
+  --- The job whose loss (at call `at`) or on_step (at step `at`) raises, then resumed, ends like the undisturbed one.
+  local function disturbed(options)
+    local trainer = job(options)
+    local good, message = pcall(trainer.run, trainer)
+    assert.is_false(good)
+    assert.equal(0, C.eng_tape_length())
+    assert.matches("error: ", table.concat(events(options.run), "\n"))
+    local again = job { run = options.run, resume = "auto" }
+    assert.is_true(again.steps_done > 0)
+    again:run()
+    assert.equal(12, again.steps_done)
+    assert.equal(whole, checksum(again))
+    return tostring(message)
+  end
+
+  it("in the loss loses no step before it", function()
+    local calls = 0
+    local message = disturbed { run = folder .. "/a", loss = function(model, batch)
+      calls = calls + 1
+      if calls == 8 then error("boom in the loss") end
+      return model:loss(batch.x, batch.y)
+    end }
+    assert.matches("boom in the loss", message)
+  end)
+
+  it("in on_step loses no step, that one included", function()
+    disturbed { run = folder .. "/a", on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
+  end)
+
+  it("in the gradient of a custom operation loses no step before it", function()
+    local calls = 0
+    local same = engine.custom { forward = function(_, x) return x * 1 end, backward = function(_, dy)
+      calls = calls + 1
+      if calls == 6 then error("boom in backward") end
+      return dy
+    end }
+    assert.matches("boom in backward", disturbed { run = folder .. "/a", loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
+  end)
+
+  it("is told when the loss is no tensor, has many elements, or the step was ended inside", function()
+    local function message_of(loss)
+      local trainer = job { loss = loss }
+      local _, message = pcall(trainer.run, trainer)
+      return message
+    end
+    assert.matches("expected the loss as a tensor of one element, got nothing", message_of(function() end))
+    assert.matches("expected the loss as a tensor of one element, got 5", message_of(function() return 5 end))
+    assert.matches("expected a loss of one element", message_of(function(model, batch) return model(batch.x) end))
+    assert.matches("belongs to step", message_of(function(model, batch)
+      local loss = model:loss(batch.x, batch.y)
+      engine.end_step()
+      return loss
+    end))
+    assert.matches("steps do not nest", message_of(function() engine.begin_step() end))
+    assert.equal(12, job {}:run().steps)
+  end)
+
+  it("leaves a trainer that runs on", function()
+    local fail = true
+    local trainer = job { run = folder .. "/a", on_step = function(t)
+      if fail and t.steps_done == 5 then error("once") end
+    end }
+    assert.is_false(pcall(trainer.run, trainer))
+    fail = false
+    assert.equal(12, trainer:run().steps)
+    assert.equal(whole, checksum(trainer))
+    local steps = {}
+    for _, row in ipairs(engine.history.open(folder .. "/a/history.db"):steps()) do steps[#steps + 1] = tonumber(row.step) end
+    assert.same({ 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 }, steps)
+  end)
+end)
+
+describe("too little memory", function()
+  --- Bytes taken from the system, less what could be given back.
+  local function reserved()
+    engine.memory { limit = 1 }
+    pcall(engine.zeros, 2 ^ 26)
+    engine.memory { limit = 0 }
+    local sum = 0
+    for _, row in ipairs(engine.memory()) do sum = sum + row.reserved end
+    return sum
+  end
+
+  it("at any moment of a step leaves the weights, an empty step and a clean tape", function()
+    for _, recipe in ipairs { "fp32", "fp16" } do
+      engine.seed(3)
+      local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }, nil
+      local data = engine.data.text { text = TEXT, batch = 4, context = 16 }
+      local base, failures, successes = reserved(), 0, 0
+      for k = 1, 120 do
+        engine.memory { limit = base + 25000 * k }
+        local good, message = pcall(function()
+          opt = opt or engine.optim.adamw(model, { precision = recipe })
+          engine.begin_step()
+          opt:zero_grad()
+          local batch = data:next()
+          local loss = engine.autocast(recipe, function() return model:loss(batch.x, batch.y) end)
+          loss:backward { scale = 1024 }
+          opt:step { gradient_factor = 1 / 1024 }
+          return loss:item()
+        end)
+        engine.end_step()
+        assert(good or message:find("out of memory", 1, true), message)
+        if good then successes = successes + 1 else failures = failures + 1 end
+        assert.equal(0, C.eng_tape_length())
+        assert.equal(0, engine.memory().step.used)
+        assert.equal(0, engine.memory().scratch.used)
+      end
+      engine.memory { limit = 0 }
+      assert.is_true(failures > 10 and successes > 10, failures .. " " .. successes)
+      for _, p in ipairs(model:parameters()) do assert.is_true(math.abs(p.tensor:sum():item()) < 1e9) end
+    end
+  end)
+
+  it("for one batch lets the run go on with a smaller one", function()
+    local trainer = job { run = folder .. "/a", steps = 6, batch = 4 }
+    trainer:run()
+    trainer.steps = 10
+    local small = trainer.data
+    trainer.data = engine.data.text { text = TEXT, batch = 4096, context = 16 }
+    engine.memory { limit = reserved() + 2 ^ 20 }
+    local good, message = pcall(trainer.run, trainer)
+    assert.is_false(good)
+    assert.matches("out of memory", message)
+    trainer.data = small
+    assert.equal(10, trainer:run().steps)
+    assert.equal(10, tonumber(trainer.updates))
+  end)
+end)
+
+describe("another run in the same directory", function()
+  local script = [[
+    local engine = require "engine"
+    engine.seed(1)
+    local net = engine.nn.linear(2, 1)
+    local data = { next = function() return { x = engine.rand(4, 2), tokens = 4 } end }
+    engine.trainer { model = net, data = data, optimizer = engine.optim.sgd(net), steps = tonumber(arg[2]), run = arg[1], resume = arg[3], log = "quiet",
+      checkpoint_every = tonumber(arg[4] or 0), loss = function(m, b) return m(b.x):sum() end,
+      on_step = function(t)
+        if t.steps_done == 1 then io.write("running\n") io.flush() end
+        if arg[5] then local until_then = os.clock() + tonumber(arg[5]) while os.clock() < until_then do end end
+      end }:run()
+    print("finished")]]
+
+  --- Starts the script in the background with these words; gives its pid once it trains.
+  local function start(words)
+    local path = helper.write(folder .. "/job.lua", script)
+    local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(helper.engine, path, words))
+    local pid = pipe:read("*l")
+    assert.equal("running", pipe:read("*l"))
+    return pid, pipe
+  end
+
+  it("is refused with the process that holds it, and does not disturb that", function()
+    local run = folder .. "/r"
+    local pid, pipe = start(("%s 100000 auto 0 0.001"):format(run))
+    local second = helper.run { folder .. "/job.lua", run, "5", "auto" }
+    assert.equal(1, second.code)
+    assert.matches("held by process " .. pid, second.err, 1, true)
+    assert.matches("hint", second.err)
+    os.execute("kill -INT " .. pid)
+    local rest = pipe:read("*a")
+    pipe:close()
+    assert.matches("finished\ncode 0", rest)
+    local last = helper.run { folder .. "/job.lua", run, "5", "auto" }
+    assert.equal(0, last.code, last.err)
+  end)
+
+  it("gets a name of its own when it shall not go on", function()
+    local run = folder .. "/r"
+    local pid, pipe = start(("%s 100000 false 0 0.001"):format(run))
+    local second = helper.run { folder .. "/job.lua", run, "5", "false" }
+    assert.equal(0, second.code, second.err)
+    assert.equal(2, C.eng_file_kind(run .. "-2/checkpoints"))
+    os.execute("kill -INT " .. pid)
+    pipe:read("*a")
+    pipe:close()
+  end)
+
+  it("SIGINT ends at a step's end with a checkpoint; the second at once", function()
+    local run = folder .. "/r"
+    local pid, pipe = start(("%s 1000000000 auto 0 0.001"):format(run))
+    os.execute("kill -INT " .. pid)
+    local rest = pipe:read("*a")
+    pipe:close()
+    assert.matches("ending at this step's end", rest)
+    assert.matches("finished\ncode 0", rest)
+    local path = engine.checkpoint.latest(run .. "/checkpoints")
+    assert.is_truthy(path)
+
+    pid, pipe = start(("%s 1000000000 false 0 30"):format(folder .. "/s"))
+    os.execute("kill -INT " .. pid .. "; sleep 0.2; kill -INT " .. pid)
+    rest = pipe:read("*a")
+    pipe:close()
+    assert.matches("code 130", rest)
+    assert.is_nil(rest:find("finished"))
+  end)
+end)
+
+describe("files of a run", function()
+  it("that somebody removes are missed, the checkpoint at the end is there", function()
+    local run = folder .. "/r"
+    local trainer = job { run = run, on_step = function(t) if t.steps_done == 4 then os.execute("rm -rf " .. run) end end }
+    trainer:run()
+    assert.matches("removed or replaced", trainer.run_files.complained)
+    assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
+  end)
+
+  it("that are no history stop a run before it begins", function()
+    local run = folder .. "/r"
+    os.execute("mkdir -p " .. run)
+    helper.write(run .. "/history.db", ("no database "):rep(1000))
+    local good, message = pcall(job, { run = run, resume = "auto" })
+    assert.is_false(good)
+    assert.matches("is not a history", message)
+    os.remove(run .. "/history.db")
+    assert.equal(12, job { run = run, resume = "auto" }:run().steps)      -- nobody holds it any more
+  end)
+
+  it("with a state that is sound but no trainer's are refused", function()
+    local run = folder .. "/r"
+    job { run = run }:run()
+    local c = engine.checkpoint.load(run .. "/checkpoints")
+    for _, spoiled in ipairs { { steps = "7" }, { rng = 5 }, { optimizer = { name = "adamw" } }, { policy = { name = "x" } } } do
+      local state = {}
+      for key, value in pairs(c.state) do state[key] = value end
+      for key, value in pairs(spoiled) do state[key] = value end
+      engine.checkpoint.save(run .. "/checkpoints", 500, { model = c.model, optimizer = c.optimizer, state = state })
+      local good, message = pcall(job, { run = run, resume = "auto" })
+      assert.is_false(good)
+      assert.matches("is no checkpoint of a trainer: its state has no", message)
+    end
+    engine.checkpoint.save(run .. "/checkpoints", 500, { state = c.state })
+    local good, message = pcall(job, { run = run, resume = "auto" })
+    assert.is_false(good)
+    assert.matches("has no weights", message)
+  end)
+
+  it("whose checkpoints are all damaged stop a run before it drops what was recorded", function()
+    local run = folder .. "/r"
+    job { run = run, steps = 12 }:run()
+    os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
+    local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
+    assert.is_false(good)
+    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back what is missing, or run=ANOTHER_NAME begins anew", message)
+    assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
+  end)
+
+  it("without checkpoints do not mix old rows with new ones", function()
+    local run = folder .. "/r"
+    job { run = run, steps = 12 }:run()
+    os.execute("rm -rf " .. run .. "/checkpoints/step-*")
+    job { run = run, steps = 5, resume = "auto" }:run()
+    assert.equal(5, #engine.history.open(run .. "/history.db"):steps())
+  end)
+end)
+
+describe("a learning rate", function()
+  it("of nan or inf from a schedule is refused before it reaches a weight", function()
+    for _, lr in ipairs { 0 / 0, math.huge, -1 } do
+      local trainer = job { steps = 3, schedule = function() return lr end }
+      local before = checksum(trainer)
+      local good, message = pcall(trainer.run, trainer)
+      assert.is_false(good)
+      assert.matches("expected lr as a finite number", message)
+      assert.equal(before, checksum(trainer))
+    end
+  end)
+end)

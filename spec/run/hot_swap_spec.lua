@@ -1,0 +1,256 @@
+-- Another policy while the run goes on: from the script, by saving its file, by SIGHUP; tried first, undone, in the history and in
+-- checkpoints. A bad one changes nothing.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+local TEXT = require("engine.report.lab").text(40000)
+local DYNAMIC = helper.read("policies/dynamic.lua")
+
+local folder
+before_each(function() folder = helper.folder() end)
+after_each(function() helper.remove(folder) end)
+
+-- A tiny fp16 job that overflows now and then.
+local function job(options)
+  engine.seed(5)
+  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1, dropout = 0.1 }
+  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8, seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 20, log = "quiet" }
+  for key, value in pairs(options) do o[key] = value end
+  return engine.trainer(o)
+end
+
+-- Loss and scale of every step and the weights at the end, as exact text; `each(trainer, step)` runs between the steps.
+local function trace(options, each)
+  local lines = {}
+  options.on_step = function(trainer, record, verdict)
+    lines[#lines + 1] = ("%.17g %.17g %d"):format(record.loss, record.scale, verdict.action)
+    if each then each(trainer, trainer.steps_done) end
+  end
+  local trainer = job(options)
+  trainer:run()
+  return table.concat(lines, "\n") .. "\n" .. tostring(C.eng_params_checksum(trainer.optimizer.params)), trainer
+end
+
+local function events(kind, run)
+  local history = engine.history.open(run or folder .. "/run")
+  local list = history:events(kind)
+  history:close()
+  return list
+end
+
+local function policy_file(text, name) return helper.write(folder .. "/" .. (name or "p.lua"), text) end
+
+local OPTIONS = { init_scale = 2 ^ 22, growth_interval = 7 }
+
+describe("swapping a policy", function()
+  it("for an equal one a hundred times in a thousand steps leaves no trace", function()
+    local plain = trace { steps = 1000, policy = policy_file(DYNAMIC), policy_options = OPTIONS }
+    local swaps = 0
+    local swapped, trainer = trace({ steps = 1000, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+      if step % 10 ~= 5 then return end
+      swaps = swaps + 1
+      if step % 20 == 5 then policy_file(("-- version %d\n"):format(step) .. DYNAMIC)     -- saved
+      else assert(t.policy:swap({ source = ("-- %d\n"):format(step) .. DYNAMIC, file = folder .. "/p.lua", path = folder .. "/p.lua" }, OPTIONS)) end
+    end)
+    assert.equal(100, swaps)
+    assert.equal(100, trainer.swaps.swaps)
+    assert.equal(plain, swapped)
+  end)
+
+  it("takes the scale over, or what migrate makes of the state", function()
+    local scales = {}
+    trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
+      if step == 2 then assert(t.policy:swap("deepspeed")) end
+      if step == 4 then
+        assert(t.policy:swap { file = "m.lua", source = [[return { name = "mine", init = function() return { scale = 1, from = "" } end,
+          migrate = function(old, name) return { scale = old.scale / 2, from = name } end,
+          decide = function(state) assert(state.from == "deepspeed") return state.scale end }]] })
+      end
+      scales[step] = t.policy:scale()
+    end)
+    assert.same({ 1024, 1024, 1024, 512, 512, 512 }, scales)
+  end)
+
+  it("stands in the history with hashes, names and sources", function()
+    local _, trainer = trace({ steps = 4, run = folder .. "/run", policy = policy_file(DYNAMIC) }, function(t, step)
+      if step == 2 then t.policy:swap "deepspeed" end
+    end)
+    local list = events "swap"
+    assert.equal(1, #list)
+    assert.equal(2, list[1].step)
+    local data = require("cjson").decode(list[1].data)
+    assert.same({ name = "deepspeed", file = "policies/deepspeed.lua", hash = trainer.policy:hash() }, data.to)
+    assert.same({ "dynamic", folder .. "/p.lua" }, { data.from.name, data.from.file })
+    assert.equal("the script", data.by)
+    local history = engine.history.open(folder .. "/run")
+    local sources = {}
+    for _, p in ipairs(history:policies()) do sources[p.hash] = p.source end
+    assert.equal(DYNAMIC, sources[data.from.hash])
+    assert.equal(helper.read("policies/deepspeed.lua"), sources[data.to.hash])
+    history:close()
+  end)
+
+  it("is undone as if it had not been", function()
+    local plain = trace { steps = 12, policy = "dynamic", policy_options = OPTIONS }
+    local undone = trace({ steps = 12, policy = "dynamic", policy_options = OPTIONS }, function(t, step)
+      if step == 6 then
+        assert(t.policy:swap("static:loss_scale=8"))
+        assert(t.policy:undo())
+        local done, why = t.policy:undo()
+        assert.is_nil(done)
+        assert.matches("no swap to be undone", why)
+      end
+    end)
+    assert.equal(plain, undone)
+  end)
+
+  it("asked for inside a step happens at its end", function()
+    local seen = {}
+    local trainer
+    trainer = job { steps = 3, policy = "static:loss_scale=64", loss = function(model, batch)
+      if trainer.steps_done == 1 then trainer.policy:swap("deepspeed") end
+      seen[#seen + 1] = trainer.policy.name
+      return model:loss(batch.x, batch.y)
+    end }
+    trainer:run()
+    assert.same({ "static", "static", "deepspeed" }, seen)
+    assert.equal(64, trainer.policy:scale())
+  end)
+
+  it("for a class and back works", function()
+    local Half = { update = function() end, get_scale = function(self) return self.scale end, set_scale = function(self, x) self.scale = x / 2 end, scale = 4 }
+    engine.register_loss_scaler("half", Half)
+    local _, trainer = trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
+      if step == 2 then assert(t.policy:swap("half")) end
+      if step == 4 then assert(t.policy:swap("deepspeed")) end
+    end)
+    assert.equal("deepspeed", trainer.policy.name)
+    assert.equal(512, trainer.policy:scale())
+  end)
+end)
+
+describe("a bad policy", function()
+  local plain
+  before_each(function() plain = trace { steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS } end)
+
+  local HEAD = "return { options = { init_scale = 8, growth_interval = 1 },\n "
+  local BAD = {
+    ["half-written"] = { DYNAMIC:sub(1, 900), "p.lua:%d+: " },
+    ["empty"] = { "", "the file must return one table" },
+    ["no Lua"] = { "\0\1\2\255", "p.lua:1:" },
+    ["compiled code"] = { string.dump(function() return {} end), "compiled code" },
+    ["looping in the file"] = { "while true do end", "instruction budget" },
+    ["looping in decide"] = { HEAD .. "decide = function() while true do end end }", "tried on step %d+:.*instruction budget" },
+    ["eating memory"] = { HEAD .. "decide = function() local t = {} for i = 1, 1e9 do t[i] = {} end end }", "tried on step" },
+    ["lying"] = { HEAD .. "decide = function() return { scale = 0 / 0 } end }", "scale = nan; expected" },
+    ["raising now and then"] = { HEAD .. "decide = function(s, r) if r.step == 3 then error('three') end return 8 end }", "three" },
+    ["migrating badly"] = { HEAD .. "migrate = function() return { scale = -1 } end, decide = function() return 8 end }", "migrate gives no loss scale" },
+    ["without the options of the run"] = { [[return { options = { init_scale = 8 }, decide = function() return 8 end }]], "has no option 'growth_interval'" },
+  }
+  for name, bad in pairs(BAD) do
+    it(name .. " changes nothing, and the history says where it is wrong", function()
+      local traced, trainer = trace({ steps = 20, run = folder .. "/run", policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
+        if step == 6 then policy_file(bad[1]) end
+        if step == 12 then policy_file("-- good again\n" .. DYNAMIC) end
+      end)
+      assert.equal(plain, traced)
+      local refused = events "swap_refused"
+      assert.equal(1, #refused)
+      assert.matches(bad[2], refused[1].text)
+      assert.equal(1, trainer.swaps.swaps)
+    end)
+  end
+
+  it("that fails only at its first decision goes at once", function()
+    local source = [[return { name = "late", options = { init_scale = 8 }, migrate = function(old) return { scale = old.scale } end,
+      decide = function(state, record) if record.step >= 6 then error("too late") end return state.scale end }]]
+    local traced, trainer = trace({ steps = 20, run = folder .. "/run", policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+      if step == 6 then assert(t.policy:swap { source = source, file = "late.lua" }) end
+    end)
+    assert.equal(plain, traced)
+    assert.equal("dynamic", trainer.policy.name)
+    assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
+  end)
+
+  it("file whose place a pipe or a device took leaves the policy alone", function()
+    for name, text in pairs { pipe = "is no ordinary file", ["link to a device"] = "is no ordinary file", ["large file"] = "is larger than 1 MiB" } do
+      local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
+      helper.write(path, "return { options = { init_scale = 4 }, decide = function(s) return s.scale end }")
+      local trainer = job { policy = path, steps = 12, run = folder .. "/" .. name:sub(1, 4), on_step = function(t)
+        if t.steps_done ~= 3 then return end
+        helper.shell("rm " .. helper.quote(path) .. (name == "pipe" and "; mkfifo " .. helper.quote(path) or name == "large file" and "; truncate -s 3G " .. helper.quote(path)
+          or "; ln -s /dev/zero " .. helper.quote(path)))
+      end }
+      trainer:run()
+      local refused = engine.history.open(folder .. "/" .. name:sub(1, 4)):query("SELECT text FROM events WHERE kind = 'swap_refused'")
+      assert.are.equal(1, #refused, name)
+      assert.matches(text, refused[1].text, 1, true)
+      assert.has_error(function() engine.policy.load(path) end)
+    end
+  end)
+
+  it("file that is gone leaves the policy alone, which is told once", function()
+    local notes = {}
+    local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+      t.note = function(_, text) notes[#notes + 1] = text end
+      if step == 6 then os.remove(folder .. "/p.lua") end
+    end)
+    assert.equal(plain, traced)
+    assert.equal(1, #notes)
+    assert.matches("/p.lua is gone; the policy stays as it was read", notes[1], 1, true)
+  end)
+end)
+
+describe("a checkpoint", function()
+  it("goes on with the policy that was swapped in, bit for bit", function()
+    local function swap(t, step) if step == 4 then assert(t.policy:swap(folder .. "/b.lua")) end end
+    policy_file(DYNAMIC:gsub('name = "dynamic"', 'name = "b"'):gsub("growth_interval = 2000", "growth_interval = 3"), "b.lua")
+    local whole = trace({ steps = 16, policy = "static:loss_scale=1024" }, swap)
+    local first, trainer = trace({ steps = 8, run = folder .. "/run", policy = "static:loss_scale=1024" }, swap)
+    assert.equal("b", trainer.policy.name)
+    os.remove(folder .. "/b.lua")                   -- the checkpoint has its source
+    local second, again = trace { steps = 16, run = folder .. "/run", resume = "auto", policy = "static:loss_scale=1024" }
+    assert.equal("b", again.policy.name)
+    assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
+  end)
+
+  it("gives way when the script asks for another policy than before", function()
+    trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" }, function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
+    local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto", policy = "dynamic" }
+    assert.equal("dynamic", trainer.policy.name)
+    assert.equal(1024, trainer.policy:scale())
+  end)
+end)
+
+describe("SIGHUP", function()
+  it("reads the policy's file again, and nothing else", function()
+    local script = helper.write(folder .. "/job.lua", ([[
+      local engine = require "engine"
+      local path = %q
+      local model = engine.nn.linear(4, 1)
+      local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
+      engine.trainer { model = model, data = data, loss = function(m, b) return engine.mse(m(b.x), b.y) end, watch = false,
+        optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = path, steps = 6, run = arg[1], log = "quiet",
+        on_step = function(t)
+          if t.steps_done == 2 then os.execute("kill -HUP $PPID; sleep 0.05") end
+          if t.steps_done == 4 then
+            local f = io.open(path, "w") f:write("return { options = { init_scale = 8 }, decide = function() return 32 end }") f:close()
+            os.execute("kill -HUP $PPID; sleep 0.05")
+          end
+        end }:run() ]]):format(folder .. "/p.lua"))
+    policy_file("return { options = { init_scale = 8 }, decide = function() return 16 end }")
+    local result = helper.run { script, folder .. "/run" }
+    assert.equal(0, result.code, result.err)
+    local list = events "swap"
+    assert.equal(1, #list)
+    assert.matches("SIGHUP", list[1].text, 1, true)
+    assert.equal(4, list[1].step)
+  end)
+
+  it("ends a script that trains nothing, as ever", function()
+    assert.equal(129, helper.run({ "-e", "os.execute('kill -HUP $PPID; sleep 0.2') print('still here')" }).code)
+  end)
+end)

@@ -1,0 +1,66 @@
+-- The file helpers of the core: read-only maps, atomic writes, directories.
+local M_ffi = require "engine.base.ffi"
+local scratch = require "spec.store.scratch"
+
+local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+
+describe("files", function()
+  local dir
+  before_each(function() dir = scratch.make() end)
+  after_each(function() scratch.remove(dir) end)
+
+  local function fails(status, pattern)
+    assert.are_not.equal(0, tonumber(status))
+    assert.truthy(M_ffi.message():find(pattern), M_ffi.message())
+  end
+
+  it("are mapped whole, empty ones too", function()
+    local map = ffi.new("eng_mapping")
+    scratch.write(dir .. "/a", "abc\0def")
+    check(C.eng_file_map(map, dir .. "/a"))
+    assert.are.equal("abc\0def", ffi.string(map.data, map.size))
+    C.eng_file_unmap(map)
+    assert.is_true(map.data == nil and map.size == 0)
+    scratch.write(dir .. "/empty", "")
+    check(C.eng_file_map(map, dir .. "/empty"))
+    assert.is_true(map.data == nil and map.size == 0)
+    C.eng_file_unmap(map)
+    fails(C.eng_file_map(map, dir .. "/none"), "none: cannot open: No such file")
+    fails(C.eng_file_map(map, dir), "expected a file, got a directory")
+    fails(C.eng_file_map(map, "/dev/zero"), "expected a file, got a device")
+  end)
+
+  it("are replaced at once or not at all", function()
+    check(C.eng_file_write(dir .. "/a", "old", 3))
+    check(C.eng_file_write(dir .. "/a", "newer", 5))
+    assert.are.equal("newer", scratch.read(dir .. "/a"))
+    scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000), 10000), "a: cannot write: .*nothing was replaced") end)
+    assert.are.equal("newer", scratch.read(dir .. "/a"))
+    assert.are.same({ "a" }, scratch.names(dir))
+    fails(C.eng_file_write(dir .. "/no/a", "", 0), "no/a: cannot create a file beside it: No such file")
+    local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
+    check(C.eng_file_checksum(crc, size, dir .. "/a"))
+    assert.are.same({ C.eng_crc32c(0, "newer", 5), 5 }, { crc[0], tonumber(size[0]) })
+    fails(C.eng_file_checksum(crc, size, dir .. "/b"), "cannot open")
+  end)
+
+  it("stand in directories that are made, listed, renamed, swapped and removed", function()
+    check(C.eng_file_mkdir(dir .. "/x/y//z/"))
+    check(C.eng_file_mkdir(dir .. "/x/y/z"))
+    scratch.write(dir .. "/x/file", "")
+    assert.are.same({ 0, 1, 2, 3 }, { C.eng_file_kind(dir .. "/q"), C.eng_file_kind(dir .. "/x/file"), C.eng_file_kind(dir .. "/x"), C.eng_file_kind("/dev/null") })
+    assert.are.same({ "file", "y" }, scratch.names(dir .. "/x"))
+    fails(C.eng_file_mkdir(dir .. "/x/file/deeper"), "x/file: cannot make the directory: File exists")
+    check(C.eng_file_rename(dir .. "/x/file", dir .. "/x/other"))
+    check(C.eng_file_exchange(dir .. "/x/other", dir .. "/x/y"))
+    assert.are.same({ 2, 1 }, { C.eng_file_kind(dir .. "/x/other"), C.eng_file_kind(dir .. "/x/y") })
+    fails(C.eng_file_remove(dir .. "/x"), "cannot remove")
+    check(C.eng_file_remove(dir .. "/x/y"))
+    check(C.eng_file_remove(dir .. "/x/y"))
+    fails(C.eng_file_rename(dir .. "/none", dir .. "/x"), "cannot rename to")
+    fails(C.eng_file_exchange(dir .. "/none", dir .. "/x"), "cannot swap with")
+    check(C.eng_file_sync(dir))
+    local out = ffi.new("eng_listing *[1]")
+    fails(C.eng_file_list(out, dir .. "/none"), "cannot list")
+  end)
+end)

@@ -1,0 +1,352 @@
+-- The run history: what is appended can be read back while the run writes, a killed run loses a moment,
+-- a full disk loses nothing that fits in memory.
+local M_ffi = require "engine.base.ffi"
+local history = require "engine.run.history"
+local scratch = require "spec.store.scratch"
+
+local ffi, C = M_ffi.ffi, M_ffi.C
+
+local record, verdict = ffi.new("eng_record"), ffi.new("eng_verdict")
+
+-- Appends a step; `fields` override the record's and the verdict's ordinary values.
+local function append(h, step, fields)
+  ffi.fill(record, ffi.sizeof(record))
+  ffi.fill(verdict, ffi.sizeof(verdict))
+  record.step, record.updates, record.count, record.first_bad = step, step, 1000, -1
+  record.scale, record.loss, record.lr, record.amax, record.norm, record.norm_ref = 65536, 2, 1e-3, 0.25, 1.5, 0 / 0
+  record.elapsed = step / 10
+  verdict.scale, verdict.lr_mul = 65536, 1
+  for name, value in pairs(fields or {}) do
+    if name == "next_scale" then verdict.scale = value
+    elseif name == "action" or name == "reason" or name == "clip" or name == "lr_mul" or name == "failed" then verdict[name] = value
+    elseif name == "hist" then
+      for exponent, count in pairs(value) do record.hist[exponent + 160] = count end
+    else record[name] = value end
+  end
+  return h:append(record, verdict, 512)
+end
+
+local overflow = { overflow = 1, inf = 3, nan = 1, first_bad = 1, action = C.ENG_ACTION_SKIP, next_scale = 32768, reason = "overflow: halved" }
+
+describe("history", function()
+  local dir, h
+  before_each(function()
+    dir = scratch.make()
+    h = history.open(dir, { write = true })
+  end)
+  after_each(function()
+    h:close()
+    scratch.remove(dir)
+  end)
+
+  it("gives back every field of a step", function()
+    append(h, 7, { updates = 5, loss = 0.1, lr = 3e-4, inf = 2, nan = 3, overflow = 1, zeros = 4, underflow = 5, first_bad = 6, amax = 1e-300,
+      norm = 1e300, norm_ref = 2.5, elapsed = 12.25, clip = 1, lr_mul = 0.5, action = 1, next_scale = 2 ^ 24, reason = "é \"q\"", failed = 1 })
+    local row = h:last(1)[1]
+    assert.are.same({ step = 7, attempt = 1, updates = 5, loss = 0.1, lr = 3e-4, scale = 65536, next_scale = 2 ^ 24, action = "skip", overflow = true,
+      inf = 2, nan = 3, count = 1000, zeros = 4, underflow = 5, amax = 1e-300, norm = 1e300, norm_ref = 2.5, clip = 1, lr_mul = 0.5,
+      policy_failed = true, first_bad = 6, reason = "é \"q\"", elapsed = 12.25, tokens = 512 }, row)
+  end)
+
+  it("keeps NaN and infinities", function()
+    append(h, 0, { loss = 0 / 0, amax = math.huge, norm = 0 / 0 })
+    local row = h:last(1)[1]
+    assert.is_true(row.loss ~= row.loss and row.norm ~= row.norm)
+    assert.are.equal(math.huge, row.amax)
+    assert.is_nil(row.norm_ref)
+    assert.is_nil(row.reason)
+    assert.truthy(tostring(row):find("step 0  loss %-?nan"))
+  end)
+
+  it("reads ranges, the last rows and the overflows", function()
+    for step = 0, 99 do append(h, step, step % 25 == 24 and overflow or nil) end
+    local steps = function(rows)
+      local list = {}
+      for i, row in ipairs(rows) do list[i] = row.step end
+      return list
+    end
+    assert.are.same({ 10, 11, 12 }, steps(h:steps(10, 12)))
+    assert.are.same({ 97, 98, 99 }, steps(h:last(3)))
+    assert.are.same({ 24, 49, 74, 99 }, steps(h:overflows()))
+    assert.are.equal(100, #h:steps())
+    assert.truthy(tostring(h):find("100 steps (0 to 99), 4 overflows, 4 skipped", 1, true))
+    assert.truthy(tostring(h:last(2)):find("next_scale"))
+  end)
+
+  it("counts the attempts at a batch", function()
+    append(h, 0, { action = C.ENG_ACTION_RETRY })
+    append(h, 1, { action = C.ENG_ACTION_RETRY })     -- a retry as a step of its own
+    append(h, 2)
+    append(h, 3)
+    append(h, 3)                                      -- or under the same number
+    append(h, 4)
+    local attempts = {}
+    for i, row in ipairs(h:steps()) do attempts[i] = row.attempt end
+    assert.are.same({ 1, 2, 3, 1, 2, 1 }, attempts)
+  end)
+
+  it("keeps statistics per tensor and histograms", function()
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 } }, { name = "scale", shape = {} } }
+    local stats = ffi.new("eng_tensor_stats[2]")
+    stats[0].count, stats[0].inf, stats[0].nan, stats[0].amax, stats[0].sum_squares = 15, 2, 1, 65504, 9
+    stats[0].hist[0], stats[0].hist[319], stats[1].count, stats[1].underflow = 1, 2 ^ 40, 1, 1
+    assert.is_true(h:append_tensors(3, stats, 2))
+    append(h, 3, { hist = { [-14] = 7, [3] = 1 } })
+    append(h, 4)
+    local tensors = h:tensors(3)
+    assert.are.same({ name = "wte.weight", count = 15, inf = 2, nan = 1, zeros = 0, underflow = 0, amax = 65504, norm = 3, carry = 1,
+      hist = { [-160] = 1, [159] = 2 ^ 40 } }, tensors[1])
+    assert.are.equal("scale", tensors[2].name)
+    assert.is_nil(h:tensors(4))
+    assert.are.same({ [-14] = 7, [3] = 1 }, h:hist(3))
+    assert.is_nil(h:hist(4))
+    assert.are.equal("[5,3]", h:parameters()[1].shape)
+    assert.has_error(function()
+      local n = ffi.new("int[1]")
+      M_ffi.check(C.eng_history_unpack(n, nil, 0, "\1\200", 2))
+    end)
+  end)
+
+  it("keeps events, settings, policies and facts", function()
+    h:event(5, "overflow", "3 inf", '{"n":3}')
+    h:event(9, "swap", "max_value")
+    h:set_config("lr", 1e-3)
+    h:set_config("lr", 2e-3)
+    h:set_meta("script", "train.lua")
+    h:add_policy("abc", "dynamic", "return {}")
+    local events = h:events()
+    assert.are.equal(2, #events)
+    assert.are.equal('{"n":3}', events[1].data)
+    assert.is_true(math.abs(events[1].time - os.time()) < 60)
+    assert.are.equal("max_value", h:events("swap")[1].text)
+    assert.are.same({ lr = "0.002" }, h:config())
+    assert.are.equal("train.lua", h:meta().script)
+    assert.are.equal(M_ffi.version, h:meta().engine)
+    assert.are.same({ hash = "abc", name = "dynamic", source = "return {}" }, h:policies()[1])
+    assert.has_error(function() M_ffi.check(C.eng_history_text(h.handle, "steps", "a", "b")) end)
+  end)
+
+  it("answers any SELECT, and only reads", function()
+    for step = 0, 9 do append(h, step) end
+    assert.are.same({ { n = 3 } }, { h:query("SELECT count(*) AS n FROM steps WHERE step < ?", 3)[1] })
+    local seen = 0
+    for row in h:each("SELECT step, NULL AS none, 'x' AS text, 0.5 AS half FROM steps ORDER BY step LIMIT ?", 5) do
+      assert.are.same({ step = seen, text = "x", half = 0.5 }, row)
+      seen = seen + 1
+    end
+    assert.are.equal(5, seen)
+    local function fails(pattern, ...)
+      local good, message = pcall(h.query, h, ...)
+      assert.is_false(good)
+      assert.truthy(message:find(pattern), message)
+    end
+    fails("a query can only read", "DELETE FROM steps")
+    fails("a query can only read", "UPDATE steps SET loss = 0")
+    fails("syntax error", "SELEC 1")
+    fails("no such table: nowhere", "SELECT * FROM nowhere")
+    fails("expected one SQL statement", "SELECT 1; SELECT 2")
+    fails("got nothing", "  ")
+    fails("has 1 parameters, got 2 values", "SELECT ?", 1, 2)
+    fails("got a table", "SELECT ?", {})
+    assert.are.equal(10, #h:steps())
+  end)
+
+  it("is not frozen by an iterator that was left unfinished", function()
+    for step = 0, 9 do append(h, step) end
+    local left = h:each("SELECT step FROM steps")
+    assert.are.equal(0, left().step)
+    append(h, 10)
+    assert.are.equal(10, h:last(1)[1].step)
+    assert.are.equal(1, left().step)
+  end)
+
+  it("is read by others while it is written", function()
+    local reader
+    append(h, 0)
+    h:flush()
+    reader = history.open(dir)
+    assert.are.equal(1, #reader:steps())
+    append(h, 1)
+    h:flush()
+    assert.are.equal(2, #reader:steps())
+    local good, message = append(reader, 2)
+    assert.is_nil(good)
+    assert.truthy(message:find("was opened for reading", 1, true))
+    _G.read_history = reader
+    local _, offered = require("engine.cli.repl").complete("read_history:")                 -- Tab offers what can be done with it
+    _G.read_history = nil
+    assert.truthy(offered:find("tensors", 1, true))
+    for _, writer in ipairs { "append", "set_meta", "flush", "event ", "resume" } do assert.is_nil(offered:find(writer, 1, true), writer) end
+    reader:close()
+    assert.has_error(function() reader:last() end)
+  end)
+
+  it("is written without being asked, within a second", function()
+    append(h, 0)
+    local reader = history.open(dir)
+    local deadline = os.time() + 5
+    while #reader:steps() == 0 and os.time() < deadline do os.execute("sleep 0.1") end
+    assert.are.equal(1, #reader:steps())
+    reader:close()
+  end)
+
+  it("goes on where a run resumes", function()
+    for step = 0, 19 do append(h, step) end
+    append(h, 20, { action = C.ENG_ACTION_RETRY })
+    h:event(3, "swap", "a")
+    h:event(15, "overflow", "b")
+    h:close()
+    h = history.open(dir, { write = true })
+    assert.is_true(h:resume(12))
+    append(h, 12, { loss = 9 })
+    local last = h:last(2)
+    assert.are.same({ 11, 12 }, { last[1].step, last[2].step })
+    assert.are.same({ 9, 1 }, { last[2].loss, last[2].attempt })
+    local events = h:events()
+    assert.are.same({ "swap", "resumed" }, { events[1].kind, events[2].kind })
+    assert.are.equal("resumed at step 12, 9 recorded steps dropped", events[2].text)
+    h:resume(5)
+    assert.are.equal(2, #h:events("resumed"))
+  end)
+
+  it("explains a step", function()
+    assert.are.equal("the history has no steps", tostring(h:why(0)))
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 } }, { name = "h.0.w", shape = { 8 } } }
+    for step = 0, 9 do append(h, step, (step == 4 or step == 5) and overflow or nil) end
+    h:event(5, "swap", "to max_value")
+    local text = h:why(5)
+    for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped", "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8].",
+      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row", "The loss was 2, 2 the step before.", "Event swap: to max_value" } do
+      assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
+    end
+    assert.truthy(h:why(8):find("The overflow before it was at step 5, 3 steps earlier.", 1, true))
+    assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
+    assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
+    assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))              -- no quotes
+    assert.has_error(function() h:why() end, "why: expected the number of a step, got nil")
+  end)
+
+  it("tells of a full disk once, keeps the rows and writes them when there is room", function()
+    append(h, 0)
+    h:flush()
+    local told = 0
+    scratch.with_file_limit(4096, function()
+      for step = 1, 50 do
+        local good, message = append(h, step)
+        if not good then
+          told = told + 1
+          assert.truthy(message:find("hint: is the disk full?", 1, true), message)
+        end
+        if step == 10 then
+          local flushed, why = h:flush()
+          assert.is_nil(flushed)
+          assert.truthy(why:find("rows wait in memory", 1, true), why)
+        end
+      end
+      assert.are.equal(1, #h:steps())
+    end)
+    assert.are.equal(0, told)              -- flush() told it
+    assert.is_true(h:flush())
+    assert.are.equal(51, #h:steps())
+    assert.are.equal("ok", h:query("PRAGMA integrity_check")[1].integrity_check)
+  end)
+
+  it("loses at most a second when the process is killed, and is never damaged", function()
+    h:close()
+    scratch.write(dir .. "/run.lua", ([[
+      local ffi = require "ffi"
+      local h = require("engine.run.history").open(%q, { write = true })
+      ffi.cdef "int getpid(void); int usleep(unsigned);"
+      local record, verdict = ffi.new("eng_record"), ffi.new("eng_verdict")
+      local first = #h:steps()
+      for step = first, 1e9 do
+        record.step = step
+        h:append(record, verdict, 1)
+        if step == first + 1000 then
+          h:flush()
+          io.write(ffi.C.getpid(), "\n")
+          io.flush()
+        end
+        if step %% 10 == 0 then ffi.C.usleep(100) end
+      end
+    ]]):format(dir))
+    local before = 0
+    for _ = 1, 3 do
+      local run = io.popen(scratch.command(dir .. "/run.lua"))
+      local pid = run:read("*l")
+      os.execute("sleep 0.4; kill -9 " .. pid)
+      run:close()
+      local reader = history.open(dir)
+      assert.are.equal("ok", reader:query("PRAGMA integrity_check")[1].integrity_check)
+      local rows = reader:query("SELECT count(*) AS n, max(step) AS last FROM steps")[1]
+      assert.are.equal(rows.last + 1, rows.n)
+      assert.is_true(rows.n > before + 1000)
+      before = rows.n
+      reader:close()
+    end
+  end)
+
+  it("is closed when the process exits without closing it", function()
+    scratch.write(dir .. "/run.lua", ([[
+      local h = require("engine.run.history").open(%q, { write = true })
+      h:event(1, "left", "open")
+      os.exit(0)
+    ]]):format(dir .. "/other.db"))
+    assert(os.execute(scratch.command(dir .. "/run.lua")) == 0)
+    local other = history.open(dir .. "/other.db")
+    assert.are.equal("open", other:events("left")[1].text)
+    other:close()
+  end)
+end)
+
+describe("opening a history", function()
+  local dir
+  before_each(function() dir = scratch.make() end)
+  after_each(function() scratch.remove(dir) end)
+
+  local function refused(path, options, pattern)
+    local good, message = pcall(history.open, path, options)
+    assert.is_false(good)
+    assert.truthy(message:find(pattern), message)
+  end
+
+  it("refuses what is none", function()
+    refused(dir, nil, "history.db: there is no such file")
+    refused(dir .. "/no/h.db", { write = true }, "unable to open database file")
+    scratch.write(dir .. "/text", ("not a database "):rep(100))
+    refused(dir .. "/text", nil, "is not a history, or is damaged")
+    refused(dir .. "/text", { write = true }, "is not a history, or is damaged")
+    scratch.write(dir .. "/empty", "")
+    refused(dir .. "/empty", nil, "is an SQLite file, but no history")
+  end)
+
+  it("refuses one of a newer engine in one line", function()
+    history.open(dir, { write = true }):close()
+    local bytes = scratch.read(dir .. "/history.db")
+    -- PRAGMA user_version is the big-endian number at byte 60 of the file.
+    scratch.write(dir .. "/history.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
+    for _, options in ipairs { {}, { write = true } } do
+      refused(dir, options, "history.db: was written by a newer engine %(schema 99, this one knows 2%); hint: update the engine$")
+    end
+  end)
+
+  it("says that a truncated file is damaged", function()
+    local h = history.open(dir, { write = true })
+    for step = 0, 999 do append(h, step) end
+    h:close()
+    local bytes = scratch.read(dir .. "/history.db")
+    scratch.write(dir .. "/history.db", bytes:sub(1, 8192))
+    local good, message = pcall(function() return #history.open(dir):steps() end)
+    assert.is_false(good)
+    assert.truthy(message:find("malformed") or message:find("damaged"), message)
+  end)
+
+  it("appends a step in a few microseconds", function()
+    local h = history.open(dir, { write = true })
+    local start = os.clock()
+    for step = 1, 5000 do append(h, step) end
+    local each = (os.clock() - start) / 5000
+    h:close()
+    assert.is_true(each < (os.getenv("ENGINE_SANITIZED") and 1e-3 or 2e-5), ("%.1f us a step"):format(each * 1e6))
+  end)
+end)

@@ -1,0 +1,80 @@
+-- For specs that touch files: directories of their own, raw reading and writing, a full disk.
+local M_ffi = require "engine.base.ffi"
+
+local ffi, C = M_ffi.ffi, M_ffi.C
+
+ffi.cdef [[
+struct spec_rlimit { uint64_t now, most; };
+int setrlimit(int resource, const struct spec_rlimit *limit);
+int getrlimit(int resource, struct spec_rlimit *limit);
+void *signal(int number, intptr_t handler);
+int getpid(void);
+long readlink(const char *path, char *target, size_t room);
+]]
+
+local M = {}
+
+local made = 0
+
+--- A new empty directory.
+function M.make()
+  made = made + 1
+  local path = ("%s/engine-spec-%d-%d-%d"):format(os.getenv("TMPDIR") or "/tmp", ffi.C.getpid(), os.time(), made)
+  M_ffi.check(C.eng_file_mkdir(path))
+  return path
+end
+
+function M.remove(path)
+  assert(path:find("/engine%-spec%-"))
+  os.execute("rm -rf '" .. path .. "'")
+end
+
+function M.read(path)
+  local file = assert(io.open(path, "rb"))
+  local bytes = file:read("*a")
+  file:close()
+  return bytes
+end
+
+function M.write(path, bytes)
+  local file = assert(io.open(path, "wb"))
+  file:write(bytes)
+  file:close()
+end
+
+--- The names in a directory, sorted.
+function M.names(path)
+  local out = ffi.new("eng_listing *[1]")
+  M_ffi.check(C.eng_file_list(out, path))
+  local names = {}
+  while C.eng_listing_name(out[0], #names) ~= nil do names[#names + 1] = ffi.string(C.eng_listing_name(out[0], #names)) end
+  C.eng_listing_free(out[0])
+  return names
+end
+
+local FSIZE, SIGXFSZ, IGNORE = 1, 25, 1
+
+--- Runs f(...) while no file can grow beyond `bytes`: writes fail as they do on a full disk.
+function M.with_file_limit(bytes, f, ...)
+  local limit = ffi.new("struct spec_rlimit")
+  assert(ffi.C.getrlimit(FSIZE, limit) == 0)
+  local before = limit.now
+  local handler = ffi.C.signal(SIGXFSZ, IGNORE)
+  limit.now = bytes
+  assert(ffi.C.setrlimit(FSIZE, limit) == 0)
+  local results = { pcall(f, ...) }
+  limit.now = before
+  assert(ffi.C.setrlimit(FSIZE, limit) == 0)
+  ffi.C.signal(SIGXFSZ, ffi.cast("intptr_t", handler))
+  assert(results[1], results[2])
+  return unpack(results, 2, table.maxn(results))
+end
+
+--- A shell command that runs a Lua script with this engine in another process.
+function M.command(script)
+  local target = ffi.new("char[4096]")
+  local length = ffi.C.readlink("/proc/self/exe", target, 4095)
+  return ("exec env ENGINE_LIBRARY_DIR='%s' LUA_PATH='%s' '%s' '%s'"):format(M_ffi.library_dir, package.path, ffi.string(target, length), script)
+end
+
+return M

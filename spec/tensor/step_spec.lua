@@ -1,0 +1,192 @@
+-- The life of a step: what is made in it and when that goes, memory that stands still, and gradients as scripts meet them.
+local engine = require "engine"
+local helper = require "spec.helper"
+
+local step = helper.in_step
+
+local function bytes_in_use()
+  local sum = 0
+  for _, row in ipairs(engine.memory()) do sum = sum + row.used end
+  return sum
+end
+
+describe("the step", function()
+  it("ends the life of what was made in it, with a message that says so", function()
+    engine.begin_step()
+    local now = engine.step_count()
+    local x, kept = engine.zeros(64, 768), engine.tensor({ 1, 2 }):keep()
+    local first = engine.zeros(2, { keep = true })
+    engine.end_step()
+    local text = ("tensor f32 [64 x 768] belongs to step %d, now %d: use :keep() to copy it"):format(now, now + 1)
+    for _, use in ipairs { function() return x.shape end, function() return x + 1 end, function() return x:totable() end, function() return x:keep() end,
+      function() return x:item() end, function() return x:detach() end } do
+      local good, message = pcall(use)
+      assert.is_false(good)
+      assert.equal(text, (message:gsub("^spec/tensor/step_spec.lua:%d+: ", "")))
+    end
+    local _, message = pcall(function() return x:matmul(x) end)
+    assert.matches(text, message, 1, true)
+    assert.equal("tensor (" .. text .. ")", tostring(x))
+    assert.same({ 1, 2 }, kept:totable())
+    assert.same({ 0, 0 }, first:totable())
+    -- an error does not leave recording off
+    local w = engine.tensor({ 3 }, { requires_grad = true })
+    ;(w * w):sum():backward()
+    assert.same({ 6 }, w.grad:totable())
+    engine.end_step()
+    kept:free()
+    _, message = pcall(function() return kept + 1 end)
+    assert.matches("tensor f32 [2] was freed", message, 1, true)
+    first:free()
+    w:free()
+  end)
+
+  it("does not take what is made outside of one", function()
+    local x = engine.zeros(3)
+    local y = x + 1                     -- but results of operations belong to the next end
+    engine.end_step()
+    assert.same({ 0, 0, 0 }, x:totable())
+    assert.has_error(function() y:totable() end)
+    x:free()
+  end)
+
+  it("does not nest, and steps() counts from 1 and closes what break left open", function()
+    engine.begin_step()
+    assert.has_error(engine.begin_step)
+    engine.end_step()
+    local seen, x = {}, nil
+    for n in engine.steps(3) do
+      seen[#seen + 1] = n
+      if x then assert.has_error(function() return x.shape end) end
+      x = engine.zeros(1)
+    end
+    assert.same({ 1, 2, 3 }, seen)
+    for n in engine.steps(5) do if n == 2 then break end end
+    for n in engine.steps(1) do assert.equal(1, n) end
+  end)
+
+  it("keep() copies values, not the tape", step(function()
+    local w = engine.tensor({ 2 }, { requires_grad = true })
+    local y = w * 3
+    local kept = y:keep()
+    assert.is_false(y.is_leaf)
+    assert.is_true(kept.is_leaf)
+    y:fill(0)
+    assert.equal(6, kept:item())
+    engine.end_step()
+    engine.begin_step()
+    kept:free()
+  end))
+
+  it("engine.scope drops what it made, but for results that were kept", function()
+    for _, inside in ipairs { false, true } do
+      if inside then engine.begin_step() end
+      local before, leaked, kept = bytes_in_use(), nil, nil
+      local a, b, c = engine.scope(function(n)
+        leaked = engine.zeros(1000)
+        kept = engine.ones(2):keep()
+        return n + 1, nil, (leaked + 1):sum():item()
+      end, 4)
+      assert.same({ 5, nil, 1000 }, { a, b, c })
+      assert.has_error(function() return leaked.shape end)
+      assert.same({ 1, 1 }, kept:totable())
+      kept:free()
+      assert.equal(before, bytes_in_use())
+      assert.error_matches(function() engine.scope(function() leaked = engine.zeros(1000) error("inner trouble") end) end, "inner trouble")
+      assert.equal(before, bytes_in_use())
+      if inside then engine.end_step() end
+    end
+    local outer = engine.zeros(2)       -- scopes are over: what is made now stays
+    engine.end_step()
+    assert.same({ 0, 0 }, outer:totable())
+    outer:free()
+  end)
+
+  it("memory does not grow over 2000 steps", function()
+    local w = engine.randn(16, 16, { keep = true, requires_grad = true })
+    local after_first
+    for n in engine.steps(2000) do
+      local x = engine.randn(8, 16)
+      local y = x:gt(0):where(x:matmul(w):tanh() + 1, 0)
+      y:sum():backward()
+      local _ = w.grad
+      if n % 100 == 0 then engine.scope(function() return engine.rand(4):sum():item() end) end
+      local sum, requests = 0, 0
+      for _, row in ipairs(engine.memory()) do sum, requests = sum + row.reserved, requests + row.allocations end
+      if n == 100 then after_first = { sum, requests } end
+      if n > 100 then assert.same(after_first, { sum, requests }, "at step " .. n) end
+    end
+    w:free()
+  end)
+
+  it("memory does not grow outside of steps either, where only end_step() is called", function()
+    local c, x = engine.tensor({ true, false }, "bool"), engine.zeros(2)
+    local before
+    for _ = 1, 2 do collectgarbage() end              -- what other specs left gives its memory back now, not on the way
+    for n = 1, 300 do
+      local y = c:where(1, 2) + 3 / x
+      y:copy { 1, n }
+      engine.end_step()
+      local sum = 0
+      for _, row in ipairs(engine.memory()) do sum = sum + row.used end
+      if n == 1 then before = sum end
+      assert.equal(before, sum)
+    end
+    c:free()
+    x:free()
+  end)
+end)
+
+describe("gradients", function()
+  it("arrive at leaves that asked, and add up", step(function()
+    local w = engine.tensor({ 2, 3 }, { requires_grad = true })
+    local other = engine.tensor { 1, 1 }
+    assert.is_nil(w.grad)
+    ;(w * w + other):sum():backward()
+    assert.same({ 4, 6 }, w.grad:totable())
+    assert.is_nil(other.grad)
+    ;(w * w):sum():backward()
+    assert.same({ 8, 12 }, w.grad:totable())
+    w:requires_grad(false)
+    assert.has_error(function() (w * w):sum():backward() end)
+  end))
+
+  it("scale seeds the pass, retain keeps the tape", step(function()
+    local w = engine.tensor({ 2 }, { requires_grad = true })
+    local loss = (w * w):sum()
+    loss:backward { scale = 1024, retain = true }
+    assert.same({ 4096 }, w.grad:totable())
+    loss:backward()
+    assert.same({ 4100 }, w.grad:totable())
+  end))
+
+  it("detach and no_grad cut the tape", step(function()
+    local w = engine.tensor({ 2 }, { requires_grad = true })
+    local cut = (w * 3):detach()
+    assert.is_true(cut.is_leaf)
+    ;(cut * w):sum():backward()
+    assert.same({ 6 }, w.grad:totable())
+    local y, z = engine.no_grad(function(a) return w * 2, a end, "argument")
+    assert.same({ true, "argument" }, { y.is_leaf, z })
+    assert.error_matches(function() engine.no_grad(function() error("inside") end) end, "inside")
+    assert.is_false((w * 2).is_leaf)      -- recording is on again
+    assert.is_false(engine.no_grad(function()
+      pcall(engine.no_grad, error)
+      return (w * 2).is_leaf == false
+    end))
+  end))
+
+  it("a Lua gradient that is never run leaves nothing behind", step(function()
+    local autograd = require "engine.tensor.autograd"
+    assert.is_function(autograd.custom)
+    local double = engine.custom { forward = function(_, x) return x * 2 end, backward = function(_, dy) return dy * 2 end }
+    local nodes = require("engine.tensor.tensor").lua_nodes
+    for _ = 1, 50 do
+      double(engine.tensor { 1 })                                             -- nothing requires a gradient
+      engine.no_grad(double, engine.tensor({ 1 }, { requires_grad = true }))
+    end
+    local n = 0
+    for _ in pairs(nodes.rules) do n = n + 1 end
+    assert.equal(0, n)
+  end))
+end)
