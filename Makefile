@@ -57,7 +57,7 @@ PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install dist clean FORCE
+.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -102,7 +102,7 @@ $(LIB): $(OBJECTS) $(BUILD)/objects
 
 $(ENGINE): $(BINARY_OBJECTS) $(LIB)
 	$(call say,LD,$@) $(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
-	  -Wl,--disable-new-dtags '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib:$$ORIGIN/lib'
+	  -Wl,--disable-new-dtags '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib/lua/5.1/engine:$$ORIGIN/../lib:$$ORIGIN/lib'
 	@mv $@.new $@
 
 cuda: $(PLUGIN)
@@ -334,16 +334,60 @@ parity: built $(VENV)/ready
 
 # ------------------------------------------------------------------ installing
 
+# Where things are installed. LUADIR is a folder on LuaJIT's path, so that plain luajit finds `require "engine"`.
+LUADIR ?= $(PREFIX)/share/lua/5.1
+LIBDIR ?= $(PREFIX)/lib
+SHARE  := $(PREFIX)/share
+DOC    := $(SHARE)/doc/engine
+
+# Every installed file: "mode|source|destination" a line.
+define installed_files
+  printf '%s\n' '755|$(ENGINE)|$(PREFIX)/bin/engine' '644|$(BUILD)/cdef.h|$(LIBDIR)/engine/cdef.h' \
+    '644|$(BUILD)/place.lua|$(LUADIR)/engine/base/place.lua' '644|$(BUILD)/engine.pc|$(LIBDIR)/pkgconfig/engine.pc' \
+    '644|docs/engine.1|$(SHARE)/man/man1/engine.1' '644|LICENSE|$(DOC)/LICENSE' '644|README.md|$(DOC)/README.md' \
+    '644|lua/engine/cli/complete.bash|$(SHARE)/bash-completion/completions/engine' \
+    '644|lua/engine/cli/complete.zsh|$(SHARE)/zsh/site-functions/_engine'; \
+  for f in $(LIB) $(PLUGIN) $(MPI_PLUGIN); do [ ! -e $$f ] || echo "755|$$f|$(LIBDIR)/engine/$${f##*/}"; done; \
+  for f in core/engine*.h core/*.def; do echo "644|$$f|$(PREFIX)/include/engine/$${f##*/}"; done; \
+  find lua/engine -type f -name '*.lua' | sed 's:^lua/\(.*\):644|&|$(LUADIR)/\1:'; \
+  find policies examples core -type f | sed 's:.*:644|&|$(SHARE)/engine/&:'; \
+  find docs -type f -name '*.md' | sed 's:.*:644|&|$(DOC)/&:'
+endef
+MANIFEST := $(LIBDIR)/engine/manifest
+
 install: all
-	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/engine $(DESTDIR)$(PREFIX)/share/engine
-	install -m 755 $(ENGINE) $(DESTDIR)$(PREFIX)/bin/engine
-	install -m 755 $(LIB) $(DESTDIR)$(PREFIX)/lib/engine/libengine.so
-	@for f in $(MPI_PLUGIN); do install -m 755 $$f $(DESTDIR)$(PREFIX)/lib/engine/ || exit 1; done
-	install -m 644 $(BUILD)/cdef.h $(DESTDIR)$(PREFIX)/lib/engine/cdef.h
-	@# core/: the text that the examples learn
-	@for f in README.md $$(find core lua policies examples -type f); do \
-	  install -D -m 644 $$f $(DESTDIR)$(PREFIX)/share/engine/$$f || exit 1; \
-	done
+	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' > $(BUILD)/place.lua
+	@printf '%s\n' 'Name: engine' 'Description: Lua-scriptable training engine, the C core' 'Version: $(VERSION)' \
+	  'Cflags: -I$${pcfiledir}/../../include/engine' \
+	  'Libs: -L$${pcfiledir}/../engine -lengine -Wl,-rpath,$${pcfiledir}/../engine' > $(BUILD)/engine.pc
+	@{ $(installed_files); } > $(BUILD)/files
+	@while IFS='|' read -r mode from to; do \
+	  install -d -m 755 "$(DESTDIR)$${to%/*}" && install -m $$mode "$$from" "$(DESTDIR)$$to" || exit 1; done < $(BUILD)/files
+	@cut -d '|' -f 3 $(BUILD)/files | sort > $(BUILD)/manifest
+	@install -m 644 $(BUILD)/manifest "$(DESTDIR)$(MANIFEST)"
+	@echo "installed $$(wc -l < $(BUILD)/manifest) files under $(DESTDIR)$(PREFIX)"
+
+# Removes what install wrote, by its manifest, and the folders that are empty then.
+uninstall:
+	@[ -f "$(DESTDIR)$(MANIFEST)" ] || { echo "make uninstall: nothing is installed in $(DESTDIR)$(PREFIX)" >&2; exit 1; }
+	@{ cat "$(DESTDIR)$(MANIFEST)"; echo "$(MANIFEST)"; } > $(BUILD)/manifest
+	@while read -r f; do rm -f "$(DESTDIR)$$f"; done < $(BUILD)/manifest
+	@sed 's:/[^/]*$$::' $(BUILD)/manifest | sort -ru | while read -r d; do \
+	  (cd "$(DESTDIR)/" && rmdir -p --ignore-fail-on-non-empty ".$$d" 2>/dev/null) || true; done
+
+# A Debian package for this machine's release, in build/. Dependencies are the libraries that the binaries were linked with.
+DEB := $(BUILD)/deb
+deb: all
+	@command -v dpkg-deb >/dev/null || { echo "make deb: dpkg-deb is missing; this target needs a Debian system" >&2; exit 1; }
+	@rm -rf $(DEB) && mkdir -p $(DEB)/DEBIAN
+	@$(MAKE) --no-print-directory install DESTDIR="$(CURDIR)/$(DEB)" PREFIX=/usr
+	@names=$$(readelf -d $(ENGINE) $(LIB) | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' | grep -v libengine | sort -u); \
+	needs=$$(ldd $(ENGINE) $(LIB) | grep -wF "$$names" | awk '$$3 ~ /^\// {print $$3}' | sort -u | \
+	  while read -r f; do dpkg -S "$$f" "$$(readlink -f "$$f")" 2>/dev/null || true; done | cut -d: -f1 | sort -u | paste -sd, | sed 's/,/, /g'); \
+	printf '%s\n' 'Package: engine' 'Version: $(VERSION)' "Architecture: $$(dpkg --print-architecture)" "Depends: $$needs, lua-cjson" \
+	  'Recommends: openmpi-bin' 'Suggests: gnuplot' 'Maintainer: The engine authors <engine@localhost>' 'Section: science' 'Priority: optional' \
+	  'Description: Lua-scriptable training engine for low-precision numerics' ' Trains models in fp32, bf16, fp16 and FP8 under loss-scaling policies written in Lua.' > $(DEB)/DEBIAN/control
+	@dpkg-deb --root-owner-group --build $(DEB) $(BUILD)/engine_$(VERSION)_$$(dpkg --print-architecture).deb
 
 # A folder that runs on another Linux machine of this processor family by unpacking: everything but the C library, the C++
 # library, the driver and CUDA, and busted with what it needs, so that the specs run there: ./engine spec/run.lua [FILE...].
@@ -377,6 +421,8 @@ help:
 	@echo "make bench       speed beside PyTorch, in ratios"
 	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"
 	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
+	@echo "make uninstall   remove what install wrote"
+	@echo "make deb         a Debian package in $(BUILD)/"
 	@echo "make dist        a folder that runs on another machine, packed"
 	@echo "make deps        install the Debian packages it needs"
 	@echo "make clean       remove what was built"

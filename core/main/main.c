@@ -141,7 +141,8 @@ static bool is_own_place(const char *place, size_t length)
 {
   size_t n = strlen(root);
   if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0) return true;
-  return length > 3 && memcmp(place, "...", 3) == 0 && memmem(place, length, "/lua/engine/", 12);
+  return length > 3 && memcmp(place, "...", 3) == 0 &&
+         (memmem(place, length, "/lua/engine/", 12) || memmem(place, length, "/lua/5.1/engine/", 16));
 }
 
 static bool is_plumbing(const char *frame, size_t length)
@@ -362,11 +363,11 @@ static bool has_modules(const char *folder)
   return access(file, R_OK) == 0;
 }
 
-// The executable, the library it was linked with, and the Lua modules: ../share/engine/lua when
+// The executable, the library it was linked with, and the Lua modules: ../share/lua/5.1 when
 // installed, lua/ in the tree (../../lua for a build kept in build/NAME).
 static bool find_places(const char *argv0)
 {
-  static const char *const places[] = {"lua", "../share/engine/lua", "../../lua", "../lua"};
+  static const char *const places[] = {"lua", "../share/lua/5.1", "../../lua", "../lua"};
   ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
   if (length > 0) executable[length] = 0;
   else if (!realpath(argv0, executable)) snprintf(executable, sizeof executable, "%s", argv0);

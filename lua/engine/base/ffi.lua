@@ -9,13 +9,22 @@ local M = { ffi = ffi }
 local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
 M.home = home
 
---- Folders where libengine.so and cdef.h may stand: beside the library the binary runs with, in the tree, installed.
+-- Written by `make install`: { library = folder, share = folder }.
+local installed, place = pcall(require, "engine.base.place")
+--- Folders that may hold policies/ and examples/: the tree, beside share/lua/5.1, where `make install` put them.
+M.shares = { home .. "/../..", home .. "/../../../engine", installed and place.share or nil }
+
+--- Folders that may hold libengine.so and cdef.h: beside the binary's own library, in the tree, installed.
 local function places()
   local list = {}
   local host = package.preload["engine.host"] and require "engine.host" or package.loaded["engine.host"]
   if type(host) == "table" and host.library then list[#list + 1] = host.library:match("^(.*)/[^/]*$") end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
-  for _, relative in ipairs { "/../../build", "/../../../../lib/engine", "/../../../../lib", "/../../lib" } do list[#list + 1] = home .. relative end
+  -- the tree; `make install`; LuaRocks
+  for _, relative in ipairs { "/../../build", "/../../../../lib/engine", "/../../../../lib/lua/5.1/engine" } do
+    list[#list + 1] = home .. relative
+  end
+  if installed then list[#list + 1] = place.library end
   return list
 end
 
@@ -40,12 +49,12 @@ local function load_library()
   error("the engine's library was not found; looked in\n" .. table.concat(tried, "\n") .. "\nhint: run make, or set ENGINE_LIBRARY_DIR", 0)
 end
 
-local C, place = load_library()
+local C, library_dir = load_library()
 M.C = C
-M.library_dir = place
+M.library_dir = library_dir
 
 if C.eng_abi_size() ~= ffi.sizeof("eng_op_call") then
-  error(("libengine.so in %s and its cdef.h are of different builds; hint: make clean && make"):format(place), 0)
+  error(("libengine.so in %s and its cdef.h are of different builds; hint: make clean && make"):format(library_dir), 0)
 end
 
 M.version = ffi.string(C.eng_version())

@@ -125,8 +125,8 @@ end
 
 -- ------------------------------------------------------------------ loading
 
--- In the tree and as `make install` lays it out; beside share/lua/5.1.
-local folders = { M_ffi.home .. "/../../policies", M_ffi.home .. "/../../../engine/policies" }
+local folders = {}
+for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
 --- Names of the policies that come with the engine, sorted: those that choose a loss scale, or of a kind "fp8" (fp8_*).
 function M.names(kind)
