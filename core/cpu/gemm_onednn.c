@@ -1,11 +1,11 @@
-// Matrix products through oneDNN: bf16 on processors with AMX (gemm.h says why only those). A
-// primitive is made once for every combination of shape, strides, formats and thread count and kept
-// in a table, so that a training step in its second round makes nothing. Working space comes from the
+// Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.h gives the reason).
+// A primitive is built once for every combination of shape, strides, formats and thread count and
+// kept in a table, so a training step builds none after the first. Working space comes from the
 // scratch arena. Owns the table; called by gemm.c.
 //
-// What AMX does to numbers: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
-// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. The order
-// of the sums is oneDNN's: the same on every run for one shape and thread count, not beyond.
+// Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
+// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. The
+// order of the sums is oneDNN's: fixed for one version of oneDNN, one shape and one thread count.
 #include "gemm.h"
 
 #include <omp.h>
@@ -14,17 +14,48 @@
 
 #include "base/error.h"
 
+// The functions that differ between oneDNN 2 and 3. Version 2 keeps a memory descriptor in a struct
+// of the caller and describes a product before it makes the primitive descriptor; version 3
+// allocates memory descriptors and needs one call for a product.
+#if DNNL_VERSION_MAJOR >= 3
+typedef const_dnnl_memory_desc_t layout_view;
+static layout_view view(const dnnl_memory_desc_t *l) { return *l; }
+static void layout_destroy(dnnl_memory_desc_t *l)    { if (*l) dnnl_memory_desc_destroy(*l); }
+#define layout_create dnnl_memory_desc_create_with_strides
+#define append_sum(ops) dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef)
+#define matmul_create dnnl_matmul_primitive_desc_create
+#else
+typedef const dnnl_memory_desc_t *layout_view;
+static layout_view view(const dnnl_memory_desc_t *l) { return l; }
+static void layout_destroy(dnnl_memory_desc_t *l)    { (void)l; }
+#define layout_create dnnl_memory_desc_init_by_strides
+#define append_sum(ops) dnnl_post_ops_append_sum(ops, 1.0f)
+static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on, layout_view a,
+                                   layout_view b, layout_view bias, layout_view c,
+                                   const_dnnl_primitive_attr_t attributes)
+{
+  dnnl_matmul_desc_t product;
+  dnnl_status_t status = dnnl_matmul_desc_init(&product, a, b, bias, c);
+  return status ? status : dnnl_primitive_desc_create(out, &product, attributes, on, NULL);
+}
+#endif
+
 enum {
   TABLE_SIZE = 1024,             // entries, a power of two; emptied when three quarters are taken
-  LEAST_WORK = 1 << 18,          // multiply-adds below which calling oneDNN costs more than it brings
-  ARGUMENTS = 5,
+  LEAST_WORK = 1 << 18,          // multiply-adds; below this a call costs more than it saves
 };
+
+// The arguments of a product. Those before SCRATCH have a layout that the key describes.
+enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
+static const int argument[ARGUMENTS] = {
+  DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
 
 // Everything a primitive depends on; compared as bytes, so it is cleared before it is filled.
 typedef struct key {
   int64_t m, n, k, threads, c_row;
   int64_t a_row, a_column, b_row, b_column;
-  int64_t batch[GEMM_BATCH_DIMS], a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS], c_batch[GEMM_BATCH_DIMS];
+  int64_t batch[GEMM_BATCH_DIMS], c_batch[GEMM_BATCH_DIMS];
+  int64_t a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS];
   int64_t batch_dims, a_dtype, b_dtype, c_dtype, bias_dtype, add;
 } key;
 
@@ -33,7 +64,7 @@ typedef struct entry {
   bool             refused;      // oneDNN has no such product
   key              for_key;
   dnnl_primitive_t primitive;
-  dnnl_memory_t    a, b, c, bias, scratch;
+  dnnl_memory_t    memory[ARGUMENTS];
   int64_t          scratch_bytes;
 } entry;
 
@@ -47,12 +78,14 @@ static eng_status failed(const char *what, dnnl_status_t status)
   return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with status %d", what, (int)status);
 }
 
-#define DNNL_TRY(what, call) do { dnnl_status_t s_ = (call); if (s_ != dnnl_success) return failed(what, s_); } while (0)
+#define DNNL_TRY(what, call) \
+  do { dnnl_status_t s_ = (call); if (s_ != dnnl_success) return failed(what, s_); } while (0)
 
 bool gemm_onednn_here(void)
 {
   static int known = -1;
-  if (known < 0) known = (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_amx) == dnnl_cpu_isa_avx512_core_amx;
+  const int amx = dnnl_cpu_isa_avx512_core_amx;
+  if (known < 0) known = ((int)dnnl_get_effective_cpu_isa() & amx) == amx;
   return known;
 }
 
@@ -67,7 +100,7 @@ static int format_of(int dtype)
   return dtype == ENG_f32 ? dnnl_f32 : dtype == ENG_bf16 ? dnnl_bf16 : dnnl_data_type_undef;
 }
 
-// A matrix in memory oneDNN can take: one of the strides 1, the other no shorter than what it steps over.
+// oneDNN takes a matrix with one stride of 1 and the other no shorter than what it steps over.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 {
   return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);
@@ -75,10 +108,12 @@ static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 
 static bool describable(const gemm_call *g)
 {
-  if (!plain(&g->a, g->m, g->k) || !plain(&g->b, g->k, g->n) || g->k == 0 || g->m == 0 || g->n == 0) return false;
+  if (g->k == 0 || g->m == 0 || g->n == 0) return false;
+  if (!plain(&g->a, g->m, g->k) || !plain(&g->b, g->k, g->n)) return false;
   for (int d = 0; d < g->batch_dims; d++)
     if (g->batch[d] == 0) return false;
-  return g->alpha == 1 && (g->beta == 0 || g->beta == 1) && format_of(g->c_dtype) != dnnl_data_type_undef &&
+  return g->alpha == 1 && (g->beta == 0 || g->beta == 1) &&
+         format_of(g->c_dtype) != dnnl_data_type_undef &&
          (!g->bias || format_of(g->bias_dtype) != dnnl_data_type_undef);
 }
 
@@ -105,16 +140,18 @@ static uint64_t hash_of(const key *k)
 {
   const uint64_t *word = (const uint64_t *)k;
   uint64_t h = 14695981039346656037u;
-  for (size_t i = 0; i < sizeof *k / sizeof *word; i++) h = (h ^ word[i]) * 1099511628211u, h ^= h >> 29;
+  for (size_t i = 0; i < sizeof *k / sizeof *word; i++) {
+    h = (h ^ word[i]) * 1099511628211u;
+    h ^= h >> 29;
+  }
   return h;
 }
 
 static void release(entry *e)
 {
   if (e->primitive) dnnl_primitive_destroy(e->primitive);
-  dnnl_memory_t memories[ARGUMENTS] = {e->a, e->b, e->c, e->bias, e->scratch};
   for (int i = 0; i < ARGUMENTS; i++)
-    if (memories[i]) dnnl_memory_destroy(memories[i]);
+    if (e->memory[i]) dnnl_memory_destroy(e->memory[i]);
   memset(e, 0, sizeof *e);
 }
 
@@ -125,13 +162,15 @@ static entry *find(const key *k)
     entries = 0;
   }
   uint64_t at = hash_of(k) % TABLE_SIZE;
-  while (table[at].taken && memcmp(&table[at].for_key, k, sizeof *k) != 0) at = (at + 1) % TABLE_SIZE;
+  while (table[at].taken && memcmp(&table[at].for_key, k, sizeof *k) != 0)
+    at = (at + 1) % TABLE_SIZE;
   return &table[at];
 }
 
-// The description of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
-static dnnl_status_t describe(dnnl_memory_desc_t *md, const key *k, const int64_t *batch_stride, bool broadcast,
-                              int64_t rows, int64_t columns, int64_t row, int64_t column, int64_t dtype)
+// The layout of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
+static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, const int64_t *batch_stride,
+                              bool broadcast, int64_t rows, int64_t columns, int64_t row,
+                              int64_t column, int64_t dtype)
 {
   dnnl_dims_t size, stride;
   int n = (int)k->batch_dims;
@@ -142,7 +181,57 @@ static dnnl_status_t describe(dnnl_memory_desc_t *md, const key *k, const int64_
   }
   size[n] = rows, stride[n] = row;
   size[n + 1] = columns, stride[n + 1] = column;
-  return dnnl_memory_desc_init_by_strides(md, n + 2, size, (dnnl_data_type_t)format_of((int)dtype), stride);
+  return layout_create(l, n + 2, size, (dnnl_data_type_t)format_of((int)dtype), stride);
+}
+
+static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
+{
+  const int64_t none[GEMM_BATCH_DIMS] = {0};
+  DNNL_TRY("description of a",
+           describe(&l[A], k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
+  DNNL_TRY("description of b",
+           describe(&l[B], k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
+  DNNL_TRY("description of c",
+           describe(&l[C], k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
+  if (k->bias_dtype >= 0)
+    DNNL_TRY("description of the bias",
+             describe(&l[BIAS], k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
+  return ENG_OK;
+}
+
+// The product in oneDNN's terms: working space from the caller, c added to where the key asks.
+static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
+                                      const key *k)
+{
+  dnnl_primitive_attr_t attributes;
+  dnnl_post_ops_t after = NULL;
+  dnnl_status_t status = dnnl_primitive_attr_create(&attributes);
+  if (status != dnnl_success) return status;
+  status = dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user);
+  if (status == dnnl_success && k->add) {
+    status = dnnl_post_ops_create(&after);
+    if (status == dnnl_success) status = append_sum(after);
+    if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(attributes, after);
+  }
+  if (status == dnnl_success)
+    status = matmul_create(out, engine, view(&l[A]), view(&l[B]),
+                           k->bias_dtype >= 0 ? view(&l[BIAS]) : NULL, view(&l[C]), attributes);
+  if (after) dnnl_post_ops_destroy(after);
+  dnnl_primitive_attr_destroy(attributes);
+  return status;
+}
+
+static dnnl_status_t fill(entry *e, const dnnl_memory_desc_t *l,
+                          const_dnnl_primitive_desc_t product)
+{
+  layout_view scratch = dnnl_primitive_desc_query_md(product, dnnl_query_scratchpad_md, 0);
+  e->scratch_bytes = (int64_t)dnnl_memory_desc_get_size(scratch);
+  dnnl_status_t status = dnnl_success;
+  for (int i = 0; i < ARGUMENTS && status == dnnl_success; i++)
+    if (i != BIAS || e->for_key.bias_dtype >= 0)
+      status = dnnl_memory_create(&e->memory[i], i == SCRATCH ? scratch : view(&l[i]), engine,
+                                  DNNL_MEMORY_NONE);
+  return status == dnnl_success ? dnnl_primitive_create(&e->primitive, product) : status;
 }
 
 static eng_status build(entry *e, const key *k)
@@ -151,63 +240,32 @@ static eng_status build(entry *e, const key *k)
     DNNL_TRY("engine", dnnl_engine_create(&engine, dnnl_cpu, 0));
     DNNL_TRY("stream", dnnl_stream_create(&stream, engine, dnnl_stream_default_flags));
   }
-  dnnl_memory_desc_t a, b, c, bias;
-  const int64_t none[GEMM_BATCH_DIMS] = {0};
-  DNNL_TRY("description of a", describe(&a, k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
-  DNNL_TRY("description of b", describe(&b, k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
-  DNNL_TRY("description of c", describe(&c, k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
-  if (k->bias_dtype >= 0)
-    DNNL_TRY("description of the bias", describe(&bias, k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
-
-  dnnl_primitive_attr_t attributes;
-  DNNL_TRY("attributes", dnnl_primitive_attr_create(&attributes));
-  dnnl_post_ops_t after = NULL;
-  dnnl_primitive_desc_t description = NULL;
-  dnnl_matmul_desc_t product;
-  dnnl_status_t status = dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user);
-  if (status == dnnl_success && k->add) {
-    status = dnnl_post_ops_create(&after);
-    if (status == dnnl_success) status = dnnl_post_ops_append_sum(after, 1.0f);
-    if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(attributes, after);
+  dnnl_memory_desc_t l[SCRATCH];
+  memset(l, 0, sizeof l);
+  eng_status described = describe_all(l, k);
+  if (described == ENG_OK) {
+    e->taken = true;
+    e->for_key = *k;
+    entries++;
+    dnnl_primitive_desc_t product = NULL;
+    dnnl_status_t status = describe_product(&product, l, k);
+    if (status == dnnl_success) status = fill(e, l, product);
+    if (product) dnnl_primitive_desc_destroy(product);
+    e->refused = status != dnnl_success;
   }
-  if (status == dnnl_success) status = dnnl_matmul_desc_init(&product, &a, &b, k->bias_dtype >= 0 ? &bias : NULL, &c);
-  if (status == dnnl_success) status = dnnl_primitive_desc_create(&description, &product, attributes, engine, NULL);
-  if (after) dnnl_post_ops_destroy(after);
-  dnnl_primitive_attr_destroy(attributes);
-
-  e->taken = true;
-  e->for_key = *k;
-  entries++;
-  if (status != dnnl_success) {
-    e->refused = true;
-    return ENG_OK;
-  }
-  const dnnl_memory_desc_t *scratch = dnnl_primitive_desc_query_md(description, dnnl_query_scratchpad_md, 0);
-  e->scratch_bytes = (int64_t)dnnl_memory_desc_get_size(scratch);
-  status = dnnl_memory_create(&e->scratch, scratch, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success) status = dnnl_memory_create(&e->a, &a, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success) status = dnnl_memory_create(&e->b, &b, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success) status = dnnl_memory_create(&e->c, &c, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success && k->bias_dtype >= 0)
-    status = dnnl_memory_create(&e->bias, &bias, engine, DNNL_MEMORY_NONE);
-  if (status == dnnl_success) status = dnnl_primitive_create(&e->primitive, description);
-  dnnl_primitive_desc_destroy(description);
-  e->refused = status != dnnl_success;
-  return ENG_OK;
+  for (int i = 0; i < SCRATCH; i++) layout_destroy(&l[i]);
+  return described;
 }
 
 static eng_status execute(const entry *e, const gemm_call *g, void *scratch)
 {
-  DNNL_TRY("memory a", dnnl_memory_set_data_handle_v2(e->a, (void *)g->a.data, stream));
-  DNNL_TRY("memory b", dnnl_memory_set_data_handle_v2(e->b, (void *)g->b.data, stream));
-  DNNL_TRY("memory c", dnnl_memory_set_data_handle_v2(e->c, g->c, stream));
-  DNNL_TRY("scratchpad", dnnl_memory_set_data_handle_v2(e->scratch, scratch, stream));
-  dnnl_exec_arg_t arguments[ARGUMENTS] = {
-    {DNNL_ARG_SRC, e->a}, {DNNL_ARG_WEIGHTS, e->b}, {DNNL_ARG_DST, e->c}, {DNNL_ARG_SCRATCHPAD, e->scratch}};
-  int n = 4;
-  if (e->bias) {
-    DNNL_TRY("bias", dnnl_memory_set_data_handle_v2(e->bias, (void *)g->bias, stream));
-    arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_BIAS, e->bias};
+  void *data[ARGUMENTS] = {(void *)g->a.data, (void *)g->b.data, g->c, (void *)g->bias, scratch};
+  dnnl_exec_arg_t arguments[ARGUMENTS];
+  int n = 0;
+  for (int i = 0; i < ARGUMENTS; i++) {
+    if (!e->memory[i]) continue;
+    DNNL_TRY("memory", dnnl_memory_set_data_handle(e->memory[i], data[i]));
+    arguments[n++] = (dnnl_exec_arg_t){argument[i], e->memory[i]};
   }
   DNNL_TRY("matmul", dnnl_primitive_execute(e->primitive, stream, n, arguments));
   DNNL_TRY("matmul", dnnl_stream_wait(stream));
