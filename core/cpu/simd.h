@@ -301,7 +301,12 @@ VF_INLINE vi vf_narrow_bf16_(vf a)
   vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(vi_add(bits, (top & 1) + 0x7FFF), 16);
   return vi_select((bits & 0x7FFFFFFF) > 0x7F800000, top | 0x40, rounded);
 }
-VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)      { vi h = {0}; for (int l = 0; l < n; l++) h[l] = p[l]; return h; }
+VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)
+{
+  uint16_t h[4] = {0};
+  for (int l = 0; l < n; l++) h[l] = p[l];
+  return vf_halves_(h);
+}
 
 VF_INLINE vf vf_load_f16(const uint16_t *p)              { return vf_widen_f16_(vf_halves_(p)); }
 VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)     { return vf_widen_f16_(vf_halves_n_(p, n)); }

@@ -287,8 +287,8 @@ static eng_status staged_room(staged *s, int n, int64_t bytes)
   if (n > s->capacity) {
     free(s->host);
     free(s->there);
-    s->host = calloc((size_t)n, sizeof *s->host);
-    s->there = calloc((size_t)n, sizeof *s->there);
+    s->host = calloc((unsigned)n, sizeof *s->host);
+    s->there = calloc((unsigned)n, sizeof *s->there);
     s->capacity = s->host && s->there ? n : 0;
     if (s->capacity == 0) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   }
