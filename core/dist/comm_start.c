@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -167,10 +168,22 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
   return ENG_OK;
 }
 
+// Libraries below a transport set signal handlers when they start: UCX, which Open MPI 5 uses, takes
+// SIGHUP and SIGBUS. The process keeps the handlers that it had before.
+static const int kept_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGALRM, SIGBUS};
+enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
+
 eng_status comm_load(const comm_transport **out)
 {
   launch l = launched();
   *out = NULL;
-  if (l.way == WAY_WRONG) return error_set(ENG_ERR_VALUE, "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone", l.wrong);
-  return l.way == WAY_MPI ? load_mpi(out, &l) : l.way == WAY_NCCL ? load_nccl(out, &l) : ENG_OK;
+  if (l.way == WAY_WRONG)
+    return error_set(ENG_ERR_VALUE, "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone",
+                     l.wrong);
+  struct sigaction before[KEPT_SIGNALS];
+  for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], NULL, &before[i]);
+  eng_status status = l.way == WAY_MPI ? load_mpi(out, &l)
+                    : l.way == WAY_NCCL ? load_nccl(out, &l) : ENG_OK;
+  for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], &before[i], NULL);
+  return status;
 }
