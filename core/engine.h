@@ -56,6 +56,22 @@ int eng_dtype_from_name(const char *name);
 /// Bytes an element takes.
 int eng_dtype_size(int dtype);
 
+/// What a floating-point format can represent. All values are positive.
+typedef struct eng_format {
+  int32_t exponent_bits, fraction_bits, bias;
+  int32_t max_exponent;       // floor(log2) of the largest finite number
+  int32_t min_exponent;       // floor(log2) of the smallest normal number
+  int32_t is_signed;          // 0: ue8m0, which encodes |x|
+  double largest;             // largest finite number: 65504 for f16
+  double overflow;            // smallest double that rounds to inf (e4m3: to nan): 65520 for f16;
+                              // inf where only infinity does (f64, ue8m0)
+  double normal;              // smallest normal number
+  double smallest;            // smallest number above zero
+} eng_format;
+/// Describes a format by name: "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3" or "ue8m0".
+/// False, with *out untouched: no such format, or one without exponents (integers, bool).
+bool eng_format_get(eng_format *out, const char *name);
+
 // ------------------------------------------------------------------ tensors
 
 enum { ENG_MAX_DIMS = 6 };
@@ -191,6 +207,8 @@ enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
 enum { ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2, ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5 };
 /// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32 products at a time,
 /// truncated); products and running sum rounded to e4m3, saturating.
+/// ENG_ACCUMULATE_DEVICE: the device's own way; only a recipe can name it.
+enum { ENG_ACCUMULATE_DEVICE = -1 };
 enum { ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1, ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4 };
 
 /// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0" (toward zero; mode 1: up), "f16", "bf16".
@@ -318,9 +336,9 @@ enum {
   ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores this
 };
 
-/// Bins of the exponent histogram: bin b counts finite nonzero gradients with floor(log2|g|) = b - 160,
-/// as stored (scaled); bin 0 and the last one take what lies beyond.
-enum { ENG_HIST_BINS = 320 };
+/// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
+/// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also take what lies beyond.
+enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 
 /// Of one tensor's gradient as stored, that is times the loss scale. Over finite elements, but for
 /// inf and nan. `underflow` counts nonzero elements below the smallest normal number of the dtype
@@ -354,7 +372,13 @@ typedef struct eng_record {
   double  amax_f16;           // for the history: largest finite |g| as stored among f16 gradients; -1: none are f16, 0: not known
 } eng_record;
 
-enum { ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3 };
+enum {
+  ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3, ENG_ACTIONS = 4
+};
+/// "step", "skip", "retry" or "stop"; "?" for any other number.
+const char *eng_action_name(int action);
+/// The action called `name`, or -1.
+int eng_action_from_name(const char *name);
 
 /// What a policy decided.
 typedef struct eng_verdict {
@@ -651,6 +675,12 @@ bool eng_terminal(int *columns, int *rows, int fd);
 /// The version of a library underneath, "onednn", "sqlite" or "openmp", as text; for oneDNN with the
 /// instruction set it uses. NULL: no such library.
 const char *eng_library_version(const char *name);
+/// The index in `names` [n] of the name that `name` probably misspells, or -1 when none is close:
+/// the fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored), at most a
+/// third of the longer name's letters and at least 1. A candidate whose last dotted part equals
+/// `name` counts as one edit away ("width" finds "model.width"). The first of equals wins; names
+/// longer than 64 bytes never match.
+int eng_nearest(const char *name, const char *const *names, int n);
 /// Asks the CUDA driver, if there is one, without linking to it: the number of GPUs, or -1 without a
 /// driver. Writes a line for people about each into `text`.
 int eng_gpu_probe(char *text, int size);

@@ -18,7 +18,8 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
 /// CRC-32C (Castagnoli, as iSCSI and ext4 use it) of bytes; `crc` continues an earlier one, 0 begins.
 uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
-/// What stands at `path`, links followed: 0 nothing, 1 a file, 2 a directory, 3 something else.
+/// What `path` names, links followed: ENG_FILE_*.
+enum { ENG_FILE_NONE = 0, ENG_FILE_REGULAR = 1, ENG_FILE_FOLDER = 2, ENG_FILE_OTHER = 3 };
 int        eng_file_kind(const char *path);
 /// A number that changes whenever the file at `path` is written or replaced (device, inode, size, times); 0: there is no file.
 uint64_t   eng_file_stamp(const char *path);
@@ -167,7 +168,11 @@ eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *val
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);
-/// What the column of this row holds: 1 integer, 2 real, 3 text, 4 blob, 5 null.
+/// The type of a column in this row: ENG_COLUMN_*, numbered as SQLite numbers them.
+enum {
+  ENG_COLUMN_INTEGER = 1, ENG_COLUMN_REAL = 2, ENG_COLUMN_TEXT = 3, ENG_COLUMN_BLOB = 4,
+  ENG_COLUMN_NULL = 5
+};
 int         eng_query_type(const eng_query *query, int column);
 int64_t     eng_query_int(const eng_query *query, int column);
 double      eng_query_double(const eng_query *query, int column);

@@ -93,29 +93,3 @@ void tensor_store_int(void *data, int dtype, int64_t i, int64_t value)
     default:       tensor_store(data, dtype, i, (double)value);
   }
 }
-
-// ---- single numbers in small formats, for people and specs
-
-int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random)
-{
-  float f = f32_odd_from_f64(x);
-  if (strcmp(format, "e4m3") == 0) return mode & FP8_STOCHASTIC ? fp8_from_f32(f, 3, mode, random) : e4m3_from_f64(x, mode);
-  if (strcmp(format, "e5m2") == 0) return mode & FP8_STOCHASTIC ? fp8_from_f32(f, 2, mode, random) : e5m2_from_f64(x, mode);
-  if (strcmp(format, "e5m6") == 0) return e5m6_from_f64(x, mode);
-  if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_from_f32_tilekernels((float)x);
-  if (strcmp(format, "ue8m0") == 0) return ue8m0_from_f32(f, mode & 1);
-  if (strcmp(format, "f16") == 0) return f16_from_f64(x);
-  if (strcmp(format, "bf16") == 0) return bf16_from_f64(x);
-  return -1;
-}
-
-double eng_small_decode(const char *format, uint32_t code)
-{
-  if (strcmp(format, "e4m3") == 0) return e4m3_to_f32((uint8_t)code);
-  if (strcmp(format, "e5m2") == 0) return e5m2_to_f32((uint8_t)code);
-  if (strncmp(format, "e5m6", 4) == 0) return e5m6_to_f32((uint16_t)code);
-  if (strcmp(format, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
-  if (strcmp(format, "f16") == 0) return f16_to_f32((uint16_t)code);
-  if (strcmp(format, "bf16") == 0) return bf16_to_f32((uint16_t)code);
-  return f64_from(0x7FF8000000000000ull);
-}

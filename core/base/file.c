@@ -79,8 +79,10 @@ eng_status file_writer_open(file_writer *writer, const char *path)
   *writer = (file_writer){ .fd = -1 };
   // A rename would quietly put a file in the place of /dev/null.
   int kind = eng_file_kind(path);
-  if (kind == 2) return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
-  if (kind == 3) return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", path);
+  if (kind == ENG_FILE_FOLDER)
+    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
+  if (kind == ENG_FILE_OTHER)
+    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", path);
   size_t room = strlen(path) + 48;
   writer->path = strdup(path);
   writer->temporary = malloc(room);
@@ -228,8 +230,9 @@ void eng_file_unlock(int lock)
 int eng_file_kind(const char *path)
 {
   struct stat stat_now;
-  if (stat(path, &stat_now) != 0) return 0;
-  return S_ISREG(stat_now.st_mode) ? 1 : S_ISDIR(stat_now.st_mode) ? 2 : 3;
+  if (stat(path, &stat_now) != 0) return ENG_FILE_NONE;
+  return S_ISREG(stat_now.st_mode) ? ENG_FILE_REGULAR
+       : S_ISDIR(stat_now.st_mode) ? ENG_FILE_FOLDER : ENG_FILE_OTHER;
 }
 
 uint64_t eng_file_stamp(const char *path)
@@ -245,7 +248,7 @@ uint64_t eng_file_stamp(const char *path)
 
 eng_status eng_file_mkdir(const char *path)
 {
-  if (eng_file_kind(path) == 2) return ENG_OK;
+  if (eng_file_kind(path) == ENG_FILE_FOLDER) return ENG_OK;
   char *partial = strdup(path);
   if (partial == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   eng_status status = ENG_OK;
@@ -256,7 +259,7 @@ eng_status eng_file_mkdir(const char *path)
     char kept = partial[i];
     partial[i] = 0;
     if (mkdir(partial, 0777) == 0) status = sync_parent(partial);
-    else if (errno != EEXIST || eng_file_kind(partial) != 2) status = io_error("make the directory", partial);
+    else if (errno != EEXIST || eng_file_kind(partial) != ENG_FILE_FOLDER) status = io_error("make the directory", partial);
     partial[i] = kept;
   }
   free(partial);

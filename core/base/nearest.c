@@ -1,10 +1,11 @@
-// The nearest of some names to a misspelt one. See nearest.h.
+// The name that a misspelt one probably meant. See nearest.h and eng_nearest in engine.h.
 #include "nearest.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 
-enum { LONGEST = 63 };
+enum { LONGEST = 64 };   // bytes of a name
 
 static int lower(char c)
 {
@@ -16,7 +17,7 @@ static int smaller(int a, int b)
   return a < b ? a : b;
 }
 
-// Three rows of the edit-distance table suffice: a swap looks two rows back.
+// Edits from a to b. Three rows of the edit-distance table suffice: a swap looks two rows back.
 static int distance(const char *a, int length_a, const char *b, int length_b)
 {
   int rows[3][LONGEST + 1];
@@ -34,17 +35,18 @@ static int distance(const char *a, int length_a, const char *b, int length_b)
   return rows[length_a % 3][length_b];
 }
 
-const char *nearest_name(const char *name, const char *const *names, int n)
+int eng_nearest(const char *name, const char *const *names, int n)
 {
-  const char *best = NULL;
-  int best_distance = 0, length = (int)strnlen(name, LONGEST + 1);
-  if (length > LONGEST) return NULL;
+  int best = -1, best_distance = 0, length = (int)strnlen(name, LONGEST + 1);
+  if (length > LONGEST) return -1;
   for (int i = 0; i < n; ++i) {
     int other = (int)strnlen(names[i], LONGEST + 1);
     if (other > LONGEST) continue;
-    int d = distance(name, length, names[i], other), longer = length > other ? length : other;
+    const char *dot = strrchr(names[i], '.');
+    int d = dot != NULL && strcasecmp(dot + 1, name) == 0 ? 1 : distance(name, length, names[i], other);
+    int longer = length > other ? length : other;
     if (d > (longer / 3 > 1 ? longer / 3 : 1)) continue;
-    if (!best || d < best_distance) best = names[i], best_distance = d;
+    if (best < 0 || d < best_distance) best = i, best_distance = d;
   }
   return best;
 }
@@ -52,8 +54,8 @@ const char *nearest_name(const char *name, const char *const *names, int n)
 const char *nearest_hint(const char *name, const char *const *names, int n)
 {
   static _Thread_local char text[96];
-  const char *found = nearest_name(name, names, n);
-  if (!found) return "";
-  snprintf(text, sizeof text, "; did you mean '%s'?", found);
+  int found = eng_nearest(name, names, n);
+  if (found < 0) return "";
+  snprintf(text, sizeof text, "; did you mean '%s'?", names[found]);
   return text;
 }

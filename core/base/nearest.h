@@ -1,12 +1,12 @@
-// The name somebody probably meant, for error messages. Used by policy_vm.c and policy_record.c.
+// Suggestions for misspelt names in error messages. The search itself, eng_nearest, is public:
+// see engine.h. Called by policy/.
 #ifndef ENG_NEAREST_H
 #define ENG_NEAREST_H
 
-/// The entry of `names` with the fewest edits (insert, delete, replace, swap of neighbours) from
-/// `name`, or NULL when more than a third of the letters would change.
-const char *nearest_name(const char *name, const char *const *names, int n);
+#include "engine.h"
 
-/// "; did you mean 'x'?" in a buffer of this thread that the next call reuses, "" when nothing is near.
+/// "; did you mean 'x'?" for the entry of `names` [n] closest to `name`, or "" when none is close.
+/// A buffer of this thread, reused by the next call.
 const char *nearest_hint(const char *name, const char *const *names, int n);
 
 #endif

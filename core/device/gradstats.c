@@ -1,5 +1,5 @@
-// Sums the per-tensor statistics of a gradient pass up into the record a policy is told.
-// Called by params.c after a pass, and wherever stored statistics become a record again.
+// Sums the per-tensor statistics of a gradient pass into the step's record, and names the actions
+// of a verdict. Called by params.c after a pass, and wherever stored statistics become a record.
 #include "gradstats.h"
 
 #include <math.h>
@@ -39,4 +39,18 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
 void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale)
 {
   gradstats_sum(record, stats, n, scale, ENG_NEED_HIST);
+}
+
+static const char *const actions[ENG_ACTIONS] = { "step", "skip", "retry", "stop" };
+
+const char *eng_action_name(int action)
+{
+  return action >= 0 && action < ENG_ACTIONS ? actions[action] : "?";
+}
+
+int eng_action_from_name(const char *name)
+{
+  for (int i = 0; i < ENG_ACTIONS; i++)
+    if (strcmp(actions[i], name) == 0) return i;
+  return -1;
 }

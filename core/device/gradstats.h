@@ -1,12 +1,13 @@
-// The step record: what one fused pass over the gradients yields, and what a policy is told.
-// Filled by the device's gradstats, summed up by gradstats.c, reduced over ranks by comm, read by
-// policy_vm.c and history.c. The public structures stand in engine.h; here are the core's helpers.
+// The step's record: gradient statistics over all tensors, as a policy reads them.
+// The device's gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/
+// reduces them over ranks, policy/ and store/ read them. The public structures are in engine.h;
+// here are the core's helpers.
 #ifndef ENG_GRADSTATS_H
 #define ENG_GRADSTATS_H
 
 #include "engine.h"
 
-/// What a tensor's gradient carries beside the loss scale.
+/// The factor that a tensor's gradient carries beside the loss scale.
 static inline double gradstats_carry(const eng_tensor_stats *s)
 {
   return s->carry > 0 ? s->carry : 1;

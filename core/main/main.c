@@ -598,7 +598,7 @@ static bool check_gc64(lua_State *L)
 // A word that names no file (a folder such as runs/ is no script): a subcommand.
 static bool is_command(const char *word)
 {
-  if (eng_file_kind(word) % 2 != 0 || !(word[0] >= 'a' && word[0] <= 'z')) return false;
+  if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER || !(word[0] >= 'a' && word[0] <= 'z')) return false;
   return strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
 }
 

@@ -21,7 +21,6 @@ static const char *const view_names[VIEW_KINDS] = { "record", "record.hist", "re
 
 typedef struct view { int32_t kind, index; } view;
 
-enum { HIST_LOWEST = -160 };          // exponent of bin 0
 
 // Places in the registry; 1 and 2 are policy_vm.c's.
 enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
@@ -225,7 +224,7 @@ static int hist_sum(lua_State *L)
   const view *v = lua_touserdata(L, 1);
   if (!v || !(v->kind == VIEW_HIST || v->kind == VIEW_TENSOR_HIST || v->kind == VIEW_GROUP_HIST))
     return luaL_error(L, "hist:sum(from, to): call it with ':' on a histogram");
-  double from = luaL_optnumber(L, 2, HIST_LOWEST) - HIST_LOWEST, to = luaL_optnumber(L, 3, HIST_LOWEST + ENG_HIST_BINS - 1) - HIST_LOWEST;
+  double from = luaL_optnumber(L, 2, ENG_HIST_FIRST) - ENG_HIST_FIRST, to = luaL_optnumber(L, 3, ENG_HIST_FIRST + ENG_HIST_BINS - 1) - ENG_HIST_FIRST;
   const int64_t *bins = bins_in_view(p, v);
   double sum = 0;
   for (int b = 0; b < ENG_HIST_BINS; ++b)
@@ -239,7 +238,7 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, 1);
   if (lua_type(L, 2) == LUA_TNUMBER) {
-    double e = lua_tonumber(L, 2) - HIST_LOWEST;
+    double e = lua_tonumber(L, 2) - ENG_HIST_FIRST;
     if (e != floor(e)) return luaL_error(L, "%s: an exponent must be a whole number", view_names[v->kind]);
     const int64_t *bins = bins_in_view(p, v);
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
@@ -247,8 +246,8 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
   }
   static const char *const fields[] = { "first", "last", "sum" };
   const char *key = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "";
-  if (strcmp(key, "first") == 0) lua_pushinteger(L, HIST_LOWEST);
-  else if (strcmp(key, "last") == 0) lua_pushinteger(L, HIST_LOWEST + ENG_HIST_BINS - 1);
+  if (strcmp(key, "first") == 0) lua_pushinteger(L, ENG_HIST_FIRST);
+  else if (strcmp(key, "last") == 0) lua_pushinteger(L, ENG_HIST_FIRST + ENG_HIST_BINS - 1);
   else if (strcmp(key, "sum") == 0) lua_pushvalue(L, lua_upvalueindex(1));
   else return unknown_field(L, view_names[v->kind], fields, 3);
   return 1;
@@ -340,7 +339,7 @@ static int items_step(lua_State *L)
     const int64_t *bins = bins_in_view(p, v);
     while (i < ENG_HIST_BINS && bins[i] == 0) ++i;
     if (i >= ENG_HIST_BINS) return 0;
-    lua_pushinteger(L, i + HIST_LOWEST);
+    lua_pushinteger(L, i + ENG_HIST_FIRST);
     lua_pushnumber(L, (double)bins[i]);
   }
   lua_pushinteger(L, i + 1);

@@ -8,8 +8,6 @@
 #include <string.h>
 
 const char *const policy_verdict_fields[VERDICT_FIELDS] = { "scale", "action", "clip", "lr_mul", "reason", "scales" };
-#define COUNT(list) ((int)(sizeof list / sizeof *list))
-static const char *const actions[] = { "step", "skip", "retry", "stop" };
 
 // Bytes of the UTF-8 character at `at`, 0 when it is none, or a control character that a terminal would obey.
 static size_t printable(const unsigned char *at, size_t left)
@@ -89,12 +87,14 @@ static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
   const char *expected = "'step', 'skip', 'retry' or 'stop'";
   if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "action", expected);
   const char *action = lua_tostring(L, -1);
-  for (int i = 0; i < COUNT(actions); ++i)
-    if (strcmp(action, actions[i]) == 0) {
-      out->action = i;
-      return true;
-    }
-  const char *hint = nearest_hint(action, actions, COUNT(actions));
+  int known = eng_action_from_name(action);
+  if (known >= 0) {
+    out->action = known;
+    return true;
+  }
+  const char *names[ENG_ACTIONS];
+  for (int i = 0; i < ENG_ACTIONS; ++i) names[i] = eng_action_name(i);
+  const char *hint = nearest_hint(action, names, ENG_ACTIONS);
   if (!*hint) return bad_value(L, why, size, "action", expected);
   snprintf(why, size, "action = '%.40s'%s", action, hint);
   return false;

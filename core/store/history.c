@@ -190,12 +190,6 @@ static int64_t length(const char *text)
 
 // ---- rows
 
-static const char *action_name(int action)
-{
-  static const char *const names[] = { "step", "skip", "retry", "stop" };
-  return action >= 0 && action < 4 ? names[action] : "?";
-}
-
 eng_status eng_history_step(eng_history *history, const eng_record *record, const eng_verdict *verdict, double tokens)
 {
   draft row;
@@ -212,7 +206,7 @@ eng_status eng_history_step(eng_history *history, const eng_record *record, cons
   put_double(&row, record->scale);
   put_double(&row, verdict->scale);
   put_int(&row, record->overflow);
-  put_text(&row, action_name(verdict->action));
+  put_text(&row, eng_action_name(verdict->action));
   put_int(&row, record->inf);
   put_int(&row, record->nan);
   put_int(&row, record->count);
@@ -266,7 +260,7 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
   put_int(&row, step);
   put_text(&row, name);
   put_double(&row, verdict->scale);
-  put_text(&row, action_name(verdict->action));
+  put_text(&row, eng_action_name(verdict->action));
   put_int(&row, verdict->failed);
   put_text(&row, reason[0] ? reason : NULL);
   return finish(&row, history);

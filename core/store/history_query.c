@@ -83,7 +83,7 @@ static eng_status open_and_check(sqlite3 **out, const char *name, int flags, con
 eng_status history_reader_open(sqlite3 **out, const char *path)
 {
   *out = NULL;
-  if (eng_file_kind(path) != 1) return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
+  if (eng_file_kind(path) != ENG_FILE_REGULAR) return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
   // WAL mode wants a file beside it. Where none can be made (an archive, a directory of somebody
