@@ -46,7 +46,9 @@ NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)
 CUDA_ARCHS ?= $(or $(patsubst 90,90a,$(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d .))),90a)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
-CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(wildcard cuda/*.cu cuda/*.c))
+CUDA_KERNELS := $(wildcard cuda/*/*.cu)
+CUDA_HOST    := $(wildcard cuda/*.c cuda/*/*.c)
+CUDA_OBJECTS := $(CUDA_KERNELS:%=$(BUILD)/%.o) $(CUDA_HOST:%=$(BUILD)/%.o)
 NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
 
@@ -114,18 +116,20 @@ $(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h core/engine.h core/en
 # Stand-ins for a card and for NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
-$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/host.c cuda/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_wire.o
+$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_wire.o
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
 	@mv $@.new $@
 $(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/dist/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
-# The CUDA device on the host: cuda/*.cu rewritten for a C++ compiler, with a run-time library and a cuBLASLt of our own. Wants CUDA's headers.
+# The CUDA device on the host: its kernels rewritten for a C++ compiler, with a run-time library and a cuBLASLt of our own. Wants CUDA's headers.
 EMULATOR      := spec/cuda/emulator
 EMULATED_CARD := $(if $(NVCC),$(BUILD)/emulated_card.so)
-EMULATED      := $(patsubst cuda/%,$(BUILD)/emulated/%,$(filter-out cuda/ptx.h cuda/mma.h cuda/wgmma.h,$(wildcard cuda/*.h)))
-EMULATED_OBJECTS := $(patsubst cuda/%.cu,$(BUILD)/emulated/%.o,$(wildcard cuda/*.cu)) $(patsubst cuda/%.c,$(BUILD)/emulated/%.c.o,$(filter-out cuda/nccl_check.c,$(wildcard cuda/*.c))) \
+EMULATED_TWINS := $(patsubst $(EMULATOR)/%,cuda/%,$(wildcard $(EMULATOR)/kernel/*.h))
+EMULATED      := $(patsubst cuda/%,$(BUILD)/emulated/%,$(filter-out $(EMULATED_TWINS),$(wildcard cuda/*/*.h)))
+EMULATED_OBJECTS := $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.o) \
+                 $(patsubst cuda/%.c,$(BUILD)/emulated/%.c.o,$(filter-out %/nccl_check.c,$(CUDA_HOST))) \
                  $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
 EMULATED_INCLUDE := -I$(BUILD)/emulated -I$(EMULATOR) -Icore -isystem $(CUDA_HOME)/include
 EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
@@ -138,7 +142,7 @@ $(BUILD)/emulated/%.cpp: cuda/%.cu $(EMULATOR)/to_host.lua
 $(BUILD)/emulated.flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' | cmp -s - $@ || echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' > $@
-.SECONDARY: $(EMULATED) $(patsubst cuda/%.cu,$(BUILD)/emulated/%.cpp,$(wildcard cuda/*.cu))
+.SECONDARY: $(EMULATED) $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.cpp)
 # nvcc is who warns of kernels.
 $(BUILD)/emulated/%.o: $(BUILD)/emulated/%.cpp $(EMULATED) $(BUILD)/emulated.flags
 	$(call say,CXX,$@) $(EMULATED_CXX) -w $(EMULATED_INCLUDE) -c $< -o $@

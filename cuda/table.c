@@ -1,8 +1,8 @@
 // The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that computes, and the passes
 // over all parameters. Handed to the core by eng_cuda_backend, the plug-in's one exported function.
-#include "device.h"
-#include "host.h"
-#include "passes.h"
+#include "runtime/device.h"
+#include "runtime/host.h"
+#include "runtime/passes.h"
 
 // An operation of ops.def without a kernel does not link.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;

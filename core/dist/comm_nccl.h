@@ -1,5 +1,5 @@
 // What this engine takes of NCCL, which is loaded at run time (comm_nccl.c): the types and numbers of nccl.h, so that building needs no CUDA.
-// cuda/nccl_check.c holds them against nccl.h where that is; spec/cuda/fake_nccl.c is a stand-in with these functions.
+// cuda/runtime/nccl_check.c holds them against nccl.h where that is; spec/cuda/fake_nccl.c is a stand-in with these functions.
 #ifndef ENG_COMM_NCCL_H
 #define ENG_COMM_NCCL_H
 

@@ -124,7 +124,7 @@ describe("layer norm of rows far from 0", function()
           local rstd = 1 / math.sqrt(((wide - mean) * (wide - mean)):mean(-1):min():item())
           for k, got in ipairs(both(x, 1e-9)) do
             local off = (got.y:to("f64") - want):abs():max():item()
-            -- half a step, and what f32 makes of the rest; beyond NARROW (cuda/norm.cu) its own sums, too
+            -- half a step, and what f32 makes of the rest; beyond NARROW (cuda/rows/norm.cu) its own sums, too
             local allowed = (2 ^ -11 * (steps < 512 and 1.05 or 4)) * rstd * 2 + 1e-4
             assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is allowed"):format(set, n, steps, k, off, allowed))
           end

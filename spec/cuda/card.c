@@ -1,10 +1,10 @@
 // See card.h.
 #include "card.h"
 
-#include "device.h"
-#include "fp8_plain.h"
-#include "gemm_fp8.h"
-#include "gemm_plain.h"
+#include "runtime/device.h"
+#include "quantized/fp8_plain.h"
+#include "gemm/gemm_fp8.h"
+#include "gemm/gemm_plain.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -2,7 +2,7 @@
 // host logic's program (card.c, gemm_host.c, gemm_fp8_host.c) and by the emulated card (emulator/).
 #include "card.h"
 
-#include "device.h"
+#include "runtime/device.h"
 #include "base/fp8_hopper.h"
 
 #include <cublasLt.h>
@@ -287,7 +287,7 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
   const int fa = dtype_of(x->a.type) == ENG_e4m3 ? 3 : 2, fb = dtype_of(x->b.type) == ENG_e4m3 ? 3 : 2;
   const int64_t every = x->p.fast ? inner : 128;
   const bool blocks = x->p.mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || x->p.mode[1] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
-  // Which scale is multiplied first is not known of the real one; here as the formula has it (cuda/fp8_plain.cu), whose b is A.
+  // Which scale is multiplied first is not known of the real one; here as the formula has it (cuda/quantized/fp8_plain.cu), whose b is A.
   const bool a_first = has_rows(&x->p, 0) && !has_rows(&x->p, 1);
   float total = 0, sum = 0;
   for (int64_t at = 0; at < inner; at += every) {

@@ -8,7 +8,7 @@
 #include "dist/comm.h"
 #include "base/error.h"
 #include "device/wire.h"
-#include "../../cuda/host.h"
+#include "../../cuda/runtime/host.h"
 
 #include <math.h>
 #include <stdio.h>

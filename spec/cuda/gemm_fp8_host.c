@@ -1,7 +1,7 @@
 // FP8's parts of gemm_host.c: layouts of operands and scales as cuBLASLt reads them, what it cannot do, factors given transposed or ragged.
 #include "gemm_host.h"
 
-#include "gemm_fp8.h"
+#include "gemm/gemm_fp8.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 // algorithms and their file; FP8's parts are gemm_fp8_host.c. Called by spec/cuda/gemm_spec.lua with the part's name and a folder.
 #include "gemm_host.h"
 
-#include "gemm_cache.h"
+#include "gemm/gemm_cache.h"
 
 #include <stdio.h>
 #include <stdlib.h>

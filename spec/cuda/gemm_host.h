@@ -3,7 +3,7 @@
 #define ENG_SPEC_GEMM_HOST_H
 
 #include "card.h"
-#include "device.h"
+#include "runtime/device.h"
 
 /// The same numbers in every run.
 int64_t random_below(int64_t n);

@@ -2,7 +2,7 @@
 // same every time. The order in which blocks, warps and lanes get their turn can be turned round (runtime.h), which shows what barriers miss.
 // Owns the fibers and shared memory. Called by runtime.cpp and, through emulator.h, by kernels.
 #include "runtime.h"
-#include "wgmma.h"
+#include "kernel/wgmma.h"
 
 #include <cstdarg>
 #include <cstdio>

@@ -1,0 +1,263 @@
+// What the attention kernels share: a call as they see it, and one row of it worked through by one warp in plain arithmetic.
+//
+// There are two ways. The tensor cores' way (attention_forward.cu, attention_backward.cu) takes f16 and bf16 up to 128 wide;
+// the plain way (attention_plain.cu) everything else. Decided as on the CPU: a row that sees no key has y = 0, lse = -inf,
+// entropy 0 and passes no gradient on; an infinite largest score or a NaN makes its row NaN; a key after the query never
+// touches it, not even as 0 * NaN. A product of tiles cannot keep that last promise, nor form infinities from probabilities that
+// were rounded to 0: so whatever comes out of the tensor cores' way as Inf or NaN is worked out again row by row, in
+// f32, by the functions below. Finite inputs never get there unless a sum truly leaves f32.
+//
+// Sums have an order given by the shapes alone.
+#ifndef ENG_CUDA_ATTENTION_H
+#define ENG_CUDA_ATTENTION_H
+
+#include "kernel/mma.h"
+
+/// A tensor [B x time x heads x width]; the width is contiguous. Strides in elements.
+typedef struct attention_view {
+  void   *data;
+  int64_t batch, time, head;
+} attention_view;
+
+typedef struct attention_problem {
+  int32_t batch, queries, keys, heads, groups, width;   // B T S H G D
+  int32_t shared;                                       // heads that share a key head: H / G
+  int32_t causal;
+  double  factor;
+  attention_view q, k, v;
+  // Forward: y [B x T x H x D] of y_dtype, `lse` and `entropy` [B x H x T] of lse_dtype. NULL: not wanted.
+  attention_view y;
+  int32_t y_dtype, lse_dtype;
+  void   *lse, *entropy;
+  // Backward: lse f32, or f64 where the inputs are; dy like q. `delta` [B x H x delta_line], the sums of p * dp of the T queries,
+  // like lse, is the kernels' own. NULL gradients: not wanted.
+  attention_view dy, dq, dk, dv;
+  int32_t dq_dtype, dk_dtype, dv_dtype;
+  void   *delta;
+  int64_t delta_line;
+} attention_problem;
+
+/// f16 or bf16 (`dtype`), D one of 32, 64, 96, 128 with zeros beyond the true width, inputs with 16-byte aligned rows, factor > 0.
+/// `stored`: columns of y, dq, dk, dv that there are; they are of `dtype`, too.
+eng_status attention_forward(const attention_problem *p, int dtype, int stored);
+/// The same on Hopper for D 64 and 128.
+eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
+/// The same; y is the forward pass's, and its row is as wide as q's.
+eng_status attention_backward(const attention_problem *p, int dtype, int stored);
+
+/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y of the inputs' dtype, too, where it is given.
+eng_status attention_plain_forward(const attention_problem *p, int dtype);
+eng_status attention_plain_backward(const attention_problem *p, int dtype);
+
+#ifdef __CUDACC__
+
+/// Keys that query t sees: the first so many.
+__device__ static inline int keys_seen(const attention_problem &p, int t)
+{
+  if (!p.causal) return p.keys;
+  int64_t n = (int64_t)t + p.keys - p.queries + 1;
+  return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
+}
+/// The first query that sees key j; p.queries or more when there is none.
+__device__ static inline int first_query(const attention_problem &p, int j)
+{
+  int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;
+  return t < 0 ? 0 : (int)t;
+}
+
+template <class T> __device__ static inline T *row_of(const attention_view &v, int64_t b, int64_t t, int64_t h)
+{
+  return (T *)v.data + b * v.batch + t * v.time + h * v.head;
+}
+__device__ static inline int64_t line_of(const attention_problem &p, int64_t b, int64_t h, int64_t t) { return (b * p.heads + h) * p.queries + t; }
+
+__device__ static inline int64_t delta_at(const attention_problem &p, int64_t b, int64_t h, int64_t t) { return (b * p.heads + h) * p.delta_line + t; }
+
+/// Element i of data of any float dtype, rounded once.
+__device__ static inline void store_as(void *data, int dtype, int64_t i, float x)
+{
+  if (dtype == ENG_f32) ((float *)data)[i] = x;
+  else if (dtype == ENG_f16) narrow(((f16_t *)data)[i], x);
+  else if (dtype == ENG_bf16) narrow(((bf16_t *)data)[i], x);
+  else ((double *)data)[i] = x;
+}
+__device__ static inline void store_as(void *data, int dtype, int64_t i, double x)
+{
+  if (dtype == ENG_f64) ((double *)data)[i] = x;
+  else if (dtype == ENG_f32) ((float *)data)[i] = (float)x;
+  else if (dtype == ENG_f16) ((uint16_t *)data)[i] = f16_from_f64(x);
+  else ((uint16_t *)data)[i] = bf16_from_f64(x);
+}
+
+// ---- one row by one warp. T: what the tensors hold; A: what it computes in, float or double. All 32 lanes call together.
+
+enum { ROW_COLUMNS = 4 };   // columns a lane sums at a time: 128 a warp; wider rows take more rounds
+
+template <class A> __device__ static inline A warp_sum(A x)
+{
+  for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
+  return x;
+}
+/// NaN does not count.
+template <class A> __device__ static inline A warp_max(A x)
+{
+  for (int k = 16; k; k >>= 1) {
+    A other = __shfl_xor_sync(0xFFFFFFFFu, x, k);
+    x = other > x || x != x ? other : x;
+  }
+  return x;
+}
+__device__ static inline float  power_of_e(float x)  { return expf(x); }
+__device__ static inline double power_of_e(double x) { return exp(x); }
+__device__ static inline float  logarithm(float x)   { return logf(x); }
+__device__ static inline double logarithm(double x)  { return log(x); }
+__device__ static inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
+__device__ static inline double fused(double a, double b, double c) { return fma(a, b, c); }
+template <class A> __device__ static inline A infinity() { return (A)__int_as_float(0x7F800000); }
+template <class A> __device__ static inline A not_a_number() { return (A)__int_as_float(0x7FC00000); }
+
+/// a . b over the width; `a` is the same in every lane, `b` the lane's own.
+template <class T, class A> __device__ static inline A dot_with(const T *a, const T *b, int width)
+{
+  int lane = threadIdx.x & 31;
+  A sum = 0;
+  for (int d = 0; d < width; d += 32) {
+    A mine = d + lane < width ? (A)widen(a[d + lane]) : (A)0;
+    int n = min(32, width - d);
+    for (int i = 0; i < n; i++) sum = fused(__shfl_sync(0xFFFFFFFFu, mine, i), (A)widen(b[d + i]), sum);
+  }
+  return sum;
+}
+
+/// y, lse and entropy of query t, as far as they are wanted; `columns` of y.
+template <class T, class A>
+__device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t, int columns)
+{
+  int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
+  const T *q = row_of<T>(p.q, b, t, h);
+  A factor = (A)p.factor, inf = infinity<A>();
+  for (int d0 = 0; d0 == 0 || d0 < columns; d0 += 32 * ROW_COLUMNS) {
+    A top = -inf, sum = 0, weighted = 0, y[ROW_COLUMNS] = {0};   // weighted: sum of e * (score - top)
+    for (int j0 = 0; j0 < n; j0 += 32) {
+      bool seen = j0 + lane < n;
+      A score = factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
+      A largest = warp_max(seen ? score : -inf), before = top;
+      if (largest > top) top = largest;
+      A shift = top == -inf ? (A)0 : top;   // so that a row of -inf sums to 0, not to exp(inf - inf)
+      A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
+      weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
+      weighted += warp_sum(e == 0 ? (A)0 : e * x);
+      sum = sum * keep + warp_sum(e);
+      for (int i = 0; i < ROW_COLUMNS; i++) y[i] *= keep;
+      int steps = min(32, n - j0);
+      for (int j = 0; j < steps; j++) {
+        A weight = __shfl_sync(0xFFFFFFFFu, e, j);
+        const T *v = row_of<T>(p.v, b, j0 + j, group);
+        for (int i = 0; i < ROW_COLUMNS; i++) {
+          int d = d0 + 32 * i + lane;
+          if (d < columns) y[i] = fused(weight, (A)widen(v[d]), y[i]);
+        }
+      }
+    }
+    bool lost = n > 0 && sum == 0;   // every score -inf
+    for (int i = 0; i < ROW_COLUMNS; i++) {
+      int d = d0 + 32 * i + lane;
+      if (d < columns) store_as(p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head + d,
+                                n == 0 ? (A)0 : lost ? not_a_number<A>() : y[i] / sum);
+    }
+    if (d0 == 0 && lane == 0) {
+      int64_t line = line_of(p, b, h, t);
+      if (p.lse) store_as(p.lse, p.lse_dtype, line, n == 0 ? -inf : lost ? not_a_number<A>() : top + logarithm(sum));
+      if (p.entropy) store_as(p.entropy, p.lse_dtype, line, n == 0 ? (A)0 : lost ? not_a_number<A>() : logarithm(sum) - weighted / sum);
+    }
+  }
+}
+
+/// p and dp of query t and key j: `q` and `dy` the same in every lane and `k` and `v` the lane's own, or the other way round.
+template <class A> struct slope { A p, dp; };
+template <class T, class A>
+__device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v, A factor, A lse, int width)
+{
+  A score = factor * dot_with<T, A>(q, k, width);
+  return {power_of_e(score - lse), dot_with<T, A>(dy, v, width)};
+}
+
+/// The sum of p * dp over the keys of query t, in every lane.
+template <class T, class A>
+__device__ __noinline__ A delta_of_row(const attention_problem &p, int b, int h, int t)
+{
+  int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
+  A lse = ((const A *)p.lse)[line_of(p, b, h, t)], sum = 0;
+  for (int j0 = 0; j0 < n; j0 += 32) {
+    int j = min(j0 + lane, n - 1);
+    slope<A> s = slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), row_of<T>(p.k, b, j, group), row_of<T>(p.v, b, j, group),
+                                   (A)p.factor, lse, p.width);
+    sum += warp_sum(j0 + lane < n ? s.p * s.dp : (A)0);
+  }
+  return sum;
+}
+
+/// dq of query t, from lse and delta.
+template <class T, class A>
+__device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, int t, int columns)
+{
+  int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
+  A lse = ((const A *)p.lse)[line_of(p, b, h, t)], delta = ((const A *)p.delta)[delta_at(p, b, h, t)];
+  for (int d0 = 0; d0 < columns; d0 += 32 * ROW_COLUMNS) {
+    A dq[ROW_COLUMNS] = {0};
+    for (int j0 = 0; j0 < n; j0 += 32) {
+      int j = min(j0 + lane, n - 1), steps = min(32, n - j0);
+      slope<A> s = slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), row_of<T>(p.k, b, j, group), row_of<T>(p.v, b, j, group),
+                                     (A)p.factor, lse, p.width);
+      A ds = s.p * (s.dp - delta);
+      for (int i = 0; i < steps; i++) {
+        A weight = __shfl_sync(0xFFFFFFFFu, ds, i);
+        const T *k = row_of<T>(p.k, b, j0 + i, group);
+        for (int c = 0; c < ROW_COLUMNS; c++) {
+          int d = d0 + 32 * c + lane;
+          if (d < columns) dq[c] = fused(weight, (A)widen(k[d]), dq[c]);
+        }
+      }
+    }
+    for (int c = 0; c < ROW_COLUMNS; c++) {
+      int d = d0 + 32 * c + lane;
+      if (d < columns) store_as(p.dq.data, p.dq_dtype, b * p.dq.batch + t * p.dq.time + h * p.dq.head + d, (A)p.factor * dq[c]);
+    }
+  }
+}
+
+/// dk and dv of key j, as far as they are wanted, from lse and delta: sums over the heads that share it, then over the queries.
+template <class T, class A>
+__device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j, int columns)
+{
+  int lane = threadIdx.x & 31;
+  const T *k = row_of<T>(p.k, b, j, group), *v = row_of<T>(p.v, b, j, group);
+  for (int d0 = 0; d0 < columns; d0 += 32 * ROW_COLUMNS) {
+    A dk[ROW_COLUMNS] = {0}, dv[ROW_COLUMNS] = {0};
+    for (int h = group * p.shared; h < (group + 1) * p.shared; h++)
+      for (int t0 = first_query(p, j); t0 < p.queries; t0 += 32) {
+        int t = min(t0 + lane, p.queries - 1), steps = min(32, p.queries - t0);
+        slope<A> s = slope_of<T, A>(k, v, row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), (A)p.factor, ((const A *)p.lse)[line_of(p, b, h, t)], p.width);
+        A ds = s.p * (s.dp - ((const A *)p.delta)[delta_at(p, b, h, t)]);
+        for (int i = 0; i < steps; i++) {
+          A for_k = __shfl_sync(0xFFFFFFFFu, ds, i), for_v = __shfl_sync(0xFFFFFFFFu, s.p, i);
+          const T *q = row_of<T>(p.q, b, t0 + i, h), *dy = row_of<T>(p.dy, b, t0 + i, h);
+          for (int c = 0; c < ROW_COLUMNS; c++) {
+            int d = d0 + 32 * c + lane;
+            if (d < columns) {
+              dk[c] = fused(for_k, (A)widen(q[d]), dk[c]);
+              dv[c] = fused(for_v, (A)widen(dy[d]), dv[c]);
+            }
+          }
+        }
+      }
+    for (int c = 0; c < ROW_COLUMNS; c++) {
+      int d = d0 + 32 * c + lane;
+      if (d >= columns) continue;
+      if (p.dk.data) store_as(p.dk.data, p.dk_dtype, b * p.dk.batch + j * p.dk.time + group * p.dk.head + d, (A)p.factor * dk[c]);
+      if (p.dv.data) store_as(p.dv.data, p.dv_dtype, b * p.dv.batch + j * p.dv.time + group * p.dv.head + d, dv[c]);
+    }
+  }
+}
+#endif
+#endif

@@ -1,0 +1,162 @@
+// The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends on the shape alone.
+//
+// Two passes. The first cuts dy into tiles of up to 32 x 16 bytes of columns by a chunk of rows, as many blocks as an H200 holds
+// at once; a block of 8 warps sums its tile (a thread 16 bytes of columns, 8 rows in flight; then the lanes of a warp that share
+// columns, then the warps, in fixed order) and leaves one row of partial sums. The second adds the chunks up, and what was there
+// before where it must. Sums are f32, f64 for f64. Floor: one read of dy.
+#include "runtime/device.h"
+#include "gemm_element.h"
+#include "kernel/vector.h"
+
+namespace {
+
+enum {
+  WARPS = 8,
+  IN_FLIGHT = 8,          // rows a thread reads before it adds
+  RESIDENT = 4,           // blocks of a multiprocessor, of which there are 132
+  MOST_BLOCKS = 132 * RESIDENT,
+  SUM_COLUMNS = 32, SUM_ROWS = 32,   // a block of the second pass
+};
+
+template <typename T> struct sum_type { typedef float type; };
+template <> struct sum_type<double> { typedef double type; };
+
+// V neighbours as they are loaded, and added to sums.
+template <typename T, int V> struct piece {
+  words<T, V> raw;
+  __device__ void load(const T *from, bool there)   // zeros, which change no sum, where there is none
+  {
+    raw = {};
+    if (there) load_words(raw, from);
+  }
+  __device__ void add_to(float (&sum)[V]) const
+  {
+    float x[V];
+    widen_words(x, raw);
+#pragma unroll
+    for (int v = 0; v < V; v++) sum[v] += x[v];
+  }
+};
+template <typename T> struct piece<T, 1> {
+  T raw;
+  __device__ void load(const T *from, bool there) { raw = there ? *from : T{}; }
+  __device__ void add_to(typename sum_type<T>::type (&sum)[1]) const { sum[0] += widen(raw); }
+};
+template <> struct piece<double, 2> {
+  double2 raw;
+  __device__ void load(const double *from, bool there) { raw = there ? *(const double2 *)from : double2{}; }
+  __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
+};
+
+// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp stand side by side, the rest
+// below them.
+template <typename T, int V>
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT) sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
+                                                        int64_t rows, int64_t n, int64_t chunk_rows, int lanes_log2)
+{
+  typedef typename sum_type<T>::type SUM;
+  __shared__ SUM kept[WARPS][32 * V];
+  const int lane = threadIdx.x, warp = threadIdx.y, lanes = 1 << lanes_log2;
+  const int beside = lane & (lanes - 1), below = lane >> lanes_log2, step = WARPS * (32 >> lanes_log2);
+  const int64_t column = ((int64_t)blockIdx.x * lanes + beside) * V;
+  const int64_t first = blockIdx.y * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+  SUM sum[V] = {};
+  if (column < n) {
+    const int above = warp * (32 >> lanes_log2) + below;
+    const T *from = dy + (first + above) * n + column;
+    const int64_t stride = (int64_t)step * n;
+    for (int left = (int)(end - first) - above; left > 0; left -= IN_FLIGHT * step) {
+      piece<T, V> x[IN_FLIGHT];
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++, from += stride) x[i].load(from, i * step < left);
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++) x[i].add_to(sum);
+    }
+  }
+  for (int apart = 16; apart >= lanes; apart >>= 1)
+#pragma unroll
+    for (int v = 0; v < V; v++) sum[v] += __shfl_down_sync(0xFFFFFFFFu, sum[v], apart);
+  if (below == 0)
+#pragma unroll
+    for (int v = 0; v < V; v++) kept[warp][beside * V + v] = sum[v];
+  __syncthreads();
+  for (int i = warp * 32 + lane; i < lanes * V; i += 32 * WARPS) {
+    const int64_t at = (int64_t)blockIdx.x * lanes * V + i;
+    if (at >= n) continue;
+    SUM total = kept[0][i];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) total += kept[w][i];
+    partial[blockIdx.y * n + at] = total;
+  }
+}
+
+// out[j] = or += the sum of partial[chunk][j] over the chunks: a thread every 32nd, then the threads of a column in order.
+template <typename SUM>
+__global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS) sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks,
+                                                                   bool add)
+{
+  __shared__ SUM kept[SUM_ROWS][SUM_COLUMNS];
+  const int64_t column = (int64_t)blockIdx.x * SUM_COLUMNS + threadIdx.x;
+  SUM sum = 0;
+  if (column < n)
+    for (int chunk = threadIdx.y; chunk < chunks; chunk += IN_FLIGHT * SUM_ROWS) {
+      SUM x[IN_FLIGHT];
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++) x[i] = chunk + i * SUM_ROWS < chunks ? partial[(int64_t)(chunk + i * SUM_ROWS) * n + column] : (SUM)0;
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; i++) sum += x[i];
+    }
+  kept[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= n) return;
+  for (int r = 1; r < SUM_ROWS; r++) sum += kept[r][threadIdx.x];
+  if (add) sum = element_load<SUM>(out, dtype, column) + sum;
+  element_store(out, dtype, column, sum);
+}
+
+template <typename T, int V>
+eng_status run(const op_call *call, int64_t rows, int64_t n)
+{
+  typedef typename sum_type<T>::type SUM;
+  int lanes_log2 = 0;
+  while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
+  const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width, step = WARPS * (32 >> lanes_log2);
+  // As many chunks as the card holds blocks for, of whole rounds of a block and less than 2^31 rows.
+  const int64_t round = IN_FLIGHT * step, most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30), rounds = (rows + round - 1) / round;
+  const int64_t chunk_rows = (rounds + most - 1) / most * round, chunks = chunk_rows ? (rows + chunk_rows - 1) / chunk_rows : 0;
+
+  const int64_t bytes = (chunks ? chunks : 1) * n * (int64_t)sizeof(SUM);
+  SUM *partial = static_cast<SUM *>(scratch_take(bytes));
+  if (!partial) return ENG_ERR_MEMORY;
+  tensor *out = call->out[0];
+  if (chunks)
+    sum_tiles<T, V><<<dim3((unsigned)tiles, (unsigned)chunks), dim3(32, WARPS), 0, cuda_stream()>>>(
+      partial, static_cast<const T *>(call->in[0]->data), rows, n, chunk_rows, lanes_log2);
+  sum_chunks<SUM><<<(unsigned)((n + SUM_COLUMNS - 1) / SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_ROWS), 0, cuda_stream()>>>(
+    out->data, out->dtype, partial, n, (int)chunks, call->ints[1] != 0);
+  scratch_give(partial, bytes);
+  CUDA_LAUNCHED("bias_grad");
+  return ENG_OK;
+}
+
+template <typename T>
+eng_status run(const op_call *call, int64_t rows, int64_t n)
+{
+  enum { V = 16 / sizeof(T) };
+  const bool aligned = n % V == 0 && (uintptr_t)call->in[0]->data % 16 == 0;
+  return aligned ? run<T, V>(call, rows, n) : run<T, 1>(call, rows, n);
+}
+
+}  // namespace
+
+extern "C" eng_status cuda_bias_grad(const op_call *call)
+{
+  const tensor *dy = call->in[0];
+  const int64_t n = dy->shape[dy->ndim - 1], rows = n ? dy->count / n : 0;
+  switch (dy->dtype) {
+    case ENG_f32: return run<float>(call, rows, n);
+    case ENG_f16: return run<f16_t>(call, rows, n);
+    case ENG_bf16: return run<bf16_t>(call, rows, n);
+    default: return run<double>(call, rows, n);
+  }
+}

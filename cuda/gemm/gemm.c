@@ -1,0 +1,198 @@
+// The operations matmul and linear on the card. A call becomes a product by strides (gemm_layout.h), which goes to cuBLASLt
+// (gemm_lt.c) as it lies where that can read it; an operand it cannot read is copied first, an output it cannot write is
+// made in scratch memory in f32 and rounded from there, and a product it does not know is done by gemm_plain.cu.
+#include "runtime/device.h"
+#include "gemm.h"
+#include "gemm_lt.h"
+#include "gemm_plain.h"
+
+#include <limits.h>
+
+op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
+
+// Passes over a batch that cuBLASLt cannot walk by itself, beyond which copying the operand costs less than launching.
+enum { MOST_LAUNCHES = 32, PIECES = 3 };
+
+typedef struct scratch {
+  int     n;
+  void   *piece[PIECES];
+  int64_t bytes[PIECES];
+} scratch;
+
+static void *take(scratch *s, int64_t bytes)
+{
+  void *piece = scratch_take(bytes);
+  if (!piece) return NULL;
+  s->piece[s->n] = piece;
+  s->bytes[s->n++] = bytes;
+  return piece;
+}
+
+static void give_all(scratch *s)
+{
+  while (s->n > 0) {
+    s->n--;
+    scratch_give(s->piece[s->n], s->bytes[s->n]);
+  }
+}
+
+/// A copy of x [batch.. x rows x columns] in `dtype` without gaps, broadcast dimensions left out; rows stay contiguous if they
+/// were, or columns.
+static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns, int dtype, scratch *s)
+{
+  bool by_columns = x->row < x->column;
+  tensor from = {.data = x->data, .dtype = x->dtype, .ndim = p->batch_dims + 2, .count = rows * columns}, to;
+  for (int d = 0; d < p->batch_dims; d++) {
+    from.shape[d] = x->batch[d] ? p->batch[d] : 1;
+    from.stride[d] = x->batch[d];
+    from.count *= from.shape[d];
+  }
+  int last = from.ndim - 1;
+  from.shape[last - 1] = by_columns ? columns : rows;
+  from.stride[last - 1] = by_columns ? x->column : x->row;
+  from.shape[last] = by_columns ? rows : columns;
+  from.stride[last] = by_columns ? x->row : x->column;
+
+  to = from;
+  to.dtype = dtype;
+  int64_t step = 1;
+  for (int d = last; d >= 0; d--) {
+    to.stride[d] = step;
+    step *= to.shape[d];
+  }
+  to.data = take(s, to.count * eng_dtype_size(dtype));
+  if (!to.data) return ENG_ERR_MEMORY;
+  op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to}, .ints = {dtype}};
+  ENG_TRY((dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy));
+
+  gemm_matrix dense = {.data = to.data, .dtype = dtype};
+  dense.row = to.stride[by_columns ? last : last - 1];
+  dense.column = to.stride[by_columns ? last - 1 : last];
+  for (int d = 0; d < p->batch_dims; d++) dense.batch[d] = x->batch[d] ? to.stride[d] : 0;
+  *x = dense;
+  return ENG_OK;
+}
+
+/// The format that both factors are multiplied in: theirs when they agree, else the one that holds both exactly.
+static int factor_dtype(const gemm_product *p)
+{
+  if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;
+  return p->a.dtype == p->b.dtype ? p->a.dtype : ENG_f32;
+}
+
+/// Whether cuBLASLt can write C (and add the bias) itself. On rows that are not aligned its kernels were seen to round the sum to f16 or
+/// bf16 before they add the bias, which is one rounding more than we promise.
+static bool can_write(const gemm_product *p, int factors)
+{
+  gemm_leading leading;
+  bool format = p->c.dtype == factors || (p->c.dtype == ENG_f32 && factors != ENG_f64);
+  bool bias = !p->bias || (p->bias_dtype == p->c.dtype && gemm_alignment(p->bias) == 16);
+  if (p->bias && eng_dtype_size(p->c.dtype) == 2)
+    bias = bias && gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) && gemm_rows_aligned(&p->c, p->m, p->n);
+  return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
+}
+
+/// Where C goes when cuBLASLt cannot write it: dense, in the format of the sums.
+static eng_status make_sum(gemm_product *q, int factors, scratch *s)
+{
+  int dtype = factors == ENG_f64 ? ENG_f64 : ENG_f32;
+  int64_t step = q->m * q->n;
+  q->c = (gemm_matrix){.dtype = dtype, .row = q->n, .column = 1};
+  for (int d = q->batch_dims - 1; d >= 0; d--) {
+    q->c.batch[d] = step;
+    step *= q->batch[d];
+  }
+  q->c.data = take(s, step * eng_dtype_size(dtype));
+  q->accumulate = 0;
+  q->bias = NULL;
+  return q->c.data ? ENG_OK : ENG_ERR_MEMORY;
+}
+
+static int64_t launches_of(const gemm_product *p, int walked)
+{
+  int64_t launches = 1;
+  for (int d = 0; d < p->batch_dims; d++)
+    if (d != walked) launches *= p->batch[d];
+  return launches;
+}
+
+/// Those matrices of q alone that lie at `at` of all batch dimensions but `walked`, by ourselves.
+static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
+{
+  gemm_product one = *q;
+  one.a.data = gemm_data_at(q, &q->a, at);
+  one.b.data = gemm_data_at(q, &q->b, at);
+  one.c.data = gemm_data_at(q, &q->c, at);
+  for (int d = 0; d < q->batch_dims; d++)
+    if (d != walked) one.batch[d] = 1;
+  return gemm_plain(&one);
+}
+
+/// Every matrix of q by cuBLASLt. *done false, and nothing written: it does not know such a product. What it knew of and refuses later we
+/// finish ourselves, for C may be added to.
+static eng_status launch_all(bool *done, const gemm_product *q)
+{
+  int walked = gemm_walked_dim(q);
+  int64_t at[GEMM_BATCH_DIMS] = {0};
+  gemm_problem problem;
+  *done = false;
+  if (!gemm_describe(&problem, q, walked)) return ENG_OK;
+  if (problem.m > INT_MAX || problem.n > INT_MAX || problem.k > INT_MAX || problem.batch > INT_MAX) return ENG_OK;
+  problem.tf32 = q->a.dtype == ENG_f32 && gemm_tf32();
+  for (bool begun = false, more = true; more; begun = true, more = gemm_next(q, walked, at)) {
+    gemm_operands on = {.a = gemm_data_at(q, &q->b, at), .b = gemm_data_at(q, &q->a, at), .c = gemm_data_at(q, &q->c, at), .bias = q->bias};
+    ENG_TRY(gemm_lt_run(done, &problem, &on));
+    if (!*done && !begun) return ENG_OK;
+    if (!*done) ENG_TRY(one_plainly(q, walked, at));
+    *done = true;
+  }
+  return ENG_OK;
+}
+
+static eng_status by_library(bool *done, const gemm_product *p, scratch *s)
+{
+  gemm_product q = *p;
+  gemm_leading leading;
+  int factors = factor_dtype(p);
+  unsigned copy = launches_of(p, gemm_walked_dim(p)) > MOST_LAUNCHES ? gemm_batch_breakers(p) : 0;
+  if (copy & 1 || p->a.dtype != factors || !gemm_leading_of(&leading, &p->a, p->m, p->k))
+    ENG_TRY(copy_operand(&q.a, p, p->m, p->k, factors, s));
+  if (copy & 2 || p->b.dtype != factors || !gemm_leading_of(&leading, &p->b, p->k, p->n))
+    ENG_TRY(copy_operand(&q.b, p, p->k, p->n, factors, s));
+  if (can_write(p, factors)) {
+    gemm_product whole = q;
+    gemm_simplify(&whole);
+    ENG_TRY(launch_all(done, &whole));
+    if (*done || !p->bias) return ENG_OK;
+  }
+  ENG_TRY(make_sum(&q, factors, s));
+  gemm_matrix sum = q.c;
+  gemm_simplify(&q);
+  ENG_TRY(launch_all(done, &q));
+  return *done ? gemm_finish(p, &sum) : ENG_OK;
+}
+
+eng_status gemm_run(const gemm_product *given)
+{
+  gemm_product p = *given;
+  gemm_simplify(&p);
+  if (p.k == 0) return gemm_plain(&p);   // zeros, the bias, or nothing to add
+  bool done = false;
+  scratch s = {0};
+  eng_status status = by_library(&done, &p, &s);
+  if (status == ENG_OK && !done) status = gemm_plain(&p);
+  give_all(&s);
+  return status;
+}
+
+eng_status cuda_matmul(const op_call *call)
+{
+  gemm_product p = gemm_of_matmul(call);
+  return gemm_run(&p);
+}
+
+eng_status cuda_linear(const op_call *call)
+{
+  gemm_product p = gemm_of_linear(call);
+  return gemm_run(&p);
+}

@@ -1,0 +1,41 @@
+// Elements of any float format, told apart at run time, for kernels that touch few of them: the format that sums are in is a
+// template argument, float or double. Included by gemm_plain.cu and bias_grad.cu.
+#ifndef ENG_CUDA_GEMM_ELEMENT_H
+#define ENG_CUDA_GEMM_ELEMENT_H
+
+#include "runtime/device.h"
+
+/// Element `at`, exactly (rounded once when it is f64 and sums are float).
+template <typename SUM>
+__device__ inline SUM element_load(const void *data, int dtype, int64_t at)
+{
+  switch (dtype) {
+    case ENG_f32: return (SUM)static_cast<const float *>(data)[at];
+    case ENG_f16: return (SUM)widen(static_cast<const f16_t *>(data)[at]);
+    case ENG_bf16: return (SUM)widen(static_cast<const bf16_t *>(data)[at]);
+    default: return (SUM)static_cast<const double *>(data)[at];
+  }
+}
+
+/// Rounded once.
+__device__ inline void element_store(void *data, int dtype, int64_t at, float value)
+{
+  switch (dtype) {
+    case ENG_f32: static_cast<float *>(data)[at] = value; break;
+    case ENG_f16: narrow(static_cast<f16_t *>(data)[at], value); break;
+    case ENG_bf16: narrow(static_cast<bf16_t *>(data)[at], value); break;
+    default: static_cast<double *>(data)[at] = value;
+  }
+}
+
+__device__ inline void element_store(void *data, int dtype, int64_t at, double value)
+{
+  switch (dtype) {
+    case ENG_f32: static_cast<float *>(data)[at] = (float)value; break;
+    case ENG_f16: static_cast<f16_t *>(data)[at].bits = f16_from_f64(value); break;
+    case ENG_bf16: static_cast<bf16_t *>(data)[at].bits = bf16_from_f64(value); break;
+    default: static_cast<double *>(data)[at] = value;
+  }
+}
+
+#endif

@@ -1,0 +1,137 @@
+// Single elements of any format, chosen at run time: what kernels use for f64, integers and odd mixtures of formats, where a
+// branch per element costs less than a kernel per mixture. The rules are those of core/base/dtype.c and core/cpu/reference.c:
+// floats round once, integers wrap, floats to integers go toward zero and saturate. Included by kernel files. Owns nothing.
+#ifndef ENG_CUDA_ELEMENT_H
+#define ENG_CUDA_ELEMENT_H
+
+#include "runtime/device.h"
+
+#define ELEMENT __device__ static inline __attribute__((unused))
+
+/// From floating point: toward zero, saturating, NaN becomes 0.
+ELEMENT int64_t int_of(double value, double low, double high)
+{
+  if (value != value) return 0;
+  if (value <= low) return (int64_t)low;
+  if (value >= high) return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
+  return (int64_t)value;
+}
+
+/// An element of an integer format.
+ELEMENT int64_t load_whole(const void *data, int dtype, int64_t i)
+{
+  switch (dtype) {
+    case ENG_i8:  return ((const int8_t *)data)[i];
+    case ENG_i16: return ((const int16_t *)data)[i];
+    case ENG_i32: return ((const int32_t *)data)[i];
+    case ENG_i64: return ((const int64_t *)data)[i];
+    default:      return ((const uint8_t *)data)[i];   // u8, bool
+  }
+}
+
+ELEMENT double load_double(const void *data, int dtype, int64_t i)
+{
+  switch (dtype) {
+    case ENG_f32:  return ((const float *)data)[i];
+    case ENG_f64:  return ((const double *)data)[i];
+    case ENG_f16:  return f16_to_f32(((const uint16_t *)data)[i]);
+    case ENG_bf16: return bf16_to_f32(((const uint16_t *)data)[i]);
+    default:       return (double)load_whole(data, dtype, i);
+  }
+}
+
+__host__ __device__ static inline bool is_float(int d)
+{
+  return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16;
+}
+
+ELEMENT int64_t load_int(const void *data, int dtype, int64_t i)
+{
+  return is_float(dtype) ? int_of(load_double(data, dtype, i), -0x1p63, 0x1p63) : load_whole(data, dtype, i);
+}
+
+ELEMENT void store_double(void *data, int dtype, int64_t i, double value)
+{
+  switch (dtype) {
+    case ENG_f32:  ((float *)data)[i] = (float)value; break;
+    case ENG_f64:  ((double *)data)[i] = value; break;
+    case ENG_f16:  ((uint16_t *)data)[i] = f16_from_f64(value); break;
+    case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(value); break;
+    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)int_of(value, 0, 255); break;
+    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)int_of(value, -128, 127); break;
+    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)int_of(value, -32768, 32767); break;
+    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)int_of(value, -0x1p31, 0x1p31 - 1); break;
+    case ENG_i64:  ((int64_t *)data)[i] = int_of(value, -0x1p63, 0x1p63); break;
+    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;   // NaN is true, as in C
+  }
+}
+
+ELEMENT void store_int(void *data, int dtype, int64_t i, int64_t value)
+{
+  switch (dtype) {
+    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)value; break;
+    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)value; break;
+    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)value; break;
+    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)value; break;
+    case ENG_i64:  ((int64_t *)data)[i] = value; break;
+    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;
+    default:       store_double(data, dtype, i, (double)value);
+  }
+}
+
+/// A double that rounds to every float format as the integer itself would.
+ELEMENT double double_from_int(int64_t value, int target_dtype)
+{
+  double nearest = (double)value;
+  if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
+  // Round to odd: cut toward zero, mark lost bits in the last one, so that the coming rounding sees the side of a tie.
+  uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+  int drop = 11 - __clzll((long long)magnitude);
+  uint64_t kept = magnitude >> drop;
+  if (kept << drop != magnitude) kept |= 1;
+  double odd = (double)kept * (double)(1ull << drop);   // both exact
+  return value < 0 ? -odd : odd;
+}
+
+/// One element from one tensor to another: bit for bit when the formats agree, else rounded once. FP8 becomes no other format here: copy.cu's.
+ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at)
+{
+  if (to_dtype == from_dtype) {
+    switch (to_dtype) {
+      case ENG_f64: case ENG_i64:                ((uint64_t *)to)[to_at] = ((const uint64_t *)from)[from_at]; break;
+      case ENG_f32: case ENG_i32:                ((uint32_t *)to)[to_at] = ((const uint32_t *)from)[from_at]; break;
+      case ENG_f16: case ENG_bf16: case ENG_i16: ((uint16_t *)to)[to_at] = ((const uint16_t *)from)[from_at]; break;
+      default:                                   ((uint8_t *)to)[to_at] = ((const uint8_t *)from)[from_at]; break;
+    }
+  } else if (is_float(from_dtype)) {
+    store_double(to, to_dtype, to_at, load_double(from, from_dtype, from_at));
+  } else if (is_float(to_dtype)) {
+    store_double(to, to_dtype, to_at, double_from_int(load_int(from, from_dtype, from_at), to_dtype));
+  } else {
+    store_int(to, to_dtype, to_at, load_int(from, from_dtype, from_at));
+  }
+}
+
+/// V elements in one access of up to 16 bytes.
+template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
+
+// The storage type of a float format at compile time.
+template <typename T> struct format_of;
+template <> struct format_of<float>  { enum { dtype = ENG_f32 }; };
+template <> struct format_of<f16_t>  { enum { dtype = ENG_f16 }; };
+template <> struct format_of<bf16_t> { enum { dtype = ENG_bf16 }; };
+
+/// f32, f16, bf16: what the fast kernels compute in f32.
+static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
+
+/// Whether every tensor of the call, absent ones aside, is f32, f16 or bf16.
+static inline __attribute__((unused)) bool all_fast(const op_call *call)
+{
+  for (int k = 0; k < call->n_in; k++)
+    if (call->in[k] && !is_fast(call->in[k]->dtype)) return false;
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && !is_fast(call->out[k]->dtype)) return false;
+  return true;
+}
+
+#endif

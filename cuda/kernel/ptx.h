@@ -1,0 +1,56 @@
+// Instructions of one thread that have no intrinsic, one function each. What a warp does together: mma.h; a warpgroup: wgmma.h. These three
+// files hold all of the device's assembly. Included by kernel files. Owns nothing.
+#ifndef ENG_CUDA_PTX_H
+#define ENG_CUDA_PTX_H
+
+#include "runtime/device.h"
+
+#ifdef __CUDACC__
+
+/// 2^x within 2 units in the last place; results below 2^-126 become 0.
+__device__ static inline float exp2_fast(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+/// 1/x within 1 unit in the last place, of what is not subnormal. 1/inf is 0, NaN stays.
+__device__ static inline float reciprocal_fast(float x)
+{
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers as FP8, saturating, the first in the low byte.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define PTX_FP8 1
+__device__ static inline uint32_t pack_e4m3(float low, float high)
+{
+  uint16_t r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ static inline uint32_t pack_e5m2(float low, float high)
+{
+  uint16_t r;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+#endif
+
+/// As fmaxf, but NaN when either is.
+__device__ static inline float max_nan(float a, float b)
+{
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+/// The compiler forgets what it knows of x: what is made of x from here on is made anew, not kept in registers from before.
+template <class T> __device__ static inline T forget(T x)
+{
+  asm volatile("" : "+r"(x));
+  return x;
+}
+#endif
+#endif

@@ -1,0 +1,179 @@
+// Walks: one shape seen by several strided, broadcast tensors at once, as kernels need it: dimensions merged where they lie
+// one after the other in every tensor, and divided by multiplication. Host code makes a walk and bundles its elements into
+// groups of V neighbours where all tensors allow it; device code turns the number of a group into offsets.
+// Included by kernel files. Owns nothing.
+#ifndef ENG_CUDA_WALK_H
+#define ENG_CUDA_WALK_H
+
+#include "runtime/device.h"
+
+/// Division of numbers below 2^31 by a size that is known before the launch.
+struct divider { uint32_t size, factor, shift; };
+
+static inline __attribute__((unused)) divider divider_of(int64_t size)
+{
+  uint32_t shift = 0;
+  if (size < 1) size = 1;
+  while ((1ull << shift) < (uint64_t)size) shift++;
+  uint64_t factor = (((1ull << shift) - (uint64_t)size) << 32) / (uint64_t)size + 1;
+  return {(uint32_t)size, (uint32_t)factor, shift};
+}
+
+__host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
+{
+  return ((uint32_t)((uint64_t)n * d.factor >> 32) + n) >> d.shift;
+}
+
+/// N tensors over one shape, dimensions innermost first. `groups` of V elements; V = 1 as made.
+template <int N> struct walk {
+  int32_t ndim;
+  int32_t dtype[N], width[N];           // format; bytes that an offset counts
+  void   *data[N];
+  int64_t count, groups;
+  int64_t shape[ENG_MAX_DIMS];          // groups; as a divider below
+  divider size[ENG_MAX_DIMS];
+  int64_t stride[N][ENG_MAX_DIMS];      // elements from one group to the next
+  int64_t inner[N];                     // elements from one member of a group to the next
+};
+
+/// The shape of a walk, and the stride of each tensor in each of its dimensions (0: broadcast), outermost first.
+struct walk_shape {
+  int     ndim;
+  int64_t shape[ENG_MAX_DIMS];
+};
+
+static inline __attribute__((unused)) walk_shape shape_of(const tensor *x)
+{
+  walk_shape s = {x->ndim, {0}};
+  for (int d = 0; d < x->ndim; d++) s.shape[d] = x->shape[d];
+  return s;
+}
+
+/// Stride of x along dimension `d` of a shape of `ndim` dimensions, aligned from the last one.
+static inline int64_t stride_in(const tensor *x, int ndim, int d)
+{
+  int own = d - (ndim - x->ndim);
+  return own >= 0 && x->shape[own] != 1 ? x->stride[own] : 0;
+}
+
+/// A walk over `shape`; stride[k][d] belongs to tensor k and dimension d (outermost first).
+template <int N> static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS], void *const (&data)[N], const int (&dtype)[N])
+{
+  walk<N> w = {};
+  w.count = 1;
+  for (int k = 0; k < N; k++) {
+    w.data[k] = data[k];
+    w.dtype[k] = dtype[k];
+    w.width[k] = eng_dtype_size(dtype[k]);
+  }
+  for (int d = shape.ndim - 1; d >= 0; d--) {
+    int64_t size = shape.shape[d];
+    w.count *= size;
+    if (size == 1) continue;
+    int last = w.ndim - 1;
+    bool merges = last >= 0;
+    for (int k = 0; k < N && merges; k++) merges = stride[k][d] == w.stride[k][last] * w.shape[last];
+    if (merges) {
+      w.shape[last] *= size;
+    } else {
+      w.shape[w.ndim] = size;
+      for (int k = 0; k < N; k++) w.stride[k][w.ndim] = stride[k][d];
+      w.ndim++;
+    }
+  }
+  if (w.ndim == 0) {
+    w.ndim = 1;
+    w.shape[0] = 1;
+    for (int k = 0; k < N; k++) w.stride[k][0] = 1;
+  }
+  w.groups = w.count;
+  for (int k = 0; k < N; k++) w.inner[k] = w.stride[k][0];
+  return w;
+}
+
+/// Tensors broadcast to the shape of `over`. An absent one (NULL) is never read.
+template <int N> static walk<N> walk_over(const tensor *over, const tensor *const (&x)[N])
+{
+  int64_t stride[N][ENG_MAX_DIMS] = {};
+  void *data[N];
+  int dtype[N];
+  for (int k = 0; k < N; k++) {
+    const tensor *t = x[k] ? x[k] : over;
+    for (int d = 0; d < over->ndim; d++) stride[k][d] = stride_in(t, over->ndim, d);
+    data[k] = x[k] ? x[k]->data : NULL;
+    dtype[k] = t->dtype;
+  }
+  return walk_of<N>(shape_of(over), stride, data, dtype);
+}
+
+/// Bundles V neighbours along the innermost dimension: each tensor must hold them side by side and aligned, or repeat one
+/// element. In a walk of one dimension the last group may be short. False, and nothing changed, where that is not so.
+template <int N> static bool walk_bundle(walk<N> &w, int V)
+{
+  if (w.ndim > 1 && w.shape[0] % V) return false;
+  for (int k = 0; k < N; k++) {
+    if (w.stride[k][0] == 0 || !w.data[k]) continue;
+    if (w.stride[k][0] != 1 || (uintptr_t)w.data[k] % (uintptr_t)(V * w.width[k])) return false;
+    for (int d = 1; d < w.ndim; d++)
+      if (w.stride[k][d] % V) return false;
+  }
+  w.groups = w.ndim == 1 ? (w.count + V - 1) / V : w.count / V;
+  w.shape[0] = w.ndim == 1 ? w.groups : w.shape[0] / V;
+  for (int k = 0; k < N; k++) {
+    w.inner[k] = w.stride[k][0];
+    w.stride[k][0] *= V;
+  }
+  return true;
+}
+
+enum { WALK_THREADS = 256 };
+
+/// Calls launch(part, blocks) for the whole walk, or for parts of it that 32-bit numbers can count. `unroll`: groups a
+/// thread takes.
+template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
+{
+  const int64_t most = 1ll << 31;
+  int last = w.ndim - 1;
+  if (w.ndim > 1 && w.groups >= most) {
+    int64_t each = w.groups / w.shape[last], members = w.count / w.groups;
+    int64_t step = each < most ? (most - 1) / each : 1;
+    for (int64_t at = 0; at < w.shape[last]; at += step) {
+      walk<N> part = w;
+      part.shape[last] = w.shape[last] - at < step ? w.shape[last] - at : step;
+      part.groups = each * part.shape[last];
+      part.count = part.groups * members;
+      for (int k = 0; k < N; k++)
+        if (w.data[k]) part.data[k] = (char *)w.data[k] + at * w.stride[k][last] * w.width[k];
+      if (part.shape[last] == 1) part.ndim--;
+      walk_parts<N>(part, unroll, launch);
+    }
+    return;
+  }
+  for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
+  int64_t each = (int64_t)WALK_THREADS * unroll;
+  launch(w, (unsigned)((w.groups + each - 1) / each));
+}
+
+/// Offsets of the first element of a group in every tensor, in elements.
+template <int N> __device__ static inline void walk_offsets(int64_t (&at)[N], const walk<N> &w, int64_t group)
+{
+  if (w.ndim == 1) {
+#pragma unroll
+    for (int k = 0; k < N; k++) at[k] = group * w.stride[k][0];
+    return;
+  }
+  uint32_t rest = (uint32_t)group;
+#pragma unroll
+  for (int k = 0; k < N; k++) at[k] = 0;
+#pragma unroll 1
+  for (int d = 0; d < ENG_MAX_DIMS; d++) {
+    bool last = d == w.ndim - 1;
+    uint32_t next = last ? 0 : divide(rest, w.size[d]), index = last ? rest : rest - next * w.size[d].size;
+#pragma unroll
+    for (int k = 0; k < N; k++) at[k] += (int64_t)index * w.stride[k][d];
+    if (last) break;
+    rest = next;
+  }
+}
+
+#endif

@@ -1,0 +1,652 @@
+// Gradient statistics: one read of every gradient, all tensors in one launch; a second small one sums up.
+//
+//   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all chunks, 16 bytes a load, and keep four
+//            loads of a thread on their way, across the end of a chunk too
+//   squares  of the 4 or 8 elements of one access in f32, at most three roundings deep, then in double. Two accesses whose sum is
+//            not finite or so small that squares may have been lost go through careful(): only there are inf and nan looked for,
+//            squares taken in double
+//   order    lanes, warps, chunks of a tensor, tensors: always the same, on every card
+//   counts   integers, so any order; histograms in shared memory, where each lane has a bank of its own
+// Owns the results on their way to the host. The slow twin stands in core/cpu/reference_optimizer.c.
+#include "runtime/passes.h"
+#include "spans.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+  WARPS = SPAN_THREADS / 32,
+  BATCH = 4,                         // accesses of a thread on their way
+  RESIDENT = 4, RESIDENT_HIST = 3,   // blocks of a multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB on their way
+  SLAB = 2048,                       // chunks that one block of sum_up adds: counts stay below 2^25
+  RUN = 4,                           // neighbouring chunks of a block, where histograms are wanted
+};
+
+/// What a chunk holds, or a slab of them.
+typedef struct alignas(16) tally {
+  double   squares;
+  uint32_t amax;                     // bits of the largest finite magnitude, as f32
+  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros among them
+  int32_t  unused;
+} tally;
+
+/// A tensor's statistics as the host gets them; the histogram apart.
+typedef struct span_result {
+  int64_t inf, nan, zeros, underflow;
+  double  amax, squares;
+} span_result;
+
+// ------------------------------------------------------------------ two accesses
+
+/// A thread's sums over a chunk. f32 counts in integers; the 16-bit formats count in pairs of halves, exact up to 2048.
+template <typename T> struct running {
+  double   squares;
+  float    amax;            // of what went through careful()
+  __half2  top;             // the largest magnitudes of all else, as bits
+  __half2  zeros, tiny;
+  int      inf, nan;
+};
+template <> struct running<float> {
+  double squares;
+  float  amax;
+  int    zeros, tiny, inf, nan;
+};
+
+/// Bits of a 16-bit format: of its smallest normal number, below its exponent field.
+template <typename T> struct layout;
+template <> struct layout<f16_t>  { enum { normal = 0x0400, fraction = 10 }; };
+template <> struct layout<bf16_t> { enum { normal = 0x0080, fraction = 7 }; };
+
+__device__ static inline __half2 as_halves(uint32_t w)
+{
+  union { uint32_t w; __half2 h; } u;
+  u.w = w;
+  return u.h;
+}
+__device__ static inline uint32_t as_word(__half2 h)
+{
+  union { __half2 h; uint32_t w; } u;
+  u.h = h;
+  return u.w;
+}
+
+__device__ static inline float2 widen_pair(uint32_t w, f16_t)  { return __half22float2(as_halves(w)); }
+__device__ static inline float2 widen_pair(uint32_t w, bf16_t) { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
+
+/// One element whose squares f32 cannot sum up, inf or nan perhaps.
+template <typename R> __device__ static inline void careful(R &r, float x)
+{
+  uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
+  if (a >= 0x7F800000u) {
+    if (a == 0x7F800000u) r.inf++;
+    else r.nan++;
+  } else {
+    r.squares = fma((double)x, (double)x, r.squares);   // the product is exact
+    r.amax = fmaxf(r.amax, fabsf(x));
+  }
+}
+
+/// f(word) for all words of two accesses; a loop, for what is rare.
+template <typename F> __device__ static inline void each_word(uint4 a, uint4 b, F f)
+{
+#pragma unroll 1
+  for (int k = 0; k < 8; k++) {
+    f(a.x);
+    a = make_uint4(a.y, a.z, a.w, b.x);
+    b = make_uint4(b.y, b.z, b.w, 0);
+  }
+}
+
+/// A block's histogram. Exponent fields are counted where the upper 16 bits of a number, or its 16 bits, have them: those bits are
+/// the distance in bytes, and a lane's counters all lie in one bank. Subnormal numbers are field 0 and counted here, by leading zeros.
+struct histogram {
+  alignas(1024) char fields[0x8000];
+  uint32_t subnormal[32];
+};
+/// Its place in shared memory, where it is wanted: a plain array of bytes would not be aligned as the struct promises.
+template <bool HIST> struct histogram_room { histogram bins; };
+template <> struct histogram_room<false> { uint32_t nothing; };
+
+/// `bits`: of the exponent field at their places in a 16-bit number.
+__device__ static inline void count_field(histogram *h, uint32_t bits)
+{
+  atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
+}
+__device__ static inline void count_subnormal(histogram *h, uint32_t fraction) { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
+
+#define SQUARES_FROM 0x1p-80f   // below this squares that f32 cannot hold may matter
+#define SQUARES_TO   0x1.FFFFFEp127f
+
+__device__ static inline float squares_of(const float x[4]) { return fmaf(x[1], x[1], x[0] * x[0]) + fmaf(x[3], x[3], x[2] * x[2]); }
+
+template <bool HIST> __device__ static inline void look(running<float> &r, uint4 a, uint4 b, histogram *bins)
+{
+  const float x[8] = {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w),
+                      __uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)};
+  float top = 0.0f;
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    r.zeros += x[k] == 0.0f;
+    r.tiny += fabsf(x[k]) < 0x1p-126f;
+    top = fmaxf(top, fabsf(x[k]));
+    if (HIST) {
+      uint32_t magnitude = __float_as_uint(x[k]) & 0x7FFFFFFFu;
+      count_field(bins, magnitude >> 16 & 0x7F80u);
+      if (magnitude - 1 < 0x007FFFFFu) count_subnormal(bins, magnitude);
+    }
+  }
+  const float first = squares_of(x), second = squares_of(x + 4), sum = first + second;
+  if (sum >= SQUARES_FROM && sum <= SQUARES_TO) {
+    r.squares += (double)first;
+    r.squares += (double)second;
+    r.amax = fmaxf(r.amax, top);
+  } else if (((a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w) & 0x7FFFFFFFu) != 0) {
+    each_word(a, b, [&](uint32_t w) { careful(r, __uint_as_float(w)); });
+  }
+}
+
+/// Eight elements: counts zeros and tiny ones, adds the largest of them to `top`, yields the sum of their squares.
+template <bool HIST, typename T> __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny, histogram *bins)
+{
+  // As f16, bits compare like magnitudes in either format: what is NaN there is neither zero nor tiny here, and among the largest
+  // it is missed only where careful() follows.
+  const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+  float part[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    __half2 h = as_halves(w[k]), magnitude = __habs2(h);
+    zeros = __hadd2(zeros, __heq2(h, zero));
+    tiny = __hadd2(tiny, __hlt2(magnitude, normal));
+    top = __hmax2(top, magnitude);
+    float2 x = widen_pair(w[k], T());
+    part[k] = fmaf(x.y, x.y, x.x * x.x);
+    if (HIST) {
+      enum { mask = 0x8000 - (1 << layout<T>::fraction) };
+      count_field(bins, w[k] & mask);
+      count_field(bins, w[k] >> 16 & mask);
+    }
+  }
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+template <bool HIST, typename T> __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *bins)
+{
+  const bool narrow_range = layout<T>::fraction == 10;   // squares of f16 never get lost
+  __half2 top = as_halves(0), zeros = top, tiny = top;
+  const float first = look_at<HIST, T>(a, top, zeros, tiny, bins), second = look_at<HIST, T>(b, top, zeros, tiny, bins), sum = first + second;
+  r.zeros = __hadd2(r.zeros, zeros);
+  r.tiny = __hadd2(r.tiny, tiny);
+  if (HIST && as_word(zeros) != as_word(tiny))
+    each_word(a, b, [&](uint32_t w) {
+      const uint32_t low = w & 0x7FFFu, high = w >> 16 & 0x7FFFu;
+      if (low - 1 < layout<T>::normal - 1) count_subnormal(bins, low);
+      if (high - 1 < layout<T>::normal - 1) count_subnormal(bins, high);
+    });
+  if ((narrow_range || sum >= SQUARES_FROM) && sum <= SQUARES_TO) {
+    r.squares += (double)first;
+    r.squares += (double)second;
+    r.top = __hmax2(r.top, top);
+  } else if (((a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w) & 0x7FFF7FFFu) != 0) {
+    each_word(a, b, [&](uint32_t w) {
+      float2 x = widen_pair(w, T());
+      careful(r, x.x);
+      careful(r, x.y);
+    });
+  }
+}
+
+// ------------------------------------------------------------------ a chunk
+
+__device__ static inline int halves_total(__half2 h) { return (int)(__low2float(h) + __high2float(h)); }
+
+/// A thread's sums in the one form that is reduced. `padding`: zeros that are no elements.
+__device__ static inline tally finish(const running<float> &r, int padding)
+{
+  tally t = {r.squares, __float_as_uint(r.amax), r.inf, r.nan, r.zeros - padding, r.tiny - padding, 0};
+  return t;
+}
+template <typename T> __device__ static inline tally finish(const running<T> &r, int padding)
+{
+  float2 top = widen_pair(as_word(r.top), T());
+  float amax = fmaxf(r.amax, fmaxf(top.x, top.y));
+  tally t = {r.squares, __float_as_uint(amax), r.inf, r.nan, halves_total(r.zeros) - padding, halves_total(r.tiny) - padding, 0};
+  return t;
+}
+
+/// A chunk as a block sees it.
+struct piece {
+  const uint4 *at;
+  int whole, n;              // accesses of 16 bytes, elements; an array that begins elsewhere has no accesses
+  int span, dtype;
+};
+
+__device__ static inline piece piece_of(const device_span *spans, const int32_t *chunk, int c, int chunks)
+{
+  piece p = {NULL, 0, 0, -1, 0};
+  if (c >= chunks) return p;
+  p.span = __ldg(chunk + c);
+  const device_span &s = spans[p.span];
+  const int64_t first = (int64_t)(c - s.first_chunk) * SPAN_CHUNK;
+  p.dtype = s.gradient_dtype;
+  const int size = p.dtype == ENG_f32 ? 4 : 2;
+  p.at = (const uint4 *)((const char *)s.gradient + first * size);
+  p.n = (int)min((int64_t)SPAN_CHUNK, s.count - first);
+  p.whole = ((uintptr_t)p.at & 15) == 0 ? p.n * size / 16 : 0;
+  return p;
+}
+
+/// The k-th access of this thread, zeros past the end.
+__device__ static inline uint4 access_of(const uint4 *at, int whole, int k)
+{
+  const int i = threadIdx.x + k * SPAN_THREADS;
+  return i < whole ? __ldg(at + i) : make_uint4(0, 0, 0, 0);
+}
+
+/// The thread's share of a chunk, whose first accesses are in `ahead`; leaves those of the next one there.
+template <bool HIST, typename T> __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now, const piece &next, histogram *bins)
+{
+  enum { V = 16 / sizeof(T) };
+  running<T> r;
+  memset(&r, 0, sizeof r);
+  const uint4 *at = now.at;
+  int left = now.whole, padding = -V * max(0, (now.whole - (int)threadIdx.x + SPAN_THREADS - 1) / SPAN_THREADS);
+  do {
+    const bool last = left <= BATCH * SPAN_THREADS;
+    at = last ? next.at : at + BATCH * SPAN_THREADS;
+    left = last ? next.whole : left - BATCH * SPAN_THREADS;
+#pragma unroll
+    for (int k = 0; k < BATCH; k += 2) {
+      look<HIST>(r, ahead[k], ahead[k + 1], bins);
+      ahead[k] = access_of(at, left, k);
+      ahead[k + 1] = access_of(at, left, k + 1);
+    }
+    padding += BATCH * V;
+    if (last) break;
+  } while (true);
+  const T *g = (const T *)now.at;
+#pragma unroll 1
+  for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {   // the rest, filled up with zeros
+    union { uint4 raw; T x[V]; } u;
+    u.raw = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int k = 0; k < V; k++)
+      if (i + k < now.n) u.x[k] = g[i + k];
+      else padding++;
+    padding += V;
+    look<HIST>(r, u.raw, make_uint4(0, 0, 0, 0), bins);
+  }
+  return finish(r, padding);
+}
+
+__device__ static inline tally warp_tally(tally t)
+{
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) t.squares += __shfl_xor_sync(0xFFFFFFFFu, t.squares, step);
+  t.amax = __reduce_max_sync(0xFFFFFFFFu, t.amax);
+  t.inf = __reduce_add_sync(0xFFFFFFFFu, t.inf);
+  t.nan = __reduce_add_sync(0xFFFFFFFFu, t.nan);
+  t.zeros = __reduce_add_sync(0xFFFFFFFFu, t.zeros);
+  t.tiny = __reduce_add_sync(0xFFFFFFFFu, t.tiny);
+  return t;
+}
+
+/// The block's sum into *to. One barrier: callers that do it again take the other half of `warps`.
+__device__ static inline void block_tally(tally t, tally *warps, tally *to)
+{
+  t = warp_tally(t);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = t;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  tally none = {0, 0, 0, 0, 0, 0, 0};
+  t = warp_tally(threadIdx.x < WARPS ? warps[threadIdx.x] : none);
+  if (threadIdx.x == 0) *to = t;
+}
+
+/// The block's histogram into the tensor's, and cleared. All threads, after a barrier.
+__device__ static inline void flush_bins(histogram *h, int dtype, unsigned long long *hist)
+{
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int fraction = dtype == ENG_f16 ? 10 : 7, fields = 0x8000 >> fraction, first = dtype == ENG_f16 ? 145 : 33;   // bin of field 0
+  for (int f = warp; f < fields; f += WARPS) {
+    uint32_t *at = (uint32_t *)(h->fields + (f << fraction)) + lane;
+    const uint32_t sum = __reduce_add_sync(0xFFFFFFFFu, *at);
+    *at = 0;
+    if (lane == 0 && sum && f > 0 && f < fields - 1) atomicAdd(&hist[first + f], (unsigned long long)sum);   // not zeros, inf, nan
+  }
+  if (warp == 0) {   // a number whose highest fraction bit is b: 2^(b - bits of the fraction) of the smallest normal one
+    const uint32_t some = h->subnormal[lane];
+    h->subnormal[lane] = 0;
+    if (some) atomicAdd(&hist[first + 1 + (31 - lane) - (dtype == ENG_f32 ? 23 : fraction)], (unsigned long long)some);
+  }
+  __syncthreads();
+}
+
+/// `run` neighbouring chunks a block at a time.
+template <bool HIST> __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
+read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run, tally *tallies, unsigned long long *hist)
+{
+  __shared__ tally warps[2][WARPS];
+  __shared__ histogram_room<HIST> room;
+  histogram *bins = HIST ? (histogram *)&room : NULL;
+  if (HIST) {
+    for (int b = threadIdx.x; b < (int)(sizeof(histogram) / 4); b += SPAN_THREADS) ((uint32_t *)bins)[b] = 0;
+    __syncthreads();
+  }
+  uint4 ahead[BATCH];
+  int c = blockIdx.x * run;
+  piece now = piece_of(spans, chunk, c, chunks);
+#pragma unroll
+  for (int k = 0; k < BATCH; k++) ahead[k] = access_of(now.at, now.whole, k);
+  for (int half = 0; now.span >= 0; half ^= 1) {
+    const int after = (c + 1) % run ? c + 1 : c + 1 + ((int)gridDim.x - 1) * run;
+    const piece next = piece_of(spans, chunk, after, chunks);
+    tally t;
+    if (now.dtype == ENG_f16) t = read_chunk<HIST, f16_t>(ahead, now, next, bins);
+    else if (now.dtype == ENG_bf16) t = read_chunk<HIST, bf16_t>(ahead, now, next, bins);
+    else t = read_chunk<HIST, float>(ahead, now, next, bins);
+    block_tally(t, warps[half], tallies + c);   // a barrier for the bins as well
+    if (HIST && now.span != next.span) flush_bins(bins, now.dtype, hist + (int64_t)now.span * ENG_HIST_BINS);
+    now = next;
+    c = after;
+  }
+}
+
+// ------------------------------------------------------------------ tensors, all of them
+
+/// A block per slab of a tensor; the last one to finish adds up slabs and tensors. `counter` is 0 between launches.
+__global__ static void __launch_bounds__(SPAN_THREADS, 2)
+sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial, span_result *results, cuda_step_total *total, unsigned *counter,
+       const cuda_fault_record *fault, cuda_fault_record *fault_seen)
+{
+  __shared__ tally warps[WARPS];
+  __shared__ double squares[WARPS];
+  __shared__ int64_t bad[WARPS];
+  __shared__ bool last;
+  if ((int)blockIdx.x < n * slabs) {
+    const device_span &s = spans[blockIdx.x / slabs];
+    const int from = blockIdx.x % slabs * SLAB + threadIdx.x;
+    const tally none = {0, 0, 0, 0, 0, 0, 0};
+    tally t = none;
+#pragma unroll
+    for (int k = 0; k < SLAB / SPAN_THREADS; k++) {
+      const int c = from + k * SPAN_THREADS;
+      const tally one = c < s.chunks ? tallies[s.first_chunk + c] : none;
+      t.squares += one.squares;
+      t.amax = max(t.amax, one.amax);
+      t.inf += one.inf;
+      t.nan += one.nan;
+      t.zeros += one.zeros;
+      t.tiny += one.tiny;
+    }
+    block_tally(t, warps, partial + blockIdx.x);
+  }
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  double all_squares = 0;
+  int64_t all_bad = 0;
+  for (int k = threadIdx.x; k < n; k += SPAN_THREADS) {
+    span_result r = {0, 0, 0, 0, 0, 0};
+    for (int j = 0; j < slabs; j++) {
+      union { uint4 raw[2]; tally t; } u;   // written by other blocks of this launch: past the first cache
+      u.raw[0] = __ldcg((const uint4 *)(partial + k * slabs + j));
+      u.raw[1] = __ldcg((const uint4 *)(partial + k * slabs + j) + 1);
+      r.squares += u.t.squares;
+      r.amax = fmax(r.amax, (double)__uint_as_float(u.t.amax));
+      r.inf += u.t.inf;
+      r.nan += u.t.nan;
+      r.zeros += u.t.zeros;
+      r.underflow += u.t.tiny - u.t.zeros;
+    }
+    results[k] = r;
+    all_squares += r.squares / spans[k].scale / spans[k].scale;
+    all_bad += r.inf + r.nan;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    all_squares += __shfl_xor_sync(0xFFFFFFFFu, all_squares, step);
+    all_bad += __shfl_xor_sync(0xFFFFFFFFu, all_bad, step);
+  }
+  if (threadIdx.x % 32 == 0) {
+    squares[threadIdx.x / 32] = all_squares;
+    bad[threadIdx.x / 32] = all_bad;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < WARPS; w++) {
+      all_squares += squares[w];
+      all_bad += bad[w];
+    }
+    total->bad = all_bad;
+    total->sum_squares = all_squares;
+    *fault_seen = *fault;
+    *counter = 0;
+  }
+}
+
+enum { GATHERED = 64 };
+struct gather_list { const float *at[GATHERED]; };
+
+__global__ static void gather_losses(gather_list list, int n, float *to)
+{
+  if ((int)threadIdx.x < n) to[threadIdx.x] = *list.at[threadIdx.x];
+}
+
+// ------------------------------------------------------------------ the host's side
+
+enum { REPORTS = 64 };
+
+/// What one pass found, on its way: fault, losses, results, histograms, in one piece of memory here and there.
+typedef struct report {
+  int64_t     ticket;            // of the pass that was here last
+  bool        busy, dropped;     // nobody fetched it yet; nobody will, though it may still be on its way
+  char       *memory;            // pinned
+  int64_t     bytes;
+  cudaEvent_t arrived;
+  int64_t    *count;             // elements of each tensor
+  int         n, n_loss, capacity;
+  unsigned    needs;
+  bool        told;              // its fault has been reported already
+} report;
+
+static struct {
+  span_table table;
+  void      *tallies, *device;   // device memory: of every chunk; the report being made
+  int64_t    tallies_bytes, device_bytes;
+  cuda_step_total *total;        // device memory [REPORTS], with the counter of sum_up behind them
+  report     reports[REPORTS];
+  int64_t    tickets;            // given out so far
+} pass;
+
+const cuda_step_total *cuda_total_of(int64_t ticket)
+{
+  for (int i = 0; i < REPORTS; i++)
+    if (ticket > 0 && pass.reports[i].ticket == ticket) return pass.total + i;
+  return NULL;
+}
+
+/// A free report, if there is one none whose copy may still be under way.
+static report *report_free(void)
+{
+  report *found = NULL;
+  for (report *r = pass.reports; r < pass.reports + REPORTS; r++) {
+    if (r->busy) continue;
+    if (!r->dropped) return r;
+    if (!found) found = r;
+  }
+  return found;
+}
+
+static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+static int64_t losses_at(void) { return round_up(sizeof(cuda_fault_record)); }
+static int64_t results_at(int n_loss) { return losses_at() + round_up(n_loss * (int64_t)sizeof(float)); }
+static int64_t hist_at(int n, int n_loss) { return results_at(n_loss) + round_up(n * (int64_t)sizeof(span_result)); }
+static int64_t hist_bytes(int n) { return n * (int64_t)(ENG_HIST_BINS * sizeof(int64_t)); }
+
+static eng_status check_pass(const param_span *spans, int n, tensor *const *loss, int n_loss)
+{
+  for (int k = 0; k < n; k++) {
+    int d = spans[k].gradient_dtype;
+    if (d != ENG_f32 && d != ENG_f16 && d != ENG_bf16)
+      return error_set(ENG_ERR_DTYPE, "gradient statistics: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(d));
+  }
+  for (int k = 0; k < n_loss; k++)
+    if (loss[k]->dtype != ENG_f32 || loss[k]->count != 1)
+      return error_set(ENG_ERR_VALUE, "gradient statistics: expected losses of one f32 element, got %s", tensor_text(loss[k]));
+  return ENG_OK;
+}
+
+static eng_status report_room(report *r, int n, int64_t bytes)
+{
+  if (r->dropped) CUDA_TRY(cudaEventSynchronize(r->arrived));
+  r->dropped = false;
+  if (!r->arrived) CUDA_TRY(cudaEventCreateWithFlags(&r->arrived, cudaEventDisableTiming));
+  if (bytes > r->bytes) {
+    if (r->memory) CUDA_TRY(cudaFreeHost(r->memory));
+    r->memory = NULL;
+    r->bytes = 0;
+    CUDA_TRY(cudaMallocHost((void **)&r->memory, (size_t)(bytes + bytes / 4)));
+    r->bytes = bytes + bytes / 4;
+  }
+  if (n > r->capacity) {
+    int64_t *count = (int64_t *)realloc(r->count, (size_t)n * sizeof *count);
+    if (!count) return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
+    r->count = count;
+    r->capacity = n;
+  }
+  return ENG_OK;
+}
+
+/// Starts a pass. *out: its report, busy from now on.
+static eng_status launch(report **out, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+{
+  report *r = report_free();
+  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
+  ENG_TRY(check_pass(spans, n, loss, n_loss));
+  bool hist = needs & ENG_NEED_HIST;
+  int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
+  for (int k = 0; k < n; k++)
+    if (spans[k].count > longest) longest = spans[k].count;
+  const int64_t slabs = (longest + (int64_t)SLAB * SPAN_CHUNK - 1) / ((int64_t)SLAB * SPAN_CHUNK);
+  ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
+  ENG_TRY(device_grow(&pass.tallies, &pass.tallies_bytes, (pass.table.chunks + n * slabs + 1) * (int64_t)sizeof(tally)));
+  ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
+  ENG_TRY(report_room(r, n, bytes));
+  if (!pass.total) {
+    const int64_t room = (REPORTS + 1) * (int64_t)sizeof(cuda_step_total);
+    cuda_step_total *total = (cuda_step_total *)cuda_take(room);
+    if (!total) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
+    CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
+    pass.total = total;
+  }
+  r->ticket = ++pass.tickets;   // what was here is gone, whatever happens now
+
+  const span_table *t = &pass.table;
+  char *device = (char *)pass.device;
+  tally *tallies = (tally *)pass.tallies;
+  unsigned long long *bins = (unsigned long long *)(device + hist_at(n, n_loss));
+  if (hist && n > 0) CUDA_TRY(cudaMemsetAsync(bins, 0, (size_t)hist_bytes(n), cuda_stream()));
+  if (t->chunks > 0) {
+    const int64_t room = (int64_t)(hist ? RESIDENT_HIST : RESIDENT) * cuda_multiprocessors();
+    const unsigned blocks = (unsigned)(t->chunks < room ? t->chunks : room);
+    const int chunks = (int)t->chunks, run = t->chunks >= RUN * room ? RUN : 1;
+    if (hist) read_gradients<true><<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, run, tallies, bins);
+    else read_gradients<false><<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, 1, tallies, bins);
+    CUDA_LAUNCHED("gradient statistics");
+  }
+  sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(t->span, n, (int)slabs, tallies, tallies + t->chunks, (span_result *)(device + results_at(n_loss)),
+                                                                               pass.total + (r - pass.reports), (unsigned *)(pass.total + REPORTS), cuda_fault(), (cuda_fault_record *)device);
+  CUDA_LAUNCHED("gradient statistics");
+  for (int from = 0; from < n_loss; from += GATHERED) {
+    gather_list list;
+    int some = n_loss - from < GATHERED ? n_loss - from : GATHERED;
+    for (int k = 0; k < GATHERED; k++) list.at[k] = (const float *)loss[from + (k < some ? k : 0)]->data;
+    gather_losses<<<1, GATHERED, 0, cuda_stream()>>>(list, some, (float *)(device + losses_at()) + from);
+    CUDA_LAUNCHED("gradient statistics");
+  }
+  CUDA_TRY(cudaMemcpyAsync(r->memory, device, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()));
+  CUDA_TRY(cudaEventRecord(r->arrived, cuda_stream()));
+  for (int k = 0; k < n; k++) r->count[k] = spans[k].count;
+  r->n = n;
+  r->n_loss = n_loss;
+  r->needs = needs;
+  r->told = false;
+  r->busy = true;
+  *out = r;
+  return ENG_OK;
+}
+
+/// Waits for a report. What it is unpacked into is cleared meanwhile: with its histograms it is large.
+static eng_status arrive(report *r, eng_tensor_stats *stats)
+{
+  memset(stats, 0, (size_t)r->n * sizeof *stats);
+  cudaError_t result = cudaEventSynchronize(r->arrived);
+  if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
+  const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
+  if (!fault->raised || r->told) return ENG_OK;
+  for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;   // those behind it met the same one
+  return cuda_fault_told(fault);
+}
+
+static void unpack(eng_tensor_stats *stats, const report *r)
+{
+  const span_result *results = (const span_result *)(r->memory + results_at(r->n_loss));
+  const int64_t *hist = (const int64_t *)(r->memory + hist_at(r->n, r->n_loss));
+  for (int k = 0; k < r->n; k++) {
+    eng_tensor_stats *s = &stats[k];
+    s->count = r->count[k];
+    s->inf = results[k].inf;
+    s->nan = results[k].nan;
+    if (r->needs & ENG_NEED_ZEROS) s->zeros = results[k].zeros;
+    if (r->needs & ENG_NEED_UNDERFLOW) s->underflow = results[k].underflow;
+    if (r->needs & ENG_NEED_AMAX) s->amax = results[k].amax;
+    if (r->needs & ENG_NEED_NORM) s->sum_squares = results[k].squares;
+    if (r->needs & ENG_NEED_HIST) memcpy(s->hist, hist + (int64_t)k * ENG_HIST_BINS, sizeof s->hist);
+  }
+}
+
+/// Brings what a report holds; it is free again, whatever comes of it.
+static eng_status fetch(report *r, eng_tensor_stats *stats, double *loss, int n_loss)
+{
+  r->busy = false;
+  ENG_TRY(arrive(r, stats));
+  unpack(stats, r);
+  const float *values = (const float *)(r->memory + losses_at());
+  for (int k = 0; k < n_loss; k++) loss[k] = (double)values[k];
+  return ENG_OK;
+}
+
+eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+{
+  report *r;
+  ENG_TRY(launch(&r, spans, n, needs, NULL, 0));
+  return fetch(r, stats, NULL, 0);
+}
+
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+{
+  report *r;
+  ENG_TRY(launch(&r, spans, n, needs, loss, n_loss));
+  *ticket = r->ticket;
+  return ENG_OK;
+}
+
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss)
+{
+  report *r = NULL;
+  for (int i = 0; i < REPORTS && !r; i++)
+    if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
+  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is on its way", (long long)ticket);
+  if (!stats || n != r->n || n_loss != r->n_loss) {
+    r->busy = false;
+    r->dropped = true;
+    if (!stats) return ENG_OK;
+    return error_set(ENG_ERR_VALUE, "gradient statistics: the pass is of %d tensors and %d losses, asked for %d and %d", r->n, r->n_loss, n, n_loss);
+  }
+  return fetch(r, stats, loss, n_loss);
+}

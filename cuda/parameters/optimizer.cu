@@ -1,0 +1,412 @@
+// The fused optimizer update, one launch over all parameters: gradient * factor, clamp, moments, f32 master, low-precision
+// weights. And its little sister, unscaling gradients into f32.
+//
+// Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32 with one rounding an
+// operation, nothing fused (the build says so), IEEE division and square root.
+//
+// What changes from update to update (learning rate, factor, t) lies in a block of device memory, written from a pinned ring
+// before the launch. A lagged update decides on the card: `decide` reads the totals of its statistics, counts t, and gives the block its factor.
+#include "runtime/passes.h"
+#include "spans.h"
+
+#include <math.h>
+#include <string.h>
+
+/// A group's hyperparameters as the loops use them.
+typedef struct rule {
+  float   coupled_decay;     // added to the gradient times the weight (sgd, adam)
+  float   keep;              // 1 - lr * weight_decay on the weight (adamw, lion)
+  float   lr;                // adam: lr / (1 - beta1^t)
+  float   beta1, gain1;      // gain: 1 - beta
+  float   beta2, gain2;
+  float   root, eps;         // root: sqrt(1 - beta2^t)
+  float   momentum, gain;    // sgd; gain: 1 - dampening
+  int32_t nesterov;
+  double  plain_lr, plain_beta1, plain_beta2;   // for lagged updates, whose t the host does not know
+} rule;
+
+/// One update's numbers.
+typedef struct numbers {
+  double  factor;            // on gradients; a lagged update's still lacks the clip coefficient until `decide`
+  double  clip_norm;
+  int64_t t;
+  float   limit;             // clamp gradients to +-limit; inf: no
+  int32_t go;                // 0: skip this update
+  int32_t adam, n_groups;
+  int32_t counter, fresh;    // lagged: which counter of updates, and whether it starts at t
+} numbers;
+
+enum { NUMBERS = (sizeof(numbers) + 15) / 16 * 16 };
+
+__host__ __device__ static inline rule *rules_of(numbers *u) { return (rule *)((char *)u + NUMBERS); }
+__device__ static inline const rule *rules_of(const numbers *u) { return (const rule *)((const char *)u + NUMBERS); }
+
+// ------------------------------------------------------------------ elements
+
+/// Multiplication by a double factor in f32. Where the factor is a subnormal f32 or beyond f32, it comes in two steps, the
+/// first of them an exact power of two: the product may be in range all the same.
+struct scaling { float first, second; };
+
+__device__ static inline scaling scaling_of(double factor)
+{
+  double size = fabs(factor);
+  bool large = size >= 0x1p127, small = size < 0x1p-126;
+  scaling s = {large ? 0x1p64f : small ? 0x1p-64f : 1.0f, (float)(factor * (large ? 0x1p-64 : small ? 0x1p64 : 1.0))};
+  return s;
+}
+
+__device__ static inline float scaled(const scaling &s, float g) { return g * s.first * s.second; }
+
+enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
+
+/// One element: weight w, gradient g, moments m and v. `momentum`: SGD keeps one; `starts`: it begins as this gradient.
+template <int LOOP> __device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts, float &w, float g, float &m, float &v)
+{
+  g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
+  if (LOOP == LOOP_ADAM) {
+    w = w * r.keep;
+    if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
+    // m moves toward g by gain1, measured from the nearer end.
+    m = r.gain1 < 0.5f ? m + r.gain1 * (g - m) : g + (r.gain1 - 1.0f) * (g - m);
+    v = v * r.beta2 + r.gain2 * g * g;
+    w = w + -r.lr * m / (sqrtf(v) / r.root + r.eps);
+  } else if (LOOP == LOOP_LION) {
+    float direction = r.beta1 * m + r.gain1 * g;
+    float sign = direction > 0 ? 1.0f : direction < 0 ? -1.0f : direction;
+    w = w * r.keep;
+    m = r.beta2 * m + r.gain2 * g;
+    w = w - r.lr * sign;
+  } else {
+    if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
+    if (momentum) {
+      m = starts ? g : r.momentum * m + r.gain * g;
+      g = r.nesterov ? g + r.momentum * m : m;
+    }
+    w = w - r.lr * g;
+  }
+}
+
+__device__ static inline float load_one(const void *p, int dtype, int i)
+{
+  if (dtype == ENG_f32) return ((const float *)p)[i];
+  return dtype == ENG_f16 ? widen(((const f16_t *)p)[i]) : widen(((const bf16_t *)p)[i]);
+}
+
+__device__ static inline void store_one(void *p, int dtype, int i, float x)
+{
+  if (dtype == ENG_f32) ((float *)p)[i] = x;
+  else if (dtype == ENG_f16) narrow(((f16_t *)p)[i], x);
+  else narrow(((bf16_t *)p)[i], x);
+}
+
+/// Four elements as they lie in memory. Loading and widening are apart, so that all loads are on their way before the first is
+/// waited for.
+__device__ static inline uint4 load_raw(const void *p, int dtype, int quad)
+{
+  if (dtype == ENG_f32) return ((const uint4 *)p)[quad];
+  uint2 half = ((const uint2 *)p)[quad];
+  return make_uint4(half.x, half.y, 0, 0);
+}
+
+__device__ static inline void widen_raw(float x[4], uint4 raw, int dtype)
+{
+  if (dtype == ENG_f32) {
+    x[0] = __uint_as_float(raw.x);
+    x[1] = __uint_as_float(raw.y);
+    x[2] = __uint_as_float(raw.z);
+    x[3] = __uint_as_float(raw.w);
+  } else if (dtype == ENG_bf16) {
+    x[0] = __uint_as_float(raw.x << 16);
+    x[1] = __uint_as_float(raw.x & 0xFFFF0000u);
+    x[2] = __uint_as_float(raw.y << 16);
+    x[3] = __uint_as_float(raw.y & 0xFFFF0000u);
+  } else {
+    f16_t h[4] = {{(uint16_t)raw.x}, {(uint16_t)(raw.x >> 16)}, {(uint16_t)raw.y}, {(uint16_t)(raw.y >> 16)}};
+    for (int k = 0; k < 4; k++) x[k] = widen(h[k]);
+  }
+}
+
+template <typename T> __device__ static inline uint32_t narrow_pair(float a, float b)
+{
+  T low, high;
+  narrow(low, a);
+  narrow(high, b);
+  return (uint32_t)low.bits | (uint32_t)high.bits << 16;
+}
+
+__device__ static inline void store_quad(void *p, int dtype, int quad, const float x[4])
+{
+  if (dtype == ENG_f32) ((float4 *)p)[quad] = make_float4(x[0], x[1], x[2], x[3]);
+  else if (dtype == ENG_f16) ((uint2 *)p)[quad] = make_uint2(narrow_pair<f16_t>(x[0], x[1]), narrow_pair<f16_t>(x[2], x[3]));
+  else ((uint2 *)p)[quad] = make_uint2(narrow_pair<bf16_t>(x[0], x[1]), narrow_pair<bf16_t>(x[2], x[3]));
+}
+
+// ------------------------------------------------------------------ chunks
+
+enum { BATCH = 2 };   // quads of a thread in flight
+
+/// The block's piece of a tensor, its arrays moved to where the piece begins.
+struct piece {
+  float *master;
+  char  *shadow, *gradient, *moment1, *moment2;
+  int    shadow_dtype, gradient_dtype, moment_dtype, n, quads;
+};
+
+__device__ static inline char *moved(void *p, int dtype, int64_t elements)
+{
+  return p ? (char *)p + elements * (dtype == ENG_f32 ? 4 : 2) : NULL;
+}
+
+__device__ static inline piece piece_of(const device_span &s)
+{
+  int64_t first = (int64_t)((int)blockIdx.x - s.first_chunk) * SPAN_CHUNK;
+  piece p;
+  p.shadow_dtype = s.shadow_dtype;
+  p.gradient_dtype = s.gradient_dtype;
+  p.moment_dtype = s.moment_dtype;
+  p.master = s.master + first;
+  p.shadow = moved(s.shadow, s.shadow_dtype, first);
+  p.gradient = moved(s.gradient, s.gradient_dtype, first);
+  p.moment1 = moved(s.moment1, s.moment_dtype, first);
+  p.moment2 = moved(s.moment2, s.moment_dtype, first);
+  p.n = (int)min((int64_t)SPAN_CHUNK, s.count - first);
+  p.quads = s.aligned ? p.n / 4 : 0;
+  return p;
+}
+
+template <int LOOP> __global__ static void __launch_bounds__(SPAN_THREADS, 3)
+advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
+{
+  if (!u->go) return;
+  const device_span &s = spans[chunk[blockIdx.x]];
+  const piece p = piece_of(s);
+  const rule r = rules_of(u)[s.group];
+  const scaling scale = scaling_of(u->factor / s.scale);
+  const float limit = u->limit;
+  const bool starts = s.starts != 0;
+  const bool has_m = LOOP != LOOP_SGD || (p.moment1 && r.momentum != 0), has_v = LOOP == LOOP_ADAM;
+
+  for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
+    uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      int quad = min(first + k * SPAN_THREADS, p.quads - 1);   // past the end: read, not written
+      g[k] = load_raw(p.gradient, p.gradient_dtype, quad);
+      w[k] = load_raw(p.master, ENG_f32, quad);
+      m[k] = has_m ? load_raw(p.moment1, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
+      v[k] = has_v ? load_raw(p.moment2, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      int quad = first + k * SPAN_THREADS;
+      if (quad >= p.quads) break;
+      float weight[4], gradient[4], first_moment[4], second_moment[4];
+      widen_raw(gradient, g[k], p.gradient_dtype);
+      widen_raw(weight, w[k], ENG_f32);
+      widen_raw(first_moment, m[k], p.moment_dtype);
+      widen_raw(second_moment, v[k], p.moment_dtype);
+      for (int e = 0; e < 4; e++)
+        advance<LOOP>(r, limit, has_m, starts, weight[e], scaled(scale, gradient[e]), first_moment[e], second_moment[e]);
+      store_quad(p.master, ENG_f32, quad, weight);
+      if (has_m) store_quad(p.moment1, p.moment_dtype, quad, first_moment);
+      if (has_v) store_quad(p.moment2, p.moment_dtype, quad, second_moment);
+      if (p.shadow) store_quad(p.shadow, p.shadow_dtype, quad, weight);
+    }
+  }
+  for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
+    float w = p.master[i], g = load_one(p.gradient, p.gradient_dtype, i);
+    float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f, v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
+    advance<LOOP>(r, limit, has_m, starts, w, scaled(scale, g), m, v);
+    p.master[i] = w;
+    if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
+    if (has_v) store_one(p.moment2, p.moment_dtype, i, v);
+    if (p.shadow) store_one(p.shadow, p.shadow_dtype, i, w);
+  }
+}
+
+/// A lagged update: whether to go, with what factor, and which t it is. One block.
+__global__ static void decide(numbers *u, const cuda_step_total *total, int64_t *counters)
+{
+  __shared__ int64_t t;
+  if (threadIdx.x == 0) {
+    bool go = total->bad == 0;
+    t = u->fresh ? u->t : counters[u->counter];
+    counters[u->counter] = t + (go ? 1 : 0);
+    double norm = sqrt(total->sum_squares) * fabs(u->factor);
+    if (u->clip_norm > 0 && norm > u->clip_norm) u->factor *= u->clip_norm / (norm + 1e-6);
+    u->go = go;
+  }
+  __syncthreads();
+  rule *rules = rules_of(u);
+  for (int g = threadIdx.x; u->adam && g < u->n_groups; g += blockDim.x) {
+    rules[g].lr = (float)(rules[g].plain_lr / (1.0 - pow(rules[g].plain_beta1, (double)t)));
+    rules[g].root = (float)sqrt(1.0 - pow(rules[g].plain_beta2, (double)t));
+  }
+}
+
+__global__ static void __launch_bounds__(SPAN_THREADS, 4)
+scale_gradients(const device_span *spans, const int32_t *chunk, double factor, int *found)
+{
+  const device_span &s = spans[chunk[blockIdx.x]];
+  const piece p = piece_of(s);
+  const scaling scale = scaling_of(factor / s.scale);
+  bool bad = false;
+  for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
+    uint4 g[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) g[k] = load_raw(p.gradient, p.gradient_dtype, min(first + k * SPAN_THREADS, p.quads - 1));
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      int quad = first + k * SPAN_THREADS;
+      if (quad >= p.quads) break;
+      float x[4];
+      widen_raw(x, g[k], p.gradient_dtype);
+      for (int e = 0; e < 4; e++) {
+        x[e] = scaled(scale, x[e]);
+        bad |= !f32_is_finite(x[e]);
+      }
+      store_quad(p.master, ENG_f32, quad, x);
+    }
+  }
+  for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
+    float x = scaled(scale, load_one(p.gradient, p.gradient_dtype, i));
+    bad |= !f32_is_finite(x);
+    p.master[i] = x;
+  }
+  if (__syncthreads_or(bad) && threadIdx.x == 0) *found = 1;
+}
+
+// ------------------------------------------------------------------ the host's side
+
+static struct {
+  span_table  table, targets;        // of updates, of unscaling
+  void       *numbers;               // device memory
+  int64_t     numbers_bytes;
+  pinned_ring ring;
+  int64_t    *counters;              // device memory [ENG_UPDATE_SLOTS], and an int behind them: found_inf
+  int        *found;                 // pinned
+} pass;
+
+static eng_status open_pass(void)
+{
+  if (pass.counters) return ENG_OK;
+  int64_t bytes = (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof *pass.counters;
+  if (!pass.found) CUDA_TRY(cudaMallocHost((void **)&pass.found, sizeof *pass.found));
+  int64_t *counters = (int64_t *)cuda_take(bytes);
+  if (!counters) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
+  CUDA_TRY(cudaMemsetAsync(counters, 0, (size_t)bytes, cuda_stream()));
+  pass.counters = counters;
+  return ENG_OK;
+}
+
+static rule rule_of(const eng_update *u, const eng_hyper *h)
+{
+  bool adam = u->kind == ENG_ADAM || u->kind == ENG_ADAMW;
+  rule r;
+  memset(&r, 0, sizeof r);
+  r.keep = 1.0f;
+  r.lr = (float)h->lr;
+  r.beta1 = (float)h->beta1;
+  r.gain1 = (float)(1.0 - h->beta1);
+  r.beta2 = (float)h->beta2;
+  r.gain2 = (float)(1.0 - h->beta2);
+  r.eps = (float)h->eps;
+  r.momentum = (float)h->momentum;
+  r.gain = (float)(1.0 - h->dampening);
+  r.nesterov = h->nesterov != 0;
+  r.plain_lr = h->lr;
+  r.plain_beta1 = h->beta1;
+  r.plain_beta2 = h->beta2;
+  if (u->kind == ENG_SGD || u->kind == ENG_ADAM) r.coupled_decay = (float)h->weight_decay;
+  else r.keep = (float)(1.0 - h->lr * h->weight_decay);
+  if (adam) {
+    r.lr = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
+    r.root = (float)sqrt(1.0 - pow(h->beta2, (double)u->t));
+  }
+  return r;
+}
+
+static bool dtype_fits(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
+
+static eng_status check_spans(const param_span *spans, int n, const eng_update *update)
+{
+  int kind = update->kind;
+  if (kind < ENG_SGD || kind > ENG_LION) return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", kind);
+  for (int k = 0; k < n; k++) {
+    const param_span *s = &spans[k];
+    if ((kind != ENG_SGD && !s->moment1) || ((kind == ENG_ADAM || kind == ENG_ADAMW) && !s->moment2))
+      return error_set(ENG_ERR_VALUE, "optimize: parameter %s has no moments for optimizer number %d", s->name, kind);
+    if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) || (s->moment1 && !dtype_fits(s->moment_dtype)))
+      return error_set(ENG_ERR_DTYPE, "optimize: expected f32, f16 or bf16 throughout, got gradients in %s, moments in %s, weights in %s of parameter %s",
+                       eng_dtype_name(s->gradient_dtype), eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype), s->name);
+  }
+  return ENG_OK;
+}
+
+/// Brings this update's numbers, and the table where it changed, to the card.
+static eng_status prepare(const param_span *spans, int n, const eng_update *update)
+{
+  int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
+  void *slot;
+  ENG_TRY(check_spans(spans, n, update));
+  if (update->slot < 0 || update->slot >= ENG_UPDATE_SLOTS) return error_set(ENG_ERR_VALUE, "optimize: there is no slot %d", update->slot);
+  if (n == 0) return ENG_OK;
+  ENG_TRY(open_pass());
+  ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
+  ENG_TRY(device_grow(&pass.numbers, &pass.numbers_bytes, bytes));
+  ENG_TRY(ring_take(&slot, &pass.ring, bytes));
+  numbers *u = (numbers *)slot;
+  memset(u, 0, NUMBERS);
+  u->factor = update->gradient_factor;
+  u->clip_norm = update->clip_norm;
+  u->t = update->t;
+  u->limit = update->clip_value > 0 ? (float)update->clip_value : INFINITY;
+  u->go = 1;
+  u->adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW;
+  u->n_groups = update->n_groups;
+  u->counter = update->slot;
+  u->fresh = update->fresh;
+  for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
+  return ring_send(&pass.ring, pass.numbers, bytes);
+}
+
+eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
+{
+  const cuda_step_total *total = cuda_total_of(update->statistics);
+  if (update->lagged && !total)
+    return error_set(ENG_ERR_STATE, "optimize: a lagged update decides by gradient statistics, and there are none");
+  ENG_TRY(prepare(spans, n, update));
+  if (n == 0 || pass.table.chunks == 0) return ENG_OK;
+  numbers *u = (numbers *)pass.numbers;
+  const span_table *t = &pass.table;
+  if (update->lagged) {
+    decide<<<1, 64, 0, cuda_stream()>>>(u, total, pass.counters);
+    CUDA_LAUNCHED("optimize");
+  }
+  unsigned chunks = (unsigned)t->chunks;
+  if (update->kind == ENG_SGD) advance_all<LOOP_SGD><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
+  else if (update->kind == ENG_LION) advance_all<LOOP_LION><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
+  else advance_all<LOOP_ADAM><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
+  CUDA_LAUNCHED("optimize");
+  return ENG_OK;
+}
+
+eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+{
+  *found_inf = 0;
+  for (int k = 0; k < n; k++)
+    if (!dtype_fits(spans[k].gradient_dtype))
+      return error_set(ENG_ERR_DTYPE, "unscale: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(spans[k].gradient_dtype));
+  ENG_TRY(open_pass());
+  ENG_TRY(spans_ready(&pass.targets, spans, n, target));
+  const span_table *t = &pass.targets;
+  if (t->chunks == 0) return ENG_OK;
+  int *found = (int *)(pass.counters + ENG_UPDATE_SLOTS);
+  CUDA_TRY(cudaMemsetAsync(found, 0, sizeof *found, cuda_stream()));
+  scale_gradients<<<(unsigned)t->chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, factor, found);
+  CUDA_LAUNCHED("unscale");
+  CUDA_TRY(cudaMemcpyAsync(pass.found, found, sizeof *found, cudaMemcpyDeviceToHost, cuda_stream()));
+  ENG_TRY(cuda_synchronize());
+  *found_inf = *pass.found;
+  return ENG_OK;
+}

@@ -1,0 +1,120 @@
+// Tables and rings of the passes over all parameters. See spans.h.
+// Owns nothing of its own: tables belong to the passes.
+#include "spans.h"
+#include "runtime/passes.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
+{
+  if (bytes <= *capacity) return ENG_OK;
+  if (*memory) cuda_give(*memory, *capacity);
+  *capacity = 0;
+  *memory = cuda_take(bytes + bytes / 4);
+  if (!*memory) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over all parameters (%lld bytes)", (long long)bytes);
+  *capacity = bytes + bytes / 4;
+  return ENG_OK;
+}
+
+// ---- rings
+
+static eng_status ring_grow(pinned_ring *ring, int64_t bytes)
+{
+  bytes += bytes / 4;
+  for (int i = 0; i < RING_SLOTS; i++) {
+    if (ring->slot[i]) {
+      CUDA_TRY(cudaEventSynchronize(ring->sent[i]));
+      CUDA_TRY(cudaFreeHost(ring->slot[i]));
+      ring->slot[i] = NULL;
+    } else if (!ring->sent[i]) {
+      CUDA_TRY(cudaEventCreateWithFlags(&ring->sent[i], cudaEventDisableTiming));
+    }
+  }
+  ring->bytes = 0;
+  for (int i = 0; i < RING_SLOTS; i++) CUDA_TRY(cudaMallocHost(&ring->slot[i], (size_t)bytes));
+  ring->bytes = bytes;
+  return ENG_OK;
+}
+
+eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes)
+{
+  if (bytes > ring->bytes) ENG_TRY(ring_grow(ring, bytes));
+  ring->next = (ring->next + 1) % RING_SLOTS;
+  CUDA_TRY(cudaEventSynchronize(ring->sent[ring->next]));
+  *slot = ring->slot[ring->next];
+  return ENG_OK;
+}
+
+eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes)
+{
+  CUDA_TRY(cudaMemcpyAsync(to, ring->slot[ring->next], (size_t)bytes, cudaMemcpyHostToDevice, cuda_stream()));
+  CUDA_TRY(cudaEventRecord(ring->sent[ring->next], cuda_stream()));
+  return ENG_OK;
+}
+
+// ---- tables
+
+static eng_status table_room(span_table *table, int n)
+{
+  if (n <= table->capacity) return ENG_OK;
+  int capacity = n + n / 4 + 16;
+  device_span *known = (device_span *)realloc(table->known, (size_t)capacity * sizeof *known);
+  if (known) table->known = known;
+  device_span *fresh = (device_span *)realloc(table->fresh, (size_t)capacity * sizeof *fresh);
+  if (fresh) table->fresh = fresh;
+  if (!known || !fresh) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  table->capacity = capacity;
+  return ENG_OK;
+}
+
+static int is_aligned(const void *p) { return ((uintptr_t)p & 15) == 0; }
+
+eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target)
+{
+  ENG_TRY(table_room(table, n));
+  int64_t chunks = 0;
+  memset(table->fresh, 0, (size_t)n * sizeof *table->fresh);   // the padding is compared, too
+  for (int k = 0; k < n; k++) {
+    const param_span *s = &spans[k];
+    device_span *d = &table->fresh[k];
+    d->master = target ? target[k] : s->master;
+    d->shadow = s->shadow;
+    d->gradient = s->gradient;
+    d->moment1 = s->moment1;
+    d->moment2 = s->moment2;
+    d->count = s->count;
+    d->scale = s->scale;
+    d->shadow_dtype = s->shadow_dtype;
+    d->gradient_dtype = s->gradient_dtype;
+    d->moment_dtype = s->moment_dtype;
+    d->group = s->group;
+    d->starts = s->starts;
+    d->aligned = is_aligned(d->master) && is_aligned(d->shadow) && is_aligned(d->gradient) && is_aligned(d->moment1) && is_aligned(d->moment2);
+    d->first_chunk = (int32_t)chunks;
+    d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
+    chunks += d->chunks;
+    if (chunks > INT32_MAX) return error_set(ENG_ERR_VALUE, "cuda: more than 2^45 elements in all parameters");
+  }
+  if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0) return ENG_OK;
+
+  int64_t spans_bytes = n * (int64_t)sizeof(device_span), bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
+  void *memory = table->span, *slot;
+  table->n = -1;   // until all of it is there
+  eng_status grown = device_grow(&memory, &table->bytes, bytes);
+  table->span = (device_span *)memory;
+  ENG_TRY(grown);
+  ENG_TRY(ring_take(&slot, &table->ring, bytes));
+  memcpy(slot, table->fresh, (size_t)spans_bytes);
+  int32_t *chunk = (int32_t *)((char *)slot + spans_bytes);
+  for (int k = 0; k < n; k++)
+    for (int c = 0; c < table->fresh[k].chunks; c++) *chunk++ = k;
+  if (bytes > 0) ENG_TRY(ring_send(&table->ring, memory, bytes));
+  device_span *known = table->known;
+  table->known = table->fresh;
+  table->fresh = known;
+  table->chunk = (int32_t *)((char *)memory + spans_bytes);
+  table->chunks = chunks;
+  table->n = n;
+  return ENG_OK;
+}

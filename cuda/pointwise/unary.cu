@@ -1,0 +1,452 @@
+// Elementwise functions of one input, their derivatives, swiglu, dropout. f32, f16 and bf16 compute in f32 (map.h), f64 and
+// integers in double and int64, one element a thread; so do sin and cos, which nobody needs fast.
+// Called through the device's table.
+//
+//   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
+//   gelu, silu  forward as the formula says: NaN at -inf (-inf * 0), as in PyTorch; their slopes at infinite x are 0 and 1
+//   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
+//   dropout     a dropped element is 0, NaN and Inf included
+#include "kernel/map.h"
+#include "kernel/ptx.h"
+#include "kernel/swiglu.h"
+
+extern "C" {
+#include "base/rng.h"
+}
+
+// ------------------------------------------------------------------ functions in f32
+
+__device__ static inline float softplus(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
+
+/// x held within +-bound; NaN stays.
+__device__ static inline float held(float x, float bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+
+// 0.5 (1 + tanh(u)) is the sigmoid of 2u: no cancellation for negative x.
+__device__ static inline float gelu_tanh(float x)
+{
+  float v = x * fmaf(x * x, 0.0713548163f, 1.59576912f);
+  return x * sigmoid(v);
+}
+
+// For results of 16 bits: relative errors of about 1e-6, next to their 2e-3 (bf16) and 2e-4 (f16). Results below 2^-126 |x|
+// (x below -10) come out as 0.
+
+/// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3), square being x^2.
+__device__ static inline float gelu_tanh_gate_low(float x, float square)
+{
+  return reciprocal_fast(1.0f + exp2_fast(x * fmaf(square, -0.102943240f, -2.30220820f)));
+}
+
+__device__ static inline float gelu_tanh_low(float x) { return x * gelu_tanh_gate_low(x, x * x); }
+
+__device__ static inline float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
+
+template <int V> __device__ static inline void unary_floats(int op, float (&y)[V], const float (&x)[V])
+{
+#define EACH(formula) _Pragma("unroll") for (int v = 0; v < V; v++) { float a = x[v]; y[v] = formula; }
+  switch (op) {
+    case ENG_OP_neg:         EACH(-a); break;
+    case ENG_OP_abs:         EACH(fabsf(a)); break;
+    case ENG_OP_exp:         EACH(expf(a)); break;
+    case ENG_OP_log:         EACH(logf(a)); break;
+    case ENG_OP_sqrt:        EACH(sqrtf(a)); break;
+    case ENG_OP_rsqrt:       EACH(1.0f / sqrtf(a)); break;
+    case ENG_OP_tanh:        EACH(tanhf(a)); break;
+    case ENG_OP_sigmoid:     EACH(sigmoid(a)); break;
+    case ENG_OP_log_sigmoid: EACH(-softplus(-a)); break;
+    case ENG_OP_softplus:    EACH(softplus(a)); break;
+    case ENG_OP_relu:        EACH(a <= 0.0f ? 0.0f : a); break;
+    case ENG_OP_gelu:        EACH(gelu(a)); break;
+    case ENG_OP_gelu_tanh:   EACH(gelu_tanh(a)); break;
+    default:                 EACH(a * sigmoid(a)); break;
+  }
+#undef EACH
+}
+
+template <int V> __device__ static inline void unary_low(int op, float (&y)[V], const float (&x)[V])
+{
+  if (op == ENG_OP_gelu_tanh) {
+#pragma unroll
+    for (int v = 0; v < V; v++) y[v] = gelu_tanh_low(x[v]);
+  } else {
+    unary_floats(op, y, x);
+  }
+}
+
+struct unary_rule {
+  int op;
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const { unary_floats(op, y[0], x[0]); }
+  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const { unary_low(op, y[0], x[0]); }
+};
+
+/// One operation alone, for those that models spend time in: a kernel of many formulas takes the registers of the longest.
+template <int OP> struct unary_of {
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const { unary_floats(OP, y[0], x[0]); }
+  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const { unary_low(OP, y[0], x[0]); }
+};
+
+// ------------------------------------------------------------------ derivatives in f32
+
+/// s(x) (1 - s(x)) for the sigmoid s.
+__device__ static inline float sigmoid_slope(float x)
+{
+  float z = expf(-fabsf(x)), r = 1.0f / (1.0f + z);
+  return z * r * r;
+}
+
+/// 1 - tanh^2, without the cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
+__device__ static inline float tanh_slope(float x)
+{
+  float a = fabsf(x), z = expf(-(a + a)), r = 2.0f / (1.0f + z);
+  return z * r * r;
+}
+
+__device__ static inline float silu_slope(float x)
+{
+  x = held(x, 120.0f);
+  float z = expf(-fabsf(x)), r = 1.0f / (1.0f + z), s = (x >= 0.0f ? 1.0f : z) * r;
+  return fmaf(x, z * r * r, s);
+}
+
+__device__ static inline float gelu_slope(float x)
+{
+  x = held(x, 15.0f);
+  return fmaf(x * 0.39894228f, expf(-0.5f * x * x), 0.5f * erfcf(-0.707106781f * x));
+}
+
+__device__ static inline float gelu_tanh_slope(float x)
+{
+  x = held(x, 15.0f);   // constant beyond; x^3 stays finite
+  float square = x * x, v = x * fmaf(square, 0.0713548163f, 1.59576912f), slope = fmaf(square, 0.214064449f, 1.59576912f);
+  float z = expf(-fabsf(v)), r = 1.0f / (1.0f + z), s = (x >= 0.0f ? 1.0f : z) * r;
+  return fmaf(x * slope, z * r * r, s);   // s (1 - s) = z / (1 + z)^2
+}
+
+__device__ static inline float gelu_tanh_slope_low(float x)
+{
+  x = held(x, 15.0f);
+  float square = x * x, slope = fmaf(square, 0.214064449f, 1.59576912f), s = gelu_tanh_gate_low(x, square);
+  return fmaf(x * slope, fmaf(-s, s, s), s);
+}
+
+// slope * dy; a is x, b is dy.
+template <int V> __device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V], const float (&dy)[V])
+{
+#define EACH(formula) _Pragma("unroll") for (int v = 0; v < V; v++) { float a = x[v], b = dy[v]; (void)a; y[v] = formula; }
+  switch (op) {
+    case ENG_OP_neg:         EACH(-b); break;
+    case ENG_OP_abs:         EACH(b * (a == 0.0f ? 0.0f : a != a ? a : copysignf(1.0f, a))); break;
+    case ENG_OP_exp:         EACH(expf(a) * b); break;
+    case ENG_OP_log:         EACH(b / a); break;
+    case ENG_OP_sqrt:        EACH(0.5f / sqrtf(a) * b); break;
+    case ENG_OP_rsqrt:       EACH(-0.5f / sqrtf(a) / a * b); break;
+    case ENG_OP_tanh:        EACH(tanh_slope(a) * b); break;
+    case ENG_OP_sigmoid:     EACH(sigmoid_slope(a) * b); break;
+    case ENG_OP_log_sigmoid: EACH(sigmoid(-a) * b); break;
+    case ENG_OP_softplus:    EACH(sigmoid(a) * b); break;
+    case ENG_OP_relu:        EACH(a <= 0.0f ? 0.0f : b); break;
+    case ENG_OP_gelu:        EACH(gelu_slope(a) * b); break;
+    case ENG_OP_gelu_tanh:   EACH(gelu_tanh_slope(a) * b); break;
+    default:                 EACH(silu_slope(a) * b); break;
+  }
+#undef EACH
+}
+
+template <int V> __device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[V], const float (&dy)[V])
+{
+  if (op == ENG_OP_gelu_tanh) {
+#pragma unroll
+    for (int v = 0; v < V; v++) y[v] = gelu_tanh_slope_low(x[v]) * dy[v];
+  } else {
+    slope_floats(op, y, x, dy);
+  }
+}
+
+struct slope_rule {
+  int op;
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const { slope_floats(op, y[0], x[0], x[1]); }
+  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const { slope_low(op, y[0], x[0], x[1]); }
+};
+
+template <int OP> struct slope_of {   // as unary_of
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const { slope_floats(OP, y[0], x[0], x[1]); }
+  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const { slope_low(OP, y[0], x[0], x[1]); }
+};
+
+// ------------------------------------------------------------------ in double
+
+#define GELU_K 0.79788456080286535588   // sqrt(2 / pi)
+#define GELU_C 0.044715
+
+__device__ static inline double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+__device__ static double unary_double(int op, double x)
+{
+  switch (op) {
+    case ENG_OP_neg:         return -x;
+    case ENG_OP_abs:         return fabs(x);
+    case ENG_OP_exp:         return exp(x);
+    case ENG_OP_log:         return log(x);
+    case ENG_OP_sqrt:        return sqrt(x);
+    case ENG_OP_rsqrt:       return 1.0 / sqrt(x);
+    case ENG_OP_sin:         return sin(x);
+    case ENG_OP_cos:         return cos(x);
+    case ENG_OP_tanh:        return tanh(x);
+    case ENG_OP_sigmoid:     return sigmoid_double(x);
+    case ENG_OP_log_sigmoid: return (x < 0 ? x : 0.0) - log1p(exp(-fabs(x)));
+    case ENG_OP_softplus:    return (x > 0 ? x : 0.0) + log1p(exp(-fabs(x)));
+    case ENG_OP_relu:        return x <= 0 ? 0.0 : x;
+    case ENG_OP_gelu:        return 0.5 * x * erfc(-x * 0.70710678118654752440);
+    case ENG_OP_gelu_tanh:   return 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x)));
+    default:                 return x * sigmoid_double(x);
+  }
+}
+
+__device__ static double silu_slope_double(double x)
+{
+  if (isinf(x)) return x > 0;   // the limits
+  double s = sigmoid_double(x);
+  return s * (1.0 + x * (1.0 - s));
+}
+
+__device__ static double slope_double(int op, double v)
+{
+  switch (op) {
+    case ENG_OP_neg:         return -1.0;
+    case ENG_OP_abs:         return f64_is_nan(v) ? v : (v > 0) - (v < 0);
+    case ENG_OP_exp:         return exp(v);
+    case ENG_OP_log:         return 1.0 / v;
+    case ENG_OP_sqrt:        return 0.5 / sqrt(v);
+    case ENG_OP_rsqrt:       return -0.5 / (v * sqrt(v));
+    case ENG_OP_sin:         return cos(v);
+    case ENG_OP_cos:         return -sin(v);
+    case ENG_OP_tanh:        return 1.0 / (cosh(v) * cosh(v));
+    case ENG_OP_sigmoid:     return sigmoid_double(v) * sigmoid_double(-v);
+    case ENG_OP_log_sigmoid: return sigmoid_double(-v);
+    case ENG_OP_softplus:    return sigmoid_double(v);
+    case ENG_OP_relu:        return 1.0;   // dy is 0 where v <= 0
+    case ENG_OP_gelu:
+      if (isinf(v)) return v > 0;
+      return 0.5 * erfc(-v * 0.70710678118654752440) + v * exp(-0.5 * v * v) * 0.39894228040143267794;
+    case ENG_OP_gelu_tanh: {
+      double t = tanh(GELU_K * (v + GELU_C * v * v * v)), rest = 1.0 - t * t;
+      double bend = rest == 0.0 ? 0.0 : 0.5 * v * rest * GELU_K * (1.0 + 3.0 * GELU_C * v * v);
+      return 0.5 * (1.0 + t) + bend;   // where tanh is flat the second term is 0, though v^2 may overflow
+    }
+    default: return silu_slope_double(v);
+  }
+}
+
+struct unary_body {
+  int op;
+  __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
+  {
+    bool keeps = op == ENG_OP_neg || op == ENG_OP_abs || op == ENG_OP_relu;   // what integers know, too
+    if (keeps && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
+      int64_t x = load_int(w.data[1], w.dtype[1], at[1]), minus = (int64_t)(0 - (uint64_t)x);
+      store_int(w.data[0], w.dtype[0], at[0], op == ENG_OP_neg ? minus : x >= 0 ? x : op == ENG_OP_abs ? minus : 0);
+    } else {
+      store_double(w.data[0], w.dtype[0], at[0], unary_double(op, load_double(w.data[1], w.dtype[1], at[1])));
+    }
+  }
+};
+
+struct slope_body {
+  int op;
+  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+  {
+    double v = load_double(w.data[1], w.dtype[1], at[1]), dy = load_double(w.data[2], w.dtype[2], at[2]);
+    if (op == ENG_OP_relu && v <= 0) dy = 0.0;
+    store_double(w.data[0], w.dtype[0], at[0], slope_double(op, v) * dy);
+  }
+};
+
+// ------------------------------------------------------------------ calls
+
+static bool is_circular(int64_t op) { return op == ENG_OP_sin || op == ENG_OP_cos; }
+
+static eng_status unary(const op_call *call)
+{
+  if (!all_fast(call) || is_circular(call->op)) return each<1, 1>(call, unary_body{call->op});
+  walk<2> w = walk_of_call<1, 1>(call);
+  bool done = false;
+  switch (call->op) {
+    case ENG_OP_relu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_relu>{}); break;
+    case ENG_OP_gelu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_gelu>{}); break;
+    case ENG_OP_gelu_tanh: done = map_dense<1, 1>(w, unary_of<ENG_OP_gelu_tanh>{}); break;
+    case ENG_OP_silu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_silu>{}); break;
+  }
+  if (!done) return map<1, 1>(call, unary_rule{call->op});
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_neg(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_abs(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_exp(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_log(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_sqrt(const op_call *call)        { return unary(call); }
+extern "C" eng_status cuda_rsqrt(const op_call *call)       { return unary(call); }
+extern "C" eng_status cuda_sin(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_cos(const op_call *call)         { return unary(call); }
+extern "C" eng_status cuda_tanh(const op_call *call)        { return unary(call); }
+extern "C" eng_status cuda_sigmoid(const op_call *call)     { return unary(call); }
+extern "C" eng_status cuda_log_sigmoid(const op_call *call) { return unary(call); }
+extern "C" eng_status cuda_softplus(const op_call *call)    { return unary(call); }
+extern "C" eng_status cuda_relu(const op_call *call)        { return unary(call); }
+extern "C" eng_status cuda_gelu(const op_call *call)        { return unary(call); }
+extern "C" eng_status cuda_gelu_tanh(const op_call *call)   { return unary(call); }
+extern "C" eng_status cuda_silu(const op_call *call)        { return unary(call); }
+
+extern "C" eng_status cuda_unary_grad(const op_call *call)
+{
+  int64_t op = call->ints[0];
+  if (op < ENG_OP_neg || op > ENG_OP_silu)
+    return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got number %lld", (long long)op);
+  if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{(int)op});
+  walk<3> w = walk_of_call<1, 2>(call);
+  bool done = false;
+  switch (op) {
+    case ENG_OP_relu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_relu>{}); break;
+    case ENG_OP_gelu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_gelu>{}); break;
+    case ENG_OP_gelu_tanh: done = map_dense<1, 2>(w, slope_of<ENG_OP_gelu_tanh>{}); break;
+    case ENG_OP_silu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_silu>{}); break;
+  }
+  if (!done) return map<1, 2>(call, slope_rule{(int)op});
+  CUDA_LAUNCHED("unary_grad");
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ swiglu
+
+struct swiglu_rule {
+  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
+  {
+#pragma unroll
+    for (int v = 0; v < V; v++) y[0][v] = swiglu_of(x[0][v], x[1][v]);
+  }
+};
+
+struct swiglu_body {
+  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+  {
+    double gate = load_double(w.data[1], w.dtype[1], at[1]), up = load_double(w.data[2], w.dtype[2], at[2]);
+    store_double(w.data[0], w.dtype[0], at[0], gate * sigmoid_double(gate) * up);
+  }
+};
+
+extern "C" eng_status cuda_swiglu(const op_call *call)
+{
+  if (!all_fast(call)) return each<1, 2>(call, swiglu_body{});
+  return map<1, 2>(call, swiglu_rule{});
+}
+
+// gate, up, dy -> dgate, dup
+struct swiglu_grad_rule {
+  template <int V> __device__ void operator()(float (&y)[2][V], const float (&x)[3][V]) const
+  {
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      y[0][v] = silu_slope(x[0][v]) * x[2][v] * x[1][v];
+      y[1][v] = x[0][v] * sigmoid(x[0][v]) * x[2][v];
+    }
+  }
+};
+
+struct swiglu_grad_body {
+  __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
+  {
+    double gate = load_double(w.data[2], w.dtype[2], at[2]), up = load_double(w.data[3], w.dtype[3], at[3]);
+    double dy = load_double(w.data[4], w.dtype[4], at[4]);
+    if (w.data[0]) store_double(w.data[0], w.dtype[0], at[0], dy * up * silu_slope_double(gate));
+    if (w.data[1]) store_double(w.data[1], w.dtype[1], at[1], dy * (gate * sigmoid_double(gate)));
+  }
+};
+
+extern "C" eng_status cuda_swiglu_grad(const op_call *call)
+{
+  if (!all_fast(call)) return each<2, 3>(call, swiglu_grad_body{});
+  return map<2, 3>(call, swiglu_grad_rule{});
+}
+
+// ------------------------------------------------------------------ dropout
+
+/// Element i, counted in row-major order, takes word i % 4 of the Philox block counter + i / 4; words below `least` << 8 drop.
+struct dropout_mask {
+  uint64_t seed, counter;
+  uint32_t least;    // of 2^24
+};
+
+// V elements a thread; the tensors are dense and of one format.
+template <typename T, int V> static __global__ void __launch_bounds__(WALK_THREADS)
+dropout_kernel(T *y, const T *x, int64_t count, dropout_mask mask, float factor)
+{
+  int64_t first = ((int64_t)blockIdx.x * WALK_THREADS + threadIdx.x) * V;
+  if (first >= count) return;
+  bool whole = first + V <= count;
+  pack<T, V> p;
+  if (whole) {
+    p = *(const pack<T, V> *)(x + first);
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; v++) p.v[v] = x[first + v < count ? first + v : first];
+  }
+  uint32_t word[V];
+#pragma unroll
+  for (int v = 0; v < V; v += 4) {
+    uint32_t four[4];
+    philox_of(four, mask.seed, mask.counter + (uint64_t)(first + v) / 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) word[v + j] = four[j];
+  }
+#pragma unroll
+  for (int v = 0; v < V; v++) {
+    float kept = widen(p.v[v]) * factor;
+    narrow(p.v[v], (word[v] >> 8) >= mask.least ? kept : 0.0f);
+  }
+  if (whole) {
+    *(pack<T, V> *)(y + first) = p;
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+      if (first + v < count) y[first + v] = p.v[v];
+  }
+}
+
+template <typename T> static void dropout_launch(const tensor *y, const tensor *x, dropout_mask mask, float factor)
+{
+  constexpr int V = 16 / sizeof(T);
+  int64_t each = (int64_t)WALK_THREADS * V;
+  unsigned blocks = (unsigned)((x->count + each - 1) / each);
+  dropout_kernel<T, V><<<blocks, WALK_THREADS, 0, cuda_stream()>>>((T *)y->data, (const T *)x->data, x->count, mask, factor);
+}
+
+static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int x_dtype, int64_t count, dropout_mask mask, double rest)
+{
+  int64_t i = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  if (i >= count) return;
+  uint32_t word[4];
+  philox_of(word, mask.seed, mask.counter + (uint64_t)i / 4);
+  uint32_t own = i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]);
+  store_double(y, y_dtype, i, (own >> 8) >= mask.least ? load_double(x, x_dtype, i) / rest : 0.0);
+}
+
+extern "C" eng_status cuda_dropout(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double p = call->floats[0], least = p * 0x1p24;
+  dropout_mask mask = {rng_seed(), (uint64_t)call->ints[0], (uint32_t)least};
+  if ((double)mask.least < least) mask.least++;   // a word >> 8 over 2^24 that is at least p, in integers
+  bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
+  if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {
+    float factor = (float)(1.0 / (1.0 - p));
+    if (x->dtype == ENG_f32) dropout_launch<float>(y, x, mask, factor);
+    else if (x->dtype == ENG_f16) dropout_launch<f16_t>(y, x, mask, factor);
+    else dropout_launch<bf16_t>(y, x, mask, factor);
+  } else {
+    unsigned blocks = (unsigned)((x->count + WALK_THREADS - 1) / WALK_THREADS);
+    dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data, x->dtype, x->count, mask, 1.0 - p);
+  }
+  CUDA_LAUNCHED("dropout");
+  return ENG_OK;
+}

@@ -1,0 +1,145 @@
+// The operation fp8_matmul on the card. The accumulator `hopper` in the arrangements that cuBLASLt knows (gemm_fp8.h) runs on the
+// tensor cores themselves, on Hopper; everything else, and every card without them, gets the same numbers from the formula
+// (fp8_plain.cu), slowly. ENGINE_FP8_FORMULA=1 takes the formula always, to compare.
+//
+// Which accumulators are the tensor cores': scales by block start anew every 128 steps, so any promotion of 128 or more, or none,
+// is one thing; with scales by tensor or by row, promotion every 128 is cuBLASLt's ordinary way and none its fast one.
+//
+// Tensor cores want both factors with K contiguous, sizes in multiples of 16, scales laid out for that: what is given
+// otherwise (a transposed factor, a ragged edge) is copied into scratch memory first, with zeros around.
+#include "runtime/device.h"
+#include "fp8_plain.h"
+#include "gemm/gemm_fp8.h"
+#include "runtime/passes.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+op_kernel cuda_contiguous, cuda_fp8_matmul;
+
+enum { PIECES = 4, EVERY = 128 /* steps between promotions */ };
+
+typedef struct scratch {
+  int     n;
+  void   *piece[PIECES];
+  int64_t bytes[PIECES];
+} scratch;
+
+static void give_all(scratch *s)
+{
+  while (s->n > 0) {
+    s->n--;
+    scratch_give(s->piece[s->n], s->bytes[s->n]);
+  }
+}
+
+/// An fp8_scaling for blocks of a factor [outer x K], or -1.
+static int scaling_of(int64_t outer_block, int64_t k_block)
+{
+  if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
+  if (outer_block == 1 && k_block == 0) return FP8_ROW;
+  if (outer_block == 1 && k_block == FP8_BLOCK) return FP8_VEC128;
+  if (outer_block == FP8_BLOCK && k_block == FP8_BLOCK) return FP8_BLK128;
+  return -1;
+}
+
+/// A matrix of [outer x k] elements at these strides, copied to `to`, its rows `to_outer` and its elements `to_k` apart.
+static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from, int64_t from_outer, int64_t from_k, int64_t outer, int64_t k,
+                       int dtype)
+{
+  bool turned = to_outer < to_k;   // the target's contiguous dimension goes last
+  tensor x = {.data = (void *)from, .dtype = dtype, .ndim = 2, .count = outer * k}, y;
+  x.shape[turned] = outer, x.stride[turned] = from_outer;
+  x.shape[!turned] = k, x.stride[!turned] = from_k;
+  y = x;
+  y.data = to;
+  y.stride[turned] = to_outer;
+  y.stride[!turned] = to_k;
+  op_call call = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}};
+  return cuda_contiguous(&call);
+}
+
+static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
+{
+  *piece = scratch_take(bytes);
+  if (!*piece) return ENG_ERR_MEMORY;
+  s->piece[s->n] = *piece;
+  s->bytes[s->n++] = bytes;
+  CUDA_TRY(cudaMemsetAsync(*piece, 0, (size_t)bytes, cuda_stream()));
+  return ENG_OK;
+}
+
+static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
+
+/// A factor, given as [outer x K] (along_k) or [K x outer], as the tensor cores want it.
+static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns, int scaling,
+                          scratch *s)
+{
+  int64_t outer = q->shape[along_k ? 0 : 1], k = q->shape[along_k ? 1 : 0];
+  *x = (fp8_operand){.data = q->data, .scale = scale->data, .rows = fp8_padded(outer), .inner = fp8_padded(k), .stride = fp8_padded(k),
+                     .format = q->dtype, .scaling = scaling};
+  if (!along_k || x->rows != outer || x->inner != k || !aligned(q->data)) {
+    void *data;
+    ENG_TRY(take_zeros(&data, x->rows * x->stride, s));
+    ENG_TRY(copy(data, x->stride, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
+    x->data = data;
+  }
+  if (scaling == FP8_TENSOR) return ENG_OK;
+  fp8_scales have = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL), want = fp8_scales_of(scaling, x->rows, x->inner);
+  int64_t have_outer = along_k ? have.row_stride : have.inner_stride, have_k = along_k ? have.inner_stride : have.row_stride;
+  int64_t outer_count = along_k ? have.row_count : have.inner_count, k_count = along_k ? have.inner_count : have.row_count;
+  bool same = (have_outer == want.row_stride || outer_count == 1) && (have_k == want.inner_stride || k_count == 1) && have.count >= want.count;
+  if (same && aligned(scale->data)) return ENG_OK;
+  void *scales;
+  ENG_TRY(take_zeros(&scales, want.count * (int64_t)sizeof(float), s));
+  x->scale = scales;
+  return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k, outer_count, k_count, ENG_f32);
+}
+
+/// ENGINE_FP8_FORMULA=1.
+static bool formula_wanted(void)
+{
+  static int wanted = -1;
+  if (wanted < 0) {
+    const char *text = getenv("ENGINE_FP8_FORMULA");
+    wanted = text && *text && strcmp(text, "0") != 0;
+  }
+  return wanted;
+}
+
+int cuda_fp8(void)
+{
+  return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
+}
+
+/// Whether the tensor cores compute just this; `fast`: without promotions.
+static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
+{
+  const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
+  if (formula_wanted() || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER || scaling_a < 0 || scaling_b < 0) return false;
+  bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128, whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
+  if (!(blocks && !(scaling_a == FP8_BLK128 && scaling_b == FP8_BLK128)) && !whole) return false;
+  if (scaling_a != FP8_TENSOR && cuda_capability() != 90) return false;
+  *fast = whole && call->ints[8] == 0;
+  bool promotes = blocks ? call->ints[8] == 0 || call->ints[8] >= EVERY : *fast || call->ints[8] == EVERY;
+  bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 && (!bias || (bias->dtype != ENG_f64 && bias->stride[0] == 1));
+  return promotes && formats && a->count > 0 && b->count > 0 && (y->stride[1] == 1 || y->shape[1] == 1) &&
+         (y->stride[0] >= y->shape[1] || y->shape[0] == 1);
+}
+
+eng_status cuda_fp8_matmul(const op_call *call)
+{
+  bool ta = call->ints[0] != 0, tb = call->ints[1] != 0, fast;
+  int scaling_a = scaling_of(call->ints[ta ? 3 : 2], call->ints[ta ? 2 : 3]), scaling_b = scaling_of(call->ints[tb ? 4 : 5], call->ints[tb ? 5 : 4]);
+  if (!on_tensor_cores(call, scaling_a, scaling_b, &fast)) return fp8_plain(call);
+  const tensor *y = call->out[0], *bias = call->in[4];
+  fp8_result result = {.data = y->data, .dtype = y->dtype, .m = y->shape[0], .n = y->shape[1], .stride = y->shape[0] == 1 ? y->shape[1] : y->stride[0],
+                       .accumulate = call->ints[9] != 0, .bias = bias ? bias->data : NULL, .bias_dtype = bias ? bias->dtype : 0};
+  fp8_operand a, b;
+  scratch s = {0};
+  eng_status status = prepare(&a, call->in[0], call->in[1], !ta, call->ints[2], call->ints[3], scaling_a, &s);
+  if (status == ENG_OK) status = prepare(&b, call->in[2], call->in[3], tb, call->ints[4], call->ints[5], scaling_b, &s);
+  if (status == ENG_OK) status = fp8_product(&result, &a, &b, fast);
+  give_all(&s);
+  return status;
+}

@@ -1,0 +1,156 @@
+// fp8_matmul by the scalar formulas of core/fp8*.h, for any blocks, layouts and accumulators, on any card: the same bits as the
+// reference. Slow beside tensor cores (a laboratory, and what they are compared with). Called by fp8_matmul.c.
+#include "runtime/device.h"
+#include "kernel/element.h"
+#include "fp8_plain.h"
+
+extern "C" {
+#include "base/fp8_hopper.h"
+#include "base/fp8_layout.h"
+}
+
+namespace {
+
+enum { SIDE = 16, STEP = HOPPER_GROUP };   // a block of 16 x 16 threads makes as many elements, STEP of K at a time
+
+/// A matrix as the product sees it: element (i, k), whether or not it is given transposed.
+struct operand {
+  const uint8_t *data;
+  const float   *scale;
+  int            fraction;                // bits: 3 e4m3, 2 e5m2
+  int64_t        i_stride, k_stride;
+  int64_t        i_block, k_block;        // elements that share a scale
+  int64_t        i_scale, k_scale;        // floats from block to block
+};
+
+struct product {
+  operand a, b;
+  int64_t m, n, k, stretch, promotion;    // stretch of K with constant scales
+  bool    b_first, adds;
+  void   *y;
+  int     y_dtype, bias_dtype;
+  int64_t y_row, y_column, bias_stride;
+  const void *bias;
+};
+
+__device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
+{
+  return x.scale[i / x.i_block * x.i_scale + k / x.k_block * x.k_scale];
+}
+
+/// Codes of 16 rows of an operand from step k on, zeros (which no accumulator sees) outside.
+__device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows, int64_t first, int64_t k, int steps)
+{
+  for (int t = threadIdx.y * SIDE + threadIdx.x; t < SIDE * STEP; t += SIDE * SIDE) {
+    const bool along_k = x.k_stride == 1;   // neighbours in memory to neighbouring threads
+    const int i = along_k ? t / STEP : t % SIDE, j = along_k ? t % STEP : t / SIDE;
+    tile[i][j] = first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;
+  }
+}
+
+template <int MODEL>
+__global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ product p)
+{
+  __shared__ uint8_t a[SIDE][STEP + 4], b[SIDE][STEP + 4];
+  const int64_t tiles_n = (p.n + SIDE - 1) / SIDE, tiles = (p.m + SIDE - 1) / SIDE * tiles_n;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int64_t first_i = tile / tiles_n * SIDE, first_j = tile % tiles_n * SIDE;
+    const int64_t i = first_i + threadIdx.y, j = first_j + threadIdx.x;
+    const bool inside = i < p.m && j < p.n;
+    float total = 0;
+    double exact = 0;
+    for (int64_t k0 = 0; k0 < p.k; k0 += p.stretch) {
+      const int64_t end = p.k - k0 < p.stretch ? p.k : k0 + p.stretch;
+      float sum = 0, scale_a = 0, scale_b = 0;
+      if (inside) {
+        scale_a = scale_of(p.a, i, k0);
+        scale_b = scale_of(p.b, j, k0);
+      }
+      const float first = p.b_first ? scale_b : scale_a, second = p.b_first ? scale_a : scale_b;
+      for (int64_t at = k0; at < end; at += p.promotion) {
+        const int64_t stop = end - at < p.promotion ? end : at + p.promotion;
+        float part = 0;
+        double wide = 0;
+        for (int64_t k = at; k < stop; k += STEP) {
+          const int steps = stop - k < STEP ? (int)(stop - k) : STEP;
+          __syncthreads();
+          fetch(a, p.a, p.m, first_i, k, steps);
+          fetch(b, p.b, p.n, first_j, k, steps);
+          __syncthreads();
+          if constexpr (MODEL == ENG_ACCUMULATE_HOPPER) {
+            part = hopper_group(a[threadIdx.y], 1, p.a.fraction, b[threadIdx.x], 1, p.b.fraction, steps, part);
+          } else {
+            for (int step = 0; step < steps; step++) {
+              const int s = MODEL == ENG_ACCUMULATE_FP32 ? (int)fp8_fp32_order(step, steps) : step;
+              const float multiplied = fp8_to_f32(a[threadIdx.y][s], p.a.fraction) * fp8_to_f32(b[threadIdx.x][s], p.b.fraction);   // exact
+              if (MODEL == ENG_ACCUMULATE_EXACT) wide += (double)multiplied;
+              else if (MODEL == ENG_ACCUMULATE_FP32) part += multiplied;
+              else part = e4m3_to_f32(e4m3_from_f32(part + e4m3_to_f32(e4m3_from_f32(multiplied, FP8_SATURATE)), FP8_SATURATE));
+            }
+          }
+        }
+        if (MODEL == ENG_ACCUMULATE_EXACT) exact += wide * (double)first * (double)second;
+        else sum += part;
+      }
+      total = fmaf(sum * first, second, total);
+    }
+    if (!inside) continue;
+    const int64_t place = i * p.y_row + j * p.y_column;
+    const double addend = p.bias ? load_double(p.bias, p.bias_dtype, j * p.bias_stride) : 0;
+    const double value = MODEL == ENG_ACCUMULATE_EXACT ? exact + addend : p.bias ? (double)(total + (float)addend) : (double)total;
+    const double before = p.adds ? load_double(p.y, p.y_dtype, place) : 0;
+    store_double(p.y, p.y_dtype, place, value);
+    if (p.adds) store_double(p.y, p.y_dtype, place, before + load_double(p.y, p.y_dtype, place));
+  }
+}
+
+/// along_k: the second dimension, as given, is the one summed over.
+operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns)
+{
+  const fp8_scales at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], nullptr);
+  operand x = {static_cast<const uint8_t *>(q->data), static_cast<const float *>(scale->data), q->dtype == ENG_e4m3 ? 3 : 2, 1, 1, 0, 0, 0, 0};
+  (along_k ? x.i_stride : x.k_stride) = q->shape[1];
+  x.i_block = along_k ? at.row_block : at.inner_block;
+  x.k_block = along_k ? at.inner_block : at.row_block;
+  x.i_scale = along_k ? at.row_stride : at.inner_stride;
+  x.k_scale = along_k ? at.inner_stride : at.row_stride;
+  return x;
+}
+
+}  // namespace
+
+extern "C" eng_status fp8_plain(const op_call *call)
+{
+  const tensor *y = call->out[0], *bias = call->in[4];
+  const bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
+  product p = {};
+  p.a = operand_of(call->in[0], call->in[1], !ta, call->ints[2], call->ints[3]);
+  p.b = operand_of(call->in[2], call->in[3], tb, call->ints[4], call->ints[5]);
+  p.m = y->shape[0];
+  p.n = y->shape[1];
+  p.k = call->in[0]->shape[ta ? 0 : 1];
+  p.stretch = p.a.k_block < p.b.k_block ? p.a.k_block : p.b.k_block;
+  p.promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 2;
+  p.b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
+  p.adds = call->ints[9] != 0;
+  p.y = y->data;
+  p.y_dtype = y->dtype;
+  p.y_row = y->stride[0];
+  p.y_column = y->stride[1];
+  if (bias) {
+    p.bias = bias->data;
+    p.bias_dtype = bias->dtype;
+    p.bias_stride = bias->stride[0];
+  }
+  const int64_t tiles = (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE), most = 16LL * cuda_multiprocessors();
+  const unsigned grid = (unsigned)(tiles < most ? tiles : most);
+  const dim3 block(SIDE, SIDE);
+  switch (call->ints[7]) {
+    case ENG_ACCUMULATE_FP32:   multiply<ENG_ACCUMULATE_FP32><<<grid, block, 0, cuda_stream()>>>(p); break;
+    case ENG_ACCUMULATE_EXACT:  multiply<ENG_ACCUMULATE_EXACT><<<grid, block, 0, cuda_stream()>>>(p); break;
+    case ENG_ACCUMULATE_HOPPER: multiply<ENG_ACCUMULATE_HOPPER><<<grid, block, 0, cuda_stream()>>>(p); break;
+    default:                    multiply<ENG_ACCUMULATE_E4M3><<<grid, block, 0, cuda_stream()>>>(p); break;
+  }
+  CUDA_LAUNCHED("fp8_matmul");
+  return ENG_OK;
+}

@@ -1,0 +1,201 @@
+// What the kernels of quantize.cu share: the two sides of a call and how their scales lie, codes, and eight numbers of a row as a
+// thread holds them.
+#ifndef ENG_CUDA_QUANTIZE_H
+#define ENG_CUDA_QUANTIZE_H
+
+#include "kernel/element.h"
+#include "kernel/ptx.h"
+
+#include "base/fp8_layout.h"
+#include "base/fp8_scale.h"
+extern "C" {
+#include "base/rng.h"
+}
+
+#include <cfloat>
+
+enum { TILE = 128, DOWN = 8, EIGHT = 8 /* rows and columns of a thread */, TILE_THREADS = TILE / DOWN * (TILE / EIGHT), TILE_WARPS = TILE_THREADS / 32 };
+enum { LANES = TILE / EIGHT /* threads of a row */, THREADS = 256 /* of all other kernels */ };
+
+/// How scale factors vary within a tile.
+enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
+
+/// One of the two outputs, in the coordinates of x: block (i, j) covers row_block x column_block of x.
+struct side {
+  void    *q;                          // NULL: not wanted
+  float   *scale;                      // of block (i, j): scale[i * row_stride + j * column_stride]
+  float   *factor;                     // of block (i, j): factor[i * across + j]; NULL: the tile finds it by itself
+  int64_t  row_block, column_block, down, across;   // sizes, and how many blocks there are
+  int64_t  row_stride, column_stride;
+  int64_t  random;                     // Philox block of its first element
+  int      how;
+};
+
+/// From a largest magnitude to a scale.
+struct scaling_rule {
+  const float *given;                  // the factor, or NULL
+  float   largest, eps, limit;
+  int     rule, power_of_two, margin, divides;
+};
+
+struct job {
+  side    own, turned;
+  const void *up;                      // of tiles alone: x is a gate, silu(x) * up rounded to its format goes into the codes
+  scaling_rule rule;
+  int64_t rows, columns;
+  uint32_t *amax;                      // bits of the largest magnitude, NaN when there is one; NULL: not wanted
+  uint64_t seed;
+  int     wide;                        // eight numbers of x at a time, from 16-byte places
+  int     turned_wide;                 // rows of the transposed copy begin on 16 bytes
+  int     tiles;                       // it goes by tiles
+  unsigned across;                     // tiles of a row
+  int     height, width;               // rows and columns again
+  int     same;                        // the transposed copy has the same bytes
+};
+
+__device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
+{
+  if (r.given) {
+    fp8_scale s = {*r.given, 1.0f / *r.given};
+    return s;
+  }
+  return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
+}
+
+/// The bits of |x| as maxima count them: NaN is left out but by the rule that makes its block NaN.
+__device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
+{
+  uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
+  return a > 0x7F800000u ? nan : a;
+}
+
+// ------------------------------------------------------------------ codes
+
+/// Codes of four numbers, the first in the lowest byte; E: bits of the fraction, 3 or 2.
+template <int E> __device__ static inline uint32_t codes(float a, float b, float c, float d)
+{
+#ifdef PTX_FP8
+  return E == 3 ? pack_e4m3(a, b) | pack_e4m3(c, d) << 16 : pack_e5m2(a, b) | pack_e5m2(c, d) << 16;
+#else
+  return (uint32_t)fp8_from_f32(a, E, FP8_SATURATE, 0) | (uint32_t)fp8_from_f32(b, E, FP8_SATURATE, 0) << 8 |
+         (uint32_t)fp8_from_f32(c, E, FP8_SATURATE, 0) << 16 | (uint32_t)fp8_from_f32(d, E, FP8_SATURATE, 0) << 24;
+#endif
+}
+
+__device__ static inline float scaled(float x, float factor, int divides) { return divides ? x / factor : x * factor; }
+
+template <typename T> __device__ static inline float number(T x) { return widen(x); }
+template <> __device__ inline float number<double>(double x)     { return (float)x; }
+
+/// e5m6_from_f32, saturating, without its detour through double: the rule of fp8_code_f32 holds for any fraction.
+__device__ static inline uint16_t e5m6_of(float x)
+{
+  uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0x7E0;
+  uint32_t code = magnitude >= 0x47800000u ? 0xFFFu : fp8_code_f32(magnitude, 6);   // 65536 and beyond
+  return (uint16_t)((bits >> 20 & 0x800u) | min(code, (uint32_t)E5M6_MAX_CODE));
+}
+
+/// Eight numbers as e5m6, in three words.
+__device__ static inline void put_e5m6(uint32_t *to, const float y[EIGHT])
+{
+  uint16_t code[EIGHT];
+  uint32_t word[3];
+  for (int k = 0; k < EIGHT; k++) code[k] = e5m6_of(y[k]);
+  e5m6_pack(word, code);
+  for (int k = 0; k < 3; k++) to[k] = word[k];
+}
+
+/// Factor of element (r, c) of x.
+__device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
+{
+  return s.factor[r / s.row_block * s.across + c / s.column_block];
+}
+
+// ------------------------------------------------------------------ eight numbers
+
+/// Eight neighbours of a row as they lie in memory: pairs of 16 bits, or f32, which f64 is rounded to.
+template <typename T> struct eight {
+  enum { WORDS = sizeof(T) == 2 ? 4 : 8, EACH = EIGHT / WORDS };
+  uint32_t w[WORDS];
+};
+
+/// Of the magnitudes in a word: their bits, their signs' places, and what lifts a NaN alone into these.
+template <typename T> struct magnitudes          { enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu }; };
+template <>           struct magnitudes<bf16_t>  { enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x007F007Fu }; };
+template <>           struct magnitudes<f16_t>   { enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x03FF03FFu }; };
+
+/// From a 16-byte place (f32: two).
+template <typename T> __device__ static inline void load_wide(eight<T> &v, const T *x)
+{
+#pragma unroll
+  for (int i = 0; i < eight<T>::WORDS / 4; i++) {
+    const uint4 raw = __ldg((const uint4 *)x + i);
+    v.w[4 * i] = raw.x;
+    v.w[4 * i + 1] = raw.y;
+    v.w[4 * i + 2] = raw.z;
+    v.w[4 * i + 3] = raw.w;
+  }
+}
+template <> __device__ inline void load_wide<double>(eight<double> &v, const double *x)
+{
+#pragma unroll
+  for (int k = 0; k < EIGHT; k++) v.w[k] = __float_as_uint((float)x[k]);
+}
+
+/// The first `there` of them from any place, zeros behind.
+template <typename T> __device__ static inline void load_some(eight<T> &v, const T *x, int there)
+{
+#pragma unroll
+  for (int i = 0; i < eight<T>::WORDS; i++) v.w[i] = 0;
+#pragma unroll
+  for (int k = 0; k < EIGHT; k++) {
+    if (k >= there) continue;
+    if constexpr (sizeof(T) == 2) v.w[k / 2] |= (uint32_t)x[k].bits << k % 2 * 16;
+    else v.w[k] = __float_as_uint((float)x[k]);
+  }
+}
+
+/// Number h of a word.
+template <typename T> __device__ static inline float number_of(uint32_t word, int h)
+{
+  if constexpr (sizeof(T) == 2) {
+    T x = {(uint16_t)(h ? word >> 16 : word)};
+    return widen(x);
+  } else {
+    return __uint_as_float(word);
+  }
+}
+template <> __device__ inline float number_of<bf16_t>(uint32_t word, int h) { return __uint_as_float(h ? word & 0xFFFF0000u : word << 16); }
+
+template <typename T> __device__ static inline float number_of(const eight<T> &v, int k)
+{
+  return number_of<T>(v.w[k / eight<T>::EACH], k % eight<T>::EACH);
+}
+
+template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint32_t b)
+{
+  if constexpr (sizeof(T) == 2) return __vmaxu2(a, b);
+  else return max(a, b);
+}
+
+template <typename T> __device__ static inline bool some_nan(uint32_t magnitude) { return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
+/// Without those that are NaN.
+template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitude)
+{
+  const uint32_t found = (magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs;
+  return magnitude & ~(sizeof(T) == 2 ? (found >> 15) * 0xFFFFu : (uint32_t)((int32_t)found >> 31));
+}
+
+/// Magnitude h of a word as the bits of an f32, one for all NaN.
+template <typename T> __device__ static inline uint32_t magnitude_bits(uint32_t word, int h)
+{
+  const uint32_t a = __float_as_uint(number_of<T>(word, h)) & 0x7FFFFFFFu;
+  return a > 0x7F800000u ? 0x7FC00000u : a;
+}
+template <typename T> __device__ static inline uint32_t largest_bits(uint32_t word)
+{
+  return sizeof(T) == 2 ? max(magnitude_bits<T>(word, 0), magnitude_bits<T>(word, 1)) : magnitude_bits<T>(word, 0);
+}
+
+#endif

@@ -1,0 +1,412 @@
+// quantize by tiles of 128 x 128: codes in both directions from one read. See quantize.cu, which alone includes this.
+#ifndef ENG_CUDA_QUANTIZE_TILES_H
+#define ENG_CUDA_QUANTIZE_TILES_H
+
+#include "quantize.h"
+#include "kernel/swiglu.h"
+
+#include <cuda_pipeline.h>
+
+/// What a tile's threads share.
+struct shared_tile {
+  uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
+  alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
+  alignas(16) float factor[2][TILE];                      // of q and of its transposed copy: of rows or of columns
+  alignas(16) float low[2][TILE], high[2][TILE];          // next to its inverse, on either side
+  alignas(16) uint32_t turned[TILE][TILE / 4];            // codes [column of x][rows of x], word w of column c at w ^ (c / 8 * 2)
+};
+
+/// The place of a tile and of a thread in it.
+struct tile_place {
+  int down, across;                // which tile it is
+  int first_row, first_column;     // the thread's, in the tile
+  int rows_there;                  // rows from the thread's first to the last; 0 where its columns are none
+};
+// Where tiles are taken, sides are below 2^31 - TILE.
+__device__ static inline int row_of(const tile_place &at)    { return at.down * TILE + at.first_row; }
+__device__ static inline int column_of(const tile_place &at) { return at.across * TILE + at.first_column; }
+__device__ static inline int64_t offset_of(const tile_place &at, const job &p) { return row_of(at) * (int64_t)p.width + column_of(at); }
+
+/// Factors of one side into shared memory: found here from the maxima, with the scale written out, or read. Threads 0 to 127 take
+/// the tile's rows, 128 to 255 its columns.
+template <typename T> __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p, const tile_place &at)
+{
+  const int i = threadIdx.x % TILE;
+  if (!s.q || (int)threadIdx.x / TILE != (s.how == BY_COLUMN)) return;
+  const int r = at.down * TILE + (s.how == BY_ROW ? i : 0), c = at.across * TILE + (s.how == BY_COLUMN ? i : 0);
+  float factor = 1.0f;
+  if (r < p.height && c < p.width) {
+    const int64_t down = s.how == BY_ROW ? r : s.down == 1 ? 0 : at.down, across = s.how == BY_COLUMN ? c : s.across == 1 ? 0 : at.across;
+    if (s.factor) {
+      factor = s.factor[down * s.across + across];
+    } else {
+      uint32_t top = s.how == BY_ROW ? t.row_top[i] : 0;
+      if (s.how == BY_COLUMN) {
+        for (int w = 0; w < TILE_WARPS; w++) top = larger<T>(top, t.column_top[w][i / eight<T>::EACH]);
+        top = magnitude_bits<T>(top, i % eight<T>::EACH);
+      } else if (s.how == BY_TILE) {
+        for (int w = 0; w < TILE_WARPS; w++) top = max(top, t.warp_top[w]);
+      }
+      fp8_scale found = scale_of(p.rule, __uint_as_float(top));
+      factor = found.factor;
+      if (s.how != BY_TILE || i == 0) s.scale[down * s.row_stride + across * s.column_stride] = found.scale;
+    }
+  }
+  t.factor[which][i] = factor;
+  if (!p.rule.divides) return;
+  // Rounding is monotonic: x / factor lies between x * low and x * high. An inverse that is exact serves for both; a factor whose
+  // inverse may leave the normal numbers yields codes that never agree.
+  const bool ordinary = factor >= 0x1p-100f && factor <= 0x1p100f;
+  const float inverse = 1.0f / factor;
+  const bool exact = fmaf(inverse, factor, -1.0f) == 0.0f;
+  t.low[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) - !exact) : __uint_as_float(0x7FC00000u);
+  t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
+}
+
+/// Codes of four numbers, and where a quotient's are in doubt.
+template <int E, bool DIVIDES> __device__ static inline uint32_t four_codes(const float x[4], const float low[4], const float high[4], uint32_t &doubt)
+{
+  const uint32_t word = codes<E>(x[0] * low[0], x[1] * low[1], x[2] * low[2], x[3] * low[3]);
+  if (DIVIDES) doubt |= word ^ codes<E>(x[0] * high[0], x[1] * high[1], x[2] * high[2], x[3] * high[3]);
+  return word;
+}
+
+/// Factors of four rows or columns, or four times that of one.
+template <bool ALL> __device__ static inline void load_factors(float f[4], const float *from)
+{
+  const float4 four = ALL ? *(const float4 *)from : make_float4(*from, *from, *from, *from);
+  f[0] = four.x;
+  f[1] = four.y;
+  f[2] = four.z;
+  f[3] = four.w;
+}
+
+/// The thread's codes: own rows to memory. COLUMNS: factors go by columns.
+template <typename T, int E, bool DIVIDES, bool COLUMNS>
+__device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN], const job &p, const tile_place &at)
+{
+  uint8_t *to = (uint8_t *)p.own.q + offset_of(at, p);
+  uint32_t doubt = 0;
+#pragma unroll
+  for (int j = 0; j < DOWN; j++, to += p.width) {
+    uint32_t word[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int first = COLUMNS ? at.first_column + 4 * h : at.first_row + j;
+      float x[4], low[4], high[4];
+      load_factors<COLUMNS>(low, (DIVIDES ? t.low : t.factor)[0] + first);
+      if (DIVIDES) load_factors<COLUMNS>(high, t.high[0] + first);
+#pragma unroll
+      for (int k = 0; k < 4; k++) x[k] = number_of(v[j], 4 * h + k);
+      word[h] = four_codes<E, DIVIDES>(x, low, high, doubt);
+    }
+    if (j < at.rows_there) *(uint2 *)to = make_uint2(word[0], word[1]);
+  }
+  return doubt;
+}
+
+/// Place of a thread's rows of a column in the transposed tile: two words.
+__device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
+{
+  return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
+}
+
+/// The thread's codes of the transposed copy, into shared memory.
+template <typename T, int E, bool DIVIDES, bool COLUMNS>
+__device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN], const tile_place &at)
+{
+  uint32_t doubt = 0;
+#pragma unroll
+  for (int k = 0; k < EIGHT; k++) {
+    uint32_t word[DOWN / 4];
+#pragma unroll
+    for (int i = 0; i < DOWN / 4; i++) {
+      const int first = COLUMNS ? at.first_column + k : at.first_row + 4 * i;
+      float x[4], low[4], high[4];
+      load_factors<!COLUMNS>(low, (DIVIDES ? t.low : t.factor)[1] + first);
+      if (DIVIDES) load_factors<!COLUMNS>(high, t.high[1] + first);
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = number_of(v[4 * i + j], k);
+      word[i] = four_codes<E, DIVIDES>(x, low, high, doubt);
+    }
+    *(uint2 *)turned_word(t, at, k) = make_uint2(word[0], word[1]);
+  }
+  return doubt;
+}
+
+/// Both once more, by true quotients, number by number: for the few threads that were in doubt.
+template <typename T, int E> __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p, const tile_place &at)
+{
+  enum { WORDS = eight<T>::WORDS, EACH = eight<T>::EACH };
+  uint32_t v[DOWN * WORDS];
+#pragma unroll
+  for (int i = 0; i < DOWN * WORDS; i++) v[i] = of[i / WORDS].w[i % WORDS];
+#pragma unroll 1
+  for (int n = 0; n < DOWN * EIGHT; n++) {
+    const int j = n / EIGHT, k = n % EIGHT, row = at.first_row + j, column = at.first_column + k;
+    const float x = number_of<T>(v[0], 0);
+    if (p.own.q && j < at.rows_there) {
+      const float y = x / t.factor[0][p.own.how == BY_COLUMN ? column : row];
+      ((uint8_t *)p.own.q)[offset_of(at, p) + j * (int64_t)p.width + k] = (uint8_t)codes<E>(y, y, y, y);
+    }
+    if (p.turned.q) {
+      const float y = x / t.factor[1][p.turned.how == BY_COLUMN ? column : row];
+      ((uint8_t *)turned_word(t, at, k))[j] = (uint8_t)codes<E>(y, y, y, y);
+    }
+    if (EACH == 2 && k % 2 == 0) {
+      v[0] >>= 16;
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];   // so that registers keep fixed numbers
+  }
+}
+
+/// The tile's part of the transposed copy: 16 bytes, rows of x, at a time.
+__device__ static inline void write_turned(const shared_tile &t, const job &p, const tile_place &at)
+{
+  const int r0 = at.down * TILE, c0 = at.across * TILE;
+  uint8_t *q = (uint8_t *)p.turned.q + (int64_t)c0 * p.height + r0;
+#pragma unroll
+  for (int i = threadIdx.x; i < TILE * TILE / 16; i += TILE_THREADS) {
+    const int column = i / (TILE / 16), sixteen = i % (TILE / 16), group = column / EIGHT;
+    if (c0 + column >= p.width) continue;
+    uint4 found = *(const uint4 *)&t.turned[column][4 * (sixteen ^ group / 2)];
+    if (group % 2) found = make_uint4(found.z, found.w, found.x, found.y);
+    uint8_t *to = q + (int64_t)column * p.height + 16 * sixteen;
+    const int there = p.height - r0 - 16 * sixteen;
+    if (p.turned_wide && there >= 16) {
+      *(uint4 *)to = found;
+    } else {
+      const uint32_t word[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+      for (int k = 0; k < 16; k++)
+        if (k < there) to[k] = (uint8_t)(word[k / 4] >> k % 4 * 8);
+    }
+  }
+}
+
+/// The largest magnitudes of words so far, NaN above all or, BUT_NAN, not counted. Floats lose their signs in the instruction that compares
+/// them; as integers all magnitudes would wait in registers beside the numbers.
+template <typename T, bool BUT_NAN> struct largest_of {
+  float high = 0;
+  __device__ void add(uint32_t word)
+  {
+    const float x = fabsf(__uint_as_float(word));
+    high = BUT_NAN ? fmaxf(high, x) : max_nan(high, x);
+  }
+  __device__ uint32_t found() const { return __float_as_uint(high); }
+};
+template <bool BUT_NAN> struct largest_of<f16_t, BUT_NAN> {
+  __half2 high = {};
+  __device__ void add(uint32_t word)
+  {
+    const __half2 x = __habs2(*(const __half2 *)&word);
+    high = BUT_NAN ? __hmax2(high, x) : __hmax2_nan(high, x);
+  }
+  __device__ uint32_t found() const { return *(const uint32_t *)&high; }
+};
+/// bf16 keeps its sign there: so the largest number and the smallest.
+template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
+  __nv_bfloat162 high = {}, low = {};
+  __device__ void add(uint32_t word)
+  {
+    const __nv_bfloat162 x = *(const __nv_bfloat162 *)&word;
+    high = BUT_NAN ? __hmax2(high, x) : __hmax2_nan(high, x);
+    low = BUT_NAN ? __hmin2(low, x) : __hmin2_nan(low, x);
+  }
+  __device__ uint32_t found() const { return larger<bf16_t>(*(const uint32_t *)&high, *(const uint32_t *)&low & magnitudes<bf16_t>::bits); }
+};
+
+/// Largest magnitudes of the thread's rows and columns; BUT_NAN: without NaN.
+template <typename T, bool BUT_NAN>
+__device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS], const eight<T> (&v)[DOWN])
+{
+  largest_of<T, BUT_NAN> down[eight<T>::WORDS];
+#pragma unroll
+  for (int j = 0; j < DOWN; j++) {
+    largest_of<T, BUT_NAN> across;
+#pragma unroll
+    for (int i = 0; i < eight<T>::WORDS; i++) {
+      across.add(v[j].w[i]);
+      down[i].add(v[j].w[i]);
+    }
+    row[j] = across.found();
+  }
+#pragma unroll
+  for (int i = 0; i < eight<T>::WORDS; i++) column[i] = down[i].found();
+}
+
+/// Maxima of the tile's rows, columns and warps into shared memory; the largest of all into p.amax.
+template <typename T> __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOWN], const job &p, const tile_place &at)
+{
+  enum { WORDS = eight<T>::WORDS };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t row[DOWN], column[WORDS];
+  find_tops<T, false>(row, column, v);
+  uint32_t any = 0;
+#pragma unroll
+  for (int j = 0; j < DOWN; j++) any = larger<T>(any, row[j]);
+  const bool nan = some_nan<T>(any);
+  if (nan && p.rule.rule != ENG_SCALE_TORCHAO) find_tops<T, true>(row, column, v);
+  if (p.own.how == BY_COLUMN || p.turned.how == BY_COLUMN) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) column[i] = larger<T>(column[i], __shfl_xor_sync(0xFFFFFFFFu, column[i], LANES));
+    if (lane < LANES)
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4)
+        *(uint4 *)&t.column_top[warp][at.first_column / eight<T>::EACH + i] = make_uint4(column[i], column[i + 1], column[i + 2], column[i + 3]);
+  }
+  enum { PACKED = sizeof(T) == 2, N = PACKED ? DOWN / 2 : DOWN };
+  uint32_t tops[N];   // of rows 0 and 1, 2 and 3 and so on; or of one each
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    if constexpr (PACKED) tops[i] = larger<T>(__byte_perm(row[2 * i], row[2 * i + 1], 0x5410), __byte_perm(row[2 * i], row[2 * i + 1], 0x7632));
+    else tops[i] = row[i];
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) tops[i] = larger<T>(tops[i], __shfl_xor_sync(0xFFFFFFFFu, tops[i], step));
+  }
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) all = max(all, largest_bits<T>(tops[i]));
+  all = max(all, __shfl_xor_sync(0xFFFFFFFFu, all, LANES));
+  if (lane % LANES == 0)
+#pragma unroll
+    for (int j = 0; j < DOWN; j++) t.row_top[at.first_row + j] = PACKED ? magnitude_bits<T>(tops[j / 2], j % 2) : magnitude_bits<T>(tops[j], 0);
+  if (lane == 0) t.warp_top[warp] = all;
+  if (!p.amax) return;
+  const bool some = __any_sync(0xFFFFFFFFu, nan);
+  if (lane != 0) return;
+  if (some) all = 0x7FC00000u;
+  if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);   // most know at once that theirs is not the largest
+}
+
+__device__ static inline tile_place place_of(unsigned tile, const job &p)
+{
+  tile_place at;
+  at.down = (int)(tile / p.across);
+  at.across = (int)(tile % p.across);
+  at.first_row = threadIdx.x / LANES * DOWN;
+  at.first_column = threadIdx.x % LANES * EIGHT;
+  at.rows_there = column_of(at) < p.width ? p.height - row_of(at) : 0;   // columns are a multiple of 8
+  return at;
+}
+
+/// The thread's numbers on their way to places that are its own.
+template <typename T> __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
+{
+  enum { QUADS = eight<T>::WORDS / 4 };
+  const T *from = x + offset_of(at, p);
+#pragma unroll
+  for (int j = 0; j < DOWN; j++, from += p.width)
+    if (j < at.rows_there)
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) __pipeline_memcpy_async(stage + (j * QUADS + i) * TILE_THREADS + threadIdx.x, (const uint4 *)from + i, 16);
+  __pipeline_commit();
+}
+
+/// Those numbers, zeros where there are none.
+template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
+{
+  enum { QUADS = eight<T>::WORDS / 4 };
+  __pipeline_wait_prior(0);
+  asm volatile("" ::: "memory");   // no read moves before the wait
+#pragma unroll
+  for (int j = 0; j < DOWN; j++)
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      const uint4 raw = j < at.rows_there ? stage[(j * QUADS + i) * TILE_THREADS + threadIdx.x] : make_uint4(0, 0, 0, 0);
+      v[j].w[4 * i] = raw.x;
+      v[j].w[4 * i + 1] = raw.y;
+      v[j].w[4 * i + 2] = raw.z;
+      v[j].w[4 * i + 3] = raw.w;
+    }
+}
+
+/// Quads of a tile on its way.
+template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
+
+/// A tile of x on its way; SWIGLU: and of up behind it.
+template <typename T, bool SWIGLU> __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p, const tile_place &at)
+{
+  send_for(stage, x, p, at);
+  if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
+}
+
+/// The numbers to be quantized. A thread's own places are read as it goes: gate and up never stand in registers whole.
+template <typename T, bool SWIGLU> __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
+{
+  receive(v, stage, at);
+  if constexpr (SWIGLU) {
+    static_assert(sizeof(T) == 2, "one quad a row");
+    const uint4 *ups = stage + stage_of<T>::QUADS + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < DOWN; j++) {
+      words<T, EIGHT> gate, up = {}, h;
+#pragma unroll
+      for (int i = 0; i < eight<T>::WORDS; i++) gate.w[i] = v[j].w[i];
+      if (j < at.rows_there) load_words(up, (const T *)(ups + j * TILE_THREADS));
+      swiglu_words(h, gate, up);
+#pragma unroll
+      for (int i = 0; i < eight<T>::WORDS; i++) v[j].w[i] = h.w[i];
+    }
+  }
+}
+
+/// Blocks of a multiprocessor: as many as its shared memory holds. Of SWIGLU two on sm_90 and sm_100, elsewhere one (the host asks for two:
+/// the second waits), which may use more registers.
+template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
+{
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+  if (SWIGLU) return 1;
+#endif
+  return sizeof(T) == 2 && !SWIGLU ? 3 : 2;
+}
+/// Shared memory: shared_tile, then the numbers on their way.
+template <typename T, bool SWIGLU> static int tile_bytes(void) { return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }
+
+template <typename T, int E, bool DIVIDES, bool SWIGLU> __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>())
+quantize_tiles(const T *x, unsigned tiles, const job p)
+{
+  extern __shared__ uint4 shared[];
+  shared_tile &t = *(shared_tile *)shared;
+  uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
+  const bool backwards = p.own.factor != NULL;   // after another read, whose end may still be in the cache
+  unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;   // past 0 it wraps around and is large
+  send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
+  while (n < tiles) {
+    const tile_place at = place_of(n, p);
+    eight<T> v[DOWN];
+    receive_tile<T, SWIGLU>(v, stage, at);
+    n += backwards ? 0 - gridDim.x : gridDim.x;
+    if (n < tiles) send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
+    if (!p.own.factor || p.amax) share_tops(t, v, p, at);
+    __syncthreads();
+    share_factors<T>(t, p.own, 0, p, at);
+    share_factors<T>(t, p.turned, 1, p, at);
+    __syncthreads();
+
+    if constexpr (E == 6) {   // no transposed copy
+      if (p.own.q)
+#pragma unroll
+        for (int j = 0; j < DOWN; j++) {
+          if (j >= at.rows_there) continue;
+          float y[EIGHT];
+#pragma unroll
+          for (int k = 0; k < EIGHT; k++)
+            y[k] = scaled(number_of(v[j], k), t.factor[0][p.own.how == BY_COLUMN ? at.first_column + k : at.first_row + j], DIVIDES);
+          put_e5m6((uint32_t *)p.own.q + (offset_of(at, p) + j * (int64_t)p.width) / 8 * 3, y);
+        }
+    } else {
+      uint32_t doubt = 0;
+      if (p.own.q) doubt = p.own.how == BY_COLUMN ? write_own<T, E, DIVIDES, true>(t, v, p, at) : write_own<T, E, DIVIDES, false>(t, v, p, at);
+      if (p.turned.q) doubt |= p.turned.how == BY_COLUMN ? turn_codes<T, E, DIVIDES, true>(t, v, at) : turn_codes<T, E, DIVIDES, false>(t, v, at);
+      if (DIVIDES && doubt) divide_all<T, E>(t, v, p, at);
+      if (!p.turned.q) continue;
+      __syncthreads();
+      write_turned(t, p, at);
+    }
+  }
+}
+
+#endif

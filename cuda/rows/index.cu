@@ -1,0 +1,450 @@
+// Picking by index: embedding, index_select, gather, and their gradients. Elements that are only moved keep every bit,
+// whatever their format. An index out of range raises the fault and reads as zeros.
+// Gradients add up everything picked from one place in a fixed order and without float atomics: the picks are sorted by place
+// (stable, CUB's radix sort over packed words), cut into chunks of equal length, and each chunk summed by one thread per column,
+// so that a place picked thousands of times costs no more than others. Sums that cross a chunk's ends are kept apart and
+// combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once.
+// Called through the device's table.
+#include "kernel/lanes.h"
+
+#include <cub/device/device_radix_sort.cuh>
+
+// A tensor as [outer x size x inner] around one dimension.
+struct around { int64_t outer, size, inner; };
+
+static around around_of(const tensor *x, int64_t dimension)
+{
+  around a = {1, x->ndim ? x->shape[dimension] : 1, 1};
+  for (int64_t d = 0; d < dimension; d++) a.outer *= x->shape[d];
+  for (int64_t d = dimension + 1; d < x->ndim; d++) a.inner *= x->shape[d];
+  return a;
+}
+
+static int64_t dimension_of(int64_t dimension, const tensor *x) { return dimension < 0 ? dimension + x->ndim : dimension; }
+
+// ------------------------------------------------------------------ rows by index
+
+/// y[o, k, :] = x[o, ids[k], :]; a row is `units` accesses, of all n picks.
+struct row_copy {
+  void       *y;
+  const void *x, *ids;
+  int64_t     total, n, size, units;    // total: units in y
+  divider     by_units;                 // for totals below 2^31
+  int32_t     y_dtype, x_dtype, id_dtype, op;
+  cuda_fault_record *fault;
+};
+
+struct row_place { int64_t from; bool fine; };   // first unit in x
+
+__device__ static inline row_place place_of(const row_copy &r, int64_t at)
+{
+  int64_t row = r.by_units.size ? divide((uint32_t)at, r.by_units) : at / r.units, unit = at - row * r.units;
+  int64_t outer = 0, k = row;
+  if (row >= r.n) {
+    outer = row / r.n;
+    k = row - outer * r.n;
+  }
+  int64_t id = load_whole(r.ids, r.id_dtype, k);
+  bool fine = id >= 0 && id < r.size;
+  if (!fine && unit == 0) raise_fault(r.fault, r.op, id, r.size);
+  return {(outer * r.size + (fine ? id : 0)) * r.units + unit, fine};
+}
+
+template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_copy r)
+{
+  constexpr int U = 4;   // in flight
+  int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x;
+  Unit unit[U];
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int64_t at = first + u * WALK_THREADS;
+    if (at >= r.total) continue;
+    row_place p = place_of(r, at);
+    unit[u] = Unit{};
+    if (p.fine) unit[u] = ((const Unit *)r.x)[p.from];
+  }
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int64_t at = first + u * WALK_THREADS;
+    if (at < r.total) ((Unit *)r.y)[at] = unit[u];
+  }
+}
+
+// With a change of format; a unit is V elements.
+template <int V> static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(const row_copy r)
+{
+  int64_t at = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  if (at >= r.total) return;
+  row_place p = place_of(r, at);
+  if constexpr (V > 1) {
+    typename mixed<V>::raw raw;
+    float value[V] = {};
+    if (p.fine) {
+      mixed<V>::fetch(raw, r.x, r.x_dtype, p.from * V, 1);
+      mixed<V>::floats(value, raw, r.x_dtype);
+    }
+    mixed<V>::store(r.y, r.y_dtype, at * V, value);
+  } else if (p.fine) {
+    copy_element(r.y, r.y_dtype, at, r.x, r.x_dtype, p.from);
+  } else {
+    store_int(r.y, r.y_dtype, at, 0);
+  }
+}
+
+static eng_status copy_rows(const op_call *call, around a)
+{
+  const tensor *x = call->in[0], *ids = call->in[1], *y = call->out[0];
+  row_copy r = {};
+  r.y = y->data;
+  r.x = x->data;
+  r.ids = ids->data;
+  r.n = ids->count;
+  r.size = a.size;
+  r.y_dtype = y->dtype;
+  r.x_dtype = x->dtype;
+  r.id_dtype = ids->dtype;
+  r.op = call->op;
+  r.fault = cuda_fault();
+  bool same = x->dtype == y->dtype, fast = is_fast(x->dtype) && is_fast(y->dtype);
+  uintptr_t together = (uintptr_t)x->data | (uintptr_t)y->data;
+  int64_t size = eng_dtype_size(y->dtype), unit = 16, members = 1;   // bytes; elements of a unit
+  if (same) {
+    for (together |= (uintptr_t)(a.inner * size); together % (uintptr_t)unit; unit /= 2) {}
+    members = unit / size;
+    r.units = a.inner * size / unit;
+  } else {
+    if (fast && a.inner % 4 == 0 && together % 16 == 0) members = 4;
+    r.units = a.inner / members;
+  }
+  r.total = a.outer * ids->count * r.units;
+  if (r.total < 1ll << 31) r.by_units = divider_of(r.units);
+  int64_t each = WALK_THREADS * (same ? 4 : 1);
+  unsigned blocks = (unsigned)((r.total + each - 1) / each);
+  if (!same && members > 1) converted_rows_kernel<4><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else if (!same) converted_rows_kernel<1><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else if (unit == 16) rows_kernel<uint4><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else if (unit == 8) rows_kernel<uint2><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else if (unit == 4) rows_kernel<uint32_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else if (unit == 2) rows_kernel<uint16_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  else rows_kernel<uint8_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_embedding(const op_call *call)
+{
+  return copy_rows(call, around_of(call->in[0], 0));
+}
+
+extern "C" eng_status cuda_index_select(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  return copy_rows(call, around_of(x, dimension_of(call->ints[0], x)));
+}
+
+// ------------------------------------------------------------------ elements by index
+
+/// y, index, x, the last without the dimension that is indexed.
+struct gather_body {
+  int64_t size, step;    // of that dimension of x
+  cuda_fault_record *fault;
+  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+  {
+    int64_t index = load_whole(w.data[1], w.dtype[1], at[1]);
+    if (index >= 0 && index < size) {
+      copy_element(w.data[0], w.dtype[0], at[0], w.data[2], w.dtype[2], at[2] + index * step);
+    } else {
+      raise_fault(fault, ENG_OP_gather, index, size);
+      store_int(w.data[0], w.dtype[0], at[0], 0);
+    }
+  }
+};
+
+extern "C" eng_status cuda_gather(const op_call *call)
+{
+  const tensor *x = call->in[0], *index = call->in[1], *y = call->out[0];
+  int64_t dimension = dimension_of(call->ints[0], x), stride[3][ENG_MAX_DIMS] = {};
+  for (int d = 0; d < x->ndim; d++) {
+    stride[0][d] = y->stride[d];
+    stride[1][d] = index->stride[d];
+    stride[2][d] = d == dimension ? 0 : x->stride[d];
+  }
+  walk<3> w = walk_of<3>(shape_of(y), stride, {y->data, index->data, x->data}, {y->dtype, index->dtype, x->dtype});
+  gather_body body = {x->shape[dimension], x->stride[dimension], cuda_fault()};
+  walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
+    each_kernel<3, gather_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
+  });
+  CUDA_LAUNCHED("gather");
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ sums over what was picked
+
+enum { RUN = 64 };   // picks in a chunk
+
+/// dx[o, place, i] = sum of dy[o, k, i] over the picks k of a place, added to what dx holds when `add`. A column is (o, i); a
+/// word holds place << shift | k, places that do not exist being `a.size`.
+struct scatter {
+  void       *dx;
+  const void *dy;
+  int32_t     dx_dtype, dy_dtype, shift, add;
+  around      a;            // of dx
+  int64_t     n, chunks;    // picks, runs of RUN of them
+  int64_t     columns;      // a.outer * a.inner
+  const uint64_t *word;     // [n], sorted
+  void       *part;         // [2 * chunks x columns]: of a chunk the sum that began before it, and that which goes on behind it
+};
+
+template <class Lanes> __device__ static void keep_part(const scatter &s, int64_t slot, int64_t column, const typename Lanes::number (&sum)[Lanes::V])
+{
+  auto *to = (typename Lanes::number *)s.part + slot * s.columns + column;
+#pragma unroll
+  for (int v = 0; v < Lanes::V; v++) to[v] = sum[v];
+}
+
+template <class Lanes> __device__ static void finish(const scatter &s, int64_t to, typename Lanes::number (&sum)[Lanes::V])
+{
+  if (s.add) {
+    typename Lanes::raw raw;
+    typename Lanes::number before[Lanes::V];
+    Lanes::fetch(raw, s.dx, s.dx_dtype, to);
+    Lanes::values(before, raw, s.dx_dtype);
+#pragma unroll
+    for (int v = 0; v < Lanes::V; v++) sum[v] = before[v] + sum[v];
+  }
+  Lanes::store(s.dx, s.dx_dtype, to, sum);
+}
+
+// A thread takes V columns of one chunk; neighbouring threads neighbouring columns.
+template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
+{
+  constexpr int V = Lanes::V, U = 8;   // rows in flight
+  typedef typename Lanes::number number;
+  int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  if (thread >= threads) return;
+  int64_t chunk = thread / vectors, column = (thread - chunk * vectors) * V;
+  int64_t outer = column / s.a.inner, i = column - outer * s.a.inner;
+  int64_t dy = outer * s.n * s.a.inner + i, dx = outer * s.a.size * s.a.inner + i;
+  uint64_t mask = (1ull << s.shift) - 1;
+  int64_t first = chunk * RUN, stop = first + RUN < s.n ? first + RUN : s.n;
+  uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull, behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
+  bool began = before == s.word[first] >> s.shift;   // the run in hand began before this chunk
+  number sum[V] = {};
+  for (int64_t at = first; at < stop; at += U) {
+    uint64_t word[U + 1];
+    typename Lanes::raw raw[U];
+#pragma unroll
+    for (int u = 0; u <= U; u++) word[u] = at + u < stop ? s.word[at + u] : behind << s.shift;
+#pragma unroll
+    for (int u = 0; u < U; u++)
+      if (at + u < stop) Lanes::fetch(raw[u], s.dy, s.dy_dtype, dy + (int64_t)(word[u] & mask) * s.a.inner);
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      if (at + u >= stop) continue;
+      number value[V];
+      Lanes::values(value, raw[u], s.dy_dtype);
+#pragma unroll
+      for (int v = 0; v < V; v++) sum[v] += value[v];
+      uint64_t place = word[u] >> s.shift;
+      bool end = at + u + 1 == stop, goes_on = end && place == behind;
+      if (!end && word[u + 1] >> s.shift == place) continue;
+      if (began) keep_part<Lanes>(s, 2 * chunk, column, sum);
+      else if (goes_on) keep_part<Lanes>(s, 2 * chunk + 1, column, sum);
+      else if (place < (uint64_t)s.a.size) finish<Lanes>(s, dx + (int64_t)place * s.a.inner, sum);
+      began = false;
+#pragma unroll
+      for (int v = 0; v < V; v++) sum[v] = 0;
+    }
+  }
+}
+
+// The runs that begin in a chunk and go on behind it: the thread of that chunk adds their parts.
+template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) combine_kernel(const scatter s, int64_t threads, int64_t vectors)
+{
+  constexpr int V = Lanes::V, U = 8;
+  typedef typename Lanes::number number;
+  int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  if (thread >= threads) return;
+  int64_t chunk = thread / vectors, column = (thread - chunk * vectors) * V, last = chunk * RUN + RUN - 1;
+  if (last + 1 >= s.n) return;
+  uint64_t place = s.word[last] >> s.shift;
+  if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
+  if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // began before
+  int64_t low = last + 1, high = s.n;   // the first pick of another place: low < it <= high
+  while (low + 1 < high) {
+    int64_t middle = low + (high - low) / 2;
+    if (s.word[middle] >> s.shift == place) low = middle;
+    else high = middle;
+  }
+  int64_t end = low / RUN;   // the last chunk that holds picks of this place
+  const number *part = (const number *)s.part + column;
+  number sum[V];
+#pragma unroll
+  for (int v = 0; v < V; v++) sum[v] = part[(2 * chunk + 1) * s.columns + v];
+  for (int64_t at = chunk + 1; at <= end; at += U) {
+    number value[U][V];
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int v = 0; v < V; v++) value[u][v] = at + u <= end ? part[2 * (at + u) * s.columns + v] : 0;
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int v = 0; v < V; v++) sum[v] += value[u][v];
+  }
+  int64_t outer = column / s.a.inner, i = column - outer * s.a.inner;
+  finish<Lanes>(s, (outer * s.a.size + (int64_t)place) * s.a.inner + i, sum);
+}
+
+// ------------------------------------------------------------------ sorting
+
+/// What becomes words: the indices.
+struct pick_source {
+  const void *index;
+  int32_t     dtype, shift, op;
+  int64_t     size;                          // of the dimension
+  int64_t     places;                        // in all: what a bad index becomes
+  cuda_fault_record *fault;
+  uint8_t    *picked;                        // [places], or NULL
+};
+
+struct word_body {   // word, index, place of the element without the indexed dimension
+  pick_source p;
+  int64_t     step;
+  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+  {
+    int64_t index = load_whole(p.index, p.dtype, at[1]), place = at[2] + index * step;
+    if (index < 0 || index >= p.size) {
+      raise_fault(p.fault, p.op, index, p.size);
+      place = p.places;
+    } else if (p.picked) {
+      p.picked[place] = 1;
+    }
+    ((uint64_t *)w.data[0])[at[0]] = (uint64_t)place << p.shift | (uint64_t)at[0];
+  }
+};
+
+// Rows that nobody picked become zero: a block takes one row of one outer position.
+static __global__ void __launch_bounds__(128) unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
+{
+  int64_t row = blockIdx.x;
+  if (picked[row % places]) return;
+  char *to = dx + row * row_bytes;
+  for (int64_t at = threadIdx.x * 16; at < row_bytes; at += 128 * 16) *(uint4 *)(to + at) = uint4{0, 0, 0, 0};
+}
+
+static int bits_of(int64_t largest)
+{
+  int bits = 1;
+  while (largest >> bits) bits++;
+  return bits;
+}
+
+template <class Lanes> static void sum_chunks(const scatter &s)
+{
+  int64_t vectors = s.columns / Lanes::V, threads = s.chunks * vectors;
+  unsigned blocks = (unsigned)((threads + WALK_THREADS - 1) / WALK_THREADS);
+  chunk_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
+  if (s.chunks > 1) combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
+}
+
+/// `w`: words, index, places (see word_body); `step`: places from one index to the next.
+static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size, int64_t step)
+{
+  const tensor *dx = call->out[0], *index = call->in[1];
+  s.dx = dx->data;
+  s.dx_dtype = dx->dtype;
+  s.dy = call->in[0]->data;
+  s.dy_dtype = call->in[0]->dtype;
+  int64_t row_bytes = s.a.inner * eng_dtype_size(dx->dtype), dx_bytes = dx->count * eng_dtype_size(dx->dtype);
+  if (s.n == 0) {
+    if (!s.add) CUDA_TRY(cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream()));
+    return ENG_OK;
+  }
+  if (s.n >= 1ll << 31)
+    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s", eng_op_name(call->op), tensor_text(index));
+  s.shift = bits_of(s.n - 1);
+  if (s.shift + bits_of(s.a.size) > 64)
+    return error_set(ENG_ERR_SHAPE, "%s: %lld indices into %lld places do not fit the words of 64 bits that they are sorted in; hint: fewer indices a call",
+                     eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
+  s.chunks = (s.n + RUN - 1) / RUN;
+  s.columns = s.a.outer * s.a.inner;
+  int bits = bits_of(s.a.size);
+  bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
+  // Rows worth a look each are cleared where nobody picked them, others all at once.
+  bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 && s.a.outer * s.a.size < 1ll << 31;
+
+  size_t sort_bytes = 0;
+  CUDA_TRY(cub::DeviceRadixSort::SortKeys(NULL, sort_bytes, (const uint64_t *)NULL, (uint64_t *)NULL, s.n, s.shift, s.shift + bits, cuda_stream()));
+  int64_t words = (s.n * 8 + 255) / 256 * 256, sorting = ((int64_t)sort_bytes + 255) / 256 * 256;
+  int64_t parts = (2 * s.chunks * s.columns * (wide ? 8 : 4) + 255) / 256 * 256, flags = apart ? s.a.size : 0;
+  int64_t bytes = 2 * words + sorting + parts + flags;
+  char *space = (char *)scratch_take(bytes);
+  if (!space) return ENG_ERR_MEMORY;
+  uint64_t *unsorted = (uint64_t *)space, *sorted = (uint64_t *)(space + words);
+  void *sort_space = space + 2 * words;
+  s.part = space + 2 * words + sorting;
+  uint8_t *picked = apart ? (uint8_t *)space + 2 * words + sorting + parts : NULL;
+  s.word = sorted;
+
+  cudaError_t result = cudaSuccess;
+  if (apart) result = cudaMemsetAsync(picked, 0, (size_t)flags, cuda_stream());
+  else if (!s.add) result = cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream());
+  pick_source p = {index->data, index->dtype, s.shift, call->op, index_size, s.a.size, cuda_fault(), picked};
+  w.data[0] = unsorted;
+  walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
+    each_kernel<3, word_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, word_body{p, step});
+  });
+  if (result == cudaSuccess)
+    result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, s.n, s.shift, s.shift + bits, cuda_stream());
+  if (apart) unpicked_kernel<<<(unsigned)(s.a.outer * s.a.size), 128, 0, cuda_stream()>>>((char *)dx->data, picked, s.a.size, row_bytes);
+  bool vectors = s.a.inner % 4 == 0 && ((uintptr_t)s.dx | (uintptr_t)s.dy) % 16 == 0;
+  if (wide) sum_chunks<double_lanes>(s);
+  else if (vectors) sum_chunks<float_lanes<4>>(s);
+  else sum_chunks<float_lanes<1>>(s);
+  scratch_give(space, bytes);
+  if (result != cudaSuccess) return cuda_status(result, eng_op_name(call->op));
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+// Picks of whole rows: index [n].
+static eng_status scatter_rows(const op_call *call, around a, bool add)
+{
+  const tensor *index = call->in[1];
+  scatter s = {};
+  s.a = a;
+  s.n = index->count;
+  s.add = add;
+  walk_shape shape = {1, {s.n}};
+  int64_t stride[3][ENG_MAX_DIMS] = {{1}, {1}, {0}};
+  walk<3> w = walk_of<3>(shape, stride, {NULL, NULL, NULL}, {ENG_i64, index->dtype, ENG_i64});
+  return scatter_sums(call, s, w, a.size, 1);
+}
+
+extern "C" eng_status cuda_embedding_grad(const op_call *call)
+{
+  return scatter_rows(call, around_of(call->out[0], 0), call->ints[2] != 0);
+}
+
+extern "C" eng_status cuda_index_select_grad(const op_call *call)
+{
+  const tensor *dx = call->out[0];
+  return scatter_rows(call, around_of(dx, dimension_of(call->ints[0], dx)), false);
+}
+
+// Picks of single elements: every element of dx is a place, every element of dy a pick.
+extern "C" eng_status cuda_gather_grad(const op_call *call)
+{
+  const tensor *dx = call->out[0], *dy = call->in[0];
+  int64_t dimension = dimension_of(call->ints[0], dx), stride[3][ENG_MAX_DIMS] = {};
+  scatter s = {};
+  s.a = {1, dx->count, 1};
+  s.n = dy->count;
+  for (int d = 0; d < dx->ndim; d++) {
+    stride[0][d] = stride[1][d] = dy->stride[d];   // contiguous, as the index is
+    stride[2][d] = d == dimension ? 0 : dx->stride[d];
+  }
+  walk<3> w = walk_of<3>(shape_of(dy), stride, {NULL, NULL, NULL}, {ENG_i64, call->in[1]->dtype, ENG_i64});
+  return scatter_sums(call, s, w, dx->shape[dimension], dx->stride[dimension]);
+}

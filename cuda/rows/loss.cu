@@ -1,0 +1,423 @@
+// Losses: cross entropy over the last dimension with its gradient, and the mean squared error.
+//
+// Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponents below it, scaled anew when the
+// maximum grows; the probabilities are never stored. The gradient reads logits once and writes once. A row belongs to a warp
+// or, when it is long, to a block. Results of rows are summed in double in a fixed order.
+//
+// NaN and inf as core/cpu/reference_loss.c: an infinite largest logit makes its row NaN. A target out of range raises the fault
+// and counts as ignored.
+#include "kernel/element.h"
+#include "kernel/ptx.h"
+
+#include <math.h>
+
+enum { THREADS = 256, BATCH = 4 /* accesses of a thread in flight */, SHORT_ROW = 1024, SUM_THREADS = 1024 };
+
+// ------------------------------------------------------------------ rows
+
+// What a row of T is computed in.
+template <typename T> struct wide_of { typedef float type; };
+template <> struct wide_of<double>   { typedef double type; };
+
+/// exp(d) for d <= 0. In f32 its error grows with |d|, which its share in a sum makes up for.
+__device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
+__device__ static inline double below_one(double d) { return exp(d); }
+
+__device__ static inline float  exponent(float x)        { return expf(x); }
+__device__ static inline double exponent(double x)       { return exp(x); }
+__device__ static inline float  larger(float a, float b) { return fmaxf(a, b); }
+__device__ static inline double larger(double a, double b) { return fmax(a, b); }
+
+/// A row of n elements, cut where its 16-byte accesses begin and end.
+struct cut { int head, whole, n; };
+
+template <typename T> __device__ static inline cut cut_of(const T *row, int n)
+{
+  cut c;
+  c.head = min(n, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T)));
+  c.whole = (n - c.head) / (int)(16 / sizeof(T));
+  c.n = n;
+  return c;
+}
+
+/// 16 bytes of a row.
+template <typename T> union piece {
+  uint4 raw;
+  T     x[16 / sizeof(T)];
+};
+
+/// Threads of a row.
+template <int LANES> __device__ static inline int lane_of(void) { return threadIdx.x % LANES; }
+
+/// The largest of the row's threads, and the sum over them, in all of them.
+template <int LANES, typename A> __device__ static inline A row_largest(A x)
+{
+  for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
+  if (LANES == 32) return x;
+  __shared__ A warps[LANES / 32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = warps[0];
+  for (int w = 1; w < LANES / 32; w++) x = larger(x, warps[w]);
+  __syncthreads();   // for the next use
+  return x;
+}
+
+template <int LANES> __device__ static inline double row_sum(double x)
+{
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+  if (LANES == 32) return x;
+  __shared__ double warps[LANES / 32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = warps[0];
+  for (int w = 1; w < LANES / 32; w++) x += warps[w];
+  __syncthreads();
+  return x;
+}
+
+// ------------------------------------------------------------------ cross entropy
+
+/// What a thread has seen of a row: sum is that of exp(x - top), or of exp(x) while top is -inf.
+template <typename A> struct seen {
+  A top, sum;
+  double plain;   // sum of x, for label smoothing
+};
+
+template <int N, bool PLAIN, typename A> __device__ static inline void absorb(seen<A> &s, const A x[N])
+{
+  A largest = x[0];
+  for (int k = 1; k < N; k++) largest = larger(largest, x[k]);
+  if (largest > s.top) {
+    if (s.top != -(A)INFINITY) s.sum *= below_one(s.top - largest);
+    s.top = largest;
+  }
+  A shift = s.top == -(A)INFINITY ? (A)0 : s.top, e[N];
+  for (int k = 0; k < N; k++) e[k] = below_one(x[k] - shift);
+  for (int half = N / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; k++) e[k] += e[k + half];
+  s.sum += e[0];
+  if (PLAIN)
+    for (int k = 0; k < N; k++) s.plain += (double)x[k];
+}
+
+template <int LANES, bool PLAIN, typename T, typename A> __device__ static inline seen<A> read_row(const T *row, int n, A)
+{
+  enum { V = 16 / sizeof(T) };
+  const cut c = cut_of(row, n);
+  const uint4 *at = (const uint4 *)(row + c.head);
+  const int lane = lane_of<LANES>();
+  seen<A> s = {-(A)INFINITY, 0, 0};
+  for (int i = lane; i < c.whole; i += BATCH * LANES) {
+    piece<T> p[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; k++)
+      if (i + k * LANES < c.whole) p[k].raw = __ldg(at + i + k * LANES);
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      if (i + k * LANES >= c.whole) break;
+      A x[V];
+      for (int e = 0; e < V; e++) x[e] = widen(p[k].x[e]);
+      absorb<V, PLAIN>(s, x);
+    }
+  }
+  for (int i = lane; i < c.head; i += LANES) {
+    A x[1] = {widen(row[i])};
+    absorb<1, PLAIN>(s, x);
+  }
+  for (int i = c.head + c.whole * V + lane; i < n; i += LANES) {
+    A x[1] = {widen(row[i])};
+    absorb<1, PLAIN>(s, x);
+  }
+  return s;
+}
+
+template <int LANES, bool PLAIN, typename T> __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
+row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows, int classes, int64_t ignored, double smoothing,
+           double *losses, void *loss, int loss_dtype, void *lse, int lse_dtype, cuda_fault_record *fault)
+{
+  typedef typename wide_of<T>::type A;
+  const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+  if (r >= rows) return;
+  const T *row = logits + r * classes;
+  const int64_t target = load_int(targets, target_dtype, r);
+  const bool counts = target != ignored && target >= 0 && target < classes;
+  double own = 0.0, total = 0.0, top = 0.0, log_sum = 0.0;
+  if (target != ignored && !counts && lane_of<LANES>() == 0) raise_fault(fault, ENG_OP_cross_entropy, target, classes);
+  if (counts || lse) {
+    const double wanted = counts ? (double)widen(row[target]) : 0.0;
+    seen<A> s = read_row<LANES, PLAIN>(row, classes, A());
+    A largest = row_largest<LANES>(s.top);
+    if (s.top != -(A)INFINITY) s.sum *= exponent(s.top - largest);
+    double sum = row_sum<LANES>((double)s.sum);
+    if (PLAIN) total = row_sum<LANES>(s.plain);
+    if (lane_of<LANES>() != 0) return;
+    log_sum = log(sum);
+    top = (double)largest;
+    if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as PyTorch
+    if (lse) store_double(lse, lse_dtype, r, top + log_sum);
+    own = log_sum - (wanted - top);
+    if (PLAIN) own = (1.0 - smoothing) * own + smoothing * (log_sum + top - total / (double)classes);
+    if (!counts) own = 0.0;
+  }
+  if (lane_of<LANES>() != 0) return;
+  if (losses) losses[r] = own;
+  else if (loss) store_double(loss, loss_dtype, r, own);
+}
+
+/// Sums over the block, in thread 0; order fixed.
+__device__ static inline double block_sum(double x)
+{
+  __shared__ double all[SUM_THREADS];
+  all[threadIdx.x] = x;
+  for (int half = SUM_THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if ((int)threadIdx.x < half) all[threadIdx.x] += all[threadIdx.x + half];
+  }
+  return all[0];
+}
+
+__device__ static inline double counted_targets(const void *targets, int dtype, int64_t rows, int64_t ignored)
+{
+  int64_t counted = 0;
+  for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS) counted += load_int(targets, dtype, r) != ignored;
+  return block_sum((double)counted);   // exact
+}
+
+/// The mean (mode 1; over nothing NaN) or sum (2) of the rows' losses. One block.
+__global__ static void __launch_bounds__(SUM_THREADS)
+reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows, int64_t ignored, int mode, void *loss, int loss_dtype)
+{
+  double sum = 0.0;
+  for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS) sum += losses[r];
+  sum = block_sum(sum);
+  __syncthreads();
+  double counted = mode == 1 ? counted_targets(targets, target_dtype, rows, ignored) : 1.0;
+  if (threadIdx.x == 0) store_double(loss, loss_dtype, 0, sum / counted);
+}
+
+__global__ static void __launch_bounds__(SUM_THREADS)
+count_rows(const void *targets, int target_dtype, int64_t rows, int64_t ignored, double *counted)
+{
+  double sum = counted_targets(targets, target_dtype, rows, ignored);
+  if (threadIdx.x == 0) *counted = sum;
+}
+
+/// Rows and classes of logits.
+static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
+{
+  const tensor *x = call->in[0];
+  int64_t n = x->shape[x->ndim - 1];
+  if (n > INT32_MAX) return error_set(ENG_ERR_SHAPE, "%s: cuda serves up to 2^31 - 1 classes, got %lld", eng_op_name(call->op), (long long)n);
+  *classes = (int)n;
+  *rows = x->count / n;
+  return ENG_OK;
+}
+
+static unsigned grid_of(int64_t rows, int lanes) { return (unsigned)((rows + THREADS / lanes - 1) / (THREADS / lanes)); }
+
+template <typename T> static void launch_losses(const op_call *call, int64_t rows, int classes, double *losses)
+{
+  const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
+  const T *logits = (const T *)x->data;
+  const int64_t ignored = call->ints[0];
+  const double smoothing = call->floats[0];
+  void *loss_data = loss ? loss->data : NULL, *lse_data = lse ? lse->data : NULL;
+  const int loss_dtype = loss ? loss->dtype : 0, lse_dtype = lse ? lse->dtype : 0;
+  cudaStream_t stream = cuda_stream();
+#define ROW_LOSSES(LANES, PLAIN) \
+  row_losses<LANES, PLAIN, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(logits, targets->data, targets->dtype, rows, classes, ignored, smoothing, \
+                                                                           losses, loss_data, loss_dtype, lse_data, lse_dtype, cuda_fault())
+  if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true);
+  else if (classes <= SHORT_ROW) ROW_LOSSES(32, false);
+  else if (smoothing != 0) ROW_LOSSES(THREADS, true);
+  else ROW_LOSSES(THREADS, false);
+#undef ROW_LOSSES
+}
+
+extern "C" eng_status cuda_cross_entropy(const op_call *call)
+{
+  const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0];
+  int64_t rows = 0;
+  int classes = 0, mode = (int)call->ints[1];
+  ENG_TRY(shape_of(&rows, &classes, call));
+  int64_t bytes = rows * (int64_t)sizeof(double);
+  double *losses = NULL;
+  if (mode != 0 && !(losses = (double *)scratch_take(bytes))) return ENG_ERR_MEMORY;
+  if (rows > 0) {
+    switch (x->dtype) {
+      case ENG_f16:  launch_losses<f16_t>(call, rows, classes, losses); break;
+      case ENG_bf16: launch_losses<bf16_t>(call, rows, classes, losses); break;
+      case ENG_f64:  launch_losses<double>(call, rows, classes, losses); break;
+      default:       launch_losses<float>(call, rows, classes, losses); break;
+    }
+    CUDA_LAUNCHED("cross_entropy");
+  }
+  if (mode != 0 && loss) {
+    reduce_losses<<<1, SUM_THREADS, 0, cuda_stream()>>>(losses, targets->data, targets->dtype, rows, call->ints[0], mode, loss->data, loss->dtype);
+    CUDA_LAUNCHED("cross_entropy");
+  }
+  if (losses) scratch_give(losses, bytes);
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ its gradient
+
+__device__ static inline uint4 packed(const float y[4]) { return make_uint4(__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])); }
+__device__ static inline uint4 packed(const double y[2])
+{
+  union { double y[2]; uint4 raw; } u;
+  u.y[0] = y[0];
+  u.y[1] = y[1];
+  return u.raw;
+}
+__device__ static inline uint32_t pair(float a, float b, f16_t)  { union { __half2 h; uint32_t w; } u; u.h = __floats2half2_rn(a, b); return u.w; }
+__device__ static inline uint32_t pair(float a, float b, bf16_t) { union { __nv_bfloat162 h; uint32_t w; } u; u.h = __floats2bfloat162_rn(a, b); return u.w; }
+
+/// Rounded to T. The conversions in pairs would not keep a NaN's sign and payload.
+template <typename T> __device__ static inline uint4 rounded(const float y[8], T)
+{
+  bool nan = false;
+  for (int k = 0; k < 8; k++) nan |= y[k] != y[k];
+  if (nan) {
+    piece<T> p;
+    for (int k = 0; k < 8; k++) narrow(p.x[k], y[k]);
+    return p.raw;
+  }
+  return make_uint4(pair(y[0], y[1], T()), pair(y[2], y[3], T()), pair(y[4], y[5], T()), pair(y[6], y[7], T()));
+}
+__device__ static inline uint4 rounded(const float y[4], float)   { return packed(y); }
+__device__ static inline uint4 rounded(const double y[2], double) { return packed(y); }
+
+template <int LANES, typename T> __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
+row_gradients(const T *logits, T *gradients, const void *targets, int target_dtype, int64_t rows, int classes, int64_t ignored, double smoothing,
+              const void *lse, int lse_dtype, const void *dloss, int dloss_dtype, bool per_row, const double *counted, cuda_fault_record *fault)
+{
+  typedef typename wide_of<T>::type A;
+  enum { V = 16 / sizeof(T) };
+  const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+  if (r >= rows) return;
+  const int lane = lane_of<LANES>();
+  const T *row = logits + r * classes;
+  T *out = gradients + r * classes;
+  const int64_t target = load_int(targets, target_dtype, r);
+  const bool counts = target != ignored && target >= 0 && target < classes;
+  if (target != ignored && !counts && lane == 0) raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
+
+  // In double: a loss scale past f32 that the mean brings back into range is no overflow.
+  double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
+  if (counted) slope /= *counted;
+  const double row_lse = load_double(lse, lse_dtype, r);
+  const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope;
+  cut c = cut_of(out, classes);
+  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no common accesses
+    c.head = classes;
+    c.whole = 0;
+  }
+
+  // The target's own element loses digits in the subtraction, hence double; its thread writes it again after the others.
+  const int tail = c.head + c.whole * V, t = (int)target;
+  const bool mine = counts && lane == (t < c.head ? t : t < tail ? (t - c.head) / V : t - tail) % LANES;
+  const double wanted = mine ? (double)widen(row[target]) : 0.0;
+
+  const uint4 *at = (const uint4 *)(row + c.head);
+  uint4 *to = (uint4 *)(out + c.head);
+  for (int i = lane; i < c.whole; i += BATCH * LANES) {
+    piece<T> p[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; k++)
+      if (i + k * LANES < c.whole) p[k].raw = at[i + k * LANES];
+#pragma unroll
+    for (int k = 0; k < BATCH; k++) {
+      if (i + k * LANES >= c.whole) break;
+      A y[V];
+      for (int e = 0; e < V; e++) y[e] = counts ? (exponent(widen(p[k].x[e]) - log_sum) - floor) * factor : (A)0;
+      to[i + k * LANES] = rounded(y, T());
+    }
+  }
+  for (int i = lane; i < c.head; i += LANES) narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
+  for (int i = tail + lane; i < classes; i += LANES) narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
+  if (mine) narrow(out[target], (A)((exp(wanted - row_lse) - (1.0 - smoothing) - smoothing / (double)classes) * slope));
+}
+
+template <typename T> static void launch_gradients(const op_call *call, int64_t rows, int classes, const double *counted)
+{
+  const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3];
+  cudaStream_t stream = cuda_stream();
+  const T *logits = (const T *)x->data;
+  T *gradients = (T *)call->out[0]->data;
+  const bool per_row = call->ints[1] == 0;
+#define ROW_GRADIENTS(LANES) \
+  row_gradients<LANES, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(logits, gradients, targets->data, targets->dtype, rows, classes, call->ints[0], \
+                                                                       call->floats[0], lse->data, lse->dtype, dloss->data, dloss->dtype, per_row, counted, cuda_fault())
+  if (classes <= SHORT_ROW) ROW_GRADIENTS(32);
+  else ROW_GRADIENTS(THREADS);
+#undef ROW_GRADIENTS
+}
+
+extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
+{
+  const tensor *x = call->in[0], *targets = call->in[1];
+  int64_t rows = 0;
+  int classes = 0;
+  ENG_TRY(shape_of(&rows, &classes, call));
+  double *counted = NULL;
+  if (call->ints[1] == 1) {
+    counted = (double *)scratch_take(sizeof *counted);
+    if (!counted) return ENG_ERR_MEMORY;
+    count_rows<<<1, SUM_THREADS, 0, cuda_stream()>>>(targets->data, targets->dtype, rows, call->ints[0], counted);
+    CUDA_LAUNCHED("cross_entropy_grad");
+  }
+  switch (x->dtype) {
+    case ENG_f16:  launch_gradients<f16_t>(call, rows, classes, counted); break;
+    case ENG_bf16: launch_gradients<bf16_t>(call, rows, classes, counted); break;
+    case ENG_f64:  launch_gradients<double>(call, rows, classes, counted); break;
+    default:       launch_gradients<float>(call, rows, classes, counted); break;
+  }
+  CUDA_LAUNCHED("cross_entropy_grad");
+  if (counted) scratch_give(counted, sizeof *counted);
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ mean squared error
+
+enum { MSE_CHUNK = 16 * SUM_THREADS };   // elements of a block
+
+__global__ static void __launch_bounds__(SUM_THREADS)
+square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t n, double *partial)
+{
+  double sum = 0.0;
+  int64_t first = (int64_t)blockIdx.x * MSE_CHUNK, end = min(n, first + MSE_CHUNK);
+  for (int64_t i = first + threadIdx.x; i < end; i += SUM_THREADS) {
+    double d = load_double(a, a_dtype, i) - load_double(b, b_dtype, i);
+    sum += d * d;
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+/// The mean of n numbers from their sums, over nothing NaN. One block.
+__global__ static void __launch_bounds__(SUM_THREADS)
+mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, int dtype)
+{
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < blocks; i += SUM_THREADS) sum += partial[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) store_double(out, dtype, 0, sum / (double)n);
+}
+
+extern "C" eng_status cuda_mse(const op_call *call)
+{
+  const tensor *a = call->in[0], *b = call->in[1], *out = call->out[0];
+  int64_t blocks = (a->count + MSE_CHUNK - 1) / MSE_CHUNK, bytes = blocks * (int64_t)sizeof(double);
+  double *partial = (double *)scratch_take(bytes);
+  if (!partial) return ENG_ERR_MEMORY;
+  if (blocks > 0) {
+    square_distances<<<(unsigned)blocks, SUM_THREADS, 0, cuda_stream()>>>(a->data, a->dtype, b->data, b->dtype, a->count, partial);
+    CUDA_LAUNCHED("mse");
+  }
+  mean_of_partials<<<1, SUM_THREADS, 0, cuda_stream()>>>(partial, blocks, a->count, out->data, out->dtype);
+  CUDA_LAUNCHED("mse");
+  scratch_give(partial, bytes);
+  return ENG_OK;
+}

@@ -1,0 +1,704 @@
+// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose mean is taken for 0.
+//
+// Up to 8192 columns a row lives in the registers of the warp or block that takes it, so memory is read once: x forward, x and
+// dy backward. Blocks stay for many rows, and the words of the next row are on their way while one is worked on. Arithmetic is
+// f32, the variance about the mean just found; where f32 leaves its range, or the row lies so far from 0 for its width that the last bits
+// of its mean would be seen in y (a constant row has no width at all), the row's statistics are formed again in f64.
+// Everything else (f64, x and dy of two formats, longer rows) goes through plain loops in f64, the last part of this file.
+//
+// With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept, and its gradient has dsum added, once rounded
+// by itself. Sums over rows and columns have the order they have without, so the bits are those of add beside the norm, which is also
+// what runs where the fast kernels do not.
+//
+// Column sums (dweight, dbias) go in two stages: every group of threads adds up the rows it takes, blocks add their groups, a
+// second kernel adds the blocks. Who takes which rows is given by the shape alone.
+#include "runtime/device.h"
+#include "kernel/element.h"
+#include "kernel/vector.h"
+
+/// A call as the kernels see it: contiguous rows of n columns; data pointers are NULL where a tensor is absent.
+typedef struct norm_call {
+  const void *x, *branch, *weight, *bias, *means, *rstds, *dy, *dsum;
+  void *y, *sum, *out_means, *out_rstds, *dx;
+  int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype, out_means_dtype, out_rstds_dtype, dx_dtype;
+  int64_t rows;
+  int32_t n;
+  bool centred;    // layer norm
+  bool whole;      // n is a multiple of 8 and every pointer aligned to 16 bytes
+  double eps;
+  float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
+} norm_call;
+
+enum { WARP_ROWS = 4 };   // rows a block takes at a time where a warp takes one
+template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
+template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
+
+// ---- columns of a thread: V pieces of 8, `ROW` threads of a row side by side
+
+template <int ROW> __device__ static inline int column_of(int piece) { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
+
+/// A thread's pieces of a row of n columns, the first from `column` on; zeros behind the row.
+template <typename T, int V, int ROW>
+__device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n, bool whole)
+{
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int k = 0; k < (int)(2 * sizeof(T)); k++) to[v].w[k] = 0;
+  if (whole) {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+      if (column + v * ROW * 8 < n) load_words(to[v], row + column + v * ROW * 8);
+  } else {
+    typedef typename word_of<sizeof(T)>::type bits;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        int c = column + v * ROW * 8 + i;
+        if (c < n) to[v].w[i * sizeof(T) / 4] |= (uint32_t)((const bits *)row)[c] << (i * sizeof(T) % 4 * 8);
+      }
+  }
+}
+
+template <typename T> __device__ static inline void store_raw(T *row, const words<T, 8> &raw, int c, int n, bool whole)
+{
+  if (whole) {
+    if (c < n) store_words(row + c, raw);
+  } else {
+    typedef typename word_of<sizeof(T)>::type bits;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (c + i < n) ((bits *)row)[c + i] = (bits)(raw.w[i * sizeof(T) / 4] >> (i * sizeof(T) % 4 * 8));
+  }
+}
+
+template <typename T> __device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
+{
+  words<T, 8> raw;
+  narrow_words(raw, from);
+  store_raw(row, raw, c, n, whole);
+}
+
+/// What is left of numbers once they stand in format T.
+template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8])
+{
+  words<T, 8> raw;
+  narrow_words(raw, x);
+  widen_words(x, raw);
+  return raw;
+}
+
+// A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves, each beside that of the next
+// thread. Loads of global memory in the loop would be waited for together with those of the next row.
+
+/// Room in shared memory of a weight or bias: float4's.
+template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
+
+/// Brings n columns in, `absent` where there is no tensor. A barrier must follow.
+template <int V, int ROW>
+__device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
+{
+  for (int c = threadIdx.x; c < V * ROW * 8; c += BLOCK_THREADS<ROW>) {
+    float value = !data ? absent : c < n ? (float)load_double(data, dtype, c) : 0.0f;
+    int piece = c / (ROW * 8), thread = c / 8 % ROW, half = c / 4 % 2;
+    ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] = value;
+  }
+}
+template <int ROW> __device__ static inline void recall(float (&to)[8], const float4 *kept, int piece)
+{
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float4 four = kept[(piece * 2 + half) * ROW + threadIdx.x % ROW];
+    to[4 * half] = four.x; to[4 * half + 1] = four.y; to[4 * half + 2] = four.z; to[4 * half + 3] = four.w;
+  }
+}
+
+/// The sum over the threads of a row, in all of them. `room`: shared memory, one number a warp, where a row takes a block. There
+/// is one barrier a sum, so another sum must come between two that use the same room.
+template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
+{
+#pragma unroll
+  for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
+  if (ROW == 32) return x;
+  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = x;
+  __syncthreads();
+  x = 0;
+#pragma unroll
+  for (int w = 0; w < ROW / 32; w++) x += room[w];
+  return x;
+}
+
+/// Two sums at once, with one barrier; another pair must come between two that use the same room.
+template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
+{
+#pragma unroll
+  for (int k = 16; k; k >>= 1) {
+    a += __shfl_xor_sync(0xFFFFFFFFu, a, k);
+    b += __shfl_xor_sync(0xFFFFFFFFu, b, k);
+  }
+  if (ROW == 32) return;
+  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = float2{a, b};
+  __syncthreads();
+  a = b = 0;
+#pragma unroll
+  for (int w = 0; w < ROW / 32; w++) {
+    a += room[w].x;
+    b += room[w].y;
+  }
+}
+
+// ---- forward
+
+static constexpr float NARROW = 1e-4f;   // mean square deviation over the mean's square, below which f32's mean is not good enough
+
+/// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias. A
+/// branch's words are as many as x's.
+template <typename T, int V, bool ADDS> constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : ADDS ? 3 : 4)
+                                                                                    : (V == 1 ? 10 : V == 2 ? 8 : ADDS ? (V == 3 ? 6 : 4) : V == 3 ? 7 : 6);
+template <typename T, int V, int ROW, bool ADDS> constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
+
+/// What a row of a call is made of: x, with a residual the branch, too.
+template <typename T, int V, bool ADDS> struct forward_row { words<T, 8> x[V]; };
+template <typename T, int V> struct forward_row<T, V, true> { words<T, 8> x[V], branch[V]; };
+
+template <typename T, int V, int ROW, bool ADDS>
+__device__ static inline void load_row(forward_row<T, V, ADDS> &to, const norm_call &p, int64_t row)
+{
+  load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  if constexpr (ADDS) load_pieces<T, V, ROW>(to.branch, (const T *)p.branch + row * p.n, column_of<ROW>(0), p.n, p.whole);
+}
+
+/// One number of a row, from memory once more.
+template <typename T, bool ADDS> __device__ static inline double number_of(const norm_call &p, int64_t at)
+{
+  float x = widen(((const T *)p.x)[at]);
+  if constexpr (ADDS) {
+    T sum;
+    narrow(sum, x + widen(((const T *)p.branch)[at]));
+    x = widen(sum);
+  }
+  return x;
+}
+
+template <typename T, int V, int ROW, bool ADDS>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW, ADDS>)) norm_rows(const __grid_constant__ norm_call p)
+{
+  __shared__ float room[2][2][ROW / 32];
+  __shared__ double wide_room[2][ROW / 32];
+  extern __shared__ float4 kept[];   // weight, bias
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);   // x * 1 + -0 is x in every bit
+  __syncthreads();
+  const float count = (float)p.n, eps = (float)p.eps;
+  const int64_t step = (int64_t)gridDim.x * BLOCK_ROWS<ROW>;
+  int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + (ROW == 32 ? threadIdx.x >> 5 : 0);
+  forward_row<T, V, ADDS> next;
+  if (row < p.rows) load_row<T, V, ROW, ADDS>(next, p, row);
+  for (int turn = 0; row < p.rows; row += step, turn ^= 1) {
+    float x[V][8], mean = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      widen_words(x[v], next.x[v]);
+      if constexpr (ADDS) {
+        float branch[8];
+        widen_words(branch, next.branch[v]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[v][i] += branch[i];
+        store_raw((T *)p.sum + row * p.n, rounded<T>(x[v]), column_of<ROW>(v), p.n, p.whole);
+      }
+    }
+    if (row + step < p.rows) load_row<T, V, ROW, ADDS>(next, p, row + step);
+    if (p.centred) {
+      float sum = 0;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[v][i];
+      mean = row_sum<ROW>(sum, room[turn][0]) / count;
+#pragma unroll
+      for (int v = 0; v < V; v++)
+        if (column_of<ROW>(v) + 8 > p.n)   // behind the row: no deviation
+#pragma unroll
+          for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
+    }
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        float d = x[v][i] - mean;
+        squares = fmaf(d, d, squares);
+      }
+    float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps, rstd = 1.0f / sqrtf(variance);
+    // Too wide or too narrow for f32, or not finite, or an error of the mean would show; the same for the whole row.
+    if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
+      double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
+#pragma unroll 1
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += number_of<T, ADDS>(p, row * p.n + c);
+      sum = row_sum<ROW>(sum, wide_room[0]);
+      const double middle = p.centred ? sum / p.n : 0.0;
+      mean = (float)middle;
+#pragma unroll 1
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) {
+        double d = number_of<T, ADDS>(p, row * p.n + c) - middle;
+        wide += d * d;
+      }
+      rstd = (float)(1.0 / sqrt(row_sum<ROW>(wide, wide_room[1]) / p.n + p.eps));
+    }
+    if (threadIdx.x % ROW == 0) {
+      if (p.out_means) ((float *)p.out_means)[row] = mean;
+      if (p.out_rstds) ((float *)p.out_rstds)[row] = rstd;
+    }
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      float weight[8], bias[8];
+      recall<ROW>(weight, kept, v);
+      recall<ROW>(bias, kept + KEPT<V, ROW>, v);
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[v][i] = fmaf((x[v][i] - mean) * rstd, weight[i], bias[i]);
+      store_piece((T *)p.y + row * p.n, x[v], column_of<ROW>(v), p.n, p.whole);
+    }
+  }
+}
+
+// ---- backward
+
+/// Blocks that a multiprocessor of an H200 holds, and of a call at most; and rows each group takes at least, when there are so many.
+template <int V, int ROW> constexpr int GRAD_BLOCKS = (V == 1 ? 6 : V == 2 ? 4 : V == 3 ? 3 : 2) * 128 / BLOCK_THREADS<ROW>;
+enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
+
+/// Rows first..end of a group of threads, in order.
+__device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows, int64_t group, int64_t groups)
+{
+  *first = rows * group / groups;
+  *end = rows * (group + 1) / groups;
+}
+
+/// What a thread reads of a row: V pieces of x and of dy, and the row's statistics.
+template <typename T, int V> struct norm_row { words<T, 8> x[V], dy[V]; float mean, rstd; };
+
+template <typename T, int V, int ROW> __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, int64_t row)
+{
+  load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  load_pieces<T, V, ROW>(to.dy, (const T *)p.dy + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  to.mean = p.means ? ((const float *)p.means)[row] : 0.0f;
+  to.rstd = ((const float *)p.rstds)[row];
+}
+
+/// Numbers one by one are so many loads that f16 has no registers for them while its row is worked on: they are sent for at its end.
+template <typename T> constexpr bool PARTS_LATE = false;
+template <> constexpr bool PARTS_LATE<f16_t> = true;
+
+template <typename T, int V, int ROW, bool ADDS>
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) norm_grad_rows(const __grid_constant__ norm_call p)
+{
+  constexpr bool AHEAD = sizeof(T) == 2;   // rows of f32 would take too many registers
+  __shared__ float2 room[2][ROW / 32];
+  __shared__ float4 kept[KEPT<V, ROW>];
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  __syncthreads();
+  const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
+  const float count = (float)p.n;
+  float for_weight[V][8], for_bias[V][8];
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) for_weight[v][i] = for_bias[v][i] = 0;
+  int64_t row, end;
+  rows_of_group(&row, &end, p.rows, (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own, (int64_t)gridDim.x * BLOCK_ROWS<ROW>);
+  norm_row<T, V> next;
+  if (AHEAD && row < end) load_row<T, V, ROW>(next, p, row);
+  for (int turn = 0; row < end; row++, turn ^= 1) {
+    if (!AHEAD) load_row<T, V, ROW>(next, p, row);
+    float h[V][8], slope[V][8];
+    const float mean = next.mean, rstd = next.rstd;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      widen_words(h[v], next.x[v]);
+      widen_words(slope[v], next.dy[v]);
+    }
+    if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
+    float sum_g = 0, sum_gh = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      float weight[8];
+      recall<ROW>(weight, kept, v);
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[v][i] = (h[v][i] - mean) * rstd;
+      if (column_of<ROW>(v) + 8 > p.n)   // behind the row dy is 0, and so that 0 * NaN is none h must be
+#pragma unroll
+        for (int i = 0; i < 8; i++) h[v][i] = column_of<ROW>(v) + i < p.n ? h[v][i] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        for_weight[v][i] = fmaf(slope[v][i], h[v][i], for_weight[v][i]);
+        for_bias[v][i] += slope[v][i];
+        slope[v][i] *= weight[i];
+        sum_g += slope[v][i];
+        sum_gh = fmaf(slope[v][i], h[v][i], sum_gh);
+      }
+    }
+    words<T, 8> dsum[ADDS ? V : 1];   // on its way while the row's threads add up
+    if constexpr (ADDS) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
+    row_sums<ROW>(sum_g, sum_gh, room[turn]);
+    if (p.dx) {
+      const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
+#pragma unroll
+      for (int v = 0; v < V; v++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) h[v][i] = rstd * fmaf(-h[v][i], mean_gh, slope[v][i] - mean_g);
+        if constexpr (ADDS) {
+          float came[8];
+          widen_words(came, dsum[v]);
+          rounded<T>(h[v]);
+#pragma unroll
+          for (int i = 0; i < 8; i++) h[v][i] = came[i] + h[v][i];
+        }
+        store_piece((T *)p.dx + row * p.n, h[v], column_of<ROW>(v), p.n, p.whole);
+      }
+    }
+    if (PARTS_LATE<T> && !p.whole && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
+  }
+  if (!p.partial) return;
+  float *to = p.partial + (int64_t)blockIdx.x * 2 * p.n;
+  if constexpr (ROW == 32) {
+    __shared__ float sums[WARP_ROWS][V * 256];
+    for (int which = 0; which < 2; which++) {
+      __syncthreads();
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) sums[own][column_of<ROW>(v) + i] = which ? for_bias[v][i] : for_weight[v][i];
+      __syncthreads();
+      for (int c = threadIdx.x; c < p.n; c += BLOCK_THREADS<ROW>) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < WARP_ROWS; w++) sum += sums[w][c];
+        to[which * p.n + c] = sum;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (column_of<ROW>(v) + i < p.n) {
+          to[column_of<ROW>(v) + i] = for_weight[v][i];
+          to[p.n + column_of<ROW>(v) + i] = for_bias[v][i];
+        }
+  }
+}
+
+enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
+
+/// Adds up partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
+__global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype, const float *partial, int blocks, int n)
+{
+  __shared__ float slices[SUM_SLICES][SUM_COLUMNS + 1];
+  const int column = threadIdx.x % SUM_COLUMNS, slice = threadIdx.x / SUM_COLUMNS;
+  const int64_t c = (int64_t)blockIdx.x * SUM_COLUMNS + column;
+  float sum = 0;
+  if (c < 2 * (int64_t)n) {
+    const float *at = partial + c;
+    int first = blocks * slice / SUM_SLICES, end = blocks * (slice + 1) / SUM_SLICES;
+    for (int block = first; block < end; block += 16) {   // 16 in flight
+      float x[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) x[i] = block + i < end ? at[(int64_t)(block + i) * 2 * n] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 16; i++) sum += x[i];
+    }
+  }
+  slices[slice][column] = sum;
+  __syncthreads();
+  if (slice != 0 || c >= 2 * (int64_t)n) return;
+  sum = 0;
+#pragma unroll
+  for (int s = 0; s < SUM_SLICES; s++) sum += slices[s][column];
+  if (c < n && dweight) store_double(dweight, dweight_dtype, c, sum);
+  if (c >= n && dbias) store_double(dbias, dbias_dtype, c - n, sum);
+}
+
+// ---- any format and length, in f64
+
+enum { PLAIN_THREADS = 256 };
+
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constant__ norm_call p)
+{
+  __shared__ double room[2][PLAIN_THREADS / 32];
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    int64_t first = row * p.n;
+    double sum = 0, squares = 0, mean = 0;
+    if (p.centred) {
+      for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) sum += load_double(p.x, p.x_dtype, first + i);
+      mean = row_sum<PLAIN_THREADS>(sum, room[0]) / p.n;
+    }
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double d = load_double(p.x, p.x_dtype, first + i) - mean;
+      squares += d * d;
+    }
+    double rstd = 1.0 / sqrt(row_sum<PLAIN_THREADS>(squares, room[1]) / p.n + p.eps);
+    if (threadIdx.x == 0) {
+      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
+      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
+    }
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd, w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
+      store_double(p.y, p.y_dtype, first + i, h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
+    }
+    __syncthreads();
+  }
+}
+
+__device__ static inline double normed(const norm_call &p, int64_t row, int64_t i)
+{
+  double mean = p.means ? load_double(p.means, p.means_dtype, row) : 0.0;
+  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) * load_double(p.rstds, p.rstds_dtype, row);
+}
+
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain(const __grid_constant__ norm_call p)
+{
+  __shared__ double room[2][PLAIN_THREADS / 32];
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    double sum_g = 0, sum_gh = 0;
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      sum_g += g;
+      sum_gh += g * normed(p, row, i);
+    }
+    double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n, mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
+    if (!p.centred) mean_g = 0;
+    double rstd = load_double(p.rstds, p.rstds_dtype, row);
+    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      store_double(p.dx, p.dx_dtype, row * p.n + i, rstd * (g - mean_g - normed(p, row, i) * mean_gh));
+    }
+    __syncthreads();
+  }
+}
+
+/// dweight and dbias: 32 columns a block, every eighth row a slice of its threads.
+__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype, void *dbias, int dbias_dtype)
+{
+  __shared__ double slices[2][8][33];
+  const int column = threadIdx.x % 32, slice = threadIdx.x / 32;
+  const int64_t c = (int64_t)blockIdx.x * 32 + column;
+  double for_weight = 0, for_bias = 0;
+  if (c < p.n)
+    for (int64_t row = slice; row < p.rows; row += 8) {
+      double slope = load_double(p.dy, p.dy_dtype, row * p.n + c);
+      for_weight += slope * normed(p, row, c);
+      for_bias += slope;
+    }
+  slices[0][slice][column] = for_weight;
+  slices[1][slice][column] = for_bias;
+  __syncthreads();
+  if (slice != 0 || c >= p.n) return;
+  for_weight = for_bias = 0;
+  for (int s = 0; s < 8; s++) {
+    for_weight += slices[0][s][column];
+    for_bias += slices[1][s][column];
+  }
+  if (dweight) store_double(dweight, dweight_dtype, c, for_weight);
+  if (dbias) store_double(dbias, dbias_dtype, c, for_bias);
+}
+
+// ---- launching
+
+typedef void norm_kernel(const norm_call);
+
+/// The kernel for n columns among those instantiated, threads and rows of its block, blocks of a multiprocessor, pieces of a
+/// thread; kernel: NULL when a row is too long for registers.
+typedef struct norm_choice { norm_kernel *kernel; int threads, rows, resident, pieces; } norm_choice;
+
+template <typename T, bool ADDS> static norm_choice forward_kernel_of(int64_t n)
+{
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, FORWARD_BLOCKS<T, V, ROW, ADDS>, V}
+  CHOOSE(1, 32);
+  CHOOSE(2, 32);
+  CHOOSE(3, 32);
+  CHOOSE(4, 32);
+  CHOOSE(2, 128);
+  CHOOSE(3, 128);
+  CHOOSE(4, 128);
+  CHOOSE(3, 256);
+  CHOOSE(4, 256);
+#undef CHOOSE
+  return norm_choice{};
+}
+template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n)
+{
+#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, GRAD_BLOCKS<V, ROW>, V}
+  CHOOSE(1, 32);
+  CHOOSE(2, 32);
+  CHOOSE(3, 32);
+  CHOOSE(4, 32);
+  CHOOSE(2, 128);
+  CHOOSE(3, 128);
+  CHOOSE(2, 256);
+  CHOOSE(2, 384);
+  CHOOSE(2, 512);
+#undef CHOOSE
+  return norm_choice{};
+}
+template <bool ADDS> static norm_choice forward_kernel(int dtype, int64_t n)
+{
+  return dtype == ENG_f32 ? forward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? forward_kernel_of<f16_t, ADDS>(n) : forward_kernel_of<bf16_t, ADDS>(n);
+}
+template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
+{
+  return dtype == ENG_f32 ? backward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? backward_kernel_of<f16_t, ADDS>(n) : backward_kernel_of<bf16_t, ADDS>(n);
+}
+
+/// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
+static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
+{
+  *data = x ? x->data : NULL;
+  *dtype = x ? x->dtype : (int32_t)ENG_f32;
+  if (!x) return;
+  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype)) *fast = false;
+  if ((uintptr_t)x->data & 15) p->whole = false;
+}
+
+static norm_call call_of(const op_call *call, bool centred)
+{
+  const tensor *x = call->in[0];
+  norm_call p = {};
+  p.n = (int32_t)x->shape[x->ndim - 1];
+  p.rows = 1;
+  for (int d = 0; d + 1 < x->ndim; d++) p.rows *= x->shape[d];
+  p.centred = centred;
+  p.whole = p.n % 8 == 0;
+  p.eps = call->floats[0];
+  return p;
+}
+
+static eng_status check_length(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  if (x->shape[x->ndim - 1] <= INT32_MAX / 2) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE, "%s: expected rows below 2^30 on this device, got %s", eng_op_name(call->op), tensor_text(x));
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+extern "C" op_kernel cuda_add;
+
+/// x + branch beside the norm, in a pass of its own.
+static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
+{
+  if (sum->count == 0) return ENG_OK;
+  op_call add = {};
+  add.op = ENG_OP_add;
+  add.n_in = 2;
+  add.n_out = 1;
+  add.in[0] = (tensor *)x;
+  add.in[1] = (tensor *)branch;
+  add.out[0] = (tensor *)sum;
+  return cuda_add(&add);
+}
+
+static eng_status forward(const op_call *call, bool centred, bool adds)
+{
+  ENG_TRY(check_length(call));
+  norm_call p = call_of(call, centred);
+  const int next = adds ? 2 : 1;   // behind x and branch, y and sum
+  const tensor *branch = adds ? call->in[1] : NULL, *sum = adds ? call->out[1] : NULL;
+  int32_t branch_dtype, sum_dtype;
+  bool fast = true;
+  look_at(&p, &fast, call->in[0], &p.x, &p.x_dtype);
+  look_at(&p, &fast, call->in[next], &p.weight, &p.weight_dtype);
+  look_at(&p, &fast, centred ? call->in[next + 1] : NULL, &p.bias, &p.bias_dtype);
+  look_at(&p, &fast, call->out[0], (const void **)&p.y, &p.y_dtype);
+  look_at(&p, &fast, branch, &p.branch, &branch_dtype);
+  look_at(&p, &fast, sum, (const void **)&p.sum, &sum_dtype);
+  const tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[centred ? next + 1 : next];
+  if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
+  if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
+  norm_choice choice = adds ? forward_kernel<true>(p.x_dtype, p.n) : forward_kernel<false>(p.x_dtype, p.n);
+  fast = fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0;
+  if (adds && !(fast && branch_dtype == p.x_dtype && sum_dtype == p.x_dtype)) {
+    op_call norm = *call;
+    norm.in[0] = call->out[1];
+    for (int k = 1; k < 3; k++) norm.in[k] = call->in[k + 1];
+    for (int k = 1; k < 3; k++) norm.out[k] = call->out[k + 1];
+    ENG_TRY(add_to(call->in[0], branch, sum));
+    return forward(&norm, centred, false);
+  }
+  if (fast) {
+    int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)choice.resident;
+    int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
+    if (bytes > 40 << 10) CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    choice.kernel<<<(unsigned)least(groups, most), choice.threads, bytes, cuda_stream()>>>(p);
+  } else {
+    norm_plain<<<(unsigned)least(p.rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(p);
+  }
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_layer_norm(const op_call *call)     { return forward(call, true, false); }
+extern "C" eng_status cuda_rms_norm(const op_call *call)       { return forward(call, false, false); }
+extern "C" eng_status cuda_add_layer_norm(const op_call *call) { return forward(call, true, true); }
+extern "C" eng_status cuda_add_rms_norm(const op_call *call)   { return forward(call, false, true); }
+
+static eng_status backward_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
+{
+  if (p->rows > 0 && p->dx) {
+    norm_grad_plain<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
+    CUDA_LAUNCHED("norm_grad");
+  }
+  if ((dweight || dbias) && p->n > 0) {
+    norm_grad_plain_columns<<<(unsigned)((p->n + 31) / 32), PLAIN_THREADS, 0, cuda_stream()>>>(
+        *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0);
+    CUDA_LAUNCHED("norm_grad");
+  }
+  return ENG_OK;
+}
+
+static eng_status backward(const op_call *call, bool centred, bool adds)
+{
+  ENG_TRY(check_length(call));
+  norm_call p = call_of(call, centred);
+  bool fast = true;
+  look_at(&p, &fast, call->in[0], &p.x, &p.x_dtype);
+  look_at(&p, &fast, call->in[1], &p.weight, &p.weight_dtype);
+  look_at(&p, &fast, call->in[centred ? 4 : 3], &p.dy, &p.dy_dtype);
+  look_at(&p, &fast, call->out[0], (const void **)&p.dx, &p.dx_dtype);
+  const tensor *dsum = adds ? call->in[centred ? 5 : 4] : NULL;
+  int32_t dsum_dtype;
+  look_at(&p, &fast, dsum, &p.dsum, &dsum_dtype);
+  const tensor *means = centred ? call->in[2] : NULL, *rstds = call->in[centred ? 3 : 2];
+  if (means) { p.means = means->data; p.means_dtype = means->dtype; }
+  p.rstds = rstds->data;
+  p.rstds_dtype = rstds->dtype;
+  const tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
+  if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 || (p.means && p.means_dtype != ENG_f32)) fast = false;
+  norm_choice choice = adds ? backward_kernel<true>(p.x_dtype, p.n) : backward_kernel<false>(p.x_dtype, p.n);
+  fast = fast && choice.kernel && p.n > 0 && p.rows > 0;
+  if (adds && !(fast && dsum_dtype == p.x_dtype)) {
+    ENG_TRY(backward(call, centred, false));
+    return add_to(dsum, call->out[0], call->out[0]);
+  }
+  if (!fast) return backward_plain(&p, dweight, dbias);
+
+  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, MULTIPROCESSORS * (int64_t)choice.resident);
+  int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
+  if (bytes) {
+    p.partial = (float *)scratch_take(bytes);
+    if (!p.partial) return ENG_ERR_MEMORY;
+  }
+  choice.kernel<<<(unsigned)blocks, choice.threads, 0, cuda_stream()>>>(p);
+  if (bytes)
+    norm_sum_blocks<<<(unsigned)((2 * (int64_t)p.n + SUM_COLUMNS - 1) / SUM_COLUMNS), SUM_COLUMNS * SUM_SLICES, 0, cuda_stream()>>>(
+        dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
+  scratch_give(p.partial, bytes);
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_layer_norm_grad(const op_call *call)     { return backward(call, true, false); }
+extern "C" eng_status cuda_rms_norm_grad(const op_call *call)       { return backward(call, false, false); }
+extern "C" eng_status cuda_add_layer_norm_grad(const op_call *call) { return backward(call, true, true); }
+extern "C" eng_status cuda_add_rms_norm_grad(const op_call *call)   { return backward(call, false, true); }

@@ -1,0 +1,411 @@
+// Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
+// Called through the device's table.
+//
+// Order of a sum of f32, f16, bf16: a thread adds a few elements in f32 (in double where that leaves the range), such runs in
+// double; threads are added as a tree, pieces of long sums in order. It depends on the shape alone. f64 sums in double,
+// integers wrap in i64. Max and min: NaN wins; which of -0 and +0 is not decided.
+#include "kernel/map.h"
+
+enum { SUM, MAX, MIN };
+enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };   // blocks that a multiprocessor of an H200 holds
+
+/// A reduction as two walks over x: the results' dimensions and those reduced.
+struct reduction {
+  walk<1> kept, gone;            // data of both: x
+  int64_t results, each;         // number of results; elements in each
+  double  divisor;               // of a mean, else 1
+  void   *y;                     // dense
+  int32_t y_dtype;
+  int32_t lanes;                 // threads that share a result, where that is less than a block
+  int64_t pieces, length;        // of a result; groups (rows) of a piece
+};
+
+// ------------------------------------------------------------------ what is added up
+
+__device__ static inline double better(double a, double b, int rule)   // b where it is better, or NaN
+{
+  return (rule == MAX ? b > a : b < a) || b != b ? b : a;
+}
+
+__device__ static inline float better(float a, float b, int rule)
+{
+  return (rule == MAX ? b > a : b < a) || b != b ? b : a;
+}
+
+/// f32, f16, bf16, V at a time.
+template <int RULE, int V_> struct floats {
+  enum { V = V_, EVEN_ROWS = 0 };
+  typedef typename mixed<V>::raw raw;
+  typedef float  number;
+  typedef double total;
+  __device__ static void fetch(raw &r, const void *x, int dtype, int64_t at) { mixed<V>::fetch(r, x, dtype, at, 1); }
+  __device__ static void values(float (&v)[V], const raw &r, int dtype) { mixed<V>::floats(v, r, dtype); }
+  __device__ static float value(const raw &r, int v, int dtype) { return mixed<V>::member(r, v, dtype); }
+  __device__ static float identity() { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
+  __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
+  /// A few values into the total.
+  template <int N> __device__ static void take(double &total, const float (&x)[N])
+  {
+    float run = x[0];
+#pragma unroll
+    for (int i = 1; i < N; i++) run = RULE == SUM ? run + x[i] : better(run, x[i], RULE);
+    if (RULE == SUM && !f32_is_finite(run)) {
+      double sum = 0.0;
+#pragma unroll
+      for (int i = 0; i < N; i++) sum += x[i];
+      total += sum;
+    } else {
+      total = combine(total, run);
+    }
+  }
+  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor) { store_double(y, dtype, at, total / divisor); }
+};
+
+/// 16 bytes of one format at a time; down columns only where rows lie at equal distances.
+template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
+  enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
+  typedef words<T, V> raw;
+  __device__ static void fetch(raw &r, const void *x, int, int64_t at) { load_words(r, (const T *)x + at); }
+  __device__ static void values(float (&v)[V], const raw &r, int) { widen_words(v, r); }
+  __device__ static float value(const raw &r, int v, int)
+  {
+    float x[V];
+    widen_words(x, r);   // those not asked for cost nothing
+    return x[v];
+  }
+};
+
+template <int RULE> struct doubles {
+  enum { V = 1, EVEN_ROWS = 0 };
+  typedef double raw;
+  typedef double number;
+  typedef double total;
+  __device__ static void fetch(double &r, const void *x, int dtype, int64_t at) { r = load_double(x, dtype, at); }
+  __device__ static void values(double (&v)[1], const double &r, int) { v[0] = r; }
+  __device__ static double value(const double &r, int, int) { return r; }
+  __device__ static double identity() { return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY; }
+  __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
+  template <int N> __device__ static void take(double &total, const double (&x)[N])
+  {
+#pragma unroll
+    for (int i = 0; i < N; i++) total = combine(total, x[i]);
+  }
+  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor) { store_double(y, dtype, at, total / divisor); }
+};
+
+template <int RULE> struct integers {
+  enum { V = 1, EVEN_ROWS = 0 };
+  typedef int64_t raw;
+  typedef int64_t number;
+  typedef int64_t total;
+  __device__ static void fetch(int64_t &r, const void *x, int dtype, int64_t at) { r = load_int(x, dtype, at); }
+  __device__ static void values(int64_t (&v)[1], const int64_t &r, int) { v[0] = r; }
+  __device__ static int64_t value(const int64_t &r, int, int) { return r; }
+  __device__ static int64_t identity() { return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX; }
+  __device__ static int64_t combine(int64_t a, int64_t b)
+  {
+    return RULE == SUM ? (int64_t)((uint64_t)a + (uint64_t)b) : RULE == MAX ? (b > a ? b : a) : (b < a ? b : a);
+  }
+  template <int N> __device__ static void take(int64_t &total, const int64_t (&x)[N])
+  {
+#pragma unroll
+    for (int i = 0; i < N; i++) total = combine(total, x[i]);
+  }
+  __device__ static void store(void *y, int dtype, int64_t at, int64_t total, double) { store_int(y, dtype, at, total); }
+};
+
+// ------------------------------------------------------------------ one result by several threads
+
+/// Groups first, first + step, ... before `stop` of the result whose elements begin at `base`.
+template <class P> __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first, int64_t step, int64_t stop)
+{
+  constexpr int V = P::V, U = 4;   // groups in flight
+  typename P::total total = P::identity();
+  for (int64_t at = first; at < stop; at += U * step) {
+    typename P::raw raw[U];
+    typename P::number value[U * V];
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      if (at + u * step >= stop) continue;
+      int64_t offset[1];
+      walk_offsets(offset, gone, at + u * step);
+      P::fetch(raw[u], gone.data[0], gone.dtype[0], base + offset[0]);
+    }
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      typename P::number part[V];
+      if (at + u * step < stop) P::values(part, raw[u], gone.dtype[0]);
+#pragma unroll
+      for (int v = 0; v < V; v++) value[u * V + v] = at + u * step < stop ? part[v] : P::identity();
+    }
+    P::take(total, value);
+  }
+  return total;
+}
+
+/// r.lanes threads a result, at most a warp.
+template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(const reduction r)
+{
+  int64_t thread = (int64_t)blockIdx.x * 256 + threadIdx.x, result = thread / r.lanes;
+  int lane = (int)(thread % r.lanes);
+  typename P::total total = P::identity();
+  if (result < r.results) {
+    int64_t base[1];
+    walk_offsets(base, r.kept, result);
+    total = sum_groups<P>(r.gone, base[0], lane, r.lanes, r.gone.groups);
+  }
+  for (int apart = r.lanes / 2; apart > 0; apart /= 2) total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
+  if (result < r.results && lane == 0) P::store(r.y, r.y_dtype, result, total, r.divisor);
+}
+
+/// A block a piece.
+template <class P> static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
+{
+  __shared__ typename P::total warps[8];
+  int64_t result = blockIdx.x / r.pieces, first = blockIdx.x % r.pieces * r.length;
+  int64_t base[1], stop = first + r.length < r.gone.groups ? first + r.length : r.gone.groups;
+  walk_offsets(base, r.kept, result);
+  typename P::total total = sum_groups<P>(r.gone, base[0], first + threadIdx.x, 256, stop);
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = total;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int k = 1; k < 8; k++) total = P::combine(total, warps[k]);
+  P::store(r.y, r.y_dtype, blockIdx.x, total, r.divisor);
+}
+
+// ------------------------------------------------------------------ results side by side in x
+
+/// A warp's lanes take V neighbouring results each, its block's eight warps every eighth row of a piece.
+template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
+{
+  constexpr int V = P::V, U = 8;   // rows in flight
+  __shared__ typename P::total sums[8][32][V];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned tile = blockIdx.x / (unsigned)r.pieces, piece = blockIdx.x % (unsigned)r.pieces;
+  const int64_t column = tile * 32ll + lane, first = piece * r.length;
+  const int rows = (int)(first + r.length < r.each ? r.length : r.each - first);
+  typename P::total total[V];
+#pragma unroll
+  for (int v = 0; v < V; v++) total[v] = P::identity();
+  if (column < r.kept.groups) {
+    int64_t base[1];
+    walk_offsets(base, r.kept, column);
+    for (int row = warp; row < rows; row += 8 * U) {
+      typename P::raw raw[U];
+#pragma unroll
+      for (int u = 0; u < U; u++) {
+        if (row + 8 * u >= rows) continue;
+        int64_t offset[1] = {(first + row + 8 * u) * r.gone.stride[0][0]};
+        if (!P::EVEN_ROWS) walk_offsets(offset, r.gone, first + row + 8 * u);
+        P::fetch(raw[u], r.gone.data[0], r.gone.dtype[0], base[0] + offset[0]);
+      }
+#pragma unroll
+      for (int v = 0; v < V; v++) {
+        typename P::number value[U];
+#pragma unroll
+        for (int u = 0; u < U; u++) value[u] = row + 8 * u < rows ? P::value(raw[u], v, r.gone.dtype[0]) : P::identity();
+        P::take(total[v], value);
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < V; v++) sums[warp][lane][v] = total[v];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 32 * V; i += 256) {
+    if (tile * 32ll + i / V >= r.kept.groups) return;
+    typename P::total all = sums[0][i / V][i % V];
+#pragma unroll
+    for (int k = 1; k < 8; k++) all = P::combine(all, sums[k][i / V][i % V]);
+    P::store(r.y, r.y_dtype, (tile * 32ll * V + i) * r.pieces + piece, all, r.divisor);
+  }
+}
+
+// ------------------------------------------------------------------ launching
+
+/// The dimensions of x inside (or outside of) the mask as a walk.
+static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
+{
+  walk_shape shape = {};
+  int64_t stride[1][ENG_MAX_DIMS] = {};
+  for (int d = 0; d < x->ndim; d++) {
+    if ((mask >> d & 1) != (uint64_t)gone) continue;
+    shape.shape[shape.ndim] = x->shape[d];
+    stride[0][shape.ndim++] = x->stride[d];
+  }
+  return walk_of<1>(shape, stride, {x->data}, {x->dtype});
+}
+
+static void set_dividers(walk<1> &w)
+{
+  for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
+}
+
+/// Bundles V elements of `inner` where every element of `other` begins at a multiple of V.
+static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
+{
+  for (int d = 0; d < other.ndim; d++)
+    if (other.shape[d] > 1 && other.stride[0][d] % V) return false;
+  return inner.stride[0][0] == 1 && inner.count % V == 0 && walk_bundle(inner, V);
+}
+
+template <class P> static void launch_rows(reduction &r)
+{
+  set_dividers(r.kept);
+  set_dividers(r.gone);
+  if (r.pieces == 1 && r.gone.groups <= 1024) {
+    r.lanes = 1;
+    while (r.lanes < 32 && 2 * r.lanes < r.gone.groups) r.lanes *= 2;
+    lanes_kernel<P><<<(unsigned)((r.results * r.lanes + 255) / 256), 256, 0, cuda_stream()>>>(r);
+  } else {
+    pieces_kernel<P><<<(unsigned)(r.results * r.pieces), 256, 0, cuda_stream()>>>(r);
+  }
+}
+
+template <class P> static void launch_columns(reduction &r)
+{
+  set_dividers(r.kept);
+  set_dividers(r.gone);
+  columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
+}
+
+/// How many pieces: at most as many blocks as the card holds, each with enough to do: a multiple of `least`. From the shape alone.
+static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
+{
+  int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
+  r.pieces = wanted < possible ? wanted : possible;
+  if (r.pieces < 1) r.pieces = 1;
+  r.length = (possible + r.pieces - 1) / r.pieces * least;
+  if (r.length < 1) r.length = 1;
+  r.pieces = (groups + r.length - 1) / r.length;
+  if (r.pieces < 1) r.pieces = 1;
+}
+
+template <int RULE> static eng_status reduce(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  uint64_t mask = (uint64_t)call->ints[0];
+  reduction r = {};
+  r.kept = part_of(x, mask, false);
+  r.gone = part_of(x, mask, true);
+  r.results = y->count;
+  r.each = r.gone.count;
+  r.divisor = call->op == ENG_OP_mean ? (double)r.each : 1.0;
+  r.y = y->data;
+  r.y_dtype = y->dtype;
+  if (r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31))
+    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results and reduced elements, got %s", eng_op_name(call->op), tensor_text(x));
+  bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
+  bool beside = r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;
+  auto bundled = [&](int V) { return fast && (beside ? bundle_inside(r.kept, r.gone, V) : bundle_inside(r.gone, r.kept, V)); };
+  bool whole_pieces = (!beside || r.gone.ndim == 1) && bundled(x->dtype == ENG_f32 ? 4 : 8), vectors = !whole_pieces && bundled(4);
+  if (beside) cut(r, r.each, (r.kept.groups + 31) / 32, 64, COLUMN_BLOCKS * MULTIPROCESSORS);
+  else cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192, PIECE_BLOCKS * MULTIPROCESSORS);
+
+  // Pieces go into scratch as [results x pieces] and are reduced once more.
+  int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
+  void *part = NULL;
+  reduction again = r;
+  if (r.pieces > 1) {
+    if (!(part = scratch_take(bytes))) return ENG_ERR_MEMORY;
+    int dtype = whole ? ENG_i64 : ENG_f64;
+    again.kept = walk_of<1>({1, {r.results}}, {{r.pieces}}, {part}, {dtype});
+    again.gone = walk_of<1>({1, {r.pieces}}, {{1}}, {part}, {dtype});
+    again.pieces = 1;
+    again.length = r.pieces;
+    r.y = part;
+    r.y_dtype = dtype;
+    r.divisor = 1.0;
+  }
+  if (whole) {
+    if (beside) launch_columns<integers<RULE>>(r);
+    else launch_rows<integers<RULE>>(r);
+    if (part) launch_rows<integers<RULE>>(again);
+  } else {
+    auto launch_packed = [&](auto format) {
+      typedef packed<RULE, decltype(format)> P;
+      if (beside) launch_columns<P>(r);
+      else launch_rows<P>(r);
+    };
+    if (whole_pieces && x->dtype == ENG_f32) launch_packed(float{});
+    else if (whole_pieces && x->dtype == ENG_f16) launch_packed(f16_t{});
+    else if (whole_pieces) launch_packed(bf16_t{});
+    else if (beside && vectors) launch_columns<floats<RULE, 4>>(r);
+    else if (beside && fast) launch_columns<floats<RULE, 1>>(r);
+    else if (beside) launch_columns<doubles<RULE>>(r);
+    else if (vectors) launch_rows<floats<RULE, 4>>(r);
+    else if (fast) launch_rows<floats<RULE, 1>>(r);
+    else launch_rows<doubles<RULE>>(r);
+    if (part) launch_rows<doubles<RULE>>(again);
+  }
+  if (part) scratch_give(part, bytes);
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_sum(const op_call *call)  { return reduce<SUM>(call); }
+extern "C" eng_status cuda_mean(const op_call *call) { return reduce<SUM>(call); }
+extern "C" eng_status cuda_max(const op_call *call)  { return reduce<MAX>(call); }
+extern "C" eng_status cuda_min(const op_call *call)  { return reduce<MIN>(call); }
+
+// ------------------------------------------------------------------ gradient of max and min
+
+// NaN equals NaN here.
+__device__ static inline bool equals(double a, double b) { return a == b || (a != a && b != b); }
+
+struct count_body {   // x, y, counts
+  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+  {
+    if (equals(load_double(w.data[0], w.dtype[0], at[0]), load_double(w.data[1], w.dtype[1], at[1])))
+      atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);   // of integers: any order gives the same
+  }
+};
+
+struct share_body {   // dx, x, y, dy, counts
+  __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
+  {
+    bool equal = equals(load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2]));
+    double slope = equal ? load_double(w.data[3], w.dtype[3], at[3]) / (double)((const unsigned long long *)w.data[4])[at[4]] : 0.0;
+    store_double(w.data[0], w.dtype[0], at[0], slope);
+  }
+};
+
+extern "C" eng_status cuda_extreme_grad(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
+  uint64_t mask = (uint64_t)call->ints[0];
+  int64_t counts = 1, stride[5][ENG_MAX_DIMS] = {};   // dx, x, y, dy, counts
+  for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {   // e: the dimension of y that is d of x
+    bool gone = mask >> d & 1;
+    stride[0][d] = dx->stride[d];
+    stride[1][d] = x->stride[d];
+    if (!gone) {
+      stride[2][d] = y->stride[e];
+      stride[3][d] = dy->stride[e];
+      stride[4][d] = counts;
+      counts *= x->shape[d];
+    }
+    if (!gone || y->ndim == x->ndim) e--;
+  }
+  void *count = scratch_take(counts * 8);
+  if (!count) return ENG_ERR_MEMORY;
+  cudaError_t result = cudaMemsetAsync(count, 0, (size_t)(counts * 8), cuda_stream());
+  walk<5> w = walk_of<5>(shape_of(x), stride, {dx->data, x->data, y->data, dy->data, count}, {dx->dtype, x->dtype, y->dtype, dy->dtype, ENG_i64});
+  int64_t found[3][ENG_MAX_DIMS] = {};
+  for (int d = 0; d < x->ndim; d++) {
+    found[0][d] = stride[1][d];
+    found[1][d] = stride[2][d];
+    found[2][d] = stride[4][d];
+  }
+  walk_parts<3>(walk_of<3>(shape_of(x), found, {x->data, y->data, count}, {x->dtype, y->dtype, ENG_i64}), 1, [](const walk<3> &part, unsigned blocks) {
+    each_kernel<3, count_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, count_body{});
+  });
+  walk_parts<5>(w, 1, [](const walk<5> &part, unsigned blocks) {
+    each_kernel<5, share_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, share_body{});
+  });
+  scratch_give(count, counts * 8);
+  if (result != cudaSuccess) return cuda_status(result, "extreme_grad");
+  CUDA_LAUNCHED("extreme_grad");
+  return ENG_OK;
+}

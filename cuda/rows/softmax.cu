@@ -1,0 +1,344 @@
+// Softmax, log softmax and logsumexp over the last dimension, with their gradients. The largest element of a row is taken out
+// first, so nothing finite overflows. As in PyTorch a row with NaN or +inf yields NaN, and so does one of -inf only; logsumexp
+// gives +inf and -inf for those.
+// Rows of up to 1024 elements belong to a warp, of up to 8192 to a block, which keep them in registers: one read of memory and
+// one exp an element. Longer ones are read twice. Sums run in f32 over what a thread reads at once, then in double.
+// Called through the device's table.
+#include "kernel/lanes.h"
+
+enum { HELD = 8 };   // groups a thread keeps of a row
+
+__device__ static inline float  exp_of(float x)  { return expf(x); }
+__device__ static inline double exp_of(double x) { return exp(x); }
+__device__ static inline float  log_of(float x)  { return logf(x); }
+__device__ static inline double log_of(double x) { return log(x); }
+__device__ static inline float  larger(float a, float b)   { return b > a ? b : a; }   // a NaN is passed over
+__device__ static inline double larger(double a, double b) { return b > a ? b : a; }
+
+// ------------------------------------------------------------------ teams: a warp or a block of 256 that shares a row
+
+template <int TEAM> struct team {
+  __device__ static int rank() { return threadIdx.x % TEAM; }
+  __device__ static double sum(double x)
+  {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    if constexpr (TEAM > 32) {
+      __shared__ double warps[TEAM / 32];
+      __syncthreads();   // of the last sum everything is read
+      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+      __syncthreads();
+      x = warps[0];
+#pragma unroll
+      for (int k = 1; k < TEAM / 32; k++) x += warps[k];
+    }
+    return x;
+  }
+  template <typename T> __device__ static T largest(T x)
+  {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) x = larger(x, __shfl_xor_sync(~0u, x, apart));
+    if constexpr (TEAM > 32) {
+      __shared__ T warps[TEAM / 32];
+      __syncthreads();
+      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+      __syncthreads();
+      x = warps[0];
+#pragma unroll
+      for (int k = 1; k < TEAM / 32; k++) x = larger(x, warps[k]);
+    }
+    return x;
+  }
+  __device__ static bool any(bool x)
+  {
+    if constexpr (TEAM > 32) return __syncthreads_or(x);
+    else return __any_sync(~0u, x);
+  }
+};
+
+// ------------------------------------------------------------------ forward
+
+struct rows_call {
+  const void *x, *dy;     // dy: of gradients, where x is the way forward's y
+  void   *y;
+  int64_t rows, n;
+  int32_t x_dtype, dy_dtype, y_dtype, op;
+};
+
+/// A row's largest element and sum of exp(x - largest), `nan` when there is one: what every element's result follows from.
+template <typename T> struct row_result {
+  T    largest, sum, log_sum;
+  bool nan;
+};
+
+/// x: of softmax the element's exp, of log softmax the element.
+template <class L>
+__device__ static inline void finish(const rows_call &c, int64_t at, const typename L::number (&x)[L::V], const row_result<typename L::number> &r)
+{
+  typename L::number y[L::V];
+#pragma unroll
+  for (int v = 0; v < L::V; v++)   // in two steps, because largest may be large and log_sum small
+    y[v] = c.op == ENG_OP_softmax ? x[v] * r.sum : x[v] - r.largest - r.log_sum;
+  L::store(c.y, c.y_dtype, at, y);
+}
+
+template <typename T> __device__ static inline void finish_row(const rows_call &c, int64_t row, const row_result<T> &r)
+{
+  T value = isinf(r.largest) ? r.largest : r.largest + r.log_sum;
+  store_double(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
+}
+
+/// The row is kept in registers: n <= TEAM * HELD * V, a multiple of V.
+template <class L, int TEAM> static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
+{
+  constexpr int V = L::V;
+  typedef typename L::number T;
+  typedef team<TEAM> t;
+  int64_t row = (int64_t)blockIdx.x * (256 / TEAM) + threadIdx.x / TEAM, base = row * c.n;
+  bool here = row < c.rows;   // the other warps of the last block keep the shuffles company
+  typename L::raw raw[HELD];
+  T x[HELD][V];
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    int64_t at = (int64_t)(t::rank() + j * TEAM) * V;
+    if (here && at < c.n) L::fetch(raw[j], c.x, c.x_dtype, base + at);
+  }
+  row_result<T> r = {-INFINITY, 0, 0, false};
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    bool inside = here && (int64_t)(t::rank() + j * TEAM) * V < c.n;
+    if (inside) L::values(x[j], raw[j], c.x_dtype);
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      x[j][v] = inside ? x[j][v] : -INFINITY;
+      r.largest = larger(r.largest, x[j][v]);
+      r.nan = r.nan || x[j][v] != x[j][v];
+    }
+  }
+  r.largest = t::largest(r.largest);
+  r.nan = t::any(r.nan);
+  T shift = r.largest == -INFINITY ? 0 : r.largest;   // then every exp is 0
+  double sum = 0.0;
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    T part = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      T e = exp_of(x[j][v] - shift);
+      part += e;
+      if (c.op == ENG_OP_softmax) x[j][v] = e;
+    }
+    sum += part;
+  }
+  r.sum = (T)t::sum(sum);
+  r.log_sum = log_of(r.sum);
+  if (c.op == ENG_OP_logsumexp) {
+    if (here && t::rank() == 0) finish_row(c, row, r);
+    return;
+  }
+  r.sum = (T)1 / r.sum;
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    int64_t at = (int64_t)(t::rank() + j * TEAM) * V;
+    if (here && at < c.n) finish<L>(c, base + at, x[j], r);
+  }
+}
+
+/// A block a row of any length: the sum so far is scaled anew when a larger element comes.
+template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
+{
+  constexpr int V = L::V, U = 4, STEP = 256 * V;
+  typedef typename L::number T;
+  typedef team<256> t;
+  int64_t base = (int64_t)blockIdx.x * c.n;
+  T largest = -INFINITY;
+  bool nan = false;
+  double sum = 0.0;
+  for (int64_t first = (int64_t)threadIdx.x * V; first < c.n; first += U * STEP) {
+    typename L::raw raw[U];
+    T x[U][V], top = -INFINITY, part = 0;
+#pragma unroll
+    for (int u = 0; u < U; u++)
+      if (first + u * STEP < c.n) L::fetch(raw[u], c.x, c.x_dtype, base + first + u * STEP);
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      bool inside = first + u * STEP < c.n;
+      if (inside) L::values(x[u], raw[u], c.x_dtype);
+#pragma unroll
+      for (int v = 0; v < V; v++) {
+        x[u][v] = inside ? x[u][v] : -INFINITY;
+        top = larger(top, x[u][v]);
+        nan = nan || x[u][v] != x[u][v];
+      }
+    }
+    if (top > largest) {
+      if (largest != -INFINITY) sum *= exp_of(largest - top);
+      largest = top;
+    }
+    T shift = largest == -INFINITY ? 0 : largest;
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int v = 0; v < V; v++) part += exp_of(x[u][v] - shift);
+    sum += part;
+  }
+  row_result<T> r;
+  r.largest = t::largest(largest);
+  r.nan = t::any(nan);
+  if (largest != -INFINITY) sum *= exp_of(largest - r.largest);
+  r.sum = (T)t::sum(sum);
+  r.log_sum = log_of(r.sum);
+  if (c.op == ENG_OP_logsumexp) {
+    if (threadIdx.x == 0) finish_row(c, blockIdx.x, r);
+    return;
+  }
+  r.sum = (T)1 / r.sum;
+  for (int64_t at = (int64_t)threadIdx.x * V; at < c.n; at += STEP) {
+    typename L::raw raw;
+    T x[V];
+    L::fetch(raw, c.x, c.x_dtype, base + at);
+    L::values(x, raw, c.x_dtype);
+    if (c.op == ENG_OP_softmax) {
+#pragma unroll
+      for (int v = 0; v < V; v++) x[v] = exp_of(x[v] - r.largest);
+    }
+    finish<L>(c, base + at, x, r);
+  }
+}
+
+// ------------------------------------------------------------------ gradients
+
+// softmax: dx = y (dy - sum(y dy)). log_softmax: dx = dy - exp(y) sum(dy).
+template <typename T> __device__ static inline T slope_part(int op, T y, T dy) { return op == ENG_OP_softmax_grad ? y * dy : dy; }
+__device__ static inline float slope_of(int op, float y, float dy, float sum)
+{
+  return op == ENG_OP_softmax_grad ? y * (dy - sum) : fmaf(expf(y), -sum, dy);
+}
+__device__ static inline double slope_of(int op, double y, double dy, double sum)
+{
+  return op == ENG_OP_softmax_grad ? y * (dy - sum) : dy - exp(y) * sum;
+}
+
+template <class L, int TEAM> static __global__ void __launch_bounds__(256) held_grad_kernel(const rows_call c)
+{
+  constexpr int V = L::V;
+  typedef typename L::number T;
+  typedef team<TEAM> t;
+  int64_t row = (int64_t)blockIdx.x * (256 / TEAM) + threadIdx.x / TEAM, base = row * c.n;
+  bool here = row < c.rows;
+  typename L::raw y_raw[HELD], dy_raw[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    int64_t at = (int64_t)(t::rank() + j * TEAM) * V;
+    if (!here || at >= c.n) continue;
+    L::fetch(y_raw[j], c.x, c.x_dtype, base + at);
+    L::fetch(dy_raw[j], c.dy, c.dy_dtype, base + at);
+  }
+  double sum = 0.0;
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    if (!here || (int64_t)(t::rank() + j * TEAM) * V >= c.n) continue;
+    T y[V], dy[V], part = 0;
+    L::values(y, y_raw[j], c.x_dtype);
+    L::values(dy, dy_raw[j], c.dy_dtype);
+#pragma unroll
+    for (int v = 0; v < V; v++) part += slope_part(c.op, y[v], dy[v]);
+    sum += part;
+  }
+  T total = (T)t::sum(sum);
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    int64_t at = (int64_t)(t::rank() + j * TEAM) * V;
+    if (!here || at >= c.n) continue;
+    T y[V], dy[V];
+    L::values(y, y_raw[j], c.x_dtype);
+    L::values(dy, dy_raw[j], c.dy_dtype);
+#pragma unroll
+    for (int v = 0; v < V; v++) y[v] = slope_of(c.op, y[v], dy[v], total);
+    L::store(c.y, c.y_dtype, base + at, y);
+  }
+}
+
+template <class L> static __global__ void __launch_bounds__(256) long_grad_kernel(const rows_call c)
+{
+  constexpr int V = L::V, U = 4, STEP = 256 * V;
+  typedef typename L::number T;
+  int64_t base = (int64_t)blockIdx.x * c.n;
+  double sum = 0.0;
+  for (int64_t first = (int64_t)threadIdx.x * V; first < c.n; first += U * STEP) {
+    typename L::raw y_raw[U], dy_raw[U];
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      if (first + u * STEP >= c.n) continue;
+      L::fetch(y_raw[u], c.x, c.x_dtype, base + first + u * STEP);
+      L::fetch(dy_raw[u], c.dy, c.dy_dtype, base + first + u * STEP);
+    }
+    T part = 0;
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      if (first + u * STEP >= c.n) continue;
+      T y[V], dy[V];
+      L::values(y, y_raw[u], c.x_dtype);
+      L::values(dy, dy_raw[u], c.dy_dtype);
+#pragma unroll
+      for (int v = 0; v < V; v++) part += slope_part(c.op, y[v], dy[v]);
+    }
+    sum += part;
+  }
+  T total = (T)team<256>::sum(sum);
+  for (int64_t at = (int64_t)threadIdx.x * V; at < c.n; at += STEP) {
+    typename L::raw y_raw, dy_raw;
+    T y[V], dy[V];
+    L::fetch(y_raw, c.x, c.x_dtype, base + at);
+    L::fetch(dy_raw, c.dy, c.dy_dtype, base + at);
+    L::values(y, y_raw, c.x_dtype);
+    L::values(dy, dy_raw, c.dy_dtype);
+#pragma unroll
+    for (int v = 0; v < V; v++) y[v] = slope_of(c.op, y[v], dy[v], total);
+    L::store(c.y, c.y_dtype, base + at, y);
+  }
+}
+
+// ------------------------------------------------------------------ calls
+
+template <class L> static void launch(const rows_call &c)
+{
+  cudaStream_t stream = cuda_stream();
+  unsigned rows = (unsigned)c.rows, packed = (unsigned)((c.rows + 7) / 8);
+  if (c.n <= 32 * HELD * L::V) {
+    if (c.dy) held_grad_kernel<L, 32><<<packed, 256, 0, stream>>>(c);
+    else held_kernel<L, 32><<<packed, 256, 0, stream>>>(c);
+  } else if (c.n <= 256 * HELD * L::V) {
+    if (c.dy) held_grad_kernel<L, 256><<<rows, 256, 0, stream>>>(c);
+    else held_kernel<L, 256><<<rows, 256, 0, stream>>>(c);
+  } else {
+    if (c.dy) long_grad_kernel<L><<<rows, 256, 0, stream>>>(c);
+    else long_kernel<L><<<rows, 256, 0, stream>>>(c);
+  }
+}
+
+static void launch_double(const rows_call &c)
+{
+  if (c.dy) long_grad_kernel<double_lanes><<<(unsigned)c.rows, 256, 0, cuda_stream()>>>(c);
+  else long_kernel<double_lanes><<<(unsigned)c.rows, 256, 0, cuda_stream()>>>(c);
+}
+
+static eng_status along_rows(const op_call *call)
+{
+  const tensor *x = call->in[0], *dy = call->n_in > 1 ? call->in[1] : NULL, *y = call->out[0];
+  rows_call c = {x->data, dy ? dy->data : NULL, y->data, 1, x->ndim ? x->shape[x->ndim - 1] : 1, x->dtype, dy ? dy->dtype : 0, y->dtype, call->op};
+  for (int d = 0; d + 1 < x->ndim; d++) c.rows *= x->shape[d];
+  if (c.rows >= 1ll << 31) return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s", eng_op_name(call->op), tensor_text(x));
+  bool aligned = ((uintptr_t)c.x | (uintptr_t)c.dy | (uintptr_t)c.y) % 16 == 0;
+  if (!all_fast(call)) launch_double(c);
+  else if (aligned && c.n % 4 == 0) launch<float_lanes<4>>(c);
+  else launch<float_lanes<1>>(c);
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
+extern "C" eng_status cuda_softmax(const op_call *call)          { return along_rows(call); }
+extern "C" eng_status cuda_softmax_grad(const op_call *call)     { return along_rows(call); }
+extern "C" eng_status cuda_log_softmax(const op_call *call)      { return along_rows(call); }
+extern "C" eng_status cuda_log_softmax_grad(const op_call *call) { return along_rows(call); }
+extern "C" eng_status cuda_logsumexp(const op_call *call)        { return along_rows(call); }
