@@ -21,6 +21,9 @@ end
 
 -- The folders from the bottom up: a file sees its own folder and those before it.
 local CORE = { "base", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist", "store", "policy", "main" }
+local CUDA = {
+  "runtime", "kernel", "pointwise", "rows", "gemm", "quantized", "attention", "parameters",
+}
 local LUA = { "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "cli" }
 
 local function ranks_of(folders)
@@ -28,7 +31,7 @@ local function ranks_of(folders)
   for number, name in ipairs(folders) do rank[name] = number end
   return rank
 end
-local core_rank, lua_rank = ranks_of(CORE), ranks_of(LUA)
+local core_rank, cuda_rank, lua_rank = ranks_of(CORE), ranks_of(CUDA), ranks_of(LUA)
 
 -- What is included: { "base/error.h", "<lua.h>" }; a header of the same folder has no folder in its name.
 local function includes(path)
@@ -99,6 +102,27 @@ local function report(upward)
   assert.same({}, fresh)
 end
 
+-- Calls of functions in a folder above, as the object files of `root` have them: "folder/file -> function".
+-- Also returns how many calls were looked at; nil when nothing of `root` is built.
+local function upward_calls(root, rank)
+  local build, folder_of, wanted = require("engine.base.ffi").library_dir, {}, {}
+  local listing = helper.shell(("cd %s && nm -A %s/*/*.o"):format(helper.quote(build), root))
+  if listing.code ~= 0 then return nil end
+  for line in listing.out:gmatch("[^\n]+") do
+    local object, kind, name = line:match("^" .. root .. "/([^:]+)%.o:[%x ]* (%a) ([%w_]+)$")
+    if kind == "U" then wanted[#wanted + 1] = { object, name }
+    elseif kind and kind:match("[TDBRVW]") then folder_of[name] = object:match("^[^/]+") end
+  end
+  local upward = {}
+  for _, want in ipairs(wanted) do
+    local own, other = rank[want[1]:match("^[^/]+")], rank[folder_of[want[2]]]
+    if own and other and other > own then
+      upward[#upward + 1] = want[1]:gsub("%.%w+$", "") .. " -> " .. want[2]
+    end
+  end
+  return upward, #wanted
+end
+
 describe("the folders of the core", function()
   it("include nothing of a folder above them", function()
     local upward = {}
@@ -114,19 +138,9 @@ describe("the folders of the core", function()
 
   -- Symbols of the object files, so that a declaration written again by hand is seen, too.
   it("call nothing of a folder above them", function()
-    local build, folder_of, wanted = require("engine.base.ffi").library_dir, {}, {}
-    if helper.shell("ls " .. helper.quote(build .. "/core")).code ~= 0 then return end   -- a folder made by `make dist`
-    for line in helper.shell(("cd %s && nm -A core/*/*.o"):format(helper.quote(build))).out:gmatch("[^\n]+") do
-      local object, kind, name = line:match("^core/([^:]+)%.o:[%x ]* (%a) ([%w_]+)$")
-      if kind == "U" then wanted[#wanted + 1] = { object, name }
-      elseif kind and kind:match("[TDBRVW]") then folder_of[name] = object:match("^[^/]+") end
-    end
-    assert.is_true(#wanted > 1000)
-    local upward = {}
-    for _, want in ipairs(wanted) do
-      local own, other = core_rank[want[1]:match("^[^/]+")], core_rank[folder_of[want[2]]]
-      if other and other > own then upward[#upward + 1] = want[1]:gsub("%.%w+$", "") .. " -> " .. want[2] end
-    end
+    local upward, count = upward_calls("core", core_rank)
+    if not count then return end   -- a folder made by `make dist`
+    assert.is_true(count > 1000)
     report(upward)
   end)
 
@@ -162,6 +176,34 @@ describe("the folders of the core", function()
     for _, path in ipairs(files "core/*/*.[ch]") do
       assert.is_nil(code_of(path):find("#%s*pragma%s+GCC%s+optimize"), path)
     end
+  end)
+end)
+
+describe("the folders of the CUDA device", function()
+  local sources = files "$(find cuda -name '*.[ch]' -o -name '*.cu')"
+
+  it("include nothing of a folder above them", function()
+    local upward = {}
+    for _, path in ipairs(sources) do
+      local folder = path:match("^cuda/([^/]+)/")
+      local own = folder and assert(cuda_rank[folder], path .. ": the folder is not in this spec")
+      for _, name in ipairs(includes(path)) do
+        local other = cuda_rank[name:match("^([%w_]+)/")]
+        if own and other and other > own then upward[#upward + 1] = path .. " -> " .. name end
+      end
+    end
+    assert.same({}, upward)
+  end)
+
+  it("call nothing of a folder above them", function()
+    for _, root in ipairs { "cuda", "emulated" } do
+      assert.same({}, upward_calls(root, cuda_rank) or {})
+    end
+  end)
+
+  -- Both trees are include roots: a name in both would be ambiguous.
+  it("have names of their own", function()
+    for _, name in ipairs(CUDA) do assert.is_nil(core_rank[name], name) end
   end)
 end)
 
