@@ -194,7 +194,7 @@ $(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/erro
 
 # Debian's names. gnuplot is wanted by engine plot --png alone and not in the list.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
-            lua-cjson lua-argparse lua-busted lua-check libopenmpi-dev openmpi-bin
+            lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
 
@@ -405,7 +405,7 @@ dist: all
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
 	@strip --strip-unneeded $(DIST)/engine $(DIST)/build/*.so
 	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | grep -vE '$(SYSTEM_LIBRARIES)|libengine' | xargs -I{} cp -L {} $(DIST)/lib/
-	@cd $(LUA_SHARE) && cp -rL argparse.lua cjson busted say luassert cliargs cliargs.lua pl mediator.lua term system dkjson.lua $(CURDIR)/$(DIST)/lua/
+	@cd $(LUA_SHARE) && cp -rL cjson busted say luassert cliargs cliargs.lua pl mediator.lua term system dkjson.lua $(CURDIR)/$(DIST)/lua/
 	@cd $(LUA_LIB) && cp -rL cjson.so lfs.so term system $(CURDIR)/$(DIST)/lib/lua/
 	@tar -czf $(DIST).tar.gz -C build $(notdir $(DIST))
 	@du -h $(DIST).tar.gz

@@ -7,6 +7,12 @@ local nearest = require "engine.base.nearest"
 
 local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
 
+-- A history draws itself with views.lua of the folder above, which loads with the first picture.
+local history = require("engine.run.history").methods
+for _, picture in ipairs { "plot", "heatmap", "tensor" } do
+  history[picture] = function(...) return require("engine.report.views")[picture](...) end
+end
+
 -- Modules of version 0.1 lay in one folder: `require "engine.history"` finds engine.run.history and warns once.
 local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
 table.insert(package.loaders, function(name)
@@ -137,7 +143,7 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- name -> { module, field of it or nil for the module itself }
+-- name -> { module, field of it or nil for the module itself, first = module to load before it }
 local parts = {
   nn = { "engine.nn" },
   optim = { "engine.train.optim" },
@@ -153,13 +159,13 @@ local parts = {
   scaler = { "engine.train.scaler", "new" },
   register_loss_scaler = { "engine.train.scaler", "register" },
   policy = { "engine.policy.policy" },
-  config = { "engine.base.config", "read" },
+  config = { "engine.base.config", first = "engine.policy.policy" },
   progress = { "engine.run.progress" },
   ranks = { "engine.dist.ranks" },
   checkpoint = { "engine.run.checkpoint" },
   history = { "engine.run.history" },
-  replay = { "engine.policy.replay" },
-  tune = { "engine.policy.tune" },
+  replay = { "engine.run.replay" },
+  tune = { "engine.run.tune" },
   load = { "engine.tensor.safetensors", "load" },
   save = { "engine.tensor.safetensors", "save" },
   gradcheck = { "engine.tensor.gradcheck", "check" },
@@ -171,11 +177,11 @@ return setmetatable(engine, {
   __index = function(t, key)
     local part = parts[key]
     if not part then
-      local names = {}
-      for name in pairs(parts) do names[#names + 1] = name end
+      local names = nearest.keys(parts)
       for name in pairs(t) do names[#names + 1] = name end
       error(("engine has no '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
     end
+    if part.first then require(part.first) end
     local module = require(part[1])
     local value = part[2] and module[part[2]] or module
     rawset(t, key, value)

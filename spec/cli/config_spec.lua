@@ -1,5 +1,5 @@
 -- engine.config: settings on the command line and in files; engine.expression, engine.nearest.
-local config = require "engine.base.config"
+local config = require("engine").config
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 local helper = require "spec.helper"
@@ -66,7 +66,7 @@ describe("config", function()
 
   it("suggests the nearest name and lists them all", function()
     local text = message("stpes=3")
-    assert.matches("no field 'stpes'; did you mean 'steps'? The fields are: ", text, 1, true)
+    assert.matches("no field 'stpes'; did you mean 'steps'?; fields: ", text, 1, true)
     assert.matches("model.block.dropout", text, 1, true)
     assert.matches("did you mean 'model.width'?", message("width=3"), 1, true)
     assert.not_matches("did you mean", message("zzzzzz=3"), 1, true)
@@ -194,7 +194,7 @@ describe("a script with settings", function()
   setup(function()
     folder = helper.folder()
     script = helper.write(folder .. "/train.lua", [[
-      local config = require "engine.base.config"
+      local config = require("engine").config
       local cfg = config({ lr = 0.5, steps = 10 }, { lr = "learning rate" })
       print(cfg.lr, cfg.steps)]])
   end)
@@ -216,7 +216,7 @@ describe("a script with settings", function()
     local result = helper.run { script, "lrr=1" }
     assert.equal(1, result.code)
     assert.equal("", result.out)
-    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'? The fields are: lr, steps\n", result.err)
+    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'?; fields: lr steps\n", result.err)
   end)
 end)
 

@@ -65,7 +65,7 @@ describe("signals", function()
   it("are exported", function()
     local path = folder .. "/out"
     local history = engine.history.open(run)
-    local export = require "engine.run.export"
+    local export = require "engine.report.export"
     export.jsonl(history, path)
     local lines = {}
     for line in io.lines(path) do lines[#lines + 1] = json.decode(line) end

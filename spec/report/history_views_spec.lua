@@ -1,6 +1,6 @@
 -- What a history shows: curves from blocks, heat maps, one tensor; totals that blocks and rows give alike, whatever was resumed.
 local M_ffi = require "engine.base.ffi"
-local curves = require "engine.report.curves"
+local curves = require "engine.run.curves"
 local heat = require "engine.report.heat"
 local history = require "engine.run.history"
 local scratch = require "spec.store.scratch"
@@ -102,7 +102,7 @@ describe("what a history shows", function()
       assert.matches(what, message, 1, true)
     end
     fails("no number of the history is called 'los'; did you mean 'loss'?", "los")
-    fails("plot: no option 'logg'; did you mean 'log'?", "loss", { logg = true })
+    fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
   end)
 
   it("draws layers by exponent and over time", function()

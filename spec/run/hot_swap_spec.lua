@@ -176,7 +176,7 @@ describe("a bad policy", function()
   end)
 
   it("file whose place a pipe or a device took leaves the policy alone", function()
-    for name, text in pairs { pipe = "is no ordinary file", ["link to a device"] = "is no ordinary file", ["large file"] = "is larger than 1 MiB" } do
+    for name, text in pairs { pipe = "is not a regular file", ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do
       local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
       helper.write(path, "return { options = { init_scale = 4 }, decide = function(s) return s.scale end }")
       local trainer = job { policy = path, steps = 12, run = folder .. "/" .. name:sub(1, 4), on_step = function(t)

@@ -368,7 +368,7 @@ describe("a registered loss scaler", function()
       loss = function(m) return m(input()):mean() end }:run()
     assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)
     assert.has_error(function() engine.register_loss_scaler("odd", { get_scale = print, update = print, needs = { "tensor" } }) end,
-      "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean 'tensors'?; there are amax, hist, norm, norm_ref, tensors, underflow, zeros")
+      "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean 'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
   end)
 
   it("may scale the loss and unscale the gradients itself", function()

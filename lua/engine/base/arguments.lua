@@ -76,12 +76,7 @@ function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
   if type(options) ~= "table" then raise("%s: expected a table of options, got %s", name, value_text(options)) end
   for key in pairs(options) do
-    if not known[key] then
-      local names = {}
-      for n in pairs(known) do names[#names + 1] = n end
-      table.sort(names)
-      raise("%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
-    end
+    if known[key] == nil then raise("%s: unknown option '%s'%s", name, tostring(key), nearest.choices(key, known, "options")) end
   end
   return options
 end

@@ -18,6 +18,7 @@
 -- folder that is there), folder (there or not yet), policy (one that can be loaded); the default is always good. A list with choices holds one of them or more.
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local config = {}
 
@@ -86,9 +87,7 @@ local function names_of(fields)
 end
 
 local function unknown(name, fields, where)
-  local names = names_of(fields)
-  local hint = nearest.hint(name, names)
-  fail("%sno field '%s'%s: %s", where, name, hint ~= "" and hint .. " The fields are" or "; the fields are", table.concat(names, ", "))
+  fail("%sno field '%s'%s", where, name, nearest.choices(name, names_of(fields), "fields"))
 end
 
 local function copy(value)
@@ -111,18 +110,12 @@ end
 
 local booleans = { ["true"] = true, yes = true, on = true, ["1"] = true, ["false"] = false, no = false, off = false, ["0"] = false }
 
-local function show(value)
-  if type(value) == "number" then
-    for digits = 14, 17 do
-      local text = ("%." .. digits .. "g"):format(value)
-      if tonumber(text) == value or value ~= value then return text end
-    end
-  elseif type(value) == "table" then
-    local parts = {}
-    for i, v in ipairs(value) do parts[i] = show(v) end
-    return table.concat(parts, ",")
-  end
-  return tostring(value)
+local function value_text(value)
+  if type(value) == "number" then return show.exact(value) end
+  if type(value) ~= "table" then return tostring(value) end
+  local parts = {}
+  for i, v in ipairs(value) do parts[i] = value_text(v) end
+  return table.concat(parts, ",")
 end
 
 local function to_number(name, text, where)
@@ -152,7 +145,7 @@ end
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
-    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value), show(value))
+    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value), value_text(value))
   end
   if field.kind == "number" and value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
   if field.kind == "list" then
@@ -188,11 +181,10 @@ local RANGES = {
   folder = { problem = function(name)
     return require("engine.base.ffi").C.eng_file_kind(name) == 1 and ("expected a folder, '%s' is a file"):format(name) or nil
   end },
-  policy = { problem = function(name)
-    local good, message = pcall(require("engine.policy.policy").load, name)
-    return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
-  end },
 }
+
+--- The ranges by name; a higher folder adds its own (policy/policy.lua adds `policy`).
+config.ranges = RANGES
 
 -- name -> range, from { count = "steps width", ... }.
 local function ranges_of(kinds, fields)
@@ -227,7 +219,7 @@ local function check(name, value, field, rules)
       if problem then fail("%s: %s", name, problem) end
     end
   elseif range and type(value) == "number" and not range[2](value) then
-    fail("%s: expected %s, got %s", name, range[1], show(value))
+    fail("%s: expected %s, got %s", name, range[1], value_text(value))
   end
   local choices = type(doc) == "table" and doc.choices
   if choices and field.kind == "list" then
@@ -321,7 +313,7 @@ end
 -- The fields as lines of name=value, as the command line takes them.
 function config.format(values)
   local lines = {}
-  for i, pair in ipairs(config.flatten(values)) do lines[i] = pair[1] .. "=" .. show(pair[2]) end
+  for i, pair in ipairs(config.flatten(values)) do lines[i] = pair[1] .. "=" .. value_text(pair[2]) end
   return table.concat(lines, "\n")
 end
 
@@ -337,7 +329,7 @@ function config.help(defaults, docs, script)
       for i, choice in ipairs(doc.choices) do choices[i] = tostring(choice) end
       text = text .. (text == "" and "" or ": ") .. table.concat(choices, ", ")
     end
-    local default = field.default ~= nil and show(field.default) or "-"
+    local default = field.default ~= nil and value_text(field.default) or "-"
     rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
     width, default_width = math.max(width, #name), math.max(default_width, #rows[#rows][3])
   end

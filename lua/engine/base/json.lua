@@ -6,20 +6,12 @@
 -- not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than strings.
 local ffi = require "ffi"
 local cjson = require "cjson"
+local show = require "engine.base.show"
 
 local M = {}
 
--- The shortest of %.15g to %.17g that reads back as the same number.
 local function number_text(x)
-  if x ~= x then return '{"$number":"nan"}' end
-  if x == math.huge then return '{"$number":"inf"}' end
-  if x == -math.huge then return '{"$number":"-inf"}' end
-  if x == 0 then return 1 / x < 0 and "-0.0" or "0" end
-  for digits = 15, 16 do
-    local text = ("%." .. digits .. "g"):format(x)
-    if tonumber(text) == x then return text end
-  end
-  return ("%.17g"):format(x)
+  return x - x ~= 0 and '{"$number":"' .. show.exact(x) .. '"}' or show.exact(x)
 end
 
 local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t" }

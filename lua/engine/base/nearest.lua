@@ -1,7 +1,21 @@
--- The nearest of some names to a misspelt one, for error messages.
+-- Suggestions for misspelt names, for error messages. `names` is a list, or a table whose keys are the names.
 --   nearest("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
---   nearest.hint("lrr", { "lr", "batch" })            -> "; did you mean 'lr'?", or "" when nothing is near
+--   nearest.hint("lrr", { "lr", "batch" })            -> "; did you mean 'lr'?", or "" when none is near
+--   nearest.choices("lrr", { lr = 1, batch = 2 }, "options")
+--                                                     -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
+
+--- The keys of a table as a sorted list of texts.
+function nearest.keys(t)
+  local keys = {}
+  for key in pairs(t) do keys[#keys + 1] = tostring(key) end
+  table.sort(keys)
+  return keys
+end
+
+local function list_of(names)
+  return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
+end
 
 -- Edits (insert, delete, replace, swap of neighbours) from a to b.
 local function distance(a, b)
@@ -22,21 +36,21 @@ local function distance(a, b)
   return previous[#b]
 end
 
--- The nearest name, or nil when none is near: more than a third of the letters wrong.
+--- The nearest name, or nil when none is near: more than a third of the letters wrong.
 function nearest.find(name, names)
   name = tostring(name)
   local best, best_distance
   local lower = name:lower()
   if #name > 64 then return nil end
-  for _, candidate in ipairs(names) do
+  for _, candidate in ipairs(list_of(names)) do
     local text = tostring(candidate)
     local d = #text <= 64 and distance(lower, text:lower()) or 1e9
     local last = text:match("[^.]+$") or text          -- `width` for `model.width`
     if last ~= text and last:lower() == lower then d = 1 end
     if not best_distance or d < best_distance then best, best_distance = candidate, d end
   end
-  if best and best_distance <= math.max(1, math.floor(math.max(#name, #tostring(best)) / 3)) then return best end
-  return nil
+  local most = best and math.max(1, math.floor(math.max(#name, #tostring(best)) / 3))
+  return best and best_distance <= most and best or nil
 end
 
 function nearest.hint(name, names)
@@ -44,13 +58,17 @@ function nearest.hint(name, names)
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
---- A module in which a name that is not there is an error that suggests the nearest one.
+--- The hint and all the names; `what` they are: "options".
+function nearest.choices(name, names, what)
+  local texts = {}
+  for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
+  return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
+end
+
+--- A module in which a missing name is an error that suggests the nearest one.
 function nearest.guard(module, what)
   return setmetatable(module, { __index = function(t, key)
-    local names = {}
-    for name in pairs(t) do names[#names + 1] = name end
-    table.sort(names)
-    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(key, names)), 2)
+    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(key, nearest.keys(t))), 2)
   end })
 end
 

@@ -1,5 +1,5 @@
--- engine doctor: what this machine offers and what is missing. One line a thing: ok, missing or note,
--- and what to do about it. Ends with 1 when something is missing that the engine needs.
+-- engine doctor: what this machine offers and what is missing. Each line is ok, missing or note, with what to do about
+-- it. The exit code is 1 when something is missing that the engine needs.
 local host = require "engine.host"
 
 -- The first line a command prints, or nil.
@@ -10,6 +10,7 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
+-- All of a file of /proc, "" without one. base/file.lua needs the engine's library, which doctor works without.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -41,7 +42,8 @@ local function cpu()
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
   for _, pair in ipairs { { "avx2", "AVX2" }, { "f16c", "F16C" }, { "avx512f", "AVX-512" }, { "avx512_bf16", "AVX-512 BF16" },
-                          { "avx512_fp16", "AVX-512 FP16" }, { "amx_bf16", "AMX BF16" }, { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
+                          { "avx512_fp16", "AVX-512 FP16" }, { "amx_bf16", "AMX BF16" },
+                          { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
     if flags:find(" " .. pair[1] .. " ", 1, true) then sets[#sets + 1] = pair[2] end
   end
   line("ok", "instructions", #sets > 0 and table.concat(sets, ", ") or "baseline only")
@@ -53,8 +55,8 @@ local function memory()
   if total then line("ok", "memory", ("%.1f GiB, %.1f GiB available"):format(total / 2 ^ 20, (free or 0) / 2 ^ 20)) end
 end
 
-local BF16 = { AMX = "by AMX, through oneDNN: several times faster than f32; subnormal bf16 count as zero",
-  pairs = "in pairs, by AVX-512 BF16: twice as fast as f32; subnormal bf16 count as zero",
+local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 count as zero",
+  pairs = "in pairs, on AVX-512 BF16: twice as fast as f32; subnormal bf16 count as zero",
   f32 = "in f32: as fast as f32, and subnormals are kept" }
 
 local function library()
@@ -62,7 +64,8 @@ local function library()
   if not ok then return need(false, "engine library", nil, "cannot be used: " .. tostring(result):match("[^\n]*")) end
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
   local machine = require "engine.base.machine"
-  line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(), machine.isa(), thread_text(machine.threads())))
+  line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(), machine.isa(),
+    thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
   line("ok", "SQLite", machine.library_version("sqlite") or "unknown")
@@ -86,12 +89,10 @@ local function lua()
   local gc64 = require("ffi").abi("gc64")
   need(gc64, "LuaJIT", jit.version .. ", GC64, JIT " .. (jit.status() and "on" or "off"),
        "this LuaJIT lacks GC64: install libluajit-5.1-2 of Debian 12 or newer")
-  for _, pair in ipairs { { "cjson", "lua-cjson" }, { "argparse", "lua-argparse" } } do
-    need(pcall(require, pair[1]), pair[2], "there", "apt install " .. pair[2])
-  end
+  need(pcall(require, "cjson"), "lua-cjson", "installed", "apt install lua-cjson")
 end
 
--- What only building, testing or a part of the work needs.
+-- Programs that only building and testing need.
 local optional = {
   { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
   { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },
@@ -109,11 +110,13 @@ local function programs()
     end
   end
   local mpi = output("command -v mpirun")
-  line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or "not here; training runs in one process")
+  line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or
+    "not installed; training runs in one process")
   local good, machine = pcall(require, "engine.base.machine")
   if good then
     local nccl, why = machine.nccl()
-    local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or "of use where there are cards"
+    local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or
+      "used where there are cards"
     line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why .. "; between cards, gradients go through the host")
   end
   if #missing > 0 then

@@ -1,6 +1,8 @@
 -- engine help [command], engine --help
-local cli = require "engine.cli"
 local nearest = require "engine.base.nearest"
+
+-- The subcommands in the order of this help.
+local commands = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay", "report", "runs", "tune", "version" }
 
 local text = [==[
 usage: engine [options] [script.lua [name=value ...]]
@@ -27,27 +29,27 @@ Ctrl-C ends a training run at its next step with a checkpoint, a second one at o
 
 local function list()
   local lines = {}
-  for i, name in ipairs(cli.commands) do
+  for i, name in ipairs(commands) do
     lines[i] = ("  engine %-10s %s"):format(name, require("engine.cli." .. name).doc)
   end
   return table.concat(lines, "\n")
 end
 
-local help = { doc = "this text, or that of a command" }
+local help = { doc = "this text, or the help of a command", commands = commands }
 
 function help.main(name)
   if not name or name == "help" then
     print(text:format(list()))
     return 0
   end
-  for _, command in ipairs(cli.commands) do
+  for _, command in ipairs(commands) do
     if command == name then
       local module = require("engine.cli." .. name)
       print(module.help or ("engine %s: %s"):format(name, module.doc))
       return 0
     end
   end
-  io.stderr:write(("engine help: no command '%s'%s\n"):format(name, nearest.hint(name, cli.commands)))
+  io.stderr:write(("engine help: no command '%s'%s\n"):format(name, nearest.choices(name, commands, "commands")))
   return 1
 end
 

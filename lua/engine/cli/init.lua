@@ -1,21 +1,20 @@
--- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module
--- engine.cli.NAME giving { doc = "one line", main = function(...) return exit code end }.
--- To add one, write the module and name it here.
+-- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module engine.cli.NAME that gives
+-- { doc = "one line", help = text or nil, main = function(...) return exit_code end }; options.lua makes most of them.
+-- To add one, write the module and name it in help.lua. Called by main.c.
+local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 
-local commands = { "attach", "doctor", "export", "help", "plan", "plot", "replay", "report", "runs", "tune", "version" }
+local cli = {}
 
-local cli = { commands = commands }
-
--- Called by main.c.
 function cli.run(name, ...)
-  for _, command in ipairs(commands) do
-    if command == name and (... == "--help" or ... == "-h") then return require("engine.cli.help").main(name) or 0 end
-    if command == name then return require("engine.cli." .. name).main(...) or 0 end
+  for _, command in ipairs(help.commands) do
+    if command == name then
+      if ... == "--help" or ... == "-h" then return help.main(name) or 0 end
+      return require("engine.cli." .. name).main(...) or 0
+    end
   end
-  local hint = nearest.hint(name, commands)
-  io.stderr:write(("engine: no script and no command '%s'%s: %s\n"):format(
-    name, hint ~= "" and hint .. " The commands are" or "; the commands are", table.concat(commands, ", ")))
+  io.stderr:write(("engine: no script and no command '%s'%s\n"):format(
+    name, nearest.choices(name, help.commands, "commands")))
   return 1
 end
 

@@ -1,61 +1,117 @@
--- The arguments of commands that ask a history: plain words, --name value or --name=value, and --switches.
-local arguments = require "engine.cli.policies"
+-- The command line of the subcommands: words, --name value or --name=value, switches, and policies with their options.
+--   return options.command {
+--     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
+--     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
+--     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
+--   }
+-- Kinds: "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts" (may be repeated), "switch".
+-- With policies = true the command takes --policy FILE name=value ... into given.policies = { { source, options } ... }.
+-- Settings of training scripts (name=value) are read by base/config.lua.
+local expression = require "engine.base.expression"
+local nearest = require "engine.base.nearest"
 
-local M = { fail = arguments.fail }
+local M = {}
 
---- { words = { ... }, name = value } from the words of a command line. known: name -> true (takes a value), "number", "list" (a,b,c) or
---- false (a switch).
-function M.parse(words, known)
-  local result = { words = {} }
+--- Ends a command with one line about its arguments.
+function M.fail(format, ...) error(format:format(...), 0) end
+local fail = M.fail
+
+local VALUE = {
+  text = function(_, text) return text end,
+  number = function(name, text)
+    return expression(text) or fail("--%s: expected a number, got '%s'", name, text)
+  end,
+  list = function(_, text)
+    local list = {}
+    for part in text:gmatch("[^,%s]+") do list[#list + 1] = part end
+    return list
+  end,
+  texts = function(_, text, list)
+    list[#list + 1] = text
+    return list
+  end,
+}
+
+-- An option's name with its dashes: -e, --json.
+local function dashed(name) return (#name == 1 and "-" or "--") .. name end
+
+local function unknown(word, spec)
+  local names = nearest.keys(spec.options or {})
+  if spec.policies then names[#names + 1] = "policy" end
+  for i, name in ipairs(names) do names[i] = dashed(name) end
+  table.sort(names)
+  fail("no option '%s'%s", word, #names == 0 and "; this command has none" or nearest.choices(word, names, "options"))
+end
+
+-- A word without a dash: an option of the policy before it, a policy file, or one of the command's words.
+local function plain_word(word, given, spec)
+  if spec.word and spec.word(word, given) then return end
+  local policies = given.policies
+  local name, value = word:match("^([%a_][%w_]*)=(.*)$")
+  if policies and name then
+    if #policies == 0 then fail("'%s' stands before any --policy FILE, whose option it could be", word) end
+    policies[#policies].options[name] = value
+  elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then
+    policies[#policies + 1] = { source = word, options = {} }
+  else
+    given.words[#given.words + 1] = word
+  end
+end
+
+--- The values of a command line: { words = { ... }, name = value, policies = { ... } }.
+function M.parse(words, spec)
+  local given, known = { words = {}, policies = spec.policies and {} or nil }, spec.options or {}
+  for name, kind in pairs(known) do
+    if kind == "texts" then given[name] = {} end
+  end
   local i = 0
   while i < #words do
     i = i + 1
     local word = words[i]
-    local name, text = word:match("^%-%-?([%a][%w_-]*)=?(.*)$")
-    if word == "-o" then name, text = "output", "" end
-    if not name then
-      result.words[#result.words + 1] = word
-    elseif known[name] == nil then
-      local names = {}
-      for k in pairs(known) do names[#names + 1] = k end
-      table.sort(names)
-      local near = require("engine.base.nearest").find(name, names)
-      M.fail("no option '%s'%s the options are --%s", word, near and ("; did you mean '--%s'? All of"):format(near) or ";", table.concat(names, ", --"))
-    elseif known[name] == false then
-      result[name] = true
-    else
-      if text == "" and not word:find("=", 1, true) then
+    local name, text = word:match("^%-%-?(%a[%w_-]*)=(.*)$")
+    name = name or word:match("^%-%-?(%a[%w_-]*)$")
+    name = spec.short and spec.short[name] or name
+    local kind = name and (known[name] or spec.policies and name == "policy" and "policy")
+    if kind == "switch" and not text then
+      given[name] = true
+    elseif kind and kind ~= "switch" then
+      if not text then
         i = i + 1
-        text = words[i]
-        if not text then M.fail("--%s wants a value", name) end
+        text = words[i] or fail("%s wants a value", dashed(name))
       end
-      if known[name] == "number" then
-        result[name] = tonumber(text) or M.fail("--%s: expected a number, got '%s'", name, text)
-      elseif known[name] == "list" then
-        local list = {}
-        for part in text:gmatch("[^,%s]+") do list[#list + 1] = part end
-        result[name] = list
-      else
-        result[name] = text
-      end
+      if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
+      else given[name] = VALUE[kind](name, text, given[name]) end
+    elseif word:find("^%-%-?%a") then
+      unknown(word, spec)
+    else
+      plain_word(word, given, spec)
     end
   end
-  return result
+  return given
 end
 
---- A command on one run: { doc, help, main } of a function(options, history, path).
-function M.command(name, doc, help, known, body)
-  return { doc = doc, help = help, main = function(...)
+--- A command that cli.run can start: { doc, help, main }. An error becomes one line and the exit code 1.
+function M.command(spec)
+  return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
-    return arguments.guard(name, function()
-      local options = M.parse(words, known)
-      if #options.words ~= 1 then M.fail("expected one run, got %d; engine help %s says more", #options.words, name) end
-      local path = require("engine.run.runs").find(options.words[1])
-      local history = require("engine.run.history").open(path)
-      if history:query("SELECT count(*) AS n FROM (SELECT 1 FROM steps LIMIT 1)")[1].n == 0 then M.fail("%s has no steps", path) end
-      return body(options, history, path)
-    end)
+    local good, result = pcall(function() return spec.main(M.parse(words, spec)) end)
+    if good then return result or 0 end
+    io.stderr:write(("engine %s: %s\n"):format(spec.name, (tostring(result):gsub("\n.*", ""))))
+    return 1
   end }
+end
+
+--- A command on one run: spec.main is called with the given options, the history and the run's path.
+function M.run_command(spec)
+  local main = spec.main
+  spec.main = function(given)
+    if #given.words ~= 1 then fail("expected one run, got %d; engine help %s says more", #given.words, spec.name) end
+    local path = require("engine.run.runs").find(given.words[1])
+    local history = require("engine.run.history").open(path)
+    if #history:query("SELECT 1 FROM steps LIMIT 1") == 0 then fail("%s has no steps", path) end
+    return main(given, history, path)
+  end
+  return M.command(spec)
 end
 
 return M

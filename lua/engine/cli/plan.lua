@@ -1,34 +1,40 @@
--- engine plan SCRIPT [ranks=N] [alpha=seconds] [beta=seconds per byte] [step=seconds] [wire=] [zero=] [bucket=] [measure=1,2,4] [name=value ...]
+-- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. The model of costs is in
+-- dist/plan.lua, the measurements in dist/plan_measure.lua; here are the command line and the tables.
+local config = require "engine.base.config"
+local nearest = require "engine.base.nearest"
+
 local help = [==[
-usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [wire=FORMAT] [zero=0|1|2] [bucket=MIB]
-                   [measure=N,N,...] [name=value ...]
+usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [wire=FORMAT] [zero=0|1|2]
+                   [bucket=MIB] [measure=N,N,...] [name=value ...]
 
-Predicts what the script's training would cost on 1 to `ranks` ranks: memory of each, the share of
-a step that goes into messages, and into the record of overflows. The script runs up to its trainer,
-of which a few steps are timed. Other settings go to the script.
+Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
+share of a step spent on messages, and the time of the overflow record. The script runs up to its
+trainer, of which a few steps are timed. Other settings go to the script.
 
-  engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9       # messages of 2 us, 25 GB/s a rank
-  engine plan examples/gpt.lua zero=2 measure=1,2,4                     # beside what such jobs take here
+  engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9    # messages of 2 us, 25 GB/s a rank
+  engine plan examples/gpt.lua zero=2 measure=1,2,4                  # beside such jobs, measured here
 
-alpha, beta  seconds of a message and of a byte between two ranks; measured here, between two
-             processes, where they are not given and mpirun is there
-step         seconds of one rank's own step; measured where it is not given
-wire zero bucket   as the trainer takes them; what the script says where they are not given
-The table: memory of a rank, and of it gradients (zero=2: its pieces and what backward writes),
-moments, and messages under way; then times: messages of gradients; what of a step's messages is
-waited for, that is those of gradients that the backward pass does not hide and, with zero=1 or 2,
-the updated weights, which go round after it; the record; and the whole step.
+alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
+             two processes, where mpirun is installed
+step         seconds of one rank's own step; measured by default
+wire zero bucket   as the trainer takes them; by default the script's own values
 
-measure      runs the job with so many ranks on this machine, a thread each, and prints what was
-             predicted for this machine beside what was measured. Ranks that share a machine are
-             no ranks of their own: what is predicted for them begins with steps timed while every
-             core is at work, and waits for the slowest of them; their messages hide behind nothing,
-             for the cores that compute copy them; and more ranks than cores take turns]==]
+The first columns are memory of a rank: all of it, gradients (zero=2: its own part and what backward
+writes), moments, and messages in flight. Then come times: all gradient messages; the part of a
+step's messages that is not hidden, which is what the backward pass does not overlap and, with
+zero=1 or 2, the updated weights sent after it; the record; and the whole step.
 
-local OWN = { "ranks", "alpha", "beta", "step", "wire", "zero", "bucket", "measure" }
-local MINE, COST = { role = true }, { alpha = true, beta = true, step = true }
-for _, name in ipairs(OWN) do MINE[name] = true end
-local TEXT = { wire = true, measure = true, role = true }
+measure      also runs the job with these numbers of ranks on this machine, one thread for each rank,
+             and prints the prediction for this machine beside the measurement. Ranks that share a
+             machine slow each other down: the prediction starts from steps timed with every core at
+             work and waits for the slowest; messages overlap nothing, because the cores that compute
+             copy them; and ranks beyond the number of cores take turns]==]
+
+-- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank it starts.
+local OWN = { ranks = config.optional "number", alpha = config.optional "number", beta = config.optional "number",
+  step = config.optional "number", wire = config.optional "string", zero = config.optional "number",
+  bucket = config.optional "number", measure = config.optional "list" }
+local RANGES = { positive = "alpha beta step" }
 local MIB = 2 ^ 20
 local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
 
@@ -98,38 +104,35 @@ local function job_of(trainer, options, records, wanted, measured, step)
   return job
 end
 
-local function counts_of(text)
+local function counts_of(texts)
   local counts = {}
-  for word in text:gmatch("[^,]+") do
-    local n = tonumber(word)
+  for i, text in ipairs(texts) do
+    local n = tonumber(text)
     if not n or n < 1 or n > 64 or n % 1 ~= 0 then
-      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(text), 0)
+      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(table.concat(texts, ",")), 0)
     end
-    counts[#counts + 1] = n
+    counts[i] = n
   end
   if #counts == 0 then error("expected measure as numbers of ranks, such as 1,2,4, got none", 0) end
   return counts
 end
 
+-- The command's own settings, and those that go to the script.
 local function read(words)
-  local given, settings = {}, {}
+  local own, settings, role = {}, {}, nil
   for _, word in ipairs(words) do
-    local name, text = word:match("^([%a_]+)=(.*)$")
-    if name and MINE[name] then
-      local value = TEXT[name] and text or require("engine.base.expression")(text)
-      if value == nil or value == "" and name ~= "measure" or COST[name] and not (value > 0 and value < math.huge) then
-        error(("expected %s as %s, got '%s'"):format(name, TEXT[name] and "a text" or "a number above 0", text), 0)
-      end
-      given[name] = value
-    else
-      settings[#settings + 1] = word
-    end
+    local name = word:match("^([%a_]+)=")
+    if name == "role" then role = word:match("=(.*)") else table.insert(name and OWN[name] and own or settings, word) end
   end
+  local given = config.parse(OWN, own, nil, RANGES)
+  given.role = role
   local key, expected = require("engine.dist.parallel").wrong { wire = given.wire, zero = given.zero, bucket = given.bucket }
   if key then error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
-  if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then error(("expected ranks from 1 to 100000, got %g"):format(given.ranks), 0) end
+  if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then
+    error(("expected ranks from 1 to 100000, got %g"):format(given.ranks), 0)
+  end
   return given, settings
 end
 
@@ -222,8 +225,8 @@ local function main(script, ...)
   end, ...)
   if good then return 0 end
   local unknown = tostring(problem):match("config: no field '([^']+)'")
-  local own = unknown and ("\nengine plan's own settings are %s%s"):format(table.concat(OWN, ", "), require("engine.base.nearest").hint(unknown, OWN)) or ""
-  io.stderr:write("engine plan: " .. tostring(problem) .. own .. "\n")
+  local own = unknown and "\nas a setting of engine plan" .. nearest.choices(unknown, OWN, "its settings") or ""
+  io.stderr:write("engine plan: " .. tostring(problem):gsub("^config: ", "") .. own .. "\n")
   return 1
 end
 

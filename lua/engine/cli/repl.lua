@@ -146,22 +146,13 @@ end
 
 -- The names in a folder that begin with `start`, folders with a slash.
 local function paths(folder, start)
-  local good, list = pcall(function()
-    local M_ffi = require "engine.base.ffi"
-    local C, out = M_ffi.C, M_ffi.new("eng_listing *[1]")
-    if C.eng_file_list(out, folder == "" and "." or folder) ~= 0 then return {} end
-    local names, i = {}, 0
-    while C.eng_listing_name(out[0], i) ~= nil do
-      local name = M_ffi.string(C.eng_listing_name(out[0], i))
-      if name:sub(1, #start) == start and not (start == "" and name:sub(1, 1) == ".") then
-        names[#names + 1] = C.eng_file_kind(folder .. name) == 2 and name .. "/" or name
-      end
-      i = i + 1
+  local files, list = require "engine.base.file", {}
+  for _, name in ipairs(files.names(folder == "" and "." or folder) or {}) do
+    if name:sub(1, #start) == start and not (start == "" and name:sub(1, 1) == ".") then
+      list[#list + 1] = files.kind(folder .. name) == 2 and name .. "/" or name
     end
-    C.eng_listing_free(out[0])
-    return names
-  end)
-  return good and list or {}
+  end
+  return list
 end
 
 -- What to insert, and what to list, of candidates that all begin with `start`.

@@ -6,6 +6,7 @@
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local order = require "engine.data.order"
+local read_named = require("engine.base.arguments").read_named
 local tensor = require "engine.tensor.tensor"
 
 local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
@@ -17,20 +18,11 @@ local NEEDED = {}   -- an option without a default
 
 -- known: option -> default, or NEEDED. An option has the type of its default, where that is a number or a boolean.
 local function options_of(name, given, known)
-  if type(given) ~= "table" then raise("data.%s: expected a table of options, got %s", name, value_text(given)) end
   local o = {}
   for key, value in pairs(known) do
     if value ~= NEEDED then o[key] = value end
   end
-  for key, value in pairs(given) do
-    if known[key] == nil then
-      local names = {}
-      for n in pairs(known) do names[#names + 1] = n end
-      table.sort(names)
-      raise("data.%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
-    end
-    o[key] = value
-  end
+  for key, value in pairs(read_named(given or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known)) do o[key] = value end
   for _, key in ipairs { "batch", "context", "seed" } do
     local v, least = o[key], key == "seed" and 0 or 1
     if known[key] and (type(v) ~= "number" or v < least or v % 1 ~= 0) then

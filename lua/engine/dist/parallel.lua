@@ -342,14 +342,17 @@ function Parallel:record(record, stats, scale, tokens)
   return tokens
 end
 
+local exact = require("engine.base.show").exact
+
 --- What was decided, to be compared with the others: with the next record, and at once where the update itself takes all ranks.
 function Parallel:decide(verdict)
   if not self.many then return end
   local trainer = self.trainer
-  local parts = { ("step %d: %s, scale %.17g, clip %.17g, lr x%.17g"):format(trainer.steps_done, verdict:what(), verdict.scale, verdict.clip, verdict.lr_mul) }
+  local parts = { ("step %d: %s, scale %s, clip %s, lr x%s"):format(trainer.steps_done, verdict:what(), exact(verdict.scale),
+    exact(verdict.clip), exact(verdict.lr_mul)) }
   for i, group in ipairs(trainer.groups.groups) do
     local scale = trainer.policy.group_scale and trainer.policy:group_scale(i)
-    if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %.17g"):format(group, scale) end
+    if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %s"):format(group, exact(scale)) end
   end
   self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), trainer.policy.name, trainer.policy.hash and " " .. trainer.policy:hash() or "")
   if self.zero then self:agree() end

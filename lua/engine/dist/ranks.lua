@@ -97,15 +97,8 @@ end
 
 -- A line for each Lua file below `folder`.
 local function add_modules(lines, folder, below)
-  local out = ffi.new("eng_listing *[1]")
-  if C.eng_file_list(out, folder .. below) ~= 0 then return end
-  local names, i = {}, 0
-  while C.eng_listing_name(out[0], i) ~= nil do
-    names[#names + 1] = ffi.string(C.eng_listing_name(out[0], i))
-    i = i + 1
-  end
-  C.eng_listing_free(out[0])
-  table.sort(names)
+  local names = require("engine.base.file").names(folder .. below)
+  if not names then return end
   for _, name in ipairs(names) do
     local path = below .. "/" .. name
     if name:find("%.lua$") then lines[#lines + 1] = ("engine's %s %s"):format(path:sub(2), crc_of(folder .. path))

@@ -194,7 +194,7 @@ local function config_text(model)
     return (model.source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"float32"'):gsub('("dtype"%s*:%s*)"[^"]*"', '%1"float32"'))
   end
   local f = model.fields
-  local function number(x) return x and ("%.17g"):format(x) or "null" end
+  local number = require("engine.base.show").json_number
   local list = { '"architectures": ["GPT2LMHeadModel"]', '"model_type": "gpt2"', '"dtype": "float32"' }
   for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon",
     "resid_pdrop", "embd_pdrop", "attn_pdrop" } do

@@ -30,13 +30,12 @@ local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients
 
 -- What a class asks for, as bits. nil and what is wrong where that is no list of known statistics.
 local function needs_of(class)
-  local bits, names = C.ENG_NEED_AMAX + C.ENG_NEED_NORM, {}
+  local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
   if class.needs ~= nil and type(class.needs) ~= "table" then return nil, ("expected a list of statistics, got a %s"):format(type(class.needs)) end
-  for name in pairs(NEEDS) do names[#names + 1] = name end
-  table.sort(names)
   for _, name in ipairs(class.needs or {}) do
     if not NEEDS[name] then
-      return nil, ("there is no statistic %s%s; there are %s"):format(M_ffi.value_text(name), nearest.hint(tostring(name), names), table.concat(names, ", "))
+      return nil, ("there is no statistic %s%s"):format(M_ffi.value_text(name),
+        nearest.choices(name, NEEDS, "statistics"))
     end
     bits = bit.bor(bits, NEEDS[name])
   end

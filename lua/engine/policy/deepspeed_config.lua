@@ -22,10 +22,6 @@ local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grad
 -- Options of the policies that a block has no key for; they may stand beside its keys.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
-local key_names = {}
-for name in pairs(KEYS) do key_names[#key_names + 1] = name end
-table.sort(key_names)
-
 local function is_null(v) return v == nil or v == cjson.null end
 
 -- The number or boolean a key holds; nil when it holds nothing or "auto". `where(key)` leads a message.
@@ -48,13 +44,10 @@ end
 --- message about a key.
 function M.translate(block, stage, where)
   where = where or function() return "" end
-  local keys = {}
-  for key in pairs(block) do keys[#keys + 1] = tostring(key) end
-  table.sort(keys)
+  local keys = nearest.keys(block)
   for _, key in ipairs(keys) do
     if KEYS[key] == nil and not OWN[key] then
-      local hint = nearest.hint(key, key_names)
-      error(("%sfp16 has no key '%s'%s The keys are %s"):format(where(key), key, hint ~= "" and hint or ".", table.concat(key_names, " ")), 0)
+      error(("%sfp16 has no key '%s'%s"):format(where(key), key, nearest.choices(key, KEYS, "keys")), 0)
     end
   end
   if read(block, "enabled", where) == false then return "static", { loss_scale = 1 } end
@@ -127,7 +120,7 @@ end
 
 --- Reads a DeepSpeed JSON: the name of the policy and its options.
 function M.read(path, changes)
-  local text, why = require("engine.policy.policy").read(path)
+  local text, why = require("engine.base.file").read(path)
   if not text then error("policy: " .. why, 0) end
   text = text:gsub("^\239\187\191", "")                -- a byte order mark
   local config, problem = cjson.decode(text)

@@ -4,7 +4,9 @@
 --   local verdict = p:decide(record)                                     -- an eng_verdict
 --   local text = p:save(); p:restore(text)
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
@@ -130,76 +132,44 @@ for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
 --- Names of the policies that come with the engine, sorted: those that choose a loss scale, or of a kind "fp8" (fp8_*).
 function M.names(kind)
-  local names, listing = {}, ffi.new("eng_listing *[1]")
+  local names = {}
   for _, folder in ipairs(folders) do
-    if C.eng_file_kind(folder) == 2 and C.eng_file_list(listing, folder) == 0 then
-      local i = 0
-      while true do
-        local entry = C.eng_listing_name(listing[0], i)
-        if entry == nil then break end
-        local name = ffi.string(entry):match("^(.+)%.lua$")
-        if name and (name:find("^fp8_") ~= nil) == (kind == "fp8") then names[#names + 1] = name end
-        i = i + 1
-      end
-      C.eng_listing_free(listing[0])
-      break
+    for _, entry in ipairs(files.names(folder) or {}) do
+      local name = entry:match("^(.+)%.lua$")
+      if name and (name:find("^fp8_") ~= nil) == (kind == "fp8") then names[#names + 1] = name end
     end
+    if #names > 0 then break end
   end
   return names
 end
 
-local LARGEST_FILE = 2 ^ 20
-
---- The text of a policy's file; nil and why. A pipe or a device in its place would keep whoever reads it waiting, or never end.
-function M.read(path)
-  local kind = C.eng_file_kind(path)
-  if kind == 2 then return nil, path .. ": is a folder" end
-  if kind == 3 then return nil, path .. ": is no ordinary file" end
-  local file, why = io.open(path, "rb")
-  if not file then return nil, why end
-  local text = file:read(LARGEST_FILE + 1)
-  file:close()
-  text = text or ""
-  if #text > LARGEST_FILE then return nil, path .. ": is larger than 1 MiB" end
-  return text
-end
-local read = M.read
-
 -- Source, display name and path of a policy given by name or path.
 local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
-    local text, why = read(name)
+    local text, why = files.read(name)
     if not text then error("policy: " .. why, 0) end
     return text, name, name
   end
   for _, folder in ipairs(folders) do
-    local text = read(folder .. "/" .. name .. ".lua")
+    local text = files.read(folder .. "/" .. name .. ".lua")
     if text then return text, "policies/" .. name .. ".lua", folder .. "/" .. name .. ".lua" end
   end
   local names = M.names(kind)
   for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
   table.sort(names)
-  local hint = nearest.hint(name, names)
-  error(("there is no %spolicy '%s'%s Policies: %s. A file of your own is named with its path, as ./mine.lua"):format(
-    kind == "fp8" and "FP8 " or "", name, hint ~= "" and hint or ".", table.concat(names, " ")), 0)
+  error(("there is no %spolicy '%s'%s; hint: a file of your own is named with its path, as ./mine.lua"):format(
+    kind == "fp8" and "FP8 " or "", name, nearest.choices(name, names, "policies")), 0)
 end
 
 local function option_text(name, value)
   local kind = type(value)
-  if kind == "number" then
-    if value ~= value then return "nan" end
-    if value == math.huge then return "inf" end
-    if value == -math.huge then return "-inf" end
-    return ("%.17g"):format(value)
-  end
+  if kind == "number" then return show.exact(value) end
   if kind == "string" or kind == "boolean" then return tostring(value) end
   error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(tostring(name), kind), 0)
 end
 
 local function compile(source, file, options, path)
-  local names = {}
-  for name in pairs(options) do names[#names + 1] = tostring(name) end
-  table.sort(names)
+  local names = nearest.keys(options)
   local n = #names
   local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1), ffi.new("const char *[?]", n + 1)
   for i, name in ipairs(names) do
@@ -323,6 +293,12 @@ function M.load(source, options, kind)
   end
   return result
 end
+
+-- The range `policy` of engine.config: a policy that can be loaded.
+require("engine.base.config").ranges.policy = { problem = function(name)
+  local good, message = pcall(M.load, name)
+  return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
+end }
 
 --- Limits of policies loaded from now on; a field left out stays: memory (bytes), instructions, seconds.
 function M.limits(limits)

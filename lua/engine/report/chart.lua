@@ -4,6 +4,8 @@
 --                 limits = { { 65504, "f16 ends" } }, events = { { step, kind } }, steps = true }
 -- A series is a line of mean values in a band from least to largest; `points` in place of a column: { { step, value } ... }, each holding until
 -- the next. Colours are CSS variables --c1 .. --c6. Called by report.lua and cli/plot.lua.
+local show = require "engine.base.show"
+
 local M = {}
 
 local WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 92, 14, 10, 24
@@ -25,12 +27,12 @@ function M.number(x)
   if x ~= x then return "NaN" end
   if x == math.huge or x == -math.huge then return x > 0 and "∞" or "−∞" end
   local size = math.abs(x)
-  if x % 1 == 0 and size < 1e12 then return require("engine.report.views").grouped(x) end
+  if x % 1 == 0 and size < 1e12 then return show.grouped(x) end
   if size >= 1e6 or size < 1e-3 then
     local mantissa, exponent = ("%.2e"):format(x):match("^(.-)e([+-]%d+)$")
     return mantissa:gsub("%.?0+$", "") .. "×" .. power("10", tonumber(exponent))
   end
-  return size >= 1000 and require("engine.report.views").grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
+  return size >= 1000 and show.grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
 end
 
 -- 65536 -> "65,536", larger powers of two as such.

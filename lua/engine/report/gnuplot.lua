@@ -1,8 +1,9 @@
 -- Curves as PNG through gnuplot, a program of its own that need not be there. Called by cli/plot.lua.
-local curves = require "engine.report.curves"
-local views = require "engine.report.views"
+local show = require "engine.base.show"
+local curves = require "engine.run.curves"
 
 local M = {}
+local exact = show.exact
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 -- A text in gnuplot's own quotes, where '' stands for one.
@@ -32,25 +33,24 @@ function M.png(path, title, c, names, options)
     "set style fill transparent solid 0.25 noborder")
   for _, name in ipairs(names) do
     local metric, v = curves.metric(name), c[name]
-    local log = options.log
-    if log == nil then log = metric.log end
-    if log == true then log = metric.log or 10 end
+    local log = curves.log_of(metric, options.log)
     local any = false
     say("$data << EOD")
     for i = 1, #c.x do
       if v.mean[i] and (not log or v.min[i] > 0) then
         any = true
-        say("%.17g %.17g %.17g %.17g", c.x[i], v.min[i], v.mean[i], v.max[i])
+        say("%s %s %s %s", exact(c.x[i]), exact(v.min[i]), exact(v.mean[i]), exact(v.max[i]))
       end
     end
     say("EOD")
     say("$marks << EOD")
     for i, n in ipairs(c.overflows) do
-      if n > 0 then say("%.17g 0.02", c.x[i]) end
+      if n > 0 then say("%s 0.02", exact(c.x[i])) end
     end
     say("-1 -1\nEOD")
     say("set title %s noenhanced", plain(metric.title))
-    say("unset logscale y; set xrange [%.17g:%.17g]; set autoscale y; set format y %s; set format x '%%.0f'", c.first, math.max(c.last, c.first + 1),
+    say("unset logscale y; set xrange [%s:%s]; set autoscale y; set format y %s; set format x '%%.0f'", exact(c.first),
+      exact(math.max(c.last, c.first + 1)),
       log == 2 and "'2^{%L}'" or log and "'%g'" or "'%g'")
     if log then say("set logscale y %d", log) end
     say("set y2range [0:1]; unset y2tics")
@@ -70,7 +70,7 @@ function M.png(path, title, c, names, options)
   local written = io.open(path, "rb")
   local size = written and written:seek("end") or 0
   if written then written:close() end
-  if size == 0 then error(("gnuplot did not write %s: %s"):format(path, views.text_of(said).text:match("%S[^\n]*") or "no reason given"), 0) end
+  if size == 0 then error(("gnuplot did not write %s: %s"):format(path, said:match("%S[^\n]*") or "no reason given"), 0) end
   return size
 end
 

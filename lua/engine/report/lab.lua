@@ -4,21 +4,19 @@
 --   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "dB", log = 10 or nil, series = { { name =, values = { ... } } } })
 local M_ffi = require "engine.base.ffi"
 
+local show = require "engine.base.show"
 local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
 --- Prints rows under column heads, as wide as they need to be; the first column to the left.
 function M.table(heads, rows)
-  local width = {}
-  for _, row in ipairs { heads, unpack(rows) } do
-    for i = 1, #heads do width[i] = math.max(width[i] or 0, #tostring(row[i] == nil and "" or row[i])) end
+  local texts = {}
+  for i, row in ipairs { heads, unpack(rows) } do
+    texts[i] = {}
+    for c = 1, #heads do texts[i][c] = tostring(row[c] == nil and "" or row[c]) end
   end
-  for _, row in ipairs { heads, unpack(rows) } do
-    local cells = {}
-    for i = 1, #heads do cells[i] = ("%" .. (i == 1 and "-" or "") .. width[i] .. "s"):format(tostring(row[i] == nil and "" or row[i])) end
-    print((table.concat(cells, "  "):gsub("%s+$", "")))
-  end
+  print(show.table(texts, { true }))
 end
 
 --- The middle one of a list of numbers (the mean of the middle two).

@@ -44,7 +44,7 @@ end
 
 --- What the gradients' format holds: { limit, top, normal, zero } (trace.lua), and its name.
 function M.format(h)
-  local formats = require("engine.policy.trace").formats
+  local formats = require("engine.run.trace").formats
   local name = h:meta().gradients or "f16"
   return formats[name] or formats.f16, formats[name] and name or "f16"
 end

@@ -2,8 +2,11 @@
 -- drawn here as SVG, so the page is whole without its script, which adds the values under the pointer (report_page.lua).
 --   local html = require("engine.report.report").html(history, "runs/a")
 -- Called by `engine report`.
+local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 local chart = require "engine.report.chart"
-local curves = require "engine.report.curves"
+local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
 local page = require "engine.report.report_page"
 local report_fp8 = require "engine.report.report_fp8"
@@ -13,7 +16,7 @@ local M = {}
 
 local COLUMNS = 480             -- of the curves
 local HEAT_COLUMNS = 160
-local escape, number, power, grouped, percent = chart.escape, chart.number, chart.power, views.grouped, views.percent
+local escape, number, power, grouped, percent = chart.escape, chart.number, chart.power, show.grouped, show.percent
 local log2 = function(x) return math.log(x) / math.log(2) end
 
 local function counted(n, what) return ("%s %s%s"):format(grouped(n), what, n == 1 and "" or "s") end
@@ -30,16 +33,13 @@ local function js(value, digits)
     if value % 1 == 0 and math.abs(value) < 1e15 then return ("%.0f"):format(value) end
     return (("%." .. (digits or 5) .. "g"):format(value):gsub("e%+?(-?)0*", "e%1"))
   end
-  if kind == "string" then return (require("engine.base.json").encode(value):gsub("<", "\\u003c")) end
+  if kind == "string" then return (json.encode(value):gsub("<", "\\u003c")) end
   local parts = {}
   if value[1] ~= nil or value.n or next(value) == nil then
     for i = 1, value.n or #value do parts[i] = js(value[i], digits) end
     return "[" .. table.concat(parts, ",") .. "]"
   end
-  local names = {}
-  for name in pairs(value) do names[#names + 1] = name end
-  table.sort(names)
-  for i, name in ipairs(names) do parts[i] = js(name) .. ":" .. js(value[name], digits) end
+  for i, name in ipairs(nearest.keys(value)) do parts[i] = js(name) .. ":" .. js(value[name], digits) end
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
@@ -494,7 +494,7 @@ local function tiles(h, info, c)
     { "updates", grouped(info.updates), info.skipped > 0 and grouped(info.skipped) .. " skipped" or "none skipped" },
     { "overflows", grouped(info.overflows), last and "the last at step " .. grouped(last) or "none" },
     { speed and "tokens a second" or "steps a second", number(rate >= 100 and math.floor(rate + 0.5) or tonumber(("%.3g"):format(rate))),
-      speed and "of " .. require("engine.run.progress").count_text(info.tokens) or "" },
+      speed and "of " .. show.count(info.tokens) or "" },
   }
   local out = {}
   for i, tile in ipairs(list) do out[i] = ('<div class="tile"><span>%s</span><b>%s</b><span>%s</span></div>'):format(tile[1], tile[2], tile[3] or "") end
@@ -559,10 +559,7 @@ end
 local function settings_sections(h, info)
   local run, settings = {}, {}
   local meta = h:meta()
-  local names = {}
-  for key in pairs(meta) do names[#names + 1] = key end
-  table.sort(names)
-  for _, key in ipairs(names) do
+  for _, key in ipairs(nearest.keys(meta)) do
     local value = meta[key]
     local as_it_comes = key == "zero" and value == "0" or key == "wire" and value == "own"
     if not as_it_comes then
@@ -597,10 +594,7 @@ function M.html(h, path)
   local l = layers.read(h, { points = HEAT_COLUMNS })
   local marked, listed, evaluations = events_of(h)
   local shadows = shadows_of(h, axis)
-  local marks = {}
-  for i, n in ipairs(c.overflows) do
-    if n > 0 then marks[#marks + 1] = c.x[i] end
-  end
+  local marks = curves.marks(c)
   local function curve(name, o)
     o.c, o.axis, o.marks, o.events, o.title = c, axis, marks, marked, TITLES[name]
     o.series = o.series or {}

@@ -1,53 +1,25 @@
 -- What a history shows of itself: curves, heat maps, one tensor. Methods of history.lua; each gives a text that prints by itself.
-local curves = require "engine.report.curves"
+local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
 local nearest = require "engine.base.nearest"
+local read_named = require("engine.base.arguments").read_named
+local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
 local M = {}
 
-local Text = {}
-Text.__index = Text
-function Text.__tostring(t) return t.text end
-function Text.__concat(a, b) return tostring(a) .. tostring(b) end
-
---- A text that the REPL shows as it is; `fields` are what it was made from.
-local function text_of(text, fields)
-  fields = fields or {}
-  fields.text = text
-  return setmetatable(fields, Text)
-end
-M.text_of = text_of
-
 local log2 = function(x) return math.log(x) / math.log(2) end
 
-local function known_options(options, known, what)
-  if options ~= nil and type(options) ~= "table" then error(("%s: expected a table of options, got %s"):format(what, tostring(options)), 0) end
-  for key in pairs(options or {}) do
-    local names = {}
-    for _, name in ipairs(known) do names[name] = true end
-    if not names[key] then error(("%s: no option '%s'%s; there are %s"):format(what, tostring(key), nearest.hint(tostring(key), known),
-      table.concat(known, ", ")), 0) end
-  end
-  return options or {}
-end
+local grouped, percent, text_of = show.grouped, show.percent, show.text
 
--- 16384000000 -> "16,384,000,000"
-local function grouped(n)
-  local text = ("%.0f"):format(n)
-  local sign, digits = text:match("^(%-?)(%d+)$")
-  return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "") or text
+local function set_of(names)
+  local set = {}
+  for name in names:gmatch("%w+") do set[name] = true end
+  return set
 end
-M.grouped = grouped
-
--- Steps of overflows: each one where there are few, else the columns that hold some.
-local function marks_of(c)
-  local marks, count = {}, 0
-  for i, n in ipairs(c.overflows) do
-    if n > 0 then marks[#marks + 1], count = c.x[i], count + n end
-  end
-  return marks, count
-end
+local PLOT = set_of "log from to points width height ascii marks"
+local HEATMAP = set_of "by only tensors from to width"
+local TENSOR = set_of "points from to width"
 
 --- One curve of what curves.read gave. options: log, width, height, ascii, marks (false: no overflow marks).
 function M.curve(c, name, options)
@@ -58,18 +30,16 @@ function M.curve(c, name, options)
     last = v.mean[i] or last
   end
   last = v.at_end or last
-  local log = options.log
-  if log == nil then log = metric.log end
-  if log == true then log = metric.log or 10 end
+  local log = curves.log_of(metric, options.log)
   local least, most = math.huge, -math.huge
   for i = 1, #c.x do
     if v.min[i] then least, most = math.min(least, v.min[i]), math.max(most, v.max[i]) end
   end
   if log and most <= 0 then log = nil end                       -- nothing positive, as underflow in bf16
   local title = metric.title
-  local function text(x) return metric.log == 2 and x >= 1 and require("engine.run.progress").scale_text(x) or plot.number_text(x) end
+  local function text(x) return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x) end
   if last then title = ("%s   %s to %s, at the end %s"):format(title, text(least), text(most), text(last)) end
-  local marks, count = marks_of(c)
+  local marks, count = curves.marks(c)
   return plot.draw { title = title, x = c.x, x_low = c.first, x_high = c.last, y = y,
     low = low, log = log, width = options.width, height = options.height, ascii = options.ascii,
     marks = options.marks ~= false and #marks > 0 and marks or nil, mark_count = count, mark_name = "overflow" }
@@ -78,7 +48,7 @@ end
 --- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" }. options: log (true, 2, 10, false), from, to
 --- (steps), points, width, height, ascii.
 function M.plot(h, names, options)
-  options = known_options(options, { "log", "from", "to", "points", "width", "height", "ascii", "marks" }, "plot")
+  options = read_named(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
   if type(names) ~= "table" then names = { names } end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 80, 120)
@@ -111,12 +81,6 @@ local function summary(l, k)
   return s
 end
 M.layer_summary = summary
-
-local function percent(part, whole)
-  local p = whole > 0 and 100 * part / whole or 0
-  return p == 0 and "0 %" or p < 0.01 and "<0.01 %" or ("%.3g %%"):format(p)
-end
-M.percent = percent
 
 -- What a layer's row says at its end: how far its largest gradient is from the top, what is lost at the bottom.
 local function note(l, k)
@@ -219,7 +183,7 @@ end
 --- history:heatmap(): layers by exponent, where each layer's gradients lie in the format's range. history:heatmap { by = "time" }: the
 --- largest of each layer over the steps. only: a layer, or part of a name, tensor by tensor; tensors = true: all of them; from, to, width.
 function M.heatmap(h, options)
-  options = known_options(options, { "by", "only", "tensors", "from", "to", "width" }, "heatmap")
+  options = read_named(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then error(("heatmap: by is 'exponent' or 'time', got '%s'"):format(tostring(by)), 0) end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
@@ -234,7 +198,7 @@ end
 --- What is known of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan, zeros, underflow, hist, scale, carry } ... } },
 --- at most `points` (200) of the recorded steps. Prints as a curve of its largest stored value and its last histogram.
 function M.tensor(h, name, options)
-  options = known_options(options, { "points", "from", "to", "width" }, "tensor")
+  options = read_named(options, "tensor", TENSOR)
   local found
   local all = {}
   for i, p in ipairs(h:parameters()) do

@@ -14,6 +14,7 @@
 -- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read alike.
 local M_ffi = require "engine.base.ffi"
 local safetensors = require "engine.tensor.safetensors"
+local folder_names = require("engine.base.file").names
 local json = require "engine.base.json"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -23,17 +24,7 @@ local M = {}
 local WHOLE, SHARDS = 1, 2                   -- formats: a file a part; a file a rank
 local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
 
-local function names_in(directory)
-  local out = ffi.new("eng_listing *[1]")
-  check(C.eng_file_list(out, directory))
-  local names, i = {}, 0
-  while C.eng_listing_name(out[0], i) ~= nil do
-    names[i + 1] = ffi.string(C.eng_listing_name(out[0], i))
-    i = i + 1
-  end
-  C.eng_listing_free(out[0])
-  return names
-end
+local function names_in(directory) return folder_names(directory) or M_ffi.raise(M_ffi.message()) end
 
 -- A checkpoint holds files only; whatever else somebody put there stops the removal.
 local function remove(directory)

@@ -76,12 +76,7 @@ local settings = {
 
 local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
+local names_of = nearest.keys
 
 -- ------------------------------------------------------------------ commands
 

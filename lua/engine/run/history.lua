@@ -13,14 +13,18 @@
 -- A run opens it with { write = true } and appends; appending costs about a microsecond, since a thread of
 -- the core does the writing.
 local M_ffi = require "engine.base.ffi"
+local curves = require "engine.run.curves"
 local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local History = {}           -- what is there to be asked
+local History = {}           -- methods for reading; report/views.lua adds plot, heatmap and tensor
 History.__index = History
+M.methods = History
 
 local Writing = setmetatable({}, { __index = History })      -- and to be written, by the run itself
 Writing.__index = Writing
@@ -192,32 +196,17 @@ end
 
 -- Rows as a table of columns: texts to the left, numbers to the right, texts cut at 60 but in the last column.
 local function table_text(rows, columns)
-  local lines, width, texts = {}, {}, {}
-  local function cell(i, row)
-    local text = short(row[columns[i]])
-    if i < #columns and #text > 60 then text = text:sub(1, 57) .. "..." end
-    return text
-  end
-  for i, name in ipairs(columns) do
-    width[i] = #name
-    for _, row in ipairs(rows) do
-      width[i] = math.max(width[i], #cell(i, row))
-      texts[i] = texts[i] or type(row[name]) == "string"
-    end
-  end
-  local function line(text_of)
+  local list, left = { columns }, {}
+  for i, row in ipairs(rows) do
     local cells = {}
-    for i in ipairs(columns) do
-      local text = text_of(i)
-      local gap = (" "):rep(width[i] - #text)
-      cells[i] = texts[i] and text .. gap or gap .. text
+    for c, name in ipairs(columns) do
+      local text = short(row[name])
+      cells[c] = c < #columns and #text > 60 and text:sub(1, 57) .. "..." or text
+      left[c] = left[c] or type(row[name]) == "string"
     end
-    lines[#lines + 1] = (table.concat(cells, "  "):gsub("%s+$", ""))
+    list[i + 1] = cells
   end
-  line(function(i) return columns[i] end)
-  for _, row in ipairs(rows) do line(function(i) return cell(i, row) end) end
-  if #rows == 0 then lines[#lines + 1] = "(no rows)" end
-  return table.concat(lines, "\n")
+  return show.table(list, left) .. (#rows == 0 and "\n(no rows)" or "")
 end
 
 local function collect(iterator, columns)
@@ -397,7 +386,7 @@ local function no_fp8(h, site, step)
   local known = false
   for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end
   if not known then
-    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site, require("engine.base.nearest").hint(site, sites),
+    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site, nearest.hint(site, sites),
       table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12 and (" and %d more"):format(#sites - 12) or "")
   end
   for row in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step LIMIT 8") do steps[#steps + 1] = row.step end
@@ -458,19 +447,8 @@ function History:hist(step)
   return hist_table((unpack_stats(row.hist))[0].hist)
 end
 
--- ------------------------------------------------------------------ pictures (views.lua)
-
---- A curve of a number of the steps, or of several; see views.lua. The result prints as a picture.
-function History:plot(names, options) return require("engine.report.views").plot(self, names, options) end
-
---- Layers by exponent, or by time; see views.lua.
-function History:heatmap(options) return require("engine.report.views").heatmap(self, options) end
-
---- What is recorded of one parameter's gradients; see views.lua.
-function History:tensor(name, options) return require("engine.report.views").tensor(self, name, options) end
-
 --- Of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
-function History:totals() return require("engine.report.curves").totals(self) end
+function History:totals() return curves.totals(self) end
 
 -- ------------------------------------------------------------------ why
 
@@ -580,9 +558,8 @@ function History:why(step)
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
   if #rows == 0 then
     local range = one(self, "SELECT min(step) AS first, max(step) AS last FROM steps")
-    local text_of = require("engine.report.views").text_of
-    if not range.first then return text_of "the history has no steps" end
-    return text_of(("step %g is not recorded: the history has steps %d to %d"):format(step, range.first, range.last))
+    if not range.first then return show.text "the history has no steps" end
+    return show.text(("step %g is not recorded: the history has steps %d to %d"):format(step, range.first, range.last))
   end
   for _, row in ipairs(rows) do
     say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates, row.attempt > 1 and ", attempt " .. row.attempt or "",

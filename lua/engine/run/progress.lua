@@ -11,6 +11,8 @@
 -- ones, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
 -- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float() takes); a
 -- field that nobody gave is null. Numbers have as many digits as it takes to read the same double back.
+local show = require "engine.base.show"
+
 local progress = {}
 progress.__index = progress
 
@@ -18,18 +20,6 @@ local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "over
 
 local REWRITE_SECONDS = 0.1       -- between two rewrites on a terminal
 local PLAIN_SECONDS = 5           -- between two plain lines
-
-local function json_number(x)
-  if x ~= x then return '"nan"' end
-  if x == math.huge then return '"inf"' end
-  if x == -math.huge then return '"-inf"' end
-  if x == math.floor(x) and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
-  for digits = 7, 16 do
-    local short = ("%." .. digits .. "g"):format(x)
-    if tonumber(short) == x then return short end
-  end
-  return ("%.17g"):format(x)
-end
 
 -- One step as a JSON object, without a line end.
 function progress.json(row)
@@ -39,40 +29,14 @@ function progress.json(row)
     if field == "overflow" then
       if value ~= nil then shown = (value and value ~= 0) and "true" or "false" end
     elseif value ~= nil then
-      shown = json_number(tonumber(value))
+      shown = show.json_number(tonumber(value))
     end
     parts[i] = ('"%s":%s'):format(field, shown)
   end
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
--- 1234567 -> "1.23M"
-local function count_text(x)
-  if not x or x ~= x then return "-" end
-  if x == math.huge then return "inf" end
-  if x >= 1e9 then return ("%.3gG"):format(x / 1e9) end
-  if x >= 999.5e3 then return ("%.3gM"):format(x / 1e6) end
-  if x >= 1e4 then return ("%.3gk"):format(x / 1e3) end
-  return ("%.0f"):format(x)
-end
-
--- 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
-local function scale_text(x)
-  if not x then return "-" end
-  local mantissa, exponent = math.frexp(x)
-  if mantissa == 0.5 and (exponent > 17 or exponent < 1) then return "2^" .. (exponent - 1) end
-  return ("%.6g"):format(x)
-end
-
--- Seconds as 0:42, 12:05 or 3:20:00.
-local function duration_text(seconds)
-  if seconds ~= seconds or seconds == math.huge or seconds < 0 then return "-" end
-  local s = math.floor(seconds + 0.5)
-  if s >= 3600 then return ("%d:%02d:%02d"):format(s / 3600, s / 60 % 60, s % 60) end
-  return ("%d:%02d"):format(s / 60, s % 60)
-end
-
-progress.count_text, progress.scale_text, progress.duration_text = count_text, scale_text, duration_text
+progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale, show.duration
 
 -- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects on stdout and nothing else there;
 -- quiet: nothing at all. Tests give stream, columns (false: no terminal) and clock.
@@ -105,12 +69,12 @@ function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total) or ("step %d"):format(row.step)
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
-  if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. scale_text(row.scale) end
+  if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
-  if row.tokens_per_s then parts[#parts + 1] = count_text(row.tokens_per_s) .. " tokens/s" end
+  if row.tokens_per_s then parts[#parts + 1] = show.count(row.tokens_per_s) .. " tokens/s" end
   if self.total and self.started and row.step > self.first_step and row.step < self.total then
     local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
-    parts[#parts + 1] = "ETA " .. duration_text(math.max(0, left))
+    parts[#parts + 1] = "ETA " .. show.duration(math.max(0, left))
   end
   if row.shadows then parts[#parts + 1] = row.shadows:text() end
   if row.overflow and row.overflow ~= 0 then parts[#parts + 1] = "overflow" end

@@ -1,28 +1,17 @@
 -- The runs of a folder: what each is, how far it came and how it ended. Used by `engine runs` and the report.
-local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 
-local C, ffi = M_ffi.C, M_ffi.ffi
+local C = require("engine.base.ffi").C
 
 local M = {}
-
---- The names in a directory, sorted.
-local function names_in(path)
-  local out = ffi.new("eng_listing *[1]")
-  M_ffi.check(C.eng_file_list(out, path))
-  local names = {}
-  while C.eng_listing_name(out[0], #names) ~= nil do names[#names + 1] = M_ffi.string(C.eng_listing_name(out[0], #names)) end
-  C.eng_listing_free(out[0])
-  table.sort(names)
-  return names
-end
 
 --- The directory (or history file) of a run by its path or its name under runs/; raises with the nearest name.
 function M.find(text)
   local kind = C.eng_file_kind(text)
   if kind == 1 or (kind == 2 and C.eng_file_kind(text .. "/history.db") ~= 0) then return text end
   if C.eng_file_kind("runs/" .. text .. "/history.db") ~= 0 then return "runs/" .. text end
-  local known = C.eng_file_kind("runs") == 2 and names_in("runs") or {}
-  error(("there is no run '%s'%s"):format(text, #known > 0 and require("engine.base.nearest").hint(text, known) or ""), 0)
+  local known = C.eng_file_kind("runs") == 2 and files.names "runs"
+  error(("there is no run '%s'%s"):format(text, require("engine.base.nearest").hint(text, known or {})), 0)
 end
 
 -- Seconds since 1970 of "2026-11-20T19:47:26Z".
@@ -100,7 +89,7 @@ function M.list(dir)
   dir = dir or "runs"
   local list = {}
   if C.eng_file_kind(dir) ~= 2 then return list end
-  for _, name in ipairs(names_in(dir)) do
+  for _, name in ipairs(files.names(dir) or {}) do
     local path = dir .. "/" .. name
     if C.eng_file_kind(path .. "/history.db") ~= 0 then list[#list + 1] = M.info(path) end
   end

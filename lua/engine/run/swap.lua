@@ -26,7 +26,7 @@ function M.new(trainer, options)
   return self
 end
 
-local read, unusable = require("engine.policy.policy").read, require("engine.policy.policy").unusable
+local read, unusable = require("engine.base.file").read, require("engine.policy.policy").unusable
 
 -- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
 -- it is another text.
@@ -43,7 +43,7 @@ end
 
 --- A policy for programs that read the history: its name, file, hash of its source, and the options that are not its defaults.
 function M.described(policy)
-  local options = require("engine.policy.replay").changed(policy)
+  local options = require("engine.run.replay").changed(policy)
   return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil, options = options ~= "" and options or nil }
 end
 

@@ -20,12 +20,7 @@ local KINDS = {
   lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0 } },
 }
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
+local names_of = nearest.keys
 
 local function check_hyper(name, values)
   local function bad(key, expected) raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key])) end

@@ -74,12 +74,7 @@ local FORMATS = {
   weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
 }
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
+local names_of = nearest.keys
 
 local function find(name)
   local found = M.recipes[name]

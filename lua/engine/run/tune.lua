@@ -4,7 +4,8 @@
 -- The subcommand stands in cli/tune.lua.
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
-local replay = require "engine.policy.replay"
+local show = require "engine.base.show"
+local replay = require "engine.run.replay"
 
 local C = require("engine.base.ffi").C
 
@@ -83,7 +84,7 @@ local function each_setting(ranges, lists, f)
   go(1)
 end
 
-local function value_text(value) return type(value) == "number" and ("%.17g"):format(value) or tostring(value) end
+local function value_text(value) return type(value) == "number" and show.exact(value) or tostring(value) end
 
 --- Searches. Options:
 ---   runs        traces, or what names them (engine.replay.trace)

@@ -1,5 +1,6 @@
 -- A recorded run in the formats of other tools: CSV and JSON Lines, a step a line, and TensorBoard's event files. Called by `engine export`.
 local json = require "engine.base.json"
+local show = require "engine.base.show"
 
 local M = {}
 
@@ -10,19 +11,6 @@ local COLUMNS = {
   { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" }, { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" },
   { "tokens", "r" },
 }
-
--- As many digits as it takes to read the same double back.
-local function number(x)
-  if x ~= x then return "nan" end
-  if x == math.huge then return "inf" end
-  if x == -math.huge then return "-inf" end
-  if x % 1 == 0 and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
-  for digits = 7, 16 do
-    local text = ("%." .. digits .. "g"):format(x)
-    if tonumber(text) == x then return text end
-  end
-  return ("%.17g"):format(x)
-end
 
 -- Calls visit(row, signals) for each step, oldest first; first_bad is a parameter's name, or nil; signals: those in force, by name.
 local function each_step(h, visit)
@@ -93,22 +81,18 @@ function M.csv(h, path)
       for i, column in ipairs(COLUMNS) do
         local value, kind = row[column[1]], column[2]
         if value == nil then cells[i] = kind == "r" and "nan" or ""
-        elseif type(value) == "number" then cells[i] = number(value)
+        elseif type(value) == "number" then cells[i] = show.exact(value)
         else cells[i] = csv_text(tostring(value)) end
       end
-      for _, signal in ipairs(signals) do cells[#cells + 1] = held[signal.name] and number(held[signal.name]) or "" end
+      for _, signal in ipairs(signals) do cells[#cells + 1] = held[signal.name] and show.exact(held[signal.name]) or "" end
       local meters = meters_at(row.step)
       for _, site in ipairs(sites) do
         local of = meters and meters[site]
-        for _, meter in ipairs(METERS) do cells[#cells + 1] = of and of[meter] and number(of[meter]) or "" end
+        for _, meter in ipairs(METERS) do cells[#cells + 1] = of and of[meter] and show.exact(of[meter]) or "" end
       end
       put(table.concat(cells, ",") .. "\n")
     end)
   end)
-end
-
-local function json_number(x)
-  return x - x ~= 0 and '"' .. number(x) .. '"' or number(x)
 end
 
 --- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null. "signals" holds what
@@ -124,17 +108,17 @@ function M.jsonl(h, path)
         if value == nil then text = kind == "r" and '"nan"' or "null"
         elseif kind == "b" then text = value ~= 0 and "true" or "false"
         elseif type(value) == "number" then
-          text = json_number(value)
+          text = show.json_number(value)
         else text = json.encode(value) end
         parts[i] = ('"%s":%s'):format(column[1], text)
       end
-      for name, value in pairs(held) do signals[#signals + 1] = json.encode(name) .. ":" .. json_number(value) end
+      for name, value in pairs(held) do signals[#signals + 1] = json.encode(name) .. ":" .. show.json_number(value) end
       table.sort(signals)
       if #signals > 0 then parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}" end
       local meters, list = meters_at(row.step), {}
       for _, site in ipairs(meters and sites or {}) do
         local of, fields = meters[site], {}
-        for _, meter in ipairs(of and METERS or {}) do fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and json_number(of[meter]) or "null") end
+        for _, meter in ipairs(of and METERS or {}) do fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and show.json_number(of[meter]) or "null") end
         if of then list[#list + 1] = json.encode(site) .. ":{" .. table.concat(fields, ",") .. "}" end
       end
       if #list > 0 then parts[#parts + 1] = '"fp8":{' .. table.concat(list, ",") .. "}" end

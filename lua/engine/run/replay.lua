@@ -5,7 +5,9 @@
 -- The subcommand stands in cli/replay.lua; what a recorded step would have been at another scale in trace.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
-local trace_of = require "engine.policy.trace"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
+local trace_of = require "engine.run.trace"
 
 local ffi = M_ffi.ffi
 
@@ -132,31 +134,19 @@ local COLUMNS = {
 
 --- A list of results as a table.
 function M.table(results)
-  local lines, width, rows = {}, {}, {}
-  local columns, on_run = {}, results[1] and results[1].marks ~= nil
+  local on_run, rows = results[1] and results[1].marks ~= nil, { {} }
   for _, column in ipairs(COLUMNS) do
-    if on_run or not column.run then columns[#columns + 1] = column end
-  end
-  rows[1] = {}
-  for c, column in ipairs(columns) do
-    rows[1][c] = column[1]
-    for i, r in ipairs(results) do
-      rows[i + 1] = rows[i + 1] or {}
-      -- one that never decided anything has no figures
-      rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped" and "failed" or "-"
+    if on_run or not column.run then
+      local c = #rows[1] + 1
+      rows[1][c] = column[1]
+      for i, r in ipairs(results) do
+        rows[i + 1] = rows[i + 1] or {}
+        -- A policy that failed at every step has no figures.
+        rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped" and "failed" or "-"
+      end
     end
-    width[c] = 0
-    for _, row in ipairs(rows) do width[c] = math.max(width[c], #row[c]) end
   end
-  for i, row in ipairs(rows) do
-    local cells = {}
-    for c, text in ipairs(row) do
-      local gap = (" "):rep(width[c] - #text)
-      cells[c] = c <= 2 and text .. gap or gap .. text
-    end
-    lines[i] = (table.concat(cells, "  "):gsub("%s+$", ""))
-  end
-  return table.concat(lines, "\n")
+  return show.table(rows, { true, true })
 end
 
 -- ------------------------------------------------------------------ as JSON
@@ -167,12 +157,8 @@ local function list_text(list)
   return "[" .. table.concat(words, ",") .. "]"
 end
 
--- JSON knows no inf and nan: they are texts.
 local function value_text(value)
-  if type(value) == "number" and value - value ~= 0 then
-    return value ~= value and '"nan"' or value > 0 and '"inf"' or '"-inf"'
-  end
-  return value == nil and "null" or json.encode(value)
+  return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
 end
 
 --- Results as JSON: {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}; on a run each has
@@ -181,10 +167,8 @@ end
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
-    local names, options = {}, {}
-    for name in pairs(r.options or {}) do names[#names + 1] = tostring(name) end
-    table.sort(names)
-    for k, name in ipairs(names) do options[k] = json.encode(name) .. ":" .. value_text(r.options[name]) end
+    local options = {}
+    for k, name in ipairs(nearest.keys(r.options or {})) do options[k] = json.encode(name) .. ":" .. value_text(r.options[name]) end
     local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file), '"options":{' .. table.concat(options, ",") .. "}",
       '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' .. value_text(r.skipped),
       '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }

@@ -49,6 +49,22 @@ function M.metric(name)
     table.concat(names, ", ")), 0)
 end
 
+--- The base of a number's axis, or nil for a linear one. log: true, false, a base, or nil for the number's own.
+function M.log_of(metric, log)
+  if log == nil then return metric.log end
+  if log == true then return metric.log or 10 end
+  return log or nil
+end
+
+--- The columns of a picture that hold overflows: their x, and the number of overflows.
+function M.marks(c)
+  local marks, count = {}, 0
+  for i, n in ipairs(c.overflows) do
+    if n > 0 then marks[#marks + 1], count = c.x[i], count + n end
+  end
+  return marks, count
+end
+
 -- Raises where the run has no such signal.
 local function need_signal(h, name)
   local known = {}

@@ -1,0 +1,50 @@
+-- Small files, and the names in a folder. Large files are mapped by the core (engine.data, safetensors).
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+
+local file = {}
+
+--- 0: nothing is there, 1: a file, 2: a folder, 3: a pipe, a device or the like.
+function file.kind(path) return C.eng_file_kind(path) end
+
+local LARGEST = 2 ^ 20
+local is = { [2] = "a folder", [3] = "not a regular file" }
+
+--- The text of a file of up to 1 MiB; nil and the reason. Refuses pipes and devices, which could block or never end.
+function file.read(path)
+  local kind = is[C.eng_file_kind(path)]
+  if kind then return nil, path .. ": is " .. kind end
+  local opened, why = io.open(path, "rb")
+  if not opened then return nil, why end
+  local text, problem = opened:read(LARGEST + 1)
+  opened:close()
+  if problem then return nil, path .. ": " .. problem end
+  text = text or ""
+  if #text > LARGEST then return nil, path .. ": is larger than 1 MiB" end
+  return text
+end
+
+--- Writes a file; "-" is standard output. Raises what went wrong.
+function file.write(path, text)
+  local target, why = io.stdout, nil
+  if path ~= "-" then target, why = io.open(path, "wb") end
+  if not target then error("cannot write " .. tostring(why), 0) end
+  local good, problem = target:write(text)
+  local closed = path == "-" and target:flush() or path ~= "-" and target:close()
+  if not good or not closed then error(("cannot write %s: %s"):format(path, tostring(problem or "is the disk full?")), 0) end
+end
+
+--- The names in a folder, sorted by bytes; nil and the reason.
+function file.names(path)
+  local listing = M_ffi.new("eng_listing *[1]")
+  if C.eng_file_list(listing, path) ~= 0 then return nil, M_ffi.message() end
+  local names = {}
+  while C.eng_listing_name(listing[0], #names) ~= nil do
+    names[#names + 1] = M_ffi.string(C.eng_listing_name(listing[0], #names))
+  end
+  C.eng_listing_free(listing[0])
+  return names
+end
+
+return file

@@ -1,0 +1,93 @@
+-- Numbers and tables as text: exactly, for files and messages that are read back, and rounded, for people.
+local show = {}
+
+--- A number in as many digits as it takes to read the same double back; "inf", "-inf", "nan".
+function show.exact(x)
+  if x ~= x then return "nan" end
+  if x == math.huge then return "inf" end
+  if x == -math.huge then return "-inf" end
+  if x == 0 then return 1 / x < 0 and "-0.0" or "0" end
+  if x % 1 == 0 and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
+  for digits = 15, 16 do
+    local text = ("%." .. digits .. "g"):format(x)
+    if tonumber(text) == x then return text end
+  end
+  return ("%.17g"):format(x)
+end
+
+--- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and
+--- "nan", which Python's float() takes. nil is null.
+function show.json_number(x)
+  if x == nil then return "null" end
+  return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
+end
+
+--- 16384000000 -> "16,384,000,000"
+function show.grouped(n)
+  local text = ("%.0f"):format(n)
+  local sign, digits = text:match("^(%-?)(%d+)$")
+  return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "") or text
+end
+
+--- A share as "0 %", "<0.01 %" or "12.3 %".
+function show.percent(part, whole)
+  local p = whole > 0 and 100 * part / whole or 0
+  return p == 0 and "0 %" or p < 0.01 and "<0.01 %" or ("%.3g %%"):format(p)
+end
+
+--- 1234567 -> "1.23M"
+function show.count(x)
+  if not x or x ~= x then return "-" end
+  if x == math.huge then return "inf" end
+  if x >= 1e9 then return ("%.3gG"):format(x / 1e9) end
+  if x >= 999.5e3 then return ("%.3gM"):format(x / 1e6) end
+  if x >= 1e4 then return ("%.3gk"):format(x / 1e3) end
+  return ("%.0f"):format(x)
+end
+
+--- A loss scale: 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
+function show.scale(x)
+  if not x then return "-" end
+  local mantissa, exponent = math.frexp(x)
+  if mantissa == 0.5 and (exponent > 17 or exponent < 1) then return "2^" .. (exponent - 1) end
+  return ("%.6g"):format(x)
+end
+
+--- Seconds as 0:42, 12:05 or 3:20:00.
+function show.duration(seconds)
+  if seconds ~= seconds or seconds == math.huge or seconds < 0 then return "-" end
+  local s = math.floor(seconds + 0.5)
+  if s >= 3600 then return ("%d:%02d:%02d"):format(s / 3600, s / 60 % 60, s % 60) end
+  return ("%d:%02d"):format(s / 60, s % 60)
+end
+
+--- Rows of texts as lines with aligned columns; left[c]: column c is aligned to the left.
+function show.table(rows, left)
+  local lines, width = {}, {}
+  for _, row in ipairs(rows) do
+    for c, text in ipairs(row) do width[c] = math.max(width[c] or 0, #text) end
+  end
+  for i, row in ipairs(rows) do
+    local cells = {}
+    for c, text in ipairs(row) do
+      local gap = (" "):rep(width[c] - #text)
+      cells[c] = left[c] and text .. gap or gap .. text
+    end
+    lines[i] = table.concat(cells, "  "):gsub("%s+$", "")
+  end
+  return table.concat(lines, "\n")
+end
+
+local Text = {}
+Text.__index = Text
+function Text.__tostring(t) return t.text end
+function Text.__concat(a, b) return tostring(a) .. tostring(b) end
+
+--- A text that the REPL prints as it is, with line ends; `fields`: the data it was made from.
+function show.text(text, fields)
+  fields = fields or {}
+  fields.text = text
+  return setmetatable(fields, Text)
+end
+
+return show
