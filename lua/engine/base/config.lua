@@ -17,6 +17,7 @@
 -- natural (whole, 0 or more), positive, not_negative, share (0 to 1), part (a share above 0), file (one that is there), output (a file in a
 -- folder that is there), folder (there or not yet), policy (one that can be loaded); the default is always good. A list with choices holds one of them or more.
 local expression = require "engine.base.expression"
+local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
@@ -169,17 +170,16 @@ local RANGES = {
   share = { "a number from 0 to 1", function(x) return x >= 0 and x <= 1 end },
   part = { "a number above 0, up to 1", function(x) return x > 0 and x <= 1 end },
   file = { problem = function(name)
-    local kind = require("engine.base.ffi").C.eng_file_kind(name)
-    return kind == 0 and ("there is no file '%s'"):format(name) or kind == 2 and ("expected a file, '%s' is a folder"):format(name) or nil
+    return not files.exists(name) and ("there is no file '%s'"):format(name)
+      or files.is_folder(name) and ("expected a file, '%s' is a folder"):format(name) or nil
   end },
   output = { problem = function(name)
     local folder = name:match("^(.*)/[^/]*$") or "."
-    local kind_of_file = require("engine.base.ffi").C.eng_file_kind
-    if kind_of_file(name) == 2 then return ("expected a file to write, '%s' is a folder"):format(name) end
-    return kind_of_file(folder == "" and "/" or folder) ~= 2 and ("there is no folder '%s' to write into"):format(folder) or nil
+    if files.is_folder(name) then return ("expected a file to write, '%s' is a folder"):format(name) end
+    return not files.is_folder(folder == "" and "/" or folder) and ("there is no folder '%s' to write into"):format(folder) or nil
   end },
   folder = { problem = function(name)
-    return require("engine.base.ffi").C.eng_file_kind(name) == 1 and ("expected a folder, '%s' is a file"):format(name) or nil
+    return files.is_file(name) and ("expected a folder, '%s' is a file"):format(name) or nil
   end },
 }
 
@@ -232,11 +232,8 @@ local function check(name, value, field, rules)
 end
 
 local function read_file(path)
-  local file, why = io.open(path, "rb")
-  if not file then fail("cannot read %s", why) end
-  local text, read_error = file:read("*a")
-  file:close()
-  if not text then fail("cannot read %s: %s", path, tostring(read_error)) end
+  local text, why = files.read(path)
+  if not text then fail("cannot read %s", why) end
   local result
   if path:match("%.json$") then
     local value, parse_error = require("cjson.safe").decode(text)

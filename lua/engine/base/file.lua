@@ -5,15 +5,17 @@ local C = M_ffi.C
 
 local file = {}
 
---- 0: nothing is there, 1: a file, 2: a folder, 3: a pipe, a device or the like.
-function file.kind(path) return C.eng_file_kind(path) end
+--- Links are followed. A pipe or a device exists and is neither a file nor a folder.
+function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
+function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
+function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
 local LARGEST = 2 ^ 20
-local is = { [2] = "a folder", [3] = "not a regular file" }
+local REFUSED = { [C.ENG_FILE_FOLDER] = "a folder", [C.ENG_FILE_OTHER] = "not a regular file" }
 
 --- The text of a file of up to 1 MiB; nil and the reason. Refuses pipes and devices, which could block or never end.
 function file.read(path)
-  local kind = is[C.eng_file_kind(path)]
+  local kind = REFUSED[C.eng_file_kind(path)]
   if kind then return nil, path .. ": is " .. kind end
   local opened, why = io.open(path, "rb")
   if not opened then return nil, why end

@@ -17,40 +17,13 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
--- Edits (insert, delete, replace, swap of neighbours) from a to b.
-local function distance(a, b)
-  local before, previous, current = {}, {}, {}
-  for j = 0, #b do previous[j] = j end
-  for i = 1, #a do
-    current[0] = i
-    for j = 1, #b do
-      local same = a:byte(i) == b:byte(j)
-      local best = math.min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (same and 0 or 1))
-      if i > 1 and j > 1 and a:byte(i) == b:byte(j - 1) and a:byte(i - 1) == b:byte(j) then
-        best = math.min(best, before[j - 2] + 1)
-      end
-      current[j] = best
-    end
-    before, previous, current = previous, current, before
-  end
-  return previous[#b]
-end
-
---- The nearest name, or nil when none is near: more than a third of the letters wrong.
+--- The nearest name, or nil when none is near (eng_nearest in core/engine.h says how near).
 function nearest.find(name, names)
-  name = tostring(name)
-  local best, best_distance
-  local lower = name:lower()
-  if #name > 64 then return nil end
-  for _, candidate in ipairs(list_of(names)) do
-    local text = tostring(candidate)
-    local d = #text <= 64 and distance(lower, text:lower()) or 1e9
-    local last = text:match("[^.]+$") or text          -- `width` for `model.width`
-    if last ~= text and last:lower() == lower then d = 1 end
-    if not best_distance or d < best_distance then best, best_distance = candidate, d end
-  end
-  local most = best and math.max(1, math.floor(math.max(#name, #tostring(best)) / 3))
-  return best and best_distance <= most and best or nil
+  local found, M_ffi = pcall(require, "engine.base.ffi")
+  if not found then return nil end                       -- `engine doctor` and typing errors work without the library
+  local list, texts = list_of(names), {}
+  for i, candidate in ipairs(list) do texts[i] = tostring(candidate) end
+  return list[M_ffi.C.eng_nearest(tostring(name), M_ffi.new("const char *[?]", #texts + 1, texts), #texts) + 1]
 end
 
 function nearest.hint(name, names)
@@ -71,7 +44,5 @@ function nearest.guard(module, what)
     error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(key, nearest.keys(t))), 2)
   end })
 end
-
-nearest.distance = distance
 
 return setmetatable(nearest, { __call = function(_, name, names) return nearest.find(name, names) end })

@@ -157,7 +157,7 @@ end
 -- Opens a run: { run, policy, history, live } and a line about it; raises when there is no such run.
 local function open(name)
   local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
-  if C.eng_file_kind(path) ~= 2 then options.fail("there is no run %s", path) end
+  if not require("engine.base.file").is_folder(path) then options.fail("there is no run %s", path) end
   local link, problem, status = connect(path)
   local good, history = pcall(require("engine.run.history").open, path)
   if not good and not link then error(history, 0) end

@@ -149,7 +149,7 @@ local function paths(folder, start)
   local files, list = require "engine.base.file", {}
   for _, name in ipairs(files.names(folder == "" and "." or folder) or {}) do
     if name:sub(1, #start) == start and not (start == "" and name:sub(1, 1) == ".") then
-      list[#list + 1] = files.kind(folder .. name) == 2 and name .. "/" or name
+      list[#list + 1] = files.is_folder(folder .. name) and name .. "/" or name
     end
   end
   return list

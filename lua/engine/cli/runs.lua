@@ -41,7 +41,7 @@ end
 local function main(given)
   if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
   local dir = given.words[1] or "runs"
-  if given.words[1] and require("engine.base.file").kind(dir) ~= 2 then options.fail("there is no folder %s", dir) end
+  if given.words[1] and not require("engine.base.file").is_folder(dir) then options.fail("there is no folder %s", dir) end
   local list = require("engine.run.runs").list(dir)
   if given.json then
     for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end

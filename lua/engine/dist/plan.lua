@@ -42,7 +42,7 @@ function M.predict(job, cost, ranks)
   local sent = { messages = alone and 0 or passes * sizes.messages, bytes = alone and 0 or passes * sizes.bytes }
   local messages = (sent.messages * cost.alpha + sent.bytes * cost.beta) * turns
   local rounds = math.ceil(math.log(ranks) / math.log(2))
-  local numbers = job.tensors * 7 + 10 + (job.histogram and 320 or 0)
+  local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
   -- Weights go round tensor by tensor.
   local weights = job.zero > 0 and not alone and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) * turns or 0

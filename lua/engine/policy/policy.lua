@@ -14,13 +14,11 @@ local M = {}
 
 -- ------------------------------------------------------------------ verdicts
 
---- Names of actions by their number in a verdict.
-M.actions = { [0] = "step", "skip", "retry", "stop" }
-
-local verdict_methods = {}
+local ACTIONS, verdict_methods = {}, {}
+for number = 0, C.ENG_ACTIONS - 1 do ACTIONS[number] = ffi.string(C.eng_action_name(number)) end
 
 --- "step", "skip", "retry" or "stop".
-function verdict_methods.what(v) return M.actions[v.action] end
+function verdict_methods.what(v) return ACTIONS[v.action] end
 
 --- The reason as text, "" when none was given.
 function verdict_methods.why(v) return ffi.string(v.reason) end
@@ -219,7 +217,7 @@ function M.register(name, class)
   end
   require("engine.policy.class_scaler").check(name, class, 2)
   for _, folder in ipairs(folders) do
-    if C.eng_file_kind(folder .. "/" .. name .. ".lua") ~= 0 then
+    if files.exists(folder .. "/" .. name .. ".lua") then
       error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(name), 2)
     end
   end

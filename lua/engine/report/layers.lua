@@ -8,13 +8,13 @@
 --   l.hists[k][exponent], l.format        elements by exponent over all that was read; what the format holds (trace.lua)
 -- Used by views.lua and the report.
 local M_ffi = require "engine.base.ffi"
+local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
 local ROWS = 2                -- read for a column, and as many of those that overflowed
-local FIRST_EXPONENT = -160
 
 --- The groups of a history's parameters: for parameter id (from 0) the number of its row, and the rows' names. `only`: the tensors inside
 --- that layer, or those whose names hold this text, one by one; `tensors`: all of them one by one.
@@ -42,12 +42,8 @@ function M.rows(h, options)
   return row_of, groups
 end
 
---- What the gradients' format holds: { limit, top, normal, zero } (trace.lua), and its name.
-function M.format(h)
-  local formats = require("engine.run.trace").formats
-  local name = h:meta().gradients or "f16"
-  return formats[name] or formats.f16, formats[name] and name or "f16"
-end
+--- The format of the gradients, as base/formats.lua describes it.
+function M.format(h) return formats.of(h:meta().gradients) or formats.of "f16" end
 
 -- Calls visit(column, step, blob, overflow).
 local function each_row(h, result, first, last, points, visit)
@@ -107,12 +103,6 @@ local function unpacker()
   end
 end
 
-local function add_hist(hist, bins)
-  for b = 0, 319 do
-    if bins[b] ~= 0 then hist[b + FIRST_EXPONENT] = (hist[b + FIRST_EXPONENT] or 0) + tonumber(bins[b]) end
-  end
-end
-
 --- Calls visit(step, { [k] = { hist, zeros, amax, norm } }) for recorded steps, up to about `points` of them, each layer k summed up.
 function M.each(h, options, visit)
   local row_of = M.rows(h, options)
@@ -129,7 +119,7 @@ function M.each(h, options, visit)
         sums[k] = sum
         sum.zeros, sum.amax, sum.squares = sum.zeros + tonumber(s.zeros), math.max(sum.amax, s.amax), sum.squares + s.sum_squares
         sum.norm = math.sqrt(sum.squares)
-        add_hist(sum.hist, s.hist)
+        formats.add_histogram(sum.hist, s.hist)
       end
     end
     if next(sums) then visit(step, sums) end
@@ -140,7 +130,7 @@ end
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {}, single = false }
-  result.format, result.format_name = M.format(h)
+  result.format = M.format(h)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
   if not range.first then return result end
@@ -169,7 +159,7 @@ function M.read(h, options)
         end
         cell.inf, cell.nan, cell.over = cell.inf + inf, cell.nan + nan, cell.over or over
         cell.count, cell.zeros, cell.underflow = cell.count + tonumber(s.count), cell.zeros + tonumber(s.zeros), cell.underflow + tonumber(s.underflow)
-        if options.hists ~= false then add_hist(result.hists[k], s.hist) end
+        if options.hists ~= false then formats.add_histogram(result.hists[k], s.hist) end
       end
     end
   end)

@@ -2,6 +2,7 @@
 -- drawn here as SVG, so the page is whole without its script, which adds the values under the pointer (report_page.lua).
 --   local html = require("engine.report.report").html(history, "runs/a")
 -- Called by `engine report`.
+local formats = require "engine.base.formats"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -167,7 +168,7 @@ end
 local function exponent_range(format, least, most)
   if most > format.top - 24 then most = math.max(most, format.top) end
   if least < format.normal + 24 then least = math.min(least, format.normal) end
-  return math.max(least, -160), math.min(most, 159)
+  return math.max(least, formats.first), math.min(most, formats.last)
 end
 
 -- Layers by exponent, over all that was recorded.
@@ -264,7 +265,7 @@ local function exponents_over_time(h, l, axis)
         power("2", e))
     end
   end
-  for _, limit in ipairs { { l.format.top + 1, l.format_name .. " ends" }, { l.format.normal, "smallest normal number" } } do
+  for _, limit in ipairs { { l.format.top + 1, l.format.name .. " ends" }, { l.format.normal, "smallest normal number" } } do
     local e = limit[1]
     if e >= least and e <= most + 1 then
       local y = top + (most - e + 1) * row
@@ -471,7 +472,7 @@ local function lead(info, l, c)
     local name, room = nearest_layer(l)
     if name and room < 40 then
       parts[#parts + 1] = ("No gradient overflowed; <code>%s</code> came nearest to the top of %s, %.1f bits below it."):format(escape(name),
-        l.format_name, room)
+        l.format.name, room)
     end
   end
   return '<p class="lead">' .. table.concat(parts, " ") .. "</p>"
@@ -618,7 +619,7 @@ function M.html(h, path)
   heat_time, data_time = exponents_over_time(h, l, axis)
   local meters, heat_fp8, data_fp8 = report_fp8.read(h, axis), nil, nil
   if meters then heat_fp8, data_fp8 = fp8_over_time(meters, axis) end
-  local top = l.format.top < 64 and { { l.format.limit, l.format_name .. " ends" } } or nil
+  local top = l.format.top < 64 and { { l.format.limit, l.format.name .. " ends" } } or nil
   local any_underflow = false
   for i = 1, #c.x do any_underflow = any_underflow or (c.underflow.max[i] or 0) > 0 end
   local kind = ({ finished = "good", running = "live" })[info.how] or "bad"
@@ -641,15 +642,15 @@ function M.html(h, path)
     scaled and section("Loss scale", "What the backward pass was multiplied by" .. (#shadows > 0 and ", and what each shadow would have chosen." or "."),
       #legend > 0 and '<div class="legend">' .. table.concat(legend) .. "</div>" or "",
       curve("scale", { log = 2, height = 190, hold = true, series = scale_series })) or "",
-    section("Largest gradient, as stored", ("Times the loss scale, as %s holds it."):format(l.format_name),
+    section("Largest gradient, as stored", ("Times the loss scale, as %s holds it."):format(l.format.name),
       curve("stored", { log = 2, height = 150, limits = top })),
     heat_layers and section("Layers over the run",
       ("The largest gradient of each layer, as stored: hot is near the top of %s. From %s of statistics, taken now and then and at overflows."):format(
-        l.format_name, counted(l.rows, "row")), heat_layers) or "",
+        l.format.name, counted(l.rows, "row")), heat_layers) or "",
     heat_shares and section("Layers by exponent",
-      ("Where each layer's gradients lie in the range of %s: the share of its nonzero elements in each binade."):format(l.format_name), heat_shares) or "",
+      ("Where each layer's gradients lie in the range of %s: the share of its nonzero elements in each binade."):format(l.format.name), heat_shares) or "",
     heat_time and section("All gradients by exponent",
-      ("How the gradients lie in the range of %s as the run and its scale go on: the share of all in each binade."):format(l.format_name), heat_time) or "",
+      ("How the gradients lie in the range of %s as the run and its scale go on: the share of all in each binade."):format(l.format.name), heat_time) or "",
     meters and section("FP8 layers",
       ("What quantizing costs each layer's input x, weight w and output gradient dy: signal to noise, hot where most is lost, blank where a " ..
         "layer was in high precision. From %s; below, those that lost most."):format(counted(meters.looks, "look")), heat_fp8, fp8_table(meters)) or "",
@@ -671,7 +672,7 @@ function M.html(h, path)
   for i, e in ipairs(marked) do event_data[i] = { e[1], escape(shortened(e[2], 160)) } end
   local data = { first = axis.first, last = axis.last, left = chart.left, right = chart.width - chart.right, width = c.width, x = c.x,
     step = c.first_step, names = NAMES, titles = TITLES, columns = columns, overflows = c.overflows, events = event_data, shadows = shadow_data,
-    format = l.format_name, layers = data_layers, shares = data_shares, time = data_time, fp8 = data_fp8 }
+    format = l.format.name, layers = data_layers, shares = data_shares, time = data_time, fp8 = data_fp8 }
   local vars = function(t, p) return (t:gsub("\n", "")) .. ";" .. p end
   return ([[<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>%s</title>

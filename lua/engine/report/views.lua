@@ -1,6 +1,7 @@
 -- What a history shows of itself: curves, heat maps, one tensor. Methods of history.lua; each gives a text that prints by itself.
 local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
+local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
 local read_named = require("engine.base.arguments").read_named
 local show = require "engine.base.show"
@@ -118,7 +119,7 @@ local function by_exponent(l, width)
   if least > most then return nil end
   local top = l.format.top
   if most > top - 24 then most = math.max(most, top) end
-  if least < l.format.normal + 24 then least = math.max(math.min(least, l.format.normal), -160) end
+  if least < l.format.normal + 24 then least = math.max(math.min(least, l.format.normal), formats.first) end
   local rows, label, notes = {}, 0, 0
   for k, name in ipairs(l.names) do
     local total = 0
@@ -141,7 +142,7 @@ local function by_exponent(l, width)
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.report.heat").draw { rows = rows, columns = columns, wide = wide, axis = axis, bad = true, low = "no gradient", high = "all of the layer's",
     title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are inf\n" ..
-      "statistics of %s; at the right each layer's largest"):format(l.format_name, l.format.normal, top, steps_text(l.steps)) }
+      "statistics of %s; at the right each layer's largest"):format(l.format.name, l.format.normal, top, steps_text(l.steps)) }
 end
 
 --- The exponents that the shades of a heat map over time span: from the smallest that was seen up to what overflows; in wide formats up to
@@ -177,7 +178,7 @@ local function by_time(l, width)
   local axis, n = {}, #l.x
   for _, i in ipairs { 1, math.ceil(n / 4), math.ceil(n / 2), math.ceil(3 * n / 4), n } do axis[i] = ("%.0f"):format(l.x[i]) end
   return require("engine.report.heat").draw { rows = rows, columns = n, wide = 1, axis = axis, bad = true, low = "2^" .. low, high = "2^" .. high,
-    title = ("largest %s gradient as stored, by step; at the right of all"):format(l.format_name) }
+    title = ("largest %s gradient as stored, by step; at the right of all"):format(l.format.name) }
 end
 
 --- history:heatmap(): layers by exponent, where each layer's gradients lie in the format's range. history:heatmap { by = "time" }: the
@@ -236,7 +237,7 @@ function M.tensor(h, name, options)
     if t.inf + t.nan > 0 then marks[#marks + 1], bad = t.step, bad + 1 end
   end
   local last = rows[#rows]
-  local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(l.format_name, l.format.largest), x = x, y = y, log = 2,
+  local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(l.format.name, l.format.largest), x = x, y = y, log = 2,
     width = options.width, height = 8, marks = #marks > 0 and marks or nil, mark_name = "inf or nan" } }
   parts[#parts + 1] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of %s; %d recorded steps, %d with inf or nan"):format(
     grouped(last.step), plot.number_text(last.amax), plot.number_text(last.norm), percent(last.zeros, last.count), percent(last.underflow, last.count),

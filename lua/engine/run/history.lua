@@ -14,6 +14,8 @@
 -- the core does the writing.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
+local files = require "engine.base.file"
+local formats = require "engine.base.formats"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -41,7 +43,7 @@ setmetatable(History, { __index = function(_, key) return refused(key) end })
 --- Opens the history of a run's directory or a database file; options.write: to append, made when missing.
 function M.open(path, options)
   local write = options and options.write or false
-  local file = C.eng_file_kind(path) == 2 and path .. "/history.db" or path
+  local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
   check(C.eng_history_open(out, file, write))
   return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
@@ -364,15 +366,6 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- { [exponent] = count }: gradients with floor(log2|g|) = exponent.
-local function hist_table(bins)
-  local hist = {}
-  for b = 0, 319 do
-    if bins[b] ~= 0 then hist[b - 160] = tonumber(bins[b]) end
-  end
-  return hist
-end
-
 -- Why there are no meters: of FP8 at all, of such a layer, or at that step.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
@@ -433,7 +426,7 @@ function History:tensors(step)
   for i = 0, n - 1 do
     local s = stats[i]
     rows[i + 1] = { name = names[i] or tostring(i), count = tonumber(s.count), inf = tonumber(s.inf), nan = tonumber(s.nan),
-      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = hist_table(s.hist),
+      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
       carry = s.carry > 0 and s.carry or 1, norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
@@ -444,7 +437,7 @@ end
 function History:hist(step)
   local row = one(self, "SELECT hist FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1", step)
   if not row or not row.hist then return nil end
-  return hist_table((unpack_stats(row.hist))[0].hist)
+  return formats.add_histogram({}, (unpack_stats(row.hist))[0].hist)
 end
 
 --- Of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
@@ -478,9 +471,10 @@ local function say_gradients(h, row, say)
     say("All %d gradients were finite; %s were zero, %s subnormal.", row.count, percent(row.zeros, row.count), percent(row.underflow, row.count))
   end
   if row.amax == row.amax and row.amax > 0 then
-    local f16 = (h:meta().gradients or "f16") == "f16"
-    say("The largest finite one was %s, which is %s by the loss scale%s; their norm was %s.", plain(row.amax), plain(row.amax * row.scale),
-      f16 and " (f16 reaches 65504)" or "", plain(row.norm))
+    local format = formats.of(h:meta().gradients) or formats.of "f16"
+    say("The largest finite one was %s, which is %s by the loss scale%s; their norm was %s.", plain(row.amax),
+      plain(row.amax * row.scale), format.top < 64 and (" (%s reaches %g)"):format(format.name, format.largest) or "",
+      plain(row.norm))
   end
   local tensors = row.overflow and h:tensors(row.step)
   local bad = 0

@@ -1,16 +1,13 @@
 -- The runs of a folder: what each is, how far it came and how it ended. Used by `engine runs` and the report.
 local files = require "engine.base.file"
 
-local C = require("engine.base.ffi").C
-
 local M = {}
 
 --- The directory (or history file) of a run by its path or its name under runs/; raises with the nearest name.
 function M.find(text)
-  local kind = C.eng_file_kind(text)
-  if kind == 1 or (kind == 2 and C.eng_file_kind(text .. "/history.db") ~= 0) then return text end
-  if C.eng_file_kind("runs/" .. text .. "/history.db") ~= 0 then return "runs/" .. text end
-  local known = C.eng_file_kind("runs") == 2 and files.names "runs"
+  if files.is_file(text) or files.exists(text .. "/history.db") then return text end
+  if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
+  local known = files.names "runs"
   error(("there is no run '%s'%s"):format(text, require("engine.base.nearest").hint(text, known or {})), 0)
 end
 
@@ -88,10 +85,9 @@ end
 function M.list(dir)
   dir = dir or "runs"
   local list = {}
-  if C.eng_file_kind(dir) ~= 2 then return list end
   for _, name in ipairs(files.names(dir) or {}) do
     local path = dir .. "/" .. name
-    if C.eng_file_kind(path .. "/history.db") ~= 0 then list[#list + 1] = M.info(path) end
+    if files.exists(path .. "/history.db") then list[#list + 1] = M.info(path) end
   end
   table.sort(list, function(a, b)
     if (a.created or 0) ~= (b.created or 0) then return (a.created or 0) < (b.created or 0) end

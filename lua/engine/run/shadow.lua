@@ -11,7 +11,7 @@ local M = {}
 local Shadows = {}
 Shadows.__index = Shadows
 
-local LARGEST = { f16 = 65504 }   -- of the formats that overflow long before f32
+local LARGEST = { f16 = require("engine.base.formats").of("f16").largest }   -- of formats that overflow long before f32
 
 --- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: what is `name=value` belongs to the
 --- policy before it.

@@ -7,6 +7,7 @@
 --   w:close()
 -- Used by the trainer (live) and `engine export`. A reader sees what was flushed; a file cut off in a frame is read up to it.
 local M_ffi = require "engine.base.ffi"
+local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -218,9 +219,7 @@ function Live:tensors(step, stats)
     hists[g] = h
     local s = stats[i - 1]
     h.zeros, h.amax, h.squares = h.zeros + tonumber(s.zeros), math.max(h.amax, s.amax), h.squares + s.sum_squares
-    for b = 0, 319 do
-      if s.hist[b] ~= 0 then h.bins[b - 160] = (h.bins[b - 160] or 0) + tonumber(s.hist[b]) end
-    end
+    formats.add_histogram(h.bins, s.hist)
   end
   for g, h in pairs(hists) do
     self.writer:histogram(step, "stored_gradients/" .. self.groups[g], h.bins, { zeros = h.zeros, amax = h.amax, norm = math.sqrt(h.squares) })

@@ -15,6 +15,8 @@
 --                              binades or more below 65504, the scale was not the reason and there is an overflow
 -- Gradients are those of the recorded run: what other updates would have done to them nobody knows.
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
+local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 local log2 = function(x) return math.log(x) / math.log(2) end
@@ -63,23 +65,14 @@ function Verdicts:at(record, i, scale)
   record.count, record.inf, record.overflow, record.first_bad = 1, bad and 1 or 0, bad and 1 or 0, -1
   if not bad then
     record.amax, record.norm = 1, 1
-    record.hist[math.max(0, math.min(319, math.floor(log2(scale)) + 160))] = 1
+    record.hist[math.max(0, math.min(C.ENG_HIST_BINS - 1, math.floor(log2(scale)) - C.ENG_HIST_FIRST))] = 1
   end
   return true
 end
 
 -- ------------------------------------------------------------------ another scale
 
--- limit: the smallest magnitude that rounds to inf; largest: the largest finite one; top: exponent of the largest finite numbers; normal: that of the
--- smallest normal one; zero: that of the largest magnitude that rounds to zero.
-local FORMATS = {
-  f16 = { limit = 65520, largest = 65504, top = 15, normal = -14, zero = -25 },
-  bf16 = { limit = (2 - 2 ^ -8) * 2 ^ 127, largest = (2 - 2 ^ -7) * 2 ^ 127, top = 127, normal = -126, zero = -134 },
-  f32 = { limit = (2 - 2 ^ -24) * 2 ^ 127, largest = (2 - 2 ^ -23) * 2 ^ 127, top = 127, normal = -126, zero = -150 },
-}
-M.formats = FORMATS
-
-local BINS, FIRST = 320, -160
+local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
 local shifted = ffi.new("int64_t[?]", BINS)
 
 -- Statistics of gradients stored at one scale -> what they would be at `ratio` times that scale; `over`: whether some overflow
@@ -187,7 +180,7 @@ function M.run(path)
   local good, result = pcall(function()
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
     if n == 0 then error(("%s has no steps"):format(history.path), 0) end
-    local format = FORMATS[history:meta().gradients or "f16"] or FORMATS.f16
+    local format = formats.of(history:meta().gradients) or formats.of "f16"
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, format = format, name = path }, Run)
     local i = 0
     for row in history:each("SELECT " .. table.concat(COLUMNS, ", ") .. ", action = 'step' AS applied, hist FROM steps ORDER BY step, attempt") do
@@ -321,12 +314,13 @@ end
 
 --- A trace from what a user names: a run's directory or history, the name of a run, or a string of verdicts.
 function M.open(text)
-  local kind = C.eng_file_kind(text)
-  if kind == 2 and C.eng_file_kind(text .. "/history.db") ~= 0 then return M.run(text) end
+  if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
-  if kind == 2 then error(("%s holds no history.db; expected a run's directory or a string of verdicts such as '4. x 2. 3x'"):format(text), 0) end
-  if kind ~= 0 then return M.run(text) end
-  if C.eng_file_kind("runs/" .. text .. "/history.db") ~= 0 then return M.run("runs/" .. text) end
+  if files.is_folder(text) then
+    error(("%s holds no history.db; expected a run's directory or a string of verdicts such as '4. x 2. 3x'"):format(text), 0)
+  end
+  if files.exists(text) then return M.run(text) end
+  if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end
   error(("there is no run '%s'; expected a run's directory or a string of verdicts such as '4. x 2. 3x'"):format(text), 0)
 end

@@ -9,18 +9,16 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
--- name, exponent bits, fraction bits, bias, largest finite number.
-local FORMATS = {
-  { "f64", 11, 52, 1023, 1.7976931348623157e308 }, { "f32", 8, 23, 127, 3.4028234663852886e38 }, { "bf16", 8, 7, 127, 3.3895313892515355e38 },
-  { "f16", 5, 10, 15, 65504 }, { "e5m6", 5, 6, 15, 65024 }, { "e5m2", 5, 2, 15, 57344 }, { "e4m3", 4, 3, 7, 448 },
-  { "ue8m0", 8, 0, 127, 2 ^ 127, unsigned = true },
-}
+local formats = require "engine.base.formats"
+
+local FORMATS = {}
+for i, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do FORMATS[i] = formats.of(name) end
 
 local cast = ffi.new "union { double d; uint64_t q; }"
 local cast32 = ffi.new "union { float f; uint32_t u; }"
 
 local function encode(format, x)
-  local name = format[1]
+  local name = format.name
   if name == "f64" then
     cast.d = x
     return cast.q
@@ -33,7 +31,7 @@ local function encode(format, x)
 end
 
 local function decode(format, code)
-  local name = format[1]
+  local name = format.name
   if name == "f64" then
     cast.q = code
     return cast.d
@@ -50,8 +48,8 @@ local function power(n) return bit.lshift(1ULL, n) end
 
 -- The next number of the format above (or below) a finite one; nil where there is none.
 local function neighbour(format, code, up)
-  local width = format[2] + format[3]
-  if format.unsigned then
+  local width = format.exponent_bits + format.fraction_bits
+  if not format.signed then
     if up then return code < 254 and decode(format, code + 1) or nil end
     return code > 0 and decode(format, code - 1) or nil
   end
@@ -71,18 +69,18 @@ local function binary(code, from, count)
 end
 
 local function describe(format, x)
-  local e, m = format[2], format[3]
+  local e, m = format.exponent_bits, format.fraction_bits
   local code = encode(format, x)
   local value = decode(format, code)
-  local r = { name = format[1], code = code, value = value, largest = format[5],
-    sign = not format.unsigned and binary(code, e + m, 1) or "", exponent = binary(code, m, e), fraction = binary(code, 0, m) }
-  local target = format.unsigned and math.abs(x) or x
+  local r = { name = format.name, code = code, value = value, largest = format.largest,
+    sign = format.signed and binary(code, e + m, 1) or "", exponent = binary(code, m, e), fraction = binary(code, 0, m) }
+  local target = not format.signed and math.abs(x) or x
   if x == x then r.error = value - target end
   if value - value == 0 then
     r.below, r.above = neighbour(format, code, false), neighbour(format, code, true)
     local field = tonumber(bit.band(bit.rshift(code, m), power(e) - 1))
-    r.subnormal = not format.unsigned and field == 0 and value ~= 0
-    r.power = math.max(field, format.unsigned and 0 or 1) - format[4]
+    r.subnormal = format.signed and field == 0 and value ~= 0
+    r.power = math.max(field, format.signed and 1 or 0) - format.bias
   end
   return r
 end
@@ -159,7 +157,7 @@ function M.of(x)
   local result = { x = number }
   for i, format in ipairs(FORMATS) do
     result[i] = describe(format, number)
-    result[format[1]] = result[i]
+    result[format.name] = result[i]
   end
   return setmetatable(result, meta)
 end
