@@ -57,7 +57,7 @@ eng_status eng_comm_wait(eng_comm_request *request);
 /// becomes nan; rows for oneself, too. To what stands in `facts` (may be NULL) is added: bytes sent to others, and over finite numbers the
 /// sums of squares of what was sent and of the error that its format made. Errors: SHAPE, VALUE.
 typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
-eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int wire,
+eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts);
 
 /// Gradients of a parameter set reduced over a group: parameters are gathered into buckets, and a bucket is on its way as soon as
@@ -65,10 +65,10 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
 /// each term divided by the number of ranks before; the sums go back in the same format. All ranks send their buckets in one order, the last
 /// members of the set first. What is under way lies in memory for a few buckets; where there is no more, backward waits for messages.
 typedef struct eng_parallel eng_parallel;
-enum { ENG_WIRE_OWN = 0, ENG_WIRE_F32 = 1, ENG_WIRE_BF16 = 2, ENG_WIRE_F16 = 3, ENG_WIRE_FP8 = 4, ENG_WIRES = 5 };
+enum { ENG_COMM_OWN = 0, ENG_COMM_F32 = 1, ENG_COMM_BF16 = 2, ENG_COMM_F16 = 3, ENG_COMM_FP8 = 4, ENG_COMM_DTYPES = 5 };
 typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, about
-  int32_t wire;               // ENG_WIRE_*; OWN: each gradient's own format. FP8: e4m3 in blocks of 128 with a power of two each
+  int32_t comm_dtype;               // ENG_COMM_*; OWN: each gradient's own format. FP8: e4m3 in blocks of 128 with a power of two each
   int32_t zero;               // 1: this rank updates its own pieces alone (ZeRO-1), moments are kept for these only; 2: it keeps gradients of
                               // its own pieces alone, too (ZeRO-2)
   /// Parameters that not all ranks hold (experts): apart[i] is 1 for those, NULL for none. Here they have their elements, or none where others
@@ -132,11 +132,11 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 /// Afterwards there are no gradients.
 eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size, const eng_parallel_options *options);
 /// What becomes of n numbers on the wire, in place.
-eng_status eng_wire_round(float *x, int64_t n, int wire);
+eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 /// What becomes of several ranks' gradients, in this process alone, by the kernels of the memory they lie in: rows of x [ranks x n], in f32, f16
 /// or bf16, packed, added up, each divided by their number, and unpacked into out [n] of the same dtype; with `add` added to what stands
 /// there. brought[ranks]: bits as eng_parallel_brought gives them, without 1. Errors: SHAPE, DTYPE, VALUE.
-eng_status eng_wire_reduce(const eng_tensor *out, int *brought, const eng_tensor *x, int wire, bool add);
+eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *x, int comm_dtype, bool add);
 
 /// Keeps this optimizer's moments for the own pieces of its set alone; what they hold there stays.
 eng_status eng_optimizer_shard(eng_optimizer *state);

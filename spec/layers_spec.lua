@@ -26,6 +26,9 @@ local CUDA = {
 }
 local LUA = { "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "cli" }
 
+-- Folders without a cycle between their files.
+local ACYCLIC = { "base", "tensor", "device", "dist", "store" }
+
 local function ranks_of(folders)
   local rank = {}
   for number, name in ipairs(folders) do rank[name] = number end
@@ -142,6 +145,38 @@ describe("the folders of the core", function()
     if not count then return end   -- a folder made by `make dist`
     assert.is_true(count > 1000)
     report(upward)
+  end)
+
+  -- A file of these folders never needs, directly or not, a file that needs it.
+  it("have no cycle between the files of " .. table.concat(ACYCLIC, ", "), function()
+    local build, home, needs = require("engine.base.ffi").library_dir, {}, {}
+    if helper.shell("ls " .. helper.quote(build .. "/core")).code ~= 0 then return end
+    for _, folder in ipairs(ACYCLIC) do
+      local wanted = {}
+      local command = ("cd %s/core && nm -A %s/*.o"):format(helper.quote(build), folder)
+      for line in helper.shell(command).out:gmatch("[^\n]+") do
+        local object, kind, name = line:match("^([^:]+)%.o:[%x ]* (%a) ([%w_]+)$")
+        if kind == "U" then wanted[#wanted + 1] = { object, name }
+        elseif kind and kind:match("[TDBRVW]") then home[name] = object end
+      end
+      assert.is_true(#wanted > 20, folder)
+      for _, want in ipairs(wanted) do
+        local other = home[want[2]]
+        if other and other ~= want[1] then
+          needs[want[1]] = needs[want[1]] or {}
+          needs[want[1]][other] = want[2]
+        end
+      end
+    end
+    local state = {}
+    local function visit(file, path)
+      assert.are_not.equal("open", state[file], path)
+      if state[file] then return end
+      state[file] = "open"
+      for other, name in pairs(needs[file] or {}) do visit(other, path .. " -" .. name .. "-> " .. other) end
+      state[file] = "done"
+    end
+    for file in pairs(needs) do visit(file, file) end
   end)
 
   it("keep devices below backend.h", function()

@@ -23,7 +23,7 @@ typedef eng_status op_kernel(const op_call *call);
 typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
 
 /// Numbers of a gradient (or of rows of tokens) and their place in a message between ranks; all of it in the device's memory. What a
-/// message is made of: comm_wire.c.
+/// message is made of: comm_pack.c.
 typedef struct wire_run {
   void    *numbers;     // [n] in the tensor's dtype
   void    *packed;      // [n] in the wire's format: numbers, or e4m3 codes
@@ -102,26 +102,26 @@ typedef struct backend {
   /// What no other card has, on any machine: its UUID.
   const char *(*identity)(void);
 
-  /// A lane: work in an order of its own beside the device's (on a card a stream, which is what NCCL takes). Messages between ranks, and what is
+  /// A stream: work in an order of its own beside the device's (on a card a stream, which is what NCCL takes). Messages between ranks, and what is
   /// made of them, go there. NULL in out with the error set.
-  eng_status (*lane_new)(void **lane);
-  /// What is asked of the lane from now on waits for what the device was asked before.
-  eng_status (*lane_follow)(void *lane);
+  eng_status (*stream_new)(void **stream);
+  /// What is asked of the stream from now on waits for what the device was asked before.
+  eng_status (*stream_follow)(void *stream);
   /// Whether all that was asked of it is done. Never waits.
-  eng_status (*lane_done)(bool *done, void *lane);
-  /// A mark behind what was asked of the lane so far (*mark is one made before, or NULL for a new one), and whether that is done. NULL ends it.
-  eng_status (*lane_mark)(void **mark, void *lane);
-  eng_status (*lane_reached)(bool *reached, void *mark);
-  void       (*lane_forget)(void *mark);
-  /// Copies on a lane, as `move`; to the host only when the lane is done.
-  eng_status (*lane_move)(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
-  /// comm_wire.c's way of packing, adding up and unpacking, bit for bit but for which nan, on a lane, or in order with everything else (lane
+  eng_status (*stream_done)(bool *done, void *stream);
+  /// A mark behind what was asked of the stream so far (*mark is one made before, or NULL for a new one), and whether that is done. NULL ends it.
+  eng_status (*stream_mark)(void **mark, void *stream);
+  eng_status (*stream_reached)(bool *reached, void *mark);
+  void       (*stream_forget)(void *mark);
+  /// Copies on a stream, as `move`; to the host only when the stream is done.
+  eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes, copy_direction direction);
+  /// comm_pack.c's way of packing, adding up and unpacking, bit for bit but for which nan, on a stream, or in order with everything else (stream
   /// NULL). `runs` [n] and `flags` lie in the device's memory, the longest run has `longest` elements; dtype f32, f16 or bf16; wire these or
   /// e4m3. The bits of wire.h (WIRE_OVERFLOW: finite numbers that became inf) are added to flags[slot].
-  eng_status (*wire_pack)(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags);
-  eng_status (*wire_unpack)(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype);
+  eng_status (*wire_pack)(void *stream, const wire_run *runs, int n, int64_t longest, int comm_dtype, int dtype, uint32_t *flags);
+  eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest, int comm_dtype, int dtype);
   /// The piece `out` of `count` elements, a multiple of 128, = the sum over k < n of the pieces terms[k] / share, in the order of comm.h.
-  eng_status (*wire_sum)(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share);
+  eng_status (*wire_sum)(void *stream, void *out, const void *const *terms, int n, int64_t count, int comm_dtype, float share);
 } backend;
 
 /// What a plug-in (libengine_cuda.so) needs of the core: it is handed over at loading, so that the core exports nothing more.

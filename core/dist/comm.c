@@ -1,9 +1,10 @@
-// Collective operations over a group of ranks, made of messages between two. See comm.h for the order of sums.
+// Groups of ranks and collective operations, made of messages between two ranks. comm.h gives the
+// order of sums.
 //
-// Small reductions go by recursive doubling: log2(n) exchanges, after each of which both partners hold the same sum. Large ones in two
-// exchanges: every rank sums one piece of all, then sends it round. Both add in the same order.
-// Owns groups and requests. A wait that lasts too long ends the job (lost, below): a job never hangs without a word.
-#define _GNU_SOURCE
+// Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
+// hold the same sum. Large ones take two exchanges: every rank sums one piece of all, then sends
+// that sum to the others. Both add in the same order.
+// Owns groups and requests; calls nothing but a group's transport and comm_wait.c.
 #include "comm.h"
 
 #include "base/error.h"
@@ -11,129 +12,20 @@
 #include "tensor/tensor.h"
 #include "device/transfer.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h>
 
-enum { SPINS = 2000,                 // tests before the core is offered to others: ranks may be more than cores
-       SMALL = 1 << 15,              // bytes up to which a reduction goes by recursive doubling
-       PIECE = 1024,                 // elements summed at a time: the partial sums stay in the first cache
+enum { SMALL = 1 << 15,              // bytes up to which a reduction uses recursive doubling
+       PIECE = 1024,                 // elements summed at a time: partial sums stay in the L1 cache
        LEVELS = 24 };                // of a sum: 2^24 ranks
-
-static double patience = 300;        // seconds
-static eng_comm world;
-static bool started;
 
 // ------------------------------------------------------------------ groups
 
-enum { LOST_CODE = 70 };             // exit code of a job that lost a rank
-
-// While a library that knows no patience waits for other ranks, a thread looks at the clock. It begins with the first wait and stays.
-static struct {
-  pthread_mutex_t lock;
-  comm_watch_mark now;                 // what NULL: nothing is watched
-  bool            runs;
-} watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static void *look_at_clock(void *nothing)
-{
-  enum { TICK_US = 50000 };
-  while (true) {
-    usleep(TICK_US);
-    pthread_mutex_lock(&watch.lock);
-    if (watch.now.what && eng_clock() - watch.now.since > patience) {
-      int rank, size;
-      eng_comm_launched(&rank, &size);
-      fprintf(stderr, "engine: rank %d of %d waits for %g s at %s: another one is gone or hanging, or was never started. The job ends.\n", rank, size,
-              patience, watch.now.what);
-      fflush(stderr);
-      _exit(LOST_CODE);
-    }
-    pthread_mutex_unlock(&watch.lock);
-  }
-  return nothing;
-}
-
-comm_watch_mark comm_watch(const char *what)
-{
-  pthread_t thread;
-  pthread_mutex_lock(&watch.lock);
-  comm_watch_mark before = watch.now;
-  watch.now = (comm_watch_mark){what, eng_clock()};
-  if (!watch.runs && pthread_create(&thread, NULL, look_at_clock, NULL) == 0) {
-    pthread_detach(thread);
-    watch.runs = true;
-  }
-  pthread_mutex_unlock(&watch.lock);
-  return before;
-}
-
-void comm_watched(comm_watch_mark before)
-{
-  pthread_mutex_lock(&watch.lock);
-  watch.now = before;
-  pthread_mutex_unlock(&watch.lock);
-}
-
-/// However the process ends, the other ranks hear of it.
-static void at_exit(int code, void *nothing)
-{
-  (void)nothing;
-  eng_comm_end(code);
-}
-
-eng_status eng_comm_world(eng_comm **out)
-{
-  *out = NULL;
-  if (!started) {
-    const char *text = getenv("ENGINE_RANK_TIMEOUT");
-    char *end = NULL;
-    double seconds = text && *text ? strtod(text, &end) : patience;
-    if (!(seconds > 0 && seconds < 1e9) || (end && *end)) return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'", text);
-    patience = seconds;
-    const comm_transport *transport;
-    comm_watch_mark before = comm_watch("the start of the job");
-    eng_status status = comm_load(&transport);
-    comm_watched(before);
-    if (status != ENG_OK) return status;
-    world = (eng_comm){.transport = transport, .group = transport ? transport->world : NULL, .rank = transport ? transport->rank : 0,
-                       .size = transport ? transport->size : 1};
-    started = true;
-    if (transport) on_exit(at_exit, NULL);
-  }
-  *out = &world;
-  return ENG_OK;
-}
-
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
-int eng_comm_local_size(void) { return world.transport ? world.transport->local_size : 1; }
-int eng_comm_threads(void)
-{
-  long cores = sysconf(_SC_NPROCESSORS_ONLN) / eng_comm_local_size();
-  return cores > 1 ? (int)cores : 1;
-}
 
-const char *eng_comm_text(void)
-{
-  static char text[1024];
-  const char *cards = comm_cards_text();
-  snprintf(text, sizeof text, "%s%s%s", world.transport ? world.transport->describe() : "one rank", cards ? "; what lies on cards goes " : "", cards ? cards : "");
-  return text;
-}
-
-double eng_comm_timeout(double seconds)
-{
-  double before = patience;
-  if (seconds > 0) patience = seconds;
-  return before;
-}
-
-/// The numbers in the world of those in `parent` who gave the same color, by key and rank: what a group is where the transport makes none.
+/// Makes a group where the transport has no groups of its own: the world numbers of the ranks in
+/// `parent` that gave the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;
@@ -165,7 +57,7 @@ static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color
   eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
   comm_watched(before);
   if (status != ENG_OK || color < 0) return status;
-  int32_t own = world.rank;
+  int32_t own = comm_world.rank;
   part->of_world = calloc((size_t)part->size, sizeof *part->of_world);
   if (!part->of_world) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
   return eng_comm_all_gather(part, part->of_world, &own, sizeof own);
@@ -188,151 +80,10 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 
 void eng_comm_free(eng_comm *comm)
 {
-  if (!comm || comm == &world) return;
-  if (comm->group && started && comm->transport->free) comm->transport->free(comm->group);
+  if (!comm || comm == &comm_world) return;
+  if (comm->group && comm_world.transport && comm->transport->free) comm->transport->free(comm->group);
   free(comm->of_world);
   free(comm);
-}
-
-void eng_comm_end(int code)
-{
-  if (!started || !world.transport) return;
-  started = false;
-  if (code == 0) {
-    comm_watch_mark before = comm_watch("the end of the job");
-    comm_lanes_end(true);
-    world.transport->finish();
-    comm_watched(before);
-  } else {
-    if (world.rank > 0) usleep(500000);      // rank 0 has the same to say as a rule, and a checkpoint to write
-    fflush(NULL);
-    comm_lanes_end(false);
-    world.transport->abort(code);
-  }
-}
-
-int comm_tag(eng_comm *comm)
-{
-  comm->next_tag = (comm->next_tag + 1) % COMM_TAGS;
-  return COMM_TAG_OPERATION + comm->next_tag;
-}
-
-// ------------------------------------------------------------------ waiting
-
-enum { NOTE = 96 };                  // bytes of a note
-
-/// Somebody did not come. Those who wait tell each other so, out of turn; who sends no note is the one. A rank that waits, however
-/// short, and hears of it does the same at once. The lowest of those
-/// who wait says it and ends the job. Does not return.
-static void lost(const char *what)
-{
-  enum { GRACE_MS = 2000 };
-  const comm_transport *t = world.transport;
-  if (!t->knocked) {
-    fflush(stdout);
-    fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another one is gone or hanging, the one that does not say so. The job ends.\n", world.rank,
-            world.size, patience, what);
-    fflush(stderr);
-    t->abort(LOST_CODE);
-    _exit(LOST_CODE);
-  }
-  int n = world.size;
-  char *notes = calloc((size_t)n, NOTE), own[NOTE];
-  comm_message *messages = calloc((size_t)n, sizeof *messages);
-  void **letters = calloc((size_t)n, sizeof *letters);
-  snprintf(own, sizeof own, "%s", what);
-  for (int r = 0; notes && messages && letters && r < n; r++) {
-    if (r == world.rank) {
-      memcpy(notes + (size_t)r * NOTE, own, NOTE);
-      continue;
-    }
-    void *sent;
-    messages[r] = (comm_message){own, NOTE, r, true};
-    if (t->start(&sent, world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
-    messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
-    if (t->start(&letters[r], world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) letters[r] = NULL;
-  }
-  bool open = true;
-  for (int ms = 0; letters && open && ms < GRACE_MS; ms += 10) {
-    open = false;
-    for (int r = 0; r < n; r++) {
-      bool done = false;
-      if (letters[r] && t->test(&done, letters[r]) == ENG_OK && done) letters[r] = NULL;
-      open = open || letters[r];
-    }
-    usleep(10000);
-  }
-  int first = -1, missing = 0;
-  char names[512] = "", waits[1024] = "";
-  size_t at = 0, to = 0;
-  for (int r = 0; notes && r < n; r++) {
-    const char *note = notes + (size_t)r * NOTE;
-    if (note[0]) {
-      if (first < 0) first = r;
-      if (to < sizeof waits - NOTE) to += (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
-    } else {
-      missing++;
-      if (at < sizeof names - 16) at += (size_t)snprintf(names + at, sizeof names - at, "%s%d", at ? ", " : "", r);
-    }
-  }
-  if (first == world.rank || first < 0) {
-    fflush(stdout);
-    if (missing > 0)
-      fprintf(stderr, "engine: rank%s %s did not come to %s within %g s: gone or hanging. The job ends.\n", missing > 1 ? "s" : "", names, what, patience);
-    else
-      fprintf(stderr, "engine: the ranks have waited for each other for %g s at different places (%s). The job ends; hint: every rank must do the same\n",
-              patience, waits);
-    fflush(stderr);
-  } else sleep(2);
-  t->abort(LOST_CODE);
-  _exit(LOST_CODE);
-}
-
-/// Offers the core now and then; gives INTERRUPTED on a second Ctrl-C, ends the job when patience does, anybody's.
-static eng_status idle(int *spins, double *since, const char *what)
-{
-  if (++*spins % SPINS) return ENG_OK;
-  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
-  double now = eng_clock();
-  if (*since == 0) *since = now;
-  if (now - *since > patience || (world.transport->knocked && world.transport->knocked(world.group, COMM_TAG_ALARM))) lost(what);
-  sched_yield();
-  return ENG_OK;
-}
-
-eng_status comm_pause(double since, const char *what)
-{
-  int spins = SPINS - 1;
-  return idle(&spins, &since, what);
-}
-
-static struct { eng_status (*work)(void *data); void *data; } meanwhile;
-
-void comm_meanwhile(eng_status (*work)(void *data), void *data)
-{
-  meanwhile.work = work;
-  meanwhile.data = data;
-}
-
-eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
-{
-  bool done = false;
-  int spins = 0;
-  double since = 0;
-  while (true) {
-    ENG_TRY(comm->transport->test(&done, exchange));
-    if (done) return ENG_OK;
-    if (meanwhile.work) ENG_TRY(meanwhile.work(meanwhile.data));
-    ENG_TRY(idle(&spins, &since, what));
-  }
-}
-
-eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag, const char *what)
-{
-  void *exchange;
-  if (n == 0) return ENG_OK;
-  ENG_TRY(comm->transport->start(&exchange, comm->group, messages, n, tag));
-  return comm_wait(comm, exchange, what);
 }
 
 // ------------------------------------------------------------------ reductions in memory
@@ -389,11 +140,6 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
     }
     memcpy((char *)out + at, room[0], (size_t)(m * size));
   }
-}
-
-void comm_sum_f32(float *out, const float *const *in, int n, int64_t count)
-{
-  combine_all(out, (const void *const *)in, n, count, ENG_f32, ENG_SUM);
 }
 
 // ------------------------------------------------------------------ requests
@@ -560,7 +306,7 @@ static eng_status run(eng_comm_request *r)
   eng_status status = ENG_OK;
   while (status == ENG_OK && !done) {
     status = eng_comm_test(&done, r);
-    if (status == ENG_OK && !done) status = idle(&spins, &since, r->what);
+    if (status == ENG_OK && !done) status = comm_idle(&spins, &since, r->what);
   }
   free(r->room);
   r->room = NULL;

@@ -1,6 +1,6 @@
 // A bucket's way where gradients lie on cards that talk to each other (comm_nccl.c): the same pieces, formats and order of sums as in
 // comm_gradients.c, which calls it, made by the device (backend.h: wire_pack, wire_sum, wire_unpack). What backward wrote is packed in order with
-// it; messages, sums and what becomes of them are asked for at once, on the gradients' lane, so that the host waits for nothing until the end.
+// it; messages, sums and what becomes of them are asked for at once, on the gradients' stream, so that the host waits for nothing until the end.
 //
 // What each rank brought is told by a message of the host's at the end of a pass. The tables that the device reads lie behind a bucket's messages.
 // Owns the flags on the card and the tables' copies on the host.
@@ -48,7 +48,7 @@ eng_status cards_new(eng_parallel *p)
 void cards_free(eng_parallel *p)
 {
   if (p->flags && p->under_way == 0) arena_free_in(p->set->space, ARENA_MESSAGE, p->flags, p->flags_bytes);
-  for (int k = 0; p->cards && k < p->n_buckets; k++) backend_of_space(p->set->space)->lane_forget(p->buckets[k].mark);
+  for (int k = 0; p->cards && k < p->n_buckets; k++) backend_of_space(p->set->space)->stream_forget(p->buckets[k].mark);
   free(p->table);
   free(p->own_flags);
   free(p->told);
@@ -65,7 +65,7 @@ eng_status cards_begin(eng_parallel *p)
 /// Where elements from `at` on lie in a packed piece of `count`.
 static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
 {
-  return (wire_run){.packed = piece + at * eng_dtype_size(b->wire), .scales = b->wire == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK : NULL};
+  return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype), .scales = b->comm_dtype == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK : NULL};
 }
 
 /// Every member's parts of the pieces to each rank. Gives their number, the longest one's elements in `longest`.
@@ -121,13 +121,13 @@ static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, co
 
 static eng_status exchange(eng_parallel *p, const bucket *b, int n)
 {
-  return comm_lane_exchange(LANE_GRADIENTS, b->comm, p->messages, n, "the sum of gradients");
+  return comm_stream_exchange(STREAM_GRADIENTS, b->comm, p->messages, n, "the sum of gradients");
 }
 
 eng_status cards_send(eng_parallel *p, bucket *b)
 {
   const backend *card = backend_of_space(p->set->space);
-  void *lane = comm_lane_of(LANE_GRADIENTS);
+  void *stream = comm_stream_of(STREAM_GRADIENTS);
   int ranks = b->comm->size, own = b->comm->rank, n = 0;
   table_size t = table_of(b);
   int64_t longest = 0, longest_back = 0;
@@ -139,42 +139,42 @@ eng_status cards_send(eng_parallel *p, bucket *b)
   int n_out = runs_out(out, &longest, p, b), n_back = runs_back(back, &longest_back, p, b);
   ENG_TRY(card->move(there, p->table, t.bytes, COPY_TO_DEVICE));
   const wire_run *out_there = (const wire_run *)(there + t.terms * (int64_t)sizeof(void *));
-  ENG_TRY(card->wire_pack(NULL, out_there, n_out, longest, b->wire, b->dtype, p->flags));
-  ENG_TRY(card->lane_follow(lane));
+  ENG_TRY(card->wire_pack(NULL, out_there, n_out, longest, b->comm_dtype, b->dtype, p->flags));
+  ENG_TRY(card->stream_follow(stream));
   for (int peer = 0; peer < ranks; peer++) {
     if (peer == own) continue;
-    int64_t bytes = comm_packed_bytes(b->wire, bucket_piece(b, peer));
+    int64_t bytes = comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer));
     p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
     p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->packed, peer, false};
     p->facts.bytes += bytes;
     p->facts.messages++;
   }
   ENG_TRY(exchange(p, b, n));
-  ENG_TRY(card->wire_sum(lane, b->sum, (const void *const *)there, ranks, bucket_piece(b, own), b->wire, (float)p->comm->size));
+  ENG_TRY(card->wire_sum(stream, b->sum, (const void *const *)there, ranks, bucket_piece(b, own), b->comm_dtype, (float)p->comm->size));
   n = 0;
   for (int peer = 0; p->zero == 0 && peer < ranks; peer++) {
     if (peer == own) continue;
     p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
-    p->messages[n++] = (comm_message){b->in + b->begin[peer], comm_packed_bytes(b->wire, bucket_piece(b, peer)), peer, false};
+    p->messages[n++] = (comm_message){b->in + b->begin[peer], comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer)), peer, false};
     p->facts.bytes += b->packed;
     p->facts.messages += b->packed > 0;
   }
   ENG_TRY(exchange(p, b, n));
-  ENG_TRY(card->wire_unpack(lane, out_there + t.runs, n_back, longest_back, b->wire, b->dtype));
-  return card->lane_mark(&b->mark, lane);
+  ENG_TRY(card->wire_unpack(stream, out_there + t.runs, n_back, longest_back, b->comm_dtype, b->dtype));
+  return card->stream_mark(&b->mark, stream);
 }
 
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b)
 {
-  return backend_of_space(p->set->space)->lane_reached(done, b->mark);
+  return backend_of_space(p->set->space)->stream_reached(done, b->mark);
 }
 
 eng_status cards_tell(eng_parallel *p)
 {
   int64_t n = p->set->n;
   uint8_t *own = p->told + (int64_t)p->comm->rank * n;
-  void *lane = comm_lane_of(LANE_GRADIENTS);
-  ENG_TRY(backend_of_space(p->set->space)->lane_move(lane, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
+  void *stream = comm_stream_of(STREAM_GRADIENTS);
+  ENG_TRY(backend_of_space(p->set->space)->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
   for (int i = 0; i < n; i++) {
     uint32_t flags = p->own_flags[i];
     own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);     // as comm_gradients.c tells it

@@ -35,9 +35,9 @@ static eng_status reserve(int which, int64_t bytes)
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
 static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }     // scales are aligned behind them
 
-static int64_t rows_bytes(int wire, int64_t rows, int64_t columns)
+static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
 {
-  if (wire != ENG_e4m3) return rows * columns * eng_dtype_size(wire);
+  if (comm_dtype != ENG_e4m3) return rows * columns * eng_dtype_size(comm_dtype);
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
@@ -58,9 +58,9 @@ static void decode(float *x, const char *message, int64_t rows, int64_t columns)
   for (int64_t r = 0; r < n; r++) wire_e4m3_decode(x + r * each, (const uint8_t *)message + r * each, scales + r * blocks_of(columns), each);
 }
 
-static eng_status unpack_rows(void *to, int dtype, const char *message, int wire, int64_t rows, int64_t columns)
+static eng_status unpack_rows(void *to, int dtype, const char *message, int comm_dtype, int64_t rows, int64_t columns)
 {
-  if (wire != ENG_e4m3) return comm_cast(to, dtype, message, wire, rows * columns);
+  if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, message, comm_dtype, rows * columns);
   if (dtype == ENG_f32) {
     decode(to, message, rows, columns);
     return ENG_OK;
@@ -70,12 +70,12 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int wire
 }
 
 /// Adds what packing did to rows in ROOM, as f32, to the facts.
-static eng_status measure(eng_exchange_facts *facts, const char *message, int wire, int64_t rows, int64_t columns)
+static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype, int64_t rows, int64_t columns)
 {
   const float *x = buffer[ROOM].memory;
   float *back = (float *)buffer[ROOM].memory + rows * columns;
-  if (wire == ENG_e4m3) decode(back, message, rows, columns);
-  else ENG_TRY(comm_cast(back, ENG_f32, message, wire, rows * columns));
+  if (comm_dtype == ENG_e4m3) decode(back, message, rows, columns);
+  else ENG_TRY(comm_cast(back, ENG_f32, message, comm_dtype, rows * columns));
   for (int64_t i = 0; i < rows * columns; i++) {
     if (!f32_is_finite(x[i]) || !f32_is_finite(back[i])) continue;
     double value = x[i], error = value - back[i];
@@ -85,12 +85,12 @@ static eng_status measure(eng_exchange_facts *facts, const char *message, int wi
   return ENG_OK;
 }
 
-static eng_status pack_rows(char *message, int wire, const void *from, int dtype, int64_t rows, int64_t columns, eng_exchange_facts *facts)
+static eng_status pack_rows(char *message, int comm_dtype, const void *from, int dtype, int64_t rows, int64_t columns, eng_exchange_facts *facts)
 {
-  if (wire == ENG_e4m3 || facts) ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
-  if (wire == ENG_e4m3) encode(message, buffer[ROOM].memory, rows, columns);
-  else ENG_TRY(comm_cast(message, wire, from, dtype, rows * columns));
-  return facts ? measure(facts, message, wire, rows, columns) : ENG_OK;
+  if (comm_dtype == ENG_e4m3 || facts) ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
+  if (comm_dtype == ENG_e4m3) encode(message, buffer[ROOM].memory, rows, columns);
+  else ENG_TRY(comm_cast(message, comm_dtype, from, dtype, rows * columns));
+  return facts ? measure(facts, message, comm_dtype, rows, columns) : ENG_OK;
 }
 
 // ------------------------------------------------------------------ the exchange
@@ -100,7 +100,7 @@ typedef struct exchange {
   tensor   *to, *from;
   const int64_t *send, *receive;
   int64_t  columns, largest;         // of a peer's rows, either way
-  int      wire;
+  int      comm_dtype;
 } exchange;
 
 static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, const char *what)
@@ -125,7 +125,7 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
   comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
   eng_status status = m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
   for (int peer = 0; status == ENG_OK && peer < e->comm->size; peer++) {
-    int64_t sent = rows_bytes(e->wire, e->send[peer], e->columns), got = rows_bytes(e->wire, e->receive[peer], e->columns);
+    int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns), got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     if (peer == e->comm->rank) {
       if (cards && sent > 0) status = transfer_inside(SPACE_CUDA, in, out, sent);
       else if (sent > 0) memcpy(in, out, (size_t)sent);
@@ -138,9 +138,9 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
     in += got;
   }
   if (cards) {
-    if (status == ENG_OK) status = backend_of_space(SPACE_CUDA)->lane_follow(comm_lane_of(LANE_ROWS));
-    if (status == ENG_OK) status = comm_lane_exchange(LANE_ROWS, e->comm, m, n, what);
-    if (status == ENG_OK) status = comm_lane_wait(LANE_ROWS, what);
+    if (status == ENG_OK) status = backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS));
+    if (status == ENG_OK) status = comm_stream_exchange(STREAM_ROWS, e->comm, m, n, what);
+    if (status == ENG_OK) status = comm_stream_wait(STREAM_ROWS, what);
   } else if (status == ENG_OK && n > 0) status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
   free(m);
   return status;
@@ -149,7 +149,7 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
 static int64_t all_bytes(const exchange *e, const int64_t *rows)
 {
   int64_t bytes = 0;
-  for (int peer = 0; peer < e->comm->size; peer++) bytes += rows_bytes(e->wire, rows[peer], e->columns);
+  for (int peer = 0; peer < e->comm->size; peer++) bytes += rows_bytes(e->comm_dtype, rows[peer], e->columns);
   return bytes;
 }
 
@@ -176,19 +176,19 @@ static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, co
   int64_t n_runs = 0, size = eng_dtype_size(x->dtype), columns = e->columns;
   *longest = 0;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    int64_t n = rows[peer], pieces = n == 0 ? 0 : e->wire == ENG_e4m3 && columns % WIRE_BLOCK ? n : 1;
+    int64_t n = rows[peer], pieces = n == 0 ? 0 : e->comm_dtype == ENG_e4m3 && columns % WIRE_BLOCK ? n : 1;
     int64_t each = pieces ? n / pieces * columns : 0;
     char *scales = message + codes_bytes(n, columns);
     for (int64_t r = 0; r < pieces; r++) {
       wire_run run = {.numbers = numbers + r * each * size, .n = each, .how = WIRE_RUN_THERE};
-      run.packed = message + r * each * eng_dtype_size(e->wire);
-      if (e->wire == ENG_e4m3) run.scales = (float *)scales + r * blocks_of(columns);
+      run.packed = message + r * each * eng_dtype_size(e->comm_dtype);
+      if (e->comm_dtype == ENG_e4m3) run.scales = (float *)scales + r * blocks_of(columns);
       if (runs) runs[n_runs] = run;
       n_runs++;
     }
     if (each > *longest) *longest = each;
     numbers += n * columns * size;
-    message += rows_bytes(e->wire, n, columns);
+    message += rows_bytes(e->comm_dtype, n, columns);
   }
   return n_runs;
 }
@@ -208,9 +208,9 @@ static eng_status run_between_cards(exchange *e)
   const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
   uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);       // inf and nan of rows are seen in what is made of them
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
-  if (n_out > 0) ENG_TRY(card->wire_pack(NULL, told, (int)n_out, longest, e->wire, e->from->dtype, unwanted));
+  if (n_out > 0) ENG_TRY(card->wire_pack(NULL, told, (int)n_out, longest, e->comm_dtype, e->from->dtype, unwanted));
   ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
-  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->wire, e->to->dtype) : ENG_OK;
+  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->comm_dtype, e->to->dtype) : ENG_OK;
 }
 
 /// What packing does to the rows that are sent, found on the host; and the bytes that go to others.
@@ -223,8 +223,8 @@ static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
   ENG_TRY(transfer_to_host(buffer[HOST].memory, SPACE_CUDA, e->from->data, e->from->count * size));
   const char *from = buffer[HOST].memory;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(buffer[OUT].memory, e->wire, from, e->from->dtype, e->send[peer], e->columns, facts));
-    if (peer != e->comm->rank) facts->bytes += rows_bytes(e->wire, e->send[peer], e->columns);
+    ENG_TRY(pack_rows(buffer[OUT].memory, e->comm_dtype, from, e->from->dtype, e->send[peer], e->columns, facts));
+    if (peer != e->comm->rank) facts->bytes += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
     from += e->send[peer] * e->columns * size;
   }
   return ENG_OK;
@@ -233,11 +233,11 @@ static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
 static eng_status run(exchange *e, eng_exchange_facts *facts)
 {
   int dtype = e->from->dtype, size = eng_dtype_size(dtype), space = e->from->store->space;
-  bool here = space == SPACE_HOST, direct = here && e->wire == dtype;
+  bool here = space == SPACE_HOST, direct = here && e->comm_dtype == dtype;
   if (direct) return send_all(e, e->from->data, e->to->data, facts, false);
   if (comm_cards() && space == SPACE_CUDA && dtype != ENG_f64) {
     if (facts) ENG_TRY(measure_all(e, facts));
-    return e->wire == dtype ? send_all(e, e->from->data, e->to->data, NULL, true) : run_between_cards(e);
+    return e->comm_dtype == dtype ? send_all(e, e->from->data, e->to->data, NULL, true) : run_between_cards(e);
   }
   ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
@@ -248,26 +248,26 @@ static eng_status run(exchange *e, eng_exchange_facts *facts)
   char *to = here ? e->to->data : buffer[HOST].memory, *out = buffer[OUT].memory, *in = buffer[IN].memory;
   if (!here) ENG_TRY(transfer_to_host(buffer[HOST].memory, space, e->from->data, e->from->count * size));
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(out, e->wire, from, dtype, e->send[peer], e->columns, facts));
-    out += rows_bytes(e->wire, e->send[peer], e->columns);
+    ENG_TRY(pack_rows(out, e->comm_dtype, from, dtype, e->send[peer], e->columns, facts));
+    out += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
     from += e->send[peer] * e->columns * size;
   }
   ENG_TRY(send_all(e, buffer[OUT].memory, in, facts, false));
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(unpack_rows(to, dtype, in, e->wire, e->receive[peer], e->columns));
-    in += rows_bytes(e->wire, e->receive[peer], e->columns);
+    ENG_TRY(unpack_rows(to, dtype, in, e->comm_dtype, e->receive[peer], e->columns));
+    in += rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     to += e->receive[peer] * e->columns * size;
   }
   return here ? ENG_OK : transfer_from_host(space, e->to->data, buffer[HOST].memory, e->to->count * size);
 }
 
-eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int wire,
+eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts)
 {
   exchange e = {.comm = comm, .send = send, .receive = receive};
   ENG_TRY(tensor_get(&e.to, to));
   ENG_TRY(tensor_get(&e.from, from));
-  if (wire < 0 || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
+  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
   if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] || e.to->store->space != e.from->store->space || e.to->store == e.from->store)
@@ -276,8 +276,8 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
     return error_set(ENG_ERR_VALUE, "rows between ranks: %lld of them are for this rank itself, and %lld to come", (long long)send[comm->rank],
                      (long long)receive[comm->rank]);
   e.columns = e.from->shape[1];
-  e.wire = comm_wire_dtype(wire, e.from->dtype);
-  if (rows_bytes(e.wire, e.largest, e.columns) > COMM_LARGEST)
+  e.comm_dtype = comm_dtype_of(comm_dtype, e.from->dtype);
+  if (rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST)
     return error_set(ENG_ERR_VALUE, "rows between ranks: %lld rows for one of them are too much for a message; hint: smaller batches", (long long)e.largest);
   e.to->store->writes++;
   return run(&e, facts);

@@ -32,7 +32,7 @@ static eng_status on_host(const void **values, eng_parallel *p, const tensor *gr
 /// What pads member k, from element `from` of the bucket on, is zero.
 static void clear_padding(bucket *b, int k, int64_t from)
 {
-  int64_t size = eng_dtype_size(b->wire);
+  int64_t size = eng_dtype_size(b->comm_dtype);
   for (int rank = 0; rank < b->comm->size && from < b->at[k + 1]; rank++) {
     int64_t to = b->cut[rank + 1] < b->at[k + 1] ? b->cut[rank + 1] : b->at[k + 1];
     if (to <= from) continue;
@@ -56,15 +56,15 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
     char *piece = b->out + b->begin[rank];
     int64_t count = bucket_piece(b, rank);
     if (values) {
-      ENG_TRY(comm_pack(piece, b->wire, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
-      if (b->wire == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
-    } else if (b->wire == ENG_e4m3) {
+      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
+      if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
+    } else if (b->comm_dtype == ENG_e4m3) {
       memset(p->values, 0, (size_t)n * sizeof *p->values);
-      ENG_TRY(comm_pack(piece, b->wire, count, at, p->values, ENG_f32, n, NULL));
-    } else memset(piece + at * eng_dtype_size(b->wire), 0, (size_t)(n * eng_dtype_size(b->wire)));
+      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, p->values, ENG_f32, n, NULL));
+    } else memset(piece + at * eng_dtype_size(b->comm_dtype), 0, (size_t)(n * eng_dtype_size(b->comm_dtype)));
   }
   clear_padding(b, k, b->at[k] + member->value->count);
-  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->wire, bucket_piece(b, rank)) + k] = (char)flags;
+  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + k] = (char)flags;
   return ENG_OK;
 }
 
@@ -122,7 +122,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     return ENG_OK;
   }
   for (int rank = 0; rank < b->comm->size; rank++) {      // no byte of a message is of something else
-    int64_t packed = comm_packed_bytes(b->wire, bucket_piece(b, rank));
+    int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
     memset(b->out + b->begin[rank] + packed, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
   }
   for (int k = 0; k < b->n; k++) {
@@ -156,8 +156,8 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
     const char *piece = b->in + b->bytes * rank;
     float *values = p->values + own * rank;
     p->terms[rank] = values;
-    if (b->wire == ENG_f32) p->terms[rank] = (const float *)piece;
-    else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->wire, own, 0, NULL));
+    if (b->comm_dtype == ENG_f32) p->terms[rank] = (const float *)piece;
+    else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->comm_dtype, own, 0, NULL));
     for (int k = 0; k < b->n; k++) {
       uint8_t flags = (uint8_t)piece[b->packed + k];
       p->brought[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] |= flags;
@@ -165,7 +165,7 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
     }
   }
   wire_sum(p->values, p->terms, ranks, own, (float)p->comm->size);
-  return comm_pack(b->sum, b->wire, own, 0, p->values, ENG_f32, own, NULL);
+  return comm_pack(b->sum, b->comm_dtype, own, 0, p->values, ENG_f32, own, NULL);
 }
 
 static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
@@ -176,7 +176,7 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   int64_t size = eng_dtype_size(b->dtype);
   char *to = (char *)gradient->data + from * size;
   bool here = gradient->store->space == SPACE_HOST;
-  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->wire, bucket_piece(b, rank), at, p->values));
+  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->comm_dtype, bucket_piece(b, rank), at, p->values));
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
@@ -192,7 +192,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   if (n == 0) return ENG_OK;
   bool here = p->set->space == SPACE_HOST, adds = p->had[i];
   char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;      // values has room for all ranks' pieces
-  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->wire, bucket_piece(b, b->comm->rank), at, p->values));
+  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank), at, p->values));
   if (adds && !here) ENG_TRY(transfer_to_host(to, p->set->space, piece->data, n * size));
   for (int64_t done = 0; adds && done < n; done += SOME) {
     int64_t some = n - done < SOME ? n - done : SOME;
@@ -231,7 +231,7 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
 static eng_status take_told(eng_parallel *p)
 {
   int64_t n = p->set->n;
-  ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+  ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
   ENG_TRY(cards_tell(p));
   for (int64_t k = 0; k < p->comm->size * n; k++) p->brought[k] |= p->told[k];
   for (int i = 0; i < n; i++) {
@@ -249,7 +249,7 @@ static eng_status send_back(eng_parallel *p, bucket *b)
   int n = 0;
   for (int peer = 0; peer < b->comm->size; peer++) {
     if (peer == b->comm->rank) continue;
-    int64_t theirs = comm_packed_bytes(b->wire, bucket_piece(b, peer));
+    int64_t theirs = comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer));
     if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
     if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
     p->facts.bytes += b->packed;
@@ -401,7 +401,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
       if (oldest < 0 && p->buckets[k].exchange) oldest = k;
     }
     if (p->cards && p->under_way > 0) {
-      ENG_TRY(comm_lane_wait(LANE_GRADIENTS, "the sum of gradients"));
+      ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
       continue;
     }
     if (p->under_way < before || oldest < 0) continue;

@@ -1,10 +1,10 @@
 // NCCL: messages from card to card, and, where processes have no MPI between them, those of the host by way of the cards. The library is loaded
-// when it is first wanted; its streams are the device's lanes (backend.h). Of NCCL it takes messages between two ranks alone: what is made of
+// when it is first wanted; its streams are the device's streams (backend.h). Of NCCL it takes messages between two ranks alone: what is made of
 // them has the order of sums that comm.h says, as everywhere.
 //
 // A communicator of NCCL's has no tags: both sides must ask for the same messages in the same order. So there is one for each kind of work that
-// keeps an order of its own (comm_lane), over all ranks; groups are numbers of ranks in it. Ranks may ask two lanes in different orders, which
-// NCCL bears as long as the kernels of all lanes fit on a card at once: a lane runs one at a time, of at most 32 blocks (NCCL_MAX_CTAS).
+// keeps an order of its own (comm_stream), over all ranks; groups are numbers of ranks in it. Ranks may ask two streams in different orders, which
+// NCCL bears as long as the kernels of all streams fit on a card at once: a stream runs one at a time, of at most 32 blocks (NCCL_MAX_CTAS).
 // Owns the library, the communicators and the memory that host messages pass through. Called by comm_start.c and comm_*.c.
 #define _GNU_SOURCE
 #include "comm_nccl.h"
@@ -26,8 +26,8 @@ static struct {
   char           text[640];         // version and file
   const backend *card;
   int32_t        rank, size, local_size;
-  nccl_comm      comm[COMM_LANES];
-  void          *lane[COMM_LANES];
+  nccl_comm      comm[COMM_STREAMS];
+  void          *stream[COMM_STREAMS];
   bool           talk;              // the cards do: as the last meeting found
   char           how[640];          // and how, for people
 } nccl;
@@ -86,40 +86,40 @@ static eng_status card_of_process(void)
   return nccl.card ? ENG_OK : ENG_ERR_DEVICE;
 }
 
-/// A lane's communicator has come up, or could not.
-static eng_status open_lane(comm_lane lane, nccl_result result, const char *what)
+/// A stream's communicator has come up, or could not.
+static eng_status open_stream(comm_stream stream, nccl_result result, const char *what)
 {
   if (result != NCCL_SUCCESS) return failed(result, what, NULL);
-  return nccl.card->lane_new(&nccl.lane[lane]);
+  return nccl.card->stream_new(&nccl.stream[stream]);
 }
 
-static eng_status open_first(comm_lane lane, nccl_id id)
+static eng_status open_first(comm_stream stream, nccl_id id)
 {
-  return open_lane(lane, nccl.call.init_rank(&nccl.comm[lane], nccl.size, id, nccl.rank), "the cards' meeting");
+  return open_stream(stream, nccl.call.init_rank(&nccl.comm[stream], nccl.size, id, nccl.rank), "the cards' meeting");
 }
 
-static eng_status open_another(comm_lane lane, comm_lane first)
+static eng_status open_another(comm_stream stream, comm_stream first)
 {
-  if (nccl.comm[lane]) return ENG_OK;
-  return open_lane(lane, nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[lane], NULL), "another group of all cards");
+  if (nccl.comm[stream]) return ENG_OK;
+  return open_stream(stream, nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[stream], NULL), "another group of all cards");
 }
 
-void comm_lanes_end(bool well)
+void comm_streams_end(bool well)
 {
-  for (int lane = COMM_LANES - 1; lane >= 0; lane--) {
-    if (!nccl.comm[lane]) continue;
-    if (well) nccl.call.destroy(nccl.comm[lane]);
-    else nccl.call.abort(nccl.comm[lane]);
-    nccl.comm[lane] = NULL;
+  for (int stream = COMM_STREAMS - 1; stream >= 0; stream--) {
+    if (!nccl.comm[stream]) continue;
+    if (well) nccl.call.destroy(nccl.comm[stream]);
+    else nccl.call.abort(nccl.comm[stream]);
+    nccl.comm[stream] = NULL;
   }
 }
 
-// ------------------------------------------------------------------ lanes
+// ------------------------------------------------------------------ streams
 
-void *comm_lane_of(comm_lane lane) { return nccl.lane[lane]; }
+void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 
 /// Messages of a group whose ranks have these numbers in the world (NULL: the same).
-static eng_status exchange(comm_lane lane, const int32_t *of_world, const comm_message *messages, int n, const char *what)
+static eng_status exchange(comm_stream stream, const int32_t *of_world, const comm_message *messages, int n, const char *what)
 {
   comm_watch_mark before = comm_watch(what);        // it waits where two ranks meet for the first time
   nccl_result result = nccl.call.group_start();
@@ -127,39 +127,39 @@ static eng_status exchange(comm_lane lane, const int32_t *of_world, const comm_m
     const comm_message *m = &messages[i];
     int peer = of_world ? of_world[m->peer] : m->peer;
     if (m->bytes == 0) continue;
-    result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[lane], nccl.lane[lane])
-                     : nccl.call.receive(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[lane], nccl.lane[lane]);
+    result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[stream], nccl.stream[stream])
+                     : nccl.call.receive(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[stream], nccl.stream[stream]);
   }
   nccl_result end = nccl.call.group_end();
   comm_watched(before);
   if (result == NCCL_SUCCESS) result = end;
-  return result == NCCL_SUCCESS ? ENG_OK : failed(result, what, nccl.comm[lane]);
+  return result == NCCL_SUCCESS ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
 
-eng_status comm_lane_exchange(comm_lane lane, const eng_comm *comm, const comm_message *messages, int n, const char *what)
+eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm, const comm_message *messages, int n, const char *what)
 {
-  return exchange(lane, comm->of_world, messages, n, what);
+  return exchange(stream, comm->of_world, messages, n, what);
 }
 
-/// Whether a lane is done; what NCCL noticed meanwhile is an error. Never waits.
-static eng_status lane_done(bool *done, comm_lane lane, const char *what)
+/// Whether a stream is done; what NCCL noticed meanwhile is an error. Never waits.
+static eng_status stream_done(bool *done, comm_stream stream, const char *what)
 {
   nccl_result noticed = NCCL_SUCCESS;
-  ENG_TRY(nccl.card->lane_done(done, nccl.lane[lane]));
+  ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   if (*done) return ENG_OK;
-  nccl_result result = nccl.call.async_error(nccl.comm[lane], &noticed);
+  nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  ENG_TRY(nccl.card->lane_done(done, nccl.lane[lane]));        // a rank that has sent everything may end meanwhile
-  return *done ? ENG_OK : failed(result, what, nccl.comm[lane]);
+  ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));        // a rank that has sent everything may end meanwhile
+  return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
 
-eng_status comm_lane_wait(comm_lane lane, const char *what)
+eng_status comm_stream_wait(comm_stream stream, const char *what)
 {
   double since = eng_clock();
   while (true) {
     bool done = false;
-    ENG_TRY(lane_done(&done, lane, what));
+    ENG_TRY(stream_done(&done, stream, what));
     if (done) return ENG_OK;
     ENG_TRY(comm_pause(since, what));
   }
@@ -218,19 +218,19 @@ static bool decide(char *why, size_t size, bool *any, bool *must, const card_not
   return !first;
 }
 
-static eng_status open_lanes(eng_comm *everybody)
+static eng_status open_streams(eng_comm *everybody)
 {
-  if (nccl.comm[LANE_HOST]) ENG_TRY(open_another(LANE_GRADIENTS, LANE_HOST));
-  else if (!nccl.comm[LANE_GRADIENTS]) {
+  if (nccl.comm[STREAM_HOST]) ENG_TRY(open_another(STREAM_GRADIENTS, STREAM_HOST));
+  else if (!nccl.comm[STREAM_GRADIENTS]) {
     nccl_id id = {{0}};
     nccl_result result = everybody->rank == 0 ? nccl.call.get_unique_id(&id) : NCCL_SUCCESS;
     nccl.rank = everybody->rank;
     nccl.size = everybody->size;
     if (result != NCCL_SUCCESS) return failed(result, "a place for the cards to meet", NULL);
     ENG_TRY(eng_comm_broadcast(everybody, &id, sizeof id, 0));
-    ENG_TRY(open_first(LANE_GRADIENTS, id));
+    ENG_TRY(open_first(STREAM_GRADIENTS, id));
   }
-  return open_another(LANE_ROWS, LANE_GRADIENTS);
+  return open_another(STREAM_ROWS, STREAM_GRADIENTS);
 }
 
 eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
@@ -248,7 +248,7 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   if (status != ENG_OK) return status;
   if (!can && must && wish_of_process() == WISH_UNKNOWN) return error_set(ENG_ERR_VALUE, "%s", why);
   if (!can && must) return error_set(ENG_ERR_LIBRARY, "NCCL is asked for (ENGINE_NCCL=on) and cannot be had: %s; hint: ENGINE_NCCL=auto", why);
-  if (!can && nccl.comm[LANE_HOST] && everybody->size > 1)
+  if (!can && nccl.comm[STREAM_HOST] && everybody->size > 1)
     return error_set(ENG_ERR_LIBRARY, "there is NCCL alone between these processes, and what they have cannot go over it: %s; hint: device=cuda on every "
                      "rank; or start them with mpirun, or srun --mpi=pmix", why);
   if (!can) {
@@ -256,7 +256,7 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
     return ENG_OK;
   }
   comm_watch_mark before = comm_watch("the meeting of the ranks' cards");
-  status = open_lanes(everybody);
+  status = open_streams(everybody);
   comm_watched(before);
   if (status != ENG_OK) return status;
   snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s", (int)strcspn(nccl.text, ","), nccl.text);
@@ -317,10 +317,10 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
     s->there[i].memory = at;
     at += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
     if (messages[i].send && messages[i].bytes > 0)
-      status = nccl.card->lane_move(nccl.lane[LANE_HOST], s->there[i].memory, messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
+      status = nccl.card->stream_move(nccl.stream[STREAM_HOST], s->there[i].memory, messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
   }
   s->n = n;
-  if (status == ENG_OK) status = exchange(LANE_HOST, group, s->there, n, "a message");
+  if (status == ENG_OK) status = exchange(STREAM_HOST, group, s->there, n, "a message");
   if (status == ENG_OK) *out = s;
   else {
     s->next = spare;
@@ -332,11 +332,11 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
 static eng_status test(bool *done, void *under_way)
 {
   staged *s = under_way;
-  ENG_TRY(lane_done(done, LANE_HOST, "a message"));
+  ENG_TRY(stream_done(done, STREAM_HOST, "a message"));
   if (!*done) return ENG_OK;
   for (int i = 0; i < s->n; i++)
     if (!s->host[i].send && s->host[i].bytes > 0)
-      ENG_TRY(nccl.card->lane_move(nccl.lane[LANE_HOST], s->host[i].memory, s->there[i].memory, s->host[i].bytes, COPY_TO_HOST));
+      ENG_TRY(nccl.card->stream_move(nccl.stream[STREAM_HOST], s->host[i].memory, s->there[i].memory, s->host[i].bytes, COPY_TO_HOST));
   s->next = spare;
   spare = s;
   return ENG_OK;
@@ -344,7 +344,7 @@ static eng_status test(bool *done, void *under_way)
 
 static void end_all(int code)
 {
-  comm_lanes_end(false);
+  comm_streams_end(false);
   _exit(code);
 }
 
@@ -398,7 +398,7 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   bool ours = where && !getenv("NCCL_COMM_ID");
   if (ours) setenv("NCCL_COMM_ID", where, 1);
   nccl_result result = nccl.call.get_unique_id(&id);
-  eng_status status = result == NCCL_SUCCESS ? open_first(LANE_HOST, id) : failed(result, "the place to meet", NULL);
+  eng_status status = result == NCCL_SUCCESS ? open_first(STREAM_HOST, id) : failed(result, "the place to meet", NULL);
   if (ours) unsetenv("NCCL_COMM_ID");
   ENG_TRY(status);
   ENG_TRY(count_local());

@@ -118,20 +118,20 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
     }
     if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
   }
-  return p->cards ? comm_lane_exchange(LANE_GRADIENTS, comm, p->messages, n, what) : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
+  return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what) : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
 }
 
 static eng_status gather_between_cards(eng_parallel *p)
 {
   static const char what[] = "the updated weights";
-  ENG_TRY(backend_of_space(p->set->space)->lane_follow(comm_lane_of(LANE_GRADIENTS)));
+  ENG_TRY(backend_of_space(p->set->space)->stream_follow(comm_stream_of(STREAM_GRADIENTS)));
   for (int i = 0; i < p->set->n; i++) {
     parameter *member = &p->set->member[i];
     if (!member->has_gradient) continue;
     params_written(member);
     ENG_TRY(round_pieces(p, i, member->value->data, what));
   }
-  return comm_lane_wait(LANE_GRADIENTS, what);
+  return comm_stream_wait(STREAM_GRADIENTS, what);
 }
 
 eng_status eng_parallel_gather(eng_parallel *p)

@@ -1,5 +1,5 @@
 // A gradient's way between ranks in one process: what several ranks' numbers become, by the same functions and kernels, in host memory or on a
-// card. It is what specs hold the card's kernels to the host's by. See engine.h (eng_wire_reduce).
+// card. It is what specs hold the card's kernels to the host's by. See engine.h (eng_comm_dtype_reduce).
 #include "comm.h"
 
 #include "device/backend.h"
@@ -12,7 +12,7 @@
 
 typedef struct reduction {
   const tensor *out, *x;
-  int      ranks, wire;
+  int      ranks, comm_dtype;
   int64_t  n, count, bytes;          // numbers; with what pads them; of a packed piece
   bool     add;
   int     *brought;
@@ -28,14 +28,14 @@ static eng_status on_host(reduction *r)
   for (int k = 0; status == ENG_OK && k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
     r->brought[k] = wire_flags(padded, dtype, r->n);
-    status = comm_pack(piece, r->wire, r->count, 0, padded, dtype, r->count, room);
-    if (r->wire == ENG_f16 && dtype != ENG_f16 && !(r->brought[k] & WIRE_INF) && wire_flags(piece, ENG_f16, r->n) & WIRE_INF) r->brought[k] |= WIRE_OVERFLOW;
+    status = comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room);
+    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->brought[k] & WIRE_INF) && wire_flags(piece, ENG_f16, r->n) & WIRE_INF) r->brought[k] |= WIRE_OVERFLOW;
     terms[k] = values + r->count * k;
-    if (status == ENG_OK) status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->wire, r->count, 0, NULL);
+    if (status == ENG_OK) status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count, 0, NULL);
   }
   if (status == ENG_OK) wire_sum(values, terms, r->ranks, r->count, (float)r->ranks);
-  if (status == ENG_OK) status = comm_pack(piece, r->wire, r->count, 0, values, ENG_f32, r->count, NULL);
-  if (status == ENG_OK) status = comm_unpack(padded, dtype, r->n, piece, r->wire, r->count, 0, room);
+  if (status == ENG_OK) status = comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL);
+  if (status == ENG_OK) status = comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room);
   if (status == ENG_OK && r->add) {
     status = comm_cast(before, ENG_f32, r->out->data, dtype, r->n);
     if (status == ENG_OK) status = comm_cast(room, ENG_f32, padded, dtype, r->n);
@@ -67,7 +67,7 @@ static eng_status on_card(reduction *r)
     for (int k = 0; k <= r->ranks; k++) {
       char *piece = there + packed * k;
       if (k < r->ranks) terms[k] = piece;
-      runs[k] = (wire_run){.packed = piece, .scales = r->wire == ENG_e4m3 ? (float *)(piece + r->count) : NULL, .n = r->n, .slot = k,
+      runs[k] = (wire_run){.packed = piece, .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL, .n = r->n, .slot = k,
         .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
         .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL : r->add ? WIRE_RUN_ADD : 0};
     }
@@ -76,9 +76,9 @@ static eng_status on_card(reduction *r)
   const wire_run *runs = (const wire_run *)(table + terms_bytes);
   void *flags_there = table + terms_bytes + runs_bytes;
   if (status == ENG_OK) status = card->clear(flags_there, flags_bytes);
-  if (status == ENG_OK) status = card->wire_pack(NULL, runs, r->ranks, r->n, r->wire, r->x->dtype, flags_there);
-  if (status == ENG_OK) status = card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count, r->wire, (float)r->ranks);
-  if (status == ENG_OK) status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->wire, r->x->dtype);
+  if (status == ENG_OK) status = card->wire_pack(NULL, runs, r->ranks, r->n, r->comm_dtype, r->x->dtype, flags_there);
+  if (status == ENG_OK) status = card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count, r->comm_dtype, (float)r->ranks);
+  if (status == ENG_OK) status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype);
   if (status == ENG_OK) status = card->move(flags, flags_there, flags_bytes, COPY_TO_HOST);
   for (int k = 0; status == ENG_OK && k < r->ranks; k++) r->brought[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
   if (there) arena_free_in(r->x->store->space, ARENA_SCRATCH, there, bytes);
@@ -87,19 +87,19 @@ static eng_status on_card(reduction *r)
   return status;
 }
 
-eng_status eng_wire_reduce(const eng_tensor *out, int *brought, const eng_tensor *handle, int wire, bool add)
+eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *handle, int comm_dtype, bool add)
 {
   tensor *to, *x;
   ENG_TRY(tensor_get(&to, out));
   ENG_TRY(tensor_get(&x, handle));
-  if (wire < 0 || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
+  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
   if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype)) return error_set(ENG_ERR_DTYPE, "numbers between ranks: expected f32, f16 or bf16, got %s", tensor_text(x));
   if (x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 || to->count != x->shape[1] || to->dtype != x->dtype ||
       to->store->space != x->store->space || !tensor_contiguous(x) || !tensor_contiguous(to))
     return error_set(ENG_ERR_SHAPE, "numbers between ranks: expected [ranks x n] and [n] of one kind, got %s and %s", tensor_text(x), tensor_text(to));
-  reduction r = {.out = to, .x = x, .ranks = (int)x->shape[0], .wire = comm_wire_dtype(wire, x->dtype), .n = x->shape[1], .add = add, .brought = brought};
+  reduction r = {.out = to, .x = x, .ranks = (int)x->shape[0], .comm_dtype = comm_dtype_of(comm_dtype, x->dtype), .n = x->shape[1], .add = add, .brought = brought};
   r.count = comm_padded(r.n);
-  r.bytes = comm_packed_bytes(r.wire, r.count);
+  r.bytes = comm_packed_bytes(r.comm_dtype, r.count);
   to->store->writes++;
   return x->store->space == SPACE_HOST ? on_host(&r) : on_card(&r);
 }

@@ -1,11 +1,10 @@
-// Reading a history with SQL, from the run itself or from any other process. See engine.h.
+// SQL queries on a history, from the run itself or from any other process. engine.h has the
+// contract. Owns queries. Called by Lua.
 #include "base/error.h"
 #include "history.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 struct eng_query {
   sqlite3_stmt *statement;
@@ -13,95 +12,8 @@ struct eng_query {
   char         *path;
 };
 
-// ---- opening
-
-static int pragma_int(sqlite3 *db, const char *sql, int64_t *value)
-{
-  sqlite3_stmt *query = NULL;
-  int code = sqlite3_prepare_v2(db, sql, -1, &query, NULL);
-  if (code == SQLITE_OK) {
-    code = sqlite3_step(query);
-    if (code == SQLITE_ROW) {
-      *value = sqlite3_column_int64(query, 0);
-      code = SQLITE_OK;
-    }
-  }
-  sqlite3_finalize(query);
-  return code;
-}
-
-eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
-{
-  int64_t tables = 0, application = 0, version = 0;
-  int code = pragma_int(db, "SELECT count(*) FROM sqlite_master", &tables);
-  if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
-  if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
-  if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
-    return error_set(ENG_ERR_FORMAT, "history %s: is not a history, or is damaged: %s", path, sqlite3_errmsg(db));
-  if (code != SQLITE_OK) return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
-  if (fresh != NULL) *fresh = tables == 0 && application == 0;
-  if (fresh != NULL && *fresh) return ENG_OK;
-  if (application != HISTORY_APPLICATION)
-    return error_set(ENG_ERR_FORMAT, "history %s: is an SQLite file, but no history", path);
-  if (version > HISTORY_SCHEMA)
-    return error_set(ENG_ERR_FORMAT, "history %s: was written by a newer engine (schema %lld, this one knows %d); hint: update the engine", path,
-                     (long long)version, HISTORY_SCHEMA);
-  return ENG_OK;
-}
-
-// "file:" and the path with what means something in a URI escaped, to be freed.
-static char *immutable_uri(const char *path)
-{
-  static const char tail[] = "?immutable=1";
-  char *uri = malloc(5 + 3 * strlen(path) + sizeof tail), *to = uri;
-  if (uri == NULL) return NULL;
-  to += sprintf(to, "file:");
-  for (; *path; path++) {
-    if (strchr("?#%", *path) != NULL) to += sprintf(to, "%%%02X", (unsigned char)*path);
-    else *to++ = *path;
-  }
-  memcpy(to, tail, sizeof tail);
-  return uri;
-}
-
-static eng_status open_and_check(sqlite3 **out, const char *name, int flags, const char *path)
-{
-  eng_status status = ENG_OK;
-  if (sqlite3_open_v2(name, out, flags | SQLITE_OPEN_READONLY | SQLITE_OPEN_FULLMUTEX, NULL) != SQLITE_OK)
-    status = error_set(ENG_ERR_IO, "history %s: cannot open: %s", path, sqlite3_errmsg(*out));
-  if (status == ENG_OK) {
-    sqlite3_busy_timeout(*out, 2000);
-    status = history_check(*out, path, NULL);
-  }
-  if (status != ENG_OK) {
-    sqlite3_close_v2(*out);
-    *out = NULL;
-  }
-  return status;
-}
-
-eng_status history_reader_open(sqlite3 **out, const char *path)
-{
-  *out = NULL;
-  if (eng_file_kind(path) != ENG_FILE_REGULAR) return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
-  eng_status status = open_and_check(out, path, 0, path);
-  if (status != ENG_ERR_IO) return status;
-  // WAL mode wants a file beside it. Where none can be made (an archive, a directory of somebody
-  // else) and none is left over, nobody writes, and the file can be read as it is.
-  char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
-  if (log != NULL && uri != NULL) {
-    sprintf(log, "%s-wal", path);
-    if (access(log, F_OK) != 0) status = open_and_check(out, uri, SQLITE_OPEN_URI, path);
-  }
-  free(log);
-  free(uri);
-  return status;
-}
-
-// ---- queries
-
-// A connection sees the file as it was when the oldest of its unfinished statements began. An iterator
-// that somebody abandoned must not freeze the view of all later queries.
+// Whether a statement of this connection is unfinished. A connection sees the file as it was when
+// its oldest unfinished statement began: an abandoned iterator must not freeze later queries.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -127,7 +39,7 @@ static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
 eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql)
 {
   *out = NULL;
-  // A history that cannot be written just now can still be asked about what it has.
+  // A history that cannot be written at the moment can still be read.
   if (history->writing) history_wait(history);
   if (history->reader == NULL) ENG_TRY(history_reader_open(&history->reader, history->path));
   eng_query *query = calloc(1, sizeof *query);

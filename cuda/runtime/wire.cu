@@ -1,4 +1,4 @@
-// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/dist/comm_wire.c and core/cpu/wire.c,
+// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/dist/comm_pack.c and core/cpu/wire.c,
 // but for the bits of a nan. All are bound by memory: a warp takes a block of 128, a thread four neighbours of it.
 #include "device.h"
 #include "passes.h"

@@ -32,7 +32,7 @@ local function reduce(rows, dtype, wire, before)
   local ranks, n = #rows, #rows[1]
   local x, out = engine.tensor(rows):to(dtype), before and engine.tensor(before):to(dtype) or engine.zeros({ n }, dtype)
   local brought = ffi.new("int[?]", ranks)
-  check(C.eng_wire_reduce(out, brought, x, C["ENG_WIRE_" .. wire], before ~= nil))
+  check(C.eng_comm_dtype_reduce(out, brought, x, C["ENG_COMM_" .. wire], before ~= nil))
   local flags = {}
   for r = 1, ranks do flags[r] = brought[r - 1] end
   return out:to("f32"):totable(), flags, x:to("f32"):totable()
@@ -69,7 +69,7 @@ local function by_formula(rows, wire)
   local on_wire = {}
   for r = 1, ranks do
     on_wire[r] = ffi.new("float[?]", n, rows[r])
-    check(C.eng_wire_round(on_wire[r], n, C["ENG_WIRE_" .. wire]))
+    check(C.eng_comm_dtype_round(on_wire[r], n, C["ENG_COMM_" .. wire]))
     for i = 0, n - 1 do on_wire[r][i] = on_wire[r][i] / ranks end
   end
   local sum = ffi.new("float[?]", n)
@@ -78,7 +78,7 @@ local function by_formula(rows, wire)
     for r = 1, ranks do terms[r] = on_wire[r][i] end
     sum[i] = in_order(terms)
   end
-  check(C.eng_wire_round(sum, n, C["ENG_WIRE_" .. wire]))
+  check(C.eng_comm_dtype_round(sum, n, C["ENG_COMM_" .. wire]))
   local list = {}
   for i = 1, n do list[i] = sum[i - 1] end
   return list
@@ -115,10 +115,10 @@ describe("gradients of several ranks on their way", function()
 
   it("must be of one kind", function()
     local none = ffi.new("int[1]")
-    assert.are_not.equal(0, C.eng_wire_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0, false))
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0, false))
     assert.matches("expected [ranks x n] and [n] of one kind, got f32 [1 x 4] and f32 [3]", M_ffi.message(), 1, true)
-    assert.are_not.equal(0, C.eng_wire_reduce(engine.zeros(3), none, engine.zeros(1, 3), 9, false))
-    assert.are_not.equal(0, C.eng_wire_reduce(engine.zeros({ 3 }, "f64"), none, engine.zeros({ 1, 3 }, "f64"), 0, false))
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 3), 9, false))
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros({ 3 }, "f64"), none, engine.zeros({ 1, 3 }, "f64"), 0, false))
     assert.matches("expected f32, f16 or bf16", M_ffi.message(), 1, true)
   end)
 

@@ -358,7 +358,7 @@ typedef struct wire_task {
 
 static int64_t scales_bytes(int64_t n) { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
 
-/// A run's numbers as the functions of comm_wire.c want them: codes and scales in one piece, whose length is a multiple of four.
+/// A run's numbers as the functions of comm_pack.c want them: codes and scales in one piece, whose length is a multiple of four.
 static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
 {
   int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);
@@ -472,8 +472,8 @@ static backend device = {
   .gradstats_fetch = gradstats_fetch, .space = SPACE_CUDA, .memory = {take, give, capacity}, .move = move, .clear = clear,
   .synchronize = synchronize, .describe = describe, .capture_begin = capture_begin, .capture_end = capture_end,
   .graph_launch = graph_launch, .graph_free = graph_free, .identity = fake_identity,
-  .lane_new = lane_new, .lane_follow = lane_follow, .lane_done = lane_done, .lane_mark = lane_mark, .lane_reached = lane_reached,
-  .lane_forget = lane_forget, .lane_move = lane_move, .wire_pack = wire_pack, .wire_unpack = wire_unpack,
+  .stream_new = lane_new, .stream_follow = lane_follow, .stream_done = lane_done, .stream_mark = lane_mark, .stream_reached = lane_reached,
+  .stream_forget = lane_forget, .stream_move = lane_move, .wire_pack = wire_pack, .wire_unpack = wire_unpack,
   .wire_sum = sum_pieces,
 };
 

@@ -162,7 +162,7 @@ describe("NCCL", function()
       ["ENGINE_NCCL=off"] = "there is nothing else between these processes", ["ENGINE_CUDA_PLUGIN=/none.so"] = "there is no /none.so",
     } do
       local result = start.nccl(2, WORLD, {}, { folder = folder, environment = environment, limit = 20 })
-      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which meet over NCCL, each with a card of its own: [^\n]*")
+      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which meet over NCCL and need a card each: [^\n]*")
       assert.are_not.equal(0, result.code)
       assert.matches(expected, line, 1, true)
       assert.matches("; hint: mpirun -np 2 engine SCRIPT", line, 1, true)
@@ -170,9 +170,9 @@ describe("NCCL", function()
     local result = start.nccl(2, JOB, { "device=cpu" }, { folder = folder })
     assert.matches("there is NCCL alone between these processes, and what they have cannot go over it: on rank 0 it lies in host memory", result.err, 1, true)
     for environment, expected in pairs {
-      ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] = "2 processes that are to meet over NCCL, but not where; hint: MASTER_ADDR=",
+      ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] = "2 processes over NCCL without an address to meet at; hint: MASTER_ADDR=",
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR", ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
-      ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 RANK=2: expected the number of processes, and this one's, from 0 on",
+      ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank from 0 to one less",
       ["RANK=0 WORLD_SIZE=2x MASTER_ADDR=x"] = "WORLD_SIZE=2x RANK=0: expected", ["ENGINE_RANKS=yes"] = "ENGINE_RANKS=yes: expected off, mpi or nccl",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] = "MASTER_PORT: expected a port from 1 to 65534, got '65535'",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x ENGINE_RANK_TIMEOUT=-3"] = "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '-3'",
@@ -186,7 +186,7 @@ describe("NCCL", function()
   it("alone ends a job that a rank never came to, left or hangs in", function()
     local result = start.nccl(1, WORLD, {}, { folder = folder, names = names "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", environment = "ENGINE_RANK_TIMEOUT=1" })
     assert.equal(70, result.code)
-    assert.matches("rank 0 of 2 waits for 1 s at the start of the job: another one is gone or hanging, or was never started", result.err, 1, true)
+    assert.matches("rank 0 of 2 has waited 1 s at the start of the job: another rank has died or hung, or was never started", result.err, 1, true)
     local began = os.time()
     local job = alone(3, JOB, { "hang_rank=1", "timeout=2" })
     assert.equal(70, job.code)

@@ -21,30 +21,30 @@ describe("rows between ranks", function()
       local x = engine.randn(7, columns)
       x:select(1, 3):copy(engine.randn(columns) * 1e6)
       x:select(1, 4):zero()
-      local y, facts = exchanged(x, "ENG_WIRE_FP8"), ffi.new("eng_exchange_facts")
+      local y, facts = exchanged(x, "ENG_COMM_FP8"), ffi.new("eng_exchange_facts")
       for row = 1, 7 do
         local alone = ffi.new("float[?]", columns, x:select(1, row):totable())
-        M_ffi.check(C.eng_wire_round(alone, columns, C.ENG_WIRE_FP8))
+        M_ffi.check(C.eng_comm_dtype_round(alone, columns, C.ENG_COMM_FP8))
         for i, v in ipairs(y:select(1, row):totable()) do assert.equal(alone[i - 1], v) end
       end
-      assert.same(y:totable(), exchanged(x, "ENG_WIRE_FP8", facts):totable())
+      assert.same(y:totable(), exchanged(x, "ENG_COMM_FP8", facts):totable())
       local signal, error = x:square():sum():item(), (x - y):square():sum():item()
       assert.near(1, facts.signal / signal, 1e-5)
       assert.near(1, facts.error / error, 1e-3)
       assert.equal(0, tonumber(facts.bytes))                                   -- nobody else got any
-      assert.same(x:to("bf16"):to("f32"):totable(), exchanged(x, "ENG_WIRE_BF16"):totable())
+      assert.same(x:to("bf16"):to("f32"):totable(), exchanged(x, "ENG_COMM_BF16"):totable())
       for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
-        assert.same(x:to(dtype):totable(), exchanged(x:to(dtype), "ENG_WIRE_OWN"):totable())
+        assert.same(x:to(dtype):totable(), exchanged(x:to(dtype), "ENG_COMM_OWN"):totable())
       end
     end
   end)
 
   it("keep inf and nan visible", function()
     local x = engine.tensor { { 1, math.huge, -3 }, { 0 / 0, 5, -math.huge }, { 1, 2, 3 } }
-    local y = exchanged(x, "ENG_WIRE_FP8"):totable()
+    local y = exchanged(x, "ENG_COMM_FP8"):totable()
     assert.same({ 1, -3, 5, 1, 2, 3 }, { y[1][1], y[1][3], y[2][2], unpack(y[3]) })
     for _, v in ipairs { y[1][2], y[2][1], y[2][3] } do assert.is_true(v ~= v) end
-    y = exchanged(x, "ENG_WIRE_BF16"):totable()
+    y = exchanged(x, "ENG_COMM_BF16"):totable()
     assert.same({ math.huge, -math.huge }, { y[1][2], y[2][3] })
   end)
 

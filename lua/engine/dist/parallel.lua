@@ -89,14 +89,14 @@ end
 
 --- What the core is told of a reduction, from a trainer's options.
 function M.options(o, apart, holders)
-  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), wire = WIRES[o.wire or "own"], zero = o.zero or 0,
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), comm_dtype = WIRES[o.wire or "own"], zero = o.zero or 0,
     apart = apart, holders = holders })
 end
 
 local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
 
 local function reduction(params, options)
-  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.wire, options.zero, tostring(options.holders))
+  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero, tostring(options.holders))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end

@@ -20,8 +20,8 @@ local M = {}
 local Experts = {}
 Experts.__index = Experts
 
-local DISPATCH = { own = C.ENG_WIRE_OWN, fp32 = C.ENG_WIRE_F32, bf16 = C.ENG_WIRE_BF16, fp8 = C.ENG_WIRE_FP8 }
-local COMBINE = { own = C.ENG_WIRE_OWN, fp32 = C.ENG_WIRE_F32, bf16 = C.ENG_WIRE_BF16 }
+local DISPATCH = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16, fp8 = C.ENG_COMM_FP8 }
+local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16 }
 
 --- `count` experts over options.experts_over, in the formats options.dispatch and options.combine; nil: they are not divided.
 function M.new(count, options)

@@ -9,17 +9,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-int comm_wire_dtype(int wire, int own)
+int comm_dtype_of(int comm_dtype, int own)
 {
-  static const int32_t of[] = {[ENG_WIRE_F32] = ENG_f32, [ENG_WIRE_BF16] = ENG_bf16, [ENG_WIRE_F16] = ENG_f16, [ENG_WIRE_FP8] = ENG_e4m3};
-  return wire == ENG_WIRE_OWN ? own : of[wire];
+  static const int32_t of[] = {[ENG_COMM_F32] = ENG_f32, [ENG_COMM_BF16] = ENG_bf16, [ENG_COMM_F16] = ENG_f16, [ENG_COMM_FP8] = ENG_e4m3};
+  return comm_dtype == ENG_COMM_OWN ? own : of[comm_dtype];
 }
 
 int64_t comm_padded(int64_t count) { return (count + WIRE_BLOCK - 1) / WIRE_BLOCK * WIRE_BLOCK; }
 
-int64_t comm_packed_bytes(int wire, int64_t count)
+int64_t comm_packed_bytes(int comm_dtype, int64_t count)
 {
-  if (wire != ENG_e4m3) return count * eng_dtype_size(wire);
+  if (comm_dtype != ENG_e4m3) return count * eng_dtype_size(comm_dtype);
   return count + (count + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float);
 }
 
@@ -37,9 +37,9 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
   return backend_cpu()->kernel[ENG_OP_cast](&call);
 }
 
-eng_status comm_pack(char *piece, int wire, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
+eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
 {
-  if (wire != ENG_e4m3) return comm_cast(piece + at * eng_dtype_size(wire), wire, from, dtype, n);
+  if (comm_dtype != ENG_e4m3) return comm_cast(piece + at * eng_dtype_size(comm_dtype), comm_dtype, from, dtype, n);
   if (dtype != ENG_f32) {
     ENG_TRY(comm_cast(room, ENG_f32, from, dtype, n));
     from = room;
@@ -48,17 +48,17 @@ eng_status comm_pack(char *piece, int wire, int64_t count, int64_t at, const voi
   return ENG_OK;
 }
 
-eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int wire, int64_t count, int64_t at, float *room)
+eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype, int64_t count, int64_t at, float *room)
 {
-  if (wire != ENG_e4m3) return comm_cast(to, dtype, piece + at * eng_dtype_size(wire), wire, n);
+  if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, piece + at * eng_dtype_size(comm_dtype), comm_dtype, n);
   wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at, (const float *)(piece + count) + at / WIRE_BLOCK, n);
   return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, n);
 }
 
-eng_status eng_wire_round(float *x, int64_t n, int wire)
+eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
-  if (wire <= ENG_WIRE_OWN || wire >= ENG_WIRES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", wire);
-  int dtype = comm_wire_dtype(wire, ENG_f32);
+  if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
+  int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
   if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);

@@ -1,0 +1,155 @@
+// A parameter set whose gradients are reduced over ranks: making it, its memory, freeing it.
+// engine.h (eng_parallel) has the contract; comm_gradients.c takes the buckets through a step.
+//
+// Messages and sums of the buckets in flight live in one block with room for a few buckets
+// (`messages_pool`); a bucket without room waits until messages have arrived. With ZeRO-2 backward
+// writes gradients into a second pool (`rooms`), one room for each gradient that has begun.
+//
+// Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c for a rehearsal.
+#include "comm_gradients.h"
+
+#include "base/error.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static eng_status make_pools(eng_parallel *p, int64_t limit)
+{
+  int64_t messages, room;
+  buckets_bounds(&messages, &room, p, limit);
+  p->messages_pool = (pool){.space = p->cards ? p->set->space : SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = messages, .most_blocks = 1};
+  p->rooms = (pool){.space = p->set->space, .arena = ARENA_GRADIENT, .block_bytes = room};
+  if (messages == 0) return ENG_OK;
+  void *piece;
+  ENG_TRY(pool_take(&piece, &p->messages_pool, 1));     // the block is there from now on, or this fails
+  pool_give(&p->messages_pool, piece, 1);
+  return ENG_OK;
+}
+
+static eng_status take_memory(eng_parallel *p, int64_t limit)
+{
+  int64_t size = p->comm->size, longest = 0, largest = 0;
+  for (int k = 0; k < p->n_buckets; k++) {
+    bucket *b = &p->buckets[k];
+    ENG_TRY(bucket_cut(b, k));
+    if (p->cards) b->need = cards_bytes(b);
+    if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
+  }
+  for (int i = 0; i < p->set->n; i++) {
+    if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
+    bucket *b = &p->buckets[p->bucket_of[i]];
+    for (int k = 0; k < b->n; k++) {
+      int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at);
+      if (b->member[k] != i) continue;
+      p->set->own[2 * i] = n ? from : 0;
+      p->set->own[2 * i + 1] = n ? from + n : 0;
+    }
+  }
+  ENG_TRY(make_pools(p, limit));
+  p->n_values = !p->cards && size * longest > largest ? size * longest : largest;
+  p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
+  if (!p->values) return ENG_ERR_MEMORY;
+  if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
+  p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
+  p->terms = calloc((size_t)size, sizeof *p->terms);
+  p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
+  if (p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
+  return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+}
+
+void eng_parallel_free(eng_parallel *p)
+{
+  if (!p) return;
+  eng_parallel_cancel(p);
+  buckets_free(p);
+  for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
+  cards_free(p);
+  if (p->under_way == 0) {      // else messages still come and go there
+    pool_free(&p->messages_pool);
+    arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
+  }
+  pool_free(&p->rooms);
+  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
+    free(p->set->own);
+    p->set->own = NULL;
+  }
+  params_release(p->set);
+  free(p->apart);
+  free(p->holder);
+  free(p->complete);
+  free(p->brought);
+  free(p->place);
+  free(p->had);
+  free(p->raw);
+  free(p->messages);
+  free(p->terms);
+  free(p->numbers);
+  free(p);
+}
+
+/// ZeRO-2: of the gradients only the own pieces stay.
+static eng_status divide(eng_parallel *p)
+{
+  eng_params *set = p->set;
+  p->place = calloc((size_t)set->n + 1, sizeof *p->place);
+  p->had = calloc((size_t)set->n + 1, sizeof *p->had);
+  if (!p->place || !p->had) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  for (int i = 0; i < set->n; i++) {
+    const tensor *value = set->member[i].value;
+    ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim, value->shape));
+  }
+  flat_buffer *own;
+  ENG_TRY(flat_new_own(&own, ARENA_GRADIENT, set, set->gradient_dtype));
+  params_divide(set, own);
+  return ENG_OK;
+}
+
+/// Which parameters stand apart, and who holds them.
+static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *options)
+{
+  if (!options->apart || !options->holders) return ENG_OK;
+  p->holders = options->holders;
+  memcpy(p->apart, options->apart, (size_t)p->set->n);
+  p->holder = calloc((size_t)p->holders->size, sizeof *p->holder);
+  if (!p->holder) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
+  return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
+}
+
+eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options)
+{
+  *out = NULL;
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
+  ENG_TRY(buckets_check(options));
+  if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
+  eng_parallel *p = calloc(1, sizeof *p);
+  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  size_t n = (size_t)set->n + 1;
+  p->set = set;
+  p->comm = comm;
+  set->references++;
+  set->own = calloc(2 * n, sizeof *set->own);
+  p->apart = calloc(n, sizeof *p->apart);
+  p->complete = calloc(n, sizeof *p->complete);
+  eng_status status = set->own && p->apart && p->complete ? meet_holders(p, options) : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (status == ENG_OK) status = comm_cards_meet(&p->cards, comm, set->space == SPACE_CUDA);
+  if (status == ENG_OK) status = buckets_fill(p, options);
+  if (status == ENG_OK) status = take_memory(p, options->bucket);
+  if (status == ENG_OK && p->cards) status = cards_new(p);
+  if (status == ENG_OK && options->zero == 2) status = divide(p);
+  if (status != ENG_OK) {
+    eng_parallel_free(p);
+    return status;
+  }
+  p->facts.buckets = p->n_buckets;
+  p->zero = options->zero;
+  set->sharded = options->zero > 0;
+  *out = p;
+  return ENG_OK;
+}
+
+void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *p, int index)
+{
+  *from = p->set->own[2 * index];
+  *to = p->set->own[2 * index + 1];
+}

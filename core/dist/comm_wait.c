@@ -1,0 +1,220 @@
+// Waiting for other ranks: exchanges, the timeout, and what happens when a rank does not come.
+// A wait that exceeds the timeout ends the job with a message, so that a job never hangs silently.
+//
+// Owns the timeout, the watchdog thread and the world's group, which world.c fills.
+// Called by comm.c, comm_nccl.c, comm_gradients.c and world.c.
+#define _GNU_SOURCE
+#include "comm.h"
+
+#include "base/error.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SPINS = 2000,                 // tests before the core is yielded: ranks can outnumber cores
+       LOST_CODE = 70 };             // exit code of a job that lost a rank
+
+eng_comm comm_world = { .size = 1 };
+static double patience = 300;        // seconds
+
+double eng_comm_timeout(double seconds)
+{
+  double before = patience;
+  if (seconds > 0) patience = seconds;
+  return before;
+}
+
+// ------------------------------------------------------------------ calls without a timeout
+
+// While a library call that has no timeout waits for other ranks, a thread watches the clock. The
+// first such call starts it; it runs until the process ends.
+static struct {
+  pthread_mutex_t lock;
+  comm_watch_mark now;               // what == NULL: nothing is watched
+  bool            runs;
+} watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void *look_at_clock(void *nothing)
+{
+  enum { TICK_US = 50000 };
+  while (true) {
+    usleep(TICK_US);
+    pthread_mutex_lock(&watch.lock);
+    if (watch.now.what && eng_clock() - watch.now.since > patience) {
+      fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung, "
+              "or was never started. The job ends.\n", comm_world.rank, comm_world.size, patience,
+              watch.now.what);
+      fflush(stderr);
+      _exit(LOST_CODE);
+    }
+    pthread_mutex_unlock(&watch.lock);
+  }
+  return nothing;
+}
+
+comm_watch_mark comm_watch(const char *what)
+{
+  pthread_t thread;
+  pthread_mutex_lock(&watch.lock);
+  comm_watch_mark before = watch.now;
+  watch.now = (comm_watch_mark){what, eng_clock()};
+  if (!watch.runs && pthread_create(&thread, NULL, look_at_clock, NULL) == 0) {
+    pthread_detach(thread);
+    watch.runs = true;
+  }
+  pthread_mutex_unlock(&watch.lock);
+  return before;
+}
+
+void comm_watched(comm_watch_mark before)
+{
+  pthread_mutex_lock(&watch.lock);
+  watch.now = before;
+  pthread_mutex_unlock(&watch.lock);
+}
+
+// ------------------------------------------------------------------ a rank is missing
+
+enum { NOTE = 96 };                  // bytes of an alarm message: the name of the collective
+
+/// Sends this rank's alarm, `what`, to every other rank and collects theirs, for up to 2 s. A rank
+/// that sent none has an empty entry in `notes` [world size x NOTE].
+static void exchange_alarms(char *notes, const char *what)
+{
+  enum { GRACE_MS = 2000 };
+  const comm_transport *t = comm_world.transport;
+  int n = comm_world.size;
+  char *own = notes + (size_t)comm_world.rank * NOTE;
+  comm_message *messages = calloc((size_t)n, sizeof *messages);
+  void **letters = calloc((size_t)n, sizeof *letters);
+  snprintf(own, NOTE, "%s", what);
+  for (int r = 0; messages && letters && r < n; r++) {
+    if (r == comm_world.rank) continue;
+    void *sent;
+    messages[r] = (comm_message){own, NOTE, r, true};
+    if (t->start(&sent, comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
+    messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
+    if (t->start(&letters[r], comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK)
+      letters[r] = NULL;
+  }
+  bool open = true;
+  for (int ms = 0; letters && open && ms < GRACE_MS; ms += 10) {
+    open = false;
+    for (int r = 0; r < n; r++) {
+      bool done = false;
+      if (letters[r] && t->test(&done, letters[r]) == ENG_OK && done) letters[r] = NULL;
+      open = open || letters[r];
+    }
+    usleep(10000);
+  }
+}
+
+/// Prints which ranks sent no alarm; when all did, where each one waits.
+static void report_missing(const char *notes, const char *what)
+{
+  int missing = 0;
+  char names[512] = "", waits[1024] = "";
+  size_t at = 0, to = 0;
+  for (int r = 0; r < comm_world.size; r++) {
+    const char *note = notes + (size_t)r * NOTE;
+    if (!note[0]) {
+      missing++;
+      if (at < sizeof names - 16)
+        at += (size_t)snprintf(names + at, sizeof names - at, "%s%d", at ? ", " : "", r);
+    } else if (to < sizeof waits - NOTE)
+      to += (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
+  }
+  fflush(stdout);
+  if (missing > 0)
+    fprintf(stderr, "engine: rank%s %s did not come to %s within %g s: died or hung. The job ends.\n",
+            missing > 1 ? "s" : "", names, what, patience);
+  else
+    fprintf(stderr, "engine: the ranks have waited %g s for each other at different places (%s). "
+            "The job ends; hint: every rank must make the same calls\n", patience, waits);
+  fflush(stderr);
+}
+
+/// A rank missed a collective. Waiting ranks exchange alarm messages; the one that sends none is
+/// missing. A rank that receives an alarm while it waits joins at once, however short its own wait.
+/// The lowest waiting rank prints the message and ends the job. Does not return.
+static void lost(const char *what)
+{
+  const comm_transport *t = comm_world.transport;
+  char *notes = t->knocked ? calloc((size_t)comm_world.size, NOTE) : NULL;
+  if (notes) {
+    int first = 0;
+    exchange_alarms(notes, what);
+    while (!notes[(size_t)first * NOTE]) first++;      // at the latest this rank's own
+    if (first == comm_world.rank) report_missing(notes, what);
+    else sleep(2);
+  } else {
+    fflush(stdout);
+    fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
+            "one that printed no message). The job ends.\n", comm_world.rank, comm_world.size,
+            patience, what);
+    fflush(stderr);
+  }
+  t->abort(LOST_CODE);
+  _exit(LOST_CODE);
+}
+
+// ------------------------------------------------------------------ waiting
+
+eng_status comm_idle(int *spins, double *since, const char *what)
+{
+  if (++*spins % SPINS) return ENG_OK;
+  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  const comm_transport *t = comm_world.transport;
+  double now = eng_clock();
+  if (*since == 0) *since = now;
+  if (now - *since > patience || (t->knocked && t->knocked(comm_world.group, COMM_TAG_ALARM)))
+    lost(what);
+  sched_yield();
+  return ENG_OK;
+}
+
+eng_status comm_pause(double since, const char *what)
+{
+  int spins = SPINS - 1;
+  return comm_idle(&spins, &since, what);
+}
+
+static struct { eng_status (*work)(void *data); void *data; } meanwhile;
+
+void comm_meanwhile(eng_status (*work)(void *data), void *data)
+{
+  meanwhile.work = work;
+  meanwhile.data = data;
+}
+
+eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
+{
+  bool done = false;
+  int spins = 0;
+  double since = 0;
+  while (true) {
+    ENG_TRY(comm->transport->test(&done, exchange));
+    if (done) return ENG_OK;
+    if (meanwhile.work) ENG_TRY(meanwhile.work(meanwhile.data));
+    ENG_TRY(comm_idle(&spins, &since, what));
+  }
+}
+
+eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
+                         const char *what)
+{
+  void *exchange;
+  if (n == 0) return ENG_OK;
+  ENG_TRY(comm->transport->start(&exchange, comm->group, messages, n, tag));
+  return comm_wait(comm, exchange, what);
+}
+
+int comm_tag(eng_comm *comm)
+{
+  comm->next_tag = (comm->next_tag + 1) % COMM_TAGS;
+  return COMM_TAG_OPERATION + comm->next_tag;
+}

@@ -1,0 +1,300 @@
+// The world: how this process was started, the transport that fits, and the end of the job.
+//
+// Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library, loaded only where
+// mpirun or srun started several processes, so that a machine without MPI runs everything else.
+// NCCL alone (comm_nccl.c) serves where torchrun started the job, or srun without an MPI plug-in.
+//
+// Fills comm_world (comm_wait.c). Called by Lua through engine.h; no file of this folder calls it.
+#define _GNU_SOURCE
+#include "comm.h"
+
+#include "base/error.h"
+
+#include <dlfcn.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// ------------------------------------------------------------------ how the process was started
+
+typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
+
+/// The variables in which each launcher gives a process's number and the number of processes; `also`
+/// must be set, too. SLURM's are those of a job step: a batch script has none. Many programs set
+/// torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID shows that it is torchrun,
+/// which srun itself may have started.
+#define MEETING_ADDRESS "MASTER_ADDR"
+static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
+  {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},
+  {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun", NULL, START_MPI},
+  {"PMI_RANK", "PMI_SIZE", "mpiexec", NULL, START_MPI},
+  {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun --mpi", "PMIX_RANK", START_MPI},
+  {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun", MEETING_ADDRESS, START_NCCL},
+  {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun", NULL, START_MPI},
+  {"RANK", "WORLD_SIZE", "a launcher with torchrun's variables", MEETING_ADDRESS, START_NCCL},
+};
+
+typedef struct launch {
+  int         rank, size;
+  const char *name;             // the launcher's; NULL: none
+  start_kind  kind;
+  char        wrong[320];       // START_WRONG: which variables are invalid
+} launch;
+
+static bool is_set(const char *name, bool nccl)
+{
+  // With NCCL_COMM_ID the address is not needed; with ENGINE_RANKS=nccl load_nccl reports it missing.
+  if (strcmp(name, MEETING_ADDRESS) == 0 && (nccl || getenv("NCCL_COMM_ID"))) return true;
+  return getenv(name) != NULL;
+}
+
+/// Reads a whole number in least..most that fills all of `text`.
+static bool read_number(int *number, const char *text, long least, long most)
+{
+  char *end;
+  long value = strtol(text, &end, 10);
+  *number = (int)value;
+  return *text >= '0' && *text <= '9' && !*end && value >= least && value <= most;
+}
+
+/// Finds the first launcher that gives several processes, else one that gives one. A launcher with
+/// invalid numbers is skipped as long as another has valid ones.
+static void find_launcher(launch *found, bool nccl)
+{
+  enum { MOST = 1 << 24 };
+  for (size_t i = 0; i < sizeof launchers / sizeof *launchers && found->size == 1; i++) {
+    const char *r = getenv(launchers[i].rank), *n = getenv(launchers[i].size);
+    int rank, size;
+    if (!r || !n || (launchers[i].also && !is_set(launchers[i].also, nccl))) continue;
+    if (!read_number(&size, n, 1, MOST) || !read_number(&rank, r, 0, size - 1)) {
+      snprintf(found->wrong, sizeof found->wrong, "%s=%.60s %s=%.60s: expected the number of "
+               "processes, and a rank from 0 to one less", launchers[i].size, n, launchers[i].rank, r);
+    } else if (!found->name || size > 1) {
+      found->rank = rank;
+      found->size = size;
+      found->name = launchers[i].name;
+      found->kind = size > 1 ? launchers[i].kind : START_ALONE;
+    }
+  }
+  const char *several = getenv("WORLD_SIZE");
+  if (found->name || !several || strcmp(several, "1") == 0) return;
+  if (!getenv("RANK"))
+    snprintf(found->wrong, sizeof found->wrong, "WORLD_SIZE=%.60s without RANK", several);
+  else if (!is_set(MEETING_ADDRESS, nccl))
+    snprintf(found->wrong, sizeof found->wrong,
+             "WORLD_SIZE=%.60s and RANK without MASTER_ADDR, the machine of rank 0", several);
+}
+
+static launch launched(void)
+{
+  launch found = {0, 1, NULL, START_ALONE, ""};
+  const char *asked = getenv("ENGINE_RANKS");
+  if (asked && strcmp(asked, "off") == 0) return found;
+  bool mpi = asked && strcmp(asked, "mpi") == 0, nccl = asked && strcmp(asked, "nccl") == 0;
+  find_launcher(&found, nccl);
+  if (asked && *asked && !mpi && !nccl)
+    snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl", asked);
+  else if (found.name) found.wrong[0] = 0;
+  if (found.wrong[0]) {         // training alone would be a different job
+    found.kind = START_WRONG;
+    if (found.size == 1) found.size = 2;
+  } else if (mpi || nccl) {
+    found.kind = mpi ? START_MPI : START_NCCL;
+    if (!found.name) found.name = mpi ? "ENGINE_RANKS=mpi" : "ENGINE_RANKS=nccl";
+  }
+  return found;
+}
+
+bool eng_comm_launched(int *rank, int *size)
+{
+  launch found = launched();
+  *rank = found.rank;
+  *size = found.size;
+  return found.size > 1;
+}
+
+// ------------------------------------------------------------------ NCCL alone
+
+/// The address at which rank 0 listens while the ranks meet: MASTER_ADDR with the port after
+/// MASTER_PORT, because torchrun itself may listen on that one. NULL: none is given.
+static eng_status meeting_place(const char **out)
+{
+  enum { USUAL_PORT = 29500 };
+  static char place[300];
+  const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
+  int number = USUAL_PORT;
+  *out = NULL;
+  if (getenv("NCCL_COMM_ID") || !address || !*address) return ENG_OK;
+  if (port && !read_number(&number, port, 1, 65534))
+    return error_set(ENG_ERR_VALUE, "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'", port);
+  snprintf(place, sizeof place, strchr(address, ':') ? "[%.255s]:%d" : "%.255s:%d", address, number + 1);
+  *out = place;
+  return ENG_OK;
+}
+
+static eng_status load_nccl(const comm_transport **out, const launch *l)
+{
+  const char *where = NULL;
+  if (l->size > 1) ENG_TRY(meeting_place(&where));
+  if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
+    return error_set(ENG_ERR_LIBRARY, "%s started %d processes over NCCL without an address to meet "
+                     "at; hint: MASTER_ADDR=the machine of rank 0", l->name, l->size);
+  eng_status status = comm_nccl_world(out, l->rank, l->size, where);
+  if (status == ENG_OK) return ENG_OK;
+  char reason[1024];
+  snprintf(reason, sizeof reason, "%s", eng_error_message());
+  char *hint = strstr(reason, "; hint:");
+  if (hint) *hint = 0;
+  return error_set(status, "%s started %d process%s without MPI, which meet over NCCL and need a card "
+                   "each: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
+                   "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
+                   l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
+}
+
+// ------------------------------------------------------------------ MPI
+
+static eng_status host_error(eng_status status, const char *text)
+{
+  return error_set(status, "%s", text);
+}
+
+static eng_status load_mpi(const comm_transport **out, const launch *l)
+{
+  static const comm_host host = {.abi = COMM_ABI, .error = host_error};
+  Dl_info info;
+  char path[PATH_MAX + 32], real[PATH_MAX];
+  if (!dladdr((void *)(uintptr_t)load_mpi, &info) || !info.dli_fname)
+    return error_set(ENG_ERR_LIBRARY, "ranks: cannot find the folder of libengine.so");
+  snprintf(path, PATH_MAX, "%s", realpath(info.dli_fname, real) ? real : info.dli_fname);
+  char *slash = strrchr(path, '/');
+  strcpy(slash ? slash + 1 : path, "libengine_mpi.so");
+  if (access(path, R_OK) != 0)
+    return error_set(ENG_ERR_LIBRARY, "%s started %d processes, but this build has no MPI: there is no "
+                     "%s; hint: apt-get install libopenmpi-dev openmpi-bin, then make",
+                     l->name, l->size, path);
+  void *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);     // Open MPI's plug-ins use its symbols
+  if (!library)
+    return error_set(ENG_ERR_LIBRARY, "ranks: cannot load %s: %s; hint: run make with the MPI of this "
+                     "machine", path, dlerror());
+  union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
+  if (!entry.object)
+    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: make", path);
+  error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: make", path);
+  const comm_transport *transport = entry.function(&host);
+  if (!transport) return ENG_ERR_LIBRARY;
+  if (transport->size != l->size && l->size > 1)
+    return error_set(ENG_ERR_LIBRARY, "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
+                     "or the mpirun of this MPI; with a card for each process, MASTER_ADDR=the machine "
+                     "of rank 0 lets them meet over NCCL",
+                     l->name, l->size, transport->describe(), transport->size);
+  *out = transport;
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ the world
+
+/// However the process exits, the other ranks are notified.
+static void at_exit(int code, void *nothing)
+{
+  (void)nothing;
+  eng_comm_end(code);
+}
+
+// Libraries below a transport set signal handlers when they start: UCX, which Open MPI 5 uses, takes
+// SIGHUP and SIGBUS. The process keeps the handlers that it had before.
+static const int kept_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGALRM, SIGBUS};
+enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
+
+/// Loads the transport this process was started for; NULL in `out` when it runs alone.
+static eng_status load(const comm_transport **out, const launch *l)
+{
+  *out = NULL;
+  if (l->kind == START_WRONG)
+    return error_set(ENG_ERR_VALUE, "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone",
+                     l->wrong);
+  struct sigaction handlers[KEPT_SIGNALS];
+  for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], NULL, &handlers[i]);
+  comm_watch_mark before = comm_watch("the start of the job");
+  eng_status status = l->kind == START_MPI ? load_mpi(out, l)
+                    : l->kind == START_NCCL ? load_nccl(out, l) : ENG_OK;
+  comm_watched(before);
+  for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], &handlers[i], NULL);
+  return status;
+}
+
+static eng_status read_timeout(void)
+{
+  const char *text = getenv("ENGINE_RANK_TIMEOUT");
+  if (!text || !*text) return ENG_OK;
+  char *end;
+  double seconds = strtod(text, &end);
+  if (!(seconds > 0 && seconds < 1e9) || *end)
+    return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'", text);
+  eng_comm_timeout(seconds);
+  return ENG_OK;
+}
+
+eng_status eng_comm_world(eng_comm **out)
+{
+  static bool started;
+  *out = NULL;
+  if (!started) {
+    const comm_transport *transport;
+    launch l = launched();
+    ENG_TRY(read_timeout());
+    comm_world = (eng_comm){.rank = l.rank, .size = l.size};       // for the watchdog's message
+    eng_status status = load(&transport, &l);
+    comm_world = (eng_comm){.size = 1};
+    if (status != ENG_OK) return status;
+    started = true;
+    if (transport) {
+      comm_world = (eng_comm){.transport = transport, .group = transport->world,
+                              .rank = transport->rank, .size = transport->size};
+      on_exit(at_exit, NULL);
+    }
+  }
+  *out = &comm_world;
+  return ENG_OK;
+}
+
+int eng_comm_local_size(void)
+{
+  return comm_world.transport ? comm_world.transport->local_size : 1;
+}
+
+int eng_comm_threads(void)
+{
+  long cores = sysconf(_SC_NPROCESSORS_ONLN) / eng_comm_local_size();
+  return cores > 1 ? (int)cores : 1;
+}
+
+const char *eng_comm_text(void)
+{
+  static char text[1024];
+  const char *cards = comm_cards_text(), *world = "one rank";
+  if (comm_world.transport) world = comm_world.transport->describe();
+  snprintf(text, sizeof text, "%s%s%s", world, cards ? "; data on cards goes " : "", cards ? cards : "");
+  return text;
+}
+
+void eng_comm_end(int code)
+{
+  const comm_transport *transport = comm_world.transport;
+  if (!transport) return;
+  comm_world.transport = NULL;
+  if (code == 0) {
+    comm_watch_mark before = comm_watch("the end of the job");
+    comm_streams_end(true);
+    transport->finish();
+    comm_watched(before);
+  } else {
+    // Rank 0 usually prints the same error, and has a checkpoint to write: let it go first.
+    if (comm_world.rank > 0) usleep(500000);
+    fflush(NULL);
+    comm_streams_end(false);
+    transport->abort(code);
+  }
+}

@@ -1,0 +1,92 @@
+// Opening a history's file: a connection that can only read, and the check that the file is a
+// history which this engine knows. Called by history.c, history_writer.c and history_query.c.
+#include "base/error.h"
+#include "history.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int pragma_int(sqlite3 *db, const char *sql, int64_t *value)
+{
+  sqlite3_stmt *query = NULL;
+  int code = sqlite3_prepare_v2(db, sql, -1, &query, NULL);
+  if (code == SQLITE_OK) {
+    code = sqlite3_step(query);
+    if (code == SQLITE_ROW) {
+      *value = sqlite3_column_int64(query, 0);
+      code = SQLITE_OK;
+    }
+  }
+  sqlite3_finalize(query);
+  return code;
+}
+
+eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
+{
+  int64_t tables = 0, application = 0, version = 0;
+  int code = pragma_int(db, "SELECT count(*) FROM sqlite_master", &tables);
+  if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
+  if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
+  if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
+    return error_set(ENG_ERR_FORMAT, "history %s: is not a history, or is damaged: %s", path, sqlite3_errmsg(db));
+  if (code != SQLITE_OK) return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
+  if (fresh != NULL) *fresh = tables == 0 && application == 0;
+  if (fresh != NULL && *fresh) return ENG_OK;
+  if (application != HISTORY_APPLICATION)
+    return error_set(ENG_ERR_FORMAT, "history %s: is an SQLite file, but no history", path);
+  if (version > HISTORY_SCHEMA)
+    return error_set(ENG_ERR_FORMAT, "history %s: was written by a newer engine (schema %lld, this one knows %d); hint: update the engine", path,
+                     (long long)version, HISTORY_SCHEMA);
+  return ENG_OK;
+}
+
+// A URI for a file that no process writes; characters with a meaning in URIs are escaped. To be freed.
+static char *immutable_uri(const char *path)
+{
+  static const char tail[] = "?immutable=1";
+  char *uri = malloc(5 + 3 * strlen(path) + sizeof tail), *to = uri;
+  if (uri == NULL) return NULL;
+  to += sprintf(to, "file:");
+  for (; *path; path++) {
+    if (strchr("?#%", *path) != NULL) to += sprintf(to, "%%%02X", (unsigned char)*path);
+    else *to++ = *path;
+  }
+  memcpy(to, tail, sizeof tail);
+  return uri;
+}
+
+static eng_status open_and_check(sqlite3 **out, const char *name, int flags, const char *path)
+{
+  eng_status status = ENG_OK;
+  if (sqlite3_open_v2(name, out, flags | SQLITE_OPEN_READONLY | SQLITE_OPEN_FULLMUTEX, NULL) != SQLITE_OK)
+    status = error_set(ENG_ERR_IO, "history %s: cannot open: %s", path, sqlite3_errmsg(*out));
+  if (status == ENG_OK) {
+    sqlite3_busy_timeout(*out, 2000);
+    status = history_check(*out, path, NULL);
+  }
+  if (status != ENG_OK) {
+    sqlite3_close_v2(*out);
+    *out = NULL;
+  }
+  return status;
+}
+
+eng_status history_reader_open(sqlite3 **out, const char *path)
+{
+  *out = NULL;
+  if (eng_file_kind(path) != ENG_FILE_REGULAR) return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
+  eng_status status = open_and_check(out, path, 0, path);
+  if (status != ENG_ERR_IO) return status;
+  // WAL mode needs a file beside the database. Where it cannot be created (an archive, another
+  // user's directory) and none exists, no process writes, and the database can be read as it is.
+  char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
+  if (log != NULL && uri != NULL) {
+    sprintf(log, "%s-wal", path);
+    if (access(log, F_OK) != 0) status = open_and_check(out, uri, SQLITE_OPEN_URI, path);
+  }
+  free(log);
+  free(uri);
+  return status;
+}
