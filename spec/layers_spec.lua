@@ -27,7 +27,7 @@ local CUDA = {
 local LUA = { "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "cli" }
 
 -- Folders without a cycle between their files.
-local ACYCLIC = { "base", "tensor", "device", "dist", "store" }
+local ACYCLIC = { "base", "tensor", "device", "dist", "store", "policy" }
 
 local function ranks_of(folders)
   local rank = {}

@@ -67,36 +67,6 @@ static int box_tostring(lua_State *L)
   return 1;
 }
 
-// ---- constants: a table behind an empty one, which a policy can neither fill nor see behind. It has no function that makes or finds a
-// metatable, so a table with one is such a constant.
-
-static int constant_assigned(lua_State *L)                 // upvalue: what it is
-{
-  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes", lua_tostring(L, lua_upvalueindex(1)),
-                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
-}
-
-void policy_make_constant(lua_State *L, const char *what)
-{
-  lua_newtable(L);
-  lua_createtable(L, 0, 2);
-  lua_pushvalue(L, -3);
-  lua_setfield(L, -2, "__index");
-  lua_pushstring(L, what);
-  lua_pushcclosure(L, constant_assigned, 1);
-  lua_setfield(L, -2, "__newindex");
-  lua_setmetatable(L, -2);
-  lua_remove(L, -2);
-}
-
-void policy_open_constant(lua_State *L, int index)
-{
-  if (!lua_istable(L, index) || !lua_getmetatable(L, index)) return;
-  lua_getfield(L, -1, "__index");
-  lua_replace(L, index);
-  lua_pop(L, 1);
-}
-
 // table.insert and table.move write past a metatable: into their first argument or their fifth. An insert moves what follows its place.
 static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
 {

@@ -1,0 +1,31 @@
+// Constant tables for policies: an empty table whose metatable reads the real one and refuses to be
+// written. A policy has no function that makes or reads a metatable, so that every table with a
+// metatable is such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
+#include "policy_vm.h"
+
+static int constant_assigned(lua_State *L)                 // upvalue: what it is
+{
+  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes", lua_tostring(L, lua_upvalueindex(1)),
+                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
+}
+
+void policy_make_constant(lua_State *L, const char *what)
+{
+  lua_newtable(L);
+  lua_createtable(L, 0, 2);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pushstring(L, what);
+  lua_pushcclosure(L, constant_assigned, 1);
+  lua_setfield(L, -2, "__newindex");
+  lua_setmetatable(L, -2);
+  lua_remove(L, -2);
+}
+
+void policy_open_constant(lua_State *L, int index)
+{
+  if (!lua_istable(L, index) || !lua_getmetatable(L, index)) return;
+  lua_getfield(L, -1, "__index");
+  lua_replace(L, index);
+  lua_pop(L, 1);
+}

@@ -1,0 +1,223 @@
+// Running a policy's code under limits: an allocator with a cap, an instruction budget that a count
+// hook enforces, a time limit, and protected calls. A call that exceeds a limit ends with an error
+// that the policy cannot catch.
+// Owns the limits of policies loaded from now on. Called by the other files of this folder.
+#include "policy_vm.h"
+
+#include "base/error.h"
+
+#include <luajit.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+  HOOK_INTERVAL = 256,            // Lua instructions between two checks of the budget
+  BYTES_PER_INSTRUCTION = 64,     // allocating so many bytes costs one instruction of the budget
+  STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
+};
+
+static struct { int64_t memory, instructions; double seconds; } limits = { 8 << 20, 1000000, 2.0 };
+
+void eng_policy_limits(int64_t memory, int64_t instructions, double seconds)
+{
+  if (memory > 0) limits.memory = memory;
+  if (instructions > 0) limits.instructions = instructions;
+  if (seconds > 0) limits.seconds = seconds;
+}
+
+// ------------------------------------------------------------------ memory and budget
+
+eng_policy *policy_of(lua_State *L)
+{
+  void *policy;
+  lua_getallocf(L, &policy);
+  return policy;
+}
+
+static void *allocate(void *owner, void *piece, size_t old, size_t size)
+{
+  eng_policy *p = owner;
+  if (!piece) old = 0;
+  if (size == 0) {
+    p->used -= old;
+    free(piece);
+    return NULL;
+  }
+  if (size > old && p->running) {
+    // The cap on one piece bounds what a single instruction (a concatenation, a comparison) can cost.
+    if (p->used - old + size > p->limit || size > p->limit / 4) return NULL;
+    p->budget -= (int64_t)((size - old) / BYTES_PER_INSTRUCTION);
+  }
+  void *moved = realloc(piece, size);
+  if (!moved) return size <= old ? piece : NULL;      // Lua relies on shrinking to succeed
+  p->used += size - old;
+  return moved;
+}
+
+static void budget_hook(lua_State *L, lua_Debug *at);
+
+static void kill_at(eng_policy *p, const char *why, int level)
+{
+  // From now on the hook raises at every instruction, so that no pcall in the policy can go on.
+  p->killed = why;
+  lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, 1);
+  luaL_where(p->L, level);
+  lua_pushstring(p->L, why);
+  lua_concat(p->L, 2);
+  lua_error(p->L);
+}
+
+void policy_kill(eng_policy *p, const char *why)
+{
+  kill_at(p, why, 1);
+}
+
+static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule";
+static const char out_of_time[] = "the policy ran past its time limit; a decision must take microseconds";
+
+// The clock is read where some work was done: a short decision never pays for it.
+static bool past_deadline(eng_policy *p)
+{
+  double now = eng_clock();
+  if (p->deadline == 0) p->deadline = now + p->seconds;
+  return now > p->deadline;
+}
+
+static void budget_hook(lua_State *L, lua_Debug *at)
+{
+  (void)at;
+  eng_policy *p = policy_of(L);
+  if (!p->running) return;
+  if (p->killed) kill_at(p, p->killed, 0);
+  p->budget -= HOOK_INTERVAL;
+  if (p->budget < 0) kill_at(p, out_of_budget, 0);
+  if (past_deadline(p)) kill_at(p, out_of_time, 0);
+}
+
+void policy_charge(eng_policy *p, int64_t work)
+{
+  if (!p->running) return;
+  if (p->killed) policy_kill(p, p->killed);
+  p->budget -= work;
+  if (p->budget < 0) policy_kill(p, out_of_budget);
+  p->unclocked += work;
+  if (p->unclocked < HOOK_INTERVAL) return;
+  p->unclocked = 0;
+  if (past_deadline(p)) policy_kill(p, out_of_time);
+}
+
+void policy_check_stack(eng_policy *p)
+{
+  ptrdiff_t depth = p->stack - (const char *)__builtin_frame_address(0);
+  if (depth > STACK_ROOM || depth < -STACK_ROOM) luaL_error(p->L, "calls nest too deeply");
+}
+
+void policy_enter(eng_policy *p)
+{
+  p->stack = __builtin_frame_address(0);
+  p->budget = p->instructions;
+  p->deadline = 0;
+  if (p->killed) lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
+  p->killed = NULL;
+  p->running = true;
+}
+
+void policy_leave(eng_policy *p)
+{
+  p->running = false;
+}
+
+// ------------------------------------------------------------------ protected calls
+
+const char *policy_error_text(eng_policy *p)
+{
+  static _Thread_local char text[512];
+  if (lua_type(p->L, -1) != LUA_TSTRING) {
+    bool nothing = lua_isnoneornil(p->L, -1);
+    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file, nothing ? "without a text" : "that is no text but a ",
+             nothing ? "" : luaL_typename(p->L, -1));
+    return text;
+  }
+  const char *raised = lua_tostring(p->L, -1);
+  lua_Debug where = {0};
+  lua_pushvalue(p->L, SLOT_DECIDE);
+  if (lua_isfunction(p->L, -1)) lua_getinfo(p->L, ">S", &where);
+  else lua_pop(p->L, 1);
+  if (strcmp(raised, "not enough memory") == 0)
+    snprintf(text, sizeof text, "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
+             p->file, (long long)p->limit);
+  else if (strncmp(raised, p->file, strlen(p->file)) == 0 || strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
+    snprintf(text, sizeof text, "%s", raised);             // it carries file and line
+  else snprintf(text, sizeof text, "%s: %s", p->file, raised);
+  return text;
+}
+
+static int run_task(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  p->task(p, p->task_argument);
+  return lua_gettop(L) > 0 ? 1 : 0;
+}
+
+static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *), void *argument)
+{
+  p->task = task;
+  p->task_argument = argument;
+  lua_pushvalue(p->L, SLOT_TASK);
+  if (with_state) lua_pushvalue(p->L, SLOT_STATE);
+  int failed = lua_pcall(p->L, with_state, 1, 0);
+  policy_leave(p);
+  if (!failed) return ENG_OK;
+  eng_status status = failed == LUA_ERRMEM && p->used < p->limit ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
+  error_set(status, "%s", policy_error_text(p));
+  lua_settop(p->L, SLOT_COUNT);
+  return status;
+}
+
+eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 0, task, argument);
+}
+
+eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+{
+  return protect(p, 1, task, argument);
+}
+
+eng_status policy_call(eng_policy *p, int n)
+{
+  policy_enter(p);
+  int failed = lua_pcall(p->L, n, 1, 0);
+  policy_leave(p);
+  if (failed || p->killed) {
+    error_set(ENG_ERR_POLICY, "%s", failed ? policy_error_text(p) : p->killed);
+    lua_settop(p->L, SLOT_COUNT);
+    return ENG_ERR_POLICY;
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ the state
+
+static int open_state(lua_State *L)
+{
+  luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);            // hooks do not fire in compiled traces
+  lua_gc(L, LUA_GCSETPAUSE, 150);
+  lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
+  lua_pushcfunction(L, run_task);
+  lua_rawseti(L, LUA_REGISTRYINDEX, 1);
+  return 0;
+}
+
+bool policy_open(eng_policy *p)
+{
+  p->limit = (size_t)limits.memory;
+  p->instructions = limits.instructions;
+  p->seconds = limits.seconds;
+  p->L = lua_newstate(allocate, p);
+  if (!p->L || lua_cpcall(p->L, open_state, NULL) != 0) return false;
+  for (int slot = 1; slot < SLOT_COUNT; ++slot) lua_pushnil(p->L);
+  lua_rawgeti(p->L, LUA_REGISTRYINDEX, 1);                               // SLOT_TASK
+  return true;
+}
