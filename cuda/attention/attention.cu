@@ -7,43 +7,73 @@
 
 // ---- laying out
 
-typedef struct layout4 { int64_t size[4], stride[4]; } layout4;   // of a tensor [B x time x heads x width]
+// of a tensor [B x time x heads x width]
+typedef struct layout4 { int64_t size[4], stride[4]; } layout4;
 
 /// to [B x time x heads x padded]: the elements, zeros beyond the width.
-template <class BITS> __global__ void __launch_bounds__(256) lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
+template <class BITS>
+__global__ void __launch_bounds__(256)
+  lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
 {
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
-    int64_t row = i / padded, d = i % padded, h = row % l.size[2], time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
-    to[i] = d < l.size[3] ? from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]] : (BITS)0;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * blockDim.x) {
+    int64_t row = i / padded, d = i % padded, h = row % l.size[2],
+            time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
+    to[i] = d < l.size[3] ?
+              from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]] :
+              (BITS)0;
   }
 }
 
 /// The same into a wider format.
-template <class TO, class FROM> __global__ void __launch_bounds__(256) lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
+template <class TO, class FROM>
+__global__ void __launch_bounds__(256)
+  lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
 {
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
-    int64_t row = i / padded, d = i % padded, h = row % l.size[2], time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
-    to[i] = d < l.size[3] ? (TO)widen(from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]]) : (TO)0;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * blockDim.x) {
+    int64_t row = i / padded, d = i % padded, h = row % l.size[2],
+            time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
+    to[i] =
+      d < l.size[3] ?
+        (TO)widen(from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]]) :
+        (TO)0;
   }
 }
 
-template <class TO> static void lay_any(TO *to, const tensor *x, const layout4 *l, int64_t padded, int64_t count, unsigned blocks)
+template <class TO>
+static void lay_any(TO *to, const tensor *x, const layout4 *l, int64_t padded, int64_t count,
+                    unsigned blocks)
 {
   switch (x->dtype) {
-    case ENG_f32:  lay_wider<TO, float><<<blocks, 256, 0, cuda_stream()>>>(to, (const float *)x->data, *l, padded, count); break;
-    case ENG_f16:  lay_wider<TO, f16_t><<<blocks, 256, 0, cuda_stream()>>>(to, (const f16_t *)x->data, *l, padded, count); break;
-    case ENG_bf16: lay_wider<TO, bf16_t><<<blocks, 256, 0, cuda_stream()>>>(to, (const bf16_t *)x->data, *l, padded, count); break;
-    default:       lay_wider<TO, double><<<blocks, 256, 0, cuda_stream()>>>(to, (const double *)x->data, *l, padded, count); break;
+  case ENG_f32:
+    lay_wider<TO, float>
+      <<<blocks, 256, 0, cuda_stream()>>>(to, (const float *)x->data, *l, padded, count);
+    break;
+  case ENG_f16:
+    lay_wider<TO, f16_t>
+      <<<blocks, 256, 0, cuda_stream()>>>(to, (const f16_t *)x->data, *l, padded, count);
+    break;
+  case ENG_bf16:
+    lay_wider<TO, bf16_t>
+      <<<blocks, 256, 0, cuda_stream()>>>(to, (const bf16_t *)x->data, *l, padded, count);
+    break;
+  default:
+    lay_wider<TO, double>
+      <<<blocks, 256, 0, cuda_stream()>>>(to, (const double *)x->data, *l, padded, count);
+    break;
   }
 }
 
 static eng_status lay(void *to, int dtype, const tensor *x, const layout4 *l, int64_t padded)
 {
-  int64_t count = l->size[0] * l->size[1] * l->size[2] * padded, most = 32 * (int64_t)cuda_multiprocessors(), n = (count + 255) / 256;
+  int64_t count = l->size[0] * l->size[1] * l->size[2] * padded,
+          most = 32 * (int64_t)cuda_multiprocessors(), n = (count + 255) / 256;
   unsigned blocks = (unsigned)(n < most ? n : most);
   if (blocks == 0) return ENG_OK;
   if (dtype == x->dtype && dtype_is_low(dtype))
-    lay_bits<uint16_t><<<blocks, 256, 0, cuda_stream()>>>((uint16_t *)to, (const uint16_t *)x->data, *l, padded, count);
+    lay_bits<uint16_t><<<blocks, 256, 0, cuda_stream()>>>((uint16_t *)to, (const uint16_t *)x->data,
+                                                          *l, padded, count);
   else if (dtype == ENG_f64) lay_any((double *)to, x, l, padded, count, blocks);
   else lay_any((float *)to, x, l, padded, count, blocks);
   CUDA_LAUNCHED("attention");
@@ -64,14 +94,16 @@ static void give_all(pieces *all)
 static int64_t size_of(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : 2; }
 
 /// A view of x as `dtype`, `padded` wide and contiguous there; with rows aligned to 16 bytes when `aligned`.
-static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype, int64_t padded, bool aligned)
+static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype,
+                             int64_t padded, bool aligned)
 {
   layout4 l;
   for (int d = 0; d < 4; d++) { l.size[d] = x->shape[d]; l.stride[d] = x->stride[d]; }
   bool fits = x->dtype == dtype && l.size[3] == padded && (l.stride[3] == 1 || l.size[3] == 1);
   if (aligned) {
     fits = fits && ((uintptr_t)x->data & 15) == 0;
-    for (int d = 0; d < 3; d++) fits = fits && (l.size[d] == 1 || l.stride[d] * size_of(dtype) % 16 == 0);
+    for (int d = 0; d < 3; d++)
+      fits = fits && (l.size[d] == 1 || l.stride[d] * size_of(dtype) % 16 == 0);
   }
   if (fits) {
     *view = (attention_view){x->data, l.stride[0], l.stride[1], l.stride[2]};
@@ -99,7 +131,8 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
   const tensor *q = call->in[0], *k = call->in[1];
   for (int d = 0; d < 4; d++)
     if (q->shape[d] > INT32_MAX || k->shape[d] > INT32_MAX || q->shape[0] * q->shape[2] > INT32_MAX)
-      return error_set(ENG_ERR_SHAPE, "%s: expected sizes below 2^31, got %s and %s", eng_op_name(call->op), tensor_text(q), tensor_text(k));
+      return error_set(ENG_ERR_SHAPE, "%s: expected sizes below 2^31, got %s and %s",
+                       eng_op_name(call->op), tensor_text(q), tensor_text(k));
   *p = (attention_problem){};
   p->batch = (int32_t)q->shape[0];
   p->queries = (int32_t)q->shape[1];
@@ -117,14 +150,16 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
     wide = wide || call->in[i]->dtype == ENG_f64;
   }
   for (int i = 0; i < call->n_out; i++)   // outputs that somebody gave; lse is f32
-    alike = alike && (!call->out[i] || call->out[i]->dtype == q->dtype || (call->op == ENG_OP_attention && i > 0));
+    alike = alike && (!call->out[i] || call->out[i]->dtype == q->dtype ||
+                      (call->op == ENG_OP_attention && i > 0));
   bool tiles = alike && p->width > 0 && p->width <= 128 && p->factor >= 1e-30 && p->factor <= 1e30;
   *dtype = tiles ? q->dtype : wide ? ENG_f64 : ENG_f32;
   *padded = tiles ? (p->width + 31) / 32 * 32 : p->width;
   return ENG_OK;
 }
 
-static eng_status views_of(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+static eng_status views_of(attention_problem *p, pieces *all, const op_call *call, int dtype,
+                           int64_t padded)
 {
   bool aligned = dtype_is_low(dtype);
   ENG_TRY(input_view(&p->q, all, call->in[0], dtype, padded, aligned));
@@ -134,7 +169,8 @@ static eng_status views_of(attention_problem *p, pieces *all, const op_call *cal
 
 // ---- the operations
 
-static eng_status forward(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+static eng_status forward(attention_problem *p, pieces *all, const op_call *call, int dtype,
+                          int64_t padded)
 {
   int width = p->width;
   ENG_TRY(views_of(p, all, call, dtype, padded));
@@ -176,7 +212,8 @@ static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse,
   return lay(p->lse, wanted, lse, &l, lse->count);
 }
 
-static eng_status backward(attention_problem *p, pieces *all, const op_call *call, int dtype, int64_t padded)
+static eng_status backward(attention_problem *p, pieces *all, const op_call *call, int dtype,
+                           int64_t padded)
 {
   int width = p->width;
   bool tiles = dtype_is_low(dtype);

@@ -65,13 +65,18 @@ __device__ static inline int first_query(const attention_problem &p, int j)
   return t < 0 ? 0 : (int)t;
 }
 
-template <class T> __device__ static inline T *row_of(const attention_view &v, int64_t b, int64_t t, int64_t h)
+template <class T>
+__device__ static inline T *row_of(const attention_view &v, int64_t b, int64_t t, int64_t h)
 {
   return (T *)v.data + b * v.batch + t * v.time + h * v.head;
 }
-__device__ static inline int64_t line_of(const attention_problem &p, int64_t b, int64_t h, int64_t t) { return (b * p.heads + h) * p.queries + t; }
+__device__ static inline int64_t line_of(const attention_problem &p, int64_t b, int64_t h,
+                                         int64_t t)
+{ return (b * p.heads + h) * p.queries + t; }
 
-__device__ static inline int64_t delta_at(const attention_problem &p, int64_t b, int64_t h, int64_t t) { return (b * p.heads + h) * p.delta_line + t; }
+__device__ static inline int64_t delta_at(const attention_problem &p, int64_t b, int64_t h,
+                                          int64_t t)
+{ return (b * p.heads + h) * p.delta_line + t; }
 
 /// Element i of data of any float dtype, rounded once.
 __device__ static inline void store_as(void *data, int dtype, int64_t i, float x)
@@ -91,7 +96,8 @@ __device__ static inline void store_as(void *data, int dtype, int64_t i, double 
 
 // ---- one row by one warp. T: what the tensors hold; A: what it computes in, float or double. All 32 lanes call together.
 
-enum { ROW_COLUMNS = 4 };   // columns a lane sums at a time: 128 a warp; wider rows take more rounds
+// columns a lane sums at a time: 128 a warp; wider rows take more rounds
+enum { ROW_COLUMNS = 4 };
 
 template <class A> __device__ static inline A warp_sum(A x)
 {
@@ -114,7 +120,9 @@ __device__ static inline double logarithm(double x)  { return log(x); }
 __device__ static inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
 __device__ static inline double fused(double a, double b, double c) { return fma(a, b, c); }
 template <class A> __device__ static inline A infinity() { return (A)__int_as_float(0x7F800000); }
-template <class A> __device__ static inline A not_a_number() { return (A)__int_as_float(0x7FC00000); }
+template <class A>
+__device__ static inline A not_a_number()
+{ return (A)__int_as_float(0x7FC00000); }
 
 /// a . b over the width; `a` is the same in every lane, `b` the lane's own.
 template <class T, class A> __device__ static inline A dot_with(const T *a, const T *b, int width)
@@ -124,26 +132,31 @@ template <class T, class A> __device__ static inline A dot_with(const T *a, cons
   for (int d = 0; d < width; d += 32) {
     A mine = d + lane < width ? (A)widen(a[d + lane]) : (A)0;
     int n = min(32, width - d);
-    for (int i = 0; i < n; i++) sum = fused(__shfl_sync(0xFFFFFFFFu, mine, i), (A)widen(b[d + i]), sum);
+    for (int i = 0; i < n; i++)
+      sum = fused(__shfl_sync(0xFFFFFFFFu, mine, i), (A)widen(b[d + i]), sum);
   }
   return sum;
 }
 
 /// y, lse and entropy of query t, as far as they are wanted; `columns` of y.
 template <class T, class A>
-__device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t, int columns)
+__device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t,
+                                         int columns)
 {
   int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
   const T *q = row_of<T>(p.q, b, t, h);
   A factor = (A)p.factor, inf = infinity<A>();
   for (int d0 = 0; d0 == 0 || d0 < columns; d0 += 32 * ROW_COLUMNS) {
-    A top = -inf, sum = 0, weighted = 0, y[ROW_COLUMNS] = {0};   // weighted: sum of e * (score - top)
+    // weighted: sum of e * (score - top)
+    A top = -inf, sum = 0, weighted = 0, y[ROW_COLUMNS] = {0};
     for (int j0 = 0; j0 < n; j0 += 32) {
       bool seen = j0 + lane < n;
-      A score = factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
+      A score =
+        factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
       A largest = warp_max(seen ? score : -inf), before = top;
       if (largest > top) top = largest;
-      A shift = top == -inf ? (A)0 : top;   // so that a row of -inf sums to 0, not to exp(inf - inf)
+      // so that a row of -inf sums to 0, not to exp(inf - inf)
+      A shift = top == -inf ? (A)0 : top;
       A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
       weighted += warp_sum(e == 0 ? (A)0 : e * x);
@@ -162,13 +175,24 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
     bool lost = n > 0 && sum == 0;   // every score -inf
     for (int i = 0; i < ROW_COLUMNS; i++) {
       int d = d0 + 32 * i + lane;
-      if (d < columns) store_as(p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head + d,
-                                n == 0 ? (A)0 : lost ? not_a_number<A>() : y[i] / sum);
+      if (d < columns)
+        store_as(p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head + d,
+                 n == 0 ? (A)0 :
+                 lost   ? not_a_number<A>() :
+                          y[i] / sum);
     }
     if (d0 == 0 && lane == 0) {
       int64_t line = line_of(p, b, h, t);
-      if (p.lse) store_as(p.lse, p.lse_dtype, line, n == 0 ? -inf : lost ? not_a_number<A>() : top + logarithm(sum));
-      if (p.entropy) store_as(p.entropy, p.lse_dtype, line, n == 0 ? (A)0 : lost ? not_a_number<A>() : logarithm(sum) - weighted / sum);
+      if (p.lse)
+        store_as(p.lse, p.lse_dtype, line,
+                 n == 0 ? -inf :
+                 lost   ? not_a_number<A>() :
+                          top + logarithm(sum));
+      if (p.entropy)
+        store_as(p.entropy, p.lse_dtype, line,
+                 n == 0 ? (A)0 :
+                 lost   ? not_a_number<A>() :
+                          logarithm(sum) - weighted / sum);
     }
   }
 }
@@ -176,7 +200,8 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
 /// p and dp of query t and key j: `q` and `dy` the same in every lane and `k` and `v` the lane's own, or the other way round.
 template <class A> struct slope { A p, dp; };
 template <class T, class A>
-__device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v, A factor, A lse, int width)
+__device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v,
+                                           A factor, A lse, int width)
 {
   A score = factor * dot_with<T, A>(q, k, width);
   return {power_of_e(score - lse), dot_with<T, A>(dy, v, width)};
@@ -190,8 +215,9 @@ __device__ __noinline__ A delta_of_row(const attention_problem &p, int b, int h,
   A lse = ((const A *)p.lse)[line_of(p, b, h, t)], sum = 0;
   for (int j0 = 0; j0 < n; j0 += 32) {
     int j = min(j0 + lane, n - 1);
-    slope<A> s = slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), row_of<T>(p.k, b, j, group), row_of<T>(p.v, b, j, group),
-                                   (A)p.factor, lse, p.width);
+    slope<A> s =
+      slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), row_of<T>(p.k, b, j, group),
+                     row_of<T>(p.v, b, j, group), (A)p.factor, lse, p.width);
     sum += warp_sum(j0 + lane < n ? s.p * s.dp : (A)0);
   }
   return sum;
@@ -202,13 +228,15 @@ template <class T, class A>
 __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, int t, int columns)
 {
   int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
-  A lse = ((const A *)p.lse)[line_of(p, b, h, t)], delta = ((const A *)p.delta)[delta_at(p, b, h, t)];
+  A lse = ((const A *)p.lse)[line_of(p, b, h, t)],
+    delta = ((const A *)p.delta)[delta_at(p, b, h, t)];
   for (int d0 = 0; d0 < columns; d0 += 32 * ROW_COLUMNS) {
     A dq[ROW_COLUMNS] = {0};
     for (int j0 = 0; j0 < n; j0 += 32) {
       int j = min(j0 + lane, n - 1), steps = min(32, n - j0);
-      slope<A> s = slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), row_of<T>(p.k, b, j, group), row_of<T>(p.v, b, j, group),
-                                     (A)p.factor, lse, p.width);
+      slope<A> s = slope_of<T, A>(row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h),
+                                  row_of<T>(p.k, b, j, group), row_of<T>(p.v, b, j, group),
+                                  (A)p.factor, lse, p.width);
       A ds = s.p * (s.dp - delta);
       for (int i = 0; i < steps; i++) {
         A weight = __shfl_sync(0xFFFFFFFFu, ds, i);
@@ -221,14 +249,17 @@ __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, in
     }
     for (int c = 0; c < ROW_COLUMNS; c++) {
       int d = d0 + 32 * c + lane;
-      if (d < columns) store_as(p.dq.data, p.dq_dtype, b * p.dq.batch + t * p.dq.time + h * p.dq.head + d, (A)p.factor * dq[c]);
+      if (d < columns)
+        store_as(p.dq.data, p.dq_dtype, b * p.dq.batch + t * p.dq.time + h * p.dq.head + d,
+                 (A)p.factor * dq[c]);
     }
   }
 }
 
 /// dk and dv of key j, as far as they are wanted, from lse and delta: sums over the heads that share it, then over the queries.
 template <class T, class A>
-__device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j, int columns)
+__device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j,
+                                      int columns)
 {
   int lane = threadIdx.x & 31;
   const T *k = row_of<T>(p.k, b, j, group), *v = row_of<T>(p.v, b, j, group);
@@ -237,7 +268,8 @@ __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int gro
     for (int h = group * p.shared; h < (group + 1) * p.shared; h++)
       for (int t0 = first_query(p, j); t0 < p.queries; t0 += 32) {
         int t = min(t0 + lane, p.queries - 1), steps = min(32, p.queries - t0);
-        slope<A> s = slope_of<T, A>(k, v, row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h), (A)p.factor, ((const A *)p.lse)[line_of(p, b, h, t)], p.width);
+        slope<A> s = slope_of<T, A>(k, v, row_of<T>(p.q, b, t, h), row_of<T>(p.dy, b, t, h),
+                                    (A)p.factor, ((const A *)p.lse)[line_of(p, b, h, t)], p.width);
         A ds = s.p * (s.dp - ((const A *)p.delta)[delta_at(p, b, h, t)]);
         for (int i = 0; i < steps; i++) {
           A for_k = __shfl_sync(0xFFFFFFFFu, ds, i), for_v = __shfl_sync(0xFFFFFFFFu, s.p, i);
@@ -254,8 +286,12 @@ __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int gro
     for (int c = 0; c < ROW_COLUMNS; c++) {
       int d = d0 + 32 * c + lane;
       if (d >= columns) continue;
-      if (p.dk.data) store_as(p.dk.data, p.dk_dtype, b * p.dk.batch + j * p.dk.time + group * p.dk.head + d, (A)p.factor * dk[c]);
-      if (p.dv.data) store_as(p.dv.data, p.dv_dtype, b * p.dv.batch + j * p.dv.time + group * p.dv.head + d, dv[c]);
+      if (p.dk.data)
+        store_as(p.dk.data, p.dk_dtype, b * p.dk.batch + j * p.dk.time + group * p.dk.head + d,
+                 (A)p.factor * dk[c]);
+      if (p.dv.data)
+        store_as(p.dv.data, p.dv_dtype, b * p.dv.batch + j * p.dv.time + group * p.dv.head + d,
+                 dv[c]);
     }
   }
 }

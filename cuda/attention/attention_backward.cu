@@ -10,25 +10,33 @@
 // of two that brings the largest |dy| of the heads that share a key head to 16..32, and probabilities times 2^15.
 #include "attention_tiles.h"
 
-template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;          // 16-row tiles of keys a warp takes
-template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;      // queries whose scores are in registers at a time
-template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;   // keys at a time where blocks of queries walk over them
-enum { QUERY_MT = 2, QUERY_STEP = 32 };                           // the same for blocks of queries, and keys in registers
+// 16-row tiles of keys a warp takes
+template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
+// queries whose scores are in registers at a time
+template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
+// keys at a time where blocks of queries walk over them
+template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
+// the same for blocks of queries, and keys in registers
+enum { QUERY_MT = 2, QUERY_STEP = 32 };
 
 // ---- delta
 
 template <class T, int D>
-__global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
+__global__ void __launch_bounds__(THREADS)
+  attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;   // lanes of a row, 16 bytes each; rows of a warp
+  // lanes of a row, 16 bytes each; rows of a warp
+  constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
-  const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines, b = pair / p.heads, h = pair % p.heads;
+  const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,
+            b = pair / p.heads, h = pair % p.heads;
   uint32_t largest = 0, bad = 0;   // bad: the warp's rows to be worked out again
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
     float sum = 0;
     if (t < p.queries && piece < D / 8) {
-      uint4 ys = *(const uint4 *)(row_of<T>(p.y, b, t, h) + piece * 8), slopes = *(const uint4 *)(row_of<T>(p.dy, b, t, h) + piece * 8);
+      uint4 ys = *(const uint4 *)(row_of<T>(p.y, b, t, h) + piece * 8),
+            slopes = *(const uint4 *)(row_of<T>(p.dy, b, t, h) + piece * 8);
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         float slope = widen(((const T *)&slopes)[k]);
@@ -39,7 +47,8 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
     }
 #pragma unroll
     for (int k = LANES / 2; k; k >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, k);
-    for (uint32_t lanes = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); lanes; lanes &= lanes - 1)
+    for (uint32_t lanes = __ballot_sync(0xFFFFFFFFu, piece == 0 && !f32_is_finite(sum)); lanes;
+         lanes &= lanes - 1)
       bad |= 1u << (i * AT_ONCE + (__ffs(lanes) - 1) / LANES);
     if (piece == 0) {
       bool sees = t < p.queries && keys_seen(p, t) > 0;
@@ -54,17 +63,21 @@ __global__ void __launch_bounds__(THREADS) attention_delta(const __grid_constant
   }
   // y was rounded and its infinities may stand for others: the sum itself tells what becomes of them.
   for (; bad; bad &= bad - 1) {
-    const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads, h = pair % p.heads;
-    const int at = __ffs(bad) - 1, t = block % lines * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
+    const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
+              h = pair % p.heads;
+    const int at = __ffs(bad) - 1,
+              t = block % lines * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
     const float exact = delta_of_row<T, float>(p, b, h, t);
-    if (lane == at % AT_ONCE * LANES) ((float *)p.delta)[delta_at(p, b, h, t)] = keys_seen(p, t) > 0 ? exact : 0.0f;
+    if (lane == at % AT_ONCE * LANES)
+      ((float *)p.delta)[delta_at(p, b, h, t)] = keys_seen(p, t) > 0 ? exact : 0.0f;
   }
 }
 
 // ---- dk, dv
 
 template <int D> constexpr int KEY_ROWS = WARPS * 16 * KEY_MT<D>;
-template <int D> constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES * 4;
+template <int D>
+constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES * 4;
 
 /// Batch, head of keys and first key of a block. Those with the most queries go first.
 struct keys_place { int b, group, first; };
@@ -75,7 +88,9 @@ template <int D> __device__ static inline keys_place keys_of(const attention_pro
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+__global__ void __launch_bounds__(THREADS, 2)
+  attention_grad_keys(const __grid_constant__ attention_problem p, const backward_room r,
+                      const int stored)
 {
   if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
@@ -85,16 +100,23 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
   const uint32_t staged = shared + 2 * KEEP;                                  // q, dy, q, dy
-  float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);                 // shift, delta, shift, delta
+  // shift, delta, shift, delta
+  float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);
 
-  auto load_queries = [&](int stage, int left, int from) {   // of the head that has `left` heads to its group's end, itself one of them
-    const int thread = forget((int)threadIdx.x), b = forget(of.b), h = (of.group + 1) * p.shared - left;
-    load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, from, p.queries, thread);
-    load_tile<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time, from, p.queries, thread);
+  // of the head that has `left` heads to its group's end, itself one of them
+  auto load_queries = [&](int stage, int left, int from) {
+    const int thread = forget((int)threadIdx.x), b = forget(of.b),
+              h = (of.group + 1) * p.shared - left;
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, from,
+                          p.queries, thread);
+    load_tile<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time,
+                          from, p.queries, thread);
     if (thread < 2 * QUERIES / 4) {
       int which = thread / (QUERIES / 4), piece = thread % (QUERIES / 4);
-      const float *line = (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + from;
-      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4, true);
+      const float *line =
+        (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + from;
+      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4,
+             true);
     }
   };
   auto advance = [&](int &left, int &first) {
@@ -110,11 +132,13 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
   if (left > 0) load_queries(0, left, first);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), held = lift_of<T>(r, (int64_t)of.b * p.groups + of.group) * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736),
+              held = lift_of<T>(r, (int64_t)of.b * p.groups + of.group) * exp2f((float)-RAISE<T>);
   float dk[MT][D / 8][4], dv[MT][D / 8][4];
   clear(dk);
   clear(dv);
-  const lane_place<D> k_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), v_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
+  const lane_place<D> k_place = place_a<D>(shared + warp * 16 * MT * (D * 2)),
+                      v_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
   for (int stage = 0; left > 0; stage ^= 1) {
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
@@ -129,7 +153,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
     }
 #pragma unroll 1
     for (int at = 0; at < QUERIES; at += STEP) {
-      if (first + at + STEP <= first_query(p, own)) continue;   // the warp's keys are hidden from all of these
+      // the warp's keys are hidden from all of these
+      if (first + at + STEP <= first_query(p, own)) continue;
       const float *shift = lines + 2 * stage * QUERIES + at, *delta = shift + QUERIES;
       float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
       clear(s);
@@ -139,7 +164,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;   // columns of the row before the first that sees it
+            // columns of the row before the first that sees it
+            int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;
 #pragma unroll
             for (int i = 0; i < STEP / 8; i++) {
               if (8 * i < hidden) s[m][i][2 * half] = -INFINITY;
@@ -172,8 +198,9 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            weights[m][i][half] = pack(s[m][i][2 * half] * fmaf(held, ds[m][i][2 * half], less[0]),
-                                       s[m][i][2 * half + 1] * fmaf(held, ds[m][i][2 * half + 1], less[1]), T());
+            weights[m][i][half] =
+              pack(s[m][i][2 * half] * fmaf(held, ds[m][i][2 * half], less[0]),
+                   s[m][i][2 * half + 1] * fmaf(held, ds[m][i][2 * half + 1], less[1]), T());
       }
       product_with_rows<T, D, MT, STEP / 16>(dk, weights, place_turned<D>(q_tile + at * (D * 2)));
     }
@@ -198,8 +225,12 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
       }
   uint32_t bad = 0;
   unsigned char *own_rows = room + warp * 16 * MT * (D * 2);
-  if (p.dk.data) bad |= store_rows<T, D, MT>(dk, own_rows, row_of<T>(p.dk, to.b, 0, to.group), p.dk.time, own, p.keys, stored);
-  if (p.dv.data) bad |= store_rows<T, D, MT>(dv, own_rows + KEEP, row_of<T>(p.dv, to.b, 0, to.group), p.dv.time, own, p.keys, stored);
+  if (p.dk.data)
+    bad |= store_rows<T, D, MT>(dk, own_rows, row_of<T>(p.dk, to.b, 0, to.group), p.dk.time, own,
+                                p.keys, stored);
+  if (p.dv.data)
+    bad |= store_rows<T, D, MT>(dv, own_rows + KEEP, row_of<T>(p.dv, to.b, 0, to.group), p.dv.time,
+                                own, p.keys, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int key = own + __ffs(bad) - 1;
@@ -209,18 +240,22 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_keys(const __grid_c
 
 // ---- dq
 
-template <int D> constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
+template <int D>
+constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
 
 /// Batch, head and first query of a block. Those with the most keys go first.
 struct queries_place { int b, h, first; };
 __device__ static inline queries_place queries_of(const attention_problem &p, int block, int blocks)
 {
   const int pairs = p.batch * p.heads, pair = block % pairs;
-  return {pair / p.heads, pair % p.heads, (blocks / pairs - 1 - block / pairs) * (WARPS * 16 * QUERY_MT)};
+  return {pair / p.heads, pair % p.heads,
+          (blocks / pairs - 1 - block / pairs) * (WARPS * 16 * QUERY_MT)};
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+__global__ void __launch_bounds__(THREADS, 2)
+  attention_grad_queries(const __grid_constant__ attention_problem p, const backward_room r,
+                         const int stored)
 {
   if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
@@ -239,7 +274,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
   load_tile<D, KEYS>(staged + TILE, v, p.v.time, 0, p.keys);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), held = lift_of<T>(r, (int64_t)of.b * p.groups + group) * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736),
+              held = lift_of<T>(r, (int64_t)of.b * p.groups + group) * exp2f((float)-RAISE<T>);
   float dq[MT][D / 8][4], shift[MT][2], less[MT][2];
   clear(dq);
 #pragma unroll
@@ -252,7 +288,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
       shift[m][half] = there ? r.shift[at] : -INFINITY;
       less[m][half] = there ? -held * ((const float *)p.delta)[at] : 0.0f;
     }
-  const lane_place<D> q_place = place_a<D>(shared + warp * 16 * MT * (D * 2)), dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
+  const lane_place<D> q_place = place_a<D>(shared + warp * 16 * MT * (D * 2)),
+                      dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
   for (int n = 0;; n++) {
     const int first = D > 96 ? forget(of.first) : of.first, own = first + warp * 16 * MT;
@@ -296,8 +333,10 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
         for (int i = 0; i < STEP / 8; i++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            float x = exp2_fast(fmaf(s[m][i][2 * half], scale, shift[m][half])) * fmaf(held, ds[m][i][2 * half], less[m][half]);
-            float y = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shift[m][half])) * fmaf(held, ds[m][i][2 * half + 1], less[m][half]);
+            float x = exp2_fast(fmaf(s[m][i][2 * half], scale, shift[m][half])) *
+                      fmaf(held, ds[m][i][2 * half], less[m][half]);
+            float y = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shift[m][half])) *
+                      fmaf(held, ds[m][i][2 * half + 1], less[m][half]);
             weights[m][i][half] = pack(x, y, T());
           }
       product_with_rows<T, D, MT, STEP / 16>(dq, weights, place_turned<D>(k_tile + at * (D * 2)));
@@ -315,7 +354,9 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
     for (int d = 0; d < D / 8; d++)
 #pragma unroll
       for (int c = 0; c < 4; c++) dq[m][d][c] *= factor;
-  uint32_t bad = store_rows<T, D, MT>(dq, room + warp * 16 * MT * (D * 2), row_of<T>(p.dq, to.b, 0, to.h), p.dq.time, own, p.queries, stored);
+  uint32_t bad =
+    store_rows<T, D, MT>(dq, room + warp * 16 * MT * (D * 2), row_of<T>(p.dq, to.b, 0, to.h),
+                         p.dq.time, own, p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
@@ -325,33 +366,45 @@ __global__ void __launch_bounds__(THREADS, 2) attention_grad_queries(const __gri
 
 // ---- launching
 
-template <class T, int D> static eng_status launch(const attention_problem *p, const backward_room *r, int dtype, int stored)
+template <class T, int D>
+static eng_status launch(const attention_problem *p, const backward_room *r, int dtype, int stored)
 {
-  int64_t q_tiles = (p->queries + WARPS * 16 * QUERY_MT - 1) / (WARPS * 16 * QUERY_MT), k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
+  int64_t q_tiles = (p->queries + WARPS * 16 * QUERY_MT - 1) / (WARPS * 16 * QUERY_MT),
+          k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
   int64_t heads = (int64_t)p->batch * p->heads, pairs = (int64_t)p->batch * p->groups;
   int64_t delta_blocks = r->line / QUERIES * heads;
   if (delta_blocks > INT32_MAX || k_tiles * pairs > INT32_MAX)
-    return error_set(ENG_ERR_SHAPE, "attention_grad: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)delta_blocks);
-  if (r->largest) CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention_grad: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      (long long)delta_blocks);
+  if (r->largest)
+    CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));
   if (delta_blocks > 0) {
     attention_delta<T, D><<<(unsigned)delta_blocks, THREADS, 0, cuda_stream()>>>(*p, *r);
     CUDA_LAUNCHED("attention_grad");
   }
   if (cuda_capability() == 90 && D % 64 == 0) return attention_hopper_backward(p, r, dtype, stored);
   if (k_tiles > 0 && (p->dk.data || p->dv.data)) {
-    CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
-    attention_grad_keys<T, D><<<(unsigned)(k_tiles * pairs), THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
+    attention_grad_keys<T, D>
+      <<<(unsigned)(k_tiles * pairs), THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   if (p->dq.data && delta_blocks > 0) {
-    CUDA_TRY(cudaFuncSetAttribute(attention_grad_queries<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, QUERY_BYTES<D>));
-    attention_grad_queries<T, D><<<(unsigned)(q_tiles * heads), THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_TRY(cudaFuncSetAttribute(attention_grad_queries<T, D>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, QUERY_BYTES<D>));
+    attention_grad_queries<T, D>
+      <<<(unsigned)(q_tiles * heads), THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   return ENG_OK;
 }
 
-template <class T> static eng_status launch_wide(const attention_problem *p, const backward_room *r, int dtype, int stored)
+template <class T>
+static eng_status launch_wide(const attention_problem *p, const backward_room *r, int dtype,
+                              int stored)
 {
   switch (p->width) {
     case 32: return launch<T, 32>(p, r, dtype, stored);
@@ -364,14 +417,16 @@ template <class T> static eng_status launch_wide(const attention_problem *p, con
 eng_status attention_backward(const attention_problem *call, int dtype, int stored)
 {
   attention_problem p = *call;
-  int64_t line = ((int64_t)p.queries + QUERIES - 1) / QUERIES * QUERIES, floats = (int64_t)p.batch * p.heads * line;
+  int64_t line = ((int64_t)p.queries + QUERIES - 1) / QUERIES * QUERIES,
+          floats = (int64_t)p.batch * p.heads * line;
   int64_t bytes = 2 * floats * 4 + (int64_t)p.batch * p.groups * 4;
   float *room = (float *)scratch_take(bytes);
   if (!room) return ENG_ERR_MEMORY;
   p.delta = room + floats;
   p.delta_line = line;
   backward_room r = {room, dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL, line};
-  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, dtype, stored) : launch_wide<bf16_t>(&p, &r, dtype, stored);
+  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, dtype, stored) :
+                                         launch_wide<bf16_t>(&p, &r, dtype, stored);
   scratch_give(room, bytes);
   return status;
 }

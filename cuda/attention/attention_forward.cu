@@ -5,9 +5,12 @@
 // grows. Probabilities are rounded to the inputs' format for the product with v; sums are f32, and of the unrounded ones.
 #include "attention_tiles.h"
 
-template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;      // 16-row tiles of a warp
-template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;   // queries of a block
-template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;   // keys at a time: what the registers hold
+// 16-row tiles of a warp
+template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;
+// queries of a block
+template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;
+// keys at a time: what the registers hold
+template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
 /// How blocks share out heads and queries. Blocks with the most keys go first within a set of heads whose keys and values fit
 /// in half the second-level cache together.
@@ -15,7 +18,8 @@ typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// Batch, head and first query of a block.
 struct block_place { int b, h, first; };
-template <int ROWS> __device__ static inline block_place place_of(int block, const schedule &plan, int heads)
+template <int ROWS>
+__device__ static inline block_place place_of(int block, const schedule &plan, int heads)
 {
   int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together);
   int width = min(plan.together, plan.heads - set * plan.together);
@@ -23,21 +27,27 @@ template <int ROWS> __device__ static inline block_place place_of(int block, con
   return {pair / heads, pair % heads, (plan.tiles - 1 - rest / width) * ROWS};
 }
 
-template <int D, bool ENTROPY> constexpr int FORWARD_BYTES = (ROWS_OF<D, ENTROPY> + 4 * KEYS_OF<D>) * D * 2;
+template <int D, bool ENTROPY>
+constexpr int FORWARD_BYTES = (ROWS_OF<D, ENTROPY> + 4 * KEYS_OF<D>)*D * 2;
 
 template <class T, int D, bool ENTROPY>
-__global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+__global__ void __launch_bounds__(THREADS, 2)
+  attention_forward_tiles(const __grid_constant__ attention_problem p, const schedule plan,
+                          const int stored)
 {
   if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
-  constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */, ROWS = ROWS_OF<D, ENTROPY>;
-  constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);   // in registers, of which entropies leave none for 64
+  constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */,
+                ROWS = ROWS_OF<D, ENTROPY>;
+  // in registers, of which entropies leave none for 64
+  constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
   const block_place at = place_of<ROWS>(blockIdx.x, plan, p.heads);
   const int group = at.h / p.shared;
 
-  const T *q = row_of<T>(p.q, at.b, 0, at.h), *k = row_of<T>(p.k, at.b, 0, group), *v = row_of<T>(p.v, at.b, 0, group);
+  const T *q = row_of<T>(p.q, at.b, 0, at.h), *k = row_of<T>(p.k, at.b, 0, group),
+          *v = row_of<T>(p.v, at.b, 0, group);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2;
   const uint32_t tiles = shared + ROWS * D * 2;   // k, v, k, v
@@ -81,7 +91,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
 #pragma unroll
         for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
     }
-    if (n * KEYS >= keys_seen(p, min(own + OWN, p.queries) - 1)) continue;   // hidden from all the warp's queries
+    // hidden from all the warp's queries
+    if (n * KEYS >= keys_seen(p, min(own + OWN, p.queries) - 1)) continue;
 
     float s[MT][KEYS / 8][4];
     clear(s);
@@ -109,12 +120,14 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
       for (int half = 0; half < 2; half++) {
         float largest = top[m][half], before = largest;
 #pragma unroll
-        for (int i = 0; i < KEYS / 8; i++) largest = fmaxf(largest, fmaxf(s[m][i][2 * half], s[m][i][2 * half + 1]));
+        for (int i = 0; i < KEYS / 8; i++)
+          largest = fmaxf(largest, fmaxf(s[m][i][2 * half], s[m][i][2 * half + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
         // A row of -inf so far must sum to 0, not to exp(inf - inf).
-        float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>;
+        float shift = largest == -INFINITY ? 0.0f : -largest * scale,
+              raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++) {
@@ -129,7 +142,9 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
           weights[m][i][half] = pack(e[0], e[1], T());
         }
         if (ENTROPY) {
-          float moved = keep == 0 ? 0.0f : keep * fmaf(fmaf(before, scale, shift), sum[m][half], weighted[m][half]);
+          float moved = keep == 0 ?
+                          0.0f :
+                          keep * fmaf(fmaf(before, scale, shift), sum[m][half], weighted[m][half]);
           weighted[m][half] = moved + part_weighted;
         }
         sum[m][half] = fmaf(sum[m][half], keep, part);
@@ -168,12 +183,19 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
       if (t == 0 && row < p.queries) {
         int64_t line = line_of(p, to.b, to.h, row);
         float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
-        if (p.lse) ((float *)p.lse)[line] = blind ? -INFINITY : lost ? NAN : fmaf(top[m][half], (float)p.factor, log_sum);
-        if (ENTROPY) ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - 0.693147180559945309f * (entropy / total);
+        if (p.lse)
+          ((float *)p.lse)[line] = blind ? -INFINITY :
+                                   lost  ? NAN :
+                                           fmaf(top[m][half], (float)p.factor, log_sum);
+        if (ENTROPY)
+          ((float *)p.entropy)[line] = blind ? 0.0f :
+                                       lost  ? NAN :
+                                               log_sum - 0.693147180559945309f * (entropy / total);
       }
     }
   __syncwarp();
-  uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, to.b, 0, to.h), p.y.time, own, p.queries, stored);
+  uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, to.b, 0, to.h), p.y.time, own,
+                                      p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
@@ -181,15 +203,25 @@ __global__ void __launch_bounds__(THREADS, 2) attention_forward_tiles(const __gr
   }
 }
 
-template <class T, int D, bool ENTROPY> static eng_status launch(const attention_problem *p, int stored)
+template <class T, int D, bool ENTROPY>
+static eng_status launch(const attention_problem *p, int stored)
 {
   auto kernel = attention_forward_tiles<T, D, ENTROPY>;
   constexpr int ROWS = ROWS_OF<D, ENTROPY>, BYTES = FORWARD_BYTES<D, ENTROPY>;
   CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-  int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
-  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
+  int64_t head_bytes = 4 * (int64_t)p->keys * D,
+          together = (24 << 20) / (head_bytes + 1) * p->shared,
+          heads = (int64_t)p->batch * p->heads;
+  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads,
+                   (int32_t)(together < p->shared ? p->shared :
+                             together > heads     ? heads :
+                                                    together)};
   int64_t blocks = plan.tiles * heads;
-  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
+  if (blocks > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      (long long)blocks);
   kernel<<<(unsigned)blocks, THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;

@@ -7,27 +7,33 @@
 #include "attention_hopper.h"
 
 template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
-template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;   // blocks a multiprocessor's registers hold
+// blocks a multiprocessor's registers hold
+template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
-typedef struct schedule { int32_t tiles, heads, together; } schedule;   // as in attention_forward.cu
+// as in attention_forward.cu
+typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 #if HOPPER_BODY
 /// Softmax's running numbers of a thread's two rows. weighted: the sum of e * log2(e), where entropies are wanted.
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
 /// Turns scores into probabilities times 2^RAISE; `keep`: what y must be scaled by.
-template <class T, bool ENTROPY, int N> __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
+template <class T, bool ENTROPY, int N>
+__device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
 {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float largest = r->top[half];
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+    for (int i = 0; i < N / 4; i++)
+      largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>, part = 0, part_weighted = 0;
-    const float fallen = fmaf(r->top[half], scale, shift);   // what has been summed up is to be seen from the new largest score
+    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>,
+          part = 0, part_weighted = 0;
+    // what has been summed up is to be seen from the new largest score
+    const float fallen = fmaf(r->top[half], scale, shift);
     keep[half] = exp2_fast(fallen);
     r->top[half] = largest;
 #pragma unroll
@@ -38,17 +44,22 @@ template <class T, bool ENTROPY, int N> __device__ static inline void weigh(floa
         const float log = ENTROPY ? fmaf(e, scale, shift) : 0.0f;
         e = exp2_fast(fmaf(e, scale, raised));
         part += e;
-        if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);   // 0 where e is 0, log -inf too
+        // 0 where e is 0, log -inf too
+        if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);
       }
     }
-    if (ENTROPY) r->weighted[half] = (keep[half] == 0 ? 0.0f : keep[half] * fmaf(fallen, r->sum[half], r->weighted[half])) + part_weighted;
+    if (ENTROPY)
+      r->weighted[half] =
+        (keep[half] == 0 ? 0.0f : keep[half] * fmaf(fallen, r->sum[half], r->weighted[half])) +
+        part_weighted;
     r->sum[half] = fmaf(r->sum[half], keep[half], part);
   }
 }
 #endif
 
 template <class T, int D, bool ENTROPY>
-__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
+  hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
@@ -58,15 +69,19 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
-  int set = blockIdx.x / (plan.tiles * plan.together), rest = blockIdx.x % (plan.tiles * plan.together);
+  int set = blockIdx.x / (plan.tiles * plan.together),
+      rest = blockIdx.x % (plan.tiles * plan.together);
   int width = min(plan.together, plan.heads - set * plan.together);
-  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  int t0 = (plan.tiles - 1 - rest / width) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;   // the first query of the block, the warpgroup, the warp
+  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads,
+      group = h / p.shared;
+  // the first query of the block, the warpgroup, the warp
+  int t0 = (plan.tiles - 1 - rest / width) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   // Tiles of keys, of the block and of the warpgroup: one at least, even if all of it is hidden.
-  const int tiles = max(1, (last + KEYS - 1) / KEYS), own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
+  const int tiles = max(1, (last + KEYS - 1) / KEYS),
+            own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
   const uint32_t shared = (shared_address(room) + 1023) & ~1023u;
   const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
@@ -86,7 +101,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
 #pragma unroll
   for (int i = 0; i < D / 2; i++) y[i] = 0;
 #pragma unroll
-  for (int i = 0; i < KEYS / 16; i++) weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
+  for (int i = 0; i < KEYS / 16; i++)
+    weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
 
   copy_wait<1>();
   publish_shared();
@@ -104,9 +120,12 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
   auto next_tiles = [&] {
     copy_wait<0>();
     publish_shared();
-    __syncthreads();   // keys n + 1 and values n are there, and everybody is done with keys n and values n - 1
-    if (n + 2 < tiles) load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
-    if (n + 1 < tiles) load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
+    // keys n + 1 and values n are there, and everybody is done with keys n and values n - 1
+    __syncthreads();
+    if (n + 2 < tiles)
+      load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
+    if (n + 1 < tiles)
+      load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
   };
   // The end of the last round's product stands at the begin of a round: the compiler moves a wait up as far as the loop lets it.
@@ -128,7 +147,9 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
     group_commit();
     group_wait<1>();
     settle(s);
-    if ((n + 2) * KEYS > all_see) hide_after(s, keys_seen(p, own + g) - (n + 1) * KEYS, keys_seen(p, own + g + 8) - (n + 1) * KEYS);
+    if ((n + 2) * KEYS > all_see)
+      hide_after(s, keys_seen(p, own + g) - (n + 1) * KEYS,
+                 keys_seen(p, own + g + 8) - (n + 1) * KEYS);
     weigh<T, ENTROPY>(s, &r, keep, scale);
   }
   end_values();
@@ -140,7 +161,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
   group_wait<0>();
   settle(y);
   settle(weights);
-  for (n++; n < tiles; n++) next_tiles();   // hidden from all of the warpgroup's queries, but not from the other's
+  // hidden from all of the warpgroup's queries, but not from the other's
+  for (n++; n < tiles; n++) next_tiles();
   copy_wait<0>();
   __syncthreads();   // nobody reads q any more: y takes its place
 
@@ -161,15 +183,24 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
 #pragma unroll
     for (int d = 0; d < D / 8; d++)
 #pragma unroll
-      for (int c = 0; c < 2; c++) rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
+      for (int c = 0; c < 2; c++)
+        rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
     if (t == 0 && row < p.queries) {
       const int64_t line = line_of(p, b, h, row);
       const float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
-      if (p.lse) ((float *)p.lse)[line] = blind ? -INFINITY : lost ? NAN : fmaf(r.top[half], (float)p.factor, log_sum);
-      if (ENTROPY) ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - 0.693147180559945309f * (entropy / total);
+      if (p.lse)
+        ((float *)p.lse)[line] = blind ? -INFINITY :
+                                 lost  ? NAN :
+                                         fmaf(r.top[half], (float)p.factor, log_sum);
+      if (ENTROPY)
+        ((float *)p.entropy)[line] = blind ? 0.0f :
+                                     lost  ? NAN :
+                                             log_sum - 0.693147180559945309f * (entropy / total);
     }
   }
-  uint32_t bad = store_rows<T, D, 1>(rows, room + (shared - shared_address(room)) + warp * 16 * (D * 2), row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
+  uint32_t bad =
+    store_rows<T, D, 1>(rows, room + (shared - shared_address(room)) + warp * 16 * (D * 2),
+                        row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
@@ -183,11 +214,21 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>) hopper_tiles(con
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
 {
   auto kernel = p->entropy ? hopper_tiles<T, D, true> : hopper_tiles<T, D, false>;
-  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
-  int64_t head_bytes = 4 * (int64_t)p->keys * D, together = (24 << 20) / (head_bytes + 1) * p->shared, heads = (int64_t)p->batch * p->heads;
-  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads, (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
+  CUDA_TRY(
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
+  int64_t head_bytes = 4 * (int64_t)p->keys * D,
+          together = (24 << 20) / (head_bytes + 1) * p->shared,
+          heads = (int64_t)p->batch * p->heads;
+  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads,
+                   (int32_t)(together < p->shared ? p->shared :
+                             together > heads     ? heads :
+                                                    together)};
   int64_t blocks = plan.tiles * heads;
-  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
+  if (blocks > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      (long long)blocks);
   kernel<<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
@@ -195,6 +236,7 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
 
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored)
 {
-  if (dtype == ENG_f16) return p->width == 64 ? forward<f16_t, 64>(p, stored) : forward<f16_t, 128>(p, stored);
+  if (dtype == ENG_f16)
+    return p->width == 64 ? forward<f16_t, 64>(p, stored) : forward<f16_t, 128>(p, stored);
   return p->width == 64 ? forward<bf16_t, 64>(p, stored) : forward<bf16_t, 128>(p, stored);
 }

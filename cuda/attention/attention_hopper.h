@@ -17,9 +17,11 @@ enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 #if HOPPER_BODY && defined(__CUDACC__)
 /// Rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
 template <int D, int N, class T>
-__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first, int limit, int thread = threadIdx.x)
+__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
+                                        int limit, int thread = threadIdx.x)
 {
-  constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;   // a thread's pieces lie below each other, and their order is that of the first
+  // a thread's pieces lie below each other, and their order is that of the first
+  constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
   static_assert(STEP % 8 == 0, "the order of pieces goes by the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
   const T *column = head + piece * 8;
@@ -36,19 +38,24 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
 {
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    rows_times_rows(c, tile_descriptor(a + i / 4 * (ROWS * 128) + i % 4 * 32, 16), tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
+    rows_times_rows(c, tile_descriptor(a + i / 4 * (ROWS * 128) + i % 4 * 32, 16),
+                    tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
 }
 
 /// c [64 x D] += weights [64 x N] times the N rows of tiles, started.
 template <class T, int D, int N>
-__device__ static inline void start_weights_times_rows(float (&c)[D / 2], const uint32_t (&weights)[N / 16][4], uint32_t rows)
+__device__ static inline void start_weights_times_rows(float (&c)[D / 2],
+                                                       const uint32_t (&weights)[N / 16][4],
+                                                       uint32_t rows)
 {
 #pragma unroll
-  for (int i = 0; i < N / 16; i++) weights_times_rows(c, weights[i], tile_descriptor(rows + i * 2048, N * 128), T());
+  for (int i = 0; i < N / 16; i++)
+    weights_times_rows(c, weights[i], tile_descriptor(rows + i * 2048, N * 128), T());
 }
 
 /// Rounds what a product left into what the next one takes.
-template <class T, int N> __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N])
+template <class T, int N>
+__device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N])
 {
 #pragma unroll
   for (int i = 0; i < N / 8; i++)

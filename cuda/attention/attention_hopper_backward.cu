@@ -4,12 +4,15 @@
 
 enum { KEYS = 64 };   // at a time, where blocks of queries walk over the keys
 /// Two sets of rows that stay, two times two tiles that come and go, lines of shift and delta.
-template <int D> constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
+template <int D>
+constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
 
 #if HOPPER_BODY
 /// Stores a warp's 16 rows of c times factor; yields the rows to work out again, as store_rows does.
 template <class T, int D>
-__device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float factor, unsigned char *tile, T *head, int64_t stride, int first, int limit, int stored)
+__device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float factor,
+                                               unsigned char *tile, T *head, int64_t stride,
+                                               int first, int limit, int stored)
 {
   float rows[1][D / 8][4];
 #pragma unroll
@@ -23,31 +26,43 @@ __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float fa
 // ---- dk, dv
 
 template <class T, int D>
-__global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+__global__ void __launch_bounds__(BLOCK, 1)
+  hopper_grad_keys(const __grid_constant__ attention_problem p, const backward_room r,
+                   const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups, group = pair % p.groups;
-  const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16;   // those with the most queries go first
+  const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups,
+            group = pair % p.groups;
+  // those with the most queries go first
+  const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16;
 
-  const int first_tile = first_query(p, key0) / QUERIES, tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
-  const int all_see = first_query(p, key0 + part * 64 + 63), own_first = first_query(p, key0 + part * 64), total = tiles * p.shared;
+  const int first_tile = first_query(p, key0) / QUERIES,
+            tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
+  const int all_see = first_query(p, key0 + part * 64 + 63),
+            own_first = first_query(p, key0 + part * 64), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
-  const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u, staged = shared + 2 * KEEP;   // q, dy, q, dy
+  // q, dy, q, dy
+  const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
+                 staged = shared + 2 * KEEP;
   unsigned char *const place = room + (shared - base);
   float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // shift, delta, shift, delta
 
   auto load_queries = [&](int n) {
     int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
-    load_rows<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, first, p.queries);
-    load_rows<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time, first, p.queries);
+    load_rows<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, first,
+                          p.queries);
+    load_rows<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time,
+                          first, p.queries);
     if (threadIdx.x < 2 * QUERIES / 4) {
       int which = threadIdx.x / (QUERIES / 4), piece = threadIdx.x % (QUERIES / 4);
-      const float *line = (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + first;
-      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4, true);
+      const float *line =
+        (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + first;
+      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4,
+             true);
     }
     copy_commit();
   };
@@ -56,7 +71,8 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
   if (total > 0) load_queries(0);
   else copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, pair), held = lift * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, pair),
+              held = lift * exp2f((float)-RAISE<T>);
   const uint32_t own_k = shared + part * 64 * 128, own_v = own_k + KEEP;
   float dk[D / 2], dv[D / 2], s[QUERIES / 2], ds[QUERIES / 2];
   uint32_t for_v[QUERIES / 16][4], for_k[QUERIES / 16][4];
@@ -81,7 +97,8 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
     __syncthreads();   // this tile is there, and everybody is done with the last one
     if (n + 1 < total) load_queries(n + 1);
     const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
-    if (first + QUERIES <= own_first) continue;   // the warpgroup's keys are hidden from all of these
+    // the warpgroup's keys are hidden from all of these
+    if (first + QUERIES <= own_first) continue;
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
     const float *shift = lines + 2 * stage * QUERIES + 2 * t, *delta = shift + QUERIES;
     group_begin();
@@ -94,7 +111,8 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
     if (first < all_see) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int hidden = row_first[half] - first - 2 * t;   // columns of the row before the first that sees it
+        // columns of the row before the first that sees it
+        int hidden = row_first[half] - first - 2 * t;
 #pragma unroll
         for (int i = 0; i < QUERIES / 8; i++) {
           if (8 * i < hidden) s[4 * i + 2 * half] = -INFINITY;
@@ -125,7 +143,9 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) ds[4 * i + 2 * half + c] = s[4 * i + 2 * half + c] * fmaf(held, ds[4 * i + 2 * half + c], less[c]);
+        for (int c = 0; c < 2; c++)
+          ds[4 * i + 2 * half + c] =
+            s[4 * i + 2 * half + c] * fmaf(held, ds[4 * i + 2 * half + c], less[c]);
     }
     round_weights<T>(for_k, ds);
     settle(for_k);
@@ -139,8 +159,12 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
 
   uint32_t bad = 0;
   unsigned char *own_rows = place + warp * 16 * (D * 2);
-  if (p.dk.data) bad |= store_scaled<T, D>(dk, (float)p.factor / lift, own_rows, row_of<T>(p.dk, b, 0, group), p.dk.time, own, p.keys, stored);
-  if (p.dv.data) bad |= store_scaled<T, D>(dv, exp2f((float)-RAISE<T>), own_rows + KEEP, row_of<T>(p.dv, b, 0, group), p.dv.time, own, p.keys, stored);
+  if (p.dk.data)
+    bad |= store_scaled<T, D>(dk, (float)p.factor / lift, own_rows, row_of<T>(p.dk, b, 0, group),
+                              p.dk.time, own, p.keys, stored);
+  if (p.dv.data)
+    bad |= store_scaled<T, D>(dv, exp2f((float)-RAISE<T>), own_rows + KEEP,
+                              row_of<T>(p.dv, b, 0, group), p.dv.time, own, p.keys, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int key = own + __ffs(bad) - 1;
@@ -154,20 +178,27 @@ __global__ void __launch_bounds__(BLOCK, 1) hopper_grad_keys(const __grid_consta
 // ---- dq
 
 template <class T, int D>
-__global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1) hopper_grad_queries(const __grid_constant__ attention_problem p, const backward_room r, const int stored)
+__global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
+  hopper_grad_queries(const __grid_constant__ attention_problem p, const backward_room r,
+                      const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  const int pairs = p.batch * p.heads, pair = blockIdx.x % pairs, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  const int t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;
+  const int pairs = p.batch * p.heads, pair = blockIdx.x % pairs, b = pair / p.heads,
+            h = pair % p.heads, group = h / p.shared;
+  const int t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * ROWS,
+            first = t0 + part * 64, own = t0 + warp * 16;
 
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
-  const int tiles = (last + KEYS - 1) / KEYS, row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
-  const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u, staged = shared + 2 * KEEP;   // k, v, k, v
+  const int tiles = (last + KEYS - 1) / KEYS,
+            row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
+  // k, v, k, v
+  const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
+                 staged = shared + 2 * KEEP;
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
 
   auto load_keys = [&](int n) {
@@ -179,14 +210,17 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1) hopper_grad_queries(co
   load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, t0, p.queries);
   load_keys(0);
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, (int64_t)b * p.groups + group), held = lift * exp2f((float)-RAISE<T>);
+  const float scale = (float)(p.factor * 1.44269504088896340736),
+              lift = lift_of<T>(r, (int64_t)b * p.groups + group),
+              held = lift * exp2f((float)-RAISE<T>);
   const uint32_t own_q = shared + part * 64 * 128, own_dy = own_q + KEEP;
   float dq[D / 2], s[KEYS / 2], ds[KEYS / 2], shift[2], less[2];
   uint32_t weights[KEYS / 16][4];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) dq[i] = 0;
 #pragma unroll
-  for (int i = 0; i < KEYS / 16; i++) weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
+  for (int i = 0; i < KEYS / 16; i++)
+    weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     int row = own + 8 * half + g;
@@ -233,7 +267,9 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1) hopper_grad_queries(co
   copy_wait<0>();
   __syncthreads();
 
-  uint32_t bad = store_scaled<T, D>(dq, (float)p.factor / lift, room + (shared - base) + warp * 16 * (D * 2), row_of<T>(p.dq, b, 0, h), p.dq.time, own, p.queries, stored);
+  uint32_t bad =
+    store_scaled<T, D>(dq, (float)p.factor / lift, room + (shared - base) + warp * 16 * (D * 2),
+                       row_of<T>(p.dq, b, 0, h), p.dq.time, own, p.queries, stored);
   __syncwarp();
   for (; bad; bad &= bad - 1) {
     int row = own + __ffs(bad) - 1;
@@ -246,26 +282,38 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1) hopper_grad_queries(co
 
 // ---- launching
 
-template <class T, int D> static eng_status launch(const attention_problem *p, const backward_room *r, int stored)
+template <class T, int D>
+static eng_status launch(const attention_problem *p, const backward_room *r, int stored)
 {
-  int64_t q_tiles = ((int64_t)p->queries + ROWS - 1) / ROWS, k_tiles = ((int64_t)p->keys + ROWS - 1) / ROWS;
+  int64_t q_tiles = ((int64_t)p->queries + ROWS - 1) / ROWS,
+          k_tiles = ((int64_t)p->keys + ROWS - 1) / ROWS;
   int64_t q_blocks = q_tiles * p->batch * p->heads, k_blocks = k_tiles * p->batch * p->groups;
-  if (k_blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention_grad: %lld tiles of keys are more than a launch takes; hint: a smaller batch", (long long)k_blocks);
+  if (k_blocks > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention_grad: %lld tiles of keys are more than a launch takes; hint: a smaller batch",
+      (long long)k_blocks);
   if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
-    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
-    hopper_grad_keys<T, D><<<(unsigned)k_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
+    hopper_grad_keys<T, D>
+      <<<(unsigned)k_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   if (q_blocks > 0 && p->dq.data) {
-    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_queries<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
-    hopper_grad_queries<T, D><<<(unsigned)q_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_queries<T, D>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
+    hopper_grad_queries<T, D>
+      <<<(unsigned)q_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   return ENG_OK;
 }
 
-eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype, int stored)
+eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
+                                     int stored)
 {
-  if (dtype == ENG_f16) return p->width == 64 ? launch<f16_t, 64>(p, r, stored) : launch<f16_t, 128>(p, r, stored);
+  if (dtype == ENG_f16)
+    return p->width == 64 ? launch<f16_t, 64>(p, r, stored) : launch<f16_t, 128>(p, r, stored);
   return p->width == 64 ? launch<bf16_t, 64>(p, r, stored) : launch<bf16_t, 128>(p, r, stored);
 }

@@ -14,21 +14,29 @@ __device__ static inline int64_t own_row(int64_t rows)
   return row < rows ? row : -1;
 }
 
-template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_forward(const __grid_constant__ attention_problem p, int64_t rows)
+template <class A>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+  plain_forward(const __grid_constant__ attention_problem p, int64_t rows)
 {
   int64_t row = own_row(rows), pair = row / p.queries;
-  if (row >= 0) forward_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries), p.width);
+  if (row >= 0)
+    forward_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries),
+                      p.width);
 }
 
-template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_delta(const __grid_constant__ attention_problem p, int64_t rows)
+template <class A>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+  plain_delta(const __grid_constant__ attention_problem p, int64_t rows)
 {
   int64_t row = own_row(rows), pair = row / p.queries;
   if (row < 0) return;
-  int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries), lane = threadIdx.x & 31;
+  int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries),
+      lane = threadIdx.x & 31;
   A sum = not_a_number<A>();
   if (p.y.data) {   // the same as y . dy, unless that is Inf or NaN
     sum = 0;
-    for (int d = lane; d < p.width; d += 32) sum = fused(row_of<A>(p.y, b, t, h)[d], row_of<A>(p.dy, b, t, h)[d], sum);
+    for (int d = lane; d < p.width; d += 32)
+      sum = fused(row_of<A>(p.y, b, t, h)[d], row_of<A>(p.dy, b, t, h)[d], sum);
     sum = warp_sum(sum);
     if (keys_seen(p, t) == 0) sum = 0;
   }
@@ -36,16 +44,22 @@ template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_delta
   if ((threadIdx.x & 31) == 0) ((A *)p.delta)[row] = sum;
 }
 
-template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_grad_queries(const __grid_constant__ attention_problem p, int64_t rows)
+template <class A>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+  plain_grad_queries(const __grid_constant__ attention_problem p, int64_t rows)
 {
   int64_t row = own_row(rows), pair = row / p.queries;
-  if (row >= 0) dq_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries), p.width);
+  if (row >= 0)
+    dq_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries), p.width);
 }
 
-template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_grad_keys(const __grid_constant__ attention_problem p, int64_t rows)
+template <class A>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+  plain_grad_keys(const __grid_constant__ attention_problem p, int64_t rows)
 {
   int64_t row = own_row(rows), pair = row / p.keys;
-  if (row >= 0) dkdv_row<A, A>(p, (int)(pair / p.groups), (int)(pair % p.groups), (int)(row % p.keys), p.width);
+  if (row >= 0)
+    dkdv_row<A, A>(p, (int)(pair / p.groups), (int)(pair % p.groups), (int)(row % p.keys), p.width);
 }
 
 // ---- f32 by tiles. C: columns a lane sums, the width is at most 32 C.
@@ -53,11 +67,17 @@ template <class A> __global__ void __launch_bounds__(32 * ROW_WARPS) plain_grad_
 template <int C> constexpr int TILE_WARPS = C == 8 ? 4 : 8;
 template <int C> constexpr int FORWARD_ROWS = C == 8 ? 4 : 8;                      // rows of a warp
 template <int C> constexpr int BACKWARD_ROWS = C == 8 ? 2 : C == 4 ? 4 : 8;
-template <int C> constexpr int FORWARD_FLOATS = 32 * (2 * 32 * C + 1) + TILE_WARPS<C> * FORWARD_ROWS<C> * (32 * C + 32);
-template <int C> constexpr int BACKWARD_FLOATS = 2 * 32 * (32 * C + 1) + 3 + TILE_WARPS<C> * BACKWARD_ROWS<C> * (2 * 32 * C + 2 * 32);
+template <int C>
+constexpr int FORWARD_FLOATS =
+  32 * (2 * 32 * C + 1) + TILE_WARPS<C> * FORWARD_ROWS<C> * (32 * C + 32);
+template <int C>
+constexpr int BACKWARD_FLOATS =
+  2 * 32 * (32 * C + 1) + 3 + TILE_WARPS<C> * BACKWARD_ROWS<C> * (2 * 32 * C + 2 * 32);
 
 /// N rows from `first` of a head, `line` floats apart in `to`; zeros beyond `limit` rows and `width` columns.
-template <int C, int N> __device__ static inline void load_floats(float *to, int line, const float *head, int64_t stride, int first, int limit, int width)
+template <int C, int N>
+__device__ static inline void load_floats(float *to, int line, const float *head, int64_t stride,
+                                          int first, int limit, int width)
 {
   for (int at = threadIdx.x; at < N * 32 * C; at += 32 * TILE_WARPS<C>) {
     int row = at / (32 * C), d = at % (32 * C);
@@ -66,7 +86,8 @@ template <int C, int N> __device__ static inline void load_floats(float *to, int
 }
 
 /// sums[r] = row r of `rows` [R x 32 C] . the lane's row of `tile`, for each r
-template <int C, int R> __device__ static inline void dots(float (&sums)[R], const float *rows, const float *tile)
+template <int C, int R>
+__device__ static inline void dots(float (&sums)[R], const float *rows, const float *tile)
 {
 #pragma unroll
   for (int r = 0; r < R; r++) sums[r] = 0;
@@ -81,7 +102,9 @@ template <int C, int R> __device__ static inline void dots(float (&sums)[R], con
 }
 
 /// sums[r][c] += weights [R x 32] times rows of `tile`, `line` floats apart; the lane has columns lane + 32 c.
-template <int C, int R> __device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile, int line)
+template <int C, int R>
+__device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile,
+                                       int line)
 {
   for (int j = 0; j < 32; j += 4) {
     float x[4][C];
@@ -93,13 +116,17 @@ template <int C, int R> __device__ static inline void add_rows(float (&sums)[R][
     for (int r = 0; r < R; r++) {
       float4 w = *(const float4 *)(weights + r * 32 + j);
 #pragma unroll
-      for (int c = 0; c < C; c++) sums[r][c] = fmaf(w.w, x[3][c], fmaf(w.z, x[2][c], fmaf(w.y, x[1][c], fmaf(w.x, x[0][c], sums[r][c]))));
+      for (int c = 0; c < C; c++)
+        sums[r][c] = fmaf(w.w, x[3][c],
+                          fmaf(w.z, x[2][c], fmaf(w.y, x[1][c], fmaf(w.x, x[0][c], sums[r][c]))));
     }
   }
 }
 
 /// Stores columns of a row; true when one of them, in any lane, is Inf or NaN.
-template <int C> __device__ static inline bool store_row(const float (&x)[C], float factor, void *data, int dtype, int64_t first, int width)
+template <int C>
+__device__ static inline bool store_row(const float (&x)[C], float factor, void *data, int dtype,
+                                        int64_t first, int width)
 {
   bool bad = false;
 #pragma unroll
@@ -112,16 +139,24 @@ template <int C> __device__ static inline bool store_row(const float (&x)[C], fl
   return __ballot_sync(0xFFFFFFFFu, bad) != 0;
 }
 
-template <int C> __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1) tiles_forward(const __grid_constant__ attention_problem p)
+template <int C>
+__global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
+  tiles_forward(const __grid_constant__ attention_problem p)
 {
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int R = FORWARD_ROWS<C>, BLOCK_ROWS = TILE_WARPS<C> * R;
-  float *const q = (float *)room, *const weights = q + BLOCK_ROWS * 32 * C, *const v = weights + BLOCK_ROWS * 32, *const k = v + 32 * 32 * C;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pairs = p.batch * p.heads, pair = blockIdx.x % pairs, b = pair / p.heads, h = pair % p.heads;
-  const int group = h / p.shared, t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * BLOCK_ROWS, own = t0 + warp * R;
-  const int last = keys_seen(p, min(t0 + BLOCK_ROWS, p.queries) - 1), own_last = own < p.queries ? keys_seen(p, min(own + R, p.queries) - 1) : 0;
+  float *const q = (float *)room, *const weights = q + BLOCK_ROWS * 32 * C,
+               *const v = weights + BLOCK_ROWS * 32, *const k = v + 32 * 32 * C;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pairs = p.batch * p.heads,
+            pair = blockIdx.x % pairs, b = pair / p.heads, h = pair % p.heads;
+  const int group = h / p.shared,
+            t0 = ((int)(gridDim.x / pairs) - 1 - (int)(blockIdx.x / pairs)) * BLOCK_ROWS,
+            own = t0 + warp * R;
+  const int last = keys_seen(p, min(t0 + BLOCK_ROWS, p.queries) - 1),
+            own_last = own < p.queries ? keys_seen(p, min(own + R, p.queries) - 1) : 0;
   const float factor = (float)p.factor;
-  load_floats<C, BLOCK_ROWS>(q, 32 * C, row_of<float>(p.q, b, 0, h), p.q.time, t0, p.queries, p.width);
+  load_floats<C, BLOCK_ROWS>(q, 32 * C, row_of<float>(p.q, b, 0, h), p.q.time, t0, p.queries,
+                             p.width);
   float y[R][C], top[R], sum[R], weighted[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -133,7 +168,8 @@ template <int C> __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1) tiles_
   float *const own_weights = weights + warp * R * 32;
   for (int j0 = 0; j0 < last; j0 += 32) {
     __syncthreads();
-    load_floats<C, 32>(k, 32 * C + 1, row_of<float>(p.k, b, 0, group), p.k.time, j0, p.keys, p.width);
+    load_floats<C, 32>(k, 32 * C + 1, row_of<float>(p.k, b, 0, group), p.k.time, j0, p.keys,
+                       p.width);
     load_floats<C, 32>(v, 32 * C, row_of<float>(p.v, b, 0, group), p.v.time, j0, p.keys, p.width);
     __syncthreads();
     if (j0 >= own_last) continue;
@@ -144,8 +180,10 @@ template <int C> __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1) tiles_
       bool seen = j0 + lane < keys_seen(p, own + r);
       float score = factor * s[r], before = top[r], largest = warp_max(seen ? score : -INFINITY);
       if (largest > before) top[r] = largest;
-      float shift = top[r] == -INFINITY ? 0.0f : top[r], keep = expf(before - shift), x = score - shift, e = seen ? expf(x) : 0.0f;
-      weighted[r] = (keep == 0 ? 0.0f : keep * fmaf(before - shift, sum[r], weighted[r])) + (e == 0 ? 0.0f : e * x);
+      float shift = top[r] == -INFINITY ? 0.0f : top[r], keep = expf(before - shift),
+            x = score - shift, e = seen ? expf(x) : 0.0f;
+      weighted[r] = (keep == 0 ? 0.0f : keep * fmaf(before - shift, sum[r], weighted[r])) +
+                    (e == 0 ? 0.0f : e * x);
       sum[r] = fmaf(sum[r], keep, e);
 #pragma unroll
       for (int c = 0; c < C; c++) y[r][c] *= keep;
@@ -171,27 +209,44 @@ template <int C> __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1) tiles_
     bool blind = keys_seen(p, t) == 0, lost = total == 0;
     if (lane == 0) {
       int64_t line = line_of(p, b, h, t);
-      if (p.lse) store_as(p.lse, p.lse_dtype, line, blind ? -INFINITY : lost ? NAN : largest + logf(total));
-      if (p.entropy) store_as(p.entropy, p.lse_dtype, line, blind ? 0.0f : lost ? NAN : logf(total) - entropy / total);
+      if (p.lse)
+        store_as(p.lse, p.lse_dtype, line, blind ? -INFINITY : lost ? NAN : largest + logf(total));
+      if (p.entropy)
+        store_as(p.entropy, p.lse_dtype, line,
+                 blind ? 0.0f :
+                 lost  ? NAN :
+                         logf(total) - entropy / total);
     }
-    if (store_row<C>(row, 1.0f, p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head, p.width)) forward_row<float, float>(p, b, h, t, p.width);
+    if (store_row<C>(row, 1.0f, p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head,
+                     p.width))
+      forward_row<float, float>(p, b, h, t, p.width);
   }
 }
 
 /// The rows that stay are queries, for dq, or keys, for dk and dv; the others come and go.
-template <int C, bool KEYS_STAY> __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1) tiles_backward(const __grid_constant__ attention_problem p)
+template <int C, bool KEYS_STAY>
+__global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
+  tiles_backward(const __grid_constant__ attention_problem p)
 {
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int R = BACKWARD_ROWS<C>, BLOCK_ROWS = TILE_WARPS<C> * R, LINE = 32 * C + 1;
-  float *const stay = (float *)room, *const stay_slopes = stay + BLOCK_ROWS * 32 * C;           // q, dy or k, v
-  float *const weights = stay_slopes + BLOCK_ROWS * 32 * C;                                     // of each warp: dscores, p
-  float *const tile = weights + 2 * BLOCK_ROWS * 32, *const slopes = tile + 32 * LINE;          // k, v or q, dy
-  const int heads = KEYS_STAY ? p.groups : p.heads, pairs = p.batch * heads, pair = blockIdx.x % pairs, b = pair / heads, head = pair % heads;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = (int)(gridDim.x / pairs), block = (int)(blockIdx.x / pairs);
-  const int first = (KEYS_STAY ? block : blocks - 1 - block) * BLOCK_ROWS, own = first + warp * R, limit = KEYS_STAY ? p.keys : p.queries;
+  // q, dy or k, v
+  float *const stay = (float *)room, *const stay_slopes = stay + BLOCK_ROWS * 32 * C;
+  // of each warp: dscores, p
+  float *const weights = stay_slopes + BLOCK_ROWS * 32 * C;
+  // k, v or q, dy
+  float *const tile = weights + 2 * BLOCK_ROWS * 32, *const slopes = tile + 32 * LINE;
+  const int heads = KEYS_STAY ? p.groups : p.heads, pairs = p.batch * heads,
+            pair = blockIdx.x % pairs, b = pair / heads, head = pair % heads;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = (int)(gridDim.x / pairs),
+            block = (int)(blockIdx.x / pairs);
+  const int first = (KEYS_STAY ? block : blocks - 1 - block) * BLOCK_ROWS, own = first + warp * R,
+            limit = KEYS_STAY ? p.keys : p.queries;
   const attention_view &stay_view = KEYS_STAY ? p.k : p.q, &slope_view = KEYS_STAY ? p.v : p.dy;
-  load_floats<C, BLOCK_ROWS>(stay, 32 * C, row_of<float>(stay_view, b, 0, head), stay_view.time, first, limit, p.width);
-  load_floats<C, BLOCK_ROWS>(stay_slopes, 32 * C, row_of<float>(slope_view, b, 0, head), slope_view.time, first, limit, p.width);
+  load_floats<C, BLOCK_ROWS>(stay, 32 * C, row_of<float>(stay_view, b, 0, head), stay_view.time,
+                             first, limit, p.width);
+  load_floats<C, BLOCK_ROWS>(stay_slopes, 32 * C, row_of<float>(slope_view, b, 0, head),
+                             slope_view.time, first, limit, p.width);
   const float factor = (float)p.factor;
   float sums[R][C], slope_sums[R][C];   // dq, or dk and dv
 #pragma unroll
@@ -200,15 +255,18 @@ template <int C, bool KEYS_STAY> __global__ void __launch_bounds__(32 * TILE_WAR
     for (int c = 0; c < C; c++) sums[r][c] = slope_sums[r][c] = 0;
   float *const own_weights = weights + 2 * warp * R * 32;
 
-  const int head_first = KEYS_STAY ? head * p.shared : head, head_end = KEYS_STAY ? head_first + p.shared : head + 1;
-  const int from = KEYS_STAY ? first_query(p, first) : 0, end = KEYS_STAY ? p.queries : keys_seen(p, min(first + BLOCK_ROWS, p.queries) - 1);
+  const int head_first = KEYS_STAY ? head * p.shared : head,
+            head_end = KEYS_STAY ? head_first + p.shared : head + 1;
+  const int from = KEYS_STAY ? first_query(p, first) : 0,
+            end = KEYS_STAY ? p.queries : keys_seen(p, min(first + BLOCK_ROWS, p.queries) - 1);
   for (int h = head_first; h < head_end; h++)
     for (int at = from; at < end; at += 32) {
       const attention_view &view = KEYS_STAY ? p.q : p.k, &with = KEYS_STAY ? p.dy : p.v;
       const int other = KEYS_STAY ? h : h / p.shared;
       __syncthreads();
       load_floats<C, 32>(tile, LINE, row_of<float>(view, b, 0, other), view.time, at, end, p.width);
-      load_floats<C, 32>(slopes, LINE, row_of<float>(with, b, 0, other), with.time, at, end, p.width);
+      load_floats<C, 32>(slopes, LINE, row_of<float>(with, b, 0, other), with.time, at, end,
+                         p.width);
       __syncthreads();
       float s[R], ds[R];
       dots<C, R>(s, stay + warp * R * 32 * C, tile + lane * LINE);
@@ -217,7 +275,8 @@ template <int C, bool KEYS_STAY> __global__ void __launch_bounds__(32 * TILE_WAR
       for (int r = 0; r < R; r++) {
         const int t = KEYS_STAY ? at + lane : own + r, j = KEYS_STAY ? own + r : at + lane;
         const bool seen = t < p.queries && j < keys_seen(p, t);
-        const float lse = seen ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f, delta = seen ? ((const float *)p.delta)[delta_at(p, b, h, t)] : 0.0f;
+        const float lse = seen ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f,
+                    delta = seen ? ((const float *)p.delta)[delta_at(p, b, h, t)] : 0.0f;
         const float e = seen ? expf(fmaf(factor, s[r], -lse)) : 0.0f;
         own_weights[r * 32 + lane] = seen ? e * (ds[r] - delta) : 0.0f;
         if (KEYS_STAY) own_weights[(R + r) * 32 + lane] = e;
@@ -233,10 +292,15 @@ template <int C, bool KEYS_STAY> __global__ void __launch_bounds__(32 * TILE_WAR
     if (row >= limit) continue;
     bool bad = false;
     if (KEYS_STAY) {
-      if (p.dk.data) bad |= store_row<C>(sums[r], factor, p.dk.data, p.dk_dtype, b * p.dk.batch + row * p.dk.time + head * p.dk.head, p.width);
-      if (p.dv.data) bad |= store_row<C>(slope_sums[r], 1.0f, p.dv.data, p.dv_dtype, b * p.dv.batch + row * p.dv.time + head * p.dv.head, p.width);
+      if (p.dk.data)
+        bad |= store_row<C>(sums[r], factor, p.dk.data, p.dk_dtype,
+                            b * p.dk.batch + row * p.dk.time + head * p.dk.head, p.width);
+      if (p.dv.data)
+        bad |= store_row<C>(slope_sums[r], 1.0f, p.dv.data, p.dv_dtype,
+                            b * p.dv.batch + row * p.dv.time + head * p.dv.head, p.width);
       if (bad) dkdv_row<float, float>(p, b, head, row, p.width);
-    } else if (store_row<C>(sums[r], factor, p.dq.data, p.dq_dtype, b * p.dq.batch + row * p.dq.time + head * p.dq.head, p.width)) {
+    } else if (store_row<C>(sums[r], factor, p.dq.data, p.dq_dtype,
+                            b * p.dq.batch + row * p.dq.time + head * p.dq.head, p.width)) {
       dq_row<float, float>(p, b, head, row, p.width);
     }
   }
@@ -246,9 +310,15 @@ template <int C> static eng_status forward_tiles(const attention_problem *p)
 {
   constexpr int ROWS = TILE_WARPS<C> * FORWARD_ROWS<C>;
   int64_t blocks = ((int64_t)p->queries + ROWS - 1) / ROWS * p->batch * p->heads;
-  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch", (long long)blocks);
-  CUDA_TRY(cudaFuncSetAttribute(tiles_forward<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, FORWARD_FLOATS<C> * 4));
-  tiles_forward<C><<<(unsigned)blocks, 32 * TILE_WARPS<C>, FORWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
+  if (blocks > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      (long long)blocks);
+  CUDA_TRY(cudaFuncSetAttribute(tiles_forward<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                FORWARD_FLOATS<C> * 4));
+  tiles_forward<C>
+    <<<(unsigned)blocks, 32 * TILE_WARPS<C>, FORWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }
@@ -256,23 +326,38 @@ template <int C> static eng_status forward_tiles(const attention_problem *p)
 template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attention_problem *p)
 {
   constexpr int ROWS = TILE_WARPS<C> * BACKWARD_ROWS<C>;
-  int64_t rows = KEYS_STAY ? p->keys : p->queries, blocks = (rows + ROWS - 1) / ROWS * p->batch * (KEYS_STAY ? p->groups : p->heads);
-  if (blocks > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention_grad: %lld tiles are more than a launch takes; hint: a smaller batch", (long long)blocks);
-  CUDA_TRY(cudaFuncSetAttribute(tiles_backward<C, KEYS_STAY>, cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_FLOATS<C> * 4));
-  tiles_backward<C, KEYS_STAY><<<(unsigned)blocks, 32 * TILE_WARPS<C>, BACKWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
+  int64_t rows = KEYS_STAY ? p->keys : p->queries,
+          blocks = (rows + ROWS - 1) / ROWS * p->batch * (KEYS_STAY ? p->groups : p->heads);
+  if (blocks > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention_grad: %lld tiles are more than a launch takes; hint: a smaller batch",
+      (long long)blocks);
+  CUDA_TRY(cudaFuncSetAttribute(tiles_backward<C, KEYS_STAY>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                BACKWARD_FLOATS<C> * 4));
+  tiles_backward<C, KEYS_STAY>
+    <<<(unsigned)blocks, 32 * TILE_WARPS<C>, BACKWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
   CUDA_LAUNCHED("attention_grad");
   return ENG_OK;
 }
 
 /// Calls f<C> for the width.
-#define FOR_WIDTH(width, f, ...) ((width) <= 32 ? f<1 __VA_ARGS__>(p) : (width) <= 64 ? f<2 __VA_ARGS__>(p) : (width) <= 128 ? f<4 __VA_ARGS__>(p) : f<8 __VA_ARGS__>(p))
+#define FOR_WIDTH(width, f, ...)          \
+  ((width) <= 32  ? f<1 __VA_ARGS__>(p) : \
+   (width) <= 64  ? f<2 __VA_ARGS__>(p) : \
+   (width) <= 128 ? f<4 __VA_ARGS__>(p) : \
+                    f<8 __VA_ARGS__>(p))
 
 // ---- launching
 
 static eng_status blocks_for(unsigned *blocks, int64_t rows)
 {
   int64_t n = (rows + ROW_WARPS - 1) / ROW_WARPS;
-  if (n > INT32_MAX) return error_set(ENG_ERR_SHAPE, "attention: %lld rows are more than a launch takes; hint: a smaller batch", (long long)rows);
+  if (n > INT32_MAX)
+    return error_set(ENG_ERR_SHAPE,
+                     "attention: %lld rows are more than a launch takes; hint: a smaller batch",
+                     (long long)rows);
   *blocks = (unsigned)n;
   return ENG_OK;
 }
@@ -291,7 +376,8 @@ template <class A> static eng_status forward(const attention_problem *p)
 
 template <class A> static eng_status backward(const attention_problem *p)
 {
-  int64_t q_rows = (int64_t)p->batch * p->heads * p->queries, k_rows = (int64_t)p->batch * p->groups * p->keys;
+  int64_t q_rows = (int64_t)p->batch * p->heads * p->queries,
+          k_rows = (int64_t)p->batch * p->groups * p->keys;
   unsigned q_blocks = 0, k_blocks = 0;
   ENG_TRY(blocks_for(&q_blocks, q_rows));
   ENG_TRY(blocks_for(&k_blocks, k_rows));
@@ -301,7 +387,8 @@ template <class A> static eng_status backward(const attention_problem *p)
   }
   if (p->width <= 256 && sizeof(A) == 4) {
     if (q_blocks && p->dq.data) ENG_TRY(FOR_WIDTH(p->width, backward_tiles, , false));
-    if (k_blocks && (p->dk.data || p->dv.data)) ENG_TRY(FOR_WIDTH(p->width, backward_tiles, , true));
+    if (k_blocks && (p->dk.data || p->dv.data))
+      ENG_TRY(FOR_WIDTH(p->width, backward_tiles, , true));
     return ENG_OK;
   }
   if (q_blocks && p->dq.data) {

@@ -17,7 +17,8 @@ typedef struct backward_room {
 } backward_room;
 
 /// dk, dv and dq on Hopper for D 64 and 128, delta and shift being there.
-eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype, int stored);
+eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
+                                     int stored);
 
 #ifdef __CUDACC__
 
@@ -40,19 +41,24 @@ template <> constexpr int RAISE<f16_t> = 15;
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  uint32_t exponent = r.largest[pair] >> 23;   // 0 for 0 (f16 has no other so small); at most 127 + 15
+  // 0 for 0 (f16 has no other so small); at most 127 + 15
+  uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
 /// The place of piece `piece` of row `row`, among the pieces of that row.
-template <int D> __host__ __device__ static inline int piece_place(int row, int piece) { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
+template <int D>
+__host__ __device__ static inline int piece_place(int row, int piece)
+{ return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
 
 /// Rows first..first+ROWS of a head into `tile`; zeros for rows from `limit` on.
 template <int D, int ROWS, class T>
-__device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first, int limit, int thread = threadIdx.x)
+__device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first,
+                                        int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  if constexpr (THREADS % PIECES == 0) {   // a thread's pieces lie below each other, and their order is that of the first
+  // a thread's pieces lie below each other, and their order is that of the first
+  if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
     int64_t at = (first + row) * stride;
@@ -77,22 +83,40 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
-  __device__ lane_place(uint32_t tile, int row_, int piece) : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16)
+  __device__ lane_place(uint32_t tile, int row_, int piece)
+      : row(tile + row_ * (D * 2)), turn(piece_place<D>(row_, piece) * 16)
   {
     if (WHOLE) row += turn;
   }
-  __device__ uint32_t at(int rows, int pieces) const { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
+  __device__ uint32_t at(int rows, int pieces) const
+  { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
 /// Rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
-template <int D> __device__ static inline lane_place<D> place_a(uint32_t tile) { int l = threadIdx.x & 31; return {tile, l & 15, l >> 4}; }
+template <int D>
+__device__ static inline lane_place<D> place_a(uint32_t tile)
+{
+  int l = threadIdx.x & 31;
+  return {tile, l & 15, l >> 4};
+}
 /// Rows of a tile as columns of B, two of them [16 x 8] in registers 0, 1 and 2, 3: 16 rows of the tile, 16 columns.
-template <int D> __device__ static inline lane_place<D> place_b(uint32_t tile) { int l = threadIdx.x & 31; return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1}; }
+template <int D>
+__device__ static inline lane_place<D> place_b(uint32_t tile)
+{
+  int l = threadIdx.x & 31;
+  return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1};
+}
 /// Rows of a tile as rows of B (load_matrices_turned), two of them in registers 0, 1 and 2, 3: 16 rows of the tile, 16 columns.
-template <int D> __device__ static inline lane_place<D> place_turned(uint32_t tile) { int l = threadIdx.x & 31; return {tile, l & 15, l >> 4}; }
+template <int D>
+__device__ static inline lane_place<D> place_turned(uint32_t tile)
+{
+  int l = threadIdx.x & 31;
+  return {tile, l & 15, l >> 4};
+}
 
 /// c [16 MT x 16 N] += a [16 MT x D] times rows [16 N x D] transposed, both tiles in shared memory. c[m][n]: 16 x 8 each.
 template <class T, int D, int MT, int N>
-__device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a, const lane_place<D> &rows)
+__device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a,
+                                              const lane_place<D> &rows)
 {
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
@@ -113,7 +137,9 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const la
 
 /// The same with `a` in registers.
 template <class T, int D, int MT, int N>
-__device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const uint32_t (&a)[MT][D / 16][4], const lane_place<D> &rows)
+__device__ static inline void product_of_rows(float (&c)[MT][2 * N][4],
+                                              const uint32_t (&a)[MT][D / 16][4],
+                                              const lane_place<D> &rows)
 {
 #pragma unroll
   for (int k = 0; k < D / 16; k++)
@@ -131,7 +157,9 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const ui
 
 /// c [16 MT x D] += weights [16 MT x 16 N] times rows [16 N x D] of a tile. The weights are as a product left them, rounded to T.
 template <class T, int D, int MT, int N>
-__device__ static inline void product_with_rows(float (&c)[MT][D / 8][4], const uint32_t (&weights)[MT][2 * N][2], const lane_place<D> &rows)
+__device__ static inline void product_with_rows(float (&c)[MT][D / 8][4],
+                                                const uint32_t (&weights)[MT][2 * N][2],
+                                                const lane_place<D> &rows)
 {
 #pragma unroll
   for (int n = 0; n < N; n++) {
@@ -167,7 +195,9 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
 /// Rounds a warp's rows [16 MT x D] to T and stores columns 0..stored of rows first..limit of `head`, by way of `tile`, rows of
 /// shared memory that no other warp looks at. Yields a bit for each row (m * 16 + row) that holds Inf or NaN before rounding.
 template <class T, int D, int MT>
-__device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile, T *head, int64_t stride, int first, int limit, int stored)
+__device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,
+                                             T *head, int64_t stride, int first, int limit,
+                                             int stored)
 {
   int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   uint32_t bad = 0;

@@ -24,7 +24,8 @@ template <> struct sum_type<double> { typedef double type; };
 // V neighbours as they are loaded, and added to sums.
 template <typename T, int V> struct piece {
   words<T, V> raw;
-  __device__ void load(const T *from, bool there)   // zeros, which change no sum, where there is none
+  // zeros, which change no sum, where there is none
+  __device__ void load(const T *from, bool there)
   {
     raw = {};
     if (there) load_words(raw, from);
@@ -44,22 +45,26 @@ template <typename T> struct piece<T, 1> {
 };
 template <> struct piece<double, 2> {
   double2 raw;
-  __device__ void load(const double *from, bool there) { raw = there ? *(const double2 *)from : double2{}; }
+  __device__ void load(const double *from, bool there)
+  { raw = there ? *(const double2 *)from : double2{}; }
   __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
 };
 
 // partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp stand side by side, the rest
 // below them.
 template <typename T, int V>
-__global__ void __launch_bounds__(32 * WARPS, RESIDENT) sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
-                                                        int64_t rows, int64_t n, int64_t chunk_rows, int lanes_log2)
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+  sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
+            int64_t rows, int64_t n, int64_t chunk_rows, int lanes_log2)
 {
   typedef typename sum_type<T>::type SUM;
   __shared__ SUM kept[WARPS][32 * V];
   const int lane = threadIdx.x, warp = threadIdx.y, lanes = 1 << lanes_log2;
-  const int beside = lane & (lanes - 1), below = lane >> lanes_log2, step = WARPS * (32 >> lanes_log2);
+  const int beside = lane & (lanes - 1), below = lane >> lanes_log2,
+            step = WARPS * (32 >> lanes_log2);
   const int64_t column = ((int64_t)blockIdx.x * lanes + beside) * V;
-  const int64_t first = blockIdx.y * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+  const int64_t first = blockIdx.y * chunk_rows,
+                end = first + chunk_rows < rows ? first + chunk_rows : rows;
   SUM sum[V] = {};
   if (column < n) {
     const int above = warp * (32 >> lanes_log2) + below;
@@ -92,8 +97,8 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT) sum_tiles(typename sum_t
 
 // out[j] = or += the sum of partial[chunk][j] over the chunks: a thread every 32nd, then the threads of a column in order.
 template <typename SUM>
-__global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS) sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks,
-                                                                   bool add)
+__global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS)
+  sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks, bool add)
 {
   __shared__ SUM kept[SUM_ROWS][SUM_COLUMNS];
   const int64_t column = (int64_t)blockIdx.x * SUM_COLUMNS + threadIdx.x;
@@ -102,7 +107,10 @@ __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS) sum_chunks(void *out, i
     for (int chunk = threadIdx.y; chunk < chunks; chunk += IN_FLIGHT * SUM_ROWS) {
       SUM x[IN_FLIGHT];
 #pragma unroll
-      for (int i = 0; i < IN_FLIGHT; i++) x[i] = chunk + i * SUM_ROWS < chunks ? partial[(int64_t)(chunk + i * SUM_ROWS) * n + column] : (SUM)0;
+      for (int i = 0; i < IN_FLIGHT; i++)
+        x[i] = chunk + i * SUM_ROWS < chunks ?
+                 partial[(int64_t)(chunk + i * SUM_ROWS) * n + column] :
+                 (SUM)0;
 #pragma unroll
       for (int i = 0; i < IN_FLIGHT; i++) sum += x[i];
     }
@@ -120,10 +128,14 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   typedef typename sum_type<T>::type SUM;
   int lanes_log2 = 0;
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
-  const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width, step = WARPS * (32 >> lanes_log2);
+  const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width,
+                step = WARPS * (32 >> lanes_log2);
   // As many chunks as the card holds blocks for, of whole rounds of a block and less than 2^31 rows.
-  const int64_t round = IN_FLIGHT * step, most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30), rounds = (rows + round - 1) / round;
-  const int64_t chunk_rows = (rounds + most - 1) / most * round, chunks = chunk_rows ? (rows + chunk_rows - 1) / chunk_rows : 0;
+  const int64_t round = IN_FLIGHT * step,
+                most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30),
+                rounds = (rows + round - 1) / round;
+  const int64_t chunk_rows = (rounds + most - 1) / most * round,
+                chunks = chunk_rows ? (rows + chunk_rows - 1) / chunk_rows : 0;
 
   const int64_t bytes = (chunks ? chunks : 1) * n * (int64_t)sizeof(SUM);
   SUM *partial = static_cast<SUM *>(scratch_take(bytes));
@@ -132,8 +144,9 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   if (chunks)
     sum_tiles<T, V><<<dim3((unsigned)tiles, (unsigned)chunks), dim3(32, WARPS), 0, cuda_stream()>>>(
       partial, static_cast<const T *>(call->in[0]->data), rows, n, chunk_rows, lanes_log2);
-  sum_chunks<SUM><<<(unsigned)((n + SUM_COLUMNS - 1) / SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_ROWS), 0, cuda_stream()>>>(
-    out->data, out->dtype, partial, n, (int)chunks, call->ints[1] != 0);
+  sum_chunks<SUM>
+    <<<(unsigned)((n + SUM_COLUMNS - 1) / SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_ROWS), 0,
+       cuda_stream()>>>(out->data, out->dtype, partial, n, (int)chunks, call->ints[1] != 0);
   scratch_give(partial, bytes);
   CUDA_LAUNCHED("bias_grad");
   return ENG_OK;

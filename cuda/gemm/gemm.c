@@ -38,10 +38,15 @@ static void give_all(scratch *s)
 
 /// A copy of x [batch.. x rows x columns] in `dtype` without gaps, broadcast dimensions left out; rows stay contiguous if they
 /// were, or columns.
-static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns, int dtype, scratch *s)
+static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns,
+                               int dtype, scratch *s)
 {
   bool by_columns = x->row < x->column;
-  tensor from = {.data = x->data, .dtype = x->dtype, .ndim = p->batch_dims + 2, .count = rows * columns}, to;
+  tensor from = {.data = x->data,
+                 .dtype = x->dtype,
+                 .ndim = p->batch_dims + 2,
+                 .count = rows * columns},
+         to;
   for (int d = 0; d < p->batch_dims; d++) {
     from.shape[d] = x->batch[d] ? p->batch[d] : 1;
     from.stride[d] = x->batch[d];
@@ -62,7 +67,12 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   }
   to.data = take(s, to.count * eng_dtype_size(dtype));
   if (!to.data) return ENG_ERR_MEMORY;
-  op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to}, .ints = {dtype}};
+  op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast,
+                  .n_in = 1,
+                  .n_out = 1,
+                  .in = {&from},
+                  .out = {&to},
+                  .ints = {dtype}};
   ENG_TRY((dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy));
 
   gemm_matrix dense = {.data = to.data, .dtype = dtype};
@@ -88,7 +98,8 @@ static bool can_write(const gemm_product *p, int factors)
   bool format = p->c.dtype == factors || (p->c.dtype == ENG_f32 && factors != ENG_f64);
   bool bias = !p->bias || (p->bias_dtype == p->c.dtype && gemm_alignment(p->bias) == 16);
   if (p->bias && eng_dtype_size(p->c.dtype) == 2)
-    bias = bias && gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) && gemm_rows_aligned(&p->c, p->m, p->n);
+    bias = bias && gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) &&
+           gemm_rows_aligned(&p->c, p->m, p->n);
   return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
 }
 
@@ -137,10 +148,14 @@ static eng_status launch_all(bool *done, const gemm_product *q)
   gemm_problem problem;
   *done = false;
   if (!gemm_describe(&problem, q, walked)) return ENG_OK;
-  if (problem.m > INT_MAX || problem.n > INT_MAX || problem.k > INT_MAX || problem.batch > INT_MAX) return ENG_OK;
+  if (problem.m > INT_MAX || problem.n > INT_MAX || problem.k > INT_MAX || problem.batch > INT_MAX)
+    return ENG_OK;
   problem.tf32 = q->a.dtype == ENG_f32 && gemm_tf32();
   for (bool begun = false, more = true; more; begun = true, more = gemm_next(q, walked, at)) {
-    gemm_operands on = {.a = gemm_data_at(q, &q->b, at), .b = gemm_data_at(q, &q->a, at), .c = gemm_data_at(q, &q->c, at), .bias = q->bias};
+    gemm_operands on = {.a = gemm_data_at(q, &q->b, at),
+                        .b = gemm_data_at(q, &q->a, at),
+                        .c = gemm_data_at(q, &q->c, at),
+                        .bias = q->bias};
     ENG_TRY(gemm_lt_run(done, &problem, &on));
     if (!*done && !begun) return ENG_OK;
     if (!*done) ENG_TRY(one_plainly(q, walked, at));

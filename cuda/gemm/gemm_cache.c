@@ -15,7 +15,8 @@ enum {
 };
 
 static struct {
-  gemm_entry **slot;      // open addressing, a power of two of them; entries apart, so that they stay where they are
+  // open addressing, a power of two of them; entries apart, so that they stay where they are
+  gemm_entry **slot;
   int64_t size, used;
   char path[PATH];
 } cache;
@@ -108,7 +109,8 @@ static uint64_t hash_of(const gemm_problem *problem)
 static gemm_entry **place_of(const gemm_problem *problem)
 {
   uint64_t mask = (uint64_t)cache.size - 1, at = hash_of(problem) & mask;
-  while (cache.slot[at] && memcmp(&cache.slot[at]->problem, problem, sizeof *problem) != 0) at = (at + 1) & mask;
+  while (cache.slot[at] && memcmp(&cache.slot[at]->problem, problem, sizeof *problem) != 0)
+    at = (at + 1) & mask;
   return &cache.slot[at];
 }
 
@@ -192,7 +194,9 @@ static void read_file(void)
 {
   struct stat about;
   int fd = open(cache.path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  FILE *file = fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;   // a pipe would keep us waiting
+  // a pipe would keep us waiting
+  FILE *file =
+    fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;
   if (!file) {
     if (fd >= 0) close(fd);
     return;
@@ -215,8 +219,11 @@ void gemm_cache_open(const char *card, int64_t version)
   plain_name(name, sizeof name, card);
   const char *folder = getenv("ENGINE_CACHE"), *home = getenv("HOME");
   int n = 0;
-  if (folder && *folder) n = snprintf(cache.path, PATH, "%s/cublaslt-%s-%lld.txt", folder, name, (long long)version);
-  else if (home && *home) n = snprintf(cache.path, PATH, "%s/.cache/engine/cublaslt-%s-%lld.txt", home, name, (long long)version);
+  if (folder && *folder)
+    n = snprintf(cache.path, PATH, "%s/cublaslt-%s-%lld.txt", folder, name, (long long)version);
+  else if (home && *home)
+    n = snprintf(cache.path, PATH, "%s/.cache/engine/cublaslt-%s-%lld.txt", home, name,
+                 (long long)version);
   if (n <= 0 || n >= PATH) cache.path[0] = 0;
   if (cache.path[0]) read_file();
 }

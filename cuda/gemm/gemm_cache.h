@@ -13,7 +13,8 @@
 
 /// An algorithm by its place in the heuristic's list and by what cuBLASLt tells of it; ns: its time when it was chosen.
 #define GEMM_CHOICE_FIELDS(F) \
-  F(rank) F(id) F(tile) F(stages) F(split_k) F(reduction) F(swizzle) F(custom) F(inner) F(cluster) F(ns)
+  F(rank)                     \
+  F(id) F(tile) F(stages) F(split_k) F(reduction) F(swizzle) F(custom) F(inner) F(cluster) F(ns)
 typedef struct gemm_choice {
 #define GEMM_FIELD(name) int64_t name;
   GEMM_CHOICE_FIELDS(GEMM_FIELD)

@@ -34,17 +34,25 @@ static int mode_of(int scaling)
 }
 
 /// The whole product, for messages.
-static const char *product_text(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast)
+static const char *product_text(const fp8_result *y, const fp8_operand *x, const fp8_operand *w,
+                                bool fast)
 {
   static char text[512];
   const fp8_operand *side[2] = {x, w};
-  int n = snprintf(text, sizeof text, "fp8 product y %s [%lld x %lld], rows %lld apart%s%s =", eng_dtype_name(y->dtype), (long long)y->m,
-                   (long long)y->n, (long long)y->stride, y->accumulate ? ", added to" : "", y->bias ? ", with a bias" : "");
+  int n = snprintf(text, sizeof text, "fp8 product y %s [%lld x %lld], rows %lld apart%s%s =",
+                   eng_dtype_name(y->dtype), (long long)y->m, (long long)y->n, (long long)y->stride,
+                   y->accumulate ? ", added to" : "", y->bias ? ", with a bias" : "");
   for (int i = 0; i < 2; i++)
-    n += snprintf(text + n, sizeof text - (size_t)n, "%s %s [%lld x %lld], rows %lld apart, data %% 16 = %d, scales by %s, scale %% 16 = %d",
-                  i ? " times transposed" : "", side[i]->format == ENG_e5m2 ? "E5M2" : side[i]->format == ENG_e4m3 ? "E4M3" : "?",
-                  (long long)side[i]->rows, (long long)side[i]->inner, (long long)side[i]->stride, (int)((uintptr_t)side[i]->data % 16),
-                  scaling_name(side[i]->scaling), (int)((uintptr_t)side[i]->scale % 16));
+    n += snprintf(
+      text + n, sizeof text - (size_t)n,
+      "%s %s [%lld x %lld], rows %lld apart, data %% 16 = %d, scales by %s, scale %% 16 = %d",
+      i ? " times transposed" : "",
+      side[i]->format == ENG_e5m2 ? "E5M2" :
+      side[i]->format == ENG_e4m3 ? "E4M3" :
+                                    "?",
+      (long long)side[i]->rows, (long long)side[i]->inner, (long long)side[i]->stride,
+      (int)((uintptr_t)side[i]->data % 16), scaling_name(side[i]->scaling),
+      (int)((uintptr_t)side[i]->scale % 16));
   snprintf(text + n, sizeof text - (size_t)n, "%s", fast ? ", fast sums" : "");
   return text;
 }
@@ -53,28 +61,39 @@ static bool by_block(int scaling) { return scaling == FP8_VEC128 || scaling == F
 
 eng_status fp8_product_supported(int scaling_x, int scaling_w)
 {
-  bool pair = scaling_x == scaling_w ? scaling_x != FP8_BLK128 : by_block(scaling_x) && by_block(scaling_w);
-  if (scaling_x < FP8_TENSOR || scaling_x > FP8_BLK128 || scaling_w < FP8_TENSOR || scaling_w > FP8_BLK128 || !pair)
-    return error_set(ENG_ERR_VALUE, "fp8: scales by %s times scales by %s: expected tensor with tensor, row with row, 1x128 with 1x128 or 128x128",
+  bool pair =
+    scaling_x == scaling_w ? scaling_x != FP8_BLK128 : by_block(scaling_x) && by_block(scaling_w);
+  if (scaling_x < FP8_TENSOR || scaling_x > FP8_BLK128 || scaling_w < FP8_TENSOR ||
+      scaling_w > FP8_BLK128 || !pair)
+    return error_set(ENG_ERR_VALUE,
+                     "fp8: scales by %s times scales by %s: expected tensor with tensor, row with "
+                     "row, 1x128 with 1x128 or 128x128",
                      scaling_name(scaling_x), scaling_name(scaling_w));
   int capability = cuda_capability();
   if (capability < 89)
-    return error_set(ENG_ERR_DEVICE, "fp8: this card (sm_%d) has no FP8 units, expected sm_89 or later; hint: precision=bf16, or device=cpu, which computes FP8 anywhere",
+    return error_set(ENG_ERR_DEVICE,
+                     "fp8: this card (sm_%d) has no FP8 units, expected sm_89 or later; hint: "
+                     "precision=bf16, or device=cpu, which computes FP8 anywhere",
                      capability);
   if (scaling_x == FP8_TENSOR) return ENG_OK;
   if (capability != 90)
-    return error_set(ENG_ERR_DEVICE, "fp8: cuBLASLt multiplies with scales by %s on sm_90 alone, this card is sm_%d; hint: scales by tensor",
+    return error_set(ENG_ERR_DEVICE,
+                     "fp8: cuBLASLt multiplies with scales by %s on sm_90 alone, this card is "
+                     "sm_%d; hint: scales by tensor",
                      scaling_name(scaling_x), capability);
   if (cublasLtGetVersion() < BLOCKS_SINCE)
-    return error_set(ENG_ERR_LIBRARY, "fp8: scales by %s need cuBLAS 12.9 or later, this is version number %zu", scaling_name(scaling_x),
-                     cublasLtGetVersion());
+    return error_set(ENG_ERR_LIBRARY,
+                     "fp8: scales by %s need cuBLAS 12.9 or later, this is version number %zu",
+                     scaling_name(scaling_x), cublasLtGetVersion());
   return ENG_OK;
 }
 
 static bool operand_fits(const fp8_operand *x)
 {
-  return (x->format == ENG_e4m3 || x->format == ENG_e5m2) && x->rows > 0 && x->inner > 0 && x->rows % FP8_PAD == 0 && x->inner % FP8_PAD == 0 &&
-         x->stride % 16 == 0 && x->stride >= x->inner && x->rows <= INT_MAX && x->inner <= INT_MAX && (uintptr_t)x->data % 16 == 0 &&
+  return (x->format == ENG_e4m3 || x->format == ENG_e5m2) && x->rows > 0 && x->inner > 0 &&
+         x->rows % FP8_PAD == 0 && x->inner % FP8_PAD == 0 && x->stride % 16 == 0 &&
+         x->stride >= x->inner && x->rows <= INT_MAX && x->inner <= INT_MAX &&
+         (uintptr_t)x->data % 16 == 0 &&
          (x->scaling == FP8_TENSOR || (uintptr_t)x->scale % 16 == 0);
 }
 
@@ -82,11 +101,16 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
 {
   ENG_TRY(fp8_product_supported(x->scaling, w->scaling));
   const char *wrong = NULL;
-  if (!operand_fits(x) || !operand_fits(w)) wrong = "expected both sides E4M3 or E5M2, rows and inner sizes multiples of 16, everything 16-byte aligned";
+  if (!operand_fits(x) || !operand_fits(w))
+    wrong = "expected both sides E4M3 or E5M2, rows and inner sizes multiples of 16, everything "
+            "16-byte aligned";
   else if (x->inner != w->inner) wrong = "expected equal inner sizes";
-  else if (x->format == ENG_e5m2 && w->format == ENG_e5m2) wrong = "expected E4M3 on one side at least";
-  else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n) wrong = "expected y no larger than the operands' rows";
-  else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16) wrong = "expected y in f32, f16 or bf16";
+  else if (x->format == ENG_e5m2 && w->format == ENG_e5m2)
+    wrong = "expected E4M3 on one side at least";
+  else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n)
+    wrong = "expected y no larger than the operands' rows";
+  else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16)
+    wrong = "expected y in f32, f16 or bf16";
   else if (fast && by_block(x->scaling)) wrong = "expected no fast sums with scales by block";
   return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
 }
@@ -94,23 +118,47 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
 /// Whether cuBLASLt can write y and add its bias. The bias of an f32 output would have to be bf16.
 static bool can_write(const fp8_result *y, const fp8_operand *x, const fp8_operand *w)
 {
-  bool bias = !y->bias || (y->dtype != ENG_f32 && y->bias_dtype == y->dtype && (uintptr_t)y->bias % 16 == 0);
-  return y->m == x->rows && y->n == w->rows && y->stride * eng_dtype_size(y->dtype) % 16 == 0 && (uintptr_t)y->data % 16 == 0 && bias;
+  bool bias =
+    !y->bias || (y->dtype != ENG_f32 && y->bias_dtype == y->dtype && (uintptr_t)y->bias % 16 == 0);
+  return y->m == x->rows && y->n == w->rows && y->stride * eng_dtype_size(y->dtype) % 16 == 0 &&
+         (uintptr_t)y->data % 16 == 0 && bias;
 }
 
-static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast, const gemm_matrix *c, bool direct)
+static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_operand *w,
+                           bool fast, const gemm_matrix *c, bool direct)
 {
   gemm_problem problem = {
-    .m = w->rows, .n = x->rows, .k = x->inner, .type_a = w->format, .type_b = x->format, .type_c = c->dtype, .transpose_a = 1,
-    .lda = w->stride, .ldb = x->stride, .ldc = c->row, .batch = 1, .align_a = 16, .align_b = 16, .align_c = 16,
-    .bias = direct && y->bias ? y->bias_dtype : -1, .accumulate = direct && y->accumulate,
-    .scaling_a = mode_of(w->scaling) + 1, .scaling_b = mode_of(x->scaling) + 1, .fast = fast,
+    .m = w->rows,
+    .n = x->rows,
+    .k = x->inner,
+    .type_a = w->format,
+    .type_b = x->format,
+    .type_c = c->dtype,
+    .transpose_a = 1,
+    .lda = w->stride,
+    .ldb = x->stride,
+    .ldc = c->row,
+    .batch = 1,
+    .align_a = 16,
+    .align_b = 16,
+    .align_c = 16,
+    .bias = direct && y->bias ? y->bias_dtype : -1,
+    .accumulate = direct && y->accumulate,
+    .scaling_a = mode_of(w->scaling) + 1,
+    .scaling_b = mode_of(x->scaling) + 1,
+    .fast = fast,
   };
-  gemm_operands on = {.a = w->data, .b = x->data, .c = c->data, .bias = y->bias, .scale_a = w->scale, .scale_b = x->scale};
+  gemm_operands on = {.a = w->data,
+                      .b = x->data,
+                      .c = c->data,
+                      .bias = y->bias,
+                      .scale_a = w->scale,
+                      .scale_b = x->scale};
   bool done;
   ENG_TRY(gemm_lt_run(&done, &problem, &on));
-  return done ? ENG_OK : error_set(ENG_ERR_LIBRARY, "%s: cuBLASLt %zu refuses it on sm_%d", product_text(y, x, w, fast), cublasLtGetVersion(),
-                                   cuda_capability());
+  return done ? ENG_OK :
+                error_set(ENG_ERR_LIBRARY, "%s: cuBLASLt %zu refuses it on sm_%d",
+                          product_text(y, x, w, fast), cublasLtGetVersion(), cuda_capability());
 }
 
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast)
@@ -123,7 +171,12 @@ eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_oper
   int64_t bytes = x->rows * w->rows * (int64_t)sizeof(float);
   sum.data = scratch_take(bytes);
   if (!sum.data) return ENG_ERR_MEMORY;
-  gemm_product p = {.m = y->m, .n = y->n, .c = c, .bias = y->bias, .bias_dtype = y->bias_dtype, .accumulate = y->accumulate};
+  gemm_product p = {.m = y->m,
+                    .n = y->n,
+                    .c = c,
+                    .bias = y->bias,
+                    .bias_dtype = y->bias_dtype,
+                    .accumulate = y->accumulate};
   eng_status status = multiply(y, x, w, fast, &sum, false);
   if (status == ENG_OK) status = gemm_finish(&p, &sum);
   scratch_give(sum.data, bytes);

@@ -10,7 +10,8 @@
 
 #include <limits.h>
 
-op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp_gelu, cuda_matmul_gelu_grad, cuda_linear_grad;
+op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp_gelu,
+  cuda_matmul_gelu_grad, cuda_linear_grad;
 
 // A pass of its own: bytes it moves in a nanosecond, and the nanoseconds that it takes whatever it moves.
 enum { PASS_BYTES = 3000, PASS_START = 3000 };
@@ -25,7 +26,8 @@ static int64_t rows_of(const tensor *x)
 /// A tensor [.. x columns] without gaps as a matrix.
 static gemm_matrix matrix_of_rows(const tensor *x)
 {
-  return (gemm_matrix){.data = x->data, .dtype = x->dtype, .row = x->shape[x->ndim - 1], .column = 1};
+  return (gemm_matrix){
+    .data = x->data, .dtype = x->dtype, .row = x->shape[x->ndim - 1], .column = 1};
 }
 
 // ------------------------------------------------------------------ in one kernel
@@ -34,11 +36,16 @@ static bool can_fuse(const gemm_product *p)
 {
   int dtype = p->a.dtype;
   bool sums = p->after == GEMM_BIAS_GRAD;
-  if (!gemm_fuses() || (dtype != ENG_f16 && dtype != ENG_bf16) || p->b.dtype != dtype || p->c.dtype != (sums ? ENG_f32 : dtype)) return false;
-  if (p->k == 0 || p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX || gemm_alignment(p->side) != 16) return false;
+  if (!gemm_fuses() || (dtype != ENG_f16 && dtype != ENG_bf16) || p->b.dtype != dtype ||
+      p->c.dtype != (sums ? ENG_f32 : dtype))
+    return false;
+  if (p->k == 0 || p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX ||
+      gemm_alignment(p->side) != 16)
+    return false;
   if (p->bias && (p->bias_dtype != dtype || gemm_alignment(p->bias) != 16)) return false;
   // On rows that are not aligned the sum was seen to be rounded before what comes after it (gemm.c); of u it is a condition of cuBLASLt's.
-  return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) && gemm_rows_aligned(&p->c, p->m, p->n));
+  return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) &&
+                  gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
 /// The product and p->after in one kernel. *done false, and nothing said about what is written: they must go apart, which takes passes
@@ -48,7 +55,8 @@ static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
   *done = false;
   gemm_problem problem;
   if (!can_fuse(p) || !gemm_describe(&problem, p, -1)) return ENG_OK;
-  gemm_operands on = {.a = p->b.data, .b = p->a.data, .c = p->c.data, .bias = p->bias, .side = p->side};
+  gemm_operands on = {
+    .a = p->b.data, .b = p->a.data, .c = p->c.data, .bias = p->bias, .side = p->side};
   int64_t together, alone;
   ENG_TRY(gemm_lt_time(&together, &problem, &on));
   if (together < 0) return ENG_OK;
@@ -82,7 +90,8 @@ static eng_status linear_gelu(tensor *h, tensor *u, tensor *x, tensor *w, tensor
 eng_status cuda_mlp_gelu(const op_call *call)
 {
   tensor *y = call->out[0], *u = call->out[1], *h = call->out[2];
-  op_call down = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {h, call->in[3], call->in[4]}, .out = {y}};
+  op_call down = {
+    .op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {h, call->in[3], call->in[4]}, .out = {y}};
   if (u->count > 0) ENG_TRY(linear_gelu(h, u, call->in[0], call->in[1], call->in[2]));
   return y->count > 0 ? cuda_linear(&down) : ENG_OK;
 }
@@ -91,8 +100,14 @@ eng_status cuda_mlp_gelu(const op_call *call)
 eng_status cuda_matmul_gelu_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2], *du = call->out[0];
-  gemm_product p = {.m = rows_of(dy), .n = w->shape[1], .k = w->shape[0], .a = matrix_of_rows(dy), .b = matrix_of_rows(w), .c = matrix_of_rows(du),
-                    .after = GEMM_GELU_GRAD, .side = u->data};
+  gemm_product p = {.m = rows_of(dy),
+                    .n = w->shape[1],
+                    .k = w->shape[0],
+                    .a = matrix_of_rows(dy),
+                    .b = matrix_of_rows(w),
+                    .c = matrix_of_rows(du),
+                    .after = GEMM_GELU_GRAD,
+                    .side = u->data};
   bool done;
   ENG_TRY(fused(&done, &p, 8 * u->count));
   if (done) return ENG_OK;
@@ -101,7 +116,12 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
   int64_t bytes = dh.count * eng_dtype_size(dh.dtype);
   dh.data = scratch_take(bytes);
   if (!dh.data) return ENG_ERR_MEMORY;
-  op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {u, &dh}, .out = {du}, .ints = {ENG_OP_gelu_tanh, du->dtype}};
+  op_call slope = {.op = ENG_OP_unary_grad,
+                   .n_in = 2,
+                   .n_out = 1,
+                   .in = {u, &dh},
+                   .out = {du},
+                   .ints = {ENG_OP_gelu_tanh, du->dtype}};
   p.c = matrix_of_rows(&dh);
   p.after = GEMM_AS_IT_IS;
   eng_status status = gemm_run(&p);
@@ -113,7 +133,12 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
 /// db = or += column sums of x, whatever formats they have.
 static eng_status column_sums(tensor *db, tensor *x, bool add)
 {
-  op_call call = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {x}, .out = {db}, .ints = {db->dtype, add}};
+  op_call call = {.op = ENG_OP_bias_grad,
+                  .n_in = 1,
+                  .n_out = 1,
+                  .in = {x},
+                  .out = {db},
+                  .ints = {db->dtype, add}};
   return cuda_bias_grad(&call);
 }
 
@@ -123,8 +148,14 @@ eng_status cuda_linear_grad(const op_call *call)
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];
   bool add = call->ints[3] != 0;
   gemm_matrix rows = matrix_of_rows(dy);
-  gemm_product p = {.m = dw->shape[0], .n = dw->shape[1], .k = rows_of(dy), .a = rows, .b = matrix_of_rows(x), .c = matrix_of_rows(dw),
-                    .accumulate = call->ints[2] != 0, .after = GEMM_BIAS_GRAD};
+  gemm_product p = {.m = dw->shape[0],
+                    .n = dw->shape[1],
+                    .k = rows_of(dy),
+                    .a = rows,
+                    .b = matrix_of_rows(x),
+                    .c = matrix_of_rows(dw),
+                    .accumulate = call->ints[2] != 0,
+                    .after = GEMM_BIAS_GRAD};
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;

@@ -4,7 +4,10 @@
 static gemm_matrix matrix_of(const tensor *x, bool transposed, int batch_dims)
 {
   int64_t last = x->stride[x->ndim - 1], before = x->stride[x->ndim - 2];
-  gemm_matrix o = {.data = x->data, .dtype = x->dtype, .row = transposed ? last : before, .column = transposed ? before : last};
+  gemm_matrix o = {.data = x->data,
+                   .dtype = x->dtype,
+                   .row = transposed ? last : before,
+                   .column = transposed ? before : last};
   int own = x->ndim - 2;
   for (int d = 0; d < own; d++) o.batch[batch_dims - own + d] = x->shape[d] == 1 ? 0 : x->stride[d];
   return o;
@@ -63,7 +66,8 @@ void gemm_simplify(gemm_product *p)
     if (p->batch[d] != 1) move_dim(p, kept++, d);
   p->batch_dims = kept;
   for (int d = kept - 2; d >= 0; d--) {
-    if (!walks_as_one(p, &p->a, d) || !walks_as_one(p, &p->b, d) || !walks_as_one(p, &p->c, d)) continue;
+    if (!walks_as_one(p, &p->a, d) || !walks_as_one(p, &p->b, d) || !walks_as_one(p, &p->c, d))
+      continue;
     p->batch[d + 1] *= p->batch[d];
     for (int e = d; e < p->batch_dims - 1; e++) move_dim(p, e, e + 1);
     p->batch_dims--;
@@ -71,7 +75,9 @@ void gemm_simplify(gemm_product *p)
   while (p->batch_dims > 0) {
     int d = p->batch_dims - 1;
     bool one = p->m == 1;   // a single row: its strides are whatever the batch needs
-    if (p->b.batch[d] != 0 || (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row))) break;
+    if (p->b.batch[d] != 0 ||
+        (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row)))
+      break;
     if (one) {
       p->a.row = p->a.batch[d];
       p->c.row = p->c.batch[d];
@@ -115,14 +121,16 @@ int64_t gemm_alignment(const void *data)
 bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns)
 {
   gemm_leading leading;
-  return gemm_leading_of(&leading, x, rows, columns) && gemm_alignment(x->data) == 16 && leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
+  return gemm_leading_of(&leading, x, rows, columns) && gemm_alignment(x->data) == 16 &&
+         leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
 }
 
 /// The same for every matrix of a batch.
 static int64_t batch_alignment(const gemm_product *p, const gemm_matrix *x)
 {
   uintptr_t address = (uintptr_t)x->data;
-  for (int d = 0; d < p->batch_dims; d++) address |= (uintptr_t)(x->batch[d] * eng_dtype_size(x->dtype));
+  for (int d = 0; d < p->batch_dims; d++)
+    address |= (uintptr_t)(x->batch[d] * eng_dtype_size(x->dtype));
   return gemm_alignment((const void *)address);
 }
 
@@ -133,12 +141,21 @@ bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked)
       !gemm_leading_of(&c, &p->c, p->m, p->n) || c.transposed)
     return false;
   *problem = (gemm_problem){
-    .m = p->n, .n = p->m, .k = p->k,
-    .type_a = p->b.dtype, .type_b = p->a.dtype, .type_c = p->c.dtype,
-    .transpose_a = b.transposed, .transpose_b = a.transposed,
-    .lda = b.ld, .ldb = a.ld, .ldc = c.ld,
+    .m = p->n,
+    .n = p->m,
+    .k = p->k,
+    .type_a = p->b.dtype,
+    .type_b = p->a.dtype,
+    .type_c = p->c.dtype,
+    .transpose_a = b.transposed,
+    .transpose_b = a.transposed,
+    .lda = b.ld,
+    .ldb = a.ld,
+    .ldc = c.ld,
     .batch = 1,
-    .align_a = batch_alignment(p, &p->b), .align_b = batch_alignment(p, &p->a), .align_c = batch_alignment(p, &p->c),
+    .align_a = batch_alignment(p, &p->b),
+    .align_b = batch_alignment(p, &p->a),
+    .align_c = batch_alignment(p, &p->c),
     .bias = p->bias ? p->bias_dtype : -1,
     .accumulate = p->accumulate,
     .after = p->after,

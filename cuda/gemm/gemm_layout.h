@@ -20,7 +20,8 @@ typedef struct gemm_matrix {
 /// What one kernel of cuBLASLt may make beside a product, `side` being contiguous. Asked of gemm_fused.c alone; elsewhere as it is.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  GEMM_GELU,        // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
+  // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
+  GEMM_GELU,
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side [m x n], in C's dtype) * A B
   GEMM_BIAS_GRAD,   // side [m] in C's dtype = sums of A's rows, beside C = A B or C += A B
 } gemm_after;
@@ -62,10 +63,11 @@ bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns);
 /// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
 /// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
 /// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
-#define GEMM_PROBLEM_FIELDS(F) \
-  F(m) F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
-  F(batch) F(stride_a) F(stride_b) F(stride_c) F(align_a) F(align_b) F(align_c) F(bias) F(accumulate) \
-  F(tf32) F(scaling_a) F(scaling_b) F(fast) F(after)
+#define GEMM_PROBLEM_FIELDS(F)                                                               \
+  F(m)                                                                                       \
+  F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
+    F(batch) F(stride_a) F(stride_b) F(stride_c) F(align_a) F(align_b) F(align_c) F(bias)    \
+      F(accumulate) F(tf32) F(scaling_a) F(scaling_b) F(fast) F(after)
 typedef struct gemm_problem {
 #define GEMM_FIELD(name) int64_t name;
   GEMM_PROBLEM_FIELDS(GEMM_FIELD)

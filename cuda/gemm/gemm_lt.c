@@ -28,8 +28,10 @@
 #include <string.h>
 
 enum { CANDIDATES = 24 };
-static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};   // bytes an algorithm may want at most; the later ones where memory is short
-static const double LEAST_WORK = 67108864;   // multiply-adds below which launching takes longer than computing
+// bytes an algorithm may want at most; the later ones where memory is short
+static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};
+// multiply-adds below which launching takes longer than computing
+static const double LEAST_WORK = 67108864;
 
 static struct {
   cublasLtHandle_t handle;
@@ -47,11 +49,16 @@ typedef struct plan {
 
 static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_problem *problem)
 {
-  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s of the product %s", cublasLtGetStatusString(status),
-                   cublasLtGetStatusName(status), what, problem ? gemm_problem_text(problem) : "(none yet)");
+  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s of the product %s",
+                   cublasLtGetStatusString(status), cublasLtGetStatusName(status), what,
+                   problem ? gemm_problem_text(problem) : "(none yet)");
 }
 
-#define LT_TRY(call, problem) do { cublasStatus_t lt_try_ = (call); if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); } while (0)
+#define LT_TRY(call, problem)                                                        \
+  do {                                                                               \
+    cublasStatus_t lt_try_ = (call);                                                 \
+    if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); \
+  } while (0)
 
 static bool is_on(const char *name, bool otherwise)
 {
@@ -101,17 +108,24 @@ static cudaDataType_t type_of(int64_t dtype)
   }
 }
 
-#define SET(descriptor, attribute, value, problem) \
-  LT_TRY(cublasLtMatmulDescSetAttribute(descriptor, CUBLASLT_MATMUL_DESC_##attribute, &(value), sizeof(value)), problem)
+#define SET(descriptor, attribute, value, problem)                                              \
+  LT_TRY(cublasLtMatmulDescSetAttribute(descriptor, CUBLASLT_MATMUL_DESC_##attribute, &(value), \
+                                        sizeof(value)),                                         \
+         problem)
 
-static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem *p, int64_t dtype, int64_t rows, int64_t columns,
-                              int64_t ld, int64_t stride)
+static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem *p, int64_t dtype,
+                              int64_t rows, int64_t columns, int64_t ld, int64_t stride)
 {
-  LT_TRY(cublasLtMatrixLayoutCreate(layout, type_of(dtype), (uint64_t)rows, (uint64_t)columns, ld), p);
+  LT_TRY(cublasLtMatrixLayoutCreate(layout, type_of(dtype), (uint64_t)rows, (uint64_t)columns, ld),
+         p);
   if (p->batch == 1) return ENG_OK;
   int32_t count = (int32_t)p->batch;
-  LT_TRY(cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count), p);
-  LT_TRY(cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride), p);
+  LT_TRY(cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                          sizeof count),
+         p);
+  LT_TRY(cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                          &stride, sizeof stride),
+         p);
   return ENG_OK;
 }
 
@@ -120,21 +134,28 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
 static uint32_t epilogue_of(const gemm_problem *p)
 {
   switch (p->after) {
-    case GEMM_GELU:      return p->bias >= 0 ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    case GEMM_GELU_GRAD: return CUBLASLT_EPILOGUE_DGELU;
-    case GEMM_BIAS_GRAD: return CUBLASLT_EPILOGUE_BGRADB;
-    default:             return p->bias >= 0 ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  case GEMM_GELU:
+    return p->bias >= 0 ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  case GEMM_GELU_GRAD: return CUBLASLT_EPILOGUE_DGELU;
+  case GEMM_BIAS_GRAD: return CUBLASLT_EPILOGUE_BGRADB;
+  default: return p->bias >= 0 ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
   }
 }
 
-static bool has_matrix_beside(const gemm_problem *p) { return p->after == GEMM_GELU || p->after == GEMM_GELU_GRAD; }
+static bool has_matrix_beside(const gemm_problem *p)
+{ return p->after == GEMM_GELU || p->after == GEMM_GELU_GRAD; }
 
 static eng_status describe(plan *x, const gemm_problem *p)
 {
   bool f64 = p->type_c == ENG_f64;
-  LT_TRY(cublasLtMatmulDescCreate(&x->product, f64 ? CUBLAS_COMPUTE_64F : p->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
-                                  f64 ? CUDA_R_64F : CUDA_R_32F), p);
-  int32_t op_a = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+  LT_TRY(cublasLtMatmulDescCreate(&x->product,
+                                  f64     ? CUBLAS_COMPUTE_64F :
+                                  p->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 :
+                                            CUBLAS_COMPUTE_32F,
+                                  f64 ? CUDA_R_64F : CUDA_R_32F),
+         p);
+  int32_t op_a = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+          op_b = p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   SET(x->product, TRANSA, op_a, p);
   SET(x->product, TRANSB, op_b, p);
   uint32_t epilogue = epilogue_of(p);
@@ -152,8 +173,10 @@ static eng_status describe(plan *x, const gemm_problem *p)
     SET(x->product, FAST_ACCUM, fast, p);
   }
   bool ta = p->transpose_a, tb = p->transpose_b;
-  ENG_TRY(layout_make(&x->a, p, p->type_a, ta ? p->k : p->m, ta ? p->m : p->k, p->lda, p->stride_a));
-  ENG_TRY(layout_make(&x->b, p, p->type_b, tb ? p->n : p->k, tb ? p->k : p->n, p->ldb, p->stride_b));
+  ENG_TRY(
+    layout_make(&x->a, p, p->type_a, ta ? p->k : p->m, ta ? p->m : p->k, p->lda, p->stride_a));
+  ENG_TRY(
+    layout_make(&x->b, p, p->type_b, tb ? p->n : p->k, tb ? p->k : p->n, p->ldb, p->stride_b));
   return layout_make(&x->c, p, p->type_c, p->m, p->n, p->ldc, p->stride_c);
 }
 
@@ -171,17 +194,20 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
 }
 
 /// `answer`: cuBLASLt's; bytes: of the workspace. Errors: MEMORY.
-static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p, const gemm_operands *on, void *c,
-                         const cublasLtMatmulAlgo_t *algorithm, int64_t bytes)
+static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p,
+                         const gemm_operands *on, void *c, const cublasLtMatmulAlgo_t *algorithm,
+                         int64_t bytes)
 {
   static const float f32[2] = {0, 1};
   static const double f64[2] = {0, 1};
   bool wide = p->type_c == ENG_f64;
-  const void *one = wide ? (const void *)&f64[1] : &f32[1], *zero = wide ? (const void *)&f64[0] : &f32[0];
+  const void *one = wide ? (const void *)&f64[1] : &f32[1],
+             *zero = wide ? (const void *)&f64[0] : &f32[0];
   void *workspace = scratch_take(bytes);
   if (!workspace) return ENG_ERR_MEMORY;
-  *answer = cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b, p->accumulate ? one : zero, c, x->c, c, x->c, algorithm,
-                           workspace, (size_t)bytes, cuda_stream());
+  *answer = cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b,
+                           p->accumulate ? one : zero, c, x->c, c, x->c, algorithm, workspace,
+                           (size_t)bytes, cuda_stream());
   scratch_give(workspace, bytes);
   return ENG_OK;
 }
@@ -203,12 +229,18 @@ typedef struct candidate {
   gemm_choice choice;
 } candidate;
 
-static int64_t config(const cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute)
+static int64_t config(const cublasLtMatmulAlgo_t *algorithm,
+                      cublasLtMatmulAlgoConfigAttributes_t attribute)
 {
   uint8_t bytes[8] = {0};   // attributes of 2 and 4 bytes, little end first
   size_t size = 0;
-  if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, 0, &size) != CUBLAS_STATUS_SUCCESS || size > sizeof bytes) return -1;
-  if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, size, &size) != CUBLAS_STATUS_SUCCESS) return -1;
+  if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, 0, &size) !=
+        CUBLAS_STATUS_SUCCESS ||
+      size > sizeof bytes)
+    return -1;
+  if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, size, &size) !=
+      CUBLAS_STATUS_SUCCESS)
+    return -1;
   int64_t value;
   memcpy(&value, bytes, sizeof value);
   return value;
@@ -230,13 +262,17 @@ static gemm_choice choice_of(const cublasLtMatmulAlgo_t *algorithm, int rank)
   };
 }
 
-static eng_status preference_make(cublasLtMatmulPreference_t *preference, const gemm_problem *p, uint64_t workspace)
+static eng_status preference_make(cublasLtMatmulPreference_t *preference, const gemm_problem *p,
+                                  uint64_t workspace)
 {
   LT_TRY(cublasLtMatmulPreferenceCreate(preference), p);
-#define PREFER(attribute, value) \
-  LT_TRY(cublasLtMatmulPreferenceSetAttribute(*preference, CUBLASLT_MATMUL_PREF_##attribute, &(value), sizeof(value)), p)
+#define PREFER(attribute, value)                                                             \
+  LT_TRY(cublasLtMatmulPreferenceSetAttribute(*preference, CUBLASLT_MATMUL_PREF_##attribute, \
+                                              &(value), sizeof(value)),                      \
+         p)
   uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  uint32_t align_a = (uint32_t)p->align_a, align_b = (uint32_t)p->align_b, align_c = (uint32_t)p->align_c;
+  uint32_t align_a = (uint32_t)p->align_a, align_b = (uint32_t)p->align_b,
+           align_c = (uint32_t)p->align_c;
   PREFER(MAX_WORKSPACE_BYTES, workspace);
   PREFER(REDUCTION_SCHEME_MASK, reductions);
   PREFER(MIN_ALIGNMENT_A_BYTES, align_a);
@@ -249,7 +285,8 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
 
 /// The heuristic's algorithms that keep the promises above and want no more than `most` bytes, best guess first; none where cuBLASLt cannot
 /// do the problem.
-static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p, int64_t most)
+static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p,
+                                int64_t most)
 {
   *n = 0;
   cublasLtMatmulHeuristicResult_t results[CANDIDATES];
@@ -258,15 +295,18 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   int found = 0;
   cublasStatus_t answer = CUBLAS_STATUS_NOT_SUPPORTED;
   if (status == ENG_OK)
-    answer = cublasLtMatmulAlgoGetHeuristic(lt.handle, x->product, x->a, x->b, x->c, x->c, preference, CANDIDATES, results, &found);
+    answer = cublasLtMatmulAlgoGetHeuristic(lt.handle, x->product, x->a, x->b, x->c, x->c,
+                                            preference, CANDIDATES, results, &found);
   if (preference) cublasLtMatmulPreferenceDestroy(preference);
   ENG_TRY(status);
   if (answer == CUBLAS_STATUS_NOT_SUPPORTED || answer == CUBLAS_STATUS_INVALID_VALUE) return ENG_OK;
   if (answer != CUBLAS_STATUS_SUCCESS) return lt_status(answer, "the heuristic", p);
   for (int i = 0; i < found; i++) {
     gemm_choice choice = choice_of(&results[i].algo, i);
-    bool ordered = choice.reduction == CUBLASLT_REDUCTION_SCHEME_NONE || choice.reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    if (results[i].state == CUBLAS_STATUS_SUCCESS && results[i].workspaceSize <= (size_t)most && ordered)
+    bool ordered = choice.reduction == CUBLASLT_REDUCTION_SCHEME_NONE ||
+                   choice.reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    if (results[i].state == CUBLAS_STATUS_SUCCESS && results[i].workspaceSize <= (size_t)most &&
+        ordered)
       list[(*n)++] = (candidate){results[i].algo, (int64_t)results[i].workspaceSize, choice};
   }
   return ENG_OK;
@@ -277,22 +317,27 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
 {
   int found = -1;
   for (int i = n - 1; i >= 0; i--)
-    if (gemm_same_algorithm(&list[i].choice, choice) && (found < 0 || list[found].choice.rank != choice->rank)) found = i;
+    if (gemm_same_algorithm(&list[i].choice, choice) &&
+        (found < 0 || list[found].choice.rank != choice->rank))
+      found = i;
   return found;
 }
 
 /// Milliseconds that a launch takes on the device, or infinity if the algorithm does not work or there is no room for its workspace.
-static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p, const gemm_operands *on, void *c,
-                                 const candidate *which, cudaEvent_t before, cudaEvent_t after)
+static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p,
+                                 const gemm_operands *on, void *c, const candidate *which,
+                                 cudaEvent_t before, cudaEvent_t after)
 {
   *milliseconds = INFINITY;
   float best = INFINITY;
   int launches = 1;
-  for (int round = 0; round < 4; round++) {   // the first loads the kernel, the second says how many fill 0.2 ms
+  // the first loads the kernel, the second says how many fill 0.2 ms
+  for (int round = 0; round < 4; round++) {
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
     for (int i = 0; i < launches; i++) {
       cublasStatus_t answer;
-      if (launch(&answer, x, p, on, c, &which->algorithm, which->workspace) != ENG_OK) return ENG_OK;
+      if (launch(&answer, x, p, on, c, &which->algorithm, which->workspace) != ENG_OK)
+        return ENG_OK;
       if (answer != CUBLAS_STATUS_SUCCESS) return ENG_OK;
     }
     CUDA_TRY(cudaEventRecord(after, cuda_stream()));
@@ -310,11 +355,13 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
 /// Bytes from the first element of C to behind its last.
 static int64_t extent(const gemm_problem *p)
 {
-  return ((p->batch - 1) * p->stride_c + (p->n - 1) * p->ldc + p->m) * eng_dtype_size((int)p->type_c);
+  return ((p->batch - 1) * p->stride_c + (p->n - 1) * p->ldc + p->m) *
+         eng_dtype_size((int)p->type_c);
 }
 
 /// Index of the fastest candidate; an earlier one unless a later one is 2 % faster. -1: could not be timed.
-static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const gemm_operands *on, candidate *list, int n)
+static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const gemm_operands *on,
+                          candidate *list, int n)
 {
   *best = -1;
   void *target = on->c;   // overwritten by the product itself anyway, unless it adds
@@ -327,7 +374,9 @@ static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const
   eng_status status = cuda_status(cudaEventCreate(&before), "cudaEventCreate");
   if (status == ENG_OK) status = cuda_status(cudaEventCreate(&after), "cudaEventCreate");
   if (status == ENG_OK && p->accumulate)
-    status = cuda_status(cudaMemcpyAsync(target, on->c, (size_t)extent(p), cudaMemcpyDeviceToDevice, cuda_stream()), "cudaMemcpyAsync");
+    status = cuda_status(
+      cudaMemcpyAsync(target, on->c, (size_t)extent(p), cudaMemcpyDeviceToDevice, cuda_stream()),
+      "cudaMemcpyAsync");
   for (int i = 0; i < n && status == ENG_OK; i++) {
     status = time_candidate(&time[i], x, p, on, target, &list[i], before, after);
     if (status == ENG_OK && time[i] < least) least = time[i];
@@ -350,15 +399,20 @@ static bool worth_searching(const gemm_problem *p)
 {
   enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   return lt.search && (double)p->m * (double)p->n * (double)p->k * (double)p->batch >= LEAST_WORK &&
-         cudaStreamIsCapturing(cuda_stream(), &capture) == cudaSuccess && capture == cudaStreamCaptureStatusNone;
+         cudaStreamIsCapturing(cuda_stream(), &capture) == cudaSuccess &&
+         capture == cudaStreamCaptureStatusNone;
 }
 
 /// A product that would take long without cuBLASLt is worth a line; FP8 ones become errors anyway, what comes after others is done apart.
 static void tell_of_refusal(const gemm_problem *p)
 {
-  if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK || p->scaling_a || p->after) return;
-  fprintf(stderr, "engine: cuBLASLt %zu has no algorithm for the product %s, which takes another, slower way\n", cublasLtGetVersion(),
-          gemm_problem_text(p));
+  if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
+      p->scaling_a || p->after)
+    return;
+  fprintf(
+    stderr,
+    "engine: cuBLASLt %zu has no algorithm for the product %s, which takes another, slower way\n",
+    cublasLtGetVersion(), gemm_problem_text(p));
 }
 
 static bool has_room(const candidate *c)
@@ -369,7 +423,8 @@ static bool has_room(const candidate *c)
 }
 
 /// The first candidate whose workspace there is room for. `list` is made anew, of those that want less, as long as there is none. Errors: MEMORY.
-static eng_status first_with_room(int *found, candidate *list, int n, const plan *x, const gemm_problem *p)
+static eng_status first_with_room(int *found, candidate *list, int n, const plan *x,
+                                  const gemm_problem *p)
 {
   for (size_t k = 1;; k++) {
     for (*found = 0; *found < n; (*found)++)
@@ -395,8 +450,11 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
     ENG_TRY(fastest(&best, x, p, on, list, n));
     if (best >= 0 && !gemm_cache_keep(entry, &list[best].choice) && !lt.told) {
       lt.told = true;
-      fprintf(stderr, "engine: the algorithms of matrix products cannot be kept in '%s'; another run may choose others and differ in the "
-                      "last bits; hint: ENGINE_CACHE=folder, or ENGINE_CUBLASLT_SEARCH=0\n", gemm_cache_path());
+      fprintf(stderr,
+              "engine: the algorithms of matrix products cannot be kept in '%s'; another run may "
+              "choose others and differ in the "
+              "last bits; hint: ENGINE_CACHE=folder, or ENGINE_CUBLASLT_SEARCH=0\n",
+              gemm_cache_path());
     }
   }
   if (best < 0) best = 0;

@@ -6,7 +6,8 @@
 
 namespace {
 
-enum { TILE = 32, ROWS = 8 };   // a block of 32 x 8 threads makes 32 x 32 elements of C, four of a column in a thread
+// a block of 32 x 8 threads makes 32 x 32 elements of C, four of a column in a thread
+enum { TILE = 32, ROWS = 8 };
 
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
 __device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
@@ -32,11 +33,13 @@ __device__ inline void finish(const gemm_product &p, int64_t batch, int64_t i, i
 }
 
 template <typename SUM>
-__global__ void __launch_bounds__(TILE *ROWS) multiply(const __grid_constant__ gemm_product p, int64_t batches)
+__global__ void __launch_bounds__(TILE *ROWS)
+  multiply(const __grid_constant__ gemm_product p, int64_t batches)
 {
   __shared__ SUM a[TILE][TILE + 1], b[TILE][TILE + 1];   // a[row][k], b[k][column]
   const int x = threadIdx.x, y = threadIdx.y;
-  const int64_t tiles_m = (p.m + TILE - 1) / TILE, tiles_n = (p.n + TILE - 1) / TILE, tiles = tiles_m * tiles_n * batches;
+  const int64_t tiles_m = (p.m + TILE - 1) / TILE, tiles_n = (p.n + TILE - 1) / TILE,
+                tiles = tiles_m * tiles_n * batches;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t z = tile / (tiles_m * tiles_n), in_batch = tile % (tiles_m * tiles_n);
     const int64_t first_m = in_batch / tiles_n * TILE, first_n = in_batch % tiles_n * TILE;
@@ -46,9 +49,15 @@ __global__ void __launch_bounds__(TILE *ROWS) multiply(const __grid_constant__ g
 #pragma unroll
       for (int r = 0; r < TILE; r += ROWS) {
         const int64_t m = first_m + y + r, k = first_k + x;
-        a[y + r][x] = m < p.m && k < p.k ? element_load<SUM>(p.a.data, p.a.dtype, from_a + m * p.a.row + k * p.a.column) : SUM(0);
+        a[y + r][x] =
+          m < p.m && k < p.k ?
+            element_load<SUM>(p.a.data, p.a.dtype, from_a + m * p.a.row + k * p.a.column) :
+            SUM(0);
         const int64_t row = first_k + y + r, n = first_n + x;
-        b[y + r][x] = row < p.k && n < p.n ? element_load<SUM>(p.b.data, p.b.dtype, from_b + row * p.b.row + n * p.b.column) : SUM(0);
+        b[y + r][x] =
+          row < p.k && n < p.n ?
+            element_load<SUM>(p.b.data, p.b.dtype, from_b + row * p.b.row + n * p.b.column) :
+            SUM(0);
       }
       __syncthreads();
       const int steps = p.k - first_k < TILE ? (int)(p.k - first_k) : TILE;
@@ -67,12 +76,14 @@ __global__ void __launch_bounds__(TILE *ROWS) multiply(const __grid_constant__ g
 }
 
 template <typename SUM>
-__global__ void round_into(const __grid_constant__ gemm_product p, const __grid_constant__ gemm_matrix from, int64_t count)
+__global__ void round_into(const __grid_constant__ gemm_product p,
+                           const __grid_constant__ gemm_matrix from, int64_t count)
 {
   const int64_t step = (int64_t)gridDim.x * blockDim.x;
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
     const int64_t n = i % p.n, m = i / p.n % p.m, z = i / p.n / p.m;
-    const SUM sum = static_cast<const SUM *>(from.data)[batch_offset(p, from, z) + m * from.row + n * from.column];
+    const SUM sum = static_cast<const SUM *>(
+      from.data)[batch_offset(p, from, z) + m * from.row + n * from.column];
     finish(p, batch_offset(p, p.c, z), m, n, sum);
   }
 }

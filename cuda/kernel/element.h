@@ -47,7 +47,8 @@ __host__ __device__ static inline bool is_float(int d)
 
 ELEMENT int64_t load_int(const void *data, int dtype, int64_t i)
 {
-  return is_float(dtype) ? int_of(load_double(data, dtype, i), -0x1p63, 0x1p63) : load_whole(data, dtype, i);
+  return is_float(dtype) ? int_of(load_double(data, dtype, i), -0x1p63, 0x1p63) :
+                           load_whole(data, dtype, i);
 }
 
 ELEMENT void store_double(void *data, int dtype, int64_t i, double value)
@@ -94,19 +95,25 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
 }
 
 /// One element from one tensor to another: bit for bit when the formats agree, else rounded once. FP8 becomes no other format here: copy.cu's.
-ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at)
+ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
+                          int64_t from_at)
 {
   if (to_dtype == from_dtype) {
     switch (to_dtype) {
-      case ENG_f64: case ENG_i64:                ((uint64_t *)to)[to_at] = ((const uint64_t *)from)[from_at]; break;
-      case ENG_f32: case ENG_i32:                ((uint32_t *)to)[to_at] = ((const uint32_t *)from)[from_at]; break;
-      case ENG_f16: case ENG_bf16: case ENG_i16: ((uint16_t *)to)[to_at] = ((const uint16_t *)from)[from_at]; break;
-      default:                                   ((uint8_t *)to)[to_at] = ((const uint8_t *)from)[from_at]; break;
+    case ENG_f64:
+    case ENG_i64: ((uint64_t *)to)[to_at] = ((const uint64_t *)from)[from_at]; break;
+    case ENG_f32:
+    case ENG_i32: ((uint32_t *)to)[to_at] = ((const uint32_t *)from)[from_at]; break;
+    case ENG_f16:
+    case ENG_bf16:
+    case ENG_i16: ((uint16_t *)to)[to_at] = ((const uint16_t *)from)[from_at]; break;
+    default: ((uint8_t *)to)[to_at] = ((const uint8_t *)from)[from_at]; break;
     }
   } else if (is_float(from_dtype)) {
     store_double(to, to_dtype, to_at, load_double(from, from_dtype, from_at));
   } else if (is_float(to_dtype)) {
-    store_double(to, to_dtype, to_at, double_from_int(load_int(from, from_dtype, from_at), to_dtype));
+    store_double(to, to_dtype, to_at,
+                 double_from_int(load_int(from, from_dtype, from_at), to_dtype));
   } else {
     store_int(to, to_dtype, to_at, load_int(from, from_dtype, from_at));
   }

@@ -9,18 +9,23 @@ template <int V_> struct float_lanes {
   enum { V = V_ };
   typedef float number;
   typedef typename mixed<V>::raw raw;
-  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { mixed<V>::fetch(r, data, dtype, at, 1); }
-  __device__ static void values(float (&x)[V], const raw &r, int dtype) { mixed<V>::floats(x, r, dtype); }
-  __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V]) { mixed<V>::store(data, dtype, at, y); }
+  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at)
+  { mixed<V>::fetch(r, data, dtype, at, 1); }
+  __device__ static void values(float (&x)[V], const raw &r, int dtype)
+  { mixed<V>::floats(x, r, dtype); }
+  __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V])
+  { mixed<V>::store(data, dtype, at, y); }
 };
 
 struct double_lanes {
   enum { V = 1 };
   typedef double number;
   typedef double raw;
-  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at) { r = load_double(data, dtype, at); }
+  __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at)
+  { r = load_double(data, dtype, at); }
   __device__ static void values(double (&x)[1], const raw &r, int) { x[0] = r; }
-  __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1]) { store_double(data, dtype, at, y[0]); }
+  __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1])
+  { store_double(data, dtype, at, y[0]); }
 };
 
 #endif

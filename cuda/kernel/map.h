@@ -44,7 +44,8 @@ template <typename T> struct uniform {
 /// Groups of V elements whose formats are known when the kernel runs. A target may be bool, too.
 template <int V_> struct mixed {
   enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
-  struct raw { uint32_t word[V_]; };   // as in memory: 16-bit formats fill one half. Nothing waits for it but floats().
+  // as in memory: 16-bit formats fill one half. Nothing waits for it but floats().
+  struct raw { uint32_t word[V_]; };
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
     if (dtype == ENG_f32) {
@@ -120,9 +121,14 @@ template <int V_> struct mixed {
 /// Applies a rule, in its low form where it has one and every tensor of the call is f16 or bf16: the result of an element does
 /// not depend on where tensors lie.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
-template <class Rule, int V> struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> { enum { value = 1 }; };
+template <class Rule, int V>
+struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> {
+  enum { value = 1 };
+};
 
-template <class Rule, int M, int N, int V> __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V], const float (&x)[N][V])
+template <class Rule, int M, int N, int V>
+__device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V],
+                                    const float (&x)[N][V])
 {
   if constexpr (has_low<Rule, V>::value) {
     if (low) rule.low(y, x);
@@ -133,7 +139,9 @@ template <class Rule, int M, int N, int V> __device__ static inline void apply(c
 }
 
 /// Tensors 0 .. M-1 of the walk are outputs (absent: NULL), the N after them inputs.
-template <class IO, int M, int N, class Rule> static __global__ void __launch_bounds__(WALK_THREADS) map_kernel(const walk<M + N> w, const Rule rule)
+template <class IO, int M, int N, class Rule>
+static __global__ void __launch_bounds__(WALK_THREADS)
+  map_kernel(const walk<M + N> w, const Rule rule)
 {
   constexpr int V = IO::V, U = V == 1 ? 4 : 2;   // groups in flight
   bool low = true;
@@ -151,7 +159,8 @@ template <class IO, int M, int N, class Rule> static __global__ void __launch_bo
 #pragma unroll
     for (int k = 0; k < M; k++) to[u][k] = at[k];
 #pragma unroll
-    for (int k = 0; k < N; k++) IO::fetch(raw[u][k], w.data[M + k], w.dtype[M + k], at[M + k], w.inner[M + k]);
+    for (int k = 0; k < N; k++)
+      IO::fetch(raw[u][k], w.data[M + k], w.dtype[M + k], at[M + k], w.inner[M + k]);
   }
 #pragma unroll
   for (int u = 0; u < U; u++) {
@@ -181,7 +190,8 @@ template <class IO, int M, int N, class Rule> static __global__ void __launch_bo
     if (M == 1 || w.data[k]) mixed<1>::store(w.data[k], w.dtype[k], at, y[k]);
 }
 
-template <class IO, int M, int N, class Rule> static void map_launch(const walk<M + N> &w, const Rule &rule)
+template <class IO, int M, int N, class Rule>
+static void map_launch(const walk<M + N> &w, const Rule &rule)
 {
   walk_parts<M + N>(w, IO::V == 1 ? 4 : 2, [&](const walk<M + N> &part, unsigned blocks) {
     map_kernel<IO, M, N, Rule><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, rule);
@@ -191,7 +201,9 @@ template <class IO, int M, int N, class Rule> static void map_launch(const walk<
 /// Dense tensors of one format; y may be NULL where there are several.
 template <typename T, int M, int N> struct dense { T *y[M]; const T *x[N]; int64_t count; };
 
-template <typename T, int M, int N, class Rule> static __global__ void __launch_bounds__(WALK_THREADS) dense_kernel(const dense<T, M, N> d, const Rule rule)
+template <typename T, int M, int N, class Rule>
+static __global__ void __launch_bounds__(WALK_THREADS)
+  dense_kernel(const dense<T, M, N> d, const Rule rule)
 {
   constexpr int V = 16 / sizeof(T), U = N == 1 ? 4 : 2;
   constexpr bool LOW = sizeof(T) == 2;
@@ -229,14 +241,16 @@ template <typename T, int M, int N, class Rule> static __global__ void __launch_
     if (M == 1 || d.y[k]) narrow(d.y[k][at], y[k][0]);
 }
 
-template <typename T, int M, int N, class Rule> static void dense_launch(const walk<M + N> &w, const Rule &rule)
+template <typename T, int M, int N, class Rule>
+static void dense_launch(const walk<M + N> &w, const Rule &rule)
 {
   dense<T, M, N> d;
   for (int k = 0; k < M; k++) d.y[k] = (T *)w.data[k];
   for (int k = 0; k < N; k++) d.x[k] = (const T *)w.data[M + k];
   d.count = w.count;
   constexpr int64_t EACH = (int64_t)WALK_THREADS * (16 / sizeof(T)) * (N == 1 ? 4 : 2);
-  dense_kernel<T, M, N, Rule><<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
+  dense_kernel<T, M, N, Rule>
+    <<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
 }
 
 /// Runs a rule where every tensor of the call has one format and is dense, without gaps, from 16 bytes on; false elsewhere.
@@ -244,7 +258,8 @@ template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, 
 {
   if (w.ndim != 1 || w.count >= 1ll << 40) return false;
   for (int k = 0; k < M + N; k++)
-    if (w.dtype[k] != w.dtype[0] || (w.data[k] && w.stride[k][0] != 1) || (uintptr_t)w.data[k] % 16) return false;
+    if (w.dtype[k] != w.dtype[0] || (w.data[k] && w.stride[k][0] != 1) || (uintptr_t)w.data[k] % 16)
+      return false;
   if (w.dtype[0] == ENG_f32) dense_launch<float, M, N>(w, rule);
   else if (w.dtype[0] == ENG_f16) dense_launch<f16_t, M, N>(w, rule);
   else dense_launch<bf16_t, M, N>(w, rule);
@@ -261,7 +276,8 @@ template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
 
 /// Runs a rule whose inputs are all f32, f16 or bf16, and whose outputs are, too, or bool. Kernels for one format alone are
 /// made only where `Hot`.
-template <int M, int N, bool Hot = true, class Rule> static eng_status map(const op_call *call, const Rule &rule)
+template <int M, int N, bool Hot = true, class Rule>
+static eng_status map(const op_call *call, const Rule &rule)
 {
   walk<M + N> w = walk_of_call<M, N>(call);
   bool same = true, done = false;
@@ -286,7 +302,8 @@ template <int M, int N, bool Hot = true, class Rule> static eng_status map(const
 }
 
 /// One element a thread: body(w, at) with `at` the offsets of the element in every tensor, `index` its number in row-major order.
-template <int K, class Body> static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K> w, const Body body)
+template <int K, class Body>
+static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K> w, const Body body)
 {
   int64_t index = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (index >= w.groups) return;

@@ -13,38 +13,56 @@
 
 #ifdef __CUDACC__
 
-__device__ static inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ static inline uint32_t shared_address(const void *p)
+{ return (uint32_t)__cvta_generic_to_shared(p); }
 
 /// 16 bytes to shared memory, zeros when they are not `there` (nothing is read then, but `from` is a valid address). Both aligned.
 __device__ static inline void copy16(uint32_t to, const void *from, bool there)
 {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
+               "r"(there ? 16 : 0)
+               : "memory");
 }
 /// Ends a group of copies; waits until at most `LEFT` groups of this thread are under way.
-__device__ static inline void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int LEFT> __device__ static inline void copy_wait() { asm volatile("cp.async.wait_group %0;\n" :: "n"(LEFT) : "memory"); }
+__device__ static inline void copy_commit()
+{ asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int LEFT>
+__device__ static inline void copy_wait()
+{ asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
 /// Four 8 x 8 matrices of 16-bit numbers. Lane l names row l % 8 of matrix l / 8 (16 bytes, aligned) and gets of each matrix
 /// row g, columns 2t and 2t+1; `turned`: of its transpose.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 __device__ static inline void load_matrices_turned(uint32_t (&r)[4], uint32_t address)
 {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 
 /// c += a b
-__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, f16_t)
+__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1, f16_t)
 {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16_t)
+__device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1, bf16_t)
 {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /// Two numbers rounded into one register, the first in its low half.

@@ -13,7 +13,9 @@ __device__ static inline float sigmoid(float x)
 __device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
 
 /// Of V neighbours as they lie in memory, rounded to their format.
-template <typename T, int V> __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate, const words<T, V> &up)
+template <typename T, int V>
+__device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate,
+                                           const words<T, V> &up)
 {
   float g[V], u[V];
   widen_words(g, gate);

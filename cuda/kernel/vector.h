@@ -14,14 +14,18 @@ template <> struct word_of<2> { typedef uint16_t type; };
 /// V elements of T: 4, 8, or a multiple of 16 bytes, aligned to themselves in memory (16 at most).
 template <typename T, int V> struct words { uint32_t w[V * sizeof(T) / 4]; };
 
-template <typename T, int V> __device__ static inline void load_words(words<T, V> &to, const T *from)
+template <typename T, int V>
+__device__ static inline void load_words(words<T, V> &to, const T *from)
 {
   constexpr int BYTES = V * sizeof(T);
   if constexpr (BYTES >= 16) {
 #pragma unroll
     for (int k = 0; k < BYTES / 16; k++) {
       uint4 piece = ((const uint4 *)from)[k];
-      to.w[4 * k] = piece.x; to.w[4 * k + 1] = piece.y; to.w[4 * k + 2] = piece.z; to.w[4 * k + 3] = piece.w;
+      to.w[4 * k] = piece.x;
+      to.w[4 * k + 1] = piece.y;
+      to.w[4 * k + 2] = piece.z;
+      to.w[4 * k + 3] = piece.w;
     }
   } else if constexpr (BYTES == 8) {
     uint2 piece = *(const uint2 *)from;
@@ -31,12 +35,15 @@ template <typename T, int V> __device__ static inline void load_words(words<T, V
   }
 }
 
-template <typename T, int V> __device__ static inline void store_words(T *to, const words<T, V> &from)
+template <typename T, int V>
+__device__ static inline void store_words(T *to, const words<T, V> &from)
 {
   constexpr int BYTES = V * sizeof(T);
   if constexpr (BYTES >= 16) {
 #pragma unroll
-    for (int k = 0; k < BYTES / 16; k++) ((uint4 *)to)[k] = uint4{from.w[4 * k], from.w[4 * k + 1], from.w[4 * k + 2], from.w[4 * k + 3]};
+    for (int k = 0; k < BYTES / 16; k++)
+      ((uint4 *)to)[k] =
+        uint4{from.w[4 * k], from.w[4 * k + 1], from.w[4 * k + 2], from.w[4 * k + 3]};
   } else if constexpr (BYTES == 8) {
     *(uint2 *)to = uint2{from.w[0], from.w[1]};
   } else {
@@ -44,12 +51,14 @@ template <typename T, int V> __device__ static inline void store_words(T *to, co
   }
 }
 
-template <int V> __device__ static inline void widen_words(float (&to)[V], const words<float, V> &from)
+template <int V>
+__device__ static inline void widen_words(float (&to)[V], const words<float, V> &from)
 {
 #pragma unroll
   for (int v = 0; v < V; v++) to[v] = __uint_as_float(from.w[v]);
 }
-template <int V> __device__ static inline void widen_words(float (&to)[V], const words<bf16_t, V> &from)
+template <int V>
+__device__ static inline void widen_words(float (&to)[V], const words<bf16_t, V> &from)
 {
 #pragma unroll
   for (int v = 0; v < V; v += 2) {
@@ -57,7 +66,8 @@ template <int V> __device__ static inline void widen_words(float (&to)[V], const
     to[v + 1] = __uint_as_float(from.w[v / 2] & 0xFFFF0000u);
   }
 }
-template <int V> __device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> &from)
+template <int V>
+__device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> &from)
 {
 #pragma unroll
   for (int v = 0; v < V; v += 2) {
@@ -78,7 +88,8 @@ __device__ static inline uint32_t rounded_pair(f16_t, float low, float high)
   __half2 pair = __floats2half2_rn(low, high);
   return *(uint32_t *)&pair;
 }
-template <typename T, int V> __device__ static inline void narrow_words(words<T, V> &to, const float (&from)[V])
+template <typename T, int V>
+__device__ static inline void narrow_words(words<T, V> &to, const float (&from)[V])
 {
   bool any_nan = false;
 #pragma unroll
@@ -95,7 +106,8 @@ template <typename T, int V> __device__ static inline void narrow_words(words<T,
     to.w[v / 2] = (uint32_t)high.bits << 16 | low.bits;
   }
 }
-template <int V> __device__ static inline void narrow_words(words<float, V> &to, const float (&from)[V])
+template <int V>
+__device__ static inline void narrow_words(words<float, V> &to, const float (&from)[V])
 {
 #pragma unroll
   for (int v = 0; v < V; v++) to.w[v] = __float_as_uint(from[v]);

@@ -57,7 +57,9 @@ static inline int64_t stride_in(const tensor *x, int ndim, int d)
 }
 
 /// A walk over `shape`; stride[k][d] belongs to tensor k and dimension d (outermost first).
-template <int N> static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS], void *const (&data)[N], const int (&dtype)[N])
+template <int N>
+static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS],
+                       void *const (&data)[N], const int (&dtype)[N])
 {
   walk<N> w = {};
   w.count = 1;
@@ -72,7 +74,8 @@ template <int N> static walk<N> walk_of(walk_shape shape, const int64_t (&stride
     if (size == 1) continue;
     int last = w.ndim - 1;
     bool merges = last >= 0;
-    for (int k = 0; k < N && merges; k++) merges = stride[k][d] == w.stride[k][last] * w.shape[last];
+    for (int k = 0; k < N && merges; k++)
+      merges = stride[k][d] == w.stride[k][last] * w.shape[last];
     if (merges) {
       w.shape[last] *= size;
     } else {
@@ -155,7 +158,8 @@ template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, con
 }
 
 /// Offsets of the first element of a group in every tensor, in elements.
-template <int N> __device__ static inline void walk_offsets(int64_t (&at)[N], const walk<N> &w, int64_t group)
+template <int N>
+__device__ static inline void walk_offsets(int64_t (&at)[N], const walk<N> &w, int64_t group)
 {
   if (w.ndim == 1) {
 #pragma unroll
@@ -168,7 +172,8 @@ template <int N> __device__ static inline void walk_offsets(int64_t (&at)[N], co
 #pragma unroll 1
   for (int d = 0; d < ENG_MAX_DIMS; d++) {
     bool last = d == w.ndim - 1;
-    uint32_t next = last ? 0 : divide(rest, w.size[d]), index = last ? rest : rest - next * w.size[d].size;
+    uint32_t next = last ? 0 : divide(rest, w.size[d]),
+             index = last ? rest : rest - next * w.size[d].size;
 #pragma unroll
     for (int k = 0; k < N; k++) at[k] += (int64_t)index * w.stride[k][d];
     if (last) break;

@@ -17,7 +17,8 @@
 enum {
   WARPS = SPAN_THREADS / 32,
   BATCH = 4,                         // accesses of a thread on their way
-  RESIDENT = 4, RESIDENT_HIST = 3,   // blocks of a multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB on their way
+  // blocks of a multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB on their way
+  RESIDENT = 4, RESIDENT_HIST = 3,
   SLAB = 2048,                       // chunks that one block of sum_up adds: counts stay below 2^25
   RUN = 4,                           // neighbouring chunks of a block, where histograms are wanted
 };
@@ -70,8 +71,10 @@ __device__ static inline uint32_t as_word(__half2 h)
   return u.w;
 }
 
-__device__ static inline float2 widen_pair(uint32_t w, f16_t)  { return __half22float2(as_halves(w)); }
-__device__ static inline float2 widen_pair(uint32_t w, bf16_t) { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
+__device__ static inline float2 widen_pair(uint32_t w, f16_t)
+{ return __half22float2(as_halves(w)); }
+__device__ static inline float2 widen_pair(uint32_t w, bf16_t)
+{ return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
 
 /// One element whose squares f32 cannot sum up, inf or nan perhaps.
 template <typename R> __device__ static inline void careful(R &r, float x)
@@ -112,17 +115,21 @@ __device__ static inline void count_field(histogram *h, uint32_t bits)
 {
   atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
 }
-__device__ static inline void count_subnormal(histogram *h, uint32_t fraction) { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
+__device__ static inline void count_subnormal(histogram *h, uint32_t fraction)
+{ atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
 
 #define SQUARES_FROM 0x1p-80f   // below this squares that f32 cannot hold may matter
 #define SQUARES_TO   0x1.FFFFFEp127f
 
-__device__ static inline float squares_of(const float x[4]) { return fmaf(x[1], x[1], x[0] * x[0]) + fmaf(x[3], x[3], x[2] * x[2]); }
+__device__ static inline float squares_of(const float x[4])
+{ return fmaf(x[1], x[1], x[0] * x[0]) + fmaf(x[3], x[3], x[2] * x[2]); }
 
-template <bool HIST> __device__ static inline void look(running<float> &r, uint4 a, uint4 b, histogram *bins)
+template <bool HIST>
+__device__ static inline void look(running<float> &r, uint4 a, uint4 b, histogram *bins)
 {
-  const float x[8] = {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w),
-                      __uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)};
+  const float x[8] = {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z),
+                      __uint_as_float(a.w), __uint_as_float(b.x), __uint_as_float(b.y),
+                      __uint_as_float(b.z), __uint_as_float(b.w)};
   float top = 0.0f;
 #pragma unroll
   for (int k = 0; k < 8; k++) {
@@ -146,7 +153,9 @@ template <bool HIST> __device__ static inline void look(running<float> &r, uint4
 }
 
 /// Eight elements: counts zeros and tiny ones, adds the largest of them to `top`, yields the sum of their squares.
-template <bool HIST, typename T> __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny, histogram *bins)
+template <bool HIST, typename T>
+__device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny,
+                                       histogram *bins)
 {
   // As f16, bits compare like magnitudes in either format: what is NaN there is neither zero nor tiny here, and among the largest
   // it is missed only where careful() follows.
@@ -170,11 +179,13 @@ template <bool HIST, typename T> __device__ static inline float look_at(uint4 ra
   return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
-template <bool HIST, typename T> __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *bins)
+template <bool HIST, typename T>
+__device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *bins)
 {
   const bool narrow_range = layout<T>::fraction == 10;   // squares of f16 never get lost
   __half2 top = as_halves(0), zeros = top, tiny = top;
-  const float first = look_at<HIST, T>(a, top, zeros, tiny, bins), second = look_at<HIST, T>(b, top, zeros, tiny, bins), sum = first + second;
+  const float first = look_at<HIST, T>(a, top, zeros, tiny, bins),
+              second = look_at<HIST, T>(b, top, zeros, tiny, bins), sum = first + second;
   r.zeros = __hadd2(r.zeros, zeros);
   r.tiny = __hadd2(r.tiny, tiny);
   if (HIST && as_word(zeros) != as_word(tiny))
@@ -198,30 +209,36 @@ template <bool HIST, typename T> __device__ static inline void look(running<T> &
 
 // ------------------------------------------------------------------ a chunk
 
-__device__ static inline int halves_total(__half2 h) { return (int)(__low2float(h) + __high2float(h)); }
+__device__ static inline int halves_total(__half2 h)
+{ return (int)(__low2float(h) + __high2float(h)); }
 
 /// A thread's sums in the one form that is reduced. `padding`: zeros that are no elements.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
-  tally t = {r.squares, __float_as_uint(r.amax), r.inf, r.nan, r.zeros - padding, r.tiny - padding, 0};
+  tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
+             r.zeros - padding, r.tiny - padding,        0};
   return t;
 }
 template <typename T> __device__ static inline tally finish(const running<T> &r, int padding)
 {
   float2 top = widen_pair(as_word(r.top), T());
   float amax = fmaxf(r.amax, fmaxf(top.x, top.y));
-  tally t = {r.squares, __float_as_uint(amax), r.inf, r.nan, halves_total(r.zeros) - padding, halves_total(r.tiny) - padding, 0};
+  tally t = {r.squares, __float_as_uint(amax),           r.inf,
+             r.nan,     halves_total(r.zeros) - padding, halves_total(r.tiny) - padding,
+             0};
   return t;
 }
 
 /// A chunk as a block sees it.
 struct piece {
   const uint4 *at;
-  int whole, n;              // accesses of 16 bytes, elements; an array that begins elsewhere has no accesses
+  // accesses of 16 bytes, elements; an array that begins elsewhere has no accesses
+  int whole, n;
   int span, dtype;
 };
 
-__device__ static inline piece piece_of(const device_span *spans, const int32_t *chunk, int c, int chunks)
+__device__ static inline piece piece_of(const device_span *spans, const int32_t *chunk, int c,
+                                        int chunks)
 {
   piece p = {NULL, 0, 0, -1, 0};
   if (c >= chunks) return p;
@@ -244,13 +261,16 @@ __device__ static inline uint4 access_of(const uint4 *at, int whole, int k)
 }
 
 /// The thread's share of a chunk, whose first accesses are in `ahead`; leaves those of the next one there.
-template <bool HIST, typename T> __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now, const piece &next, histogram *bins)
+template <bool HIST, typename T>
+__device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now,
+                                          const piece &next, histogram *bins)
 {
   enum { V = 16 / sizeof(T) };
   running<T> r;
   memset(&r, 0, sizeof r);
   const uint4 *at = now.at;
-  int left = now.whole, padding = -V * max(0, (now.whole - (int)threadIdx.x + SPAN_THREADS - 1) / SPAN_THREADS);
+  int left = now.whole,
+      padding = -V * max(0, (now.whole - (int)threadIdx.x + SPAN_THREADS - 1) / SPAN_THREADS);
   do {
     const bool last = left <= BATCH * SPAN_THREADS;
     at = last ? next.at : at + BATCH * SPAN_THREADS;
@@ -266,7 +286,8 @@ template <bool HIST, typename T> __device__ static inline tally read_chunk(uint4
   } while (true);
   const T *g = (const T *)now.at;
 #pragma unroll 1
-  for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {   // the rest, filled up with zeros
+  // the rest, filled up with zeros
+  for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {
     union { uint4 raw; T x[V]; } u;
     u.raw = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -282,7 +303,8 @@ template <bool HIST, typename T> __device__ static inline tally read_chunk(uint4
 __device__ static inline tally warp_tally(tally t)
 {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) t.squares += __shfl_xor_sync(0xFFFFFFFFu, t.squares, step);
+  for (int step = 16; step > 0; step /= 2)
+    t.squares += __shfl_xor_sync(0xFFFFFFFFu, t.squares, step);
   t.amax = __reduce_max_sync(0xFFFFFFFFu, t.amax);
   t.inf = __reduce_add_sync(0xFFFFFFFFu, t.inf);
   t.nan = __reduce_add_sync(0xFFFFFFFFu, t.nan);
@@ -307,30 +329,40 @@ __device__ static inline void block_tally(tally t, tally *warps, tally *to)
 __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long long *hist)
 {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int fraction = dtype == ENG_f16 ? 10 : 7, fields = 0x8000 >> fraction, first = dtype == ENG_f16 ? 145 : 33;   // bin of field 0
+  // bin of field 0
+  const int fraction = dtype == ENG_f16 ? 10 : 7, fields = 0x8000 >> fraction,
+            first = dtype == ENG_f16 ? 145 : 33;
   for (int f = warp; f < fields; f += WARPS) {
     uint32_t *at = (uint32_t *)(h->fields + (f << fraction)) + lane;
     const uint32_t sum = __reduce_add_sync(0xFFFFFFFFu, *at);
     *at = 0;
-    if (lane == 0 && sum && f > 0 && f < fields - 1) atomicAdd(&hist[first + f], (unsigned long long)sum);   // not zeros, inf, nan
+    // not zeros, inf, nan
+    if (lane == 0 && sum && f > 0 && f < fields - 1)
+      atomicAdd(&hist[first + f], (unsigned long long)sum);
   }
-  if (warp == 0) {   // a number whose highest fraction bit is b: 2^(b - bits of the fraction) of the smallest normal one
+  // a number whose highest fraction bit is b: 2^(b - bits of the fraction) of the smallest normal one
+  if (warp == 0) {
     const uint32_t some = h->subnormal[lane];
     h->subnormal[lane] = 0;
-    if (some) atomicAdd(&hist[first + 1 + (31 - lane) - (dtype == ENG_f32 ? 23 : fraction)], (unsigned long long)some);
+    if (some)
+      atomicAdd(&hist[first + 1 + (31 - lane) - (dtype == ENG_f32 ? 23 : fraction)],
+                (unsigned long long)some);
   }
   __syncthreads();
 }
 
 /// `run` neighbouring chunks a block at a time.
-template <bool HIST> __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
-read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run, tally *tallies, unsigned long long *hist)
+template <bool HIST>
+__global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
+  read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run,
+                 tally *tallies, unsigned long long *hist)
 {
   __shared__ tally warps[2][WARPS];
   __shared__ histogram_room<HIST> room;
   histogram *bins = HIST ? (histogram *)&room : NULL;
   if (HIST) {
-    for (int b = threadIdx.x; b < (int)(sizeof(histogram) / 4); b += SPAN_THREADS) ((uint32_t *)bins)[b] = 0;
+    for (int b = threadIdx.x; b < (int)(sizeof(histogram) / 4); b += SPAN_THREADS)
+      ((uint32_t *)bins)[b] = 0;
     __syncthreads();
   }
   uint4 ahead[BATCH];
@@ -346,7 +378,8 @@ read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int r
     else if (now.dtype == ENG_bf16) t = read_chunk<HIST, bf16_t>(ahead, now, next, bins);
     else t = read_chunk<HIST, float>(ahead, now, next, bins);
     block_tally(t, warps[half], tallies + c);   // a barrier for the bins as well
-    if (HIST && now.span != next.span) flush_bins(bins, now.dtype, hist + (int64_t)now.span * ENG_HIST_BINS);
+    if (HIST && now.span != next.span)
+      flush_bins(bins, now.dtype, hist + (int64_t)now.span * ENG_HIST_BINS);
     now = next;
     c = after;
   }
@@ -356,8 +389,9 @@ read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int r
 
 /// A block per slab of a tensor; the last one to finish adds up slabs and tensors. `counter` is 0 between launches.
 __global__ static void __launch_bounds__(SPAN_THREADS, 2)
-sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial, span_result *results, cuda_step_total *total, unsigned *counter,
-       const cuda_fault_record *fault, cuda_fault_record *fault_seen)
+  sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial,
+         span_result *results, cuda_step_total *total, unsigned *counter,
+         const cuda_fault_record *fault, cuda_fault_record *fault_seen)
 {
   __shared__ tally warps[WARPS];
   __shared__ double squares[WARPS];
@@ -393,7 +427,8 @@ sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *
   for (int k = threadIdx.x; k < n; k += SPAN_THREADS) {
     span_result r = {0, 0, 0, 0, 0, 0};
     for (int j = 0; j < slabs; j++) {
-      union { uint4 raw[2]; tally t; } u;   // written by other blocks of this launch: past the first cache
+      // written by other blocks of this launch: past the first cache
+      union { uint4 raw[2]; tally t; } u;
       u.raw[0] = __ldcg((const uint4 *)(partial + k * slabs + j));
       u.raw[1] = __ldcg((const uint4 *)(partial + k * slabs + j) + 1);
       r.squares += u.t.squares;
@@ -444,7 +479,8 @@ enum { REPORTS = 64 };
 /// What one pass found, on its way: fault, losses, results, histograms, in one piece of memory here and there.
 typedef struct report {
   int64_t     ticket;            // of the pass that was here last
-  bool        busy, dropped;     // nobody fetched it yet; nobody will, though it may still be on its way
+  // nobody fetched it yet; nobody will, though it may still be on its way
+  bool        busy, dropped;
   char       *memory;            // pinned
   int64_t     bytes;
   cudaEvent_t arrived;
@@ -484,8 +520,10 @@ static report *report_free(void)
 
 static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 static int64_t losses_at(void) { return round_up(sizeof(cuda_fault_record)); }
-static int64_t results_at(int n_loss) { return losses_at() + round_up(n_loss * (int64_t)sizeof(float)); }
-static int64_t hist_at(int n, int n_loss) { return results_at(n_loss) + round_up(n * (int64_t)sizeof(span_result)); }
+static int64_t results_at(int n_loss)
+{ return losses_at() + round_up(n_loss * (int64_t)sizeof(float)); }
+static int64_t hist_at(int n, int n_loss)
+{ return results_at(n_loss) + round_up(n * (int64_t)sizeof(span_result)); }
 static int64_t hist_bytes(int n) { return n * (int64_t)(ENG_HIST_BINS * sizeof(int64_t)); }
 
 static eng_status check_pass(const param_span *spans, int n, tensor *const *loss, int n_loss)
@@ -493,11 +531,16 @@ static eng_status check_pass(const param_span *spans, int n, tensor *const *loss
   for (int k = 0; k < n; k++) {
     int d = spans[k].gradient_dtype;
     if (d != ENG_f32 && d != ENG_f16 && d != ENG_bf16)
-      return error_set(ENG_ERR_DTYPE, "gradient statistics: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(d));
+      return error_set(
+        ENG_ERR_DTYPE,
+        "gradient statistics: expected the gradient of %s in f32, f16 or bf16, got %s",
+        spans[k].name, eng_dtype_name(d));
   }
   for (int k = 0; k < n_loss; k++)
     if (loss[k]->dtype != ENG_f32 || loss[k]->count != 1)
-      return error_set(ENG_ERR_VALUE, "gradient statistics: expected losses of one f32 element, got %s", tensor_text(loss[k]));
+      return error_set(ENG_ERR_VALUE,
+                       "gradient statistics: expected losses of one f32 element, got %s",
+                       tensor_text(loss[k]));
   return ENG_OK;
 }
 
@@ -515,7 +558,8 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   }
   if (n > r->capacity) {
     int64_t *count = (int64_t *)realloc(r->count, (size_t)n * sizeof *count);
-    if (!count) return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
+    if (!count)
+      return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
     r->count = count;
     r->capacity = n;
   }
@@ -523,10 +567,13 @@ static eng_status report_room(report *r, int n, int64_t bytes)
 }
 
 /// Starts a pass. *out: its report, busy from now on.
-static eng_status launch(report **out, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+static eng_status launch(report **out, const param_span *spans, int n, unsigned needs,
+                         tensor *const *loss, int n_loss)
 {
   report *r = report_free();
-  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
+  if (!r)
+    return error_set(ENG_ERR_STATE,
+                     "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
   ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
@@ -534,13 +581,15 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     if (spans[k].count > longest) longest = spans[k].count;
   const int64_t slabs = (longest + (int64_t)SLAB * SPAN_CHUNK - 1) / ((int64_t)SLAB * SPAN_CHUNK);
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
-  ENG_TRY(device_grow(&pass.tallies, &pass.tallies_bytes, (pass.table.chunks + n * slabs + 1) * (int64_t)sizeof(tally)));
+  ENG_TRY(device_grow(&pass.tallies, &pass.tallies_bytes,
+                      (pass.table.chunks + n * slabs + 1) * (int64_t)sizeof(tally)));
   ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
   ENG_TRY(report_room(r, n, bytes));
   if (!pass.total) {
     const int64_t room = (REPORTS + 1) * (int64_t)sizeof(cuda_step_total);
     cuda_step_total *total = (cuda_step_total *)cuda_take(room);
-    if (!total) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
+    if (!total)
+      return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
     CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
     pass.total = total;
   }
@@ -555,21 +604,30 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     const int64_t room = (int64_t)(hist ? RESIDENT_HIST : RESIDENT) * cuda_multiprocessors();
     const unsigned blocks = (unsigned)(t->chunks < room ? t->chunks : room);
     const int chunks = (int)t->chunks, run = t->chunks >= RUN * room ? RUN : 1;
-    if (hist) read_gradients<true><<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, run, tallies, bins);
-    else read_gradients<false><<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, 1, tallies, bins);
+    if (hist)
+      read_gradients<true>
+        <<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, run, tallies, bins);
+    else
+      read_gradients<false>
+        <<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, 1, tallies, bins);
     CUDA_LAUNCHED("gradient statistics");
   }
-  sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(t->span, n, (int)slabs, tallies, tallies + t->chunks, (span_result *)(device + results_at(n_loss)),
-                                                                               pass.total + (r - pass.reports), (unsigned *)(pass.total + REPORTS), cuda_fault(), (cuda_fault_record *)device);
+  sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(
+    t->span, n, (int)slabs, tallies, tallies + t->chunks,
+    (span_result *)(device + results_at(n_loss)), pass.total + (r - pass.reports),
+    (unsigned *)(pass.total + REPORTS), cuda_fault(), (cuda_fault_record *)device);
   CUDA_LAUNCHED("gradient statistics");
   for (int from = 0; from < n_loss; from += GATHERED) {
     gather_list list;
     int some = n_loss - from < GATHERED ? n_loss - from : GATHERED;
-    for (int k = 0; k < GATHERED; k++) list.at[k] = (const float *)loss[from + (k < some ? k : 0)]->data;
-    gather_losses<<<1, GATHERED, 0, cuda_stream()>>>(list, some, (float *)(device + losses_at()) + from);
+    for (int k = 0; k < GATHERED; k++)
+      list.at[k] = (const float *)loss[from + (k < some ? k : 0)]->data;
+    gather_losses<<<1, GATHERED, 0, cuda_stream()>>>(list, some,
+                                                     (float *)(device + losses_at()) + from);
     CUDA_LAUNCHED("gradient statistics");
   }
-  CUDA_TRY(cudaMemcpyAsync(r->memory, device, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()));
+  CUDA_TRY(
+    cudaMemcpyAsync(r->memory, device, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()));
   CUDA_TRY(cudaEventRecord(r->arrived, cuda_stream()));
   for (int k = 0; k < n; k++) r->count[k] = spans[k].count;
   r->n = n;
@@ -589,7 +647,8 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;   // those behind it met the same one
+  // those behind it met the same one
+  for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }
 
@@ -606,7 +665,8 @@ static void unpack(eng_tensor_stats *stats, const report *r)
     if (r->needs & ENG_NEED_UNDERFLOW) s->underflow = results[k].underflow;
     if (r->needs & ENG_NEED_AMAX) s->amax = results[k].amax;
     if (r->needs & ENG_NEED_NORM) s->sum_squares = results[k].squares;
-    if (r->needs & ENG_NEED_HIST) memcpy(s->hist, hist + (int64_t)k * ENG_HIST_BINS, sizeof s->hist);
+    if (r->needs & ENG_NEED_HIST)
+      memcpy(s->hist, hist + (int64_t)k * ENG_HIST_BINS, sizeof s->hist);
   }
 }
 
@@ -628,7 +688,8 @@ eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_te
   return fetch(r, stats, NULL, 0);
 }
 
-eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs,
+                                tensor *const *loss, int n_loss)
 {
   report *r;
   ENG_TRY(launch(&r, spans, n, needs, loss, n_loss));
@@ -636,17 +697,23 @@ eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n,
   return ENG_OK;
 }
 
-eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss)
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
+                                int n_loss)
 {
   report *r = NULL;
   for (int i = 0; i < REPORTS && !r; i++)
     if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
-  if (!r) return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is on its way", (long long)ticket);
+  if (!r)
+    return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is on its way",
+                     (long long)ticket);
   if (!stats || n != r->n || n_loss != r->n_loss) {
     r->busy = false;
     r->dropped = true;
     if (!stats) return ENG_OK;
-    return error_set(ENG_ERR_VALUE, "gradient statistics: the pass is of %d tensors and %d losses, asked for %d and %d", r->n, r->n_loss, n, n_loss);
+    return error_set(
+      ENG_ERR_VALUE,
+      "gradient statistics: the pass is of %d tensors and %d losses, asked for %d and %d", r->n,
+      r->n_loss, n, n_loss);
   }
   return fetch(r, stats, loss, n_loss);
 }

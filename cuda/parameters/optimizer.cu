@@ -22,12 +22,14 @@ typedef struct rule {
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   int32_t nesterov;
-  double  plain_lr, plain_beta1, plain_beta2;   // for lagged updates, whose t the host does not know
+  // for lagged updates, whose t the host does not know
+  double  plain_lr, plain_beta1, plain_beta2;
 } rule;
 
 /// One update's numbers.
 typedef struct numbers {
-  double  factor;            // on gradients; a lagged update's still lacks the clip coefficient until `decide`
+  // on gradients; a lagged update's still lacks the clip coefficient until `decide`
+  double  factor;
   double  clip_norm;
   int64_t t;
   float   limit;             // clamp gradients to +-limit; inf: no
@@ -38,8 +40,10 @@ typedef struct numbers {
 
 enum { NUMBERS = (sizeof(numbers) + 15) / 16 * 16 };
 
-__host__ __device__ static inline rule *rules_of(numbers *u) { return (rule *)((char *)u + NUMBERS); }
-__device__ static inline const rule *rules_of(const numbers *u) { return (const rule *)((const char *)u + NUMBERS); }
+__host__ __device__ static inline rule *rules_of(numbers *u)
+{ return (rule *)((char *)u + NUMBERS); }
+__device__ static inline const rule *rules_of(const numbers *u)
+{ return (const rule *)((const char *)u + NUMBERS); }
 
 // ------------------------------------------------------------------ elements
 
@@ -51,7 +55,12 @@ __device__ static inline scaling scaling_of(double factor)
 {
   double size = fabs(factor);
   bool large = size >= 0x1p127, small = size < 0x1p-126;
-  scaling s = {large ? 0x1p64f : small ? 0x1p-64f : 1.0f, (float)(factor * (large ? 0x1p-64 : small ? 0x1p64 : 1.0))};
+  scaling s = {large ? 0x1p64f :
+               small ? 0x1p-64f :
+                       1.0f,
+               (float)(factor * (large ? 0x1p-64 :
+                                 small ? 0x1p64 :
+                                         1.0))};
   return s;
 }
 
@@ -60,7 +69,9 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
 /// One element: weight w, gradient g, moments m and v. `momentum`: SGD keeps one; `starts`: it begins as this gradient.
-template <int LOOP> __device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts, float &w, float g, float &m, float &v)
+template <int LOOP>
+__device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts,
+                                      float &w, float g, float &m, float &v)
 {
   g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
   if (LOOP == LOOP_ADAM) {
@@ -121,7 +132,8 @@ __device__ static inline void widen_raw(float x[4], uint4 raw, int dtype)
     x[2] = __uint_as_float(raw.y << 16);
     x[3] = __uint_as_float(raw.y & 0xFFFF0000u);
   } else {
-    f16_t h[4] = {{(uint16_t)raw.x}, {(uint16_t)(raw.x >> 16)}, {(uint16_t)raw.y}, {(uint16_t)(raw.y >> 16)}};
+    f16_t h[4] = {
+      {(uint16_t)raw.x}, {(uint16_t)(raw.x >> 16)}, {(uint16_t)raw.y}, {(uint16_t)(raw.y >> 16)}};
     for (int k = 0; k < 4; k++) x[k] = widen(h[k]);
   }
 }
@@ -137,8 +149,11 @@ template <typename T> __device__ static inline uint32_t narrow_pair(float a, flo
 __device__ static inline void store_quad(void *p, int dtype, int quad, const float x[4])
 {
   if (dtype == ENG_f32) ((float4 *)p)[quad] = make_float4(x[0], x[1], x[2], x[3]);
-  else if (dtype == ENG_f16) ((uint2 *)p)[quad] = make_uint2(narrow_pair<f16_t>(x[0], x[1]), narrow_pair<f16_t>(x[2], x[3]));
-  else ((uint2 *)p)[quad] = make_uint2(narrow_pair<bf16_t>(x[0], x[1]), narrow_pair<bf16_t>(x[2], x[3]));
+  else if (dtype == ENG_f16)
+    ((uint2 *)p)[quad] = make_uint2(narrow_pair<f16_t>(x[0], x[1]), narrow_pair<f16_t>(x[2], x[3]));
+  else
+    ((uint2 *)p)[quad] =
+      make_uint2(narrow_pair<bf16_t>(x[0], x[1]), narrow_pair<bf16_t>(x[2], x[3]));
 }
 
 // ------------------------------------------------------------------ chunks
@@ -206,7 +221,8 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
       widen_raw(first_moment, m[k], p.moment_dtype);
       widen_raw(second_moment, v[k], p.moment_dtype);
       for (int e = 0; e < 4; e++)
-        advance<LOOP>(r, limit, has_m, starts, weight[e], scaled(scale, gradient[e]), first_moment[e], second_moment[e]);
+        advance<LOOP>(r, limit, has_m, starts, weight[e], scaled(scale, gradient[e]),
+                      first_moment[e], second_moment[e]);
       store_quad(p.master, ENG_f32, quad, weight);
       if (has_m) store_quad(p.moment1, p.moment_dtype, quad, first_moment);
       if (has_v) store_quad(p.moment2, p.moment_dtype, quad, second_moment);
@@ -215,7 +231,8 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
     float w = p.master[i], g = load_one(p.gradient, p.gradient_dtype, i);
-    float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f, v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
+    float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f,
+          v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
     advance<LOOP>(r, limit, has_m, starts, w, scaled(scale, g), m, v);
     p.master[i] = w;
     if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
@@ -254,7 +271,8 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
   for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
     uint4 g[BATCH];
 #pragma unroll
-    for (int k = 0; k < BATCH; k++) g[k] = load_raw(p.gradient, p.gradient_dtype, min(first + k * SPAN_THREADS, p.quads - 1));
+    for (int k = 0; k < BATCH; k++)
+      g[k] = load_raw(p.gradient, p.gradient_dtype, min(first + k * SPAN_THREADS, p.quads - 1));
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
       int quad = first + k * SPAN_THREADS;
@@ -283,7 +301,8 @@ static struct {
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
   pinned_ring ring;
-  int64_t    *counters;              // device memory [ENG_UPDATE_SLOTS], and an int behind them: found_inf
+  // device memory [ENG_UPDATE_SLOTS], and an int behind them: found_inf
+  int64_t    *counters;
   int        *found;                 // pinned
 } pass;
 
@@ -293,7 +312,8 @@ static eng_status open_pass(void)
   int64_t bytes = (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof *pass.counters;
   if (!pass.found) CUDA_TRY(cudaMallocHost((void **)&pass.found, sizeof *pass.found));
   int64_t *counters = (int64_t *)cuda_take(bytes);
-  if (!counters) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
+  if (!counters)
+    return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
   CUDA_TRY(cudaMemsetAsync(counters, 0, (size_t)bytes, cuda_stream()));
   pass.counters = counters;
   return ENG_OK;
@@ -331,14 +351,22 @@ static bool dtype_fits(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_
 static eng_status check_spans(const param_span *spans, int n, const eng_update *update)
 {
   int kind = update->kind;
-  if (kind < ENG_SGD || kind > ENG_LION) return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", kind);
+  if (kind < ENG_SGD || kind > ENG_LION)
+    return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", kind);
   for (int k = 0; k < n; k++) {
     const param_span *s = &spans[k];
-    if ((kind != ENG_SGD && !s->moment1) || ((kind == ENG_ADAM || kind == ENG_ADAMW) && !s->moment2))
-      return error_set(ENG_ERR_VALUE, "optimize: parameter %s has no moments for optimizer number %d", s->name, kind);
-    if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) || (s->moment1 && !dtype_fits(s->moment_dtype)))
-      return error_set(ENG_ERR_DTYPE, "optimize: expected f32, f16 or bf16 throughout, got gradients in %s, moments in %s, weights in %s of parameter %s",
-                       eng_dtype_name(s->gradient_dtype), eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype), s->name);
+    if ((kind != ENG_SGD && !s->moment1) ||
+        ((kind == ENG_ADAM || kind == ENG_ADAMW) && !s->moment2))
+      return error_set(ENG_ERR_VALUE,
+                       "optimize: parameter %s has no moments for optimizer number %d", s->name,
+                       kind);
+    if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
+        (s->moment1 && !dtype_fits(s->moment_dtype)))
+      return error_set(ENG_ERR_DTYPE,
+                       "optimize: expected f32, f16 or bf16 throughout, got gradients in %s, "
+                       "moments in %s, weights in %s of parameter %s",
+                       eng_dtype_name(s->gradient_dtype), eng_dtype_name(s->moment_dtype),
+                       eng_dtype_name(s->shadow_dtype), s->name);
   }
   return ENG_OK;
 }
@@ -349,7 +377,8 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
   void *slot;
   ENG_TRY(check_spans(spans, n, update));
-  if (update->slot < 0 || update->slot >= ENG_UPDATE_SLOTS) return error_set(ENG_ERR_VALUE, "optimize: there is no slot %d", update->slot);
+  if (update->slot < 0 || update->slot >= ENG_UPDATE_SLOTS)
+    return error_set(ENG_ERR_VALUE, "optimize: there is no slot %d", update->slot);
   if (n == 0) return ENG_OK;
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
@@ -374,7 +403,9 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
 {
   const cuda_step_total *total = cuda_total_of(update->statistics);
   if (update->lagged && !total)
-    return error_set(ENG_ERR_STATE, "optimize: a lagged update decides by gradient statistics, and there are none");
+    return error_set(
+      ENG_ERR_STATE,
+      "optimize: a lagged update decides by gradient statistics, and there are none");
   ENG_TRY(prepare(spans, n, update));
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
   numbers *u = (numbers *)pass.numbers;
@@ -384,28 +415,35 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
     CUDA_LAUNCHED("optimize");
   }
   unsigned chunks = (unsigned)t->chunks;
-  if (update->kind == ENG_SGD) advance_all<LOOP_SGD><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
-  else if (update->kind == ENG_LION) advance_all<LOOP_LION><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
+  if (update->kind == ENG_SGD)
+    advance_all<LOOP_SGD><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
+  else if (update->kind == ENG_LION)
+    advance_all<LOOP_LION><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
   else advance_all<LOOP_ADAM><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
   CUDA_LAUNCHED("optimize");
   return ENG_OK;
 }
 
-eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target,
+                        int *found_inf)
 {
   *found_inf = 0;
   for (int k = 0; k < n; k++)
     if (!dtype_fits(spans[k].gradient_dtype))
-      return error_set(ENG_ERR_DTYPE, "unscale: expected the gradient of %s in f32, f16 or bf16, got %s", spans[k].name, eng_dtype_name(spans[k].gradient_dtype));
+      return error_set(ENG_ERR_DTYPE,
+                       "unscale: expected the gradient of %s in f32, f16 or bf16, got %s",
+                       spans[k].name, eng_dtype_name(spans[k].gradient_dtype));
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.targets, spans, n, target));
   const span_table *t = &pass.targets;
   if (t->chunks == 0) return ENG_OK;
   int *found = (int *)(pass.counters + ENG_UPDATE_SLOTS);
   CUDA_TRY(cudaMemsetAsync(found, 0, sizeof *found, cuda_stream()));
-  scale_gradients<<<(unsigned)t->chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, factor, found);
+  scale_gradients<<<(unsigned)t->chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk,
+                                                                           factor, found);
   CUDA_LAUNCHED("unscale");
-  CUDA_TRY(cudaMemcpyAsync(pass.found, found, sizeof *found, cudaMemcpyDeviceToHost, cuda_stream()));
+  CUDA_TRY(
+    cudaMemcpyAsync(pass.found, found, sizeof *found, cudaMemcpyDeviceToHost, cuda_stream()));
   ENG_TRY(cuda_synchronize());
   *found_inf = *pass.found;
   return ENG_OK;

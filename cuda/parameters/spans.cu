@@ -12,7 +12,11 @@ eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
   if (*memory) cuda_give(*memory, *capacity);
   *capacity = 0;
   *memory = cuda_take(bytes + bytes / 4);
-  if (!*memory) return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over all parameters (%lld bytes)", (long long)bytes);
+  if (!*memory)
+    return error_set(
+      ENG_ERR_MEMORY,
+      "cuda: out of device memory for the tables of a pass over all parameters (%lld bytes)",
+      (long long)bytes);
   *capacity = bytes + bytes / 4;
   return ENG_OK;
 }
@@ -48,7 +52,8 @@ eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes)
 
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes)
 {
-  CUDA_TRY(cudaMemcpyAsync(to, ring->slot[ring->next], (size_t)bytes, cudaMemcpyHostToDevice, cuda_stream()));
+  CUDA_TRY(cudaMemcpyAsync(to, ring->slot[ring->next], (size_t)bytes, cudaMemcpyHostToDevice,
+                           cuda_stream()));
   CUDA_TRY(cudaEventRecord(ring->sent[ring->next], cuda_stream()));
   return ENG_OK;
 }
@@ -63,7 +68,8 @@ static eng_status table_room(span_table *table, int n)
   if (known) table->known = known;
   device_span *fresh = (device_span *)realloc(table->fresh, (size_t)capacity * sizeof *fresh);
   if (fresh) table->fresh = fresh;
-  if (!known || !fresh) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  if (!known || !fresh)
+    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
   table->capacity = capacity;
   return ENG_OK;
 }
@@ -90,15 +96,19 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->moment_dtype = s->moment_dtype;
     d->group = s->group;
     d->starts = s->starts;
-    d->aligned = is_aligned(d->master) && is_aligned(d->shadow) && is_aligned(d->gradient) && is_aligned(d->moment1) && is_aligned(d->moment2);
+    d->aligned = is_aligned(d->master) && is_aligned(d->shadow) && is_aligned(d->gradient) &&
+                 is_aligned(d->moment1) && is_aligned(d->moment2);
     d->first_chunk = (int32_t)chunks;
     d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
     chunks += d->chunks;
-    if (chunks > INT32_MAX) return error_set(ENG_ERR_VALUE, "cuda: more than 2^45 elements in all parameters");
+    if (chunks > INT32_MAX)
+      return error_set(ENG_ERR_VALUE, "cuda: more than 2^45 elements in all parameters");
   }
-  if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0) return ENG_OK;
+  if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0)
+    return ENG_OK;
 
-  int64_t spans_bytes = n * (int64_t)sizeof(device_span), bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
+  int64_t spans_bytes = n * (int64_t)sizeof(device_span),
+          bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
   void *memory = table->span, *slot;
   table->n = -1;   // until all of it is there
   eng_status grown = device_grow(&memory, &table->bytes, bytes);

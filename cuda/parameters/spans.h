@@ -6,7 +6,8 @@
 #include "runtime/device.h"
 
 enum {
-  SPAN_CHUNK = 16384,      // elements that one block works on: the cut depends on the tensors alone, so sums have one order on every card
+  // elements that one block works on: the cut depends on the tensors alone, so sums have one order on every card
+  SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
   RING_SLOTS = 4,
 };

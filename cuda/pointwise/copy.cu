@@ -11,7 +11,8 @@ extern "C" {
 
 // ------------------------------------------------------------------ units side by side
 
-template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
+template <typename Unit>
+static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
 {
   constexpr int U = 4;   // in flight
   int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x, at[U][2];
@@ -30,7 +31,9 @@ template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) 
 
 template <typename Unit> static void move_launch(const walk<2> &w)
 {
-  walk_parts<2>(w, 4, [](const walk<2> &part, unsigned blocks) { move_kernel<Unit><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part); });
+  walk_parts<2>(w, 4, [](const walk<2> &part, unsigned blocks) {
+    move_kernel<Unit><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
+  });
 }
 
 // Rows in the largest units that divide them: a walk whose elements are units.
@@ -39,7 +42,8 @@ static eng_status move(walk<2> w)
   int size = eng_dtype_size(w.dtype[0]), unit = size;
   bool runs = w.stride[0][0] == 1 && w.stride[1][0] == 1;
   if (runs && w.ndim == 1) {
-    CUDA_TRY(cudaMemcpyAsync(w.data[0], w.data[1], (size_t)(w.count * size), cudaMemcpyDeviceToDevice, cuda_stream()));
+    CUDA_TRY(cudaMemcpyAsync(w.data[0], w.data[1], (size_t)(w.count * size),
+                             cudaMemcpyDeviceToDevice, cuda_stream()));
     return ENG_OK;
   }
   if (runs)
@@ -68,7 +72,8 @@ struct turn_place { int64_t across, down, to, from; };
 
 __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
 {
-  uint32_t rest = blockIdx.x, tile = rest / t.across_tiles;   // blocks are fewer than 2^31: 64-bit division is slow
+  // blocks are fewer than 2^31: 64-bit division is slow
+  uint32_t rest = blockIdx.x, tile = rest / t.across_tiles;
   turn_place p;
   p.across = (int64_t)(rest - tile * t.across_tiles) * side;
   rest = tile / t.down_tiles;
@@ -90,27 +95,33 @@ __device__ static inline void convert(uint8_t &y, uint8_t x)   { y = x; }
 __device__ static inline void convert(uint16_t &y, uint16_t x) { y = x; }
 __device__ static inline void convert(uint32_t &y, uint32_t x) { y = x; }
 __device__ static inline void convert(uint2 &y, uint2 x)       { y = x; }
-template <typename To, typename From> __device__ static inline void convert(To &y, From x) { narrow(y, widen(x)); }
+template <typename To, typename From>
+__device__ static inline void convert(To &y, From x)
+{ narrow(y, widen(x)); }
 
-template <typename To, typename From, int SIDE> static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const turn t)
+template <typename To, typename From, int SIDE>
+static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const turn t)
 {
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
-  int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;   // what is left from here on
+  // what is left from here on
+  int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll
   for (int j = 0; j < SIDE; j += 8)
 #pragma unroll
     for (int i = 0; i < SIDE; i += 32)
       if (y + j < wide && x + i < high)
-        convert(tile[x + i][y + j], ((const From *)w.data[1])[p.from + (y + j) * w.stride[1][0] + x + i]);
+        convert(tile[x + i][y + j],
+                ((const From *)w.data[1])[p.from + (y + j) * w.stride[1][0] + x + i]);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < SIDE; j += 8)
 #pragma unroll
     for (int i = 0; i < SIDE; i += 32)
-      if (y + j < high && x + i < wide) ((To *)w.data[0])[p.to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
+      if (y + j < high && x + i < wide)
+        ((To *)w.data[0])[p.to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
 }
 
 // Elements of 2 bytes in pairs: a thread turns squares of 2 x 2, so that memory is met in words. Tile: 32 x 32 squares; the words
@@ -125,7 +136,8 @@ static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w,
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     if (2 * (y + 8 * j) >= wide || 2 * x >= high) continue;
-    const uint16_t *source = (const uint16_t *)w.data[1] + p.from + 2 * (y + 8 * j) * w.stride[1][0] + 2 * x;
+    const uint16_t *source =
+      (const uint16_t *)w.data[1] + p.from + 2 * (y + 8 * j) * w.stride[1][0] + 2 * x;
     first[j] = *(const uint32_t *)source;
     second[j] = *(const uint32_t *)(source + w.stride[1][0]);
   }
@@ -139,7 +151,9 @@ static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w,
 #pragma unroll
   for (int j = 0; j < 8; j++) {
     int row = y + 8 * j;
-    if (row < high && 2 * x < wide) *(uint32_t *)((uint16_t *)w.data[0] + p.to + row * w.stride[0][t.down] + 2 * x) = tile[row % 2][row / 2][x];
+    if (row < high && 2 * x < wide)
+      *(uint32_t *)((uint16_t *)w.data[0] + p.to + row * w.stride[0][t.down] + 2 * x) =
+        tile[row % 2][row / 2][x];
   }
 }
 
@@ -158,8 +172,10 @@ static bool turns_in_pairs(const walk<2> &w, int down)
 template <typename To, typename From> static void turn_launch(const walk<2> &w, int down)
 {
   constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
-  turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE), (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
-  int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;   // below 2^31 for what fits a card
+  turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE),
+            (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
+  // below 2^31 for what fits a card
+  int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
   if constexpr (SIDE == 64 && sizeof(To) == 2 && sizeof(From) == 2) {
     if (w.dtype[0] == w.dtype[1] && turns_in_pairs(w, down)) {
       turn_pairs_kernel<<<(unsigned)blocks, 256, 0, cuda_stream()>>>(w, t);
@@ -226,7 +242,8 @@ ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
 ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);
-  return is_float(dtype) ? load_double(data, dtype, i) : double_from_int(load_whole(data, dtype, i), ENG_e4m3);
+  return is_float(dtype) ? load_double(data, dtype, i) :
+                           double_from_int(load_whole(data, dtype, i), ENG_e4m3);
 }
 
 struct copy_body {
@@ -235,7 +252,8 @@ struct copy_body {
     const int to = w.dtype[0], from = w.dtype[1];
     if (is_fp8(to)) {
       const double value = load_for_fp8(w.data[1], from, at[1]);
-      ((uint8_t *)w.data[0])[at[0]] = to == ENG_e4m3 ? e4m3_from_f64(value, 0) : e5m2_from_f64(value, 0);
+      ((uint8_t *)w.data[0])[at[0]] =
+        to == ENG_e4m3 ? e4m3_from_f64(value, 0) : e5m2_from_f64(value, 0);
     } else if (is_fp8(from)) {
       store_double(w.data[0], to, at[0], load_fp8(w.data[1], from, at[1]));
     } else {
@@ -275,8 +293,12 @@ struct mode_body {
     const uint64_t i = (uint64_t)(to - first);
     uint32_t word[4] = {};
     if (mode & FP8_STOCHASTIC) philox_of(word, seed, counter + i / 4);
-    const uint32_t chance = i % 4 == 0 ? word[0] : i % 4 == 1 ? word[1] : i % 4 == 2 ? word[2] : word[3];
-    *to = fp8_from_f32(f32_odd_from_f64(load_for_fp8(w.data[1], w.dtype[1], at[1])), w.dtype[0] == ENG_e4m3 ? 3 : 2, mode, chance);
+    const uint32_t chance = i % 4 == 0 ? word[0] :
+                            i % 4 == 1 ? word[1] :
+                            i % 4 == 2 ? word[2] :
+                                         word[3];
+    *to = fp8_from_f32(f32_odd_from_f64(load_for_fp8(w.data[1], w.dtype[1], at[1])),
+                       w.dtype[0] == ENG_e4m3 ? 3 : 2, mode, chance);
   }
 };
 
@@ -284,9 +306,11 @@ extern "C" eng_status cuda_cast(const op_call *call)
 {
   const tensor *y = call->out[0];
   if (!is_fp8(y->dtype) || !call->ints[1]) return copy(y, call->in[0]);
-  return each<1, 1>(call, mode_body{(int)call->ints[1], rng_seed(), (uint64_t)call->ints[2], (const uint8_t *)y->data});
+  return each<1, 1>(call, mode_body{(int)call->ints[1], rng_seed(), (uint64_t)call->ints[2],
+                                    (const uint8_t *)y->data});
 }
-extern "C" eng_status cuda_contiguous(const op_call *call) { return copy(call->out[0], call->in[0]); }
+extern "C" eng_status cuda_contiguous(const op_call *call)
+{ return copy(call->out[0], call->in[0]); }
 
 extern "C" eng_status cuda_concat(const op_call *call)
 {
@@ -298,7 +322,8 @@ extern "C" eng_status cuda_concat(const op_call *call)
     for (int d = 0; d < part.ndim; d++) part.shape[d] = x->shape[d];
     part.count = x->count;
     ENG_TRY(copy(&part, x));
-    part.data = (char *)part.data + x->shape[dimension] * part.stride[dimension] * eng_dtype_size(part.dtype);
+    part.data =
+      (char *)part.data + x->shape[dimension] * part.stride[dimension] * eng_dtype_size(part.dtype);
   }
   return ENG_OK;
 }

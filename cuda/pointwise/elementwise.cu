@@ -9,7 +9,9 @@
 
 // ------------------------------------------------------------------ two inputs
 
-template <int V> __device__ static void binary_floats(int op, float (&y)[V], const float (&a)[V], const float (&b)[V])
+template <int V>
+__device__ static void binary_floats(int op, float (&y)[V], const float (&a)[V],
+                                     const float (&b)[V])
 {
 #define EACH(formula) _Pragma("unroll") for (int v = 0; v < V; v++) y[v] = formula
   switch (op) {
@@ -24,7 +26,9 @@ template <int V> __device__ static void binary_floats(int op, float (&y)[V], con
 
 struct binary_rule {
   int op;
-  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const { binary_floats(op, y[0], x[0], x[1]); }
+  template <int V>
+  __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
+  { binary_floats(op, y[0], x[0], x[1]); }
 };
 
 struct quotient_rule {   // apart: a division takes many registers
@@ -64,10 +68,13 @@ struct binary_body {
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
     if (!is_float(w.dtype[0]))
-      store_int(w.data[0], w.dtype[0], at[0], binary_int(op, load_int(w.data[1], w.dtype[1], at[1]), load_int(w.data[2], w.dtype[2], at[2])));
+      store_int(w.data[0], w.dtype[0], at[0],
+                binary_int(op, load_int(w.data[1], w.dtype[1], at[1]),
+                           load_int(w.data[2], w.dtype[2], at[2])));
     else
       store_double(w.data[0], w.dtype[0], at[0],
-                   binary_double(op, load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2])));
+                   binary_double(op, load_double(w.data[1], w.dtype[1], at[1]),
+                                 load_double(w.data[2], w.dtype[2], at[2])));
   }
 };
 
@@ -90,7 +97,8 @@ extern "C" eng_status cuda_div(const op_call *call)
 }
 
 // A power in f32 alone would be off by several units in the last place.
-extern "C" eng_status cuda_pow(const op_call *call) { return each<1, 2>(call, binary_body{ENG_OP_pow}); }
+extern "C" eng_status cuda_pow(const op_call *call)
+{ return each<1, 2>(call, binary_body{ENG_OP_pow}); }
 
 // ------------------------------------------------------------------ comparisons
 
@@ -121,16 +129,19 @@ struct compare_body {
   {
     bool y;
     if (is_float(w.dtype[1]) || is_float(w.dtype[2]))
-      y = compares(op, load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2]));
+      y = compares(op, load_double(w.data[1], w.dtype[1], at[1]),
+                   load_double(w.data[2], w.dtype[2], at[2]));
     else
-      y = compares(op, load_int(w.data[1], w.dtype[1], at[1]), load_int(w.data[2], w.dtype[2], at[2]));
+      y = compares(op, load_int(w.data[1], w.dtype[1], at[1]),
+                   load_int(w.data[2], w.dtype[2], at[2]));
     store_int(w.data[0], w.dtype[0], at[0], y);
   }
 };
 
 static eng_status comparison(const op_call *call)
 {
-  if (!is_fast(call->in[0]->dtype) || !is_fast(call->in[1]->dtype) || call->out[0]->dtype != ENG_bool)
+  if (!is_fast(call->in[0]->dtype) || !is_fast(call->in[1]->dtype) ||
+      call->out[0]->dtype != ENG_bool)
     return each<1, 2>(call, compare_body{call->op});
   return map<1, 2, false>(call, compare_rule{call->op});
 }
@@ -144,7 +155,8 @@ extern "C" eng_status cuda_ge(const op_call *call) { return comparison(call); }
 
 // ------------------------------------------------------------------ where
 
-template <typename T, int V> __device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner)
+template <typename T, int V>
+__device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner)
 {
   if (inner) return *(const pack<T, V> *)((const T *)data + at);
   T one = ((const T *)data)[at];
@@ -155,22 +167,26 @@ template <typename T, int V> __device__ static pack<T, V> bits_at(const void *da
 }
 
 // y, condition, a, b: bits are moved, whatever they mean.
-template <typename T, int V> static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
+template <typename T, int V>
+static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
 {
   int64_t group = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (group * V + V <= w.count) {
     int64_t at[4];
     walk_offsets(at, w, group);
     pack<uint8_t, V> condition = bits_at<uint8_t, V>(w.data[1], at[1], w.inner[1]);
-    pack<T, V> a = bits_at<T, V>(w.data[2], at[2], w.inner[2]), b = bits_at<T, V>(w.data[3], at[3], w.inner[3]);
+    pack<T, V> a = bits_at<T, V>(w.data[2], at[2], w.inner[2]),
+               b = bits_at<T, V>(w.data[3], at[3], w.inner[3]);
 #pragma unroll
     for (int v = 0; v < V; v++) a.v[v] = condition.v[v] ? a.v[v] : b.v[v];
     *(pack<T, V> *)((T *)w.data[0] + at[0]) = a;
   }
-  int64_t i = w.count / V * V + threadIdx.x;   // the short last group of a dense walk: an element a thread
+  // the short last group of a dense walk: an element a thread
+  int64_t i = w.count / V * V + threadIdx.x;
   if (V == 1 || blockIdx.x != gridDim.x - 1 || i >= w.count) return;
   int k = ((const uint8_t *)w.data[1])[i * w.inner[1]] ? 2 : 3;
-  ((T *)w.data[0])[i] = k == 2 ? ((const T *)w.data[2])[i * w.inner[2]] : ((const T *)w.data[3])[i * w.inner[3]];
+  ((T *)w.data[0])[i] =
+    k == 2 ? ((const T *)w.data[2])[i * w.inner[2]] : ((const T *)w.data[3])[i * w.inner[3]];
 }
 
 template <typename T> static void where_bits(walk<4> w)
@@ -180,13 +196,16 @@ template <typename T> static void where_bits(walk<4> w)
       where_kernel<T, 16 / sizeof(T)><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
     });
   else
-    walk_parts<4>(w, 1, [](const walk<4> &part, unsigned blocks) { where_kernel<T, 1><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part); });
+    walk_parts<4>(w, 1, [](const walk<4> &part, unsigned blocks) {
+      where_kernel<T, 1><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
+    });
 }
 
 struct where_body {
   __device__ void operator()(const walk<4> &w, const int64_t (&at)[4]) const
   {
-    if (load_double(w.data[1], w.dtype[1], at[1]) != 0) copy_element(w.data[0], w.dtype[0], at[0], w.data[2], w.dtype[2], at[2]);
+    if (load_double(w.data[1], w.dtype[1], at[1]) != 0)
+      copy_element(w.data[0], w.dtype[0], at[0], w.data[2], w.dtype[2], at[2]);
     else copy_element(w.data[0], w.dtype[0], at[0], w.data[3], w.dtype[3], at[3]);
   }
 };
@@ -194,7 +213,8 @@ struct where_body {
 extern "C" eng_status cuda_where(const op_call *call)
 {
   const tensor *y = call->out[0], *condition = call->in[0], *a = call->in[1], *b = call->in[2];
-  if (a->dtype != y->dtype || b->dtype != y->dtype || condition->dtype != ENG_bool) return each<1, 3>(call, where_body{});
+  if (a->dtype != y->dtype || b->dtype != y->dtype || condition->dtype != ENG_bool)
+    return each<1, 3>(call, where_body{});
   walk<4> w = walk_over<4>(y, {y, condition, a, b});
   switch (eng_dtype_size(y->dtype)) {
     case 1:  where_bits<uint8_t>(w); break;
@@ -212,7 +232,8 @@ extern "C" eng_status cuda_where(const op_call *call)
 static bool beyond_f32(double x)
 {
   double magnitude = x < 0 ? -x : x;
-  return f64_is_finite(x) && x != 0 && (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
+  return f64_is_finite(x) && x != 0 &&
+         (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
 }
 
 struct number_rule {
@@ -241,9 +262,11 @@ struct affine_body {
   {
     if (whole && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
       uint64_t value = (uint64_t)load_int(w.data[1], w.dtype[1], at[1]);
-      store_int(w.data[0], w.dtype[0], at[0], (int64_t)(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
+      store_int(w.data[0], w.dtype[0], at[0],
+                (int64_t)(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
     } else {
-      store_double(w.data[0], w.dtype[0], at[0], load_double(w.data[1], w.dtype[1], at[1]) * factor + shift);
+      store_double(w.data[0], w.dtype[0], at[0],
+                   load_double(w.data[1], w.dtype[1], at[1]) * factor + shift);
     }
   }
 };
@@ -254,7 +277,8 @@ extern "C" eng_status cuda_affine(const op_call *call)
 {
   double factor = call->floats[0], shift = call->floats[1];
   if (!all_fast(call) || beyond_f32(factor) || beyond_f32(shift))
-    return each<1, 1>(call, affine_body{factor, shift, whole_number(factor) && whole_number(shift)});
+    return each<1, 1>(call,
+                      affine_body{factor, shift, whole_number(factor) && whole_number(shift)});
   return map<1, 1>(call, number_rule{ENG_OP_affine, (float)factor, (float)shift});
 }
 
@@ -265,7 +289,8 @@ struct clamp_body {
     double value = load_double(w.data[1], w.dtype[1], at[1]), bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value)) store_double(w.data[0], w.dtype[0], at[0], bounded);
-    else copy_element(w.data[0], w.dtype[0], at[0], w.data[1], w.dtype[1], at[1]);   // untouched ones keep every bit
+    // untouched ones keep every bit
+    else copy_element(w.data[0], w.dtype[0], at[0], w.data[1], w.dtype[1], at[1]);
   }
 };
 
@@ -299,7 +324,8 @@ struct power_body {
   double exponent;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    store_double(w.data[0], w.dtype[0], at[0], pow(load_double(w.data[1], w.dtype[1], at[1]), exponent));
+    store_double(w.data[0], w.dtype[0], at[0],
+                 pow(load_double(w.data[1], w.dtype[1], at[1]), exponent));
   }
 };
 

@@ -17,7 +17,8 @@ struct rope_angle {
 };
 
 /// table [2 x T x D/2]: cosines, then sines that carry the direction.
-static __global__ void __launch_bounds__(128) table_kernel(float *table, rope_angle angle, int64_t count)
+static __global__ void __launch_bounds__(128)
+  table_kernel(float *table, rope_angle angle, int64_t count)
 {
   int64_t at = (int64_t)blockIdx.x * 128 + threadIdx.x;
   if (at >= count) return;
@@ -29,7 +30,8 @@ static __global__ void __launch_bounds__(128) table_kernel(float *table, rope_an
 
 /// y, x, cosines; V pairs a thread, that lie in two runs of V elements of x: members apart, or (a, b) by (a, b).
 template <int V> struct rotate_body {
-  int64_t apart, x_apart, sines;   // from the first run to the second in y and x; from the cosines to the sines
+  // from the first run to the second in y and x; from the cosines to the sines
+  int64_t apart, x_apart, sines;
   bool    neighbours;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
@@ -70,7 +72,8 @@ struct rotate_double {   // y, x, place in the table
   int64_t    apart, x_apart;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double c, s, a = load_double(w.data[1], w.dtype[1], at[1]), b = load_double(w.data[1], w.dtype[1], at[1] + x_apart);
+    double c, s, a = load_double(w.data[1], w.dtype[1], at[1]),
+                 b = load_double(w.data[1], w.dtype[1], at[1] + x_apart);
     angle.at(at[2] / angle.half, at[2] % angle.half, &c, &s);
     store_double(w.data[0], w.dtype[0], at[0], a * c - b * s);
     store_double(w.data[0], w.dtype[0], at[0] + apart, b * c + a * s);
@@ -103,7 +106,8 @@ static walk<3> pairs_of(const tensor *y, const tensor *x, float *table, int64_t 
 // Whether V pairs can be read and written at once.
 static bool vectors_fit(const tensor *y, const tensor *x, int V)
 {
-  bool fit = x->shape[3] / 2 % V == 0 && x->stride[3] == 1 && y->stride[3] == 1 && ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
+  bool fit = x->shape[3] / 2 % V == 0 && x->stride[3] == 1 && y->stride[3] == 1 &&
+             ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
   for (int d = 0; d < 3; d++) fit = fit && x->stride[d] % V == 0 && y->stride[d] % V == 0;
   return fit;
 }
@@ -113,7 +117,8 @@ extern "C" eng_status cuda_rope(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   bool neighbours = call->ints[1] != 0;
   int64_t half = x->shape[3] / 2, pair = neighbours ? 2 : 1, places = x->shape[1] * half;
-  int64_t apart = (neighbours ? 1 : half) * y->stride[3], x_apart = (neighbours ? 1 : half) * x->stride[3];
+  int64_t apart = (neighbours ? 1 : half) * y->stride[3],
+          x_apart = (neighbours ? 1 : half) * x->stride[3];
   rope_angle angle = {call->floats[0], call->ints[2] ? -1.0 : 1.0, call->ints[0], half};
   if (!all_fast(call)) {
     rotate(pairs_of(y, x, NULL, pair, 1), rotate_double{angle, apart, x_apart});

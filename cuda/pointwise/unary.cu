@@ -16,10 +16,12 @@ extern "C" {
 
 // ------------------------------------------------------------------ functions in f32
 
-__device__ static inline float softplus(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
+__device__ static inline float softplus(float x)
+{ return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
 
 /// x held within +-bound; NaN stays.
-__device__ static inline float held(float x, float bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+__device__ static inline float held(float x, float bound)
+{ return x > bound ? bound : x < -bound ? -bound : x; }
 
 // 0.5 (1 + tanh(u)) is the sigmoid of 2u: no cancellation for negative x.
 __device__ static inline float gelu_tanh(float x)
@@ -41,9 +43,15 @@ __device__ static inline float gelu_tanh_low(float x) { return x * gelu_tanh_gat
 
 __device__ static inline float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
 
-template <int V> __device__ static inline void unary_floats(int op, float (&y)[V], const float (&x)[V])
+template <int V>
+__device__ static inline void unary_floats(int op, float (&y)[V], const float (&x)[V])
 {
-#define EACH(formula) _Pragma("unroll") for (int v = 0; v < V; v++) { float a = x[v]; y[v] = formula; }
+#define EACH(formula)                           \
+  _Pragma("unroll") for (int v = 0; v < V; v++) \
+  {                                             \
+    float a = x[v];                             \
+    y[v] = formula;                             \
+  }
   switch (op) {
     case ENG_OP_neg:         EACH(-a); break;
     case ENG_OP_abs:         EACH(fabsf(a)); break;
@@ -75,14 +83,22 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
 
 struct unary_rule {
   int op;
-  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const { unary_floats(op, y[0], x[0]); }
-  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const { unary_low(op, y[0], x[0]); }
+  template <int V>
+  __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
+  { unary_floats(op, y[0], x[0]); }
+  template <int V>
+  __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const
+  { unary_low(op, y[0], x[0]); }
 };
 
 /// One operation alone, for those that models spend time in: a kernel of many formulas takes the registers of the longest.
 template <int OP> struct unary_of {
-  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const { unary_floats(OP, y[0], x[0]); }
-  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const { unary_low(OP, y[0], x[0]); }
+  template <int V>
+  __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
+  { unary_floats(OP, y[0], x[0]); }
+  template <int V>
+  __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const
+  { unary_low(OP, y[0], x[0]); }
 };
 
 // ------------------------------------------------------------------ derivatives in f32
@@ -117,7 +133,8 @@ __device__ static inline float gelu_slope(float x)
 __device__ static inline float gelu_tanh_slope(float x)
 {
   x = held(x, 15.0f);   // constant beyond; x^3 stays finite
-  float square = x * x, v = x * fmaf(square, 0.0713548163f, 1.59576912f), slope = fmaf(square, 0.214064449f, 1.59576912f);
+  float square = x * x, v = x * fmaf(square, 0.0713548163f, 1.59576912f),
+        slope = fmaf(square, 0.214064449f, 1.59576912f);
   float z = expf(-fabsf(v)), r = 1.0f / (1.0f + z), s = (x >= 0.0f ? 1.0f : z) * r;
   return fmaf(x * slope, z * r * r, s);   // s (1 - s) = z / (1 + z)^2
 }
@@ -125,14 +142,23 @@ __device__ static inline float gelu_tanh_slope(float x)
 __device__ static inline float gelu_tanh_slope_low(float x)
 {
   x = held(x, 15.0f);
-  float square = x * x, slope = fmaf(square, 0.214064449f, 1.59576912f), s = gelu_tanh_gate_low(x, square);
+  float square = x * x, slope = fmaf(square, 0.214064449f, 1.59576912f),
+        s = gelu_tanh_gate_low(x, square);
   return fmaf(x * slope, fmaf(-s, s, s), s);
 }
 
 // slope * dy; a is x, b is dy.
-template <int V> __device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V], const float (&dy)[V])
+template <int V>
+__device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V],
+                                           const float (&dy)[V])
 {
-#define EACH(formula) _Pragma("unroll") for (int v = 0; v < V; v++) { float a = x[v], b = dy[v]; (void)a; y[v] = formula; }
+#define EACH(formula)                           \
+  _Pragma("unroll") for (int v = 0; v < V; v++) \
+  {                                             \
+    float a = x[v], b = dy[v];                  \
+    (void)a;                                    \
+    y[v] = formula;                             \
+  }
   switch (op) {
     case ENG_OP_neg:         EACH(-b); break;
     case ENG_OP_abs:         EACH(b * (a == 0.0f ? 0.0f : a != a ? a : copysignf(1.0f, a))); break;
@@ -152,7 +178,9 @@ template <int V> __device__ static inline void slope_floats(int op, float (&y)[V
 #undef EACH
 }
 
-template <int V> __device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[V], const float (&dy)[V])
+template <int V>
+__device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[V],
+                                        const float (&dy)[V])
 {
   if (op == ENG_OP_gelu_tanh) {
 #pragma unroll
@@ -164,13 +192,21 @@ template <int V> __device__ static inline void slope_low(int op, float (&y)[V], 
 
 struct slope_rule {
   int op;
-  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const { slope_floats(op, y[0], x[0], x[1]); }
-  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const { slope_low(op, y[0], x[0], x[1]); }
+  template <int V>
+  __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
+  { slope_floats(op, y[0], x[0], x[1]); }
+  template <int V>
+  __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
+  { slope_low(op, y[0], x[0], x[1]); }
 };
 
 template <int OP> struct slope_of {   // as unary_of
-  template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const { slope_floats(OP, y[0], x[0], x[1]); }
-  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const { slope_low(OP, y[0], x[0], x[1]); }
+  template <int V>
+  __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
+  { slope_floats(OP, y[0], x[0], x[1]); }
+  template <int V>
+  __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
+  { slope_low(OP, y[0], x[0], x[1]); }
 };
 
 // ------------------------------------------------------------------ in double
@@ -227,11 +263,13 @@ __device__ static double slope_double(int op, double v)
     case ENG_OP_relu:        return 1.0;   // dy is 0 where v <= 0
     case ENG_OP_gelu:
       if (isinf(v)) return v > 0;
-      return 0.5 * erfc(-v * 0.70710678118654752440) + v * exp(-0.5 * v * v) * 0.39894228040143267794;
+      return 0.5 * erfc(-v * 0.70710678118654752440) +
+             v * exp(-0.5 * v * v) * 0.39894228040143267794;
     case ENG_OP_gelu_tanh: {
       double t = tanh(GELU_K * (v + GELU_C * v * v * v)), rest = 1.0 - t * t;
       double bend = rest == 0.0 ? 0.0 : 0.5 * v * rest * GELU_K * (1.0 + 3.0 * GELU_C * v * v);
-      return 0.5 * (1.0 + t) + bend;   // where tanh is flat the second term is 0, though v^2 may overflow
+      // where tanh is flat the second term is 0, though v^2 may overflow
+      return 0.5 * (1.0 + t) + bend;
     }
     default: return silu_slope_double(v);
   }
@@ -241,12 +279,18 @@ struct unary_body {
   int op;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    bool keeps = op == ENG_OP_neg || op == ENG_OP_abs || op == ENG_OP_relu;   // what integers know, too
+    // what integers know, too
+    bool keeps = op == ENG_OP_neg || op == ENG_OP_abs || op == ENG_OP_relu;
     if (keeps && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
       int64_t x = load_int(w.data[1], w.dtype[1], at[1]), minus = (int64_t)(0 - (uint64_t)x);
-      store_int(w.data[0], w.dtype[0], at[0], op == ENG_OP_neg ? minus : x >= 0 ? x : op == ENG_OP_abs ? minus : 0);
+      store_int(w.data[0], w.dtype[0], at[0],
+                op == ENG_OP_neg ? minus :
+                x >= 0           ? x :
+                op == ENG_OP_abs ? minus :
+                                   0);
     } else {
-      store_double(w.data[0], w.dtype[0], at[0], unary_double(op, load_double(w.data[1], w.dtype[1], at[1])));
+      store_double(w.data[0], w.dtype[0], at[0],
+                   unary_double(op, load_double(w.data[1], w.dtype[1], at[1])));
     }
   }
 };
@@ -255,7 +299,8 @@ struct slope_body {
   int op;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double v = load_double(w.data[1], w.dtype[1], at[1]), dy = load_double(w.data[2], w.dtype[2], at[2]);
+    double v = load_double(w.data[1], w.dtype[1], at[1]),
+           dy = load_double(w.data[2], w.dtype[2], at[2]);
     if (op == ENG_OP_relu && v <= 0) dy = 0.0;
     store_double(w.data[0], w.dtype[0], at[0], slope_double(op, v) * dy);
   }
@@ -302,7 +347,9 @@ extern "C" eng_status cuda_unary_grad(const op_call *call)
 {
   int64_t op = call->ints[0];
   if (op < ENG_OP_neg || op > ENG_OP_silu)
-    return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got number %lld", (long long)op);
+    return error_set(ENG_ERR_VALUE,
+                     "unary_grad: expected an elementwise operation of one input, got number %lld",
+                     (long long)op);
   if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{(int)op});
   walk<3> w = walk_of_call<1, 2>(call);
   bool done = false;
@@ -330,7 +377,8 @@ struct swiglu_rule {
 struct swiglu_body {
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double gate = load_double(w.data[1], w.dtype[1], at[1]), up = load_double(w.data[2], w.dtype[2], at[2]);
+    double gate = load_double(w.data[1], w.dtype[1], at[1]),
+           up = load_double(w.data[2], w.dtype[2], at[2]);
     store_double(w.data[0], w.dtype[0], at[0], gate * sigmoid_double(gate) * up);
   }
 };
@@ -356,7 +404,8 @@ struct swiglu_grad_rule {
 struct swiglu_grad_body {
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
-    double gate = load_double(w.data[2], w.dtype[2], at[2]), up = load_double(w.data[3], w.dtype[3], at[3]);
+    double gate = load_double(w.data[2], w.dtype[2], at[2]),
+           up = load_double(w.data[3], w.dtype[3], at[3]);
     double dy = load_double(w.data[4], w.dtype[4], at[4]);
     if (w.data[0]) store_double(w.data[0], w.dtype[0], at[0], dy * up * silu_slope_double(gate));
     if (w.data[1]) store_double(w.data[1], w.dtype[1], at[1], dy * (gate * sigmoid_double(gate)));
@@ -413,15 +462,18 @@ dropout_kernel(T *y, const T *x, int64_t count, dropout_mask mask, float factor)
   }
 }
 
-template <typename T> static void dropout_launch(const tensor *y, const tensor *x, dropout_mask mask, float factor)
+template <typename T>
+static void dropout_launch(const tensor *y, const tensor *x, dropout_mask mask, float factor)
 {
   constexpr int V = 16 / sizeof(T);
   int64_t each = (int64_t)WALK_THREADS * V;
   unsigned blocks = (unsigned)((x->count + each - 1) / each);
-  dropout_kernel<T, V><<<blocks, WALK_THREADS, 0, cuda_stream()>>>((T *)y->data, (const T *)x->data, x->count, mask, factor);
+  dropout_kernel<T, V><<<blocks, WALK_THREADS, 0, cuda_stream()>>>((T *)y->data, (const T *)x->data,
+                                                                   x->count, mask, factor);
 }
 
-static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int x_dtype, int64_t count, dropout_mask mask, double rest)
+static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int x_dtype,
+                                        int64_t count, dropout_mask mask, double rest)
 {
   int64_t i = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (i >= count) return;
@@ -436,7 +488,8 @@ extern "C" eng_status cuda_dropout(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   double p = call->floats[0], least = p * 0x1p24;
   dropout_mask mask = {rng_seed(), (uint64_t)call->ints[0], (uint32_t)least};
-  if ((double)mask.least < least) mask.least++;   // a word >> 8 over 2^24 that is at least p, in integers
+  // a word >> 8 over 2^24 that is at least p, in integers
+  if ((double)mask.least < least) mask.least++;
   bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
   if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {
     float factor = (float)(1.0 / (1.0 - p));
@@ -445,7 +498,8 @@ extern "C" eng_status cuda_dropout(const op_call *call)
     else dropout_launch<bf16_t>(y, x, mask, factor);
   } else {
     unsigned blocks = (unsigned)((x->count + WALK_THREADS - 1) / WALK_THREADS);
-    dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data, x->dtype, x->count, mask, 1.0 - p);
+    dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data,
+                                                                 x->dtype, x->count, mask, 1.0 - p);
   }
   CUDA_LAUNCHED("dropout");
   return ENG_OK;

@@ -44,8 +44,8 @@ static int scaling_of(int64_t outer_block, int64_t k_block)
 }
 
 /// A matrix of [outer x k] elements at these strides, copied to `to`, its rows `to_outer` and its elements `to_k` apart.
-static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from, int64_t from_outer, int64_t from_k, int64_t outer, int64_t k,
-                       int dtype)
+static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from,
+                       int64_t from_outer, int64_t from_k, int64_t outer, int64_t k, int dtype)
 {
   bool turned = to_outer < to_k;   // the target's contiguous dimension goes last
   tensor x = {.data = (void *)from, .dtype = dtype, .ndim = 2, .count = outer * k}, y;
@@ -72,28 +72,35 @@ static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
 
 /// A factor, given as [outer x K] (along_k) or [K x outer], as the tensor cores want it.
-static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns, int scaling,
-                          scratch *s)
+static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
+                          int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
 {
   int64_t outer = q->shape[along_k ? 0 : 1], k = q->shape[along_k ? 1 : 0];
-  *x = (fp8_operand){.data = q->data, .scale = scale->data, .rows = fp8_padded(outer), .inner = fp8_padded(k), .stride = fp8_padded(k),
-                     .format = q->dtype, .scaling = scaling};
+  *x = (fp8_operand){.data = q->data, .scale = scale->data, .rows = fp8_padded(outer),
+                     .inner = fp8_padded(k), .stride = fp8_padded(k), .format = q->dtype,
+                     .scaling = scaling};
   if (!along_k || x->rows != outer || x->inner != k || !aligned(q->data)) {
     void *data;
     ENG_TRY(take_zeros(&data, x->rows * x->stride, s));
-    ENG_TRY(copy(data, x->stride, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
+    ENG_TRY(
+      copy(data, x->stride, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
     x->data = data;
   }
   if (scaling == FP8_TENSOR) return ENG_OK;
-  fp8_scales have = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL), want = fp8_scales_of(scaling, x->rows, x->inner);
-  int64_t have_outer = along_k ? have.row_stride : have.inner_stride, have_k = along_k ? have.inner_stride : have.row_stride;
-  int64_t outer_count = along_k ? have.row_count : have.inner_count, k_count = along_k ? have.inner_count : have.row_count;
-  bool same = (have_outer == want.row_stride || outer_count == 1) && (have_k == want.inner_stride || k_count == 1) && have.count >= want.count;
+  fp8_scales have = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL),
+             want = fp8_scales_of(scaling, x->rows, x->inner);
+  int64_t have_outer = along_k ? have.row_stride : have.inner_stride,
+          have_k = along_k ? have.inner_stride : have.row_stride;
+  int64_t outer_count = along_k ? have.row_count : have.inner_count,
+          k_count = along_k ? have.inner_count : have.row_count;
+  bool same = (have_outer == want.row_stride || outer_count == 1) &&
+              (have_k == want.inner_stride || k_count == 1) && have.count >= want.count;
   if (same && aligned(scale->data)) return ENG_OK;
   void *scales;
   ENG_TRY(take_zeros(&scales, want.count * (int64_t)sizeof(float), s));
   x->scale = scales;
-  return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k, outer_count, k_count, ENG_f32);
+  return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k,
+              outer_count, k_count, ENG_f32);
 }
 
 /// ENGINE_FP8_FORMULA=1.
@@ -116,29 +123,44 @@ int cuda_fp8(void)
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
-  if (formula_wanted() || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER || scaling_a < 0 || scaling_b < 0) return false;
-  bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128, whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
+  if (formula_wanted() || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER ||
+      scaling_a < 0 || scaling_b < 0)
+    return false;
+  bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128,
+       whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
   if (!(blocks && !(scaling_a == FP8_BLK128 && scaling_b == FP8_BLK128)) && !whole) return false;
   if (scaling_a != FP8_TENSOR && cuda_capability() != 90) return false;
   *fast = whole && call->ints[8] == 0;
-  bool promotes = blocks ? call->ints[8] == 0 || call->ints[8] >= EVERY : *fast || call->ints[8] == EVERY;
-  bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 && (!bias || (bias->dtype != ENG_f64 && bias->stride[0] == 1));
-  return promotes && formats && a->count > 0 && b->count > 0 && (y->stride[1] == 1 || y->shape[1] == 1) &&
+  bool promotes =
+    blocks ? call->ints[8] == 0 || call->ints[8] >= EVERY : *fast || call->ints[8] == EVERY;
+  bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 &&
+                 (!bias || (bias->dtype != ENG_f64 && bias->stride[0] == 1));
+  return promotes && formats && a->count > 0 && b->count > 0 &&
+         (y->stride[1] == 1 || y->shape[1] == 1) &&
          (y->stride[0] >= y->shape[1] || y->shape[0] == 1);
 }
 
 eng_status cuda_fp8_matmul(const op_call *call)
 {
   bool ta = call->ints[0] != 0, tb = call->ints[1] != 0, fast;
-  int scaling_a = scaling_of(call->ints[ta ? 3 : 2], call->ints[ta ? 2 : 3]), scaling_b = scaling_of(call->ints[tb ? 4 : 5], call->ints[tb ? 5 : 4]);
+  int scaling_a = scaling_of(call->ints[ta ? 3 : 2], call->ints[ta ? 2 : 3]),
+      scaling_b = scaling_of(call->ints[tb ? 4 : 5], call->ints[tb ? 5 : 4]);
   if (!on_tensor_cores(call, scaling_a, scaling_b, &fast)) return fp8_plain(call);
   const tensor *y = call->out[0], *bias = call->in[4];
-  fp8_result result = {.data = y->data, .dtype = y->dtype, .m = y->shape[0], .n = y->shape[1], .stride = y->shape[0] == 1 ? y->shape[1] : y->stride[0],
-                       .accumulate = call->ints[9] != 0, .bias = bias ? bias->data : NULL, .bias_dtype = bias ? bias->dtype : 0};
+  fp8_result result = {.data = y->data,
+                       .dtype = y->dtype,
+                       .m = y->shape[0],
+                       .n = y->shape[1],
+                       .stride = y->shape[0] == 1 ? y->shape[1] : y->stride[0],
+                       .accumulate = call->ints[9] != 0,
+                       .bias = bias ? bias->data : NULL,
+                       .bias_dtype = bias ? bias->dtype : 0};
   fp8_operand a, b;
   scratch s = {0};
-  eng_status status = prepare(&a, call->in[0], call->in[1], !ta, call->ints[2], call->ints[3], scaling_a, &s);
-  if (status == ENG_OK) status = prepare(&b, call->in[2], call->in[3], tb, call->ints[4], call->ints[5], scaling_b, &s);
+  eng_status status =
+    prepare(&a, call->in[0], call->in[1], !ta, call->ints[2], call->ints[3], scaling_a, &s);
+  if (status == ENG_OK)
+    status = prepare(&b, call->in[2], call->in[3], tb, call->ints[4], call->ints[5], scaling_b, &s);
   if (status == ENG_OK) status = fp8_product(&result, &a, &b, fast);
   give_all(&s);
   return status;

@@ -11,7 +11,8 @@ extern "C" {
 
 namespace {
 
-enum { SIDE = 16, STEP = HOPPER_GROUP };   // a block of 16 x 16 threads makes as many elements, STEP of K at a time
+// a block of 16 x 16 threads makes as many elements, STEP of K at a time
+enum { SIDE = 16, STEP = HOPPER_GROUP };
 
 /// A matrix as the product sees it: element (i, k), whether or not it is given transposed.
 struct operand {
@@ -39,12 +40,14 @@ __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
 }
 
 /// Codes of 16 rows of an operand from step k on, zeros (which no accumulator sees) outside.
-__device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows, int64_t first, int64_t k, int steps)
+__device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows,
+                             int64_t first, int64_t k, int steps)
 {
   for (int t = threadIdx.y * SIDE + threadIdx.x; t < SIDE * STEP; t += SIDE * SIDE) {
     const bool along_k = x.k_stride == 1;   // neighbours in memory to neighbouring threads
     const int i = along_k ? t / STEP : t % SIDE, j = along_k ? t % STEP : t / SIDE;
-    tile[i][j] = first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;
+    tile[i][j] =
+      first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;
   }
 }
 
@@ -78,14 +81,19 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
           fetch(b, p.b, p.n, first_j, k, steps);
           __syncthreads();
           if constexpr (MODEL == ENG_ACCUMULATE_HOPPER) {
-            part = hopper_group(a[threadIdx.y], 1, p.a.fraction, b[threadIdx.x], 1, p.b.fraction, steps, part);
+            part = hopper_group(a[threadIdx.y], 1, p.a.fraction, b[threadIdx.x], 1, p.b.fraction,
+                                steps, part);
           } else {
             for (int step = 0; step < steps; step++) {
               const int s = MODEL == ENG_ACCUMULATE_FP32 ? (int)fp8_fp32_order(step, steps) : step;
-              const float multiplied = fp8_to_f32(a[threadIdx.y][s], p.a.fraction) * fp8_to_f32(b[threadIdx.x][s], p.b.fraction);   // exact
+              // exact
+              const float multiplied = fp8_to_f32(a[threadIdx.y][s], p.a.fraction) *
+                                       fp8_to_f32(b[threadIdx.x][s], p.b.fraction);
               if (MODEL == ENG_ACCUMULATE_EXACT) wide += (double)multiplied;
               else if (MODEL == ENG_ACCUMULATE_FP32) part += multiplied;
-              else part = e4m3_to_f32(e4m3_from_f32(part + e4m3_to_f32(e4m3_from_f32(multiplied, FP8_SATURATE)), FP8_SATURATE));
+              else
+                part = e4m3_to_f32(e4m3_from_f32(
+                  part + e4m3_to_f32(e4m3_from_f32(multiplied, FP8_SATURATE)), FP8_SATURATE));
             }
           }
         }
@@ -97,7 +105,9 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
     if (!inside) continue;
     const int64_t place = i * p.y_row + j * p.y_column;
     const double addend = p.bias ? load_double(p.bias, p.bias_dtype, j * p.bias_stride) : 0;
-    const double value = MODEL == ENG_ACCUMULATE_EXACT ? exact + addend : p.bias ? (double)(total + (float)addend) : (double)total;
+    const double value = MODEL == ENG_ACCUMULATE_EXACT ? exact + addend :
+                         p.bias                        ? (double)(total + (float)addend) :
+                                                         (double)total;
     const double before = p.adds ? load_double(p.y, p.y_dtype, place) : 0;
     store_double(p.y, p.y_dtype, place, value);
     if (p.adds) store_double(p.y, p.y_dtype, place, before + load_double(p.y, p.y_dtype, place));
@@ -105,10 +115,20 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
 }
 
 /// along_k: the second dimension, as given, is the one summed over.
-operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns)
+operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
+                   int64_t block_columns)
 {
-  const fp8_scales at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], nullptr);
-  operand x = {static_cast<const uint8_t *>(q->data), static_cast<const float *>(scale->data), q->dtype == ENG_e4m3 ? 3 : 2, 1, 1, 0, 0, 0, 0};
+  const fp8_scales at =
+    fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], nullptr);
+  operand x = {static_cast<const uint8_t *>(q->data),
+               static_cast<const float *>(scale->data),
+               q->dtype == ENG_e4m3 ? 3 : 2,
+               1,
+               1,
+               0,
+               0,
+               0,
+               0};
   (along_k ? x.i_stride : x.k_stride) = q->shape[1];
   x.i_block = along_k ? at.row_block : at.inner_block;
   x.k_block = along_k ? at.inner_block : at.row_block;
@@ -142,14 +162,21 @@ extern "C" eng_status fp8_plain(const op_call *call)
     p.bias_dtype = bias->dtype;
     p.bias_stride = bias->stride[0];
   }
-  const int64_t tiles = (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE), most = 16LL * cuda_multiprocessors();
+  const int64_t tiles = (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE),
+                most = 16LL * cuda_multiprocessors();
   const unsigned grid = (unsigned)(tiles < most ? tiles : most);
   const dim3 block(SIDE, SIDE);
   switch (call->ints[7]) {
-    case ENG_ACCUMULATE_FP32:   multiply<ENG_ACCUMULATE_FP32><<<grid, block, 0, cuda_stream()>>>(p); break;
-    case ENG_ACCUMULATE_EXACT:  multiply<ENG_ACCUMULATE_EXACT><<<grid, block, 0, cuda_stream()>>>(p); break;
-    case ENG_ACCUMULATE_HOPPER: multiply<ENG_ACCUMULATE_HOPPER><<<grid, block, 0, cuda_stream()>>>(p); break;
-    default:                    multiply<ENG_ACCUMULATE_E4M3><<<grid, block, 0, cuda_stream()>>>(p); break;
+  case ENG_ACCUMULATE_FP32:
+    multiply<ENG_ACCUMULATE_FP32><<<grid, block, 0, cuda_stream()>>>(p);
+    break;
+  case ENG_ACCUMULATE_EXACT:
+    multiply<ENG_ACCUMULATE_EXACT><<<grid, block, 0, cuda_stream()>>>(p);
+    break;
+  case ENG_ACCUMULATE_HOPPER:
+    multiply<ENG_ACCUMULATE_HOPPER><<<grid, block, 0, cuda_stream()>>>(p);
+    break;
+  default: multiply<ENG_ACCUMULATE_E4M3><<<grid, block, 0, cuda_stream()>>>(p); break;
   }
   CUDA_LAUNCHED("fp8_matmul");
   return ENG_OK;

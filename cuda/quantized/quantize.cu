@@ -16,11 +16,17 @@ extern "C" op_kernel cuda_swiglu;   // unary.cu
 
 // ------------------------------------------------------------------ maxima of other blocks
 
-enum { STRIP = 64, AHEAD = 4 /* rows on their way */, MAXIMA_COLUMNS = 32 * EIGHT, MAXIMA_ROWS = THREADS / 32 * STRIP };
+enum {
+  STRIP = 64,
+  AHEAD = 4 /* rows on their way */,
+  MAXIMA_COLUMNS = 32 * EIGHT,
+  MAXIMA_ROWS = THREADS / 32 * STRIP
+};
 
 /// A thread's maxima of eight columns into those of the blocks of its row, and from then on anew.
 template <typename T>
-__device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int64_t c, int there, int64_t column_block, bool whole_rows)
+__device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int64_t c, int there,
+                                           int64_t column_block, bool whole_rows)
 {
   uint32_t some = 0;
   if (whole_rows) {
@@ -32,7 +38,8 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
 #pragma unroll
     for (int k = 0; k < EIGHT; k++) {
       some = max(some, magnitude_bits<T>(top.w[k / eight<T>::EACH], k % eight<T>::EACH));
-      if (k >= there || (k + 1 < there && (c + k) / column_block == (c + k + 1) / column_block)) continue;
+      if (k >= there || (k + 1 < there && (c + k) / column_block == (c + k + 1) / column_block))
+        continue;
       atomicMax(of_row + (c + k) / column_block, some);
       some = 0;
     }
@@ -42,16 +49,20 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
 }
 
 /// The largest magnitudes of all blocks, whose bits begin as 0; NaN is left out unless `nans`. A warp goes down STRIP rows of 256 columns.
-template <typename T> __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
-block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block, int64_t column_block, int64_t blocks_across, int nans, uint32_t *maxima)
+template <typename T>
+__global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
+  block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
+               int64_t column_block, int64_t blocks_across, int nans, uint32_t *maxima)
 {
   __shared__ uint32_t warps[THREADS / 32];
   enum { WORDS = eight<T>::WORDS };
   const unsigned across = (unsigned)((columns + MAXIMA_COLUMNS - 1) / MAXIMA_COLUMNS);
   const int64_t r0 = (int64_t)(blockIdx.x / across) * MAXIMA_ROWS + threadIdx.x / 32 * STRIP;
   const int64_t c = (int64_t)(blockIdx.x % across) * MAXIMA_COLUMNS + threadIdx.x % 32 * EIGHT;
-  const int there = (int)min((int64_t)EIGHT, max((int64_t)0, columns - c)), down = (int)max((int64_t)0, min((int64_t)STRIP, rows - r0));
-  const bool whole_rows = column_block >= columns, whole = whole_rows && row_block >= rows, all_wide = wide && there == EIGHT;
+  const int there = (int)min((int64_t)EIGHT, max((int64_t)0, columns - c)),
+            down = (int)max((int64_t)0, min((int64_t)STRIP, rows - r0));
+  const bool whole_rows = column_block >= columns, whole = whole_rows && row_block >= rows,
+             all_wide = wide && there == EIGHT;
   const T *from = x + r0 * columns + c;
   eight<T> top, v[AHEAD];
 #pragma unroll
@@ -100,7 +111,8 @@ block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_bl
 }
 
 /// Factors, and the scales of one side, from maxima; one thread a block. The other side's scales too where its blocks are the same.
-__global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both, scaling_rule rule)
+__global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both,
+                                   scaling_rule rule)
 {
   int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= s.down * s.across) return;
@@ -119,23 +131,31 @@ quantize_numbers(const T *x, const job p, bool turned)
 {
   enum { N = E == 6 ? 8 : 4 };
   const side &s = turned ? p.turned : p.own;
-  const int64_t count = p.rows * p.columns, first = N * ((int64_t)blockIdx.x * THREADS + threadIdx.x), inner = turned ? p.rows : p.columns;
+  const int64_t count = p.rows * p.columns,
+                first = N * ((int64_t)blockIdx.x * THREADS + threadIdx.x),
+                inner = turned ? p.rows : p.columns;
   uint64_t have = ~0ull;
   uint32_t word[4] = {0, 0, 0, 0};
   float y[N];
   for (int k = 0; k < N && first + k < count; k++) {
-    const int64_t outer = (first + k) / inner, rest = (first + k) % inner, r = turned ? rest : outer, c = turned ? outer : rest;
+    const int64_t outer = (first + k) / inner, rest = (first + k) % inner,
+                  r = turned ? rest : outer, c = turned ? outer : rest;
     y[k] = scaled(number(x[r * p.columns + c]), factor_at(s, r, c), p.rule.divides);
     if (E == 6) continue;
     uint32_t chance = 0;
     if (RANDOM) {
       const bool as_own = turned && p.same;
-      const uint64_t element = (uint64_t)(as_own ? r * p.columns + c : first + k), block = (uint64_t)(as_own ? p.own.random : s.random) + element / 4;
+      const uint64_t element = (uint64_t)(as_own ? r * p.columns + c : first + k),
+                     block = (uint64_t)(as_own ? p.own.random : s.random) + element / 4;
       if (block != have) philox_of(word, p.seed, block);
       have = block;
-      chance = element % 4 == 0 ? word[0] : element % 4 == 1 ? word[1] : element % 4 == 2 ? word[2] : word[3];
+      chance = element % 4 == 0 ? word[0] :
+               element % 4 == 1 ? word[1] :
+               element % 4 == 2 ? word[2] :
+                                  word[3];
     }
-    ((uint8_t *)s.q)[first + k] = fp8_from_f32(y[k], E, FP8_SATURATE | (RANDOM ? FP8_STOCHASTIC : 0), chance);
+    ((uint8_t *)s.q)[first + k] =
+      fp8_from_f32(y[k], E, FP8_SATURATE | (RANDOM ? FP8_STOCHASTIC : 0), chance);
   }
   if (E == 6 && first < count) put_e5m6((uint32_t *)s.q + first / 8 * 3, y);
 }
@@ -145,7 +165,8 @@ template <typename T> __global__ static void __launch_bounds__(THREADS)
 whole_amax(const T *x, int64_t count, uint32_t *amax)
 {
   uint32_t top = 0;
-  for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += (int64_t)gridDim.x * THREADS)
+  for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * THREADS)
     top = max(top, magnitude_of(number(x[i]), 0x7FC00000u));
   top = __reduce_max_sync(0xFFFFFFFFu, top);
   if (threadIdx.x % 32 == 0) atomicMax(amax, top);
@@ -158,7 +179,8 @@ static int64_t grid(int64_t n, int64_t each) { return (n + each - 1) / each; }
 /// The tile finds factors of these blocks by itself.
 static bool fits_tile(int64_t row_block, int64_t column_block)
 {
-  return (row_block == TILE && column_block == TILE) || (row_block == 1 && column_block == TILE) || (row_block == TILE && column_block == 1);
+  return (row_block == TILE && column_block == TILE) || (row_block == 1 && column_block == TILE) ||
+         (row_block == TILE && column_block == 1);
 }
 
 static int how_of(const side *s, int64_t rows, int64_t columns)
@@ -173,7 +195,8 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
 /// A side of x [rows x columns]; block sizes as the call has them, for the output as it lies.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
-  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], turned ? columns : rows, turned ? rows : columns, NULL);
+  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], turned ? columns : rows,
+                                 turned ? rows : columns, NULL);
   tensor *q = call->out[turned ? 3 : 0], *scale = call->out[turned ? 4 : 1];
   side s = {};
   s.q = q && scale ? q->data : NULL;
@@ -189,28 +212,36 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
   return s;
 }
 
-template <typename T> static eng_status find_scales(const T *x, job *p, side *s, side *other, bool both, uint32_t *maxima)
+template <typename T>
+static eng_status find_scales(const T *x, job *p, side *s, side *other, bool both, uint32_t *maxima)
 {
   int64_t blocks = s->down * s->across;
   if (blocks == 0) return ENG_OK;
   CUDA_TRY(cudaMemsetAsync(maxima, 0, (size_t)blocks * sizeof *maxima, cuda_stream()));
   int64_t pieces = grid(p->rows, MAXIMA_ROWS) * grid(p->columns, MAXIMA_COLUMNS);
   if (pieces > 0 && !p->rule.given) {
-    block_maxima<T><<<(unsigned)pieces, THREADS, 0, cuda_stream()>>>(x, p->rows, p->columns, p->wide, s->row_block, s->column_block, s->across,
-                                                                     p->rule.rule == ENG_SCALE_TORCHAO, maxima);
+    block_maxima<T><<<(unsigned)pieces, THREADS, 0, cuda_stream()>>>(
+      x, p->rows, p->columns, p->wide, s->row_block, s->column_block, s->across,
+      p->rule.rule == ENG_SCALE_TORCHAO, maxima);
     CUDA_LAUNCHED("quantize");
   }
-  make_scales<<<(unsigned)grid(blocks, THREADS), THREADS, 0, cuda_stream()>>>(maxima, *s, *other, both, p->rule);
+  make_scales<<<(unsigned)grid(blocks, THREADS), THREADS, 0, cuda_stream()>>>(maxima, *s, *other,
+                                                                              both, p->rule);
   CUDA_LAUNCHED("quantize");
   return ENG_OK;
 }
 
-template <typename T, int E, bool DIVIDES, bool SWIGLU> static eng_status launch(const T *x, const job *p)
+template <typename T, int E, bool DIVIDES, bool SWIGLU>
+static eng_status launch(const T *x, const job *p)
 {
-  const int64_t tiles = grid(p->rows, TILE) * grid(p->columns, TILE), room = (int64_t)tiles_resident<T, SWIGLU>() * cuda_multiprocessors();
+  const int64_t tiles = grid(p->rows, TILE) * grid(p->columns, TILE),
+                room = (int64_t)tiles_resident<T, SWIGLU>() * cuda_multiprocessors();
   const int bytes = tile_bytes<T, SWIGLU>();
-  CUDA_TRY(cudaFuncSetAttribute(quantize_tiles<T, E, DIVIDES, SWIGLU>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  quantize_tiles<T, E, DIVIDES, SWIGLU><<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(x, (unsigned)tiles, *p);
+  CUDA_TRY(cudaFuncSetAttribute(quantize_tiles<T, E, DIVIDES, SWIGLU>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  quantize_tiles<T, E, DIVIDES, SWIGLU>
+    <<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(
+      x, (unsigned)tiles, *p);
   return ENG_OK;
 }
 template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const T *x, const job *p)
@@ -219,7 +250,10 @@ template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const 
     if (p->up) return launch<T, E, DIVIDES, true>(x, p);
   return launch<T, E, DIVIDES, false>(x, p);
 }
-template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const double *, const job *) { return ENG_OK; }   // f64 goes number by number
+// f64 goes number by number
+template <typename T, int E, bool DIVIDES>
+static eng_status launch_tiles(const double *, const job *)
+{ return ENG_OK; }
 
 template <typename T, int E> static eng_status write_codes(const T *x, const job *p, bool random)
 {
@@ -236,7 +270,9 @@ template <typename T, int E> static eng_status write_codes(const T *x, const job
       if (random) quantize_numbers<T, E, true><<<blocks, THREADS, 0, stream>>>(x, *p, turned != 0);
       else quantize_numbers<T, E, false><<<blocks, THREADS, 0, stream>>>(x, *p, turned != 0);
     }
-    if (p->amax) whole_amax<T><<<(unsigned)(4 * cuda_multiprocessors()), THREADS, 0, stream>>>(x, count, p->amax);
+    if (p->amax)
+      whole_amax<T>
+        <<<(unsigned)(4 * cuda_multiprocessors()), THREADS, 0, stream>>>(x, count, p->amax);
   }
   CUDA_LAUNCHED("quantize");
   return ENG_OK;
@@ -282,28 +318,36 @@ static job job_of(const op_call *call)
   p.across = (unsigned)grid(p.columns, TILE);
   p.height = (int)p.rows;
   p.width = (int)p.columns;
-  p.tiles = p.wide && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE && dtype != ENG_f64 && !(call->ints[4] & FP8_STOCHASTIC) &&
-            p.own.how != BY_BLOCK && p.turned.how != BY_BLOCK;
+  p.tiles = p.wide && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
+            dtype != ENG_f64 && !(call->ints[4] & FP8_STOCHASTIC) && p.own.how != BY_BLOCK &&
+            p.turned.how != BY_BLOCK;
   return p;
 }
 
 /// The tiles find all factors.
 static bool finds_factors(const op_call *call, const job *p)
 {
-  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) && call->ints[1] && call->ints[2];
+  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) && call->ints[1] &&
+         call->ints[2];
 }
 
 static eng_status run(const op_call *call, job p)
 {
   for (int k = 1; k <= 4; k += 3)   // the padding of the scales
-    if (call->out[k] && call->out[k]->count > (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
-      CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float), cuda_stream()));
+    if (call->out[k] && call->out[k]->count >
+                          (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
+      CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float),
+                               cuda_stream()));
   if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
 
   // Factors in memory, for both sides, unless the tiles find them.
   bool in_tiles = finds_factors(call, &p);
   int64_t own_blocks = p.own.down * p.own.across, turned_blocks = p.turned.down * p.turned.across;
-  int64_t bytes = in_tiles ? 0 : (own_blocks + turned_blocks + (own_blocks > turned_blocks ? own_blocks : turned_blocks) + 1) * (int64_t)sizeof(float);
+  int64_t bytes =
+    in_tiles ?
+      0 :
+      (own_blocks + turned_blocks + (own_blocks > turned_blocks ? own_blocks : turned_blocks) + 1) *
+        (int64_t)sizeof(float);
   float *factors = NULL;
   if (!in_tiles && !(factors = (float *)scratch_take(bytes))) return ENG_ERR_MEMORY;
   if (!in_tiles) {
@@ -335,7 +379,8 @@ extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
   codes.n_in = 2;
   codes.in[1] = call->in[2];
   job p = job_of(&codes);
-  if (p.tiles && gate->dtype != ENG_f32 && call->ints[0] != ENG_FORMAT_E5M6 && (uintptr_t)up->data % 16 == 0 && (p.rule.given || finds_factors(&codes, &p))) {
+  if (p.tiles && gate->dtype != ENG_f32 && call->ints[0] != ENG_FORMAT_E5M6 &&
+      (uintptr_t)up->data % 16 == 0 && (p.rule.given || finds_factors(&codes, &p))) {
     p.up = up->data;
     return run(&codes, p);
   }
@@ -373,13 +418,15 @@ template <> __device__ inline void put<double>(double &y, float x)     { y = (do
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p)
 {
-  const int64_t groups = (p.columns + EIGHT - 1) / EIGHT, at = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  const int64_t groups = (p.columns + EIGHT - 1) / EIGHT,
+                at = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (at >= groups * p.rows) return;
   const int64_t r = at / groups, c = at % groups * EIGHT, first = r * p.columns + c;
   const int there = (int)min((int64_t)EIGHT, p.columns - c);
   float v[EIGHT];
   if (p.format == ENG_FORMAT_E5M6) {
-    const uint32_t *from = (const uint32_t *)p.q + first / 8 * 3, word[3] = {from[0], from[1], from[2]};
+    const uint32_t *from = (const uint32_t *)p.q + first / 8 * 3,
+                   word[3] = {from[0], from[1], from[2]};
     uint16_t code[EIGHT];
     e5m6_unpack(code, word);
     for (int k = 0; k < EIGHT; k++) v[k] = e5m6_to_f32(code[k]);

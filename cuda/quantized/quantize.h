@@ -14,7 +14,13 @@ extern "C" {
 
 #include <cfloat>
 
-enum { TILE = 128, DOWN = 8, EIGHT = 8 /* rows and columns of a thread */, TILE_THREADS = TILE / DOWN * (TILE / EIGHT), TILE_WARPS = TILE_THREADS / 32 };
+enum {
+  TILE = 128,
+  DOWN = 8,
+  EIGHT = 8 /* rows and columns of a thread */,
+  TILE_THREADS = TILE / DOWN * (TILE / EIGHT),
+  TILE_WARPS = TILE_THREADS / 32
+};
 enum { LANES = TILE / EIGHT /* threads of a row */, THREADS = 256 /* of all other kernels */ };
 
 /// How scale factors vary within a tile.
@@ -24,7 +30,8 @@ enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 struct side {
   void    *q;                          // NULL: not wanted
   float   *scale;                      // of block (i, j): scale[i * row_stride + j * column_stride]
-  float   *factor;                     // of block (i, j): factor[i * across + j]; NULL: the tile finds it by itself
+  // of block (i, j): factor[i * across + j]; NULL: the tile finds it by itself
+  float   *factor;
   int64_t  row_block, column_block, down, across;   // sizes, and how many blocks there are
   int64_t  row_stride, column_stride;
   int64_t  random;                     // Philox block of its first element
@@ -40,10 +47,12 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
-  const void *up;                      // of tiles alone: x is a gate, silu(x) * up rounded to its format goes into the codes
+  // of tiles alone: x is a gate, silu(x) * up rounded to its format goes into the codes
+  const void *up;
   scaling_rule rule;
   int64_t rows, columns;
-  uint32_t *amax;                      // bits of the largest magnitude, NaN when there is one; NULL: not wanted
+  // bits of the largest magnitude, NaN when there is one; NULL: not wanted
+  uint32_t *amax;
   uint64_t seed;
   int     wide;                        // eight numbers of x at a time, from 16-byte places
   int     turned_wide;                 // rows of the transposed copy begin on 16 bytes
@@ -77,12 +86,15 @@ template <int E> __device__ static inline uint32_t codes(float a, float b, float
 #ifdef PTX_FP8
   return E == 3 ? pack_e4m3(a, b) | pack_e4m3(c, d) << 16 : pack_e5m2(a, b) | pack_e5m2(c, d) << 16;
 #else
-  return (uint32_t)fp8_from_f32(a, E, FP8_SATURATE, 0) | (uint32_t)fp8_from_f32(b, E, FP8_SATURATE, 0) << 8 |
-         (uint32_t)fp8_from_f32(c, E, FP8_SATURATE, 0) << 16 | (uint32_t)fp8_from_f32(d, E, FP8_SATURATE, 0) << 24;
+  return (uint32_t)fp8_from_f32(a, E, FP8_SATURATE, 0) |
+         (uint32_t)fp8_from_f32(b, E, FP8_SATURATE, 0) << 8 |
+         (uint32_t)fp8_from_f32(c, E, FP8_SATURATE, 0) << 16 |
+         (uint32_t)fp8_from_f32(d, E, FP8_SATURATE, 0) << 24;
 #endif
 }
 
-__device__ static inline float scaled(float x, float factor, int divides) { return divides ? x / factor : x * factor; }
+__device__ static inline float scaled(float x, float factor, int divides)
+{ return divides ? x / factor : x * factor; }
 
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
@@ -92,7 +104,8 @@ __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7E0;
-  uint32_t code = magnitude >= 0x47800000u ? 0xFFFu : fp8_code_f32(magnitude, 6);   // 65536 and beyond
+  // 65536 and beyond
+  uint32_t code = magnitude >= 0x47800000u ? 0xFFFu : fp8_code_f32(magnitude, 6);
   return (uint16_t)((bits >> 20 & 0x800u) | min(code, (uint32_t)E5M6_MAX_CODE));
 }
 
@@ -121,9 +134,18 @@ template <typename T> struct eight {
 };
 
 /// Of the magnitudes in a word: their bits, their signs' places, and what lifts a NaN alone into these.
-template <typename T> struct magnitudes          { enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu }; };
-template <>           struct magnitudes<bf16_t>  { enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x007F007Fu }; };
-template <>           struct magnitudes<f16_t>   { enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x03FF03FFu }; };
+template <typename T>
+struct magnitudes {
+  enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu };
+};
+template <>
+struct magnitudes<bf16_t> {
+  enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x007F007Fu };
+};
+template <>
+struct magnitudes<f16_t> {
+  enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x03FF03FFu };
+};
 
 /// From a 16-byte place (f32: two).
 template <typename T> __device__ static inline void load_wide(eight<T> &v, const T *x)
@@ -166,7 +188,9 @@ template <typename T> __device__ static inline float number_of(uint32_t word, in
     return __uint_as_float(word);
   }
 }
-template <> __device__ inline float number_of<bf16_t>(uint32_t word, int h) { return __uint_as_float(h ? word & 0xFFFF0000u : word << 16); }
+template <>
+__device__ inline float number_of<bf16_t>(uint32_t word, int h)
+{ return __uint_as_float(h ? word & 0xFFFF0000u : word << 16); }
 
 template <typename T> __device__ static inline float number_of(const eight<T> &v, int k)
 {
@@ -179,7 +203,9 @@ template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint3
   else return max(a, b);
 }
 
-template <typename T> __device__ static inline bool some_nan(uint32_t magnitude) { return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
+template <typename T>
+__device__ static inline bool some_nan(uint32_t magnitude)
+{ return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
 /// Without those that are NaN.
 template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitude)
 {
@@ -195,7 +221,8 @@ template <typename T> __device__ static inline uint32_t magnitude_bits(uint32_t 
 }
 template <typename T> __device__ static inline uint32_t largest_bits(uint32_t word)
 {
-  return sizeof(T) == 2 ? max(magnitude_bits<T>(word, 0), magnitude_bits<T>(word, 1)) : magnitude_bits<T>(word, 0);
+  return sizeof(T) == 2 ? max(magnitude_bits<T>(word, 0), magnitude_bits<T>(word, 1)) :
+                          magnitude_bits<T>(word, 0);
 }
 
 #endif

@@ -11,45 +11,60 @@
 struct shared_tile {
   uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
-  alignas(16) float factor[2][TILE];                      // of q and of its transposed copy: of rows or of columns
+  // of q and of its transposed copy: of rows or of columns
+  alignas(16) float factor[2][TILE];
   alignas(16) float low[2][TILE], high[2][TILE];          // next to its inverse, on either side
-  alignas(16) uint32_t turned[TILE][TILE / 4];            // codes [column of x][rows of x], word w of column c at w ^ (c / 8 * 2)
+  // codes [column of x][rows of x], word w of column c at w ^ (c / 8 * 2)
+  alignas(16) uint32_t turned[TILE][TILE / 4];
 };
 
 /// The place of a tile and of a thread in it.
 struct tile_place {
   int down, across;                // which tile it is
   int first_row, first_column;     // the thread's, in the tile
-  int rows_there;                  // rows from the thread's first to the last; 0 where its columns are none
+  // rows from the thread's first to the last; 0 where its columns are none
+  int rows_there;
 };
 // Where tiles are taken, sides are below 2^31 - TILE.
-__device__ static inline int row_of(const tile_place &at)    { return at.down * TILE + at.first_row; }
-__device__ static inline int column_of(const tile_place &at) { return at.across * TILE + at.first_column; }
-__device__ static inline int64_t offset_of(const tile_place &at, const job &p) { return row_of(at) * (int64_t)p.width + column_of(at); }
+__device__ static inline int row_of(const tile_place &at) { return at.down * TILE + at.first_row; }
+__device__ static inline int column_of(const tile_place &at)
+{ return at.across * TILE + at.first_column; }
+__device__ static inline int64_t offset_of(const tile_place &at, const job &p)
+{ return row_of(at) * (int64_t)p.width + column_of(at); }
 
 /// Factors of one side into shared memory: found here from the maxima, with the scale written out, or read. Threads 0 to 127 take
 /// the tile's rows, 128 to 255 its columns.
-template <typename T> __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p, const tile_place &at)
+template <typename T>
+__device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
+                                            const tile_place &at)
 {
   const int i = threadIdx.x % TILE;
   if (!s.q || (int)threadIdx.x / TILE != (s.how == BY_COLUMN)) return;
-  const int r = at.down * TILE + (s.how == BY_ROW ? i : 0), c = at.across * TILE + (s.how == BY_COLUMN ? i : 0);
+  const int r = at.down * TILE + (s.how == BY_ROW ? i : 0),
+            c = at.across * TILE + (s.how == BY_COLUMN ? i : 0);
   float factor = 1.0f;
   if (r < p.height && c < p.width) {
-    const int64_t down = s.how == BY_ROW ? r : s.down == 1 ? 0 : at.down, across = s.how == BY_COLUMN ? c : s.across == 1 ? 0 : at.across;
+    const int64_t down = s.how == BY_ROW ? r :
+                         s.down == 1     ? 0 :
+                                           at.down,
+                  across = s.how == BY_COLUMN ? c :
+                           s.across == 1      ? 0 :
+                                                at.across;
     if (s.factor) {
       factor = s.factor[down * s.across + across];
     } else {
       uint32_t top = s.how == BY_ROW ? t.row_top[i] : 0;
       if (s.how == BY_COLUMN) {
-        for (int w = 0; w < TILE_WARPS; w++) top = larger<T>(top, t.column_top[w][i / eight<T>::EACH]);
+        for (int w = 0; w < TILE_WARPS; w++)
+          top = larger<T>(top, t.column_top[w][i / eight<T>::EACH]);
         top = magnitude_bits<T>(top, i % eight<T>::EACH);
       } else if (s.how == BY_TILE) {
         for (int w = 0; w < TILE_WARPS; w++) top = max(top, t.warp_top[w]);
       }
       fp8_scale found = scale_of(p.rule, __uint_as_float(top));
       factor = found.factor;
-      if (s.how != BY_TILE || i == 0) s.scale[down * s.row_stride + across * s.column_stride] = found.scale;
+      if (s.how != BY_TILE || i == 0)
+        s.scale[down * s.row_stride + across * s.column_stride] = found.scale;
     }
   }
   t.factor[which][i] = factor;
@@ -59,15 +74,19 @@ template <typename T> __device__ static inline void share_factors(shared_tile &t
   const bool ordinary = factor >= 0x1p-100f && factor <= 0x1p100f;
   const float inverse = 1.0f / factor;
   const bool exact = fmaf(inverse, factor, -1.0f) == 0.0f;
-  t.low[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) - !exact) : __uint_as_float(0x7FC00000u);
+  t.low[which][i] =
+    ordinary ? __uint_as_float(__float_as_uint(inverse) - !exact) : __uint_as_float(0x7FC00000u);
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
 /// Codes of four numbers, and where a quotient's are in doubt.
-template <int E, bool DIVIDES> __device__ static inline uint32_t four_codes(const float x[4], const float low[4], const float high[4], uint32_t &doubt)
+template <int E, bool DIVIDES>
+__device__ static inline uint32_t four_codes(const float x[4], const float low[4],
+                                             const float high[4], uint32_t &doubt)
 {
   const uint32_t word = codes<E>(x[0] * low[0], x[1] * low[1], x[2] * low[2], x[3] * low[3]);
-  if (DIVIDES) doubt |= word ^ codes<E>(x[0] * high[0], x[1] * high[1], x[2] * high[2], x[3] * high[3]);
+  if (DIVIDES)
+    doubt |= word ^ codes<E>(x[0] * high[0], x[1] * high[1], x[2] * high[2], x[3] * high[3]);
   return word;
 }
 
@@ -83,7 +102,8 @@ template <bool ALL> __device__ static inline void load_factors(float f[4], const
 
 /// The thread's codes: own rows to memory. COLUMNS: factors go by columns.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
-__device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN], const job &p, const tile_place &at)
+__device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
+                                            const job &p, const tile_place &at)
 {
   uint8_t *to = (uint8_t *)p.own.q + offset_of(at, p);
   uint32_t doubt = 0;
@@ -113,7 +133,8 @@ __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place 
 
 /// The thread's codes of the transposed copy, into shared memory.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
-__device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN], const tile_place &at)
+__device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN],
+                                             const tile_place &at)
 {
   uint32_t doubt = 0;
 #pragma unroll
@@ -135,7 +156,9 @@ __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)
 }
 
 /// Both once more, by true quotients, number by number: for the few threads that were in doubt.
-template <typename T, int E> __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p, const tile_place &at)
+template <typename T, int E>
+__device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
+                                         const tile_place &at)
 {
   enum { WORDS = eight<T>::WORDS, EACH = eight<T>::EACH };
   uint32_t v[DOWN * WORDS];
@@ -147,7 +170,8 @@ template <typename T, int E> __device__ static inline void divide_all(shared_til
     const float x = number_of<T>(v[0], 0);
     if (p.own.q && j < at.rows_there) {
       const float y = x / t.factor[0][p.own.how == BY_COLUMN ? column : row];
-      ((uint8_t *)p.own.q)[offset_of(at, p) + j * (int64_t)p.width + k] = (uint8_t)codes<E>(y, y, y, y);
+      ((uint8_t *)p.own.q)[offset_of(at, p) + j * (int64_t)p.width + k] =
+        (uint8_t)codes<E>(y, y, y, y);
     }
     if (p.turned.q) {
       const float y = x / t.factor[1][p.turned.how == BY_COLUMN ? column : row];
@@ -158,7 +182,8 @@ template <typename T, int E> __device__ static inline void divide_all(shared_til
       continue;
     }
 #pragma unroll
-    for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];   // so that registers keep fixed numbers
+    // so that registers keep fixed numbers
+    for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
 }
 
@@ -215,12 +240,17 @@ template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
     high = BUT_NAN ? __hmax2(high, x) : __hmax2_nan(high, x);
     low = BUT_NAN ? __hmin2(low, x) : __hmin2_nan(low, x);
   }
-  __device__ uint32_t found() const { return larger<bf16_t>(*(const uint32_t *)&high, *(const uint32_t *)&low & magnitudes<bf16_t>::bits); }
+  __device__ uint32_t found() const
+  {
+    return larger<bf16_t>(*(const uint32_t *)&high,
+                          *(const uint32_t *)&low & magnitudes<bf16_t>::bits);
+  }
 };
 
 /// Largest magnitudes of the thread's rows and columns; BUT_NAN: without NaN.
 template <typename T, bool BUT_NAN>
-__device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS], const eight<T> (&v)[DOWN])
+__device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS],
+                                        const eight<T> (&v)[DOWN])
 {
   largest_of<T, BUT_NAN> down[eight<T>::WORDS];
 #pragma unroll
@@ -238,7 +268,9 @@ __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column
 }
 
 /// Maxima of the tile's rows, columns and warps into shared memory; the largest of all into p.amax.
-template <typename T> __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOWN], const job &p, const tile_place &at)
+template <typename T>
+__device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOWN], const job &p,
+                                         const tile_place &at)
 {
   enum { WORDS = eight<T>::WORDS };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -251,20 +283,25 @@ template <typename T> __device__ static inline void share_tops(shared_tile &t, c
   if (nan && p.rule.rule != ENG_SCALE_TORCHAO) find_tops<T, true>(row, column, v);
   if (p.own.how == BY_COLUMN || p.turned.how == BY_COLUMN) {
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) column[i] = larger<T>(column[i], __shfl_xor_sync(0xFFFFFFFFu, column[i], LANES));
+    for (int i = 0; i < WORDS; i++)
+      column[i] = larger<T>(column[i], __shfl_xor_sync(0xFFFFFFFFu, column[i], LANES));
     if (lane < LANES)
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4)
-        *(uint4 *)&t.column_top[warp][at.first_column / eight<T>::EACH + i] = make_uint4(column[i], column[i + 1], column[i + 2], column[i + 3]);
+        *(uint4 *)&t.column_top[warp][at.first_column / eight<T>::EACH + i] =
+          make_uint4(column[i], column[i + 1], column[i + 2], column[i + 3]);
   }
   enum { PACKED = sizeof(T) == 2, N = PACKED ? DOWN / 2 : DOWN };
   uint32_t tops[N];   // of rows 0 and 1, 2 and 3 and so on; or of one each
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    if constexpr (PACKED) tops[i] = larger<T>(__byte_perm(row[2 * i], row[2 * i + 1], 0x5410), __byte_perm(row[2 * i], row[2 * i + 1], 0x7632));
+    if constexpr (PACKED)
+      tops[i] = larger<T>(__byte_perm(row[2 * i], row[2 * i + 1], 0x5410),
+                          __byte_perm(row[2 * i], row[2 * i + 1], 0x7632));
     else tops[i] = row[i];
 #pragma unroll
-    for (int step = 1; step < LANES; step *= 2) tops[i] = larger<T>(tops[i], __shfl_xor_sync(0xFFFFFFFFu, tops[i], step));
+    for (int step = 1; step < LANES; step *= 2)
+      tops[i] = larger<T>(tops[i], __shfl_xor_sync(0xFFFFFFFFu, tops[i], step));
   }
   uint32_t all = 0;
 #pragma unroll
@@ -272,13 +309,16 @@ template <typename T> __device__ static inline void share_tops(shared_tile &t, c
   all = max(all, __shfl_xor_sync(0xFFFFFFFFu, all, LANES));
   if (lane % LANES == 0)
 #pragma unroll
-    for (int j = 0; j < DOWN; j++) t.row_top[at.first_row + j] = PACKED ? magnitude_bits<T>(tops[j / 2], j % 2) : magnitude_bits<T>(tops[j], 0);
+    for (int j = 0; j < DOWN; j++)
+      t.row_top[at.first_row + j] =
+        PACKED ? magnitude_bits<T>(tops[j / 2], j % 2) : magnitude_bits<T>(tops[j], 0);
   if (lane == 0) t.warp_top[warp] = all;
   if (!p.amax) return;
   const bool some = __any_sync(0xFFFFFFFFu, nan);
   if (lane != 0) return;
   if (some) all = 0x7FC00000u;
-  if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);   // most know at once that theirs is not the largest
+  // most know at once that theirs is not the largest
+  if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);
 }
 
 __device__ static inline tile_place place_of(unsigned tile, const job &p)
@@ -288,12 +328,14 @@ __device__ static inline tile_place place_of(unsigned tile, const job &p)
   at.across = (int)(tile % p.across);
   at.first_row = threadIdx.x / LANES * DOWN;
   at.first_column = threadIdx.x % LANES * EIGHT;
-  at.rows_there = column_of(at) < p.width ? p.height - row_of(at) : 0;   // columns are a multiple of 8
+  // columns are a multiple of 8
+  at.rows_there = column_of(at) < p.width ? p.height - row_of(at) : 0;
   return at;
 }
 
 /// The thread's numbers on their way to places that are its own.
-template <typename T> __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
+template <typename T>
+__device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
 {
   enum { QUADS = eight<T>::WORDS / 4 };
   const T *from = x + offset_of(at, p);
@@ -301,12 +343,15 @@ template <typename T> __device__ static inline void send_for(uint4 *stage, const
   for (int j = 0; j < DOWN; j++, from += p.width)
     if (j < at.rows_there)
 #pragma unroll
-      for (int i = 0; i < QUADS; i++) __pipeline_memcpy_async(stage + (j * QUADS + i) * TILE_THREADS + threadIdx.x, (const uint4 *)from + i, 16);
+      for (int i = 0; i < QUADS; i++)
+        __pipeline_memcpy_async(stage + (j * QUADS + i) * TILE_THREADS + threadIdx.x,
+                                (const uint4 *)from + i, 16);
   __pipeline_commit();
 }
 
 /// Those numbers, zeros where there are none.
-template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
+template <typename T>
+__device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
 {
   enum { QUADS = eight<T>::WORDS / 4 };
   __pipeline_wait_prior(0);
@@ -315,7 +360,8 @@ template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN],
   for (int j = 0; j < DOWN; j++)
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
-      const uint4 raw = j < at.rows_there ? stage[(j * QUADS + i) * TILE_THREADS + threadIdx.x] : make_uint4(0, 0, 0, 0);
+      const uint4 raw = j < at.rows_there ? stage[(j * QUADS + i) * TILE_THREADS + threadIdx.x] :
+                                            make_uint4(0, 0, 0, 0);
       v[j].w[4 * i] = raw.x;
       v[j].w[4 * i + 1] = raw.y;
       v[j].w[4 * i + 2] = raw.z;
@@ -327,14 +373,18 @@ template <typename T> __device__ static inline void receive(eight<T> (&v)[DOWN],
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
 /// A tile of x on its way; SWIGLU: and of up behind it.
-template <typename T, bool SWIGLU> __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p, const tile_place &at)
+template <typename T, bool SWIGLU>
+__device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
+                                        const tile_place &at)
 {
   send_for(stage, x, p, at);
   if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
 }
 
 /// The numbers to be quantized. A thread's own places are read as it goes: gate and up never stand in registers whole.
-template <typename T, bool SWIGLU> __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
+template <typename T, bool SWIGLU>
+__device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage,
+                                           const tile_place &at)
 {
   receive(v, stage, at);
   if constexpr (SWIGLU) {
@@ -363,16 +413,21 @@ template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
   return sizeof(T) == 2 && !SWIGLU ? 3 : 2;
 }
 /// Shared memory: shared_tile, then the numbers on their way.
-template <typename T, bool SWIGLU> static int tile_bytes(void) { return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }
+template <typename T, bool SWIGLU>
+static int tile_bytes(void)
+{ return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }
 
-template <typename T, int E, bool DIVIDES, bool SWIGLU> __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>())
-quantize_tiles(const T *x, unsigned tiles, const job p)
+template <typename T, int E, bool DIVIDES, bool SWIGLU>
+__global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>())
+  quantize_tiles(const T *x, unsigned tiles, const job p)
 {
   extern __shared__ uint4 shared[];
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
-  const bool backwards = p.own.factor != NULL;   // after another read, whose end may still be in the cache
-  unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;   // past 0 it wraps around and is large
+  // after another read, whose end may still be in the cache
+  const bool backwards = p.own.factor != NULL;
+  // past 0 it wraps around and is large
+  unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {
     const tile_place at = place_of(n, p);
@@ -394,13 +449,20 @@ quantize_tiles(const T *x, unsigned tiles, const job p)
           float y[EIGHT];
 #pragma unroll
           for (int k = 0; k < EIGHT; k++)
-            y[k] = scaled(number_of(v[j], k), t.factor[0][p.own.how == BY_COLUMN ? at.first_column + k : at.first_row + j], DIVIDES);
+            y[k] =
+              scaled(number_of(v[j], k),
+                     t.factor[0][p.own.how == BY_COLUMN ? at.first_column + k : at.first_row + j],
+                     DIVIDES);
           put_e5m6((uint32_t *)p.own.q + (offset_of(at, p) + j * (int64_t)p.width) / 8 * 3, y);
         }
     } else {
       uint32_t doubt = 0;
-      if (p.own.q) doubt = p.own.how == BY_COLUMN ? write_own<T, E, DIVIDES, true>(t, v, p, at) : write_own<T, E, DIVIDES, false>(t, v, p, at);
-      if (p.turned.q) doubt |= p.turned.how == BY_COLUMN ? turn_codes<T, E, DIVIDES, true>(t, v, at) : turn_codes<T, E, DIVIDES, false>(t, v, at);
+      if (p.own.q)
+        doubt = p.own.how == BY_COLUMN ? write_own<T, E, DIVIDES, true>(t, v, p, at) :
+                                         write_own<T, E, DIVIDES, false>(t, v, p, at);
+      if (p.turned.q)
+        doubt |= p.turned.how == BY_COLUMN ? turn_codes<T, E, DIVIDES, true>(t, v, at) :
+                                             turn_codes<T, E, DIVIDES, false>(t, v, at);
       if (DIVIDES && doubt) divide_all<T, E>(t, v, p, at);
       if (!p.turned.q) continue;
       __syncthreads();

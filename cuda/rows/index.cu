@@ -20,7 +20,8 @@ static around around_of(const tensor *x, int64_t dimension)
   return a;
 }
 
-static int64_t dimension_of(int64_t dimension, const tensor *x) { return dimension < 0 ? dimension + x->ndim : dimension; }
+static int64_t dimension_of(int64_t dimension, const tensor *x)
+{ return dimension < 0 ? dimension + x->ndim : dimension; }
 
 // ------------------------------------------------------------------ rows by index
 
@@ -38,7 +39,8 @@ struct row_place { int64_t from; bool fine; };   // first unit in x
 
 __device__ static inline row_place place_of(const row_copy &r, int64_t at)
 {
-  int64_t row = r.by_units.size ? divide((uint32_t)at, r.by_units) : at / r.units, unit = at - row * r.units;
+  int64_t row = r.by_units.size ? divide((uint32_t)at, r.by_units) : at / r.units,
+          unit = at - row * r.units;
   int64_t outer = 0, k = row;
   if (row >= r.n) {
     outer = row / r.n;
@@ -50,7 +52,8 @@ __device__ static inline row_place place_of(const row_copy &r, int64_t at)
   return {(outer * r.size + (fine ? id : 0)) * r.units + unit, fine};
 }
 
-template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_copy r)
+template <typename Unit>
+static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_copy r)
 {
   constexpr int U = 4;   // in flight
   int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x;
@@ -71,7 +74,8 @@ template <typename Unit> static __global__ void __launch_bounds__(WALK_THREADS) 
 }
 
 // With a change of format; a unit is V elements.
-template <int V> static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(const row_copy r)
+template <int V>
+static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(const row_copy r)
 {
   int64_t at = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (at >= r.total) return;
@@ -169,7 +173,8 @@ extern "C" eng_status cuda_gather(const op_call *call)
     stride[1][d] = index->stride[d];
     stride[2][d] = d == dimension ? 0 : x->stride[d];
   }
-  walk<3> w = walk_of<3>(shape_of(y), stride, {y->data, index->data, x->data}, {y->dtype, index->dtype, x->dtype});
+  walk<3> w = walk_of<3>(shape_of(y), stride, {y->data, index->data, x->data},
+                         {y->dtype, index->dtype, x->dtype});
   gather_body body = {x->shape[dimension], x->stride[dimension], cuda_fault()};
   walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
     each_kernel<3, gather_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
@@ -192,17 +197,21 @@ struct scatter {
   int64_t     n, chunks;    // picks, runs of RUN of them
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
-  void       *part;         // [2 * chunks x columns]: of a chunk the sum that began before it, and that which goes on behind it
+  // [2 * chunks x columns]: of a chunk the sum that began before it, and that which goes on behind it
+  void       *part;
 };
 
-template <class Lanes> __device__ static void keep_part(const scatter &s, int64_t slot, int64_t column, const typename Lanes::number (&sum)[Lanes::V])
+template <class Lanes>
+__device__ static void keep_part(const scatter &s, int64_t slot, int64_t column,
+                                 const typename Lanes::number (&sum)[Lanes::V])
 {
   auto *to = (typename Lanes::number *)s.part + slot * s.columns + column;
 #pragma unroll
   for (int v = 0; v < Lanes::V; v++) to[v] = sum[v];
 }
 
-template <class Lanes> __device__ static void finish(const scatter &s, int64_t to, typename Lanes::number (&sum)[Lanes::V])
+template <class Lanes>
+__device__ static void finish(const scatter &s, int64_t to, typename Lanes::number (&sum)[Lanes::V])
 {
   if (s.add) {
     typename Lanes::raw raw;
@@ -216,7 +225,9 @@ template <class Lanes> __device__ static void finish(const scatter &s, int64_t t
 }
 
 // A thread takes V columns of one chunk; neighbouring threads neighbouring columns.
-template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
+template <class Lanes>
+static __global__ void __launch_bounds__(WALK_THREADS)
+  chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
   constexpr int V = Lanes::V, U = 8;   // rows in flight
   typedef typename Lanes::number number;
@@ -227,7 +238,8 @@ template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) ch
   int64_t dy = outer * s.n * s.a.inner + i, dx = outer * s.a.size * s.a.inner + i;
   uint64_t mask = (1ull << s.shift) - 1;
   int64_t first = chunk * RUN, stop = first + RUN < s.n ? first + RUN : s.n;
-  uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull, behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
+  uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull,
+           behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
   bool began = before == s.word[first] >> s.shift;   // the run in hand began before this chunk
   number sum[V] = {};
   for (int64_t at = first; at < stop; at += U) {
@@ -237,7 +249,8 @@ template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) ch
     for (int u = 0; u <= U; u++) word[u] = at + u < stop ? s.word[at + u] : behind << s.shift;
 #pragma unroll
     for (int u = 0; u < U; u++)
-      if (at + u < stop) Lanes::fetch(raw[u], s.dy, s.dy_dtype, dy + (int64_t)(word[u] & mask) * s.a.inner);
+      if (at + u < stop)
+        Lanes::fetch(raw[u], s.dy, s.dy_dtype, dy + (int64_t)(word[u] & mask) * s.a.inner);
 #pragma unroll
     for (int u = 0; u < U; u++) {
       if (at + u >= stop) continue;
@@ -259,13 +272,16 @@ template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) ch
 }
 
 // The runs that begin in a chunk and go on behind it: the thread of that chunk adds their parts.
-template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) combine_kernel(const scatter s, int64_t threads, int64_t vectors)
+template <class Lanes>
+static __global__ void __launch_bounds__(WALK_THREADS)
+  combine_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
   constexpr int V = Lanes::V, U = 8;
   typedef typename Lanes::number number;
   int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (thread >= threads) return;
-  int64_t chunk = thread / vectors, column = (thread - chunk * vectors) * V, last = chunk * RUN + RUN - 1;
+  int64_t chunk = thread / vectors, column = (thread - chunk * vectors) * V,
+          last = chunk * RUN + RUN - 1;
   if (last + 1 >= s.n) return;
   uint64_t place = s.word[last] >> s.shift;
   if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
@@ -286,7 +302,8 @@ template <class Lanes> static __global__ void __launch_bounds__(WALK_THREADS) co
 #pragma unroll
     for (int u = 0; u < U; u++)
 #pragma unroll
-      for (int v = 0; v < V; v++) value[u][v] = at + u <= end ? part[2 * (at + u) * s.columns + v] : 0;
+      for (int v = 0; v < V; v++)
+        value[u][v] = at + u <= end ? part[2 * (at + u) * s.columns + v] : 0;
 #pragma unroll
     for (int u = 0; u < U; u++)
 #pragma unroll
@@ -325,12 +342,14 @@ struct word_body {   // word, index, place of the element without the indexed di
 };
 
 // Rows that nobody picked become zero: a block takes one row of one outer position.
-static __global__ void __launch_bounds__(128) unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
+static __global__ void __launch_bounds__(128)
+  unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
 {
   int64_t row = blockIdx.x;
   if (picked[row % places]) return;
   char *to = dx + row * row_bytes;
-  for (int64_t at = threadIdx.x * 16; at < row_bytes; at += 128 * 16) *(uint4 *)(to + at) = uint4{0, 0, 0, 0};
+  for (int64_t at = threadIdx.x * 16; at < row_bytes; at += 128 * 16)
+    *(uint4 *)(to + at) = uint4{0, 0, 0, 0};
 }
 
 static int bits_of(int64_t largest)
@@ -345,39 +364,49 @@ template <class Lanes> static void sum_chunks(const scatter &s)
   int64_t vectors = s.columns / Lanes::V, threads = s.chunks * vectors;
   unsigned blocks = (unsigned)((threads + WALK_THREADS - 1) / WALK_THREADS);
   chunk_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
-  if (s.chunks > 1) combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
+  if (s.chunks > 1)
+    combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
 }
 
 /// `w`: words, index, places (see word_body); `step`: places from one index to the next.
-static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size, int64_t step)
+static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size,
+                               int64_t step)
 {
   const tensor *dx = call->out[0], *index = call->in[1];
   s.dx = dx->data;
   s.dx_dtype = dx->dtype;
   s.dy = call->in[0]->data;
   s.dy_dtype = call->in[0]->dtype;
-  int64_t row_bytes = s.a.inner * eng_dtype_size(dx->dtype), dx_bytes = dx->count * eng_dtype_size(dx->dtype);
+  int64_t row_bytes = s.a.inner * eng_dtype_size(dx->dtype),
+          dx_bytes = dx->count * eng_dtype_size(dx->dtype);
   if (s.n == 0) {
     if (!s.add) CUDA_TRY(cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream()));
     return ENG_OK;
   }
   if (s.n >= 1ll << 31)
-    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s", eng_op_name(call->op), tensor_text(index));
+    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s",
+                     eng_op_name(call->op), tensor_text(index));
   s.shift = bits_of(s.n - 1);
   if (s.shift + bits_of(s.a.size) > 64)
-    return error_set(ENG_ERR_SHAPE, "%s: %lld indices into %lld places do not fit the words of 64 bits that they are sorted in; hint: fewer indices a call",
+    return error_set(ENG_ERR_SHAPE,
+                     "%s: %lld indices into %lld places do not fit the words of 64 bits that they "
+                     "are sorted in; hint: fewer indices a call",
                      eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
   s.chunks = (s.n + RUN - 1) / RUN;
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);
   bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
   // Rows worth a look each are cleared where nobody picked them, others all at once.
-  bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 && s.a.outer * s.a.size < 1ll << 31;
+  bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 &&
+               s.a.outer * s.a.size < 1ll << 31;
 
   size_t sort_bytes = 0;
-  CUDA_TRY(cub::DeviceRadixSort::SortKeys(NULL, sort_bytes, (const uint64_t *)NULL, (uint64_t *)NULL, s.n, s.shift, s.shift + bits, cuda_stream()));
+  CUDA_TRY(cub::DeviceRadixSort::SortKeys(NULL, sort_bytes, (const uint64_t *)NULL,
+                                          (uint64_t *)NULL, s.n, s.shift, s.shift + bits,
+                                          cuda_stream()));
   int64_t words = (s.n * 8 + 255) / 256 * 256, sorting = ((int64_t)sort_bytes + 255) / 256 * 256;
-  int64_t parts = (2 * s.chunks * s.columns * (wide ? 8 : 4) + 255) / 256 * 256, flags = apart ? s.a.size : 0;
+  int64_t parts = (2 * s.chunks * s.columns * (wide ? 8 : 4) + 255) / 256 * 256,
+          flags = apart ? s.a.size : 0;
   int64_t bytes = 2 * words + sorting + parts + flags;
   char *space = (char *)scratch_take(bytes);
   if (!space) return ENG_ERR_MEMORY;
@@ -390,14 +419,18 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   cudaError_t result = cudaSuccess;
   if (apart) result = cudaMemsetAsync(picked, 0, (size_t)flags, cuda_stream());
   else if (!s.add) result = cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream());
-  pick_source p = {index->data, index->dtype, s.shift, call->op, index_size, s.a.size, cuda_fault(), picked};
+  pick_source p = {index->data, index->dtype, s.shift,      call->op,
+                   index_size,  s.a.size,     cuda_fault(), picked};
   w.data[0] = unsorted;
   walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
     each_kernel<3, word_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, word_body{p, step});
   });
   if (result == cudaSuccess)
-    result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, s.n, s.shift, s.shift + bits, cuda_stream());
-  if (apart) unpicked_kernel<<<(unsigned)(s.a.outer * s.a.size), 128, 0, cuda_stream()>>>((char *)dx->data, picked, s.a.size, row_bytes);
+    result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, s.n, s.shift,
+                                            s.shift + bits, cuda_stream());
+  if (apart)
+    unpicked_kernel<<<(unsigned)(s.a.outer * s.a.size), 128, 0, cuda_stream()>>>(
+      (char *)dx->data, picked, s.a.size, row_bytes);
   bool vectors = s.a.inner % 4 == 0 && ((uintptr_t)s.dx | (uintptr_t)s.dy) % 16 == 0;
   if (wide) sum_chunks<double_lanes>(s);
   else if (vectors) sum_chunks<float_lanes<4>>(s);
@@ -445,6 +478,7 @@ extern "C" eng_status cuda_gather_grad(const op_call *call)
     stride[0][d] = stride[1][d] = dy->stride[d];   // contiguous, as the index is
     stride[2][d] = d == dimension ? 0 : dx->stride[d];
   }
-  walk<3> w = walk_of<3>(shape_of(dy), stride, {NULL, NULL, NULL}, {ENG_i64, call->in[1]->dtype, ENG_i64});
+  walk<3> w =
+    walk_of<3>(shape_of(dy), stride, {NULL, NULL, NULL}, {ENG_i64, call->in[1]->dtype, ENG_i64});
   return scatter_sums(call, s, w, dx->shape[dimension], dx->stride[dimension]);
 }

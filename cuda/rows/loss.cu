@@ -11,7 +11,12 @@
 
 #include <math.h>
 
-enum { THREADS = 256, BATCH = 4 /* accesses of a thread in flight */, SHORT_ROW = 1024, SUM_THREADS = 1024 };
+enum {
+  THREADS = 256,
+  BATCH = 4 /* accesses of a thread in flight */,
+  SHORT_ROW = 1024,
+  SUM_THREADS = 1024
+};
 
 // ------------------------------------------------------------------ rows
 
@@ -84,7 +89,8 @@ template <typename A> struct seen {
   double plain;   // sum of x, for label smoothing
 };
 
-template <int N, bool PLAIN, typename A> __device__ static inline void absorb(seen<A> &s, const A x[N])
+template <int N, bool PLAIN, typename A>
+__device__ static inline void absorb(seen<A> &s, const A x[N])
 {
   A largest = x[0];
   for (int k = 1; k < N; k++) largest = larger(largest, x[k]);
@@ -101,7 +107,8 @@ template <int N, bool PLAIN, typename A> __device__ static inline void absorb(se
     for (int k = 0; k < N; k++) s.plain += (double)x[k];
 }
 
-template <int LANES, bool PLAIN, typename T, typename A> __device__ static inline seen<A> read_row(const T *row, int n, A)
+template <int LANES, bool PLAIN, typename T, typename A>
+__device__ static inline seen<A> read_row(const T *row, int n, A)
 {
   enum { V = 16 / sizeof(T) };
   const cut c = cut_of(row, n);
@@ -132,9 +139,11 @@ template <int LANES, bool PLAIN, typename T, typename A> __device__ static inlin
   return s;
 }
 
-template <int LANES, bool PLAIN, typename T> __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
-row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows, int classes, int64_t ignored, double smoothing,
-           double *losses, void *loss, int loss_dtype, void *lse, int lse_dtype, cuda_fault_record *fault)
+template <int LANES, bool PLAIN, typename T>
+__global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
+  row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows, int classes,
+             int64_t ignored, double smoothing, double *losses, void *loss, int loss_dtype,
+             void *lse, int lse_dtype, cuda_fault_record *fault)
 {
   typedef typename wide_of<T>::type A;
   const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
@@ -143,7 +152,8 @@ row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows,
   const int64_t target = load_int(targets, target_dtype, r);
   const bool counts = target != ignored && target >= 0 && target < classes;
   double own = 0.0, total = 0.0, top = 0.0, log_sum = 0.0;
-  if (target != ignored && !counts && lane_of<LANES>() == 0) raise_fault(fault, ENG_OP_cross_entropy, target, classes);
+  if (target != ignored && !counts && lane_of<LANES>() == 0)
+    raise_fault(fault, ENG_OP_cross_entropy, target, classes);
   if (counts || lse) {
     const double wanted = counts ? (double)widen(row[target]) : 0.0;
     seen<A> s = read_row<LANES, PLAIN>(row, classes, A());
@@ -157,7 +167,8 @@ row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows,
     if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as PyTorch
     if (lse) store_double(lse, lse_dtype, r, top + log_sum);
     own = log_sum - (wanted - top);
-    if (PLAIN) own = (1.0 - smoothing) * own + smoothing * (log_sum + top - total / (double)classes);
+    if (PLAIN)
+      own = (1.0 - smoothing) * own + smoothing * (log_sum + top - total / (double)classes);
     if (!counts) own = 0.0;
   }
   if (lane_of<LANES>() != 0) return;
@@ -177,16 +188,19 @@ __device__ static inline double block_sum(double x)
   return all[0];
 }
 
-__device__ static inline double counted_targets(const void *targets, int dtype, int64_t rows, int64_t ignored)
+__device__ static inline double counted_targets(const void *targets, int dtype, int64_t rows,
+                                                int64_t ignored)
 {
   int64_t counted = 0;
-  for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS) counted += load_int(targets, dtype, r) != ignored;
+  for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS)
+    counted += load_int(targets, dtype, r) != ignored;
   return block_sum((double)counted);   // exact
 }
 
 /// The mean (mode 1; over nothing NaN) or sum (2) of the rows' losses. One block.
 __global__ static void __launch_bounds__(SUM_THREADS)
-reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows, int64_t ignored, int mode, void *loss, int loss_dtype)
+  reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
+                int64_t ignored, int mode, void *loss, int loss_dtype)
 {
   double sum = 0.0;
   for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS) sum += losses[r];
@@ -208,15 +222,19 @@ static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
 {
   const tensor *x = call->in[0];
   int64_t n = x->shape[x->ndim - 1];
-  if (n > INT32_MAX) return error_set(ENG_ERR_SHAPE, "%s: cuda serves up to 2^31 - 1 classes, got %lld", eng_op_name(call->op), (long long)n);
+  if (n > INT32_MAX)
+    return error_set(ENG_ERR_SHAPE, "%s: cuda serves up to 2^31 - 1 classes, got %lld",
+                     eng_op_name(call->op), (long long)n);
   *classes = (int)n;
   *rows = x->count / n;
   return ENG_OK;
 }
 
-static unsigned grid_of(int64_t rows, int lanes) { return (unsigned)((rows + THREADS / lanes - 1) / (THREADS / lanes)); }
+static unsigned grid_of(int64_t rows, int lanes)
+{ return (unsigned)((rows + THREADS / lanes - 1) / (THREADS / lanes)); }
 
-template <typename T> static void launch_losses(const op_call *call, int64_t rows, int classes, double *losses)
+template <typename T>
+static void launch_losses(const op_call *call, int64_t rows, int classes, double *losses)
 {
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   const T *logits = (const T *)x->data;
@@ -225,9 +243,10 @@ template <typename T> static void launch_losses(const op_call *call, int64_t row
   void *loss_data = loss ? loss->data : NULL, *lse_data = lse ? lse->data : NULL;
   const int loss_dtype = loss ? loss->dtype : 0, lse_dtype = lse ? lse->dtype : 0;
   cudaStream_t stream = cuda_stream();
-#define ROW_LOSSES(LANES, PLAIN) \
-  row_losses<LANES, PLAIN, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(logits, targets->data, targets->dtype, rows, classes, ignored, smoothing, \
-                                                                           losses, loss_data, loss_dtype, lse_data, lse_dtype, cuda_fault())
+#define ROW_LOSSES(LANES, PLAIN)                                                                 \
+  row_losses<LANES, PLAIN, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(                     \
+    logits, targets->data, targets->dtype, rows, classes, ignored, smoothing, losses, loss_data, \
+    loss_dtype, lse_data, lse_dtype, cuda_fault())
   if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true);
   else if (classes <= SHORT_ROW) ROW_LOSSES(32, false);
   else if (smoothing != 0) ROW_LOSSES(THREADS, true);
@@ -254,7 +273,8 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
     CUDA_LAUNCHED("cross_entropy");
   }
   if (mode != 0 && loss) {
-    reduce_losses<<<1, SUM_THREADS, 0, cuda_stream()>>>(losses, targets->data, targets->dtype, rows, call->ints[0], mode, loss->data, loss->dtype);
+    reduce_losses<<<1, SUM_THREADS, 0, cuda_stream()>>>(
+      losses, targets->data, targets->dtype, rows, call->ints[0], mode, loss->data, loss->dtype);
     CUDA_LAUNCHED("cross_entropy");
   }
   if (losses) scratch_give(losses, bytes);
@@ -263,7 +283,11 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 
 // ------------------------------------------------------------------ its gradient
 
-__device__ static inline uint4 packed(const float y[4]) { return make_uint4(__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])); }
+__device__ static inline uint4 packed(const float y[4])
+{
+  return make_uint4(__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]),
+                    __float_as_uint(y[3]));
+}
 __device__ static inline uint4 packed(const double y[2])
 {
   union { double y[2]; uint4 raw; } u;
@@ -271,8 +295,24 @@ __device__ static inline uint4 packed(const double y[2])
   u.y[1] = y[1];
   return u.raw;
 }
-__device__ static inline uint32_t pair(float a, float b, f16_t)  { union { __half2 h; uint32_t w; } u; u.h = __floats2half2_rn(a, b); return u.w; }
-__device__ static inline uint32_t pair(float a, float b, bf16_t) { union { __nv_bfloat162 h; uint32_t w; } u; u.h = __floats2bfloat162_rn(a, b); return u.w; }
+__device__ static inline uint32_t pair(float a, float b, f16_t)
+{
+  union {
+    __half2 h;
+    uint32_t w;
+  } u;
+  u.h = __floats2half2_rn(a, b);
+  return u.w;
+}
+__device__ static inline uint32_t pair(float a, float b, bf16_t)
+{
+  union {
+    __nv_bfloat162 h;
+    uint32_t w;
+  } u;
+  u.h = __floats2bfloat162_rn(a, b);
+  return u.w;
+}
 
 /// Rounded to T. The conversions in pairs would not keep a NaN's sign and payload.
 template <typename T> __device__ static inline uint4 rounded(const float y[8], T)
@@ -284,14 +324,18 @@ template <typename T> __device__ static inline uint4 rounded(const float y[8], T
     for (int k = 0; k < 8; k++) narrow(p.x[k], y[k]);
     return p.raw;
   }
-  return make_uint4(pair(y[0], y[1], T()), pair(y[2], y[3], T()), pair(y[4], y[5], T()), pair(y[6], y[7], T()));
+  return make_uint4(pair(y[0], y[1], T()), pair(y[2], y[3], T()), pair(y[4], y[5], T()),
+                    pair(y[6], y[7], T()));
 }
 __device__ static inline uint4 rounded(const float y[4], float)   { return packed(y); }
 __device__ static inline uint4 rounded(const double y[2], double) { return packed(y); }
 
-template <int LANES, typename T> __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
-row_gradients(const T *logits, T *gradients, const void *targets, int target_dtype, int64_t rows, int classes, int64_t ignored, double smoothing,
-              const void *lse, int lse_dtype, const void *dloss, int dloss_dtype, bool per_row, const double *counted, cuda_fault_record *fault)
+template <int LANES, typename T>
+__global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
+  row_gradients(const T *logits, T *gradients, const void *targets, int target_dtype, int64_t rows,
+                int classes, int64_t ignored, double smoothing, const void *lse, int lse_dtype,
+                const void *dloss, int dloss_dtype, bool per_row, const double *counted,
+                cuda_fault_record *fault)
 {
   typedef typename wide_of<T>::type A;
   enum { V = 16 / sizeof(T) };
@@ -302,7 +346,8 @@ row_gradients(const T *logits, T *gradients, const void *targets, int target_dty
   T *out = gradients + r * classes;
   const int64_t target = load_int(targets, target_dtype, r);
   const bool counts = target != ignored && target >= 0 && target < classes;
-  if (target != ignored && !counts && lane == 0) raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
+  if (target != ignored && !counts && lane == 0)
+    raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
   // In double: a loss scale past f32 that the mean brings back into range is no overflow.
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
@@ -317,7 +362,10 @@ row_gradients(const T *logits, T *gradients, const void *targets, int target_dty
 
   // The target's own element loses digits in the subtraction, hence double; its thread writes it again after the others.
   const int tail = c.head + c.whole * V, t = (int)target;
-  const bool mine = counts && lane == (t < c.head ? t : t < tail ? (t - c.head) / V : t - tail) % LANES;
+  const bool mine = counts && lane == (t < c.head ? t :
+                                       t < tail   ? (t - c.head) / V :
+                                                    t - tail) %
+                                        LANES;
   const double wanted = mine ? (double)widen(row[target]) : 0.0;
 
   const uint4 *at = (const uint4 *)(row + c.head);
@@ -331,25 +379,33 @@ row_gradients(const T *logits, T *gradients, const void *targets, int target_dty
     for (int k = 0; k < BATCH; k++) {
       if (i + k * LANES >= c.whole) break;
       A y[V];
-      for (int e = 0; e < V; e++) y[e] = counts ? (exponent(widen(p[k].x[e]) - log_sum) - floor) * factor : (A)0;
+      for (int e = 0; e < V; e++)
+        y[e] = counts ? (exponent(widen(p[k].x[e]) - log_sum) - floor) * factor : (A)0;
       to[i + k * LANES] = rounded(y, T());
     }
   }
-  for (int i = lane; i < c.head; i += LANES) narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
-  for (int i = tail + lane; i < classes; i += LANES) narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
-  if (mine) narrow(out[target], (A)((exp(wanted - row_lse) - (1.0 - smoothing) - smoothing / (double)classes) * slope));
+  for (int i = lane; i < c.head; i += LANES)
+    narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
+  for (int i = tail + lane; i < classes; i += LANES)
+    narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
+  if (mine)
+    narrow(out[target],
+           (A)((exp(wanted - row_lse) - (1.0 - smoothing) - smoothing / (double)classes) * slope));
 }
 
-template <typename T> static void launch_gradients(const op_call *call, int64_t rows, int classes, const double *counted)
+template <typename T>
+static void launch_gradients(const op_call *call, int64_t rows, int classes, const double *counted)
 {
   const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3];
   cudaStream_t stream = cuda_stream();
   const T *logits = (const T *)x->data;
   T *gradients = (T *)call->out[0]->data;
   const bool per_row = call->ints[1] == 0;
-#define ROW_GRADIENTS(LANES) \
-  row_gradients<LANES, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(logits, gradients, targets->data, targets->dtype, rows, classes, call->ints[0], \
-                                                                       call->floats[0], lse->data, lse->dtype, dloss->data, dloss->dtype, per_row, counted, cuda_fault())
+#define ROW_GRADIENTS(LANES)                                                             \
+  row_gradients<LANES, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(                 \
+    logits, gradients, targets->data, targets->dtype, rows, classes, call->ints[0],      \
+    call->floats[0], lse->data, lse->dtype, dloss->data, dloss->dtype, per_row, counted, \
+    cuda_fault())
   if (classes <= SHORT_ROW) ROW_GRADIENTS(32);
   else ROW_GRADIENTS(THREADS);
 #undef ROW_GRADIENTS
@@ -365,7 +421,8 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
   if (call->ints[1] == 1) {
     counted = (double *)scratch_take(sizeof *counted);
     if (!counted) return ENG_ERR_MEMORY;
-    count_rows<<<1, SUM_THREADS, 0, cuda_stream()>>>(targets->data, targets->dtype, rows, call->ints[0], counted);
+    count_rows<<<1, SUM_THREADS, 0, cuda_stream()>>>(targets->data, targets->dtype, rows,
+                                                     call->ints[0], counted);
     CUDA_LAUNCHED("cross_entropy_grad");
   }
   switch (x->dtype) {
@@ -413,10 +470,12 @@ extern "C" eng_status cuda_mse(const op_call *call)
   double *partial = (double *)scratch_take(bytes);
   if (!partial) return ENG_ERR_MEMORY;
   if (blocks > 0) {
-    square_distances<<<(unsigned)blocks, SUM_THREADS, 0, cuda_stream()>>>(a->data, a->dtype, b->data, b->dtype, a->count, partial);
+    square_distances<<<(unsigned)blocks, SUM_THREADS, 0, cuda_stream()>>>(
+      a->data, a->dtype, b->data, b->dtype, a->count, partial);
     CUDA_LAUNCHED("mse");
   }
-  mean_of_partials<<<1, SUM_THREADS, 0, cuda_stream()>>>(partial, blocks, a->count, out->data, out->dtype);
+  mean_of_partials<<<1, SUM_THREADS, 0, cuda_stream()>>>(partial, blocks, a->count, out->data,
+                                                         out->dtype);
   CUDA_LAUNCHED("mse");
   scratch_give(partial, bytes);
   return ENG_OK;

@@ -20,7 +20,8 @@
 typedef struct norm_call {
   const void *x, *branch, *weight, *bias, *means, *rstds, *dy, *dsum;
   void *y, *sum, *out_means, *out_rstds, *dx;
-  int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype, out_means_dtype, out_rstds_dtype, dx_dtype;
+  int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype,
+    out_means_dtype, out_rstds_dtype, dx_dtype;
   int64_t rows;
   int32_t n;
   bool centred;    // layer norm
@@ -35,11 +36,14 @@ template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
 
 // ---- columns of a thread: V pieces of 8, `ROW` threads of a row side by side
 
-template <int ROW> __device__ static inline int column_of(int piece) { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
+template <int ROW>
+__device__ static inline int column_of(int piece)
+{ return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
 
 /// A thread's pieces of a row of n columns, the first from `column` on; zeros behind the row.
 template <typename T, int V, int ROW>
-__device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n, bool whole)
+__device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n,
+                                          bool whole)
 {
 #pragma unroll
   for (int v = 0; v < V; v++)
@@ -56,12 +60,14 @@ __device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, in
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         int c = column + v * ROW * 8 + i;
-        if (c < n) to[v].w[i * sizeof(T) / 4] |= (uint32_t)((const bits *)row)[c] << (i * sizeof(T) % 4 * 8);
+        if (c < n)
+          to[v].w[i * sizeof(T) / 4] |= (uint32_t)((const bits *)row)[c] << (i * sizeof(T) % 4 * 8);
       }
   }
 }
 
-template <typename T> __device__ static inline void store_raw(T *row, const words<T, 8> &raw, int c, int n, bool whole)
+template <typename T>
+__device__ static inline void store_raw(T *row, const words<T, 8> &raw, int c, int n, bool whole)
 {
   if (whole) {
     if (c < n) store_words(row + c, raw);
@@ -69,11 +75,13 @@ template <typename T> __device__ static inline void store_raw(T *row, const word
     typedef typename word_of<sizeof(T)>::type bits;
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      if (c + i < n) ((bits *)row)[c + i] = (bits)(raw.w[i * sizeof(T) / 4] >> (i * sizeof(T) % 4 * 8));
+      if (c + i < n)
+        ((bits *)row)[c + i] = (bits)(raw.w[i * sizeof(T) / 4] >> (i * sizeof(T) % 4 * 8));
   }
 }
 
-template <typename T> __device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
+template <typename T>
+__device__ static inline void store_piece(T *row, const float (&from)[8], int c, int n, bool whole)
 {
   words<T, 8> raw;
   narrow_words(raw, from);
@@ -105,12 +113,16 @@ __device__ static inline void keep(float4 *kept, const void *data, int dtype, in
     ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] = value;
   }
 }
-template <int ROW> __device__ static inline void recall(float (&to)[8], const float4 *kept, int piece)
+template <int ROW>
+__device__ static inline void recall(float (&to)[8], const float4 *kept, int piece)
 {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float4 four = kept[(piece * 2 + half) * ROW + threadIdx.x % ROW];
-    to[4 * half] = four.x; to[4 * half + 1] = four.y; to[4 * half + 2] = four.z; to[4 * half + 3] = four.w;
+    to[4 * half] = four.x;
+    to[4 * half + 1] = four.y;
+    to[4 * half + 2] = four.z;
+    to[4 * half + 3] = four.w;
   }
 }
 
@@ -150,13 +162,23 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-static constexpr float NARROW = 1e-4f;   // mean square deviation over the mean's square, below which f32's mean is not good enough
+// mean square deviation over the mean's square, below which f32's mean is not good enough
+static constexpr float NARROW = 1e-4f;
 
 /// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias. A
 /// branch's words are as many as x's.
-template <typename T, int V, bool ADDS> constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 : V == 2 ? 6 : ADDS ? 3 : 4)
-                                                                                    : (V == 1 ? 10 : V == 2 ? 8 : ADDS ? (V == 3 ? 6 : 4) : V == 3 ? 7 : 6);
-template <typename T, int V, int ROW, bool ADDS> constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
+template <typename T, int V, bool ADDS>
+constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 :
+                                                   V == 2 ? 6 :
+                                                   ADDS   ? 3 :
+                                                            4) :
+                                                  (V == 1 ? 10 :
+                                                   V == 2 ? 8 :
+                                                   ADDS   ? (V == 3 ? 6 : 4) :
+                                                   V == 3 ? 7 :
+                                                            6);
+template <typename T, int V, int ROW, bool ADDS>
+constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
 
 /// What a row of a call is made of: x, with a residual the branch, too.
 template <typename T, int V, bool ADDS> struct forward_row { words<T, 8> x[V]; };
@@ -166,11 +188,14 @@ template <typename T, int V, int ROW, bool ADDS>
 __device__ static inline void load_row(forward_row<T, V, ADDS> &to, const norm_call &p, int64_t row)
 {
   load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
-  if constexpr (ADDS) load_pieces<T, V, ROW>(to.branch, (const T *)p.branch + row * p.n, column_of<ROW>(0), p.n, p.whole);
+  if constexpr (ADDS)
+    load_pieces<T, V, ROW>(to.branch, (const T *)p.branch + row * p.n, column_of<ROW>(0), p.n,
+                           p.whole);
 }
 
 /// One number of a row, from memory once more.
-template <typename T, bool ADDS> __device__ static inline double number_of(const norm_call &p, int64_t at)
+template <typename T, bool ADDS>
+__device__ static inline double number_of(const norm_call &p, int64_t at)
 {
   float x = widen(((const T *)p.x)[at]);
   if constexpr (ADDS) {
@@ -182,13 +207,15 @@ template <typename T, bool ADDS> __device__ static inline double number_of(const
 }
 
 template <typename T, int V, int ROW, bool ADDS>
-__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW, ADDS>)) norm_rows(const __grid_constant__ norm_call p)
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW, ADDS>))
+  norm_rows(const __grid_constant__ norm_call p)
 {
   __shared__ float room[2][2][ROW / 32];
   __shared__ double wide_room[2][ROW / 32];
   extern __shared__ float4 kept[];   // weight, bias
   keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
-  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);   // x * 1 + -0 is x in every bit
+  // x * 1 + -0 is x in every bit
+  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);
   __syncthreads();
   const float count = (float)p.n, eps = (float)p.eps;
   const int64_t step = (int64_t)gridDim.x * BLOCK_ROWS<ROW>;
@@ -230,12 +257,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
         float d = x[v][i] - mean;
         squares = fmaf(d, d, squares);
       }
-    float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps, rstd = 1.0f / sqrtf(variance);
+    float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps,
+          rstd = 1.0f / sqrtf(variance);
     // Too wide or too narrow for f32, or not finite, or an error of the mean would show; the same for the whole row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
       double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
 #pragma unroll 1
-      for (int c = threadIdx.x % ROW; c < p.n; c += ROW) sum += number_of<T, ADDS>(p, row * p.n + c);
+      for (int c = threadIdx.x % ROW; c < p.n; c += ROW)
+        sum += number_of<T, ADDS>(p, row * p.n + c);
       sum = row_sum<ROW>(sum, wide_room[0]);
       const double middle = p.centred ? sum / p.n : 0.0;
       mean = (float)middle;
@@ -265,11 +294,17 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 // ---- backward
 
 /// Blocks that a multiprocessor of an H200 holds, and of a call at most; and rows each group takes at least, when there are so many.
-template <int V, int ROW> constexpr int GRAD_BLOCKS = (V == 1 ? 6 : V == 2 ? 4 : V == 3 ? 3 : 2) * 128 / BLOCK_THREADS<ROW>;
+template <int V, int ROW>
+constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
+                             V == 2 ? 4 :
+                             V == 3 ? 3 :
+                                      2) *
+                            128 / BLOCK_THREADS<ROW>;
 enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
 
 /// Rows first..end of a group of threads, in order.
-__device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows, int64_t group, int64_t groups)
+__device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows,
+                                            int64_t group, int64_t groups)
 {
   *first = rows * group / groups;
   *end = rows * (group + 1) / groups;
@@ -278,7 +313,8 @@ __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_
 /// What a thread reads of a row: V pieces of x and of dy, and the row's statistics.
 template <typename T, int V> struct norm_row { words<T, 8> x[V], dy[V]; float mean, rstd; };
 
-template <typename T, int V, int ROW> __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, int64_t row)
+template <typename T, int V, int ROW>
+__device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, int64_t row)
 {
   load_pieces<T, V, ROW>(to.x, (const T *)p.x + row * p.n, column_of<ROW>(0), p.n, p.whole);
   load_pieces<T, V, ROW>(to.dy, (const T *)p.dy + row * p.n, column_of<ROW>(0), p.n, p.whole);
@@ -291,7 +327,8 @@ template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
 template <typename T, int V, int ROW, bool ADDS>
-__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) norm_grad_rows(const __grid_constant__ norm_call p)
+__global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
+  norm_grad_rows(const __grid_constant__ norm_call p)
 {
   constexpr bool AHEAD = sizeof(T) == 2;   // rows of f32 would take too many registers
   __shared__ float2 room[2][ROW / 32];
@@ -306,7 +343,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
 #pragma unroll
     for (int i = 0; i < 8; i++) for_weight[v][i] = for_bias[v][i] = 0;
   int64_t row, end;
-  rows_of_group(&row, &end, p.rows, (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own, (int64_t)gridDim.x * BLOCK_ROWS<ROW>);
+  rows_of_group(&row, &end, p.rows, (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + own,
+                (int64_t)gridDim.x * BLOCK_ROWS<ROW>);
   norm_row<T, V> next;
   if (AHEAD && row < end) load_row<T, V, ROW>(next, p, row);
   for (int turn = 0; row < end; row++, turn ^= 1) {
@@ -318,7 +356,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       widen_words(h[v], next.x[v]);
       widen_words(slope[v], next.dy[v]);
     }
-    if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end) load_row<T, V, ROW>(next, p, row + 1);
+    if (AHEAD && (p.whole || !PARTS_LATE<T>) && row + 1 < end)
+      load_row<T, V, ROW>(next, p, row + 1);
     float sum_g = 0, sum_gh = 0;
 #pragma unroll
     for (int v = 0; v < V; v++) {
@@ -326,7 +365,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       recall<ROW>(weight, kept, v);
 #pragma unroll
       for (int i = 0; i < 8; i++) h[v][i] = (h[v][i] - mean) * rstd;
-      if (column_of<ROW>(v) + 8 > p.n)   // behind the row dy is 0, and so that 0 * NaN is none h must be
+      // behind the row dy is 0, and so that 0 * NaN is none h must be
+      if (column_of<ROW>(v) + 8 > p.n)
 #pragma unroll
         for (int i = 0; i < 8; i++) h[v][i] = column_of<ROW>(v) + i < p.n ? h[v][i] : 0.0f;
 #pragma unroll
@@ -339,7 +379,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
       }
     }
     words<T, 8> dsum[ADDS ? V : 1];   // on its way while the row's threads add up
-    if constexpr (ADDS) load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
+    if constexpr (ADDS)
+      load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
     row_sums<ROW>(sum_g, sum_gh, room[turn]);
     if (p.dx) {
       const float mean_g = p.centred ? sum_g / count : 0.0f, mean_gh = sum_gh / count;
@@ -368,7 +409,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) sums[own][column_of<ROW>(v) + i] = which ? for_bias[v][i] : for_weight[v][i];
+        for (int i = 0; i < 8; i++)
+          sums[own][column_of<ROW>(v) + i] = which ? for_bias[v][i] : for_weight[v][i];
       __syncthreads();
       for (int c = threadIdx.x; c < p.n; c += BLOCK_THREADS<ROW>) {
         float sum = 0;
@@ -392,7 +434,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>)) nor
 enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
 
 /// Adds up partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
-__global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES) norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype, const float *partial, int blocks, int n)
+__global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
+  norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype,
+                  const float *partial, int blocks, int n)
 {
   __shared__ float slices[SUM_SLICES][SUM_COLUMNS + 1];
   const int column = threadIdx.x % SUM_COLUMNS, slice = threadIdx.x / SUM_COLUMNS;
@@ -430,7 +474,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constan
     int64_t first = row * p.n;
     double sum = 0, squares = 0, mean = 0;
     if (p.centred) {
-      for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) sum += load_double(p.x, p.x_dtype, first + i);
+      for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS)
+        sum += load_double(p.x, p.x_dtype, first + i);
       mean = row_sum<PLAIN_THREADS>(sum, room[0]) / p.n;
     }
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
@@ -443,8 +488,10 @@ __global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constan
       if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
     }
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd, w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
-      store_double(p.y, p.y_dtype, first + i, h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
+      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd,
+             w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
+      store_double(p.y, p.y_dtype, first + i,
+                   h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
     }
     __syncthreads();
   }
@@ -453,32 +500,40 @@ __global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constan
 __device__ static inline double normed(const norm_call &p, int64_t row, int64_t i)
 {
   double mean = p.means ? load_double(p.means, p.means_dtype, row) : 0.0;
-  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) * load_double(p.rstds, p.rstds_dtype, row);
+  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) *
+         load_double(p.rstds, p.rstds_dtype, row);
 }
 
-__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain(const __grid_constant__ norm_call p)
+__global__ void __launch_bounds__(PLAIN_THREADS)
+  norm_grad_plain(const __grid_constant__ norm_call p)
 {
   __shared__ double room[2][PLAIN_THREADS / 32];
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     double sum_g = 0, sum_gh = 0;
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
+                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
       sum_g += g;
       sum_gh += g * normed(p, row, i);
     }
-    double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n, mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
+    double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n,
+           mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
     if (!p.centred) mean_g = 0;
     double rstd = load_double(p.rstds, p.rstds_dtype, row);
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) * (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
-      store_double(p.dx, p.dx_dtype, row * p.n + i, rstd * (g - mean_g - normed(p, row, i) * mean_gh));
+      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
+                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      store_double(p.dx, p.dx_dtype, row * p.n + i,
+                   rstd * (g - mean_g - normed(p, row, i) * mean_gh));
     }
     __syncthreads();
   }
 }
 
 /// dweight and dbias: 32 columns a block, every eighth row a slice of its threads.
-__global__ void __launch_bounds__(PLAIN_THREADS) norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype, void *dbias, int dbias_dtype)
+__global__ void __launch_bounds__(PLAIN_THREADS)
+  norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype,
+                          void *dbias, int dbias_dtype)
 {
   __shared__ double slices[2][8][33];
   const int column = threadIdx.x % 32, slice = threadIdx.x / 32;
@@ -509,11 +564,17 @@ typedef void norm_kernel(const norm_call);
 
 /// The kernel for n columns among those instantiated, threads and rows of its block, blocks of a multiprocessor, pieces of a
 /// thread; kernel: NULL when a row is too long for registers.
-typedef struct norm_choice { norm_kernel *kernel; int threads, rows, resident, pieces; } norm_choice;
+typedef struct norm_choice {
+  norm_kernel *kernel;
+  int threads, rows, resident, pieces;
+} norm_choice;
 
 template <typename T, bool ADDS> static norm_choice forward_kernel_of(int64_t n)
 {
-#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, FORWARD_BLOCKS<T, V, ROW, ADDS>, V}
+#define CHOOSE(V, ROW)                                                                \
+  if (n <= 8 * (V) * (ROW))                                                           \
+  return norm_choice{norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, \
+                     FORWARD_BLOCKS<T, V, ROW, ADDS>, V}
   CHOOSE(1, 32);
   CHOOSE(2, 32);
   CHOOSE(3, 32);
@@ -528,7 +589,10 @@ template <typename T, bool ADDS> static norm_choice forward_kernel_of(int64_t n)
 }
 template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n)
 {
-#define CHOOSE(V, ROW) if (n <= 8 * (V) * (ROW)) return norm_choice{norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, GRAD_BLOCKS<V, ROW>, V}
+#define CHOOSE(V, ROW)                                                                     \
+  if (n <= 8 * (V) * (ROW))                                                                \
+  return norm_choice{norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, \
+                     GRAD_BLOCKS<V, ROW>, V}
   CHOOSE(1, 32);
   CHOOSE(2, 32);
   CHOOSE(3, 32);
@@ -543,11 +607,15 @@ template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n
 }
 template <bool ADDS> static norm_choice forward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? forward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? forward_kernel_of<f16_t, ADDS>(n) : forward_kernel_of<bf16_t, ADDS>(n);
+  return dtype == ENG_f32 ? forward_kernel_of<float, ADDS>(n) :
+         dtype == ENG_f16 ? forward_kernel_of<f16_t, ADDS>(n) :
+                            forward_kernel_of<bf16_t, ADDS>(n);
 }
 template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? backward_kernel_of<float, ADDS>(n) : dtype == ENG_f16 ? backward_kernel_of<f16_t, ADDS>(n) : backward_kernel_of<bf16_t, ADDS>(n);
+  return dtype == ENG_f32 ? backward_kernel_of<float, ADDS>(n) :
+         dtype == ENG_f16 ? backward_kernel_of<f16_t, ADDS>(n) :
+                            backward_kernel_of<bf16_t, ADDS>(n);
 }
 
 /// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
@@ -577,7 +645,8 @@ static eng_status check_length(const op_call *call)
 {
   const tensor *x = call->in[0];
   if (x->shape[x->ndim - 1] <= INT32_MAX / 2) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected rows below 2^30 on this device, got %s", eng_op_name(call->op), tensor_text(x));
+  return error_set(ENG_ERR_SHAPE, "%s: expected rows below 2^30 on this device, got %s",
+                   eng_op_name(call->op), tensor_text(x));
 }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -612,10 +681,12 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
   look_at(&p, &fast, call->out[0], (const void **)&p.y, &p.y_dtype);
   look_at(&p, &fast, branch, &p.branch, &branch_dtype);
   look_at(&p, &fast, sum, (const void **)&p.sum, &sum_dtype);
-  const tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[centred ? next + 1 : next];
+  const tensor *means = centred ? call->out[next] : NULL,
+               *rstds = call->out[centred ? next + 1 : next];
   if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
   if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
-  norm_choice choice = adds ? forward_kernel<true>(p.x_dtype, p.n) : forward_kernel<false>(p.x_dtype, p.n);
+  norm_choice choice =
+    adds ? forward_kernel<true>(p.x_dtype, p.n) : forward_kernel<false>(p.x_dtype, p.n);
   fast = fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0;
   if (adds && !(fast && branch_dtype == p.x_dtype && sum_dtype == p.x_dtype)) {
     op_call norm = *call;
@@ -626,9 +697,12 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
     return forward(&norm, centred, false);
   }
   if (fast) {
-    int64_t groups = (p.rows + choice.rows - 1) / choice.rows, most = cuda_multiprocessors() * (int64_t)choice.resident;
+    int64_t groups = (p.rows + choice.rows - 1) / choice.rows,
+            most = cuda_multiprocessors() * (int64_t)choice.resident;
     int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
-    if (bytes > 40 << 10) CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    if (bytes > 40 << 10)
+      CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     choice.kernel<<<(unsigned)least(groups, most), choice.threads, bytes, cuda_stream()>>>(p);
   } else {
     norm_plain<<<(unsigned)least(p.rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(p);
@@ -637,10 +711,10 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_layer_norm(const op_call *call)     { return forward(call, true, false); }
-extern "C" eng_status cuda_rms_norm(const op_call *call)       { return forward(call, false, false); }
+extern "C" eng_status cuda_layer_norm(const op_call *call) { return forward(call, true, false); }
+extern "C" eng_status cuda_rms_norm(const op_call *call) { return forward(call, false, false); }
 extern "C" eng_status cuda_add_layer_norm(const op_call *call) { return forward(call, true, true); }
-extern "C" eng_status cuda_add_rms_norm(const op_call *call)   { return forward(call, false, true); }
+extern "C" eng_status cuda_add_rms_norm(const op_call *call) { return forward(call, false, true); }
 
 static eng_status backward_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
 {
@@ -650,7 +724,8 @@ static eng_status backward_plain(const norm_call *p, const tensor *dweight, cons
   }
   if ((dweight || dbias) && p->n > 0) {
     norm_grad_plain_columns<<<(unsigned)((p->n + 31) / 32), PLAIN_THREADS, 0, cuda_stream()>>>(
-        *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0);
+      *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
+      dbias ? dbias->dtype : 0);
     CUDA_LAUNCHED("norm_grad");
   }
   return ENG_OK;
@@ -672,10 +747,14 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   if (means) { p.means = means->data; p.means_dtype = means->dtype; }
   p.rstds = rstds->data;
   p.rstds_dtype = rstds->dtype;
-  const tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  const tensor *dweight = call->ints[1] ? call->out[1] : NULL,
+               *dbias = centred && call->ints[1] ? call->out[2] : NULL;
   if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
-  if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 || (p.means && p.means_dtype != ENG_f32)) fast = false;
-  norm_choice choice = adds ? backward_kernel<true>(p.x_dtype, p.n) : backward_kernel<false>(p.x_dtype, p.n);
+  if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 ||
+      (p.means && p.means_dtype != ENG_f32))
+    fast = false;
+  norm_choice choice =
+    adds ? backward_kernel<true>(p.x_dtype, p.n) : backward_kernel<false>(p.x_dtype, p.n);
   fast = fast && choice.kernel && p.n > 0 && p.rows > 0;
   if (adds && !(fast && dsum_dtype == p.x_dtype)) {
     ENG_TRY(backward(call, centred, false));
@@ -683,7 +762,9 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   }
   if (!fast) return backward_plain(&p, dweight, dbias);
 
-  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST, blocks = least((groups + choice.rows - 1) / choice.rows, MULTIPROCESSORS * (int64_t)choice.resident);
+  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST,
+          blocks = least((groups + choice.rows - 1) / choice.rows,
+                         MULTIPROCESSORS * (int64_t)choice.resident);
   int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
   if (bytes) {
     p.partial = (float *)scratch_take(bytes);
@@ -691,14 +772,20 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   }
   choice.kernel<<<(unsigned)blocks, choice.threads, 0, cuda_stream()>>>(p);
   if (bytes)
-    norm_sum_blocks<<<(unsigned)((2 * (int64_t)p.n + SUM_COLUMNS - 1) / SUM_COLUMNS), SUM_COLUMNS * SUM_SLICES, 0, cuda_stream()>>>(
-        dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL, dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
+    norm_sum_blocks<<<(unsigned)((2 * (int64_t)p.n + SUM_COLUMNS - 1) / SUM_COLUMNS),
+                      SUM_COLUMNS * SUM_SLICES, 0, cuda_stream()>>>(
+      dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
+      dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
   scratch_give(p.partial, bytes);
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_layer_norm_grad(const op_call *call)     { return backward(call, true, false); }
-extern "C" eng_status cuda_rms_norm_grad(const op_call *call)       { return backward(call, false, false); }
-extern "C" eng_status cuda_add_layer_norm_grad(const op_call *call) { return backward(call, true, true); }
-extern "C" eng_status cuda_add_rms_norm_grad(const op_call *call)   { return backward(call, false, true); }
+extern "C" eng_status cuda_layer_norm_grad(const op_call *call)
+{ return backward(call, true, false); }
+extern "C" eng_status cuda_rms_norm_grad(const op_call *call)
+{ return backward(call, false, false); }
+extern "C" eng_status cuda_add_layer_norm_grad(const op_call *call)
+{ return backward(call, true, true); }
+extern "C" eng_status cuda_add_rms_norm_grad(const op_call *call)
+{ return backward(call, false, true); }

@@ -7,7 +7,8 @@
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
-enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };   // blocks that a multiprocessor of an H200 holds
+// blocks that a multiprocessor of an H200 holds
+enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
 /// A reduction as two walks over x: the results' dimensions and those reduced.
 struct reduction {
@@ -22,7 +23,8 @@ struct reduction {
 
 // ------------------------------------------------------------------ what is added up
 
-__device__ static inline double better(double a, double b, int rule)   // b where it is better, or NaN
+// b where it is better, or NaN
+__device__ static inline double better(double a, double b, int rule)
 {
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
 }
@@ -38,11 +40,16 @@ template <int RULE, int V_> struct floats {
   typedef typename mixed<V>::raw raw;
   typedef float  number;
   typedef double total;
-  __device__ static void fetch(raw &r, const void *x, int dtype, int64_t at) { mixed<V>::fetch(r, x, dtype, at, 1); }
-  __device__ static void values(float (&v)[V], const raw &r, int dtype) { mixed<V>::floats(v, r, dtype); }
-  __device__ static float value(const raw &r, int v, int dtype) { return mixed<V>::member(r, v, dtype); }
-  __device__ static float identity() { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
-  __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
+  __device__ static void fetch(raw &r, const void *x, int dtype, int64_t at)
+  { mixed<V>::fetch(r, x, dtype, at, 1); }
+  __device__ static void values(float (&v)[V], const raw &r, int dtype)
+  { mixed<V>::floats(v, r, dtype); }
+  __device__ static float value(const raw &r, int v, int dtype)
+  { return mixed<V>::member(r, v, dtype); }
+  __device__ static float identity()
+  { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
+  __device__ static double combine(double a, double b)
+  { return RULE == SUM ? a + b : better(a, b, RULE); }
   /// A few values into the total.
   template <int N> __device__ static void take(double &total, const float (&x)[N])
   {
@@ -58,14 +65,16 @@ template <int RULE, int V_> struct floats {
       total = combine(total, run);
     }
   }
-  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor) { store_double(y, dtype, at, total / divisor); }
+  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor)
+  { store_double(y, dtype, at, total / divisor); }
 };
 
 /// 16 bytes of one format at a time; down columns only where rows lie at equal distances.
 template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
   typedef words<T, V> raw;
-  __device__ static void fetch(raw &r, const void *x, int, int64_t at) { load_words(r, (const T *)x + at); }
+  __device__ static void fetch(raw &r, const void *x, int, int64_t at)
+  { load_words(r, (const T *)x + at); }
   __device__ static void values(float (&v)[V], const raw &r, int) { widen_words(v, r); }
   __device__ static float value(const raw &r, int v, int)
   {
@@ -80,17 +89,21 @@ template <int RULE> struct doubles {
   typedef double raw;
   typedef double number;
   typedef double total;
-  __device__ static void fetch(double &r, const void *x, int dtype, int64_t at) { r = load_double(x, dtype, at); }
+  __device__ static void fetch(double &r, const void *x, int dtype, int64_t at)
+  { r = load_double(x, dtype, at); }
   __device__ static void values(double (&v)[1], const double &r, int) { v[0] = r; }
   __device__ static double value(const double &r, int, int) { return r; }
-  __device__ static double identity() { return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY; }
-  __device__ static double combine(double a, double b) { return RULE == SUM ? a + b : better(a, b, RULE); }
+  __device__ static double identity()
+  { return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY; }
+  __device__ static double combine(double a, double b)
+  { return RULE == SUM ? a + b : better(a, b, RULE); }
   template <int N> __device__ static void take(double &total, const double (&x)[N])
   {
 #pragma unroll
     for (int i = 0; i < N; i++) total = combine(total, x[i]);
   }
-  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor) { store_double(y, dtype, at, total / divisor); }
+  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor)
+  { store_double(y, dtype, at, total / divisor); }
 };
 
 template <int RULE> struct integers {
@@ -98,26 +111,33 @@ template <int RULE> struct integers {
   typedef int64_t raw;
   typedef int64_t number;
   typedef int64_t total;
-  __device__ static void fetch(int64_t &r, const void *x, int dtype, int64_t at) { r = load_int(x, dtype, at); }
+  __device__ static void fetch(int64_t &r, const void *x, int dtype, int64_t at)
+  { r = load_int(x, dtype, at); }
   __device__ static void values(int64_t (&v)[1], const int64_t &r, int) { v[0] = r; }
   __device__ static int64_t value(const int64_t &r, int, int) { return r; }
-  __device__ static int64_t identity() { return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX; }
+  __device__ static int64_t identity()
+  { return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX; }
   __device__ static int64_t combine(int64_t a, int64_t b)
   {
-    return RULE == SUM ? (int64_t)((uint64_t)a + (uint64_t)b) : RULE == MAX ? (b > a ? b : a) : (b < a ? b : a);
+    return RULE == SUM ? (int64_t)((uint64_t)a + (uint64_t)b) :
+           RULE == MAX ? (b > a ? b : a) :
+                         (b < a ? b : a);
   }
   template <int N> __device__ static void take(int64_t &total, const int64_t (&x)[N])
   {
 #pragma unroll
     for (int i = 0; i < N; i++) total = combine(total, x[i]);
   }
-  __device__ static void store(void *y, int dtype, int64_t at, int64_t total, double) { store_int(y, dtype, at, total); }
+  __device__ static void store(void *y, int dtype, int64_t at, int64_t total, double)
+  { store_int(y, dtype, at, total); }
 };
 
 // ------------------------------------------------------------------ one result by several threads
 
 /// Groups first, first + step, ... before `stop` of the result whose elements begin at `base`.
-template <class P> __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first, int64_t step, int64_t stop)
+template <class P>
+__device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first,
+                                               int64_t step, int64_t stop)
 {
   constexpr int V = P::V, U = 4;   // groups in flight
   typename P::total total = P::identity();
@@ -154,12 +174,14 @@ template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(co
     walk_offsets(base, r.kept, result);
     total = sum_groups<P>(r.gone, base[0], lane, r.lanes, r.gone.groups);
   }
-  for (int apart = r.lanes / 2; apart > 0; apart /= 2) total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
+  for (int apart = r.lanes / 2; apart > 0; apart /= 2)
+    total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
   if (result < r.results && lane == 0) P::store(r.y, r.y_dtype, result, total, r.divisor);
 }
 
 /// A block a piece.
-template <class P> static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
+template <class P>
+static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
 {
   __shared__ typename P::total warps[8];
   int64_t result = blockIdx.x / r.pieces, first = blockIdx.x % r.pieces * r.length;
@@ -167,7 +189,8 @@ template <class P> static __global__ void __launch_bounds__(256, PIECE_BLOCKS) p
   walk_offsets(base, r.kept, result);
   typename P::total total = sum_groups<P>(r.gone, base[0], first + threadIdx.x, 256, stop);
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
+  for (int apart = 16; apart > 0; apart /= 2)
+    total = P::combine(total, __shfl_xor_sync(~0u, total, apart));
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = total;
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -178,7 +201,8 @@ template <class P> static __global__ void __launch_bounds__(256, PIECE_BLOCKS) p
 // ------------------------------------------------------------------ results side by side in x
 
 /// A warp's lanes take V neighbouring results each, its block's eight warps every eighth row of a piece.
-template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
+template <class P>
+static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
 {
   constexpr int V = P::V, U = 8;   // rows in flight
   __shared__ typename P::total sums[8][32][V];
@@ -205,7 +229,8 @@ template <class P> static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) 
       for (int v = 0; v < V; v++) {
         typename P::number value[U];
 #pragma unroll
-        for (int u = 0; u < U; u++) value[u] = row + 8 * u < rows ? P::value(raw[u], v, r.gone.dtype[0]) : P::identity();
+        for (int u = 0; u < U; u++)
+          value[u] = row + 8 * u < rows ? P::value(raw[u], v, r.gone.dtype[0]) : P::identity();
         P::take(total[v], value);
       }
     }
@@ -295,13 +320,21 @@ template <int RULE> static eng_status reduce(const op_call *call)
   r.y = y->data;
   r.y_dtype = y->dtype;
   if (r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31))
-    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results and reduced elements, got %s", eng_op_name(call->op), tensor_text(x));
+    return error_set(ENG_ERR_SHAPE,
+                     "%s: expected fewer than 2^31 results and reduced elements, got %s",
+                     eng_op_name(call->op), tensor_text(x));
   bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
-  bool beside = r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;
-  auto bundled = [&](int V) { return fast && (beside ? bundle_inside(r.kept, r.gone, V) : bundle_inside(r.gone, r.kept, V)); };
-  bool whole_pieces = (!beside || r.gone.ndim == 1) && bundled(x->dtype == ENG_f32 ? 4 : 8), vectors = !whole_pieces && bundled(4);
+  bool beside =
+    r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;
+  auto bundled = [&](int V) {
+    return fast && (beside ? bundle_inside(r.kept, r.gone, V) : bundle_inside(r.gone, r.kept, V));
+  };
+  bool whole_pieces = (!beside || r.gone.ndim == 1) && bundled(x->dtype == ENG_f32 ? 4 : 8),
+       vectors = !whole_pieces && bundled(4);
   if (beside) cut(r, r.each, (r.kept.groups + 31) / 32, 64, COLUMN_BLOCKS * MULTIPROCESSORS);
-  else cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192, PIECE_BLOCKS * MULTIPROCESSORS);
+  else
+    cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192,
+        PIECE_BLOCKS * MULTIPROCESSORS);
 
   // Pieces go into scratch as [results x pieces] and are reduced once more.
   int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
@@ -357,16 +390,21 @@ __device__ static inline bool equals(double a, double b) { return a == b || (a !
 struct count_body {   // x, y, counts
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    if (equals(load_double(w.data[0], w.dtype[0], at[0]), load_double(w.data[1], w.dtype[1], at[1])))
-      atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);   // of integers: any order gives the same
+    if (equals(load_double(w.data[0], w.dtype[0], at[0]),
+               load_double(w.data[1], w.dtype[1], at[1])))
+      // of integers: any order gives the same
+      atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);
   }
 };
 
 struct share_body {   // dx, x, y, dy, counts
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
-    bool equal = equals(load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2]));
-    double slope = equal ? load_double(w.data[3], w.dtype[3], at[3]) / (double)((const unsigned long long *)w.data[4])[at[4]] : 0.0;
+    bool equal =
+      equals(load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2]));
+    double slope = equal ? load_double(w.data[3], w.dtype[3], at[3]) /
+                             (double)((const unsigned long long *)w.data[4])[at[4]] :
+                           0.0;
     store_double(w.data[0], w.dtype[0], at[0], slope);
   }
 };
@@ -376,7 +414,8 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
   const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
   uint64_t mask = (uint64_t)call->ints[0];
   int64_t counts = 1, stride[5][ENG_MAX_DIMS] = {};   // dx, x, y, dy, counts
-  for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {   // e: the dimension of y that is d of x
+  // e: the dimension of y that is d of x
+  for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {
     bool gone = mask >> d & 1;
     stride[0][d] = dx->stride[d];
     stride[1][d] = x->stride[d];
@@ -391,16 +430,19 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
   void *count = scratch_take(counts * 8);
   if (!count) return ENG_ERR_MEMORY;
   cudaError_t result = cudaMemsetAsync(count, 0, (size_t)(counts * 8), cuda_stream());
-  walk<5> w = walk_of<5>(shape_of(x), stride, {dx->data, x->data, y->data, dy->data, count}, {dx->dtype, x->dtype, y->dtype, dy->dtype, ENG_i64});
+  walk<5> w = walk_of<5>(shape_of(x), stride, {dx->data, x->data, y->data, dy->data, count},
+                         {dx->dtype, x->dtype, y->dtype, dy->dtype, ENG_i64});
   int64_t found[3][ENG_MAX_DIMS] = {};
   for (int d = 0; d < x->ndim; d++) {
     found[0][d] = stride[1][d];
     found[1][d] = stride[2][d];
     found[2][d] = stride[4][d];
   }
-  walk_parts<3>(walk_of<3>(shape_of(x), found, {x->data, y->data, count}, {x->dtype, y->dtype, ENG_i64}), 1, [](const walk<3> &part, unsigned blocks) {
-    each_kernel<3, count_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, count_body{});
-  });
+  walk_parts<3>(
+    walk_of<3>(shape_of(x), found, {x->data, y->data, count}, {x->dtype, y->dtype, ENG_i64}), 1,
+    [](const walk<3> &part, unsigned blocks) {
+      each_kernel<3, count_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, count_body{});
+    });
   walk_parts<5>(w, 1, [](const walk<5> &part, unsigned blocks) {
     each_kernel<5, share_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, share_body{});
   });

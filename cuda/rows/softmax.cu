@@ -12,7 +12,8 @@ __device__ static inline float  exp_of(float x)  { return expf(x); }
 __device__ static inline double exp_of(double x) { return exp(x); }
 __device__ static inline float  log_of(float x)  { return logf(x); }
 __device__ static inline double log_of(double x) { return log(x); }
-__device__ static inline float  larger(float a, float b)   { return b > a ? b : a; }   // a NaN is passed over
+// a NaN is passed over
+__device__ static inline float  larger(float a, float b)   { return b > a ? b : a; }
 __device__ static inline double larger(double a, double b) { return b > a ? b : a; }
 
 // ------------------------------------------------------------------ teams: a warp or a block of 256 that shares a row
@@ -73,7 +74,9 @@ template <typename T> struct row_result {
 
 /// x: of softmax the element's exp, of log softmax the element.
 template <class L>
-__device__ static inline void finish(const rows_call &c, int64_t at, const typename L::number (&x)[L::V], const row_result<typename L::number> &r)
+__device__ static inline void finish(const rows_call &c, int64_t at,
+                                     const typename L::number (&x)[L::V],
+                                     const row_result<typename L::number> &r)
 {
   typename L::number y[L::V];
 #pragma unroll
@@ -82,14 +85,16 @@ __device__ static inline void finish(const rows_call &c, int64_t at, const typen
   L::store(c.y, c.y_dtype, at, y);
 }
 
-template <typename T> __device__ static inline void finish_row(const rows_call &c, int64_t row, const row_result<T> &r)
+template <typename T>
+__device__ static inline void finish_row(const rows_call &c, int64_t row, const row_result<T> &r)
 {
   T value = isinf(r.largest) ? r.largest : r.largest + r.log_sum;
   store_double(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
 }
 
 /// The row is kept in registers: n <= TEAM * HELD * V, a multiple of V.
-template <class L, int TEAM> static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
+template <class L, int TEAM>
+static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
 {
   constexpr int V = L::V;
   typedef typename L::number T;
@@ -209,7 +214,9 @@ template <class L> static __global__ void __launch_bounds__(256) long_kernel(con
 // ------------------------------------------------------------------ gradients
 
 // softmax: dx = y (dy - sum(y dy)). log_softmax: dx = dy - exp(y) sum(dy).
-template <typename T> __device__ static inline T slope_part(int op, T y, T dy) { return op == ENG_OP_softmax_grad ? y * dy : dy; }
+template <typename T>
+__device__ static inline T slope_part(int op, T y, T dy)
+{ return op == ENG_OP_softmax_grad ? y * dy : dy; }
 __device__ static inline float slope_of(int op, float y, float dy, float sum)
 {
   return op == ENG_OP_softmax_grad ? y * (dy - sum) : fmaf(expf(y), -sum, dy);
@@ -219,7 +226,8 @@ __device__ static inline double slope_of(int op, double y, double dy, double sum
   return op == ENG_OP_softmax_grad ? y * (dy - sum) : dy - exp(y) * sum;
 }
 
-template <class L, int TEAM> static __global__ void __launch_bounds__(256) held_grad_kernel(const rows_call c)
+template <class L, int TEAM>
+static __global__ void __launch_bounds__(256) held_grad_kernel(const rows_call c)
 {
   constexpr int V = L::V;
   typedef typename L::number T;
@@ -326,9 +334,13 @@ static void launch_double(const rows_call &c)
 static eng_status along_rows(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->n_in > 1 ? call->in[1] : NULL, *y = call->out[0];
-  rows_call c = {x->data, dy ? dy->data : NULL, y->data, 1, x->ndim ? x->shape[x->ndim - 1] : 1, x->dtype, dy ? dy->dtype : 0, y->dtype, call->op};
+  rows_call c = {
+    x->data,  dy ? dy->data : NULL, y->data,  1,       x->ndim ? x->shape[x->ndim - 1] : 1,
+    x->dtype, dy ? dy->dtype : 0,   y->dtype, call->op};
   for (int d = 0; d + 1 < x->ndim; d++) c.rows *= x->shape[d];
-  if (c.rows >= 1ll << 31) return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s", eng_op_name(call->op), tensor_text(x));
+  if (c.rows >= 1ll << 31)
+    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s",
+                     eng_op_name(call->op), tensor_text(x));
   bool aligned = ((uintptr_t)c.x | (uintptr_t)c.dy | (uintptr_t)c.y) % 16 == 0;
   if (!all_fast(call)) launch_double(c);
   else if (aligned && c.n % 4 == 0) launch<float_lanes<4>>(c);

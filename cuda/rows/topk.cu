@@ -22,8 +22,9 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
     if (magnitude == 0) return 1ull << 63;
     return bits >> 63 ? ~bits : bits | 1ull << 63;
   }
-  float value = dtype == ENG_f32 ? ((const float *)x)[i]
-              : dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)x)[i]) : bf16_to_f32(((const uint16_t *)x)[i]);
+  float value = dtype == ENG_f32 ? ((const float *)x)[i] :
+                dtype == ENG_f16 ? f16_to_f32(((const uint16_t *)x)[i]) :
+                                   bf16_to_f32(((const uint16_t *)x)[i]);
   uint32_t bits = __float_as_uint(value), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0xFFFFFFFFu;
   if (magnitude == 0) return 0x80000000u;
@@ -31,20 +32,23 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 }
 
 /// The largest value of order_of.
-__device__ static inline uint64_t nan_order(int dtype) { return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
+__device__ static inline uint64_t nan_order(int dtype)
+{ return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
 /// An element met: `place` -1: none yet. Better: larger, or as large and earlier.
 struct found { uint64_t order; int64_t place; };
 
 __device__ static inline bool beats(found a, found b)
 {
-  return a.place >= 0 && (b.place < 0 || a.order > b.order || (a.order == b.order && a.place < b.place));
+  return a.place >= 0 &&
+         (b.place < 0 || a.order > b.order || (a.order == b.order && a.place < b.place));
 }
 
 __device__ static inline found across_warp(found best, int lanes)
 {
   for (int apart = lanes / 2; apart > 0; apart /= 2) {
-    found other = {__shfl_xor_sync(~0u, best.order, apart), __shfl_xor_sync(~0u, best.place, apart)};
+    found other = {__shfl_xor_sync(~0u, best.order, apart),
+                   __shfl_xor_sync(~0u, best.place, apart)};
     if (beats(other, best)) best = other;
   }
   return best;
@@ -79,12 +83,18 @@ __device__ static found best_of(const extreme_call &c, int64_t result, int64_t f
   for (int64_t at = first; at < c.size; at += U * step) {
     uint64_t order[U];
 #pragma unroll
-    for (int u = 0; u < U; u++) order[u] = at + u * step < c.size ? order_of(c.x, c.x_dtype, base + (at + u * step) * c.inner) : 0;
+    for (int u = 0; u < U; u++)
+      order[u] =
+        at + u * step < c.size ? order_of(c.x, c.x_dtype, base + (at + u * step) * c.inner) : 0;
 #pragma unroll
     for (int u = 0; u < U; u++) {
       if (at + u * step >= c.size) continue;
       bool nan = is_float(c.x_dtype) && order[u] == nan_order(c.x_dtype);
-      found here = {c.least && !nan ? ~order[u] & (c.x_dtype == ENG_f64 || !is_float(c.x_dtype) ? ~0ull : 0xFFFFFFFFull) : order[u], at + u * step};
+      found here = {c.least && !nan ?
+                      ~order[u] &
+                        (c.x_dtype == ENG_f64 || !is_float(c.x_dtype) ? ~0ull : 0xFFFFFFFFull) :
+                      order[u],
+                    at + u * step};
       if (beats(here, best)) best = here;
     }
   }
@@ -111,7 +121,8 @@ static eng_status find_extreme(const op_call *call, bool least)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t dimension = call->ints[0] < 0 ? call->ints[0] + x->ndim : call->ints[0];
-  extreme_call c = {x->data, y->data, x->shape[dimension], 1, y->count, x->dtype, y->dtype, 1, least};
+  extreme_call c = {x->data, y->data, x->shape[dimension], 1, y->count, x->dtype, y->dtype,
+                    1,       least};
   for (int64_t d = dimension + 1; d < x->ndim; d++) c.inner *= x->shape[d];
   if (c.size > 2048 && c.results < 1 << 16) {
     block_kernel<<<(unsigned)c.results, BLOCK, 0, cuda_stream()>>>(c);
@@ -137,7 +148,8 @@ struct top_call {
 
 __device__ static inline void put(const top_call &c, int64_t row, int64_t rank, int64_t place)
 {
-  if (c.values) copy_element(c.values, c.value_dtype, row * c.k + rank, c.x, c.x_dtype, row * c.n + place);
+  if (c.values)
+    copy_element(c.values, c.value_dtype, row * c.k + rank, c.x, c.x_dtype, row * c.n + place);
   if (c.places) store_int(c.places, c.place_dtype, row * c.k + rank, place);
 }
 
@@ -192,13 +204,16 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
 }
 
 // Words that grow with an element's rank in its row: order, then earlier places.
-static __global__ void __launch_bounds__(256) rank_kernel(const top_call c, int64_t row, uint64_t *word)
+static __global__ void __launch_bounds__(256)
+  rank_kernel(const top_call c, int64_t row, uint64_t *word)
 {
   int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
-  if (i < c.n) word[i] = order_of(c.x, c.x_dtype, row * c.n + i) << 32 | (0xFFFFFFFFu - (uint32_t)i);
+  if (i < c.n)
+    word[i] = order_of(c.x, c.x_dtype, row * c.n + i) << 32 | (0xFFFFFFFFu - (uint32_t)i);
 }
 
-static __global__ void __launch_bounds__(256) sorted_kernel(const top_call c, int64_t row, const uint64_t *word)
+static __global__ void __launch_bounds__(256)
+  sorted_kernel(const top_call c, int64_t row, const uint64_t *word)
 {
   int64_t rank = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (rank < c.k) put(c, row, rank, (int64_t)(0xFFFFFFFFu - (uint32_t)word[rank]));
@@ -207,7 +222,8 @@ static __global__ void __launch_bounds__(256) sorted_kernel(const top_call c, in
 static eng_status sort_rows(const top_call &c)
 {
   size_t sort_bytes = 0;
-  CUDA_TRY(cub::DeviceRadixSort::SortKeysDescending(NULL, sort_bytes, (const uint64_t *)NULL, (uint64_t *)NULL, c.n, 0, 64, cuda_stream()));
+  CUDA_TRY(cub::DeviceRadixSort::SortKeysDescending(NULL, sort_bytes, (const uint64_t *)NULL,
+                                                    (uint64_t *)NULL, c.n, 0, 64, cuda_stream()));
   int64_t words = (c.n * 8 + 255) / 256 * 256, bytes = 2 * words + (int64_t)sort_bytes;
   char *space = (char *)scratch_take(bytes);
   if (!space) return ENG_ERR_MEMORY;
@@ -215,7 +231,8 @@ static eng_status sort_rows(const top_call &c)
   cudaError_t result = cudaSuccess;
   for (int64_t row = 0; row < c.rows && result == cudaSuccess; row++) {
     rank_kernel<<<(unsigned)((c.n + 255) / 256), 256, 0, cuda_stream()>>>(c, row, word);
-    result = cub::DeviceRadixSort::SortKeysDescending(space + 2 * words, sort_bytes, (const uint64_t *)word, sorted, c.n, 0, 64, cuda_stream());
+    result = cub::DeviceRadixSort::SortKeysDescending(
+      space + 2 * words, sort_bytes, (const uint64_t *)word, sorted, c.n, 0, 64, cuda_stream());
     sorted_kernel<<<(unsigned)((c.k + 255) / 256), 256, 0, cuda_stream()>>>(c, row, sorted);
   }
   scratch_give(space, bytes);
@@ -225,12 +242,20 @@ static eng_status sort_rows(const top_call &c)
 extern "C" eng_status cuda_topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
-  top_call c = {x->data, values ? values->data : NULL, places ? places->data : NULL, x->shape[x->ndim - 1], call->ints[0], 1,
-                x->dtype, values ? values->dtype : 0, places ? places->dtype : 0};
+  top_call c = {x->data,
+                values ? values->data : NULL,
+                places ? places->data : NULL,
+                x->shape[x->ndim - 1],
+                call->ints[0],
+                1,
+                x->dtype,
+                values ? values->dtype : 0,
+                places ? places->dtype : 0};
   for (int d = 0; d + 1 < x->ndim; d++) c.rows *= x->shape[d];
   bool narrow_order = is_fast(x->dtype) && c.n < 1ll << 32;
   if (c.n <= 128) warp_row_kernel<4><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
-  else if (c.n <= WARP_ROW) warp_row_kernel<32><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
+  else if (c.n <= WARP_ROW)
+    warp_row_kernel<32><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
   else if (narrow_order && c.rows <= SORTED_ROWS && c.k > SORTED_K) ENG_TRY(sort_rows(c));
   else block_row_kernel<<<(unsigned)c.rows, BLOCK, 0, cuda_stream()>>>(c);
   CUDA_LAUNCHED("topk");

@@ -26,10 +26,14 @@ eng_status cuda_status(cudaError_t result, const char *what)
 {
   if (result == cudaSuccess) return ENG_OK;
   if (result == cudaErrorMemoryAllocation)
-    return error_set(ENG_ERR_MEMORY, "cuda: out of device memory in %s; hint: a smaller batch or context, accumulate=N", what);
-  return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result), cudaGetErrorName(result), what,
-                   result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure
-                     ? "; the card's work is lost from here on: start the process again" : "");
+    return error_set(
+      ENG_ERR_MEMORY,
+      "cuda: out of device memory in %s; hint: a smaller batch or context, accumulate=N", what);
+  return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
+                   cudaGetErrorName(result), what,
+                   result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
+                     "; the card's work is lost from here on: start the process again" :
+                     "");
 }
 
 /// The card a process takes: with several ranks on a machine each its own. -1 with the error set where a launcher's variable is no number.
@@ -40,7 +44,9 @@ static int wanted_ordinal(int count)
     const char *text = getenv(names[i]);
     if (!text || !*text) continue;
     if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
-    error_set(ENG_ERR_DEVICE, "cuda: %s: expected the number of this rank on its machine, from 0, got %.40s", names[i], text);
+    error_set(ENG_ERR_DEVICE,
+              "cuda: %s: expected the number of this rank on its machine, from 0, got %.40s",
+              names[i], text);
     return -1;
   }
   return 0;
@@ -52,14 +58,20 @@ eng_status cuda_open(void)
   int count = 0, driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  if (driver == 0) return error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
+  if (driver == 0)
+    return error_set(ENG_ERR_DEVICE,
+                     "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
   if (driver < runtime / 1000 * 1000)
-    return error_set(ENG_ERR_DEVICE, "cuda: the driver speaks CUDA %d.%d, this build needs %d.0 or later; hint: a newer driver, or device=cpu",
+    return error_set(ENG_ERR_DEVICE,
+                     "cuda: the driver speaks CUDA %d.%d, this build needs %d.0 or later; hint: a "
+                     "newer driver, or device=cpu",
                      driver / 1000, driver % 1000 / 10, runtime / 1000);
   cudaError_t result = cudaGetDeviceCount(&count);
   if (result != cudaSuccess || count == 0) {
     cudaGetLastError();
-    return error_set(ENG_ERR_DEVICE, "cuda: no device (%s); hint: nvidia-smi shows what there is, CUDA_VISIBLE_DEVICES may hide it; or device=cpu",
+    return error_set(ENG_ERR_DEVICE,
+                     "cuda: no device (%s); hint: nvidia-smi shows what there is, "
+                     "CUDA_VISIBLE_DEVICES may hide it; or device=cpu",
                      result == cudaSuccess ? "the driver counts none" : cudaGetErrorString(result));
   }
   card.ordinal = wanted_ordinal(count);
@@ -67,8 +79,10 @@ eng_status cuda_open(void)
   CUDA_TRY(cudaSetDevice(card.ordinal));
   CUDA_TRY(cudaGetDeviceProperties(&card.properties, card.ordinal));
   if (card.properties.major < 8)
-    return error_set(ENG_ERR_DEVICE, "cuda: %s has compute capability %d.%d, the kernels need 8.0 or later; hint: device=cpu",
-                     card.properties.name, card.properties.major, card.properties.minor);
+    return error_set(
+      ENG_ERR_DEVICE,
+      "cuda: %s has compute capability %d.%d, the kernels need 8.0 or later; hint: device=cpu",
+      card.properties.name, card.properties.major, card.properties.minor);
   CUDA_TRY(cudaStreamCreateWithFlags(&card.stream, cudaStreamNonBlocking));
   CUDA_TRY(cudaMalloc((void **)&card.fault, sizeof *card.fault));
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
@@ -85,8 +99,10 @@ const char *cuda_describe(void)
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
   cudaMemGetInfo(&free_bytes, &all);
-  snprintf(text, sizeof text, "%s, sm_%d, %d multiprocessors, %.1f of %.1f GiB free, CUDA %d.%d (driver %d.%d)", card.properties.name,
-           cuda_capability(), cuda_multiprocessors(), (double)free_bytes / (1 << 30), (double)all / (1 << 30), runtime / 1000,
+  snprintf(text, sizeof text,
+           "%s, sm_%d, %d multiprocessors, %.1f of %.1f GiB free, CUDA %d.%d (driver %d.%d)",
+           card.properties.name, cuda_capability(), cuda_multiprocessors(),
+           (double)free_bytes / (1 << 30), (double)all / (1 << 30), runtime / 1000,
            runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
   return text;
 }
@@ -94,7 +110,8 @@ const char *cuda_describe(void)
 const char *cuda_identity(void)
 {
   static char text[40];
-  for (int i = 0; i < 16; i++) snprintf(text + 2 * i, 3, "%02x", (unsigned char)card.properties.uuid.bytes[i]);
+  for (int i = 0; i < 16; i++)
+    snprintf(text + 2 * i, 3, "%02x", (unsigned char)card.properties.uuid.bytes[i]);
   return text;
 }
 
@@ -128,14 +145,17 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
 {
   cuda_fault_record fault = *seen;
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
-  return error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld (told when the device was next waited for)",
-                   eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
+  return error_set(
+    ENG_ERR_VALUE,
+    "%s: expected indices in 0..%lld, got %lld (told when the device was next waited for)",
+    eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
 }
 
 /// What kernels could not tell at once.
 static eng_status look_for_faults(void)
 {
-  CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost, card.stream));
+  CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
+                           card.stream));
   cudaError_t result = cudaStreamSynchronize(card.stream);
   if (result != cudaSuccess) return cuda_status(result, "waiting for the device");
   return card.fault_seen->raised ? cuda_fault_told(card.fault_seen) : ENG_OK;
@@ -143,7 +163,9 @@ static eng_status look_for_faults(void)
 
 eng_status cuda_synchronize(void)
 {
-  if (cuda_capturing()) return error_set(ENG_ERR_STATE, "graph: the device is waited for inside a captured step; hint: graph=false");
+  if (cuda_capturing())
+    return error_set(ENG_ERR_STATE,
+                     "graph: the device is waited for inside a captured step; hint: graph=false");
   return look_for_faults();
 }
 
@@ -154,14 +176,17 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
     return ENG_OK;
   }
-  if (direction == COPY_TO_DEVICE && cuda_capturing()) {   // a constant of the step: every launch copies it again
+  // a constant of the step: every launch copies it again
+  if (direction == COPY_TO_DEVICE && cuda_capturing()) {
     void *kept = cuda_capture_keep(from, bytes);
     if (!kept) return ENG_ERR_MEMORY;
     CUDA_TRY(cudaMemcpyAsync(to, kept, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
     return ENG_OK;
   }
   if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
-  if (cuda_capturing()) return error_set(ENG_ERR_STATE, "graph: a value is read back inside a captured step; hint: graph=false");
+  if (cuda_capturing())
+    return error_set(ENG_ERR_STATE,
+                     "graph: a value is read back inside a captured step; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();
 }
@@ -180,7 +205,8 @@ eng_status cuda_lane_new(void **out)
   cudaStream_t stream = NULL;
   *out = NULL;
   CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
-  CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));     // others wait for what it brings
+  // others wait for what it brings
+  CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
   *out = stream;
   return ENG_OK;
 }
@@ -189,7 +215,8 @@ eng_status cuda_lane_follow(void *lane)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)lane, card.reached, 0));                // as it was recorded: the next record changes nothing
+  // as it was recorded: the next record changes nothing
+  CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)lane, card.reached, 0));
   return ENG_OK;
 }
 
@@ -197,10 +224,12 @@ static eng_status answer(bool *done, cudaError_t result)
 {
   *done = result == cudaSuccess;
   if (result == cudaErrorNotReady) cudaGetLastError();
-  return *done || result == cudaErrorNotReady ? ENG_OK : cuda_status(result, "messages between ranks");
+  return *done || result == cudaErrorNotReady ? ENG_OK :
+                                                cuda_status(result, "messages between ranks");
 }
 
-eng_status cuda_lane_done(bool *done, void *lane) { return answer(done, cudaStreamQuery((cudaStream_t)lane)); }
+eng_status cuda_lane_done(bool *done, void *lane)
+{ return answer(done, cudaStreamQuery((cudaStream_t)lane)); }
 
 eng_status cuda_lane_mark(void **mark, void *lane)
 {
@@ -211,16 +240,20 @@ eng_status cuda_lane_mark(void **mark, void *lane)
   return ENG_OK;
 }
 
-eng_status cuda_lane_reached(bool *reached, void *mark) { return answer(reached, cudaEventQuery((cudaEvent_t)mark)); }
+eng_status cuda_lane_reached(bool *reached, void *mark)
+{ return answer(reached, cudaEventQuery((cudaEvent_t)mark)); }
 
 void cuda_lane_forget(void *mark)
 {
   if (mark) cudaEventDestroy((cudaEvent_t)mark);
 }
 
-eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction)
+eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes,
+                          copy_direction direction)
 {
-  cudaMemcpyKind kind = direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice : direction == COPY_TO_HOST ? cudaMemcpyDeviceToHost : cudaMemcpyDeviceToDevice;
+  cudaMemcpyKind kind = direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice :
+                        direction == COPY_TO_HOST   ? cudaMemcpyDeviceToHost :
+                                                      cudaMemcpyDeviceToDevice;
   if (bytes > 0) CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind, (cudaStream_t)lane));
   if (direction == COPY_TO_HOST) CUDA_TRY(cudaStreamSynchronize((cudaStream_t)lane));
   return ENG_OK;

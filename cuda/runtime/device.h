@@ -32,7 +32,8 @@ eng_status cuda_status(cudaError_t result, const char *what);
 /// Working space of a kernel, given back before the kernel's function returns: the stream orders later users behind it.
 /// Pieces are 256-byte aligned on this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
-static inline void scratch_give(void *piece, int64_t bytes) { arena_free(ARENA_SCRATCH, piece, bytes); }
+static inline void scratch_give(void *piece, int64_t bytes)
+{ arena_free(ARENA_SCRATCH, piece, bytes); }
 
 /// What a kernel cannot tell at once: the first index out of range since the last look. In device memory; looked at whenever
 /// the host waits for the device anyway (reading a value, the statistics of a step), which then fails with ENG_ERR_VALUE.
@@ -49,16 +50,28 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
 }
 #endif
 
-#define CUDA_TRY(call) do { cudaError_t cuda_try_ = (call); if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); } while (0)
+#define CUDA_TRY(call)                                                  \
+  do {                                                                  \
+    cudaError_t cuda_try_ = (call);                                     \
+    if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
+  } while (0)
 /// After a launch: a wrong launch shape shows here, a fault inside the kernel at the next wait.
-#define CUDA_LAUNCHED(name) do { cudaError_t cuda_try_ = cudaPeekAtLastError(); if (cuda_try_ != cudaSuccess) { cudaGetLastError(); return cuda_status(cuda_try_, name); } } while (0)
+#define CUDA_LAUNCHED(name)                        \
+  do {                                             \
+    cudaError_t cuda_try_ = cudaPeekAtLastError(); \
+    if (cuda_try_ != cudaSuccess) {                \
+      cudaGetLastError();                          \
+      return cuda_status(cuda_try_, name);         \
+    }                                              \
+  } while (0)
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 /// Raises the fault of `op` from a kernel.
-__device__ static inline void raise_fault(cuda_fault_record *fault, int op, int64_t value, int64_t limit)
+__device__ static inline void raise_fault(cuda_fault_record *fault, int op, int64_t value,
+                                          int64_t limit)
 {
   if (atomicCAS(&fault->raised, 0, 1) == 0) {
     fault->op = op;
@@ -85,7 +98,8 @@ __device__ static inline void narrow(double &y, double x) { y = x; }
 __device__ static inline void narrow(f16_t &y, float x)
 {
   uint32_t b = __float_as_uint(x);
-  if ((b & 0x7FFFFFFFu) > 0x7F800000u) y.bits = (uint16_t)((b >> 16 & 0x8000u) | 0x7E00u | (b >> 13 & 0x3FFu));
+  if ((b & 0x7FFFFFFFu) > 0x7F800000u)
+    y.bits = (uint16_t)((b >> 16 & 0x8000u) | 0x7E00u | (b >> 13 & 0x3FFu));
   else y.bits = __half_as_ushort(__float2half_rn(x));
 }
 __device__ static inline void narrow(bf16_t &y, float x) { y.bits = bf16_from_f32(x); }

@@ -20,7 +20,8 @@ struct step_graph {
 
 static bool capturing;
 static kept_piece *kept;
-static struct { kept_piece *memory; step_graph *graphs; } later;   // to be freed at the capture's end
+// to be freed at the capture's end
+static struct { kept_piece *memory; step_graph *graphs; } later;
 
 bool cuda_capturing(void) { return capturing; }
 

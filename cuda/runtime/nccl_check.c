@@ -5,8 +5,12 @@
 #include <nccl.h>
 
 _Static_assert(sizeof(ncclUniqueId) == sizeof(nccl_id), "the size of NCCL's id");
-_Static_assert(sizeof(ncclResult_t) == sizeof(nccl_result) && sizeof(ncclDataType_t) == sizeof(unsigned), "the size of NCCL's enumerations");
-_Static_assert((int)ncclSuccess == NCCL_SUCCESS && (int)ncclRemoteError == NCCL_REMOTE_ERROR && (int)ncclInProgress == NCCL_IN_PROGRESS, "NCCL's results");
+_Static_assert(sizeof(ncclResult_t) == sizeof(nccl_result) &&
+                 sizeof(ncclDataType_t) == sizeof(unsigned),
+               "the size of NCCL's enumerations");
+_Static_assert((int)ncclSuccess == NCCL_SUCCESS && (int)ncclRemoteError == NCCL_REMOTE_ERROR &&
+                 (int)ncclInProgress == NCCL_IN_PROGRESS,
+               "NCCL's results");
 _Static_assert((int)ncclUint8 == NCCL_BYTES, "NCCL's type of a byte");
 
 /// Each function has the parameters that comm_nccl.h gives it: the compiler refuses a wrong one.
@@ -17,10 +21,13 @@ static inline void check(void)
   ncclUniqueId id = {{0}};
   int version;
   void *memory = NULL;
-  if (sizeof(ncclGetVersion(&version)) && sizeof(ncclGetUniqueId(&id)) && sizeof(ncclCommInitRank(&comm, 1, id, 0)) && sizeof(ncclCommSplit(comm, 0, 0, &comm, NULL)) &&
-      sizeof(ncclCommDestroy(comm)) && sizeof(ncclCommAbort(comm)) && sizeof(ncclCommGetAsyncError(comm, &result)) && sizeof(ncclGetErrorString(result)) &&
+  if (sizeof(ncclGetVersion(&version)) && sizeof(ncclGetUniqueId(&id)) &&
+      sizeof(ncclCommInitRank(&comm, 1, id, 0)) && sizeof(ncclCommSplit(comm, 0, 0, &comm, NULL)) &&
+      sizeof(ncclCommDestroy(comm)) && sizeof(ncclCommAbort(comm)) &&
+      sizeof(ncclCommGetAsyncError(comm, &result)) && sizeof(ncclGetErrorString(result)) &&
       sizeof(ncclGetLastError(comm)) && sizeof(ncclGroupStart()) && sizeof(ncclGroupEnd()) &&
-      sizeof(ncclSend(memory, (size_t)1, ncclUint8, 0, comm, (cudaStream_t)memory)) && sizeof(ncclRecv(memory, (size_t)1, ncclUint8, 0, comm, (cudaStream_t)memory)))
+      sizeof(ncclSend(memory, (size_t)1, ncclUint8, 0, comm, (cudaStream_t)memory)) &&
+      sizeof(ncclRecv(memory, (size_t)1, ncclUint8, 0, comm, (cudaStream_t)memory)))
     (void)version;
 }
 #endif

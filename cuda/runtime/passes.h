@@ -26,16 +26,20 @@ eng_status  cuda_lane_done(bool *done, void *lane);
 eng_status  cuda_lane_mark(void **mark, void *lane);
 eng_status  cuda_lane_reached(bool *reached, void *mark);
 void        cuda_lane_forget(void *mark);
-eng_status  cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes, copy_direction direction);
+eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes,
+                          copy_direction direction);
 // fp8_matmul.c
 int         cuda_fp8(void);
 // staging.c
 /// A copy to the card that neither waits nor needs `from` once it returns.
 eng_status  cuda_stage(void *to, const void *from, int64_t bytes);
 // wire.cu
-eng_status  cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags);
-eng_status  cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype);
-eng_status  cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share);
+eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                          int dtype, uint32_t *flags);
+eng_status cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                            int dtype);
+eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count,
+                         int wire, float share);
 // graph.cu
 eng_status  cuda_capture_begin(void);
 eng_status  cuda_capture_end(void **graph);
@@ -49,8 +53,10 @@ bool        cuda_give_later(void *memory);
 
 // gradstats.cu
 eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
-eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss);
-eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss);
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs,
+                                tensor *const *loss, int n_loss);
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
+                                int n_loss);
 
 /// For lagged updates: what a gradstats pass found, in device memory.
 typedef struct cuda_step_total {
@@ -62,7 +68,8 @@ const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update);
-eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
+eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target,
+                        int *found_inf);
 
 #ifdef __cplusplus
 }

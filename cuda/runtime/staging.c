@@ -27,7 +27,9 @@ static eng_status ring_make(int64_t wanted)
     if (!ring.read[i]) CUDA_TRY(cudaEventCreateWithFlags(&ring.read[i], cudaEventDisableTiming));
   char *memory = NULL;
   cudaError_t result;
-  while ((result = cudaMallocHost((void **)&memory, (size_t)(SEGMENTS * bytes))) == cudaErrorMemoryAllocation && bytes > LEAST) {
+  while ((result = cudaMallocHost((void **)&memory, (size_t)(SEGMENTS * bytes))) ==
+           cudaErrorMemoryAllocation &&
+         bytes > LEAST) {
     cudaGetLastError();
     ring.most = bytes /= 2;
     if (bytes == ring.bytes) return ENG_OK;
@@ -56,7 +58,8 @@ eng_status cuda_stage(void *to, const void *from, int64_t bytes)
 {
   ENG_TRY(ring_make(bytes));
   while (bytes > 0) {
-    if (ring.used == ring.bytes || (bytes > ring.bytes - ring.used && bytes <= ring.bytes)) ENG_TRY(next_segment());
+    if (ring.used == ring.bytes || (bytes > ring.bytes - ring.used && bytes <= ring.bytes))
+      ENG_TRY(next_segment());
     int64_t room = ring.bytes - ring.used, some = bytes < room ? bytes : room;
     char *at = ring.memory + ring.filling * ring.bytes + ring.used;
     memcpy(at, from, (size_t)some);

@@ -9,7 +9,14 @@ extern "C" {
 #include "device/wire.h"
 }
 
-enum { EACH = 4 /* neighbours of a thread */, THREADS = 256, WARPS = THREADS / 32, LEVELS = 24 /* of a sum: 2^24 ranks */, MOST_ACROSS = 2048, MOST_RUNS = 32768 };
+enum {
+  EACH = 4 /* neighbours of a thread */,
+  THREADS = 256,
+  WARPS = THREADS / 32,
+  LEVELS = 24 /* of a sum: 2^24 ranks */,
+  MOST_ACROSS = 2048,
+  MOST_RUNS = 32768
+};
 
 struct e4m3_t { uint8_t bits; };
 
@@ -39,32 +46,39 @@ template <class T> __device__ static inline quad<float> widened(quad<T> q)
 
 // The wire's formats: what a thread of a warp makes of its four of a block, and reads of them. Every thread of the warp comes here.
 
-template <class W> __device__ static inline void put(W *packed, float *, quad<float> v, int64_t, int64_t left)
+template <class W>
+__device__ static inline void put(W *packed, float *, quad<float> v, int64_t, int64_t left)
 {
   quad<W> q;
   for (int i = 0; i < EACH; i++) narrow(q.at[i], v.at[i]);
   store(packed, left, q);
 }
 
-__device__ static inline void put(e4m3_t *packed, float *scales, quad<float> v, int64_t block, int64_t left)
+__device__ static inline void put(e4m3_t *packed, float *scales, quad<float> v, int64_t block,
+                                  int64_t left)
 {
   float amax = 0;
   for (int i = 0; i < EACH; i++) {
     float magnitude = f32_from(f32_bits(v.at[i]) & 0x7FFFFFFFu);
     if (f32_is_finite(magnitude) && magnitude > amax) amax = magnitude;
   }
-  for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+  for (int step = 16; step > 0; step /= 2)
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
   fp8_scale s = fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
   quad<e4m3_t> q;
   for (int i = 0; i < EACH; i++)
-    q.at[i].bits = f32_is_finite(v.at[i]) ? e4m3_from_f32(v.at[i] * s.factor, FP8_SATURATE) : (uint8_t)(0x7F | (f32_bits(v.at[i]) >> 24 & 0x80));
+    q.at[i].bits = f32_is_finite(v.at[i]) ? e4m3_from_f32(v.at[i] * s.factor, FP8_SATURATE) :
+                                            (uint8_t)(0x7F | (f32_bits(v.at[i]) >> 24 & 0x80));
   store(packed, left, q);
   if (threadIdx.x % 32 == 0) scales[block] = s.scale;
 }
 
-template <class W> __device__ static inline quad<float> get(const W *packed, const float *, int64_t, int64_t left) { return widened(load(packed, left)); }
+template <class W>
+__device__ static inline quad<float> get(const W *packed, const float *, int64_t, int64_t left)
+{ return widened(load(packed, left)); }
 
-__device__ static inline quad<float> get(const e4m3_t *packed, const float *scales, int64_t block, int64_t left)
+__device__ static inline quad<float> get(const e4m3_t *packed, const float *scales, int64_t block,
+                                         int64_t left)
 {
   quad<e4m3_t> q = load(packed, left);
   quad<float> v;
@@ -73,7 +87,9 @@ __device__ static inline quad<float> get(const e4m3_t *packed, const float *scal
 }
 
 /// The scales of a piece of `count` elements.
-template <class W> __device__ static inline float *scales_of(W *piece, int64_t count) { return (float *)((char *)piece + count); }
+template <class W>
+__device__ static inline float *scales_of(W *piece, int64_t count)
+{ return (float *)((char *)piece + count); }
 
 // ------------------------------------------------------------------ passes
 
@@ -81,16 +97,20 @@ template <class N, class W> struct same_type { static const bool value = false; 
 template <class N> struct same_type<N, N> { static const bool value = true; };
 
 /// The numbers as they are: no rounding, no quieting of a nan.
-template <class N> __device__ static inline void pass(N *packed, quad<N> q, int64_t left) { store(packed, left, q); }
+template <class N>
+__device__ static inline void pass(N *packed, quad<N> q, int64_t left)
+{ store(packed, left, q); }
 template <class N, class W> __device__ static inline void pass(W *, quad<N>, int64_t) {}
 
-template <class N, class W> __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uint32_t *flags)
+template <class N, class W>
+__global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uint32_t *flags)
 {
   for (int r = blockIdx.y; r < n; r += gridDim.y) {
     wire_run run = runs[r];
     bool there = run.how & WIRE_RUN_THERE, fill = run.how & WIRE_RUN_FILL;
     uint32_t found = 0;
-    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n; block += (int64_t)gridDim.x * WARPS) {
+    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n;
+         block += (int64_t)gridDim.x * WARPS) {
       int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = run.n - at;
       quad<N> q = {};
       if (there) q = load((const N *)run.numbers + at, left);
@@ -101,7 +121,8 @@ template <class N, class W> __global__ void __launch_bounds__(THREADS) pack(cons
       else put(to, run.scales, v, block, left);
       for (int i = 0; i < EACH; i++) {
         if (!f32_is_finite(v.at[i])) found |= f32_is_nan(v.at[i]) ? WIRE_NAN : WIRE_INF;
-        if (sizeof(W) == 2 && !same_type<W, bf16_t>::value && !same_type<N, W>::value && f32_is_finite(v.at[i])) {
+        if (sizeof(W) == 2 && !same_type<W, bf16_t>::value && !same_type<N, W>::value &&
+            f32_is_finite(v.at[i])) {
           f16_t half;
           narrow(half, v.at[i]);
           if ((half.bits & 0x7C00u) == 0x7C00u) found |= WIRE_OVERFLOW;
@@ -112,11 +133,13 @@ template <class N, class W> __global__ void __launch_bounds__(THREADS) pack(cons
   }
 }
 
-template <class N, class W> __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
+template <class N, class W>
+__global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
 {
   for (int r = blockIdx.y; r < n; r += gridDim.y) {
     wire_run run = runs[r];
-    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n; block += (int64_t)gridDim.x * WARPS) {
+    for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < run.n;
+         block += (int64_t)gridDim.x * WARPS) {
       int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = run.n - at;
       N *to = (N *)run.numbers + at;
       quad<N> q;
@@ -135,9 +158,12 @@ template <class N, class W> __global__ void __launch_bounds__(THREADS) unpack(co
 }
 
 /// Equal neighbours merge, as a counter in binary does: the order of comm.h. p: the largest power of two that is not above n.
-template <class W> __global__ void __launch_bounds__(THREADS) sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
+template <class W>
+__global__ void __launch_bounds__(THREADS)
+  sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
 {
-  for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < count; block += (int64_t)gridDim.x * WARPS) {
+  for (int64_t block = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; block * WIRE_BLOCK < count;
+       block += (int64_t)gridDim.x * WARPS) {
     int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = count - at;
     quad<float> level[LEVELS];
     int top = 0;
@@ -168,14 +194,18 @@ static unsigned across_of(int64_t longest)
   return (unsigned)(blocks < 1 ? 1 : blocks < MOST_ACROSS ? blocks : (int64_t)MOST_ACROSS);
 }
 
-template <class N, class W> static void launch(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest, uint32_t *flags)
+template <class N, class W>
+static void launch(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest,
+                   uint32_t *flags)
 {
   dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
   if (out) pack<N, W><<<grid, THREADS, 0, lane>>>(runs, n, flags);
   else unpack<N, W><<<grid, THREADS, 0, lane>>>(runs, n);
 }
 
-template <class N> static eng_status by_wire(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest, int wire, uint32_t *flags)
+template <class N>
+static eng_status by_wire(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest,
+                          int wire, uint32_t *flags)
 {
   if (wire == ENG_f32) launch<N, float>(out, lane, runs, n, longest, flags);
   else if (wire == ENG_f16) launch<N, f16_t>(out, lane, runs, n, longest, flags);
@@ -188,27 +218,33 @@ template <class N> static eng_status by_wire(bool out, cudaStream_t lane, const 
 
 static cudaStream_t stream_of(void *lane) { return lane ? (cudaStream_t)lane : cuda_stream(); }
 
-static eng_status by_dtype(bool out, void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+static eng_status by_dtype(bool out, void *lane, const wire_run *runs, int n, int64_t longest,
+                           int wire, int dtype, uint32_t *flags)
 {
   cudaStream_t stream = stream_of(lane);
   if (n == 0) return ENG_OK;
   if (dtype == ENG_f32) return by_wire<float>(out, stream, runs, n, longest, wire, flags);
   if (dtype == ENG_f16) return by_wire<f16_t>(out, stream, runs, n, longest, wire, flags);
   if (dtype == ENG_bf16) return by_wire<bf16_t>(out, stream, runs, n, longest, wire, flags);
-  return error_set(ENG_ERR_DTYPE, "cuda: messages between ranks are made of f32, f16 or bf16, got format number %d", dtype);
+  return error_set(
+    ENG_ERR_DTYPE,
+    "cuda: messages between ranks are made of f32, f16 or bf16, got format number %d", dtype);
 }
 
-eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                          int dtype, uint32_t *flags)
 {
   return by_dtype(true, lane, runs, n, longest, wire, dtype, flags);
 }
 
-eng_status cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype)
+eng_status cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                            int dtype)
 {
   return by_dtype(false, lane, runs, n, longest, wire, dtype, NULL);
 }
 
-eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share)
+eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count,
+                         int wire, float share)
 {
   cudaStream_t stream = stream_of(lane);
   unsigned grid = across_of(count);
@@ -216,9 +252,12 @@ eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n,
   if (count == 0) return ENG_OK;
   while (2 * p <= n) p *= 2;
   if (wire == ENG_f32) sum<<<grid, THREADS, 0, stream>>>((float *)out, terms, n, p, count, share);
-  else if (wire == ENG_f16) sum<<<grid, THREADS, 0, stream>>>((f16_t *)out, terms, n, p, count, share);
-  else if (wire == ENG_bf16) sum<<<grid, THREADS, 0, stream>>>((bf16_t *)out, terms, n, p, count, share);
-  else if (wire == ENG_e4m3) sum<<<grid, THREADS, 0, stream>>>((e4m3_t *)out, terms, n, p, count, share);
+  else if (wire == ENG_f16)
+    sum<<<grid, THREADS, 0, stream>>>((f16_t *)out, terms, n, p, count, share);
+  else if (wire == ENG_bf16)
+    sum<<<grid, THREADS, 0, stream>>>((bf16_t *)out, terms, n, p, count, share);
+  else if (wire == ENG_e4m3)
+    sum<<<grid, THREADS, 0, stream>>>((e4m3_t *)out, terms, n, p, count, share);
   else return error_set(ENG_ERR_DTYPE, "cuda: no message between ranks has format number %d", wire);
   CUDA_LAUNCHED("the sum over ranks");
   return ENG_OK;

@@ -30,7 +30,13 @@ const char *eng_dtype_name(int dtype)
   return dtype >= 0 && dtype < 4 ? names[dtype] : "?";
 }
 
-int eng_dtype_size(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : dtype == ENG_e4m3 || dtype == ENG_e5m2 ? 1 : 2; }
+int eng_dtype_size(int dtype)
+{
+  return dtype == ENG_f64                       ? 8 :
+         dtype == ENG_f32                       ? 4 :
+         dtype == ENG_e4m3 || dtype == ENG_e5m2 ? 1 :
+                                                  2;
+}
 
 void *arena_alloc(arena_id id, int64_t bytes)
 {
@@ -61,7 +67,9 @@ int cuda_multiprocessors(void) { return 132; }
 int cuda_capability(void) { return card.capability; }
 eng_status cuda_status(cudaError_t result, const char *what)
 {
-  return result == cudaSuccess ? ENG_OK : error_set(ENG_ERR_DEVICE, "cuda: error %d in %s", (int)result, what);
+  return result == cudaSuccess ?
+           ENG_OK :
+           error_set(ENG_ERR_DEVICE, "cuda: error %d in %s", (int)result, what);
 }
 
 /// What the kernels contiguous and cast do.
@@ -75,7 +83,8 @@ static eng_status copy(const op_call *call)
       from += index[d] * x->stride[d];
       to += index[d] * y->stride[d];
     }
-    if (x->dtype == ENG_e4m3 || x->dtype == ENG_e5m2) ((uint8_t *)y->data)[to] = ((const uint8_t *)x->data)[from];
+    if (x->dtype == ENG_e4m3 || x->dtype == ENG_e5m2)
+      ((uint8_t *)y->data)[to] = ((const uint8_t *)x->data)[from];
     else element_set(y->data, y->dtype, to, element_get(x->data, x->dtype, from));
     for (int d = x->ndim - 1; d >= 0 && ++index[d] == x->shape[d]; d--) index[d] = 0;
   }
@@ -100,17 +109,22 @@ eng_status cuda_gelu_tanh(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   card.passes++;
-  for (int64_t i = 0; i < y->count; i += card.sample) element_set(y->data, y->dtype, i, gelu_of(element_get(x->data, x->dtype, i)));
+  for (int64_t i = 0; i < y->count; i += card.sample)
+    element_set(y->data, y->dtype, i, gelu_of(element_get(x->data, x->dtype, i)));
   return ENG_OK;
 }
 
 eng_status cuda_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  CHECK(call->ints[0] == ENG_OP_gelu_tanh && call->ints[1] == dx->dtype && x->count == dy->count && dx->count == x->count, "unary_grad");
+  CHECK(call->ints[0] == ENG_OP_gelu_tanh && call->ints[1] == dx->dtype && x->count == dy->count &&
+          dx->count == x->count,
+        "unary_grad");
   card.passes++;
   for (int64_t i = 0; i < dx->count; i += card.sample)
-    element_set(dx->data, dx->dtype, i, gelu_slope(element_get(x->data, x->dtype, i)) * element_get(dy->data, dy->dtype, i));
+    element_set(dx->data, dx->dtype, i,
+                gelu_slope(element_get(x->data, x->dtype, i)) *
+                  element_get(dy->data, dy->dtype, i));
   return ENG_OK;
 }
 
@@ -148,10 +162,14 @@ static void each(const gemm_product *p, const gemm_matrix *ready)
     for (int64_t i = 0; i < p->m; i++)
       for (int64_t j = 0; j < p->n; j++) {
         double sum = 0;
-        if (ready) sum = element_get(ready->data, ready->dtype, batch_offset(p, ready, z) + i * ready->row + j * ready->column);
+        if (ready)
+          sum = element_get(ready->data, ready->dtype,
+                            batch_offset(p, ready, z) + i * ready->row + j * ready->column);
         for (int64_t k = 0; !ready && k < p->k; k++)
-          sum += element_get(p->a.data, p->a.dtype, batch_offset(p, &p->a, z) + i * p->a.row + k * p->a.column) *
-                 element_get(p->b.data, p->b.dtype, batch_offset(p, &p->b, z) + k * p->b.row + j * p->b.column);
+          sum += element_get(p->a.data, p->a.dtype,
+                             batch_offset(p, &p->a, z) + i * p->a.row + k * p->a.column) *
+                 element_get(p->b.data, p->b.dtype,
+                             batch_offset(p, &p->b, z) + k * p->b.row + j * p->b.column);
         int64_t at = batch_offset(p, &p->c, z) + i * p->c.row + j * p->c.column;
         if (p->bias) sum += element_get(p->bias, p->bias_dtype, j);
         if (p->accumulate) sum += element_get(p->c.data, p->c.dtype, at);
@@ -203,7 +221,8 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
 }
 cudaError_t cudaFree(void *memory) { free(memory); card.memory--; return cudaSuccess; }
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t stream)
 {
   (void)kind, (void)stream;
   memcpy(to, from, bytes);
@@ -215,12 +234,35 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
   memset(memory, value, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t *event) { *event = calloc(1, sizeof **event); return cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t *event)
+{
+  *event = calloc(1, sizeof **event);
+  return cudaSuccess;
+}
 cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { (void)stream; event->at = card.running; return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { (void)event; card.synchronizations++; return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) { *milliseconds = to->at - from->at; return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { (void)stream; card.synchronizations++; return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+  (void)stream;
+  event->at = card.running;
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event)
+{
+  (void)event;
+  card.synchronizations++;
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to)
+{
+  *milliseconds = to->at - from->at;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+  (void)stream;
+  card.synchronizations++;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
 {
   (void)stream;

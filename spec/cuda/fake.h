@@ -21,7 +21,8 @@ typedef struct fake_lane {
   bool (*on_card)(const void *memory);
 } fake_lane;
 
-static inline void fake_lane_push(fake_lane *lane, fake_task *task, int (*run)(fake_task *), const char *what)
+static inline void fake_lane_push(fake_lane *lane, fake_task *task, int (*run)(fake_task *),
+                                  const char *what)
 {
   task->next = NULL;
   task->run = run;

@@ -34,7 +34,8 @@ static void close_memory(void) { protect(PROT_NONE); opened = false; }
 static void *take(int64_t bytes)
 {
   if (n_pieces == MOST_PIECES || taken + bytes > CAPACITY) return NULL;
-  char *at = mmap(NULL, (size_t)bytes, opened ? PROT_READ | PROT_WRITE : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *at = mmap(NULL, (size_t)bytes, opened ? PROT_READ | PROT_WRITE : PROT_NONE,
+                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return NULL;
   pieces[n_pieces].at = at;
   pieces[n_pieces++].bytes = bytes;
@@ -58,7 +59,9 @@ static int64_t capacity(void) { return CAPACITY; }
 static bool on_card(const void *memory)
 {
   for (int i = 0; i < n_pieces; i++)
-    if ((const char *)memory >= pieces[i].at && (const char *)memory < pieces[i].at + pieces[i].bytes) return true;
+    if ((const char *)memory >= pieces[i].at &&
+        (const char *)memory < pieces[i].at + pieces[i].bytes)
+      return true;
   return false;
 }
 
@@ -147,9 +150,15 @@ static eng_status graph_launch(void *graph)
 
 static eng_status move(void *to, const void *from, int64_t bytes, copy_direction direction)
 {
-  if (capturing && direction == COPY_TO_HOST) return error_set(ENG_ERR_STATE, "graph: a value is read back inside a captured step; hint: graph=false");
-  bool fits = on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
-  if (!fits) return error_set(ENG_ERR_DEVICE, "fake card: a copy in direction %d between memory of the wrong kinds", (int)direction);
+  if (capturing && direction == COPY_TO_HOST)
+    return error_set(ENG_ERR_STATE,
+                     "graph: a value is read back inside a captured step; hint: graph=false");
+  bool fits =
+    on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
+  if (!fits)
+    return error_set(ENG_ERR_DEVICE,
+                     "fake card: a copy in direction %d between memory of the wrong kinds",
+                     (int)direction);
   if (capturing) {
     note_copy(direction == COPY_INSIDE ? 1 : 2, to, from, bytes);
     return ENG_OK;
@@ -162,7 +171,8 @@ static eng_status move(void *to, const void *from, int64_t bytes, copy_direction
 
 static eng_status clear(void *memory, int64_t bytes)
 {
-  if (!on_card(memory)) return error_set(ENG_ERR_DEVICE, "fake card: clearing memory that is not the card's");
+  if (!on_card(memory))
+    return error_set(ENG_ERR_DEVICE, "fake card: clearing memory that is not the card's");
   if (capturing) {
     note_copy(3, memory, NULL, bytes);
     return ENG_OK;
@@ -180,10 +190,12 @@ static eng_status run(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k] && call->in[k]->count > 0 && !on_card(call->in[k]->data))
-      return error_set(ENG_ERR_DEVICE, "fake card: input %d of %s is not in its memory", k + 1, eng_op_name(call->op));
+      return error_set(ENG_ERR_DEVICE, "fake card: input %d of %s is not in its memory", k + 1,
+                       eng_op_name(call->op));
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->count > 0 && !on_card(call->out[k]->data))
-      return error_set(ENG_ERR_DEVICE, "fake card: output %d of %s is not in its memory", k + 1, eng_op_name(call->op));
+      return error_set(ENG_ERR_DEVICE, "fake card: output %d of %s is not in its memory", k + 1,
+                       eng_op_name(call->op));
   if (capturing) {
     note_call(call);
     return ENG_OK;
@@ -196,7 +208,12 @@ static eng_status run(const op_call *call)
 
 // ---- passes over all parameters, lagged ones too
 
-static struct { int64_t ticket; eng_tensor_stats stats[MOST_TENSORS]; double loss[MOST_LOSSES_HERE], sum_squares; bool bad; } ring[RING];
+static struct {
+  int64_t ticket;
+  eng_tensor_stats stats[MOST_TENSORS];
+  double loss[MOST_LOSSES_HERE], sum_squares;
+  bool bad;
+} ring[RING];
 static int64_t tickets;
 static int64_t counter[ENG_UPDATE_SLOTS];
 
@@ -208,7 +225,8 @@ static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_
   return status;
 }
 
-static eng_status gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs, tensor *const *loss, int n_loss)
+static eng_status gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs,
+                                  tensor *const *loss, int n_loss)
 {
   if (n > MOST_TENSORS) return error_set(ENG_ERR_STATE, "fake card: no room for statistics");
   int slot = (int)(tickets % RING);   // the oldest's: here nobody has as many under way
@@ -226,11 +244,14 @@ static eng_status gradstats_start(int64_t *ticket, const param_span *spans, int 
   return ENG_OK;
 }
 
-static eng_status gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss, int n_loss)
+static eng_status gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
+                                  int n_loss)
 {
   int slot = (int)((ticket - 1) % RING);
   if (!stats) return ENG_OK;
-  if (ring[slot].ticket != ticket) return error_set(ENG_ERR_STATE, "fake card: there are no statistics with ticket %lld any more", (long long)ticket);
+  if (ring[slot].ticket != ticket)
+    return error_set(ENG_ERR_STATE, "fake card: there are no statistics with ticket %lld any more",
+                     (long long)ticket);
   memcpy(stats, ring[slot].stats, (size_t)n * sizeof *stats);
   memcpy(loss, ring[slot].loss, (size_t)n_loss * sizeof *loss);
   return ENG_OK;
@@ -246,7 +267,8 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
     if (ring[slot].bad) return ENG_OK;
     here.t = (*t)++;
     double norm = sqrt(ring[slot].sum_squares) * update->gradient_factor;
-    if (update->clip_norm > 0 && norm > update->clip_norm) here.gradient_factor *= update->clip_norm / (norm + 1e-6);
+    if (update->clip_norm > 0 && norm > update->clip_norm)
+      here.gradient_factor *= update->clip_norm / (norm + 1e-6);
     here.lagged = 0;
   }
   open_memory();
@@ -255,7 +277,8 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
   return status;
 }
 
-static eng_status unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+static eng_status unscale(const param_span *spans, int n, double factor, float *const *target,
+                          int *found_inf)
 {
   open_memory();
   eng_status status = backend_cpu()->unscale(spans, n, factor, target, found_inf);
@@ -292,7 +315,9 @@ static eng_status lane_done(bool *done, void *data)
   }
   close_memory();
   *done = !lane->first;
-  return ran < 0 ? error_set(ENG_ERR_DEVICE, "fake card: a task of a lane failed: %s", lane->first->what) : ENG_OK;
+  return ran < 0 ?
+           error_set(ENG_ERR_DEVICE, "fake card: a task of a lane failed: %s", lane->first->what) :
+           ENG_OK;
 }
 
 typedef struct lane_place { fake_lane *lane; long asked; } lane_place;
@@ -326,14 +351,17 @@ static int run_copy(fake_task *task)
   return 1;
 }
 
-static eng_status lane_move(void *data, void *to, const void *from, int64_t bytes, copy_direction direction)
+static eng_status lane_move(void *data, void *to, const void *from, int64_t bytes,
+                            copy_direction direction)
 {
   fake_lane *lane = data;
   if (direction == COPY_TO_HOST) {
-    if (lane->first) return error_set(ENG_ERR_STATE, "fake card: a copy to the host from a lane that is not done");
+    if (lane->first)
+      return error_set(ENG_ERR_STATE, "fake card: a copy to the host from a lane that is not done");
     return move(to, from, bytes, direction);
   }
-  if (direction != COPY_TO_DEVICE || !on_card(to)) return error_set(ENG_ERR_DEVICE, "fake card: a lane's copy between memory of the wrong kinds");
+  if (direction != COPY_TO_DEVICE || !on_card(to))
+    return error_set(ENG_ERR_DEVICE, "fake card: a lane's copy between memory of the wrong kinds");
   copy_task *c = malloc(sizeof *c + (size_t)bytes);
   if (!c) return error_set(ENG_ERR_MEMORY, "fake card: no room for a copy");
   c->to = to;
@@ -356,23 +384,30 @@ typedef struct wire_task {
   float    share;
 } wire_task;
 
-static int64_t scales_bytes(int64_t n) { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
+static int64_t scales_bytes(int64_t n)
+{ return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
 
 /// A run's numbers as the functions of comm_pack.c want them: codes and scales in one piece, whose length is a multiple of four.
 static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
 {
   int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);
-  char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64)), *none = calloc((size_t)r->n + 1, (size_t)size);
+  char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64)),
+       *none = calloc((size_t)r->n + 1, (size_t)size);
   float *room = malloc((size_t)(r->n + 1) * sizeof *room);
   bool there = r->how & WIRE_RUN_THERE;
   const void *numbers = there ? r->numbers : none;
   if (there) flags[r->slot] |= (uint32_t)wire_flags(numbers, dtype, r->n);
   bool good = comm_pack(piece, wire, padded, 0, numbers, dtype, r->n, room) == ENG_OK;
   memcpy(r->packed, piece, (size_t)(r->n * eng_dtype_size(wire)));
-  if (r->how & WIRE_RUN_FILL) memset((char *)r->packed + r->n * eng_dtype_size(wire), 0, (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
+  if (r->how & WIRE_RUN_FILL)
+    memset((char *)r->packed + r->n * eng_dtype_size(wire), 0,
+           (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
   if (r->scales) memcpy(r->scales, piece + padded, (size_t)scales_bytes(r->n));
-  for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {     // one by one: finite and then inf
-    if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 && wire_flags(piece + i * 2, ENG_f16, 1)) flags[r->slot] |= WIRE_OVERFLOW;
+  // one by one: finite and then inf
+  for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {
+    if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 &&
+        wire_flags(piece + i * 2, ENG_f16, 1))
+      flags[r->slot] |= WIRE_OVERFLOW;
   }
   free(piece);
   free(none);
@@ -384,7 +419,8 @@ static int run_pack(fake_task *task)
 {
   wire_task *t = (wire_task *)task;
   int good = 1;
-  for (int i = 0; i < t->n && good == 1; i++) good = pack_run(&t->runs[i], t->wire, t->dtype, t->flags);
+  for (int i = 0; i < t->n && good == 1; i++)
+    good = pack_run(&t->runs[i], t->wire, t->dtype, t->flags);
   return good;
 }
 
@@ -401,10 +437,12 @@ static int run_unpack(fake_task *task)
     if (r->scales) memcpy(piece + padded, r->scales, (size_t)scales_bytes(r->n));
     char *to = r->how & WIRE_RUN_ADD ? calloc((size_t)r->n + 1, sizeof(float)) : r->numbers;
     good = comm_unpack(to, t->dtype, r->n, piece, t->wire, padded, 0, room) == ENG_OK;
-    for (int64_t at = 0, size = eng_dtype_size(t->dtype); r->how & WIRE_RUN_ADD && at < r->n; at++) {
+    for (int64_t at = 0, size = eng_dtype_size(t->dtype); r->how & WIRE_RUN_ADD && at < r->n;
+         at++) {
       float before, term;
       char *place = (char *)r->numbers + at * size;
-      good = good && comm_cast(&before, ENG_f32, place, t->dtype, 1) == ENG_OK && comm_cast(&term, ENG_f32, to + at * size, t->dtype, 1) == ENG_OK;
+      good = good && comm_cast(&before, ENG_f32, place, t->dtype, 1) == ENG_OK &&
+             comm_cast(&term, ENG_f32, to + at * size, t->dtype, 1) == ENG_OK;
       before += term;
       good = good && comm_cast(place, t->dtype, &before, ENG_f32, 1) == ENG_OK;
     }
@@ -423,7 +461,8 @@ static int run_sum(fake_task *task)
   bool good = true;
   for (int k = 0; k < t->n && good; k++) {
     terms[k] = values + t->count * k;
-    good = comm_unpack((float *)terms[k], ENG_f32, t->count, t->terms[k], t->wire, t->count, 0, NULL) == ENG_OK;
+    good = comm_unpack((float *)terms[k], ENG_f32, t->count, t->terms[k], t->wire, t->count, 0,
+                       NULL) == ENG_OK;
   }
   wire_sum(values, terms, t->n, t->count, t->share);
   good = good && comm_pack(t->out, t->wire, t->count, 0, values, ENG_f32, t->count, NULL) == ENG_OK;
@@ -434,7 +473,8 @@ static int run_sum(fake_task *task)
 
 static eng_status push_wire(void *lane, wire_task what, int (*run)(fake_task *), const char *name)
 {
-  if ((what.runs && !on_card(what.runs)) || (what.flags && !on_card(what.flags)) || (what.terms && !on_card(what.terms)) || (what.out && !on_card(what.out)))
+  if ((what.runs && !on_card(what.runs)) || (what.flags && !on_card(what.flags)) ||
+      (what.terms && !on_card(what.terms)) || (what.out && !on_card(what.out)))
     return error_set(ENG_ERR_DEVICE, "fake card: %s from a table that is not in its memory", name);
   wire_task *t = malloc(sizeof *t);
   if (!t) return error_set(ENG_ERR_MEMORY, "fake card: no room for %s", name);
@@ -450,30 +490,59 @@ static eng_status push_wire(void *lane, wire_task what, int (*run)(fake_task *),
   return ENG_OK;
 }
 
-static eng_status wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype, uint32_t *flags)
+static eng_status wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                            int dtype, uint32_t *flags)
 {
   (void)longest;
-  return push_wire(lane, (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype, .flags = flags}, run_pack, "packing");
+  return push_wire(lane,
+                   (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype, .flags = flags},
+                   run_pack, "packing");
 }
 
-static eng_status wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire, int dtype)
+static eng_status wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
+                              int dtype)
 {
   (void)longest;
-  return push_wire(lane, (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype}, run_unpack, "unpacking");
+  return push_wire(lane, (wire_task){.runs = runs, .n = n, .wire = wire, .dtype = dtype},
+                   run_unpack, "unpacking");
 }
 
-static eng_status sum_pieces(void *lane, void *out, const void *const *terms, int n, int64_t count, int wire, float share)
+static eng_status sum_pieces(void *lane, void *out, const void *const *terms, int n, int64_t count,
+                             int wire, float share)
 {
-  return push_wire(lane, (wire_task){.out = out, .terms = terms, .n = n, .count = count, .wire = wire, .share = share}, run_sum, "adding up");
+  return push_wire(
+    lane,
+    (wire_task){.out = out, .terms = terms, .n = n, .count = count, .wire = wire, .share = share},
+    run_sum, "adding up");
 }
 
 static backend device = {
-  .name = "cuda", .gradstats = gradstats, .optimize = optimize, .unscale = unscale, .gradstats_start = gradstats_start,
-  .gradstats_fetch = gradstats_fetch, .space = SPACE_CUDA, .memory = {take, give, capacity}, .move = move, .clear = clear,
-  .synchronize = synchronize, .describe = describe, .capture_begin = capture_begin, .capture_end = capture_end,
-  .graph_launch = graph_launch, .graph_free = graph_free, .identity = fake_identity,
-  .stream_new = lane_new, .stream_follow = lane_follow, .stream_done = lane_done, .stream_mark = lane_mark, .stream_reached = lane_reached,
-  .stream_forget = lane_forget, .stream_move = lane_move, .wire_pack = wire_pack, .wire_unpack = wire_unpack,
+  .name = "cuda",
+  .gradstats = gradstats,
+  .optimize = optimize,
+  .unscale = unscale,
+  .gradstats_start = gradstats_start,
+  .gradstats_fetch = gradstats_fetch,
+  .space = SPACE_CUDA,
+  .memory = {take, give, capacity},
+  .move = move,
+  .clear = clear,
+  .synchronize = synchronize,
+  .describe = describe,
+  .capture_begin = capture_begin,
+  .capture_end = capture_end,
+  .graph_launch = graph_launch,
+  .graph_free = graph_free,
+  .identity = fake_identity,
+  .stream_new = lane_new,
+  .stream_follow = lane_follow,
+  .stream_done = lane_done,
+  .stream_mark = lane_mark,
+  .stream_reached = lane_reached,
+  .stream_forget = lane_forget,
+  .stream_move = lane_move,
+  .wire_pack = wire_pack,
+  .wire_unpack = wire_unpack,
   .wire_sum = sum_pieces,
 };
 
@@ -483,6 +552,7 @@ backend_plugin eng_cuda_backend;
 const backend *eng_cuda_backend(const backend_host *host)
 {
   if (!host_accept(host)) return NULL;
-  for (int op = 0; op < ENG_OP_COUNT; op++) device.kernel[op] = backend_cpu()->kernel[op] ? run : NULL;
+  for (int op = 0; op < ENG_OP_COUNT; op++)
+    device.kernel[op] = backend_cpu()->kernel[op] ? run : NULL;
   return &device;
 }

@@ -19,7 +19,14 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { RING = 1 << 16, MOST_RANKS = 16, INVALID_USAGE = 5, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4 };
+enum {
+  RING = 1 << 16,
+  MOST_RANKS = 16,
+  INVALID_USAGE = 5,
+  SYSTEM_ERROR = 2,
+  INTERNAL_ERROR = 3,
+  INVALID_ARGUMENT = 4
+};
 
 /// Bytes from one rank to another: `head` were written, `tail` read.
 typedef struct ring {
@@ -59,8 +66,14 @@ EXPORT unsigned ncclGetVersion(int *version)
 
 EXPORT const char *ncclGetErrorString(unsigned result)
 {
-  static const char *const texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument", "invalid usage",
-                                      "remote process exited or there was a network error", "NCCL operation in progress"};
+  static const char *const texts[] = {"no error",
+                                      "unhandled cuda error",
+                                      "unhandled system error",
+                                      "internal error",
+                                      "invalid argument",
+                                      "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "NCCL operation in progress"};
   return result < sizeof texts / sizeof *texts ? texts[result] : "unknown result code";
 }
 
@@ -70,7 +83,8 @@ EXPORT unsigned ncclGetUniqueId(nccl_id *id)
 {
   static int n;
   const char *place = getenv("NCCL_COMM_ID");
-  if (place && !strrchr(place, ':')) return refuse(INVALID_ARGUMENT, "Invalid NCCL_COMM_ID: ", place);
+  if (place && !strrchr(place, ':'))
+    return refuse(INVALID_ARGUMENT, "Invalid NCCL_COMM_ID: ", place);
   if (place) snprintf(id->bytes, sizeof id->bytes, "at-%.100s", place);
   else snprintf(id->bytes, sizeof id->bytes, "of-%d-%d", (int)getpid(), n++);
   for (char *c = id->bytes; *c; c++)
@@ -84,7 +98,8 @@ static unsigned meet(nccl_comm *out, const char *name, int rank, int size)
   const char *folder = getenv("FAKE_NCCL_FOLDER");
   char path[512];
   *out = NULL;
-  if (size > MOST_RANKS || rank < 0 || rank >= size) return refuse(INVALID_ARGUMENT, "ranks out of range", "");
+  if (size > MOST_RANKS || rank < 0 || rank >= size)
+    return refuse(INVALID_ARGUMENT, "ranks out of range", "");
   struct ncclComm *c = calloc(1, sizeof *c);
   snprintf(c->name, sizeof c->name, "%s", name);
   snprintf(path, sizeof path, "%s/fake-nccl-%s", folder ? folder : "/dev/shm", name);
@@ -92,7 +107,8 @@ static unsigned meet(nccl_comm *out, const char *name, int rank, int size)
   c->size = size;
   c->bytes = sizeof(meeting) + (size_t)(size * size) * sizeof(ring);
   int file = open(path, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ftruncate(file, (off_t)c->bytes) != 0) return refuse(SYSTEM_ERROR, "cannot make ", path);
+  if (file < 0 || ftruncate(file, (off_t)c->bytes) != 0)
+    return refuse(SYSTEM_ERROR, "cannot make ", path);
   c->shared = mmap(NULL, c->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (c->shared == MAP_FAILED) return refuse(SYSTEM_ERROR, "cannot map ", path);
@@ -103,17 +119,20 @@ static unsigned meet(nccl_comm *out, const char *name, int rank, int size)
   if (rank == 0) unlink(path);
   for (int a = 0; a < size; a++)
     for (int b = 0; b < a; b++)
-      if (strcmp(c->shared->card[a], c->shared->card[b]) == 0) return refuse(INVALID_USAGE, "Duplicate GPU detected: ", c->shared->card[a]);
+      if (strcmp(c->shared->card[a], c->shared->card[b]) == 0)
+        return refuse(INVALID_USAGE, "Duplicate GPU detected: ", c->shared->card[a]);
   *out = c;
   return NCCL_SUCCESS;
 }
 
-EXPORT unsigned ncclCommInitRank(nccl_comm *comm, int size, nccl_id id, int rank) { return meet(comm, id.bytes, rank, size); }
+EXPORT unsigned ncclCommInitRank(nccl_comm *comm, int size, nccl_id id, int rank)
+{ return meet(comm, id.bytes, rank, size); }
 
 EXPORT unsigned ncclCommSplit(nccl_comm comm, int color, int key, nccl_comm *part, void *config)
 {
   char name[160];
-  if (color != 0 || key != comm->rank || config) return refuse(INVALID_ARGUMENT, "the stand-in splits into the same ranks alone", "");
+  if (color != 0 || key != comm->rank || config)
+    return refuse(INVALID_ARGUMENT, "the stand-in splits into the same ranks alone", "");
   snprintf(name, sizeof name, "%.100s+%d", comm->name, comm->splits++);
   return meet(part, name, comm->rank, comm->size);
 }
@@ -171,7 +190,8 @@ static int n_waiting, capacity, depth;
 /// Moves up to `bytes` bytes of a message; gives how many.
 static uint64_t write_ring(ring *r, const char *from, uint64_t bytes)
 {
-  uint64_t head = atomic_load(&r->head), room = RING - (head - atomic_load(&r->tail)), n = bytes < room ? bytes : room;
+  uint64_t head = atomic_load(&r->head), room = RING - (head - atomic_load(&r->tail)),
+           n = bytes < room ? bytes : room;
   for (uint64_t i = 0; i < n; i++) r->data[(head + i) % RING] = from[i];
   atomic_store(&r->head, head + n);
   return n;
@@ -179,7 +199,8 @@ static uint64_t write_ring(ring *r, const char *from, uint64_t bytes)
 
 static uint64_t read_ring(ring *r, char *to, uint64_t bytes)
 {
-  uint64_t tail = atomic_load(&r->tail), there = atomic_load(&r->head) - tail, n = bytes < there ? bytes : there;
+  uint64_t tail = atomic_load(&r->tail), there = atomic_load(&r->head) - tail,
+           n = bytes < there ? bytes : there;
   for (uint64_t i = 0; i < n; i++) to[i] = r->data[(tail + i) % RING];
   atomic_store(&r->tail, tail + n);
   return n;
@@ -203,7 +224,8 @@ static bool move_on(message *m)
     m->at = sizeof told;
   }
   uint64_t done = m->at - sizeof m->bytes;
-  m->at += m->send ? write_ring(r, m->memory + done, m->bytes - done) : read_ring(r, m->memory + done, m->bytes - done);
+  m->at += m->send ? write_ring(r, m->memory + done, m->bytes - done) :
+                     read_ring(r, m->memory + done, m->bytes - done);
   m->done = m->at == m->bytes + sizeof m->bytes;
   return true;
 }
@@ -215,7 +237,9 @@ static int run_group(fake_task *task)
   for (int i = 0; i < g->n; i++) {
     message *m = &g->messages[i];
     bool before = false;              // one to or from the same rank that is not through
-    for (int k = 0; k < i && !before; k++) before = !g->messages[k].done && g->messages[k].send == m->send && g->messages[k].peer == m->peer;
+    for (int k = 0; k < i && !before; k++)
+      before =
+        !g->messages[k].done && g->messages[k].send == m->send && g->messages[k].peer == m->peer;
     if (!m->done && !before && !move_on(m)) {
       m->comm->broken = true;
       refuse(INTERNAL_ERROR, "a message's two sides differ in size", "");
@@ -226,12 +250,16 @@ static int run_group(fake_task *task)
   return all;
 }
 
-static unsigned add(void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm, void *stream, bool send)
+static unsigned add(void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm,
+                    void *stream, bool send)
 {
   fake_lane *lane = stream;
-  if (!comm || !lane || type != NCCL_BYTES || peer < 0 || peer >= comm->size) return refuse(INVALID_ARGUMENT, "a message that cannot be", "");
-  if (!lane->on_card(memory) || !lane->on_card((char *)memory + bytes - 1)) return refuse(INVALID_ARGUMENT, "memory that is not the card's", "");
-  if (depth == 0) return refuse(INVALID_USAGE, "a message outside of a group, which would wait for itself", "");
+  if (!comm || !lane || type != NCCL_BYTES || peer < 0 || peer >= comm->size)
+    return refuse(INVALID_ARGUMENT, "a message that cannot be", "");
+  if (!lane->on_card(memory) || !lane->on_card((char *)memory + bytes - 1))
+    return refuse(INVALID_ARGUMENT, "memory that is not the card's", "");
+  if (depth == 0)
+    return refuse(INVALID_USAGE, "a message outside of a group, which would wait for itself", "");
   if (n_waiting == capacity) {
     capacity = 2 * capacity + 16;
     waiting = realloc(waiting, (size_t)capacity * sizeof *waiting);
@@ -240,12 +268,14 @@ static unsigned add(void *memory, size_t bytes, unsigned type, int peer, nccl_co
   return NCCL_SUCCESS;
 }
 
-EXPORT unsigned ncclSend(const void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm, void *stream)
+EXPORT unsigned ncclSend(const void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm,
+                         void *stream)
 {
   return add((void *)memory, bytes, type, peer, comm, stream, true);
 }
 
-EXPORT unsigned ncclRecv(void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm, void *stream)
+EXPORT unsigned ncclRecv(void *memory, size_t bytes, unsigned type, int peer, nccl_comm comm,
+                         void *stream)
 {
   return add(memory, bytes, type, peer, comm, stream, false);
 }
@@ -265,7 +295,8 @@ EXPORT unsigned ncclGroupEnd(void)
   memcpy(g->messages, waiting, (size_t)n_waiting * sizeof *waiting);
   n_waiting = 0;
   for (int i = 0; i < g->n; i++)
-    if (g->messages[i].lane != g->messages[0].lane) return refuse(INVALID_USAGE, "a group on two lanes", "");
+    if (g->messages[i].lane != g->messages[0].lane)
+      return refuse(INVALID_USAGE, "a group on two lanes", "");
   fake_lane_push(g->messages[0].lane, &g->task, run_group, "messages");
   return NCCL_SUCCESS;
 }

@@ -13,17 +13,22 @@ op_kernel cuda_fp8_matmul;
 static double fp8_decoded(uint8_t code, int format)   // the few codes used: 0, +-1, +-1.5 or +-2
 {
   uint8_t one = format == ENG_e4m3 ? 0x38 : 0x3C, magnitude = code & 0x7F;
-  double value = magnitude == 0 ? 0 : magnitude == one ? 1 : magnitude == one + (format == ENG_e4m3 ? 4 : 2) ? 1.5 : 2;
+  double value = magnitude == 0                                  ? 0 :
+                 magnitude == one                                ? 1 :
+                 magnitude == one + (format == ENG_e4m3 ? 4 : 2) ? 1.5 :
+                                                                   2;
   return code & 0x80 ? -value : value;
 }
 
 /// A random operand, [rows x inner] of it real, the rest zeros.
 static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scaling)
 {
-  fp8_operand x = {.rows = fp8_padded(rows), .inner = fp8_padded(inner), .format = format, .scaling = scaling};
+  fp8_operand x = {
+    .rows = fp8_padded(rows), .inner = fp8_padded(inner), .format = format, .scaling = scaling};
   x.stride = x.inner + 16 * random_below(2);
   uint8_t *data = piece(x.rows * x.stride), one = format == ENG_e4m3 ? 0x38 : 0x3C;
-  uint8_t codes[] = {0, one, one | 0x80, (uint8_t)(one + (format == ENG_e4m3 ? 4 : 2)), (uint8_t)(one + (format == ENG_e4m3 ? 8 : 4))};
+  uint8_t codes[] = {0, one, one | 0x80, (uint8_t)(one + (format == ENG_e4m3 ? 4 : 2)),
+                     (uint8_t)(one + (format == ENG_e4m3 ? 8 : 4))};
   for (int64_t i = 0; i < x.rows * x.stride; i++)
     data[i] = i / x.stride < rows && i % x.stride < inner ? codes[random_below(5)] : 0;
   fp8_scales s = fp8_scales_of(scaling, x.rows, x.inner);
@@ -34,32 +39,44 @@ static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scali
   return x;
 }
 
-static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_w, int dtype, bool accumulate, bool with_bias)
+static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_w, int dtype,
+                    bool accumulate, bool with_bias)
 {
   fp8_operand x = fp8_random(m, k, random_below(2) ? ENG_e4m3 : ENG_e5m2, scaling_x);
-  fp8_operand w = fp8_random(n, k, x.format == ENG_e5m2 || random_below(2) ? ENG_e4m3 : ENG_e5m2, scaling_w);
+  fp8_operand w =
+    fp8_random(n, k, x.format == ENG_e5m2 || random_below(2) ? ENG_e4m3 : ENG_e5m2, scaling_w);
   int64_t shape[] = {m, n};
   tensor y = make(dtype, 2, shape, 0, false), bias = make(dtype, 1, &n, 0, false);
-  fp8_result result = {.data = y.data, .dtype = dtype, .m = m, .n = n, .stride = n, .accumulate = accumulate,
-                       .bias = with_bias ? bias.data : NULL, .bias_dtype = dtype};
-  fp8_scales sx = fp8_scales_of(scaling_x, x.rows, x.inner), sw = fp8_scales_of(scaling_w, w.rows, w.inner);
+  fp8_result result = {.data = y.data,
+                       .dtype = dtype,
+                       .m = m,
+                       .n = n,
+                       .stride = n,
+                       .accumulate = accumulate,
+                       .bias = with_bias ? bias.data : NULL,
+                       .bias_dtype = dtype};
+  fp8_scales sx = fp8_scales_of(scaling_x, x.rows, x.inner),
+             sw = fp8_scales_of(scaling_w, w.rows, w.inner);
   double *want = calloc((size_t)(m * n), sizeof *want);
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
       double sum = accumulate ? element_get(y.data, dtype, i * n + j) : 0;
       if (with_bias) sum += element_get(bias.data, dtype, j);
       for (int64_t p = 0; p < k; p++)
-        sum += fp8_decoded(((const uint8_t *)x.data)[i * x.stride + p], x.format) * fp8_decoded(((const uint8_t *)w.data)[j * w.stride + p], w.format) *
+        sum += fp8_decoded(((const uint8_t *)x.data)[i * x.stride + p], x.format) *
+               fp8_decoded(((const uint8_t *)w.data)[j * w.stride + p], w.format) *
                (double)x.scale[fp8_scale_at(&sx, i, p)] * (double)w.scale[fp8_scale_at(&sw, j, p)];
       want[i * n + j] = sum;
     }
   CHECK(fp8_product(&result, &x, &w, false) == ENG_OK, "%s", card.error);
   CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
   for (int64_t i = 0; i < m * n; i++) {
-    double got = element_get(y.data, dtype, i), off = got > want[i] ? got - want[i] : want[i] - got, size = want[i] < 0 ? -want[i] : want[i];
+    double got = element_get(y.data, dtype, i), off = got > want[i] ? got - want[i] : want[i] - got,
+           size = want[i] < 0 ? -want[i] : want[i];
     double step = dtype == ENG_f32 ? 0 : dtype == ENG_f16 ? 1.0 / 1024 : 1.0 / 128;
-    CHECK(off <= size * step, "fp8 [%lld x %lld], K %lld, scales %d %d: element %lld is %g, expected %g", (long long)m, (long long)n, (long long)k,
-          scaling_x, scaling_w, (long long)i, got, want[i]);
+    CHECK(off <= size * step,
+          "fp8 [%lld x %lld], K %lld, scales %d %d: element %lld is %g, expected %g", (long long)m,
+          (long long)n, (long long)k, scaling_x, scaling_w, (long long)i, got, want[i]);
   }
   free(want);
   forget_tensors();
@@ -68,18 +85,25 @@ static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_
 static void refused(const char *words, fp8_result y, fp8_operand x, fp8_operand w, bool fast)
 {
   card.error[0] = 0;
-  CHECK(fp8_product(&y, &x, &w, fast) != ENG_OK && strstr(card.error, words), "expected '%s', got '%s'", words, card.error);
+  CHECK(fp8_product(&y, &x, &w, fast) != ENG_OK && strstr(card.error, words),
+        "expected '%s', got '%s'", words, card.error);
 }
 
 void fp8_products(void)
 {
-  static const int pairs[][2] = {{FP8_TENSOR, FP8_TENSOR}, {FP8_ROW, FP8_ROW}, {FP8_VEC128, FP8_BLK128}, {FP8_BLK128, FP8_VEC128}, {FP8_VEC128, FP8_VEC128}};
+  static const int pairs[][2] = {{FP8_TENSOR, FP8_TENSOR},
+                                 {FP8_ROW, FP8_ROW},
+                                 {FP8_VEC128, FP8_BLK128},
+                                 {FP8_BLK128, FP8_VEC128},
+                                 {FP8_VEC128, FP8_VEC128}};
   card.offered = 1;
   for (int p = 0; p < 5; p++)
     for (int i = 0; i < 12; i++) {
       int dtype = i % 3 == 0 ? ENG_bf16 : i % 3 == 1 ? ENG_f32 : ENG_f16;
-      fp8_one(1 + random_below(20), 1 + random_below(150), 1 + random_below(400), pairs[p][0], pairs[p][1], dtype, i % 2, i % 4 == 2);
-      fp8_one(16 * (1 + random_below(9)), 16, 16 * (1 + random_below(40)), pairs[p][0], pairs[p][1], dtype, i % 2, i % 4 == 2);
+      fp8_one(1 + random_below(20), 1 + random_below(150), 1 + random_below(400), pairs[p][0],
+              pairs[p][1], dtype, i % 2, i % 4 == 2);
+      fp8_one(16 * (1 + random_below(9)), 16, 16 * (1 + random_below(40)), pairs[p][0], pairs[p][1],
+              dtype, i % 2, i % 4 == 2);
     }
   // Every element has one scale, inside the array, and different blocks different ones.
   for (int scaling = FP8_TENSOR; scaling <= FP8_BLK128; scaling++)
@@ -90,14 +114,16 @@ void fp8_products(void)
         for (int64_t r = 0; r < s.row_count; r++)
           for (int64_t k = 0; k < s.inner_count; k++) {
             int64_t at = fp8_scale_at(&s, r * s.row_block, k * s.inner_block);
-            CHECK(at >= 0 && at < s.count && !seen[at], "scales by %d of [%lld x %lld]", scaling, (long long)rows, (long long)inner);
+            CHECK(at >= 0 && at < s.count && !seen[at], "scales by %d of [%lld x %lld]", scaling,
+                  (long long)rows, (long long)inner);
             seen[at] = 1;
           }
         CHECK(fp8_scale_at(&s, rows - 1, inner - 1) < s.count, "the last scale");
         free(seen);
       }
   // What cannot be done says the whole of it.
-  fp8_operand x = fp8_random(32, 64, ENG_e4m3, FP8_VEC128), w = fp8_random(48, 64, ENG_e4m3, FP8_BLK128), t = w, u = x, z;
+  fp8_operand x = fp8_random(32, 64, ENG_e4m3, FP8_VEC128),
+              w = fp8_random(48, 64, ENG_e4m3, FP8_BLK128), t = w, u = x, z;
   float out[32 * 48];
   fp8_result y = {.data = out, .dtype = ENG_f32, .m = 32, .n = 48, .stride = 48};
   t.scaling = FP8_BLK128, u.scaling = FP8_BLK128;
@@ -124,7 +150,8 @@ void fp8_products(void)
 // ------------------------------------------------------------------ fp8_matmul
 
 /// A factor [outer x K] in blocks, given as it is or transposed, without padding: bytes and scales as quantize makes them.
-static void fp8_factor(tensor *q, tensor *scale, int64_t outer, int64_t k, bool along_k, int64_t block_rows, int64_t block_columns)
+static void fp8_factor(tensor *q, tensor *scale, int64_t outer, int64_t k, bool along_k,
+                       int64_t block_rows, int64_t block_columns)
 {
   static const uint8_t codes[] = {0, 0x38, 0xB8, 0x3C, 0x40};
   int64_t shape[2] = {along_k ? outer : k, along_k ? k : outer}, scale_shape[2];
@@ -134,30 +161,44 @@ static void fp8_factor(tensor *q, tensor *scale, int64_t outer, int64_t k, bool 
   for (int64_t i = 0; i < q->count; i++) ((uint8_t *)q->data)[i] = codes[random_below(5)];
   *scale = make(ENG_f32, 2, scale_shape, 0, false);
   CHECK(scale->count == at.count, "%lld scales", (long long)at.count);
-  for (int64_t i = 0; i < at.count; i++) ((float *)scale->data)[i] = (float)(1 + random_below(4)) / 2;
+  for (int64_t i = 0; i < at.count; i++)
+    ((float *)scale->data)[i] = (float)(1 + random_below(4)) / 2;
 }
 
-static double fp8_element(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns, int64_t i, int64_t k)
+static double fp8_element(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
+                          int64_t block_columns, int64_t i, int64_t k)
 {
   int64_t row = along_k ? i : k, column = along_k ? k : i;
   fp8_scales at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
-  return fp8_decoded(((const uint8_t *)q->data)[row * q->shape[1] + column], ENG_e4m3) * (double)((const float *)scale->data)[fp8_scale_at(&at, row, column)];
+  return fp8_decoded(((const uint8_t *)q->data)[row * q->shape[1] + column], ENG_e4m3) *
+         (double)((const float *)scale->data)[fp8_scale_at(&at, row, column)];
 }
 
-static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *blocks_a, const int64_t *blocks_b, bool ta, bool tb, bool adds)
+static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *blocks_a,
+                           const int64_t *blocks_b, bool ta, bool tb, bool adds)
 {
   tensor a, sa, b, sb;
-  int64_t ra = blocks_a[ta], ca = blocks_a[!ta], rb = blocks_b[!tb], cb = blocks_b[tb], shape[] = {m, n};   // as given
+  // as given
+  int64_t ra = blocks_a[ta], ca = blocks_a[!ta], rb = blocks_b[!tb], cb = blocks_b[tb],
+          shape[] = {m, n};
   fp8_factor(&a, &sa, m, k, !ta, ra, ca);
   fp8_factor(&b, &sb, n, k, tb, rb, cb);
-  tensor y = make(ENG_f32, 2, shape, random_below(2) ? 3 : 0, false), bias = make(ENG_f32, 1, &n, 0, false);
-  op_call call = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1, .in = {&a, &sa, &b, &sb, !adds && random_below(2) ? &bias : NULL}, .out = {&y},
+  tensor y = make(ENG_f32, 2, shape, random_below(2) ? 3 : 0, false),
+         bias = make(ENG_f32, 1, &n, 0, false);
+  op_call call = {.op = ENG_OP_fp8_matmul,
+                  .n_in = 5,
+                  .n_out = 1,
+                  .in = {&a, &sa, &b, &sb, !adds && random_below(2) ? &bias : NULL},
+                  .out = {&y},
                   .ints = {ta, tb, ra, ca, rb, cb, 0, ENG_ACCUMULATE_HOPPER, 128, adds}};
   double *want = calloc((size_t)(m * n), sizeof *want);
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
-      double sum = adds ? element_get(y.data, ENG_f32, place(&y, i * n + j)) : call.in[4] ? element_get(bias.data, ENG_f32, j) : 0;
-      for (int64_t p = 0; p < k; p++) sum += fp8_element(&a, &sa, !ta, ra, ca, i, p) * fp8_element(&b, &sb, tb, rb, cb, j, p);
+      double sum = adds       ? element_get(y.data, ENG_f32, place(&y, i * n + j)) :
+                   call.in[4] ? element_get(bias.data, ENG_f32, j) :
+                                0;
+      for (int64_t p = 0; p < k; p++)
+        sum += fp8_element(&a, &sa, !ta, ra, ca, i, p) * fp8_element(&b, &sb, tb, rb, cb, j, p);
       want[i * n + j] = sum;
     }
   card.plain = 0;
@@ -165,18 +206,22 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
   CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
   for (int64_t i = 0; i < m * n; i++) {
     double got = element_get(y.data, ENG_f32, place(&y, i));
-    CHECK(got == want[i], "fp8_matmul [%lld x %lld], K %lld, transposed %d %d: element %lld is %g, expected %g", (long long)m, (long long)n,
-          (long long)k, ta, tb, (long long)i, got, want[i]);
+    CHECK(got == want[i],
+          "fp8_matmul [%lld x %lld], K %lld, transposed %d %d: element %lld is %g, expected %g",
+          (long long)m, (long long)n, (long long)k, ta, tb, (long long)i, got, want[i]);
   }
   // Others than the tensor cores' sums are the formula's; with scales by tensor no promotion is the fast way.
   for (int model = ENG_ACCUMULATE_FP32; model < ENG_ACCUMULATORS; model++)
     for (int promotion = 0; promotion <= 256; promotion += 32) {
-      bool blocks = blocks_a[1] == 128, cores = model == ENG_ACCUMULATE_HOPPER && (promotion == 0 || promotion == 128 || (blocks && promotion > 128));
+      bool blocks = blocks_a[1] == 128,
+           cores = model == ENG_ACCUMULATE_HOPPER &&
+                   (promotion == 0 || promotion == 128 || (blocks && promotion > 128));
       if (random_below(24)) continue;
       call.ints[7] = model;
       call.ints[8] = promotion;
       card.plain = card.last_fast = 0;
-      CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == !cores && card.last_fast == (cores && !blocks && promotion == 0),
+      CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == !cores &&
+              card.last_fast == (cores && !blocks && promotion == 0),
             "accumulator %d, promotion %d", model, promotion);
     }
   free(want);
@@ -185,13 +230,16 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
 
 void fp8_matmuls(void)
 {
-  static const int64_t tensor_wide[] = {0, 0}, row[] = {1, 0}, vec[] = {1, 128}, blk[] = {128, 128};   // outer, K
-  static const int64_t *const pairs[][2] = {{tensor_wide, tensor_wide}, {row, row}, {vec, blk}, {blk, vec}, {vec, vec}};
+  // outer, K
+  static const int64_t tensor_wide[] = {0, 0}, row[] = {1, 0}, vec[] = {1, 128}, blk[] = {128, 128};
+  static const int64_t *const pairs[][2] = {
+    {tensor_wide, tensor_wide}, {row, row}, {vec, blk}, {blk, vec}, {vec, vec}};
   card.offered = 1;
   for (int p = 0; p < 5; p++)
     for (int i = 0; i < 16; i++) {
       bool ta = i % 2, tb = i / 2 % 2, adds = i / 4 % 2, ragged = i >= 8;
-      int64_t m = ragged ? 1 + random_below(20) : 16 * (1 + random_below(3)), n = ragged ? 1 + random_below(150) : 16 * (1 + random_below(9));
+      int64_t m = ragged ? 1 + random_below(20) : 16 * (1 + random_below(3)),
+              n = ragged ? 1 + random_below(150) : 16 * (1 + random_below(9));
       int64_t k = ragged ? 1 + random_below(290) : 16 * (1 + random_below(18));
       fp8_matmul_one(m, n, k, pairs[p][0], pairs[p][1], ta, tb, adds);
     }

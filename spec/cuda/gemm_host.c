@@ -56,7 +56,8 @@ tensor make(int dtype, int ndim, const int64_t *shape, int layout, bool spread)
   if (spread && ndim > 2) x.stride[0] = 0;
   int64_t elements = step + 64;
   char *memory = piece(elements * 8);
-  for (int64_t i = 0; i < elements; i++) element_set(memory, dtype, i, (double)(random_below(7) - 3));
+  for (int64_t i = 0; i < elements; i++)
+    element_set(memory, dtype, i, (double)(random_below(7) - 3));
   x.data = memory + (layout == 5 ? eng_dtype_size(dtype) : 0);
   return x;
 }
@@ -75,7 +76,8 @@ int64_t place(const tensor *x, int64_t index)
 static void expect(double *want, const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0], *bias = call->in[2];
-  bool linear = call->op == ENG_OP_linear, ta = !linear && call->ints[0], tb = linear || call->ints[1];
+  bool linear = call->op == ENG_OP_linear, ta = !linear && call->ints[0],
+       tb = linear || call->ints[1];
   int64_t inner = a->shape[a->ndim - (ta ? 2 : 1)];
   for (int64_t i = 0; i < y->count; i += card.sample) {
     int64_t index[ENG_MAX_DIMS], rest = i;
@@ -96,7 +98,8 @@ static void expect(double *want, const op_call *call)
     int64_t step_a = a->stride[a->ndim - (ta ? 2 : 1)], step_b = b->stride[b->ndim - (tb ? 1 : 2)];
     double sum = bias ? element_get(bias->data, bias->dtype, place(bias, column)) : 0;
     for (int64_t k = 0; k < inner; k++)
-      sum += element_get(a->data, a->dtype, at[0] + k * step_a) * element_get(b->data, b->dtype, at[1] + k * step_b);
+      sum += element_get(a->data, a->dtype, at[0] + k * step_a) *
+             element_get(b->data, b->dtype, at[1] + k * step_b);
     want[i] = sum + (call->ints[3] ? element_get(y->data, y->dtype, place(y, i)) : 0);
   }
 }
@@ -142,14 +145,21 @@ static void random_matmul(int number)
   shape_a[a_dims] = ta ? k : m, shape_a[a_dims + 1] = ta ? m : k;
   shape_b[b_dims] = tb ? n : k, shape_b[b_dims + 1] = tb ? k : n;
   shape_y[batch_dims] = m, shape_y[batch_dims + 1] = n;
-  int dtype_a = FLOATS[random_below(4)], dtype_b = random_below(3) ? dtype_a : FLOATS[random_below(4)];
+  int dtype_a = FLOATS[random_below(4)],
+      dtype_b = random_below(3) ? dtype_a : FLOATS[random_below(4)];
   int dtype_y = random_below(3) ? dtype_a : FLOATS[random_below(4)];
   tensor a = make(dtype_a, a_dims + 2, shape_a, (int)random_below(6), random_below(4) == 0);
   tensor b = make(dtype_b, b_dims + 2, shape_b, (int)random_below(6), random_below(4) == 0);
   bool accumulate = random_below(3) == 0;
   tensor y = make(dtype_y, batch_dims + 2, shape_y, accumulate ? (int)random_below(6) : 0, false);
-  if (!accumulate) memset(y.data, 0xFF, (size_t)y.count * (size_t)eng_dtype_size(dtype_y));   // NaN: must not be read
-  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&y}, .ints = {ta, tb, 0, accumulate}};
+  // NaN: must not be read
+  if (!accumulate) memset(y.data, 0xFF, (size_t)y.count * (size_t)eng_dtype_size(dtype_y));
+  op_call call = {.op = ENG_OP_matmul,
+                  .n_in = 2,
+                  .n_out = 1,
+                  .in = {&a, &b},
+                  .out = {&y},
+                  .ints = {ta, tb, 0, accumulate}};
   char what[64];
   snprintf(what, sizeof what, "matmul %d", number);
   try_call(&call, what);
@@ -157,16 +167,22 @@ static void random_matmul(int number)
 
 static void random_linear(int number)
 {
-  int64_t k = random_below(9), n = 1 + random_below(9), shape_x[3], shape_w[2] = {n, k}, shape_y[3], batch = 1;
+  int64_t k = random_below(9), n = 1 + random_below(9), shape_x[3], shape_w[2] = {n, k}, shape_y[3],
+          batch = 1;
   int ndim = 1 + (int)random_below(3);
   for (int d = 0; d < ndim; d++) shape_x[d] = shape_y[d] = 1 + random_below(4);
   shape_x[ndim - 1] = k, shape_y[ndim - 1] = n;
   for (int d = 0; d < ndim - 1; d++) batch *= shape_x[d];
   int dtype = FLOATS[random_below(4)], other = random_below(4) ? dtype : FLOATS[random_below(4)];
   int bias_dtype = random_below(3) ? other : FLOATS[random_below(4)];
-  tensor x = make(dtype, ndim, shape_x, 0, false), w = make(other, 2, shape_w, 0, false), y = make(bias_dtype, ndim, shape_y, 0, false);
+  tensor x = make(dtype, ndim, shape_x, 0, false), w = make(other, 2, shape_w, 0, false),
+         y = make(bias_dtype, ndim, shape_y, 0, false);
   tensor bias = make(bias_dtype, 1, &n, random_below(3) ? 0 : 5, false);
-  op_call call = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {&x, &w, random_below(3) ? &bias : NULL}, .out = {&y}};
+  op_call call = {.op = ENG_OP_linear,
+                  .n_in = 3,
+                  .n_out = 1,
+                  .in = {&x, &w, random_below(3) ? &bias : NULL},
+                  .out = {&y}};
   char what[64];
   snprintf(what, sizeof what, "linear %d of %lld rows", number, (long long)batch);
   try_call(&call, what);
@@ -178,11 +194,13 @@ static void products(void)
   for (int i = 0; i < 20000; i++) random_matmul(i);
   for (int i = 0; i < 4000; i++) random_linear(i);
   int through = card.matmuls, plain = card.plain;
-  CHECK(through > 15000 && card.finished > 500, "%d products went through cuBLASLt, %d by ourselves", through, plain);
+  CHECK(through > 15000 && card.finished > 500,
+        "%d products went through cuBLASLt, %d by ourselves", through, plain);
 
   // Rows that a batch of x makes: one product, not one for each; heads that lie between tokens: one batch a token block.
   int64_t shape_x[] = {3, 5, 8}, shape_w[] = {8, 4}, shape_y[] = {3, 5, 4};
-  tensor x = make(ENG_bf16, 3, shape_x, 0, false), w = make(ENG_bf16, 2, shape_w, 0, false), y = make(ENG_bf16, 3, shape_y, 0, false);
+  tensor x = make(ENG_bf16, 3, shape_x, 0, false), w = make(ENG_bf16, 2, shape_w, 0, false),
+         y = make(ENG_bf16, 3, shape_y, 0, false);
   op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&x, &w}, .out = {&y}};
   card.matmuls = card.plain = 0;
   try_call(&call, "rows of a batch");
@@ -193,11 +211,18 @@ static void products(void)
   card.heuristics = card.plain = 0;
   for (int i = 0; i < 2; i++) {
     int64_t a_shape[] = {7, 11}, b_shape[] = {11, 13}, c_shape[] = {7, 13};
-    tensor a = make(ENG_f16, 2, a_shape, 0, false), b = make(ENG_f16, 2, b_shape, 0, false), c = make(ENG_f16, 2, c_shape, 0, false);
-    op_call refused = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
+    tensor a = make(ENG_f16, 2, a_shape, 0, false), b = make(ENG_f16, 2, b_shape, 0, false),
+           c = make(ENG_f16, 2, c_shape, 0, false);
+    op_call refused = {.op = ENG_OP_matmul,
+                       .n_in = 2,
+                       .n_out = 1,
+                       .in = {&a, &b},
+                       .out = {&c},
+                       .ints = {0, 0, 0, 1}};
     try_call(&refused, "refused by cuBLASLt");
   }
-  CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics, card.plain);
+  CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics,
+        card.plain);
 }
 
 /// A batch that is refused in its middle is finished without doing anything twice.
@@ -220,22 +245,31 @@ static void bias_apart(void)
   card.offered = 4;
   card.no_bias = true;
   for (int i = 0; i < 200; i++) random_linear(i);
-  CHECK(card.plain < 60 && card.finished > 60, "%d by ourselves, %d finished", card.plain, card.finished);   // K = 0 is ours
+  // K = 0 is ours
+  CHECK(card.plain < 60 && card.finished > 60, "%d by ourselves, %d finished", card.plain,
+        card.finished);
 }
 
 // ------------------------------------------------------------------ with a GELU, its slope, column sums
 
 /// Element `at` of x is `want` within a rounding or two of x's format at the magnitude `size`.
-static void expect_near(const tensor *x, int64_t at, double want, double size, const char *what, int number)
+static void expect_near(const tensor *x, int64_t at, double want, double size, const char *what,
+                        int number)
 {
-  double unit = x->dtype == ENG_bf16 ? 0x1p-7 : x->dtype == ENG_f16 ? 0x1p-10 : x->dtype == ENG_f32 ? 0x1p-20 : 0x1p-40;
+  double unit = x->dtype == ENG_bf16 ? 0x1p-7 :
+                x->dtype == ENG_f16  ? 0x1p-10 :
+                x->dtype == ENG_f32  ? 0x1p-20 :
+                                       0x1p-40;
   double got = element_get(x->data, x->dtype, at), off = got > want ? got - want : want - got;
-  CHECK(off <= unit * (size + 1), "%s %d: element %lld is %g, expected %g", what, number, (long long)at, got, want);
+  CHECK(off <= unit * (size + 1), "%s %d: element %lld is %g, expected %g", what, number,
+        (long long)at, got, want);
 }
 
-static tensor make_rows(int dtype, int64_t rows, int64_t columns) { return make(dtype, 2, (int64_t[]){rows, columns}, 0, false); }
+static tensor make_rows(int dtype, int64_t rows, int64_t columns)
+{ return make(dtype, 2, (int64_t[]){rows, columns}, 0, false); }
 
-static double at_row(const tensor *x, int64_t row, int64_t column) { return element_get(x->data, x->dtype, row * x->shape[1] + column); }
+static double at_row(const tensor *x, int64_t row, int64_t column)
+{ return element_get(x->data, x->dtype, row * x->shape[1] + column); }
 
 static void run_one(eng_status (*kernel)(const op_call *), const op_call *call, const char *what)
 {
@@ -248,19 +282,29 @@ static bool is_low(int dtype) { return dtype == ENG_f16 || dtype == ENG_bf16; }
 
 static void random_mlp_gelu(int number)
 {
-  int64_t rows = 1 + random_below(9), width = random_below(2) ? 8 : random_below(12), hidden = random_below(3) ? 8 * (1 + random_below(3)) : random_below(20), out = random_below(9);
+  int64_t rows = 1 + random_below(9), width = random_below(2) ? 8 : random_below(12),
+          hidden = random_below(3) ? 8 * (1 + random_below(3)) : random_below(20),
+          out = random_below(9);
   int dtype = FLOATS[random_below(4)];
-  tensor x = make_rows(dtype, rows, width), up = make_rows(dtype, hidden, width), down = make_rows(dtype, out, hidden);
-  tensor b1 = make(dtype, 1, &hidden, random_below(3) ? 0 : 5, false), b2 = make(dtype, 1, &out, 0, false);
-  tensor y = make_rows(dtype, rows, out), u = make_rows(dtype, rows, hidden), h = make_rows(dtype, rows, hidden);
+  tensor x = make_rows(dtype, rows, width), up = make_rows(dtype, hidden, width),
+         down = make_rows(dtype, out, hidden);
+  tensor b1 = make(dtype, 1, &hidden, random_below(3) ? 0 : 5, false),
+         b2 = make(dtype, 1, &out, 0, false);
+  tensor y = make_rows(dtype, rows, out), u = make_rows(dtype, rows, hidden),
+         h = make_rows(dtype, rows, hidden);
   bool first = random_below(3), second = random_below(2);
-  op_call call = {.op = ENG_OP_mlp_gelu, .n_in = 5, .n_out = 3, .in = {&x, &up, first ? &b1 : NULL, &down, second ? &b2 : NULL}, .out = {&y, &u, &h}};
+  op_call call = {.op = ENG_OP_mlp_gelu,
+                  .n_in = 5,
+                  .n_out = 3,
+                  .in = {&x, &up, first ? &b1 : NULL, &down, second ? &b2 : NULL},
+                  .out = {&y, &u, &h}};
   run_one(cuda_mlp_gelu, &call, "mlp_gelu");
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t j = 0; j < hidden; j++) {
       double sum = first ? element_get(b1.data, dtype, j) : 0;
       for (int64_t k = 0; k < width; k++) sum += at_row(&x, i, k) * at_row(&up, j, k);
-      expect_near(&u, i * hidden + j, sum, 0, "u of mlp_gelu", number);   // small whole numbers: exact
+      // small whole numbers: exact
+      expect_near(&u, i * hidden + j, sum, 0, "u of mlp_gelu", number);
       expect_near(&h, i * hidden + j, gelu_of(sum), sum < 0 ? -sum : sum, "h of mlp_gelu", number);
     }
     for (int64_t j = 0; j < out; j++) {
@@ -273,25 +317,33 @@ static void random_mlp_gelu(int number)
       expect_near(&y, i * out + j, sum, size, "y of mlp_gelu", number);
     }
   }
-  bool one = is_low(dtype) && hidden % 8 == 0 && hidden > 0 && width % 8 == 0 && width > 0 && (!first || (uintptr_t)b1.data % 16 == 0) && !card.no_epilogue;
-  CHECK(card.epilogues == one && card.passes == (hidden > 0 && !one), "mlp_gelu %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  bool one = is_low(dtype) && hidden % 8 == 0 && hidden > 0 && width % 8 == 0 && width > 0 &&
+             (!first || (uintptr_t)b1.data % 16 == 0) && !card.no_epilogue;
+  CHECK(card.epilogues == one && card.passes == (hidden > 0 && !one),
+        "mlp_gelu %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
   forget_tensors();
 }
 
 static void random_gelu_grad(int number)
 {
-  int64_t rows = 1 + random_below(9), hidden = random_below(3) ? 8 * (1 + random_below(3)) : 1 + random_below(20), out = random_below(2) ? 8 : random_below(12);
+  int64_t rows = 1 + random_below(9),
+          hidden = random_below(3) ? 8 * (1 + random_below(3)) : 1 + random_below(20),
+          out = random_below(2) ? 8 : random_below(12);
   int dtype = FLOATS[random_below(4)], factors = random_below(4) ? dtype : FLOATS[random_below(4)];
-  tensor dy = make_rows(factors, rows, out), w = make_rows(factors, out, hidden), u = make_rows(dtype, rows, hidden), du = make_rows(dtype, rows, hidden);
-  op_call call = {.op = ENG_OP_matmul_gelu_grad, .n_in = 3, .n_out = 1, .in = {&dy, &w, &u}, .out = {&du}};
+  tensor dy = make_rows(factors, rows, out), w = make_rows(factors, out, hidden),
+         u = make_rows(dtype, rows, hidden), du = make_rows(dtype, rows, hidden);
+  op_call call = {
+    .op = ENG_OP_matmul_gelu_grad, .n_in = 3, .n_out = 1, .in = {&dy, &w, &u}, .out = {&du}};
   run_one(cuda_matmul_gelu_grad, &call, "matmul_gelu_grad");
   for (int64_t i = 0; i < rows * hidden; i++) {
     double sum = 0, slope = gelu_slope(element_get(u.data, dtype, i));
     for (int64_t k = 0; k < out; k++) sum += at_row(&dy, i / hidden, k) * at_row(&w, k, i % hidden);
     expect_near(&du, i, slope * sum, sum < 0 ? -sum : sum, "matmul_gelu_grad", number);
   }
-  bool one = is_low(dtype) && factors == dtype && hidden % 8 == 0 && out % 8 == 0 && out > 0 && !card.no_epilogue;
-  CHECK(card.epilogues == one && card.passes == !one, "matmul_gelu_grad %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  bool one = is_low(dtype) && factors == dtype && hidden % 8 == 0 && out % 8 == 0 && out > 0 &&
+             !card.no_epilogue;
+  CHECK(card.epilogues == one && card.passes == !one,
+        "matmul_gelu_grad %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
   forget_tensors();
 }
 
@@ -300,8 +352,10 @@ static void random_linear_grad(int number)
   int64_t rows = 2 + random_below(9), n = 1 + random_below(9), k = random_below(9);
   int dtype = FLOATS[random_below(4)], format = is_low(dtype) && random_below(3) ? ENG_f32 : dtype;
   bool add_w = random_below(2), add_b = random_below(2), late = random_below(4) == 0;
-  tensor dy = make_rows(dtype, rows, n), x = make_rows(dtype, rows, k), dw = make_rows(format, n, k), db = make(format, 1, &n, late ? 5 : 0, false);
-  double *want_w = calloc((size_t)(n * k + 1), sizeof *want_w), *want_b = calloc((size_t)n, sizeof *want_b);
+  tensor dy = make_rows(dtype, rows, n), x = make_rows(dtype, rows, k),
+         dw = make_rows(format, n, k), db = make(format, 1, &n, late ? 5 : 0, false);
+  double *want_w = calloc((size_t)(n * k + 1), sizeof *want_w),
+         *want_b = calloc((size_t)n, sizeof *want_b);
   for (int64_t i = 0; i < n; i++) {
     for (int64_t r = 0; r < rows; r++) want_b[i] += at_row(&dy, r, i);
     if (add_b) want_b[i] += element_get(db.data, format, i);
@@ -310,12 +364,19 @@ static void random_linear_grad(int number)
       if (add_w) want_w[i * k + j] += at_row(&dw, i, j);
     }
   }
-  op_call call = {.op = ENG_OP_linear_grad, .n_in = 2, .n_out = 2, .in = {&dy, &x}, .out = {&dw, &db}, .ints = {format, format, add_w, add_b}};
+  op_call call = {.op = ENG_OP_linear_grad,
+                  .n_in = 2,
+                  .n_out = 2,
+                  .in = {&dy, &x},
+                  .out = {&dw, &db},
+                  .ints = {format, format, add_w, add_b}};
   run_one(cuda_linear_grad, &call, "linear_grad");
-  for (int64_t i = 0; i < n * k; i++) expect_near(&dw, i, want_w[i], 0, "dW of linear_grad", number);
+  for (int64_t i = 0; i < n * k; i++)
+    expect_near(&dw, i, want_w[i], 0, "dW of linear_grad", number);
   for (int64_t i = 0; i < n; i++) expect_near(&db, i, want_b[i], 0, "db of linear_grad", number);
   bool one = is_low(dtype) && format == ENG_f32 && k > 0 && !card.no_epilogue;
-  CHECK(card.epilogues == one && card.passes == !one, "linear_grad %d: %d epilogues, %d passes", number, card.epilogues, card.passes);
+  CHECK(card.epilogues == one && card.passes == !one, "linear_grad %d: %d epilogues, %d passes",
+        number, card.epilogues, card.passes);
   free(want_w);
   free(want_b);
   forget_tensors();
@@ -334,8 +395,14 @@ static void random_fused(int count)
 static bool sums_come_along(int64_t k)
 {
   card.sample = 1024;
-  tensor dy = make_rows(ENG_bf16, k, 64), x = make_rows(ENG_bf16, k, 64), dw = make_rows(ENG_f32, 64, 64), db = make(ENG_f32, 1, &x.shape[1], 0, false);
-  op_call call = {.op = ENG_OP_linear_grad, .n_in = 2, .n_out = 2, .in = {&dy, &x}, .out = {&dw, &db}, .ints = {ENG_f32, ENG_f32}};
+  tensor dy = make_rows(ENG_bf16, k, 64), x = make_rows(ENG_bf16, k, 64),
+         dw = make_rows(ENG_f32, 64, 64), db = make(ENG_f32, 1, &x.shape[1], 0, false);
+  op_call call = {.op = ENG_OP_linear_grad,
+                  .n_in = 2,
+                  .n_out = 2,
+                  .in = {&dy, &x},
+                  .out = {&dw, &db},
+                  .ints = {ENG_f32, ENG_f32}};
   run_one(cuda_linear_grad, &call, "a linear_grad worth a search");
   for (int64_t j = 0; j < 64; j++) {
     double sum = 0;
@@ -366,7 +433,8 @@ static void fused_search(void)
   enum { K = 16384 };
   card.offered = 4;
   card.epilogue_time = 0.001f;
-  CHECK(sums_come_along(K) && card.synchronizations > 0, "the sums go apart though that takes longer");
+  CHECK(sums_come_along(K) && card.synchronizations > 0,
+        "the sums go apart though that takes longer");
   card.epilogue_time = 0.5f;
   CHECK(!sums_come_along(K + 8), "the sums come along though that takes longer");
   card.synchronizations = 0;
@@ -391,8 +459,10 @@ static int search_one(int64_t k)
 {
   card.sample = 1024;
   int64_t a_shape[] = {64, k}, b_shape[] = {k, 64}, c_shape[] = {64, 64};
-  tensor a = make(ENG_f32, 2, a_shape, 0, false), b = make(ENG_f32, 2, b_shape, 0, false), c = make(ENG_f32, 2, c_shape, 0, false);
-  op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
+  tensor a = make(ENG_f32, 2, a_shape, 0, false), b = make(ENG_f32, 2, b_shape, 0, false),
+         c = make(ENG_f32, 2, c_shape, 0, false);
+  op_call call = {
+    .op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
   try_call(&call, "a product worth a search");   // added once, however often it was timed
   return card.last_algorithm;
 }
@@ -414,7 +484,8 @@ static void search_first(void)
   long kept = card.memory;
   set_times(0.1f, 0.1f, 0.3f, 0.9f);
   card.synchronizations = 0;
-  CHECK(search_one(K) == 3 && card.synchronizations == 0, "the choice changed to %d", card.last_algorithm);
+  CHECK(search_one(K) == 3 && card.synchronizations == 0, "the choice changed to %d",
+        card.last_algorithm);
   set_times(0.202f, 0.1f, 0.2f, 0.3f);   // within 2 %: the earlier one
   CHECK(search_one(K + 1) == 0, "algorithm %d", card.last_algorithm);
   CHECK(card.memory == kept, "%ld pieces of memory stay", card.memory - kept);
@@ -481,7 +552,8 @@ static void workspaces(void)
   card.error[0] = 0;
   CHECK(cuda_matmul(&call) == ENG_ERR_MEMORY && strstr(card.error, "no room"), "'%s'", card.error);
   card.room = 0;
-  CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "it does not recover: %s", card.error);
+  CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "it does not recover: %s",
+        card.error);
   CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
   forget_tensors();
 }
@@ -519,7 +591,8 @@ static void file(const char *folder)
     text[i] = 0;
     CHECK(!gemm_line_read(text, &q, &d), "a line of %d bytes: %s", i, text);
     strcpy(text + i, "\n");
-    CHECK(!gemm_line_read(text, &q, &d) || i == n - 1 || (i > n - 20 && line[i] >= '0'), "a line of %d bytes: %s", i, text);
+    CHECK(!gemm_line_read(text, &q, &d) || i == n - 1 || (i > n - 20 && line[i] >= '0'),
+          "a line of %d bytes: %s", i, text);
     memcpy(text, line, (size_t)n + 1);
     text[i] = '~';
     CHECK(!gemm_line_read(text, &q, &d), "byte %d changed: %s", i, text);
@@ -569,7 +642,8 @@ static void file(const char *folder)
   CHECK(gemm_cache_entry(&p)->chosen, "what follows a line cut short is lost");
   gemm_cache_clear();
 
-  snprintf(path, sizeof path, "%s/cublaslt-pipe-1.txt", home);   // nobody at its other end: passed over, not waited for
+  // nobody at its other end: passed over, not waited for
+  snprintf(path, sizeof path, "%s/cublaslt-pipe-1.txt", home);
   CHECK(mkfifo(path, 0600) == 0, "%s", path);
   alarm(20);
   gemm_cache_open("pipe", 1);
@@ -579,7 +653,8 @@ static void file(const char *folder)
 
   setenv("ENGINE_CACHE", "/proc/nowhere", 1);
   gemm_cache_open("card", 1);
-  CHECK(!gemm_cache_keep(gemm_cache_entry(&p), &c) && gemm_cache_entry(&p)->chosen, "a folder that cannot be written");
+  CHECK(!gemm_cache_keep(gemm_cache_entry(&p), &c) && gemm_cache_entry(&p)->chosen,
+        "a folder that cannot be written");
   gemm_cache_clear();
 }
 

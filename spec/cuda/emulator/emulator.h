@@ -36,7 +36,10 @@ struct shape {
   dim3 grid, block;
   size_t shared;
   cudaStream_t stream;
-  shape(dim3 g, dim3 b, size_t s = 0, cudaStream_t on = nullptr) : grid(g), block(b), shared(s), stream(on) {}
+  shape(dim3 g, dim3 b, size_t s = 0, cudaStream_t on = nullptr)
+      : grid(g), block(b), shared(s), stream(on)
+  {
+  }
 };
 
 /// Puts a kernel behind what its stream has to do. `body` runs one thread.
@@ -46,9 +49,12 @@ void launch_later(const char *name, const shape &at, std::function<void()> body)
 cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void()> work);
 
 /// K<<<at>>>(args): arguments are copied now, as a real launch does.
-template <class Body, class... Args> void launch(const char *name, const shape &at, Body body, const Args &...args)
+template <class Body, class... Args>
+void launch(const char *name, const shape &at, Body body, const Args &...args)
 {
-  launch_later(name, at, [body, kept = std::tuple<std::decay_t<Args>...>(args...)] { std::apply(body, kept); });
+  launch_later(name, at, [body, kept = std::tuple<std::decay_t<Args>...>(args...)] {
+    std::apply(body, kept);
+  });
 }
 
 // ------------------------------------------------------------------ threads
@@ -65,7 +71,8 @@ struct thread {
   void *mine;                                  // what it brought to a meeting
   uint32_t mask;
   void (*kind)(thread *const *, int);
-  std::vector<std::vector<copy_under_way>> copies;   // groups of asynchronous copies, the last one still open
+  // groups of asynchronous copies, the last one still open
+  std::vector<std::vector<copy_under_way>> copies;
 };
 
 struct block_state {
@@ -158,7 +165,8 @@ inline int lane(void) { return now->number % WARP; }
 
 }
 
-template <class... Args> cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), cudaFuncAttribute attribute, int value)
+template <class... Args>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), cudaFuncAttribute attribute, int value)
 {
   return cudaFuncSetAttribute((const void *)kernel, attribute, value);
 }
@@ -172,11 +180,16 @@ template <class... Args> cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...
 
 static inline void __syncthreads(void) { emulator::meet_block(false); }
 static inline int  __syncthreads_or(int vote) { return emulator::meet_block(vote != 0); }
-static inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) { emulator::meet_warp(mask, [](emulator::thread *const *, int) {}, nullptr); }
+static inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu)
+{
+  emulator::meet_warp(mask, [](emulator::thread *const *, int) {}, nullptr);
+}
 static inline void __threadfence(void) {}
 [[noreturn]] static inline void __trap(void) { emulator::fault("trap"); }
 
-template <class T> static inline T __shfl_xor_sync(uint32_t mask, T x, int bits)  { return emulator::exchange(mask, x, emulator::lane() ^ bits); }
+template <class T>
+static inline T __shfl_xor_sync(uint32_t mask, T x, int bits)
+{ return emulator::exchange(mask, x, emulator::lane() ^ bits); }
 template <class T> static inline T __shfl_sync(uint32_t mask, T x, int from, int width = 32)
 {
   return emulator::exchange(mask, x, emulator::lane() / width * width + (from & (width - 1)));
@@ -195,17 +208,52 @@ static inline uint32_t __ballot_sync(uint32_t mask, int vote)
 {
   return emulator::combine(mask, vote ? 1u << emulator::lane() : 0u, emulator::either());
 }
-static inline int __any_sync(uint32_t mask, int vote) { return emulator::combine(mask, (uint32_t)(vote != 0), emulator::either()) != 0; }
+static inline int __any_sync(uint32_t mask, int vote)
+{ return emulator::combine(mask, (uint32_t)(vote != 0), emulator::either()) != 0; }
 static inline int __all_sync(uint32_t mask, int vote) { return !__any_sync(mask, !vote); }
-template <class T> static inline T __reduce_max_sync(uint32_t mask, T x) { return emulator::combine(mask, x, emulator::largest()); }
-template <class T> static inline T __reduce_add_sync(uint32_t mask, T x) { return emulator::combine(mask, x, emulator::adding()); }
+template <class T>
+static inline T __reduce_max_sync(uint32_t mask, T x)
+{ return emulator::combine(mask, x, emulator::largest()); }
+template <class T>
+static inline T __reduce_add_sync(uint32_t mask, T x)
+{ return emulator::combine(mask, x, emulator::adding()); }
 
 // One thread runs at a time, and is interrupted nowhere but where it waits.
-template <class T, class V> static inline T atomicAdd(T *to, V x) { T old = *to; *to = (T)(old + (T)x); return old; }
-template <class T, class V> static inline T atomicMax(T *to, V x) { T old = *to; if ((T)x > old) *to = (T)x; return old; }
-template <class T, class V> static inline T atomicMin(T *to, V x) { T old = *to; if ((T)x < old) *to = (T)x; return old; }
-template <class T, class V> static inline T atomicOr(T *to, V x)  { T old = *to; *to = old | (T)x; return old; }
-template <class T, class A, class B> static inline T atomicCAS(T *to, A was, B x) { T old = *to; if (old == (T)was) *to = (T)x; return old; }
+template <class T, class V>
+static inline T atomicAdd(T *to, V x)
+{
+  T old = *to;
+  *to = (T)(old + (T)x);
+  return old;
+}
+template <class T, class V>
+static inline T atomicMax(T *to, V x)
+{
+  T old = *to;
+  if ((T)x > old) *to = (T)x;
+  return old;
+}
+template <class T, class V>
+static inline T atomicMin(T *to, V x)
+{
+  T old = *to;
+  if ((T)x < old) *to = (T)x;
+  return old;
+}
+template <class T, class V>
+static inline T atomicOr(T *to, V x)
+{
+  T old = *to;
+  *to = old | (T)x;
+  return old;
+}
+template <class T, class A, class B>
+static inline T atomicCAS(T *to, A was, B x)
+{
+  T old = *to;
+  if (old == (T)was) *to = (T)x;
+  return old;
+}
 
 template <class T> static inline T __ldg(const T *p)  { return *p; }
 template <class T> static inline T __ldcg(const T *p) { return *p; }
@@ -216,7 +264,7 @@ static inline uint32_t __float_as_uint(float x)    { uint32_t b; memcpy(&b, &x, 
 static inline int32_t  __float_as_int(float x)     { int32_t b; memcpy(&b, &x, 4); return b; }
 static inline int __ffs(uint32_t x)       { return __builtin_ffs((int)x); }
 static inline int __clz(uint32_t x)       { return x ? __builtin_clz(x) : 32; }
-static inline int __clzll(long long x)    { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+static inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 static inline int __popc(uint32_t x)      { return __builtin_popcount(x); }
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which)
 {
@@ -231,7 +279,8 @@ static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which)
 }
 static inline uint32_t __vmaxu2(uint32_t a, uint32_t b)
 {
-  uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF, high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+  uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF,
+           high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
   return high << 16 | low;
 }
 template <class A, class B> static constexpr std::common_type_t<A, B> min(A a, B b)

@@ -28,14 +28,18 @@ const settings &set(void)
       if (value) *value++ = 0;
       const std::string_view name = word, v = value ? value : "";
       if (name == "sm") made.capability = atoi(value);
-      else if (name == "order" && (v == "forwards" || v == "backwards" || v == "shuffled")) made.order = v[0] == 'f' ? FORWARDS : v[0] == 'b' ? BACKWARDS : SHUFFLED;
+      else if (name == "order" && (v == "forwards" || v == "backwards" || v == "shuffled"))
+        made.order = v[0] == 'f' ? FORWARDS : v[0] == 'b' ? BACKWARDS : SHUFFLED;
       else if (name == "run" && (v == "late" || v == "early")) made.late = v == "late";
       else if (name == "memory") made.memory = atol(value);
       else if (name == "pinned") made.pinned = atol(value);
       else if (name == "closed") made.closed = v == "1";
       else if (name == "trace" && value) made.trace = value;
       else {
-        fprintf(stderr, "ENGINE_EMULATED_CARD: expected sm=90, order=forwards|backwards|shuffled, run=late|early, memory=MiB, pinned=MiB, closed=1, trace=FILE, got %s\n", word);
+        fprintf(stderr,
+                "ENGINE_EMULATED_CARD: expected sm=90, order=forwards|backwards|shuffled, "
+                "run=late|early, memory=MiB, pinned=MiB, closed=1, trace=FILE, got %s\n",
+                word);
         exit(2);
       }
     }
@@ -89,9 +93,13 @@ static void protect(int mode)
 static cudaError_t take(void **out, size_t bytes, bool is_pinned)
 {
   ALIVE();
-  if ((is_pinned ? pinned_bytes : device_bytes) + bytes > (size_t)(is_pinned ? set().pinned : set().memory) << 20) return failed(cudaErrorMemoryAllocation);
+  if ((is_pinned ? pinned_bytes : device_bytes) + bytes >
+      (size_t)(is_pinned ? set().pinned : set().memory) << 20)
+    return failed(cudaErrorMemoryAllocation);
   const size_t mapped = (bytes + 4095) / 4096 * 4096;
-  char *at = (char *)mmap(nullptr, mapped + 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);   // a closed page behind it
+  // a closed page behind it
+  char *at = (char *)mmap(nullptr, mapped + 4096, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
   mprotect(at, mapped, PROT_READ | PROT_WRITE);
   memset(at, 0xFF, bytes < (64u << 20) ? bytes : 64u << 20);   // NaN
@@ -107,7 +115,8 @@ static cudaError_t give(void *p, bool is_pinned)
 {
   if (!p) return cudaSuccess;
   auto found = pieces.find((char *)p);
-  if (found == pieces.end() || found->second.pinned != is_pinned) return failed(cudaErrorInvalidValue);
+  if (found == pieces.end() || found->second.pinned != is_pinned)
+    return failed(cudaErrorInvalidValue);
   OPEN(p, found->second.mapped);
   munmap(p, found->second.mapped + 4096);
   (is_pinned ? pinned_bytes : device_bytes) -= found->second.bytes;
@@ -157,7 +166,9 @@ static std::vector<CUstream_st *> streams;
 
 static double milliseconds(void)
 {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double, std::milli>(
+           std::chrono::steady_clock::now().time_since_epoch())
+    .count();
 }
 
 /// Tries the next thing of a stream: 1 done, 0 it waits for other ranks.
@@ -186,7 +197,8 @@ static void drain(CUstream_st *s, long ticket)
     if (!advance(s)) sched_yield();
 }
 
-static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> run, bool captured = true)
+static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> run,
+                        bool captured = true)
 {
   ALIVE();
   if (s->capture && captured) {
@@ -213,11 +225,12 @@ void launch_later(const char *name, const shape &at, std::function<void()> body)
   const dim3 grid = at.grid, threads = at.block;
   const size_t shared = at.shared;
   char text[300];
-  snprintf(text, sizeof text, "%s %u %u", name, grid.x * grid.y * grid.z, threads.x * threads.y * threads.z);
+  snprintf(text, sizeof text, "%s %u %u", name, grid.x * grid.y * grid.z,
+           threads.x * threads.y * threads.z);
   trace("launch", text);
   const uint64_t count = (uint64_t)threads.x * threads.y * threads.z;
-  if (count == 0 || count > MOST_THREADS || threads.z > 64 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > INT32_MAX || grid.y > 65535 ||
-      grid.z > 65535 || shared > 227 << 10) {
+  if (count == 0 || count > MOST_THREADS || threads.z > 64 || grid.x == 0 || grid.y == 0 ||
+      grid.z == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || shared > 227 << 10) {
     failed(cudaErrorInvalidConfiguration);
     return;
   }
@@ -250,7 +263,8 @@ extern "C" void card_mark(void *memory, int64_t bytes, bool out)
 }
 
 /// For cublaslt.c: a call with a copy of its arguments.
-extern "C" void card_later(void (*run)(const void *), const void *what, size_t bytes, cudaStream_t stream)
+extern "C" void card_later(void (*run)(const void *), const void *what, size_t bytes,
+                           cudaStream_t stream)
 {
   std::vector<char> kept((const char *)what, (const char *)what + bytes);
   trace("launch", "cublasLtMatmul");
@@ -263,20 +277,37 @@ using namespace emulator;
 
 extern "C" {
 
-cudaError_t cudaGetLastError(void)  { cudaError_t was = last; last = cudaSuccess; return sticky != cudaSuccess ? sticky : was; }
+cudaError_t cudaGetLastError(void)
+{
+  cudaError_t was = last;
+  last = cudaSuccess;
+  return sticky != cudaSuccess ? sticky : was;
+}
 cudaError_t cudaPeekAtLastError(void) { return sticky != cudaSuccess ? sticky : last; }
 
 const char *cudaGetErrorName(cudaError_t error)
 {
-  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : error == cudaErrorLaunchFailure ? "cudaErrorLaunchFailure"
-       : error == cudaErrorInvalidConfiguration ? "cudaErrorInvalidConfiguration" : error == cudaErrorStreamCaptureInvalidated ? "cudaErrorStreamCaptureInvalidated"
-       : error == cudaErrorStreamCaptureUnsupported ? "cudaErrorStreamCaptureUnsupported" : error == cudaErrorInvalidValue ? "cudaErrorInvalidValue" : "cudaError";
+  return error == cudaErrorMemoryAllocation         ? "cudaErrorMemoryAllocation" :
+         error == cudaErrorLaunchFailure            ? "cudaErrorLaunchFailure" :
+         error == cudaErrorInvalidConfiguration     ? "cudaErrorInvalidConfiguration" :
+         error == cudaErrorStreamCaptureInvalidated ? "cudaErrorStreamCaptureInvalidated" :
+         error == cudaErrorStreamCaptureUnsupported ? "cudaErrorStreamCaptureUnsupported" :
+         error == cudaErrorInvalidValue             ? "cudaErrorInvalidValue" :
+                                                      "cudaError";
 }
 const char *cudaGetErrorString(cudaError_t error)
 {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : error == cudaErrorLaunchFailure ? "unspecified launch failure"
-       : error == cudaErrorInvalidConfiguration ? "invalid configuration argument" : error == cudaErrorStreamCaptureInvalidated ? "operation failed due to a previous error during capture"
-       : error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing" : "invalid argument";
+  return error == cudaErrorMemoryAllocation ?
+           "out of memory" :
+         error == cudaErrorLaunchFailure ?
+           "unspecified launch failure" :
+         error == cudaErrorInvalidConfiguration ?
+           "invalid configuration argument" :
+         error == cudaErrorStreamCaptureInvalidated ?
+           "operation failed due to a previous error during capture" :
+         error == cudaErrorStreamCaptureUnsupported ?
+           "operation not permitted when stream is capturing" :
+           "invalid argument";
 }
 
 // ------------------------------------------------------------------ the card
@@ -287,7 +318,11 @@ static int version_from(const char *name, int otherwise)
   return text && *text ? atoi(text) : otherwise;
 }
 
-cudaError_t cudaDriverGetVersion(int *version)  { *version = version_from("ENGINE_EMULATED_DRIVER", CUDART_VERSION); return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version)
+{
+  *version = version_from("ENGINE_EMULATED_DRIVER", CUDART_VERSION);
+  return cudaSuccess;
+}
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaGetDeviceCount(int *count)
 {
@@ -304,15 +339,23 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int)
   p->minor = set().capability % 10;
   p->multiProcessorCount = 3;
   p->totalGlobalMem = (size_t)set().memory << 20;
-  const char *name = getenv("FAKE_CARD");   // several processes on one card, as spec/cuda/fake.h has it
+  // several processes on one card, as spec/cuda/fake.h has it
+  const char *name = getenv("FAKE_CARD");
   if (name) snprintf(p->uuid.bytes, sizeof p->uuid.bytes, "%.15s", name);
   else snprintf(p->uuid.bytes, sizeof p->uuid.bytes, "%d", (int)getpid());
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
+{
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value)
 {
-  return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > 227 << 10 ? failed(cudaErrorInvalidValue) : cudaSuccess;
+  return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > 227 << 10 ?
+           failed(cudaErrorInvalidValue) :
+           cudaSuccess;
 }
 
 // ------------------------------------------------------------------ memory and copies
@@ -334,16 +377,20 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all)
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t s)
 {
-  if (!on_device(to) || (bytes > 0 && !on_device((char *)to + bytes - 1))) return failed(cudaErrorInvalidValue);
+  if (!on_device(to) || (bytes > 0 && !on_device((char *)to + bytes - 1)))
+    return failed(cudaErrorInvalidValue);
   trace("set", "");
   return push(s, "cudaMemset", [=] { memset(to, value, bytes); });
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t s)
 {
-  const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
+  const bool to_device = kind != cudaMemcpyDeviceToHost,
+             from_device = kind != cudaMemcpyHostToDevice;
   if (bytes == 0) return cudaSuccess;
-  if (on_device(to) != to_device || on_device(from) != from_device || (to_device && !on_device((char *)to + bytes - 1)) ||
+  if (on_device(to) != to_device || on_device(from) != from_device ||
+      (to_device && !on_device((char *)to + bytes - 1)) ||
       (from_device && !on_device((const char *)from + bytes - 1)))
     return failed(cudaErrorInvalidValue);
   if (to_device && from_device) {
@@ -351,7 +398,9 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     return push(s, "copy inside", [=] { memmove(to, from, bytes); });
   }
   const bool pageable = !pinned(to_device ? from : to);
-  trace("copy", to_device ? pageable ? "to the card from pageable memory" : "to the card" : pageable ? "to pageable memory (waits)" : "to the host");
+  trace("copy", to_device ? pageable ? "to the card from pageable memory" : "to the card" :
+                pageable  ? "to pageable memory (waits)" :
+                            "to the host");
   if (pageable && spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
   if (to_device && pageable) {   // the source may change once this returns
     std::vector<char> kept((const char *)from, (const char *)from + bytes);
@@ -372,7 +421,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned, int)
   (*out)->lane.on_card = on_device;
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags)
+{ return cudaStreamCreateWithPriority(out, flags, 0); }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t s)
 {
@@ -390,11 +440,17 @@ static cudaError_t ask(CUstream_st *s, long ticket)
   if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
   if (s->lane.done >= ticket) return cudaSuccess;
   advance(s);
-  return sticky != cudaSuccess ? failed(sticky) : s->lane.done >= ticket ? cudaSuccess : failed(cudaErrorNotReady);
+  return sticky != cudaSuccess  ? failed(sticky) :
+         s->lane.done >= ticket ? cudaSuccess :
+                                  failed(cudaErrorNotReady);
 }
 cudaError_t cudaStreamQuery(cudaStream_t s) { return ask(s, s->lane.asked); }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned) { *out = new CUevent_st(); return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned)
+{
+  *out = new CUevent_st();
+  return cudaSuccess;
+}
 cudaError_t (cudaEventCreate)(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e)
 {
@@ -414,7 +470,8 @@ cudaError_t cudaEventQuery(cudaEvent_t e) { return e->on ? ask(e->on, e->ticket)
 cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
   char text[80] = "event, reached before";
-  if (e->on && e->on->lane.done < e->ticket) snprintf(text, sizeof text, "event, %ld things behind it", e->on->lane.asked - e->ticket);
+  if (e->on && e->on->lane.done < e->ticket)
+    snprintf(text, sizeof text, "event, %ld things behind it", e->on->lane.asked - e->ticket);
   trace("wait", text);
   ALIVE();
   if (e->on) {
@@ -423,7 +480,11 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e)
   }
   return sticky != cudaSuccess ? failed(sticky) : cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) { *ms = (float)(to->time - from->time); return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
+{
+  *ms = (float)(to->time - from->time);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned)
 {
   if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
@@ -455,7 +516,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *status)
 {
-  *status = !s->capture ? cudaStreamCaptureStatusNone : s->spoiled ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  *status = !s->capture  ? cudaStreamCaptureStatusNone :
+            s->spoiled ? cudaStreamCaptureStatusInvalidated :
+                         cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long)

@@ -22,17 +22,20 @@ enum { FORWARDS, BACKWARDS, SHUFFLED };
 struct settings {
   int  capability;   // sm=90: compute capability times ten
   int  order;        // order=forwards | backwards | shuffled: of blocks, warps and lanes
-  bool late;         // run=late: a stream's work begins when somebody waits for it; run=early: at once
+  // run=late: a stream's work begins when somebody waits for it; run=early: at once
+  bool late;
   long memory;       // memory=2048: MiB
   long pinned;       // pinned=2048: MiB of pinned host memory
-  bool closed;       // closed=1: device memory is closed to the host but while a stream works (slow: a look into it ends the process there)
-  const char *trace; // trace=FILE: a line for every call of the run-time library that launches, copies or waits
+  // closed=1: device memory is closed to the host but while a stream works (slow: a look into it ends the process there)
+  bool closed;
+  // trace=FILE: a line for every call of the run-time library that launches, copies or waits
+  const char *trace;
 };
 const settings &set(void);
 
 /// Runs all blocks of a launch; false after a fault.
-bool run_grid(const char *name, dim3 grid, dim3 block, size_t shared, const std::function<void()> &body);
-
+bool run_grid(const char *name, dim3 grid, dim3 block, size_t shared,
+              const std::function<void()> &body);
 }
 
 #endif

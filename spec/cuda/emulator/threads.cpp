@@ -66,7 +66,8 @@ static void switch_fibers(fiber *from, fiber *to)
   swapcontext(&from->context, &to->context);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(from->sanitizer, from == &scheduler ? nullptr : &scheduler.bottom, from == &scheduler ? nullptr : &scheduler.size);
+  __sanitizer_finish_switch_fiber(from->sanitizer, from == &scheduler ? nullptr : &scheduler.bottom,
+                                  from == &scheduler ? nullptr : &scheduler.size);
 #endif
 }
 
@@ -91,7 +92,8 @@ static void fiber_main(void)
 /// Sets a fiber to its begin.
 static void fiber_rewind(fiber *f)
 {
-  OPEN((char *)f->bottom + 4096, STACK - 4096);   // what a thread that ended in the middle left closed
+  // what a thread that ended in the middle left closed
+  OPEN((char *)f->bottom + 4096, STACK - 4096);
 #if defined(__x86_64__)
   void **top = (void **)((char *)f->bottom + STACK);
   *--top = nullptr;   // where fiber_main would return to
@@ -114,7 +116,8 @@ static fiber *fiber_take(void)
     unused_fibers = f->next;
     return f;
   }
-  void *memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     fprintf(stderr, "emulated card: no memory for the threads of a block\n");
     abort();
@@ -146,9 +149,12 @@ void fault(const char *format, ...)
 {
   va_list args;
   va_start(args, format);
-  fprintf(stderr, "emulated card: %s <<<(%u, %u, %u), (%u, %u, %u)>>>, block (%u, %u, %u), thread (%u, %u, %u): ", kernel, block.grid.x, block.grid.y,
-          block.grid.z, block.threads.x, block.threads.y, block.threads.z, block.index.x, block.index.y, block.index.z, now->index.x, now->index.y,
-          now->index.z);
+  fprintf(
+    stderr,
+    "emulated card: %s <<<(%u, %u, %u), (%u, %u, %u)>>>, block (%u, %u, %u), thread (%u, %u, %u): ",
+    kernel, block.grid.x, block.grid.y, block.grid.z, block.threads.x, block.threads.y,
+    block.threads.z, block.index.x, block.index.y, block.index.z, now->index.x, now->index.y,
+    now->index.z);
   vfprintf(stderr, format, args);
   fprintf(stderr, "\n");
   va_end(args);
@@ -177,13 +183,15 @@ static bool meet(int first, int n, uint32_t mask, int state, void (*kind)(thread
     }
   kind(who, n * WARP);
   for (int w = first; w < first + n; w++) {
-    for (uint32_t left = living[w] & mask; left; left &= left - 1) threads[w * WARP + __builtin_ctz(left)].state = READY;
+    for (uint32_t left = living[w] & mask; left; left &= left - 1)
+      threads[w * WARP + __builtin_ctz(left)].state = READY;
     arrived[w] &= ~mask;
   }
   return true;
 }
 
-static void wait_for(int warps, int state, uint32_t mask, void (*kind)(thread *const *, int), void *mine)
+static void wait_for(int warps, int state, uint32_t mask, void (*kind)(thread *const *, int),
+                     void *mine)
 {
   const int own = now->number / WARP;
   now->state = state;
@@ -200,7 +208,8 @@ void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine)
   wait_for(1, AT_WARP, mask, kind, mine);
 }
 
-void meet_warpgroup(void (*kind)(thread *const *, int), void *mine) { wait_for(WARPGROUP / WARP, AT_WARPGROUP, ~0u, kind, mine); }
+void meet_warpgroup(void (*kind)(thread *const *, int), void *mine)
+{ wait_for(WARPGROUP / WARP, AT_WARPGROUP, ~0u, kind, mine); }
 
 static bool votes, voted;
 
@@ -217,7 +226,8 @@ static int turn(int i, int n, uint64_t salt)
 {
   if (set().order == FORWARDS) return i;
   if (set().order == BACKWARDS) return n - 1 - i;
-  uint64_t step = (salt * 0x9E3779B97F4A7C15u >> 33) % (uint64_t)n;      // odd steps through a power of two, any start elsewhere
+  // odd steps through a power of two, any start elsewhere
+  uint64_t step = (salt * 0x9E3779B97F4A7C15u >> 33) % (uint64_t)n;
   if ((n & (n - 1)) == 0) return (int)(((uint64_t)i * (2 * step + 1) + salt) % (uint64_t)n);
   return (int)(((uint64_t)i + step) % (uint64_t)n);
 }
@@ -244,11 +254,16 @@ static void nobody_ready(void)
     thread *t = &threads[i];
     const int warps = t->state == AT_WARPGROUP ? WARPGROUP / WARP : 1;
     now = t;
-    if ((t->state == AT_WARP || t->state == AT_WARPGROUP) && meet(i / WARP / warps * warps, warps, t->mask, t->state, t->kind)) return;
+    if ((t->state == AT_WARP || t->state == AT_WARPGROUP) &&
+        meet(i / WARP / warps * warps, warps, t->mask, t->state, t->kind))
+      return;
   }
   broken = true;
-  fprintf(stderr, "emulated card: %s, block (%u, %u, %u): threads wait for each other for ever:", kernel, block.index.x, block.index.y, block.index.z);
-  static const char *const states[] = {"ready", "at a warp's exchange", "at a warpgroup's", "at __syncthreads", "returned"};
+  fprintf(stderr,
+          "emulated card: %s, block (%u, %u, %u): threads wait for each other for ever:", kernel,
+          block.index.x, block.index.y, block.index.z);
+  static const char *const states[] = {"ready", "at a warp's exchange", "at a warpgroup's",
+                                       "at __syncthreads", "returned"};
   for (int i = 0, from = 0; i <= n_threads; i++)
     if (i == n_threads || threads[i].state != threads[from].state) {
       fprintf(stderr, " %d to %d %s;", from, i - 1, states[threads[from].state]);
@@ -298,7 +313,8 @@ static void run_threads(void)
   }
 }
 
-bool run_grid(const char *name, dim3 grid, dim3 shape, size_t shared, const std::function<void()> &what)
+bool run_grid(const char *name, dim3 grid, dim3 shape, size_t shared,
+              const std::function<void()> &what)
 {
   kernel = name;
   body = &what;
@@ -311,7 +327,8 @@ bool run_grid(const char *name, dim3 grid, dim3 shape, size_t shared, const std:
     int64_t at = i;
     if (set().order == BACKWARDS) at = blocks - 1 - i;
     if (set().order == SHUFFLED) at = (i + blocks / 3) % blocks;
-    block.index = make_uint3((unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y), (unsigned)(at / grid.x / grid.y));
+    block.index = make_uint3((unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y),
+                             (unsigned)(at / grid.x / grid.y));
     block.serial++;
     run_block(shared);
   }
@@ -333,7 +350,8 @@ void *take_shared(size_t bytes, size_t align)
 {
   const size_t at = window_used ? (window_used + BETWEEN + align - 1) / align * align : 0;
   shared_taken = (shared_taken + align - 1) / align * align + bytes;
-  if (shared_taken > MOST_SHARED || at + bytes > WINDOW) fault("more shared memory than a block has: %zu bytes", shared_taken);
+  if (shared_taken > MOST_SHARED || at + bytes > WINDOW)
+    fault("more shared memory than a block has: %zu bytes", shared_taken);
   window_used = at + bytes;
   OPEN(window + at, bytes);
   memset(window + at, 0xFF, bytes);
@@ -344,13 +362,15 @@ void *dynamic_shared(void) { return window; }
 
 uint32_t shared_offset(const void *p)
 {
-  if ((const unsigned char *)p < window || (const unsigned char *)p >= window + window_used) fault("a shared address outside of shared memory");
+  if ((const unsigned char *)p < window || (const unsigned char *)p >= window + window_used)
+    fault("a shared address outside of shared memory");
   return (uint32_t)((const unsigned char *)p - window);
 }
 
 void *shared_at(uint32_t offset, uint32_t bytes)
 {
-  if (offset + bytes > window_used) fault("shared address %u is outside of the block's %zu bytes", offset, window_used);
+  if (offset + bytes > window_used)
+    fault("shared address %u is outside of the block's %zu bytes", offset, window_used);
   return window + offset;
 }
 
@@ -358,7 +378,8 @@ void *shared_at(uint32_t offset, uint32_t bytes)
 
 void copy_start(void *to, const void *from, uint32_t bytes, bool there)
 {
-  if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fault("an asynchronous copy of %u bytes that is not aligned to them", bytes);
+  if ((uintptr_t)to % bytes || (uintptr_t)from % bytes)
+    fault("an asynchronous copy of %u bytes that is not aligned to them", bytes);
   shared_offset(to);
   if (now->copies.empty()) now->copies.emplace_back();
   now->copies.back().push_back({to, there ? from : nullptr, bytes});
@@ -384,9 +405,11 @@ void copy_finish(int left)
 }
 
 struct asked { product what; void (*run)(const product &); };
-static std::vector<std::vector<asked>> products[MOST_THREADS / WARPGROUP];   // by warpgroup, as copies
+// by warpgroup, as copies
+static std::vector<std::vector<asked>> products[MOST_THREADS / WARPGROUP];
 
-static std::vector<std::vector<asked>> &own_products(void) { return products[now->number / WARPGROUP]; }
+static std::vector<std::vector<asked>> &own_products(void)
+{ return products[now->number / WARPGROUP]; }
 
 void product_start(const product &what, void (*run)(const product &))
 {
@@ -416,7 +439,8 @@ static void run_block(size_t shared)
   for (int i = 0; i < n_threads; i++) {
     thread *t = &threads[i];
     const unsigned n = (unsigned)i;
-    t->index = make_uint3(n % block.threads.x, n / block.threads.x % block.threads.y, n / block.threads.x / block.threads.y);
+    t->index = make_uint3(n % block.threads.x, n / block.threads.x % block.threads.y,
+                          n / block.threads.x / block.threads.y);
     t->number = i;
     t->state = READY;
     if (!t->copies.empty()) t->copies.clear();

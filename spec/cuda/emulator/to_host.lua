@@ -13,9 +13,10 @@ local function fail(at, message)
   error(("%s:%d: %s"):format(from, lines + 1, message), 0)
 end
 
---- Where the name before `at`, its template arguments included, begins.
+--- Where the name before `at` begins; the name includes its template arguments.
 local function begin_of_name(at)
   local i = at - 1
+  while text:sub(i, i):find("%s") do i = i - 1 end
   if text:sub(i, i) == ">" then
     local depth = 0
     repeat
@@ -36,9 +37,10 @@ while true do
   local begin = begin_of_name(open)
   local close, after = text:find(">>>%s*%(", open)
   if not close then fail(open, "a launch without an end") end
-  local name = text:sub(begin, open - 1)
+  local name, gap = text:sub(begin, open - 1):match("^(.-)(%s*)$")
   out[#out + 1] = text:sub(last, begin - 1)
-  out[#out + 1] = ('emulator::launch("%s", emulator::shape(%s), [=](auto... a_) { %s(a_...); }, '):format(name, text:sub(open + 3, close - 1), name)
+  out[#out + 1] = ('emulator::launch("%s", emulator::shape(%s), [=](auto... a_) { %s(a_...); }, ')
+    :format(name, text:sub(open + 3, close - 1), name) .. gap
   last = after + 1
 end
 out[#out + 1] = text:sub(last)

@@ -7,7 +7,8 @@
 
 static inline uint32_t shared_address(const void *p) { return emulator::shared_offset(p); }
 
-static inline void copy16(uint32_t to, const void *from, bool there) { emulator::copy_start(emulator::shared_at(to, 16), from, 16, there); }
+static inline void copy16(uint32_t to, const void *from, bool there)
+{ emulator::copy_start(emulator::shared_at(to, 16), from, 16, there); }
 static inline void copy_commit() { emulator::copy_close(); }
 template <int LEFT> static inline void copy_wait() { emulator::copy_finish(LEFT); }
 
@@ -25,7 +26,8 @@ template <bool TURNED> void read_matrices(thread *const *who, int n)
   for (int l = 0; l < n; l++) {
     int g = l / 4, t = l % 4;
     for (int k = 0; k < 4; k++) {
-      uint16_t low = TURNED ? m[k][2 * t][g] : m[k][g][2 * t], high = TURNED ? m[k][2 * t + 1][g] : m[k][g][2 * t + 1];
+      uint16_t low = TURNED ? m[k][2 * t][g] : m[k][g][2 * t],
+               high = TURNED ? m[k][2 * t + 1][g] : m[k][g][2 * t + 1];
       ((matrices *)who[l]->mine)->r[k] = (uint32_t)high << 16 | low;
     }
   }
@@ -43,7 +45,9 @@ static inline void load_matrices_turned(uint32_t (&r)[4], uint32_t address)
 }
 
 namespace emulator {
-template <class T> double half_of(uint32_t word, int k) { return widen(T{(uint16_t)(word >> 16 * k)}); }
+template <class T>
+double half_of(uint32_t word, int k)
+{ return widen(T{(uint16_t)(word >> 16 * k)}); }
 
 struct factors { float *c; const uint32_t *a; uint32_t b[2]; };
 template <class T> void multiply_warp(thread *const *who, int n)
@@ -73,7 +77,8 @@ template <class T> void multiply_warp(thread *const *who, int n)
   }
 }
 }
-template <class T> static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T)
+template <class T>
+static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T)
 {
   emulator::factors mine = {c, a, {b0, b1}};
   emulator::meet_warp(0xFFFFFFFFu, emulator::multiply_warp<T>, &mine);

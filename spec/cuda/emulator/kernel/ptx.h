@@ -15,7 +15,8 @@ static inline float reciprocal_fast(float x)
   float y = 1.0f / x;
   return fabsf(y) < 0x1p-126f ? copysignf(0.0f, y) : y;
 }
-static inline float max_nan(float a, float b) { return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b); }
+static inline float max_nan(float a, float b)
+{ return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b); }
 template <class T> static inline T forget(T x) { return x; }
 
 #endif

@@ -7,7 +7,8 @@
 
 static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
 {
-  return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+  return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 |
+         (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 static inline void publish_shared() {}
 
@@ -33,7 +34,9 @@ template <class T> double swizzled(uint32_t start, uint32_t row, uint32_t column
 template <class T, int N> void run_product(const product &p)
 {
   static double a[64][16], b[16][N];
-  uint32_t start_a = (uint32_t)(p.from_a & 0x3FFF) << 4, start_b = (uint32_t)(p.from_b & 0x3FFF) << 4, beside = (uint32_t)(p.from_b >> 16 & 0x3FFF) << 4;
+  uint32_t start_a = (uint32_t)(p.from_a & 0x3FFF) << 4,
+           start_b = (uint32_t)(p.from_b & 0x3FFF) << 4,
+           beside = (uint32_t)(p.from_b >> 16 & 0x3FFF) << 4;
   for (int r = 0; r < 64; r++)
     for (int k = 0; k < 16; k++) {
       if (!p.a[0]) {
@@ -45,7 +48,9 @@ template <class T, int N> void run_product(const product &p)
     }
   for (int k = 0; k < 16; k++)
     for (int n = 0; n < N; n++)
-      b[k][n] = p.b_turned ? swizzled<T>(start_b + (uint32_t)(n / 64) * beside, (uint32_t)k, (uint32_t)(n % 64)) : swizzled<T>(start_b, (uint32_t)n, (uint32_t)k);
+      b[k][n] = p.b_turned ? swizzled<T>(start_b + (uint32_t)(n / 64) * beside, (uint32_t)k,
+                                         (uint32_t)(n % 64)) :
+                             swizzled<T>(start_b, (uint32_t)n, (uint32_t)k);
   for (int l = 0; l < WARPGROUP; l++)
     for (int i = 0; i < N / 2; i++) {
       int row = l / 32 * 16 + l % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + l % 4 * 2 + i % 2;
@@ -71,7 +76,8 @@ template <class T, int N, bool TURNED> void ask_products(thread *const *who, int
   for (int l = 0; l < n; l++) {
     if (!who[l]) fault("wgmma: thread %d of the warpgroup is missing", l);
     const product_ask *one = (const product_ask *)who[l]->mine;
-    if (one->from_a != p.from_a || one->from_b != p.from_b || one->add != p.add) fault("wgmma: threads of a warpgroup name different operands");
+    if (one->from_a != p.from_a || one->from_b != p.from_b || one->add != p.add)
+      fault("wgmma: threads of a warpgroup name different operands");
     p.d[l] = one->d;
     p.a[l] = one->a;
   }
@@ -82,16 +88,20 @@ template <int LEFT> void product_finish(thread *const *, int) { products_finish(
 
 static inline void group_begin() {}
 static inline void group_commit() { emulator::meet_warpgroup(emulator::product_close, nullptr); }
-template <int LEFT> static inline void group_wait() { emulator::meet_warpgroup(emulator::product_finish<LEFT>, nullptr); }
+template <int LEFT>
+static inline void group_wait()
+{ emulator::meet_warpgroup(emulator::product_finish<LEFT>, nullptr); }
 template <int N> static inline void settle(float (&)[N]) {}
 template <int M, int N> static inline void settle(uint32_t (&)[M][N]) {}
 
-template <int H, class T> static inline void rows_times_rows(float (&d)[H], uint64_t a, uint64_t b, bool add, T)
+template <int H, class T>
+static inline void rows_times_rows(float (&d)[H], uint64_t a, uint64_t b, bool add, T)
 {
   emulator::product_ask mine = {d, nullptr, a, b, add};
   emulator::meet_warpgroup(emulator::ask_products<T, 2 * H, false>, &mine);
 }
-template <int H, class T> static inline void weights_times_rows(float (&d)[H], const uint32_t (&a)[4], uint64_t b, T)
+template <int H, class T>
+static inline void weights_times_rows(float (&d)[H], const uint32_t (&a)[4], uint64_t b, T)
 {
   emulator::product_ask mine = {d, a, 0, b, true};
   emulator::meet_warpgroup(emulator::ask_products<T, 2 * H, true>, &mine);
