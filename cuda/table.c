@@ -1,10 +1,11 @@
-// The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that computes, and the passes
-// over all parameters. Handed to the core by eng_cuda_backend, the plug-in's one exported function.
+// The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that
+// computes, and the passes over all parameters. eng_cuda_backend, the plug-in's one exported
+// function, hands the table to the core. This file is above all folders: it calls every one.
 #include "runtime/device.h"
 #include "runtime/host.h"
 #include "runtime/passes.h"
 
-// An operation of ops.def without a kernel does not link.
+// An operation of ops.def without a kernel fails to link.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)
@@ -15,7 +16,7 @@
 #undef KERNEL_ROWS
 #undef KERNEL_VIEW
 
-// A stand-in for a card has it (spec/cuda/emulator/runtime.cpp), a card's plug-in has not.
+// Only the emulated card defines this function (spec/cuda/emulator/runtime.cpp).
 __attribute__((weak)) extern void card_mark(void *memory, int64_t bytes, bool out);
 
 static const backend device = {

@@ -1,16 +1,17 @@
-// cuda_attention and cuda_attention_grad: what ops.def promises, brought into the form that one of the two ways takes
-// (attention.h). Inputs that do not lie as the kernels need are laid out anew in scratch: other strides of the width, rows
-// that are not 16-byte aligned, widths between 32, 64, 96 and 128, formats that differ among the inputs.
+// cuda_attention and cuda_attention_grad: brings the operations of ops.def into the form of one of
+// the two ways (attention.h). Inputs with an unsuitable layout are copied to scratch: a strided
+// width, rows that are not 16-byte aligned, widths between 32, 64, 96 and 128, and inputs of
+// different formats.
 #include "attention.h"
 
 #include <math.h>
 
-// ---- laying out
+// ---- copying to a suitable layout
 
 // of a tensor [B x time x heads x width]
 typedef struct layout4 { int64_t size[4], stride[4]; } layout4;
 
-/// to [B x time x heads x padded]: the elements, zeros beyond the width.
+/// Copies to [B x time x heads x padded], with zeros beyond the width.
 template <class BITS>
 __global__ void __launch_bounds__(256)
   lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// The same into a wider format.
+/// The same, into a wider format.
 template <class TO, class FROM>
 __global__ void __launch_bounds__(256)
   lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
@@ -83,7 +84,7 @@ static eng_status lay(void *to, int dtype, const tensor *x, const layout4 *l, in
 // ---- inputs as the kernels take them
 
 enum { PIECES = 6 };
-/// Scratch of a call, given back together.
+/// Scratch pieces of a call, freed together.
 typedef struct pieces { void *at[PIECES]; int64_t bytes[PIECES]; int n; } pieces;
 
 static void give_all(pieces *all)
@@ -93,7 +94,7 @@ static void give_all(pieces *all)
 
 static int64_t size_of(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : 2; }
 
-/// A view of x as `dtype`, `padded` wide and contiguous there; with rows aligned to 16 bytes when `aligned`.
+/// A view of x as `dtype`, `padded` wide and contiguous; rows are 16-byte aligned when `aligned`.
 static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {
@@ -124,8 +125,8 @@ static attention_view output_view(const tensor *x)
   return x ? (attention_view){x->data, x->stride[0], x->stride[1], x->stride[2]} : none;
 }
 
-/// What the kernels compute with: one of the 16-bit formats when the tensor cores' way takes the call, else f32 or f64. `padded`:
-/// the width they see.
+/// Chooses what the kernels compute with: a 16-bit format when the tensor cores' way takes the
+/// call, else f32 or f64. `padded`: the width they see.
 static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
@@ -149,7 +150,7 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
     alike = alike && call->in[i]->dtype == q->dtype;
     wide = wide || call->in[i]->dtype == ENG_f64;
   }
-  for (int i = 0; i < call->n_out; i++)   // outputs that somebody gave; lse is f32
+  for (int i = 0; i < call->n_out; i++)   // outputs that the caller wants; lse is f32
     alike = alike && (!call->out[i] || call->out[i]->dtype == q->dtype ||
                       (call->op == ENG_OP_attention && i > 0));
   bool tiles = alike && p->width > 0 && p->width <= 128 && p->factor >= 1e-30 && p->factor <= 1e30;
@@ -197,7 +198,7 @@ extern "C" eng_status cuda_attention(const op_call *call)
   return status;
 }
 
-/// lse as the kernels compute, where a mixture of formats makes that another than attention's.
+/// lse in the kernels' format, where a mixture of formats makes that differ from attention's.
 static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

@@ -1,13 +1,16 @@
-// What the attention kernels share: a call as they see it, and one row of it worked through by one warp in plain arithmetic.
+// Shared by the attention kernels: a call as they see it, and one row of it computed by one warp in
+// plain arithmetic.
 //
-// There are two ways. The tensor cores' way (attention_forward.cu, attention_backward.cu) takes f16 and bf16 up to 128 wide;
-// the plain way (attention_plain.cu) everything else. Decided as on the CPU: a row that sees no key has y = 0, lse = -inf,
-// entropy 0 and passes no gradient on; an infinite largest score or a NaN makes its row NaN; a key after the query never
-// touches it, not even as 0 * NaN. A product of tiles cannot keep that last promise, nor form infinities from probabilities that
-// were rounded to 0: so whatever comes out of the tensor cores' way as Inf or NaN is worked out again row by row, in
-// f32, by the functions below. Finite inputs never get there unless a sum truly leaves f32.
+// There are two ways. The tensor cores' way (attention_forward.cu, attention_backward.cu) takes f16
+// and bf16 up to 128 wide; the plain way (attention_plain.cu) takes everything else. Rules as on
+// the CPU: a row that sees no key has y = 0, lse = -inf and entropy 0, and passes on no gradient;
+// an infinite largest score or a NaN makes its row NaN; a key after the query never touches it, not
+// even as 0 * NaN. A product of tiles cannot keep that last rule, nor form infinities from
+// probabilities that were rounded to 0. So rows that come out of the tensor cores' way as Inf or
+// NaN are recomputed one by one, in f32, by the functions below. Finite inputs never get there
+// unless a sum truly leaves f32.
 //
-// Sums have an order given by the shapes alone.
+// The shapes alone determine the order of sums.
 #ifndef ENG_CUDA_ATTENTION_H
 #define ENG_CUDA_ATTENTION_H
 
@@ -25,40 +28,43 @@ typedef struct attention_problem {
   int32_t causal;
   double  factor;
   attention_view q, k, v;
-  // Forward: y [B x T x H x D] of y_dtype, `lse` and `entropy` [B x H x T] of lse_dtype. NULL: not wanted.
+  // Forward: y [B x T x H x D] of y_dtype; `lse` and `entropy` [B x H x T] of lse_dtype. NULL: not
+  // wanted.
   attention_view y;
   int32_t y_dtype, lse_dtype;
   void   *lse, *entropy;
-  // Backward: lse f32, or f64 where the inputs are; dy like q. `delta` [B x H x delta_line], the sums of p * dp of the T queries,
-  // like lse, is the kernels' own. NULL gradients: not wanted.
+  // Backward: lse is f32 (f64 for f64 inputs); dy like q. `delta` [B x H x delta_line], like lse,
+  // is the kernels' own: the sums of p * dp of the T queries. NULL gradients: not wanted.
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;
   int64_t delta_line;
 } attention_problem;
 
-/// f16 or bf16 (`dtype`), D one of 32, 64, 96, 128 with zeros beyond the true width, inputs with 16-byte aligned rows, factor > 0.
-/// `stored`: columns of y, dq, dk, dv that there are; they are of `dtype`, too.
+/// `dtype` is f16 or bf16; D is 32, 64, 96 or 128 with zeros beyond the true width; input rows are
+/// 16-byte aligned; factor > 0. `stored`: the true columns of y, dq, dk and dv, which are also of
+/// `dtype`.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
 /// The same on Hopper for D 64 and 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
-/// The same; y is the forward pass's, and its row is as wide as q's.
+/// The same; y is the forward pass's, and its rows are as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
-/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y of the inputs' dtype, too, where it is given.
+/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y, if given,
+/// also has the inputs' dtype.
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
 #ifdef __CUDACC__
 
-/// Keys that query t sees: the first so many.
+/// The number of keys that query t sees, counted from the first.
 __device__ static inline int keys_seen(const attention_problem &p, int t)
 {
   if (!p.causal) return p.keys;
   int64_t n = (int64_t)t + p.keys - p.queries + 1;
   return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
 }
-/// The first query that sees key j; p.queries or more when there is none.
+/// The first query that sees key j; p.queries or more when no query does.
 __device__ static inline int first_query(const attention_problem &p, int j)
 {
   int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;
@@ -78,7 +84,7 @@ __device__ static inline int64_t delta_at(const attention_problem &p, int64_t b,
                                           int64_t t)
 { return (b * p.heads + h) * p.delta_line + t; }
 
-/// Element i of data of any float dtype, rounded once.
+/// Stores x as element i of data in any float dtype, rounded once.
 __device__ static inline void store_as(void *data, int dtype, int64_t i, float x)
 {
   if (dtype == ENG_f32) ((float *)data)[i] = x;
@@ -94,9 +100,10 @@ __device__ static inline void store_as(void *data, int dtype, int64_t i, double 
   else ((uint16_t *)data)[i] = bf16_from_f64(x);
 }
 
-// ---- one row by one warp. T: what the tensors hold; A: what it computes in, float or double. All 32 lanes call together.
+// ---- one row by one warp. T: the tensors' type; A: the type of the arithmetic, float or double.
+// All 32 lanes call these together.
 
-// columns a lane sums at a time: 128 a warp; wider rows take more rounds
+// columns that a lane sums at a time (128 a warp); wider rows take more rounds
 enum { ROW_COLUMNS = 4 };
 
 template <class A> __device__ static inline A warp_sum(A x)
@@ -104,7 +111,7 @@ template <class A> __device__ static inline A warp_sum(A x)
   for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
   return x;
 }
-/// NaN does not count.
+/// Ignores NaN.
 template <class A> __device__ static inline A warp_max(A x)
 {
   for (int k = 16; k; k >>= 1) {
@@ -124,7 +131,7 @@ template <class A>
 __device__ static inline A not_a_number()
 { return (A)__int_as_float(0x7FC00000); }
 
-/// a . b over the width; `a` is the same in every lane, `b` the lane's own.
+/// a . b over the width; `a` is the same in every lane, `b` differs.
 template <class T, class A> __device__ static inline A dot_with(const T *a, const T *b, int width)
 {
   int lane = threadIdx.x & 31;
@@ -138,7 +145,7 @@ template <class T, class A> __device__ static inline A dot_with(const T *a, cons
   return sum;
 }
 
-/// y, lse and entropy of query t, as far as they are wanted; `columns` of y.
+/// y, lse and entropy of query t, as far as wanted; `columns` of y.
 template <class T, class A>
 __device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t,
                                          int columns)
@@ -155,7 +162,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
       A largest = warp_max(seen ? score : -inf), before = top;
       if (largest > top) top = largest;
-      // so that a row of -inf sums to 0, not to exp(inf - inf)
+      // so that a row of -inf sums to 0: exp(inf - inf) would be NaN
       A shift = top == -inf ? (A)0 : top;
       A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
@@ -197,7 +204,8 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
   }
 }
 
-/// p and dp of query t and key j: `q` and `dy` the same in every lane and `k` and `v` the lane's own, or the other way round.
+/// p and dp of query t and key j. Either `q` and `dy` are the same in every lane and `k` and `v`
+/// differ, or vice versa.
 template <class A> struct slope { A p, dp; };
 template <class T, class A>
 __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v,
@@ -256,7 +264,8 @@ __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, in
   }
 }
 
-/// dk and dv of key j, as far as they are wanted, from lse and delta: sums over the heads that share it, then over the queries.
+/// dk and dv of key j, as far as wanted, from lse and delta: sums over the heads that share the
+/// key, then over the queries.
 template <class T, class A>
 __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j,
                                       int columns)

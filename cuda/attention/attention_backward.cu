@@ -1,20 +1,23 @@
 // Attention backward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y: dscore = p * (dp - delta), and
-//   dq = factor * sum of dscore * k, dk = factor * sum of dscore * q, dv = sum of p * dy.
-// Three kernels: delta of each row; dk and dv by blocks of keys, that walk over the queries; dq by blocks of queries, that walk
-// over the keys. The last two form the probabilities again from lse. Nobody adds to what another wrote: the order of sums is
-// that of the shapes. Probabilities and dscores stay in registers, where what one product yields is what the next one takes.
+// With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y:
+//   dscore = p * (dp - delta), dq = factor * sum of dscore * k, dk = factor * sum of dscore * q,
+//   dv = sum of p * dy.
+// Three kernels: delta of each row; dk and dv by blocks of keys that walk over the queries; dq by
+// blocks of queries that walk over the keys. The last two recompute the probabilities from lse.
+// Each result has one writer, so the shapes determine the order of sums. Probabilities and dscores
+// stay in registers: the result layout of one product is the operand layout of the next.
 //
-// In f16 a dscore could overflow where dy carries a large loss scale, or vanish where it is small. So it is held times a power
-// of two that brings the largest |dy| of the heads that share a key head to 16..32, and probabilities times 2^15.
+// In f16 a dscore could overflow where dy carries a large loss scale, or vanish where dy is small.
+// So dscores are held times a power of two that brings the largest |dy| of the heads that share a
+// key head to 16..32, and probabilities times 2^15.
 #include "attention_tiles.h"
 
-// 16-row tiles of keys a warp takes
+// 16-row tiles of keys per warp
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
 // queries whose scores are in registers at a time
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
-// keys at a time where blocks of queries walk over them
+// keys at a time, where blocks of queries walk over them
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
 // the same for blocks of queries, and keys in registers
 enum { QUERY_MT = 2, QUERY_STEP = 32 };
@@ -25,12 +28,12 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // lanes of a row, 16 bytes each; rows of a warp
+  // lanes of a row, 16 bytes each; rows of a warp at once
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,
             b = pair / p.heads, h = pair % p.heads;
-  uint32_t largest = 0, bad = 0;   // bad: the warp's rows to be worked out again
+  uint32_t largest = 0, bad = 0;   // bad: rows of the warp to recompute
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
     float sum = 0;
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // y was rounded and its infinities may stand for others: the sum itself tells what becomes of them.
+  // y was rounded, and its infinities may come from overflow. The true sum decides.
   for (; bad; bad &= bad - 1) {
     const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;
@@ -79,7 +82,7 @@ template <int D> constexpr int KEY_ROWS = WARPS * 16 * KEY_MT<D>;
 template <int D>
 constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES * 4;
 
-/// Batch, head of keys and first key of a block. Those with the most queries go first.
+/// Batch, key head and first key of a block. Blocks with the most queries go first.
 struct keys_place { int b, group, first; };
 template <int D> __device__ static inline keys_place keys_of(const attention_problem &p, int block)
 {
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   // shift, delta, shift, delta
   float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);
 
-  // of the head that has `left` heads to its group's end, itself one of them
+  // of the head with `left` heads up to its group's end, itself included
   auto load_queries = [&](int stage, int left, int from) {
     const int thread = forget((int)threadIdx.x), b = forget(of.b),
               h = (of.group + 1) * p.shared - left;
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
 #pragma unroll 1
     for (int at = 0; at < QUERIES; at += STEP) {
-      // the warp's keys are hidden from all of these
+      // these queries see none of the warp's keys
       if (first + at + STEP <= first_query(p, own)) continue;
       const float *shift = lines + 2 * stage * QUERIES + at, *delta = shift + QUERIES;
       float s[MT][STEP / 8][4], ds[MT][STEP / 8][4];
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            // columns of the row before the first that sees it
+            // columns before the first query that sees the row
             int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;
 #pragma unroll
             for (int i = 0; i < STEP / 8; i++) {
@@ -243,7 +246,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 template <int D>
 constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
 
-/// Batch, head and first query of a block. Those with the most keys go first.
+/// Batch, head and first query of a block. Blocks with the most keys go first.
 struct queries_place { int b, h, first; };
 __device__ static inline queries_place queries_of(const attention_problem &p, int block, int blocks)
 {
@@ -376,7 +379,7 @@ static eng_status launch(const attention_problem *p, const backward_room *r, int
   if (delta_blocks > INT32_MAX || k_tiles * pairs > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      "attention_grad: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
       (long long)delta_blocks);
   if (r->largest)
     CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));

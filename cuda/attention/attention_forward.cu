@@ -1,19 +1,21 @@
 // Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// A block takes 128 queries of one head, a warp 32 of them, and walks over the keys 64 or 32 at a time while the next
-// are on their way. Where entropies are wanted beside a y of 128 columns, which leave no registers for them, it takes half the queries. Softmax goes along: of each row the largest score so far, the sum, and y are kept, scaled anew where the largest
-// grows. Probabilities are rounded to the inputs' format for the product with v; sums are f32, and of the unrounded ones.
+// A block takes 128 queries of one head, 32 a warp, and walks over the keys 64 or 32 at a time
+// while the next ones load. For entropies beside a y of 128 columns registers do not suffice, so it
+// takes half the queries. Softmax is computed along the way: each row keeps its largest score so
+// far, its sum, and y, rescaled when the largest grows. Probabilities are rounded to the inputs'
+// format for the product with v; sums are f32, of the unrounded probabilities.
 #include "attention_tiles.h"
 
-// 16-row tiles of a warp
+// 16-row tiles per warp
 template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;
 // queries of a block
 template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;
-// keys at a time: what the registers hold
+// keys at a time, as many as registers can hold
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
-/// How blocks share out heads and queries. Blocks with the most keys go first within a set of heads whose keys and values fit
-/// in half the second-level cache together.
+/// How blocks share heads and queries. Blocks with the most keys go first, within a set of heads
+/// whose keys and values together fit in half the second-level cache.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// Batch, head and first query of a block.
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */,
                 ROWS = ROWS_OF<D, ENTROPY>;
-  // in registers, of which entropies leave none for 64
+  // kept in registers; with entropies there is no room for 64
   constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
     copy_wait<0>();
-    __syncthreads();   // this tile is there, and everybody is done with the last one
+    __syncthreads();   // this tile is loaded, and all warps are done with the last one
     if ((n + 1) * KEYS < last) {
       uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
     }
-    // hidden from all the warp's queries
+    // hidden from all queries of the warp
     if (n * KEYS >= keys_seen(p, min(own + OWN, p.queries) - 1)) continue;
 
     float s[MT][KEYS / 8][4];
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
-        // A row of -inf so far must sum to 0, not to exp(inf - inf).
+        // A row of only -inf so far must sum to 0: exp(inf - inf) would be NaN.
         float shift = largest == -INFINITY ? 0.0f : -largest * scale,
               raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   const block_place to = place_of<ROWS>(forget((int)blockIdx.x), plan, p.heads);
   const int own = to.first + warp * OWN;
-  __syncthreads();   // q is there even when no key was seen: its rows take y now
+  __syncthreads();   // q must be loaded even when no key was seen: its rows now hold y
 
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -220,7 +222,7 @@ static eng_status launch(const attention_problem *p, int stored)
   if (blocks > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
       (long long)blocks);
   kernel<<<(unsigned)blocks, THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");

@@ -1,13 +1,15 @@
-// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h; the same numbers in the same order of
-// keys as attention_forward.cu gives, whose rules about infinities and masks hold here, too.
+// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h. It computes
+// the numbers of attention_forward.cu in the same order of keys, with the same rules about
+// infinities and masks.
 //
-// A block takes 128 queries of one head, each of its two warpgroups 64, and walks over the keys while the next ones are on their way.
-// wgmma runs by itself: while the warps turn the scores of one tile of keys into probabilities, the tensor cores multiply those
-// of the tile before with its values.
+// A block takes 128 queries of one head, 64 for each of its two warpgroups, and walks over the keys
+// while the next ones load. wgmma is asynchronous: while the warps turn the scores of one tile of
+// keys into probabilities, the tensor cores multiply the previous tile's probabilities with its
+// values.
 #include "attention_hopper.h"
 
 template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
-// blocks a multiprocessor's registers hold
+// blocks that fit into a multiprocessor's registers
 template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
@@ -15,10 +17,11 @@ template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 #if HOPPER_BODY
-/// Softmax's running numbers of a thread's two rows. weighted: the sum of e * log2(e), where entropies are wanted.
+/// Softmax's running numbers of a thread's two rows. weighted: the sum of e * log2(e), for
+/// entropies.
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
-/// Turns scores into probabilities times 2^RAISE; `keep`: what y must be scaled by.
+/// Turns scores into probabilities times 2^RAISE; `keep`: the factor that rescales y.
 template <class T, bool ENTROPY, int N>
 __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
 {
@@ -32,7 +35,7 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
     float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>,
           part = 0, part_weighted = 0;
-    // what has been summed up is to be seen from the new largest score
+    // rescales the sums so far to the new largest score
     const float fallen = fmaf(r->top[half], scale, shift);
     keep[half] = exp2_fast(fallen);
     r->top[half] = largest;
@@ -44,7 +47,7 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
         const float log = ENTROPY ? fmaf(e, scale, shift) : 0.0f;
         e = exp2_fast(fmaf(e, scale, raised));
         part += e;
-        // 0 where e is 0, log -inf too
+        // 0 where e is 0, even though log is -inf
         if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);
       }
     }
@@ -65,7 +68,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
   constexpr uint32_t TILE = KEYS * D * 2;
-  // The same for all lanes, which the compiler must see: wgmma does not go into branches that may diverge.
+  // The same for all lanes, which the compiler must know: wgmma is not allowed in branches that may
+  // diverge.
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // Tiles of keys, of the block and of the warpgroup: one at least, even if all of it is hidden.
+  // Tiles of keys, of the block and of the warpgroup: at least one, even if it is hidden entirely.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
   const float scale = (float)(p.factor * 1.44269504088896340736);
 
-  // Two groups of copies: what the first scores need, and what the first round needs.
+  // Two groups of copies: one for the first scores, one for the first round.
   load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
   load_rows<D, KEYS>(k_tiles, k, p.k.time, 0, p.keys);
   copy_commit();
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   auto next_tiles = [&] {
     copy_wait<0>();
     publish_shared();
-    // keys n + 1 and values n are there, and everybody is done with keys n and values n - 1
+    // keys n + 1 and values n are loaded, and all warps are done with keys n and values n - 1
     __syncthreads();
     if (n + 2 < tiles)
       load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
@@ -128,7 +132,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
   };
-  // The end of the last round's product stands at the begin of a round: the compiler moves a wait up as far as the loop lets it.
+  // A round begins with the end of the last round's product: the compiler moves a wait up as far as
+  // the loop allows.
   auto end_values = [&] {
     group_wait<0>();
     settle(y);
@@ -161,10 +166,10 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   group_wait<0>();
   settle(y);
   settle(weights);
-  // hidden from all of the warpgroup's queries, but not from the other's
+  // hidden from all queries of this warpgroup, but not from the other's
   for (n++; n < tiles; n++) next_tiles();
   copy_wait<0>();
-  __syncthreads();   // nobody reads q any more: y takes its place
+  __syncthreads();   // all reads of q are done: y takes its place
 
   float rows[1][D / 8][4];
 #pragma unroll
@@ -207,7 +212,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
     if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
   }
 #else
-  __trap();   // a build for sm_90 without the a
+  __trap();   // a build for sm_90 instead of sm_90a
 #endif
 }
 
@@ -227,7 +232,7 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
   if (blocks > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
       (long long)blocks);
   kernel<<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");

@@ -1,4 +1,5 @@
-// What the attention kernels for Hopper share: blocks of two warpgroups that take 64 rows each, tiles of 64 columns.
+// Shared by the attention kernels for Hopper: blocks of two warpgroups with 64 rows each, tiles of
+// 64 columns.
 #ifndef ENG_CUDA_ATTENTION_HOPPER_H
 #define ENG_CUDA_ATTENTION_HOPPER_H
 
@@ -7,7 +8,7 @@
 
 enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 
-// Elsewhere than on sm_90a nobody calls the kernels, and there are no such instructions.
+// These kernels are called on sm_90a only; other architectures lack the instructions.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_BODY 1
 #else
@@ -15,14 +16,14 @@ enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 #endif
 
 #if HOPPER_BODY && defined(__CUDACC__)
-/// Rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
+/// Loads rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
 template <int D, int N, class T>
 __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
-  // a thread's pieces lie below each other, and their order is that of the first
+  // a thread's pieces lie in one column of pieces, all in the order of the first
   constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
-  static_assert(STEP % 8 == 0, "the order of pieces goes by the row's lowest bits");
+  static_assert(STEP % 8 == 0, "the order of pieces depends on the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
   const T *column = head + piece * 8;
   int64_t at = (first + row) * stride;
@@ -32,7 +33,7 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
-/// c [64 x N] = a b^T, started. `a`: 64 rows of tiles of ROWS rows; `b`: tiles of N rows.
+/// Starts c [64 x N] = a b^T. `a`: 64 rows of tiles of ROWS rows; `b`: tiles of N rows.
 template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
@@ -42,7 +43,7 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
                     tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
 }
 
-/// c [64 x D] += weights [64 x N] times the N rows of tiles, started.
+/// Starts c [64 x D] += weights [64 x N] times the N rows of tiles.
 template <class T, int D, int N>
 __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
                                                        const uint32_t (&weights)[N / 16][4],
@@ -53,7 +54,7 @@ __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
     weights_times_rows(c, weights[i], tile_descriptor(rows + i * 2048, N * 128), T());
 }
 
-/// Rounds what a product left into what the next one takes.
+/// Rounds the result of a product to the operand of the next one.
 template <class T, int N>
 __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N])
 {
@@ -63,7 +64,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
     for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
 }
 
-/// Scores of the columns that a row does not see become -inf. `seen`: of the thread's two rows, columns from the tile's first.
+/// Sets scores of columns that a row does not see to -inf. `seen`: columns that the thread's two
+/// rows see, counted from the tile's first.
 template <int N> __device__ static inline void hide_after(float (&s)[N], int seen0, int seen1)
 {
   int seen[2] = {seen0 - 2 * ((int)threadIdx.x & 3), seen1 - 2 * ((int)threadIdx.x & 3)};

@@ -1,14 +1,16 @@
-// Attention backward on Hopper (sm_90a): dk and dv by blocks of 128 keys, dq by blocks of 128 queries, each warpgroup 64. The method
-// and the numbers are those of attention_backward.cu, which also forms delta; the products are wgmma's.
+// Attention backward on Hopper (sm_90a): dk and dv by blocks of 128 keys, dq by blocks of 128
+// queries, 64 a warpgroup. The method and the numbers are those of attention_backward.cu, which
+// also computes delta; the products use wgmma.
 #include "attention_hopper.h"
 
 enum { KEYS = 64 };   // at a time, where blocks of queries walk over the keys
-/// Two sets of rows that stay, two times two tiles that come and go, lines of shift and delta.
+/// Shared memory: two sets of rows that stay, two pairs of tiles that alternate, lines of shift and
+/// delta.
 template <int D>
 constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
 
 #if HOPPER_BODY
-/// Stores a warp's 16 rows of c times factor; yields the rows to work out again, as store_rows does.
+/// Stores a warp's 16 rows of c times factor; returns the rows to recompute, like store_rows.
 template <class T, int D>
 __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float factor,
                                                unsigned char *tile, T *head, int64_t stride,
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups,
             group = pair % p.groups;
-  // those with the most queries go first
+  // blocks with the most queries go first
   const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16;
 
   const int first_tile = first_query(p, key0) / QUERIES,
@@ -94,10 +96,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
     end_products();
     copy_wait<0>();
     publish_shared();
-    __syncthreads();   // this tile is there, and everybody is done with the last one
+    __syncthreads();   // this tile is loaded, and all warps are done with the last one
     if (n + 1 < total) load_queries(n + 1);
     const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
-    // the warpgroup's keys are hidden from all of these
+    // these queries see none of the warpgroup's keys
     if (first + QUERIES <= own_first) continue;
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
     const float *shift = lines + 2 * stage * QUERIES + 2 * t, *delta = shift + QUERIES;
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (first < all_see) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        // columns of the row before the first that sees it
+        // columns before the first query that sees the row
         int hidden = row_first[half] - first - 2 * t;
 #pragma unroll
         for (int i = 0; i < QUERIES / 8; i++) {
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
   }
   end_products();
   copy_wait<0>();
-  __syncthreads();   // nobody reads k and v any more: dk and dv take their place
+  __syncthreads();   // all reads of k and v are done: dk and dv take their place
 
   uint32_t bad = 0;
   unsigned char *own_rows = place + warp * 16 * (D * 2);
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
     __syncthreads();
     if (n + 1 < tiles) load_keys(n + 1);
     const int key = n * KEYS;
-    if (key >= own_last) continue;   // hidden from all of the warpgroup's queries
+    if (key >= own_last) continue;   // hidden from all queries of the warpgroup
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
     group_begin();
     start_rows_times_rows<T, D, KEYS>(s, own_q, k_tile);
@@ -291,7 +293,7 @@ static eng_status launch(const attention_problem *p, const backward_room *r, int
   if (k_blocks > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles of keys are more than a launch takes; hint: a smaller batch",
+      "attention_grad: %lld tiles of keys exceed the limit of a launch; hint: a smaller batch",
       (long long)k_blocks);
   if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
     CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>,

@@ -1,8 +1,9 @@
-// Attention in plain arithmetic: f32 and f64 of any width, and what the tensor cores' way does not take. See attention.h.
-//
-// f32 up to 256 wide: a warp takes a few rows and walks over the other side 32 at a time, which the block puts into shared memory.
-// For scores a lane has a row of that tile, for sums of rows it has columns. What comes out as Inf or NaN is worked out again,
-// as with the tensor cores. All else goes row by row: a warp takes one, a query for y and dq, a key for dk and dv.
+// Attention in plain arithmetic: f32 and f64 of any width, and everything else that the tensor
+// cores' way does not take. See attention.h. For f32 up to 256 wide, a warp takes a few rows and
+// walks over the other side 32 rows at a time, which the block loads into shared memory. For scores
+// a lane has a row of that tile, for sums of rows it has columns. Rows that come out as Inf or NaN
+// are recomputed, as with the tensor cores. Everything else goes row by row: a warp takes a query
+// for y and dq, a key for dk and dv.
 #include "attention.h"
 
 enum { ROW_WARPS = 4 };   // of a block
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
   int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries),
       lane = threadIdx.x & 31;
   A sum = not_a_number<A>();
-  if (p.y.data) {   // the same as y . dy, unless that is Inf or NaN
+  if (p.y.data) {   // equal to y . dy, unless that is Inf or NaN
     sum = 0;
     for (int d = lane; d < p.width; d += 32)
       sum = fused(row_of<A>(p.y, b, t, h)[d], row_of<A>(p.dy, b, t, h)[d], sum);
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     dkdv_row<A, A>(p, (int)(pair / p.groups), (int)(pair % p.groups), (int)(row % p.keys), p.width);
 }
 
-// ---- f32 by tiles. C: columns a lane sums, the width is at most 32 C.
+// ---- f32 by tiles. C: columns that a lane sums; the width is at most 32 C.
 
 template <int C> constexpr int TILE_WARPS = C == 8 ? 4 : 8;
 template <int C> constexpr int FORWARD_ROWS = C == 8 ? 4 : 8;                      // rows of a warp
@@ -74,7 +75,8 @@ template <int C>
 constexpr int BACKWARD_FLOATS =
   2 * 32 * (32 * C + 1) + 3 + TILE_WARPS<C> * BACKWARD_ROWS<C> * (2 * 32 * C + 2 * 32);
 
-/// N rows from `first` of a head, `line` floats apart in `to`; zeros beyond `limit` rows and `width` columns.
+/// Loads N rows from `first` of a head, `line` floats apart, into `to`; zeros beyond `limit` rows
+/// and `width` columns.
 template <int C, int N>
 __device__ static inline void load_floats(float *to, int line, const float *head, int64_t stride,
                                           int first, int limit, int width)
@@ -101,7 +103,8 @@ __device__ static inline void dots(float (&sums)[R], const float *rows, const fl
   }
 }
 
-/// sums[r][c] += weights [R x 32] times rows of `tile`, `line` floats apart; the lane has columns lane + 32 c.
+/// sums[r][c] += weights [R x 32] times rows of `tile`, `line` floats apart; the lane has columns
+/// lane + 32 c.
 template <int C, int R>
 __device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile,
                                        int line)
@@ -123,7 +126,7 @@ __device__ static inline void add_rows(float (&sums)[R][C], const float *weights
   }
 }
 
-/// Stores columns of a row; true when one of them, in any lane, is Inf or NaN.
+/// Stores columns of a row; true when any of them, in any lane, is Inf or NaN.
 template <int C>
 __device__ static inline bool store_row(const float (&x)[C], float factor, void *data, int dtype,
                                         int64_t first, int width)
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
     if (t >= p.queries) break;
     float total = 0, entropy = 0, largest = 0, row[C];
 #pragma unroll
-    for (int i = 0; i < R; i++)   // registers have no index
+    for (int i = 0; i < R; i++)   // registers cannot be indexed
       if (i == r) {
         total = warp_sum(sum[i]);
         entropy = warp_sum(weighted[i]);
@@ -223,7 +226,8 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   }
 }
 
-/// The rows that stay are queries, for dq, or keys, for dk and dv; the others come and go.
+/// The rows that stay are queries (for dq) or keys (for dk and dv); the other side streams past
+/// them.
 template <int C, bool KEYS_STAY>
 __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   tiles_backward(const __grid_constant__ attention_problem p)
@@ -313,7 +317,7 @@ template <int C> static eng_status forward_tiles(const attention_problem *p)
   if (blocks > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries are more than a launch takes; hint: a smaller batch",
+      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
       (long long)blocks);
   CUDA_TRY(cudaFuncSetAttribute(tiles_forward<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 FORWARD_FLOATS<C> * 4));
@@ -331,7 +335,7 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
   if (blocks > INT32_MAX)
     return error_set(
       ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles are more than a launch takes; hint: a smaller batch",
+      "attention_grad: %lld tiles exceed the limit of a launch; hint: a smaller batch",
       (long long)blocks);
   CUDA_TRY(cudaFuncSetAttribute(tiles_backward<C, KEYS_STAY>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -356,7 +360,7 @@ static eng_status blocks_for(unsigned *blocks, int64_t rows)
   int64_t n = (rows + ROW_WARPS - 1) / ROW_WARPS;
   if (n > INT32_MAX)
     return error_set(ENG_ERR_SHAPE,
-                     "attention: %lld rows are more than a launch takes; hint: a smaller batch",
+                     "attention: %lld rows exceed the limit of a launch; hint: a smaller batch",
                      (long long)rows);
   *blocks = (unsigned)n;
   return ENG_OK;

@@ -1,6 +1,7 @@
-// Tiles of 16-bit numbers in shared memory for the tensor cores' way of attention: their layout, loading, and products.
-// A tile has D numbers a row. Its 16-byte pieces stand in an order that depends on the row, so that the eight rows that
-// ldmatrix reads at a time, and the rows a warp stores, lie in different banks.
+// Tiles of 16-bit numbers in shared memory for the tensor cores' way of attention: layout, loading
+// and products. A tile has D numbers a row. The order of a row's 16-byte pieces depends on the row,
+// so the eight rows that ldmatrix reads at a time, and the rows that a warp stores, lie in
+// different banks.
 #ifndef ENG_CUDA_ATTENTION_TILES_H
 #define ENG_CUDA_ATTENTION_TILES_H
 
@@ -8,15 +9,16 @@
 
 enum { QUERIES = 64 };   // at a time, where blocks of keys walk over the queries
 
-/// What the kernels of the backward pass share beside the problem. shift [B x H x line]: -lse in powers of 2 plus RAISE, so that a probability is
-/// 2^(scaled score + shift); -inf, which makes it 0, at rows that see nothing or are not there. largest [B x G]: |dy|, as bits.
+/// Shared by the kernels of the backward pass, beside the problem. shift [B x H x line]: -lse in
+/// powers of 2 plus RAISE, so a probability is 2^(scaled score + shift); -inf, which makes it 0,
+/// for rows that see no key or do not exist. largest [B x G]: |dy| as bits.
 typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
   int64_t   line;      // T in whole tiles of QUERIES
 } backward_room;
 
-/// dk, dv and dq on Hopper for D 64 and 128, delta and shift being there.
+/// dk, dv and dq on Hopper for D 64 and 128; delta and shift are ready.
 eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
                                      int stored);
 
@@ -26,38 +28,39 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-/// Hopper has kernels of its own for these widths.
+/// Hopper has its own kernels for these widths.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
 template <int D> constexpr bool NOT_HERE = false;
 #endif
 
-/// Probabilities are held times 2^RAISE: in f16 they would be subnormal below 2^-14 otherwise. (At most 1, so 2^15 is in range.)
+/// Probabilities are held times 2^RAISE: in f16 they would otherwise be subnormal below 2^-14.
+/// (They are at most 1, so 2^15 is in range.)
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
-/// The power of two that dscores are held times in f16, from the largest finite |dy|.
+/// In f16, dscores are held times this power of two, from the largest finite |dy|.
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  // 0 for 0 (f16 has no other so small); at most 127 + 15
+  // 0 for 0 (no other f16 is that small); at most 127 + 15
   uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
-/// The place of piece `piece` of row `row`, among the pieces of that row.
+/// Where piece `piece` of row `row` lies among the pieces of that row.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
 { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
 
-/// Rows first..first+ROWS of a head into `tile`; zeros for rows from `limit` on.
+/// Loads rows first..first+ROWS of a head into `tile`; zeros for rows from `limit` on.
 template <int D, int ROWS, class T>
 __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  // a thread's pieces lie below each other, and their order is that of the first
+  // a thread's pieces lie in one column of pieces, all in the order of the first
   if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
@@ -77,9 +80,10 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
   }
 }
 
-/// Where a lane's ldmatrix addresses begin in a tile: `row` and `piece` are the lane's own, and only their lowest bits matter to
-/// the order of pieces, so that a step of 16 rows is an addition and a step of two pieces an exclusive or: of the whole address
-/// where tiles and rows begin at multiples of a power of two, so that one register does for all steps.
+/// Where a lane's ldmatrix addresses begin in a tile. `row` and `piece` are the lane's; only their
+/// lowest bits affect the order of pieces. So a step of 16 rows is an addition, and a step of two
+/// pieces an exclusive or. Where tiles and rows begin at multiples of a power of two, that xor
+/// applies to the whole address, and one register serves all steps.
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
@@ -91,21 +95,23 @@ template <int D> struct lane_place {
   __device__ uint32_t at(int rows, int pieces) const
   { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
-/// Rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
+/// Loads rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
 template <int D>
 __device__ static inline lane_place<D> place_a(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, l & 15, l >> 4};
 }
-/// Rows of a tile as columns of B, two of them [16 x 8] in registers 0, 1 and 2, 3: 16 rows of the tile, 16 columns.
+/// Loads rows of a tile as columns of B, two of them [16 x 8] in registers 0, 1 and 2, 3: 16 rows
+/// of the tile, 16 columns.
 template <int D>
 __device__ static inline lane_place<D> place_b(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1};
 }
-/// Rows of a tile as rows of B (load_matrices_turned), two of them in registers 0, 1 and 2, 3: 16 rows of the tile, 16 columns.
+/// Loads rows of a tile as rows of B (load_matrices_turned), two of them in registers 0, 1 and 2,
+/// 3: 16 rows of the tile, 16 columns.
 template <int D>
 __device__ static inline lane_place<D> place_turned(uint32_t tile)
 {
@@ -113,7 +119,8 @@ __device__ static inline lane_place<D> place_turned(uint32_t tile)
   return {tile, l & 15, l >> 4};
 }
 
-/// c [16 MT x 16 N] += a [16 MT x D] times rows [16 N x D] transposed, both tiles in shared memory. c[m][n]: 16 x 8 each.
+/// c [16 MT x 16 N] += a [16 MT x D] times rows [16 N x D] transposed, both tiles in shared memory.
+/// c[m][n]: 16 x 8 each.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a,
                                               const lane_place<D> &rows)
@@ -155,7 +162,8 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4],
     }
 }
 
-/// c [16 MT x D] += weights [16 MT x 16 N] times rows [16 N x D] of a tile. The weights are as a product left them, rounded to T.
+/// c [16 MT x D] += weights [16 MT x 16 N] times rows [16 N x D] of a tile. The weights have the
+/// register layout of a product's result and are rounded to T.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_with_rows(float (&c)[MT][D / 8][4],
                                                 const uint32_t (&weights)[MT][2 * N][2],
@@ -192,8 +200,9 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
     for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
 }
 
-/// Rounds a warp's rows [16 MT x D] to T and stores columns 0..stored of rows first..limit of `head`, by way of `tile`, rows of
-/// shared memory that no other warp looks at. Yields a bit for each row (m * 16 + row) that holds Inf or NaN before rounding.
+/// Rounds a warp's rows [16 MT x D] to T and stores columns 0..stored of rows first..limit of
+/// `head`, by way of `tile`, shared memory that no other warp uses. Returns a bit for each row (m *
+/// 16 + row) that contains Inf or NaN before rounding.
 template <class T, int D, int MT>
 __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,
                                              T *head, int64_t stride, int first, int limit,
@@ -206,7 +215,7 @@ __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], uns
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = 16 * m + 8 * half + g;
-      float sum = 0;   // of x * 0: 0 while all are finite
+      float sum = 0;   // of x * 0: stays 0 while all are finite
 #pragma unroll
       for (int d = 0; d < D / 8; d++) {
         float x = c[m][d][2 * half], y = c[m][d][2 * half + 1];

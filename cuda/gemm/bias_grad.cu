@@ -1,9 +1,11 @@
-// The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends on the shape alone.
+// The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends on
+// the shape alone.
 //
-// Two passes. The first cuts dy into tiles of up to 32 x 16 bytes of columns by a chunk of rows, as many blocks as an H200 holds
-// at once; a block of 8 warps sums its tile (a thread 16 bytes of columns, 8 rows in flight; then the lanes of a warp that share
-// columns, then the warps, in fixed order) and leaves one row of partial sums. The second adds the chunks up, and what was there
-// before where it must. Sums are f32, f64 for f64. Floor: one read of dy.
+// Two passes. The first cuts dy into tiles (up to 32 x 16 bytes of columns by a chunk of rows), as
+// many as an H200 holds blocks at once. A block of 8 warps sums its tile: each thread takes 16
+// bytes of columns, with 8 rows in flight; then lanes of a warp that share columns are added, then
+// warps, in fixed order. It leaves one row of partial sums. The second pass adds the chunks, and
+// the previous contents if it accumulates. Sums are f32, f64 for f64. Lower bound: one read of dy.
 #include "runtime/device.h"
 #include "gemm_element.h"
 #include "kernel/vector.h"
@@ -13,7 +15,7 @@ namespace {
 enum {
   WARPS = 8,
   IN_FLIGHT = 8,          // rows a thread reads before it adds
-  RESIDENT = 4,           // blocks of a multiprocessor, of which there are 132
+  RESIDENT = 4,           // blocks per multiprocessor; an H200 has 132
   MOST_BLOCKS = 132 * RESIDENT,
   SUM_COLUMNS = 32, SUM_ROWS = 32,   // a block of the second pass
 };
@@ -21,10 +23,10 @@ enum {
 template <typename T> struct sum_type { typedef float type; };
 template <> struct sum_type<double> { typedef double type; };
 
-// V neighbours as they are loaded, and added to sums.
+// V neighbours: loaded, then added to sums.
 template <typename T, int V> struct piece {
   words<T, V> raw;
-  // zeros, which change no sum, where there is none
+  // zeros, which change no sum, when not `there`
   __device__ void load(const T *from, bool there)
   {
     raw = {};
@@ -50,8 +52,8 @@ template <> struct piece<double, 2> {
   __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
 };
 
-// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp stand side by side, the rest
-// below them.
+// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp take
+// neighbouring columns, the other lanes take the next rows.
 template <typename T, int V>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
@@ -95,7 +97,8 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   }
 }
 
-// out[j] = or += the sum of partial[chunk][j] over the chunks: a thread every 32nd, then the threads of a column in order.
+// out[j] = or += the sum of partial[chunk][j] over the chunks: a thread takes every 32nd, then the
+// threads of a column are added in order.
 template <typename SUM>
 __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS)
   sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks, bool add)
@@ -130,7 +133,8 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
   const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width,
                 step = WARPS * (32 >> lanes_log2);
-  // As many chunks as the card holds blocks for, of whole rounds of a block and less than 2^31 rows.
+  // One chunk for each block that fits on the card; a chunk has whole rounds of a block and fewer
+  // than 2^31 rows.
   const int64_t round = IN_FLIGHT * step,
                 most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30),
                 rounds = (rows + round - 1) / round;

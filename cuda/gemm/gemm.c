@@ -1,6 +1,7 @@
-// The operations matmul and linear on the card. A call becomes a product by strides (gemm_layout.h), which goes to cuBLASLt
-// (gemm_lt.c) as it lies where that can read it; an operand it cannot read is copied first, an output it cannot write is
-// made in scratch memory in f32 and rounded from there, and a product it does not know is done by gemm_plain.cu.
+// The operations matmul and linear on the card. A call becomes a product by strides (gemm_layout.h)
+// and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read is copied first; an output
+// it cannot write is made in scratch memory in f32 and rounded from there. gemm_plain.cu does
+// products that cuBLASLt does not know.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -10,7 +11,8 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// Passes over a batch that cuBLASLt cannot walk by itself, beyond which copying the operand costs less than launching.
+// The most launches over a batch that cuBLASLt cannot stride through. Beyond it, copying the
+// operand is cheaper.
 enum { MOST_LAUNCHES = 32, PIECES = 3 };
 
 typedef struct scratch {
@@ -36,8 +38,8 @@ static void give_all(scratch *s)
   }
 }
 
-/// A copy of x [batch.. x rows x columns] in `dtype` without gaps, broadcast dimensions left out; rows stay contiguous if they
-/// were, or columns.
+/// A copy of x [batch.. x rows x columns] in `dtype` without gaps and without broadcast dimensions.
+/// Rows stay contiguous if they were, or columns.
 static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns,
                                int dtype, scratch *s)
 {
@@ -83,15 +85,16 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   return ENG_OK;
 }
 
-/// The format that both factors are multiplied in: theirs when they agree, else the one that holds both exactly.
+/// The format in which both factors are multiplied: theirs when they agree, else the one that holds
+/// both exactly.
 static int factor_dtype(const gemm_product *p)
 {
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;
   return p->a.dtype == p->b.dtype ? p->a.dtype : ENG_f32;
 }
 
-/// Whether cuBLASLt can write C (and add the bias) itself. On rows that are not aligned its kernels were seen to round the sum to f16 or
-/// bf16 before they add the bias, which is one rounding more than we promise.
+/// Whether cuBLASLt can write C (and add the bias) itself. On unaligned rows its kernels were seen
+/// to round the sum to f16 or bf16 before adding the bias: one rounding more than we promise.
 static bool can_write(const gemm_product *p, int factors)
 {
   gemm_leading leading;
@@ -127,7 +130,8 @@ static int64_t launches_of(const gemm_product *p, int walked)
   return launches;
 }
 
-/// Those matrices of q alone that lie at `at` of all batch dimensions but `walked`, by ourselves.
+/// Computes with gemm_plain the matrices of q at index `at` of all batch dimensions except
+/// `walked`.
 static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
 {
   gemm_product one = *q;
@@ -139,8 +143,9 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
   return gemm_plain(&one);
 }
 
-/// Every matrix of q by cuBLASLt. *done false, and nothing written: it does not know such a product. What it knew of and refuses later we
-/// finish ourselves, for C may be added to.
+/// Computes every matrix of q with cuBLASLt. *done is false, with nothing written, when it has no
+/// algorithm for such a product. If it refuses only a later matrix, gemm_plain finishes the rest,
+/// because C may already have been added to.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);

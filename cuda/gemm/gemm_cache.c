@@ -11,11 +11,11 @@
 
 enum {
   PATH = 4096,
-  MOST_BYTES = 8 << 20,   // of a file that is read
+  MOST_BYTES = 8 << 20,   // the most that is read of a file
 };
 
 static struct {
-  // open addressing, a power of two of them; entries apart, so that they stay where they are
+  // open addressing, a power of two of slots; entries are allocated apart, so they never move
   gemm_entry **slot;
   int64_t size, used;
   char path[PATH];
@@ -28,7 +28,7 @@ static char *put_number(char *at, const char *name, int64_t value)
   return at + sprintf(at, " %s=%lld", name, (long long)value);
 }
 
-/// Steps over " name=number"; NULL when something else stands there.
+/// Parses " name=number" and returns the end; NULL when the text differs.
 static const char *take_number(const char *at, const char *name, int64_t *value)
 {
   size_t length = strlen(name);
@@ -90,7 +90,7 @@ bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b)
 {
   gemm_choice x = *a, y = *b;
   x.rank = y.rank = x.ns = y.ns = 0;
-  return memcmp(&x, &y, sizeof x) == 0;   // int64_t alone: no holes
+  return memcmp(&x, &y, sizeof x) == 0;   // only int64_t fields: no padding
 }
 
 // ---- the table
@@ -150,7 +150,7 @@ void gemm_cache_clear(void)
 
 // ---- the file
 
-/// Makes the folders that `path` lies in. What fails shows when the file is opened.
+/// Makes the parent folders of `path`. A failure shows when the file is opened.
 static void make_folders(char *path)
 {
   for (char *at = path + 1; *at; at++) {
@@ -194,7 +194,7 @@ static void read_file(void)
 {
   struct stat about;
   int fd = open(cache.path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  // a pipe would keep us waiting
+  // opening a pipe would block
   FILE *file =
     fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;
   if (!file) {
@@ -205,7 +205,7 @@ static void read_file(void)
   if (text) {
     size_t n = fread(text, 1, MOST_BYTES, file);
     for (size_t i = 0; i < n; i++)
-      if (!text[i]) text[i] = '?';   // damage, not an end
+      if (!text[i]) text[i] = '?';   // damage must not end the text
     text[n] = 0;
     read_lines(text);
     free(text);
@@ -236,7 +236,7 @@ bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice)
   entry->chosen = true;
   if (!cache.path[0]) return false;
   make_folders(cache.path);
-  char line[GEMM_LINE + 1] = "\n";   // the first byte ends a line that was cut short
+  char line[GEMM_LINE + 1] = "\n";   // the first byte ends a truncated line
   int n = gemm_line_write(line + 1, &entry->problem, choice) + 1;
   int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK | O_CLOEXEC, 0666);
   if (fd < 0) return false;

@@ -1,11 +1,11 @@
-// Elements of any float format, told apart at run time, for kernels that touch few of them: the format that sums are in is a
-// template argument, float or double. Included by gemm_plain.cu and bias_grad.cu.
+// Elements of any float format, chosen at run time, for kernels that touch few of them. The format
+// of sums is a template argument, float or double. Included by gemm_plain.cu and bias_grad.cu.
 #ifndef ENG_CUDA_GEMM_ELEMENT_H
 #define ENG_CUDA_GEMM_ELEMENT_H
 
 #include "runtime/device.h"
 
-/// Element `at`, exactly (rounded once when it is f64 and sums are float).
+/// Element `at`, exact (rounded once when it is f64 and sums are float).
 template <typename SUM>
 __device__ inline SUM element_load(const void *data, int dtype, int64_t at)
 {
@@ -17,7 +17,7 @@ __device__ inline SUM element_load(const void *data, int dtype, int64_t at)
   }
 }
 
-/// Rounded once.
+/// Stores `value`, rounded once.
 __device__ inline void element_store(void *data, int dtype, int64_t at, float value)
 {
   switch (dtype) {

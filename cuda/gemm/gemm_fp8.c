@@ -1,5 +1,6 @@
-// FP8 products through cuBLASLt; contracts in gemm_fp8.h. Row-major y = x W^T is column-major D [n x m] = W' x with both
-// operands K-major as they lie, which is the one arrangement that FP8 takes: cuBLASLt's A is W (op T), its B is x (op N).
+// FP8 products through cuBLASLt; contracts in gemm_fp8.h. Row-major y = x W^T is column-major D [n
+// x m] = W' x with both operands K-major as stored, the one arrangement cuBLASLt accepts for FP8:
+// its A is W (op T), its B is x (op N).
 #include "gemm_fp8.h"
 
 #include "runtime/device.h"
@@ -10,7 +11,7 @@
 #include <limits.h>
 #include <stdio.h>
 
-enum { BLOCKS_SINCE = 120900 };   // cuBLAS version that knows scales by row and by block
+enum { BLOCKS_SINCE = 120900 };   // the cuBLAS version that added scales by row and by block
 
 static const char *scaling_name(int scaling)
 {
@@ -33,7 +34,7 @@ static int mode_of(int scaling)
   }
 }
 
-/// The whole product, for messages.
+/// Describes the whole product for messages.
 static const char *product_text(const fp8_result *y, const fp8_operand *x, const fp8_operand *w,
                                 bool fast)
 {
@@ -115,7 +116,7 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
 }
 
-/// Whether cuBLASLt can write y and add its bias. The bias of an f32 output would have to be bf16.
+/// Whether cuBLASLt can write y and add its bias. (With an f32 output it takes only a bf16 bias.)
 static bool can_write(const fp8_result *y, const fp8_operand *x, const fp8_operand *w)
 {
   bool bias =

@@ -1,6 +1,7 @@
-// FP8 products through cuBLASLt: y [M x N] = x [M x K] W^T with x and W in FP8, sums and scales in f32. Layouts of
-// operands and scales: core/base/fp8_layout.h. Needs a card with FP8 units: sm_89 for FP8_TENSOR, sm_90 (Hopper, and not its
-// successors) for FP8_ROW, FP8_VEC128 and FP8_BLK128.
+// FP8 products through cuBLASLt: y [M x N] = x [M x K] W^T with x and W in FP8, sums and scales in
+// f32. Layouts of operands and scales: core/base/fp8_layout.h. Needs a card with FP8 units: sm_89
+// for FP8_TENSOR; sm_90 exactly (Hopper, not its successors) for FP8_ROW, FP8_VEC128 and
+// FP8_BLK128.
 #ifndef ENG_CUDA_GEMM_FP8_H
 #define ENG_CUDA_GEMM_FP8_H
 
@@ -10,8 +11,9 @@ extern "C" {
 #include "device/backend.h"
 #include "base/fp8_layout.h"
 
-/// An operand in device memory, [rows x inner] bytes, padded: rows and inner are multiples of FP8_PAD, rows `stride` bytes
-/// apart (16-byte aligned, as data is). `scale`: laid out by fp8_scales_of(scaling, rows, inner), 16-byte aligned.
+/// An operand in device memory, [rows x inner] bytes, padded: rows and inner are multiples of
+/// FP8_PAD, rows are `stride` bytes apart; data and stride are 16-byte aligned. `scale` has the
+/// layout of fp8_scales_of(scaling, rows, inner) and is 16-byte aligned.
 typedef struct fp8_operand {
   const void  *data;
   const float *scale;
@@ -20,23 +22,25 @@ typedef struct fp8_operand {
   int32_t      scaling;    // fp8_scaling
 } fp8_operand;
 
-/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, W at least n, the rows beyond being padding: they cost a
-/// detour through scratch memory, since y has no room for them.
+/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, W at least n; further rows are
+/// padding. Padding costs a detour through scratch memory, because y has no room for it.
 typedef struct fp8_result {
   void       *data;         // device memory
-  int32_t     dtype;        // f32, bf16 or f16; where something is added, f32 as a rule
+  int32_t     dtype;        // f32, bf16 or f16; usually f32 when accumulating
   int64_t     m, n, stride; // elements between rows
   int32_t     accumulate;   // y += ..; without bias
   const void *bias;         // [n], contiguous, or NULL
   int32_t     bias_dtype;   // f32, bf16 or f16
 } fp8_result;
 
-/// ENG_OK where the card and cuBLASLt can do products of these scalings; else a line that says what they can.
+/// ENG_OK when the card and cuBLASLt support these scalings; otherwise an error that lists what
+/// they support.
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
-/// Queues the product. `fast`: sums stay in the tensor cores' 14 bits over the whole of K (FP8_TENSOR and FP8_ROW alone);
-/// otherwise they are promoted to f32 every 128. Pairs of scalings: both FP8_TENSOR, both FP8_ROW, VEC128 with BLK128 or
-/// VEC128 (either side), never BLK128 twice; not E5M2 twice.
+/// Queues the product. `fast`: sums stay in the tensor cores' 14 bits over all of K (only
+/// FP8_TENSOR and FP8_ROW); otherwise they are promoted to f32 every 128. Pairs of scalings: both
+/// FP8_TENSOR, both FP8_ROW, or VEC128 with BLK128 or VEC128 (either side), never BLK128 twice.
+/// Never E5M2 twice.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

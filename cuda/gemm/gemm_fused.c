@@ -1,9 +1,11 @@
-// The operations mlp_gelu, matmul_gelu_grad and linear_grad on the card: products with something before or after them that one kernel
-// of cuBLASLt can make, too (its epilogues), which saves reading and writing a matrix. Where it cannot, or is slower so, the two go
-// apart: gemm.c, then the kernels of unary.cu and bias_grad.cu.
+// The operations mlp_gelu, matmul_gelu_grad and linear_grad on the card: products with an operation
+// before or after them. One cuBLASLt kernel can do both (its epilogues), which saves writing and
+// reading a matrix. Where it cannot, or is slower, the two run separately: gemm.c, then the kernels
+// of unary.cu and bias_grad.cu.
 //
-// What is left to cuBLASLt: GELU and its slope for f16 and bf16, whose numbers its tanh is good for; column sums into f32 alone, so
-// that they are rounded no earlier than our own. Only with ENGINE_CUBLASLT_FUSE=1: these kernels have not been executed on a card yet.
+// cuBLASLt does GELU and its slope only for f16 and bf16, for which its tanh is accurate enough,
+// and column sums only into f32, so they are rounded no earlier than ours. Only with
+// ENGINE_CUBLASLT_FUSE=1: these kernels have not run on a card yet.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -13,7 +15,7 @@
 op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp_gelu,
   cuda_matmul_gelu_grad, cuda_linear_grad;
 
-// A pass of its own: bytes it moves in a nanosecond, and the nanoseconds that it takes whatever it moves.
+// A separate pass: bytes it moves in a nanosecond, and its fixed cost in nanoseconds.
 enum { PASS_BYTES = 3000, PASS_START = 3000 };
 
 static int64_t rows_of(const tensor *x)
@@ -43,13 +45,14 @@ static bool can_fuse(const gemm_product *p)
       gemm_alignment(p->side) != 16)
     return false;
   if (p->bias && (p->bias_dtype != dtype || gemm_alignment(p->bias) != 16)) return false;
-  // On rows that are not aligned the sum was seen to be rounded before what comes after it (gemm.c); of u it is a condition of cuBLASLt's.
+  // On unaligned rows the sum was seen to be rounded before the epilogue (gemm.c). For u, alignment
+  // is a condition of cuBLASLt.
   return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) &&
                   gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
-/// The product and p->after in one kernel. *done false, and nothing said about what is written: they must go apart, which takes passes
-/// over `bytes` more; or that is faster.
+/// The product and p->after in one kernel. *done is false, with the output unspecified, when they
+/// must run separately (with passes over `bytes` more) or are faster so.
 static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
 {
   *done = false;
@@ -96,7 +99,7 @@ eng_status cuda_mlp_gelu(const op_call *call)
   return y->count > 0 ? cuda_linear(&down) : ENG_OK;
 }
 
-// du = gelu'(u) * (dy W): apart, the product waits in f32
+// du = gelu'(u) * (dy W); run separately, the product is kept in f32
 eng_status cuda_matmul_gelu_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2], *du = call->out[0];
@@ -111,7 +114,7 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
   bool done;
   ENG_TRY(fused(&done, &p, 8 * u->count));
   if (done) return ENG_OK;
-  tensor dh = *u;   // without gaps, as inputs are here
+  tensor dh = *u;   // without gaps, like all inputs here
   dh.dtype = u->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   int64_t bytes = dh.count * eng_dtype_size(dh.dtype);
   dh.data = scratch_take(bytes);
@@ -130,7 +133,7 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
   return status;
 }
 
-/// db = or += column sums of x, whatever formats they have.
+/// db = or += column sums of x, for any formats.
 static eng_status column_sums(tensor *db, tensor *x, bool add)
 {
   op_call call = {.op = ENG_OP_bias_grad,
@@ -159,7 +162,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt does not add sums onto others: those wait, a row of a matrix whose column sums are then added.
+  // cuBLASLt does not accumulate these sums. They go into a row of a matrix whose column sums are
+  // then added.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

@@ -53,7 +53,7 @@ static void move_dim(gemm_product *p, int to, int from)
   p->c.batch[to] = p->c.batch[from];
 }
 
-/// Whether x walks dimension d as a longer dimension d + 1; broadcast over both is one walk, too.
+/// Whether x can walk dimensions d and d + 1 as one. A broadcast over both also counts.
 static bool walks_as_one(const gemm_product *p, const gemm_matrix *x, int d)
 {
   return x->batch[d] == x->batch[d + 1] * p->batch[d + 1];
@@ -74,7 +74,7 @@ void gemm_simplify(gemm_product *p)
   }
   while (p->batch_dims > 0) {
     int d = p->batch_dims - 1;
-    bool one = p->m == 1;   // a single row: its strides are whatever the batch needs
+    bool one = p->m == 1;   // a single row: its stride may be whatever the batch needs
     if (p->b.batch[d] != 0 ||
         (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row)))
       break;

@@ -1,6 +1,6 @@
-// Matrix products as the CUDA device describes them: first by strides, as tensors have them, then as cuBLASLt wants them,
-// column-major with leading dimensions. Host logic alone, no CUDA in it: spec/cuda/gemm_host.c tests it anywhere.
-// Called by gemm.c, gemm_fused.c and gemm_fp8.c.
+// Matrix products as the CUDA device describes them: first by strides, as tensors have them, then
+// as cuBLASLt wants them, column-major with leading dimensions. Host logic without CUDA:
+// spec/cuda/gemm_host.c tests it anywhere. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #ifndef ENG_CUDA_GEMM_LAYOUT_H
 #define ENG_CUDA_GEMM_LAYOUT_H
 
@@ -8,8 +8,8 @@
 
 enum { GEMM_BATCH_DIMS = ENG_MAX_DIMS - 2 };
 
-/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column + z0*batch[0] + z1*batch[1] + ..
-/// elements after data.
+/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column +
+/// z0*batch[0] + z1*batch[1] + .. elements after data.
 typedef struct gemm_matrix {
   void   *data;
   int32_t dtype;
@@ -17,7 +17,8 @@ typedef struct gemm_matrix {
   int64_t batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_matrix;
 
-/// What one kernel of cuBLASLt may make beside a product, `side` being contiguous. Asked of gemm_fused.c alone; elsewhere as it is.
+/// What a cuBLASLt kernel may compute in addition to a product; `side` is contiguous. Only
+/// gemm_fused.c sets it.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
   // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
@@ -42,11 +43,11 @@ typedef struct gemm_product {
 gemm_product gemm_of_matmul(const op_call *call);
 gemm_product gemm_of_linear(const op_call *call);
 
-/// Fewer batch dimensions, same product: those of size 1 go, neighbours that every matrix walks as one become one, and those
-/// that only lengthen A become rows of A and C.
+/// Removes batch dimensions; the product stays the same. Dimensions of size 1 go, neighbours that
+/// every matrix walks as one are merged, and those that only lengthen A become rows of A and C.
 void gemm_simplify(gemm_product *p);
 
-/// The matrices (1: A, 2: B) whose strides alone keep two batch dimensions from becoming one.
+/// The matrices (1: A, 2: B) whose strides alone keep two batch dimensions from merging.
 unsigned gemm_batch_breakers(const gemm_product *p);
 
 /// A matrix [rows x columns] as cuBLASLt sees it: transposed when `column`-major in our sense.
@@ -60,9 +61,10 @@ bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, 
 /// Whether every row (or column, when transposed) begins on 16 bytes.
 bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns);
 
-/// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in the table of choices.
-/// Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A is our B, its m our n. Strides in elements.
-/// `type_*`: dtypes. `bias`: its dtype, or -1. `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
+/// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in
+/// the table of choices. Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A
+/// is our B and its m our n. Strides in elements. `type_*`: dtypes. `bias`: its dtype, or -1.
+/// `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
 #define GEMM_PROBLEM_FIELDS(F)                                                               \
   F(m)                                                                                       \
   F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
@@ -77,16 +79,18 @@ typedef struct gemm_problem {
 /// The largest power of two up to 16 that divides this address.
 int64_t gemm_alignment(const void *data);
 
-/// The product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix), the same for every index of the
-/// others. False when A, B or C cannot be described: *problem is then undefined. C must have contiguous rows.
+/// The product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix), the same
+/// for every index of the other dimensions. False, with *problem undefined, when A, B or C cannot
+/// be described. C must have contiguous rows.
 bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked);
 
-/// The batch dimension to hand to cuBLASLt, the others being looped over: the longest. -1: there is none.
+/// The batch dimension to hand to cuBLASLt (the longest); callers loop over the others. -1: there
+/// is no batch.
 int gemm_walked_dim(const gemm_product *p);
 
 /// First element of matrix x at index `at` of the batch dimensions.
 void *gemm_data_at(const gemm_product *p, const gemm_matrix *x, const int64_t *at);
-/// The next index over all batch dimensions but `walked`, in order; false after the last.
+/// The next index over all batch dimensions except `walked`, in order; false after the last.
 bool gemm_next(const gemm_product *p, int walked, int64_t *at);
 
 #endif

@@ -1,18 +1,21 @@
-// Products through cuBLASLt. A problem (shape, formats, layout, alignment, epilogue: gemm_problem) is prepared once: its
-// descriptors are made and an algorithm is chosen; afterwards a call costs a table look-up and the launch.
+// Products through cuBLASLt. A problem (shape, formats, layout, alignment, epilogue: gemm_problem)
+// is prepared once: its descriptors are made and an algorithm is chosen. Afterwards a call costs a
+// table look-up and the launch.
 //
-// How an algorithm is chosen: of the heuristic's first CANDIDATES those that keep our promises, each timed on the operands
-// at hand when the problem is first met, the fastest kept, in memory and in a file (gemm_cache.h), so that later runs take
-// the same one. The first is taken untimed with ENGINE_CUBLASLT_SEARCH=0, for products too small to be worth it, and while
-// the stream is being captured into a graph.
+// Choosing an algorithm: when a problem first occurs, those of the heuristic's first CANDIDATES
+// that keep our promises are timed on the current operands. The fastest is kept in memory and in a
+// file (gemm_cache.h), so later runs use the same one. The first candidate is taken untimed with
+// ENGINE_CUBLASLT_SEARCH=0, for products too small to matter, and while the stream is being
+// captured into a graph.
 //
-// What is promised: sums in f32 (f64 for f64) to the end, one rounding into C, f32 factors as they are unless
-// ENGINE_TF32=1, and the same bits whenever the same algorithm runs: of the ways to split a sum over k only the one is
-// allowed that keeps its parts in the workspace, in the sum's own format, and adds them in a step of its own. Another
-// algorithm may give other bits; so bits are pinned by the file, or by ENGINE_CUBLASLT_SEARCH=0.
+// Promises: sums in f32 (f64 for f64) to the end; one rounding into C; f32 factors unrounded unless
+// ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of the ways to split a sum
+// over k, only one is allowed: parts stay in the workspace in the sum's own format, and a separate
+// step adds them. Another algorithm may give other bits, so the file (or ENGINE_CUBLASLT_SEARCH=0)
+// pins them.
 //
-// An algorithm that wants a workspace gets as much scratch memory as it said, for the launch. Where there is not so much, another is taken
-// that wants less.
+// An algorithm's workspace is scratch memory for the launch. When there is too little, an algorithm
+// that wants less is taken.
 //
 // Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
@@ -28,23 +31,23 @@
 #include <string.h>
 
 enum { CANDIDATES = 24 };
-// bytes an algorithm may want at most; the later ones where memory is short
+// the most workspace bytes of an algorithm; the smaller ones are for when memory is short
 static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};
-// multiply-adds below which launching takes longer than computing
+// multiply-adds below which a launch takes longer than the computation
 static const double LEAST_WORK = 67108864;
 
 static struct {
   cublasLtHandle_t handle;
   bool  search;
-  bool  told;     // that the file cannot be written
+  bool  told;     // already reported that the file cannot be written
 } lt;
 
 typedef struct plan {
   cublasLtMatmulDesc_t   product;
   cublasLtMatrixLayout_t a, b, c;
   cublasLtMatmulAlgo_t   algorithm;
-  int64_t workspace;      // bytes that it wants
-  bool refused;           // there is no algorithm
+  int64_t workspace;      // bytes of workspace
+  bool refused;           // no algorithm exists
 } plan;
 
 static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_problem *problem)
@@ -129,8 +132,8 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
   return ENG_OK;
 }
 
-/// What comes after the sums, in cuBLASLt's words. Its D is our C transposed, so a bias belongs to its rows, and sums of our A's rows
-/// are those of its B's columns.
+/// The epilogue in cuBLASLt's terms. Its D is our C transposed, so a bias belongs to its rows, and
+/// sums of our A's rows are sums of its B's columns.
 static uint32_t epilogue_of(const gemm_problem *p)
 {
   switch (p->after) {
@@ -180,7 +183,7 @@ static eng_status describe(plan *x, const gemm_problem *p)
   return layout_make(&x->c, p, p->type_c, p->m, p->n, p->ldc, p->stride_c);
 }
 
-/// What changes from call to call.
+/// Sets what changes from call to call.
 static eng_status point(const plan *x, const gemm_problem *p, const gemm_operands *on)
 {
   if (p->bias >= 0) SET(x->product, BIAS_POINTER, on->bias, p);
@@ -193,7 +196,7 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
   return ENG_OK;
 }
 
-/// `answer`: cuBLASLt's; bytes: of the workspace. Errors: MEMORY.
+/// `answer`: cuBLASLt's; `bytes`: of the workspace. Errors: MEMORY.
 static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p,
                          const gemm_operands *on, void *c, const cublasLtMatmulAlgo_t *algorithm,
                          int64_t bytes)
@@ -225,14 +228,14 @@ static void plan_drop(plan *x)
 
 typedef struct candidate {
   cublasLtMatmulAlgo_t algorithm;
-  int64_t workspace;      // bytes that it wants
+  int64_t workspace;      // bytes of workspace
   gemm_choice choice;
 } candidate;
 
 static int64_t config(const cublasLtMatmulAlgo_t *algorithm,
                       cublasLtMatmulAlgoConfigAttributes_t attribute)
 {
-  uint8_t bytes[8] = {0};   // attributes of 2 and 4 bytes, little end first
+  uint8_t bytes[8] = {0};   // attributes of 2 and 4 bytes, little endian
   size_t size = 0;
   if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, 0, &size) !=
         CUBLAS_STATUS_SUCCESS ||
@@ -283,8 +286,8 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
   return ENG_OK;
 }
 
-/// The heuristic's algorithms that keep the promises above and want no more than `most` bytes, best guess first; none where cuBLASLt cannot
-/// do the problem.
+/// The heuristic's algorithms that keep the promises above and need at most `most` bytes, best
+/// guess first. The list is empty when cuBLASLt cannot do the problem.
 static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p,
                                 int64_t most)
 {
@@ -312,7 +315,7 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   return ENG_OK;
 }
 
-/// The candidate that a choice from the file names, or -1: first where it stood, then anywhere.
+/// The candidate that a choice from the file names, or -1: tries its old rank, then all others.
 static int named_candidate(const candidate *list, int n, const gemm_choice *choice)
 {
   int found = -1;
@@ -323,7 +326,8 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
   return found;
 }
 
-/// Milliseconds that a launch takes on the device, or infinity if the algorithm does not work or there is no room for its workspace.
+/// Milliseconds of a launch on the device; infinity when the algorithm fails or its workspace does
+/// not fit.
 static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p,
                                  const gemm_operands *on, void *c, const candidate *which,
                                  cudaEvent_t before, cudaEvent_t after)
@@ -331,7 +335,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   *milliseconds = INFINITY;
   float best = INFINITY;
   int launches = 1;
-  // the first loads the kernel, the second says how many fill 0.2 ms
+  // the first launch loads the kernel, the second tells how many launches fill 0.2 ms
   for (int round = 0; round < 4; round++) {
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
     for (int i = 0; i < launches; i++) {
@@ -352,22 +356,22 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   return ENG_OK;
 }
 
-/// Bytes from the first element of C to behind its last.
+/// Bytes from the first element of C to the end of its last.
 static int64_t extent(const gemm_problem *p)
 {
   return ((p->batch - 1) * p->stride_c + (p->n - 1) * p->ldc + p->m) *
          eng_dtype_size((int)p->type_c);
 }
 
-/// Index of the fastest candidate; an earlier one unless a later one is 2 % faster. -1: could not be timed.
+/// Index of the fastest candidate; a later one must be 2 % faster to win. -1: could not be timed.
 static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const gemm_operands *on,
                           candidate *list, int n)
 {
   *best = -1;
-  void *target = on->c;   // overwritten by the product itself anyway, unless it adds
+  void *target = on->c;   // the product itself overwrites it anyway, unless it accumulates
   cudaEvent_t before = NULL, after = NULL;
   if (p->accumulate && cudaMalloc(&target, (size_t)extent(p)) != cudaSuccess) {
-    cudaGetLastError();   // no room: the first will do
+    cudaGetLastError();   // out of memory: take the first
     return ENG_OK;
   }
   float time[CANDIDATES], least = INFINITY;
@@ -403,16 +407,16 @@ static bool worth_searching(const gemm_problem *p)
          capture == cudaStreamCaptureStatusNone;
 }
 
-/// A product that would take long without cuBLASLt is worth a line; FP8 ones become errors anyway, what comes after others is done apart.
+/// Prints a line when a product without cuBLASLt would take long. Not for FP8 products, which
+/// become errors, nor for epilogues, which run as separate passes.
 static void tell_of_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
       p->scaling_a || p->after)
     return;
-  fprintf(
-    stderr,
-    "engine: cuBLASLt %zu has no algorithm for the product %s, which takes another, slower way\n",
-    cublasLtGetVersion(), gemm_problem_text(p));
+  fprintf(stderr,
+          "engine: cuBLASLt %zu has no algorithm for the product %s; a slower kernel computes it\n",
+          cublasLtGetVersion(), gemm_problem_text(p));
 }
 
 static bool has_room(const candidate *c)
@@ -422,14 +426,16 @@ static bool has_room(const candidate *c)
   return workspace != NULL;
 }
 
-/// The first candidate whose workspace there is room for. `list` is made anew, of those that want less, as long as there is none. Errors: MEMORY.
+/// The first candidate whose workspace fits into free memory. When none fits, `list` is filled
+/// again with candidates that need less. Errors: MEMORY.
 static eng_status first_with_room(int *found, candidate *list, int n, const plan *x,
                                   const gemm_problem *p)
 {
   for (size_t k = 1;; k++) {
     for (*found = 0; *found < n; (*found)++)
       if (has_room(&list[*found])) return ENG_OK;
-    if (k == sizeof WORKSPACE / sizeof *WORKSPACE) return ENG_ERR_MEMORY;   // in the arena's words
+    // the arena has set the message
+    if (k == sizeof WORKSPACE / sizeof *WORKSPACE) return ENG_ERR_MEMORY;
     ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[k]));
   }
 }
@@ -451,9 +457,9 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
     if (best >= 0 && !gemm_cache_keep(entry, &list[best].choice) && !lt.told) {
       lt.told = true;
       fprintf(stderr,
-              "engine: the algorithms of matrix products cannot be kept in '%s'; another run may "
-              "choose others and differ in the "
-              "last bits; hint: ENGINE_CACHE=folder, or ENGINE_CUBLASLT_SEARCH=0\n",
+              "engine: cannot save the algorithms of matrix products to '%s'; another run may "
+              "choose others and differ in the last bits; hint: ENGINE_CACHE=folder, or "
+              "ENGINE_CUBLASLT_SEARCH=0\n",
               gemm_cache_path());
     }
   }

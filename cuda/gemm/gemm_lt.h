@@ -1,12 +1,12 @@
-// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by gemm.c, gemm_fused.c and
-// gemm_fp8.c.
+// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by
+// gemm.c, gemm_fused.c and gemm_fp8.c.
 #ifndef ENG_CUDA_GEMM_LT_H
 #define ENG_CUDA_GEMM_LT_H
 
 #include "gemm_layout.h"
 
-/// What a problem is run on: device memory, in cuBLASLt's order (A is our B). Scales are for FP8 operands, else NULL; `side` is what
-/// problem->after reads or writes.
+/// The operands of a problem: device memory, in cuBLASLt's order (A is our B). Scales are for FP8
+/// operands, else NULL; problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;
@@ -15,14 +15,14 @@ typedef struct gemm_operands {
   void        *side;
 } gemm_operands;
 
-/// Queues the product. *done false, and nothing written: cuBLASLt has no algorithm for it.
+/// Queues the product. *done is false, with nothing written, when cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
 
-/// How long the algorithm chosen for a problem took when it was searched, in ns; 0: it was not timed, -1: there is none. Searches now
-/// where that was not done, which writes into C.
+/// Time of a problem's algorithm when it was searched, in ns; 0: not timed, -1: no algorithm. Runs
+/// the search now if needed, which writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
-/// Whether products may come with what follows them: not with ENGINE_CUBLASLT_FUSE=0.
+/// Whether products may be fused with what follows them (ENGINE_CUBLASLT_FUSE=1).
 bool gemm_fuses(void);
 
 /// Whether f32 products may round their factors to TF32: ENGINE_TF32=1.

@@ -1,12 +1,12 @@
-// Our own product: slow beside cuBLASLt, for what that does not take, and the step that rounds a product into an output which
-// cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
+// Our own product, slow beside cuBLASLt, for what cuBLASLt does not do; and the step that rounds a
+// product into an output that cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
 #include "runtime/device.h"
 #include "gemm_element.h"
 #include "gemm_plain.h"
 
 namespace {
 
-// a block of 32 x 8 threads makes 32 x 32 elements of C, four of a column in a thread
+// a block of 32 x 8 threads computes 32 x 32 elements of C; a thread four of a column
 enum { TILE = 32, ROWS = 8 };
 
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }

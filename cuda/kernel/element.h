@@ -1,6 +1,7 @@
-// Single elements of any format, chosen at run time: what kernels use for f64, integers and odd mixtures of formats, where a
-// branch per element costs less than a kernel per mixture. The rules are those of core/base/dtype.c and core/cpu/reference.c:
-// floats round once, integers wrap, floats to integers go toward zero and saturate. Included by kernel files. Owns nothing.
+// Single elements of any format, chosen at run time. Kernels use these for f64, integers and
+// unusual mixtures of formats, where a branch per element costs less than a kernel per mixture. The
+// rules are those of core/base/dtype.c and core/cpu/reference.c: floats round once, integers wrap,
+// floats to integers truncate and saturate. Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_ELEMENT_H
 #define ENG_CUDA_ELEMENT_H
 
@@ -8,7 +9,7 @@
 
 #define ELEMENT __device__ static inline __attribute__((unused))
 
-/// From floating point: toward zero, saturating, NaN becomes 0.
+/// From floating point: truncates toward zero, saturates, and turns NaN into 0.
 ELEMENT int64_t int_of(double value, double low, double high)
 {
   if (value != value) return 0;
@@ -80,12 +81,13 @@ ELEMENT void store_int(void *data, int dtype, int64_t i, int64_t value)
   }
 }
 
-/// A double that rounds to every float format as the integer itself would.
+/// A double that rounds to every float format exactly as the integer itself would.
 ELEMENT double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
   if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Round to odd: cut toward zero, mark lost bits in the last one, so that the coming rounding sees the side of a tie.
+  // Rounds to odd: truncates and marks lost bits in the last one, so the next rounding sees on
+  // which side of a tie the number lies.
   uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
   int drop = 11 - __clzll((long long)magnitude);
   uint64_t kept = magnitude >> drop;
@@ -94,7 +96,8 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
   return value < 0 ? -odd : odd;
 }
 
-/// One element from one tensor to another: bit for bit when the formats agree, else rounded once. FP8 becomes no other format here: copy.cu's.
+/// Copies one element between tensors: bit for bit when the formats agree, otherwise rounded once.
+/// FP8 converts to no other format here; copy.cu does that.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
                           int64_t from_at)
 {
@@ -128,10 +131,10 @@ template <> struct format_of<float>  { enum { dtype = ENG_f32 }; };
 template <> struct format_of<f16_t>  { enum { dtype = ENG_f16 }; };
 template <> struct format_of<bf16_t> { enum { dtype = ENG_bf16 }; };
 
-/// f32, f16, bf16: what the fast kernels compute in f32.
+/// f32, f16 and bf16: the fast kernels compute these in f32.
 static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
-/// Whether every tensor of the call, absent ones aside, is f32, f16 or bf16.
+/// Whether every tensor of the call is f32, f16 or bf16 (absent ones aside).
 static inline __attribute__((unused)) bool all_fast(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)

@@ -1,10 +1,13 @@
-// Elementwise kernels over f32, f16 and bf16: y = rule(x...) in f32, rounded once, for tensors of any strides and
-// broadcasting. A thread takes groups of V neighbours, 16 bytes of each tensor where all have one format and lie well (dense,
-// rows of a view, a bias repeated over rows, a column repeated along its row), else 4 elements, else single ones.
-// A rule is a struct with
-//   template <int V> __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
-// and, if it likes, a template low of the same arguments that is near enough for results of 16 bits.
-// Formats and layouts other than these: each()'s, in f64 or i64, one element a thread. Included by kernel files. Owns nothing.
+// Elementwise kernels over f32, f16 and bf16: y = rule(x...) in f32, rounded once, for tensors of
+// any strides and broadcasting. A thread takes groups of V neighbours: 16 bytes of each tensor
+// where all have one format and a suitable layout (dense, rows of a view, a bias repeated over
+// rows, a column repeated along its row), else 4 elements, else single ones. A rule is a struct
+// with
+//   template <int V>
+//   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
+// and optionally a template `low` with the same parameters, accurate enough for 16-bit results.
+// Other formats and layouts go through each(), in f64 or i64, one element a thread.
+// Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_MAP_H
 #define ENG_CUDA_MAP_H
 
@@ -12,11 +15,12 @@
 #include "vector.h"
 #include "walk.h"
 
-/// Groups of 16 bytes in one format that the compiler knows.
+/// Groups of 16 bytes in one format, known at compile time.
 template <typename T> struct uniform {
   enum { V = 16 / sizeof(T) };
   typedef words<T, V> raw;
-  // Of a repeated element the first word is all: what it stands for is floats()'s, so that no load waits here.
+  // For a repeated element only the first word counts. floats() repeats it, so that no load waits
+  // here.
   __device__ static void fetch(raw &r, const void *data, int, int64_t at, int64_t inner)
   {
     const T *from = (const T *)data + at;
@@ -41,10 +45,10 @@ template <typename T> struct uniform {
   }
 };
 
-/// Groups of V elements whose formats are known when the kernel runs. A target may be bool, too.
+/// Groups of V elements whose formats are known at run time. A target may also be bool.
 template <int V_> struct mixed {
   enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
-  // as in memory: 16-bit formats fill one half. Nothing waits for it but floats().
+  // Words as in memory: 16-bit formats fill one half. Only floats() waits for them.
   struct raw { uint32_t word[V_]; };
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
@@ -118,8 +122,8 @@ template <int V_> struct mixed {
   }
 };
 
-/// Applies a rule, in its low form where it has one and every tensor of the call is f16 or bf16: the result of an element does
-/// not depend on where tensors lie.
+/// Applies a rule: in its low form where it has one and every tensor of the call is f16 or bf16. So
+/// an element's result does not depend on the layout of the tensors.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
 template <class Rule, int V>
 struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> {
@@ -138,7 +142,7 @@ __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V]
   }
 }
 
-/// Tensors 0 .. M-1 of the walk are outputs (absent: NULL), the N after them inputs.
+/// Tensors 0 .. M-1 of the walk are outputs (absent: NULL), the next N are inputs.
 template <class IO, int M, int N, class Rule>
 static __global__ void __launch_bounds__(WALK_THREADS)
   map_kernel(const walk<M + N> w, const Rule rule)
@@ -198,7 +202,7 @@ static void map_launch(const walk<M + N> &w, const Rule &rule)
   });
 }
 
-/// Dense tensors of one format; y may be NULL where there are several.
+/// Dense tensors of one format. With several outputs, a y may be NULL.
 template <typename T, int M, int N> struct dense { T *y[M]; const T *x[N]; int64_t count; };
 
 template <typename T, int M, int N, class Rule>
@@ -253,7 +257,8 @@ static void dense_launch(const walk<M + N> &w, const Rule &rule)
     <<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
 }
 
-/// Runs a rule where every tensor of the call has one format and is dense, without gaps, from 16 bytes on; false elsewhere.
+/// Runs a rule where every tensor of the call has one format, is dense and 16-byte aligned; returns
+/// false otherwise.
 template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, const Rule &rule)
 {
   if (w.ndim != 1 || w.count >= 1ll << 40) return false;
@@ -266,7 +271,7 @@ template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, 
   return true;
 }
 
-/// The tensors of a call as a walk; one that is absent counts as if it lay like the others.
+/// The tensors of a call as a walk. An absent one counts as laid out like the others.
 template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
 {
   const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
@@ -274,8 +279,8 @@ template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
   return walk_over<M + N>(over, list);
 }
 
-/// Runs a rule whose inputs are all f32, f16 or bf16, and whose outputs are, too, or bool. Kernels for one format alone are
-/// made only where `Hot`.
+/// Runs a rule whose inputs are all f32, f16 or bf16; outputs may also be bool. `Hot`: also compile
+/// kernels for tensors of a single format.
 template <int M, int N, bool Hot = true, class Rule>
 static eng_status map(const op_call *call, const Rule &rule)
 {
@@ -301,7 +306,8 @@ static eng_status map(const op_call *call, const Rule &rule)
   return ENG_OK;
 }
 
-/// One element a thread: body(w, at) with `at` the offsets of the element in every tensor, `index` its number in row-major order.
+/// Runs body(w, at) for one element a thread: `at` holds the element's offset in every tensor,
+/// `index` is its number in row-major order.
 template <int K, class Body>
 static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K> w, const Body body)
 {
@@ -312,7 +318,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K>
   body(w, at);
 }
 
-/// The slow way for any formats: outputs and inputs as in map.
+/// The slow way for any formats; outputs and inputs as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
   walk_parts<M + N>(walk_of_call<M, N>(call), 1, [&](const walk<M + N> &part, unsigned blocks) {

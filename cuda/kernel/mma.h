@@ -1,9 +1,11 @@
-// The warp's tensor-core instructions that compute capability 8.0 and later have, one function each: copies from device to
-// shared memory that run on their own (cp.async), matrices from shared memory into registers (ldmatrix), and the product
-// m16n8k16 of f16 or bf16 with f32 sums. Included by the attention kernels.
+// The tensor-core instructions of a warp that compute capability 8.0 and later have, one function
+// each: asynchronous copies from device to shared memory (cp.async), matrices from shared memory
+// into registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums.
+// Included by the attention kernels.
 //
 // How a warp holds matrices; lane = 4 * g + t:
-//   A [16 x 16]  a[0]: row g, columns 2t, 2t+1; a[1]: row g + 8; a[2], a[3]: the same rows, columns 8 further
+//   A [16 x 16]  a[0]: row g, columns 2t, 2t+1; a[1]: row g + 8;
+//                a[2], a[3]: the same rows, columns 8 further
 //   B [16 x 8]   b0: rows 2t, 2t+1 of column g; b1: rows 8 further
 //   C [16 x 8]   c[0], c[1]: row g, columns 2t, 2t+1; c[2], c[3]: row g + 8
 #ifndef ENG_CUDA_MMA_H
@@ -16,22 +18,24 @@
 __device__ static inline uint32_t shared_address(const void *p)
 { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/// 16 bytes to shared memory, zeros when they are not `there` (nothing is read then, but `from` is a valid address). Both aligned.
+/// Copies 16 bytes to shared memory; both sides are aligned. Without `there` it writes zeros and
+/// reads nothing, but `from` must be a valid address.
 __device__ static inline void copy16(uint32_t to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
                "r"(there ? 16 : 0)
                : "memory");
 }
-/// Ends a group of copies; waits until at most `LEFT` groups of this thread are under way.
+/// Ends a group of copies; waits until at most `LEFT` groups of this thread are in flight.
 __device__ static inline void copy_commit()
 { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int LEFT>
 __device__ static inline void copy_wait()
 { asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// Four 8 x 8 matrices of 16-bit numbers. Lane l names row l % 8 of matrix l / 8 (16 bytes, aligned) and gets of each matrix
-/// row g, columns 2t and 2t+1; `turned`: of its transpose.
+/// Loads four 8 x 8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix l /
+/// 8 (16 bytes, aligned) and gets row g, columns 2t and 2t+1 of each matrix. `turned`: of its
+/// transpose.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"

@@ -1,5 +1,6 @@
-// Instructions of one thread that have no intrinsic, one function each. What a warp does together: mma.h; a warpgroup: wgmma.h. These three
-// files hold all of the device's assembly. Included by kernel files. Owns nothing.
+// Instructions of one thread that have no intrinsic, one function each. Instructions of a warp:
+// mma.h; of a warpgroup: wgmma.h. These three files hold all of the device's assembly. Included by
+// kernel files. Owns nothing.
 #ifndef ENG_CUDA_PTX_H
 #define ENG_CUDA_PTX_H
 
@@ -14,7 +15,7 @@ __device__ static inline float exp2_fast(float x)
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-/// 1/x within 1 unit in the last place, of what is not subnormal. 1/inf is 0, NaN stays.
+/// 1/x within 1 unit in the last place for normal x. 1/inf is 0, NaN stays.
 __device__ static inline float reciprocal_fast(float x)
 {
   float y;
@@ -22,7 +23,7 @@ __device__ static inline float reciprocal_fast(float x)
   return y;
 }
 
-// Two numbers as FP8, saturating, the first in the low byte.
+// Two numbers to FP8, saturating, the first in the low byte.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define PTX_FP8 1
 __device__ static inline uint32_t pack_e4m3(float low, float high)
@@ -39,14 +40,15 @@ __device__ static inline uint32_t pack_e5m2(float low, float high)
 }
 #endif
 
-/// As fmaxf, but NaN when either is.
+/// Like fmaxf, but NaN when either argument is.
 __device__ static inline float max_nan(float a, float b)
 {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 }
 
-/// The compiler forgets what it knows of x: what is made of x from here on is made anew, not kept in registers from before.
+/// Makes the compiler forget what it knows about x: it recomputes values derived from x instead of
+/// keeping them in registers.
 template <class T> __device__ static inline T forget(T x)
 {
   asm volatile("" : "+r"(x));

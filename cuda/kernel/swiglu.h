@@ -1,4 +1,5 @@
-// silu(gate) * up in f32: the one formula of the kernels that make it, swiglu (unary.cu) and the codes of its result (quantize.cu).
+// silu(gate) * up in f32: the one formula for swiglu (unary.cu) and for its FP8 codes
+// (quantize.cu).
 #ifndef ENG_CUDA_SWIGLU_H
 #define ENG_CUDA_SWIGLU_H
 
@@ -12,7 +13,7 @@ __device__ static inline float sigmoid(float x)
 
 __device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-/// Of V neighbours as they lie in memory, rounded to their format.
+/// V neighbours as words in memory, rounded to their format.
 template <typename T, int V>
 __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate,
                                            const words<T, V> &up)

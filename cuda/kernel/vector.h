@@ -1,7 +1,7 @@
-// Neighbouring elements of a float format as the words they are in memory, and their values in f32. Loaded words are left alone
-// until their values are asked for, so that loads stand in flight side by side: arrays of 16-bit members make the compiler
-// shuffle halves about as soon as each load arrives, and the next load wait behind that.
-// Included by kernel files. Owns nothing.
+// Neighbouring elements of a float format as words in memory, and their values in f32. Loaded words
+// are not touched until their values are needed, so several loads are in flight at once. (With
+// arrays of 16-bit members the compiler shuffles halves as soon as each load arrives, and the next
+// load waits.) Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_VECTOR_H
 #define ENG_CUDA_VECTOR_H
 
@@ -11,7 +11,7 @@
 template <int SIZE> struct word_of { typedef uint32_t type; };
 template <> struct word_of<2> { typedef uint16_t type; };
 
-/// V elements of T: 4, 8, or a multiple of 16 bytes, aligned to themselves in memory (16 at most).
+/// V elements of T: 4, 8, or a multiple of 16 bytes, naturally aligned in memory (16 at most).
 template <typename T, int V> struct words { uint32_t w[V * sizeof(T) / 4]; };
 
 template <typename T, int V>
@@ -76,8 +76,8 @@ __device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> 
   }
 }
 
-// Rounding as narrow(), two at a time: the conversion of pairs makes every NaN the canonical one, so a group that holds a NaN
-// is rounded again one by one.
+// Rounds as narrow() does, two at a time. The paired conversion makes every NaN canonical, so a
+// group that holds a NaN is rounded again one by one.
 __device__ static inline uint32_t rounded_pair(bf16_t, float low, float high)
 {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

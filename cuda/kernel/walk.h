@@ -1,13 +1,14 @@
-// Walks: one shape seen by several strided, broadcast tensors at once, as kernels need it: dimensions merged where they lie
-// one after the other in every tensor, and divided by multiplication. Host code makes a walk and bundles its elements into
-// groups of V neighbours where all tensors allow it; device code turns the number of a group into offsets.
-// Included by kernel files. Owns nothing.
+// Walks: one shape seen through several strided, broadcast tensors at once, ready for kernels:
+// dimensions that are contiguous in every tensor are merged, and division is by multiplication.
+// Host code makes a walk and bundles its elements into groups of V neighbours where all tensors
+// allow it; device code turns a group's number into offsets. Included by kernel files. Owns
+// nothing.
 #ifndef ENG_CUDA_WALK_H
 #define ENG_CUDA_WALK_H
 
 #include "runtime/device.h"
 
-/// Division of numbers below 2^31 by a size that is known before the launch.
+/// Division of numbers below 2^31 by a divisor known before the launch.
 struct divider { uint32_t size, factor, shift; };
 
 static inline __attribute__((unused)) divider divider_of(int64_t size)
@@ -24,19 +25,21 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
   return ((uint32_t)((uint64_t)n * d.factor >> 32) + n) >> d.shift;
 }
 
-/// N tensors over one shape, dimensions innermost first. `groups` of V elements; V = 1 as made.
+/// N tensors over one shape, dimensions innermost first. A walk has `groups` groups of V elements;
+/// V is 1 when made.
 template <int N> struct walk {
   int32_t ndim;
-  int32_t dtype[N], width[N];           // format; bytes that an offset counts
+  int32_t dtype[N], width[N];           // format; bytes of one unit of offset
   void   *data[N];
   int64_t count, groups;
-  int64_t shape[ENG_MAX_DIMS];          // groups; as a divider below
+  int64_t shape[ENG_MAX_DIMS];          // in groups; `divider` below holds the same sizes
   divider size[ENG_MAX_DIMS];
   int64_t stride[N][ENG_MAX_DIMS];      // elements from one group to the next
   int64_t inner[N];                     // elements from one member of a group to the next
 };
 
-/// The shape of a walk, and the stride of each tensor in each of its dimensions (0: broadcast), outermost first.
+/// The shape of a walk, and each tensor's stride in each of its dimensions (0: broadcast),
+/// outermost first.
 struct walk_shape {
   int     ndim;
   int64_t shape[ENG_MAX_DIMS];
@@ -109,8 +112,9 @@ template <int N> static walk<N> walk_over(const tensor *over, const tensor *cons
   return walk_of<N>(shape_of(over), stride, data, dtype);
 }
 
-/// Bundles V neighbours along the innermost dimension: each tensor must hold them side by side and aligned, or repeat one
-/// element. In a walk of one dimension the last group may be short. False, and nothing changed, where that is not so.
+/// Bundles V neighbours along the innermost dimension. Each tensor must hold them contiguous and
+/// aligned, or repeat one element. In a walk of one dimension the last group may be short. Returns
+/// false and changes nothing where this does not hold.
 template <int N> static bool walk_bundle(walk<N> &w, int V)
 {
   if (w.ndim > 1 && w.shape[0] % V) return false;
@@ -131,8 +135,8 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 
 enum { WALK_THREADS = 256 };
 
-/// Calls launch(part, blocks) for the whole walk, or for parts of it that 32-bit numbers can count. `unroll`: groups a
-/// thread takes.
+/// Calls launch(part, blocks) for the whole walk, or for parts small enough for 32-bit counts.
+/// `unroll`: groups a thread takes.
 template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
 {
   const int64_t most = 1ll << 31;

@@ -1,11 +1,12 @@
-// The product of a warpgroup (four warps) that Hopper has: wgmma, asynchronous, operands in shared memory. Included by kernels that
-// are compiled for sm_90a; elsewhere their bodies are empty.
+// Hopper's product of a warpgroup (four warps): wgmma, asynchronous, operands in shared memory.
+// Included by kernels compiled for sm_90a; elsewhere their bodies are empty.
 //
-// A tile in shared memory: rows of 64 16-bit numbers (128 bytes), 1024-byte aligned, the eight 16-byte pieces of row r in the order
-// piece ^ (r & 7), which the hardware calls the 128-byte swizzle. Wider matrices are several tiles side by side.
+// A tile in shared memory has rows of 64 16-bit numbers (128 bytes) and is 1024-byte aligned. The
+// eight 16-byte pieces of row r lie in the order piece ^ (r & 7): the hardware's 128-byte swizzle.
+// Wider matrices are several tiles side by side.
 //
-// How a warpgroup holds C [64 x N] and A [64 x 16]: warp w has rows 16 w to 16 w + 15, as mma.h tells; d[4 i + k] is C's c[k] of columns
-// 8 i to 8 i + 7.
+// How a warpgroup holds C [64 x N] and A [64 x 16]: warp w has rows 16 w to 16 w + 15, as in mma.h;
+// d[4 i + k] is C's c[k] of columns 8 i to 8 i + 7.
 #ifndef ENG_CUDA_WGMMA_H
 #define ENG_CUDA_WGMMA_H
 
@@ -13,8 +14,9 @@
 
 #if defined(__CUDACC__)
 
-/// Describes rows of a tile to wgmma. 8 rows are 1024 bytes apart from the next 8. `beside`: bytes from a tile to the one with the next
-/// 64 columns, where the product reads across tiles (as_rows of B wider than 64).
+/// The descriptor of a tile's rows for wgmma. Groups of 8 rows are 1024 bytes apart. `beside`:
+/// bytes from a tile to the tile with the next 64 columns, for products that read across tiles
+/// (as_rows of B wider than 64).
 __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
 {
   return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 |
@@ -25,17 +27,17 @@ __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t bes
 __device__ static inline void publish_shared()
 { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-/// Registers that a product will take or add to are as they stand from here on.
+/// Orders earlier writes to registers before a product reads or adds to them.
 __device__ static inline void group_begin()
 { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ static inline void group_commit()
 { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-/// Waits until at most LEFT committed groups are under way.
+/// Waits until at most LEFT committed groups are in flight.
 template <int LEFT>
 __device__ static inline void group_wait()
 { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// The compiler must not look at (or reuse) these registers before this place.
+/// Stops the compiler from reading or reusing these registers before this point.
 template <int N> __device__ static inline void settle(float (&d)[N])
 {
 #pragma unroll

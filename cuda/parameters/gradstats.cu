@@ -1,13 +1,15 @@
-// Gradient statistics: one read of every gradient, all tensors in one launch; a second small one sums up.
+// Gradient statistics: one launch reads every gradient of all tensors once; a small second one
+// sums.
 //
-//   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all chunks, 16 bytes a load, and keep four
-//            loads of a thread on their way, across the end of a chunk too
-//   squares  of the 4 or 8 elements of one access in f32, at most three roundings deep, then in double. Two accesses whose sum is
-//            not finite or so small that squares may have been lost go through careful(): only there are inf and nan looked for,
-//            squares taken in double
+//   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all
+//            chunks, 16 bytes a load, with four loads of a thread in flight, also across chunk ends
+//   squares  of the 4 or 8 elements of one access in f32, at most three roundings deep, then in
+//            double. Two accesses go through careful() if their sum is not finite, or so small that
+//            squares may have been lost: only careful() looks for inf and nan and squares in double
 //   order    lanes, warps, chunks of a tensor, tensors: always the same, on every card
-//   counts   integers, so any order; histograms in shared memory, where each lane has a bank of its own
-// Owns the results on their way to the host. The slow twin stands in core/cpu/reference_optimizer.c.
+//   counts   integers, so any order; histograms in shared memory, one bank per lane
+//
+// Owns the results on their way to the host. The slow twin is core/cpu/reference_optimizer.c.
 #include "runtime/passes.h"
 #include "spans.h"
 
@@ -16,22 +18,22 @@
 
 enum {
   WARPS = SPAN_THREADS / 32,
-  BATCH = 4,                         // accesses of a thread on their way
-  // blocks of a multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB on their way
+  BATCH = 4,                         // accesses of a thread in flight
+  // blocks per multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB in flight
   RESIDENT = 4, RESIDENT_HIST = 3,
   SLAB = 2048,                       // chunks that one block of sum_up adds: counts stay below 2^25
-  RUN = 4,                           // neighbouring chunks of a block, where histograms are wanted
+  RUN = 4,                           // neighbouring chunks of a block, for histograms
 };
 
-/// What a chunk holds, or a slab of them.
+/// The statistics of a chunk, or of a slab of chunks.
 typedef struct alignas(16) tally {
   double   squares;
   uint32_t amax;                     // bits of the largest finite magnitude, as f32
-  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros among them
+  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros included
   int32_t  unused;
 } tally;
 
-/// A tensor's statistics as the host gets them; the histogram apart.
+/// A tensor's statistics for the host, except for the histogram.
 typedef struct span_result {
   int64_t inf, nan, zeros, underflow;
   double  amax, squares;
@@ -39,11 +41,12 @@ typedef struct span_result {
 
 // ------------------------------------------------------------------ two accesses
 
-/// A thread's sums over a chunk. f32 counts in integers; the 16-bit formats count in pairs of halves, exact up to 2048.
+/// A thread's sums over a chunk. f32 counts in integers; the 16-bit formats in pairs of halves,
+/// exact up to 2048.
 template <typename T> struct running {
   double   squares;
-  float    amax;            // of what went through careful()
-  __half2  top;             // the largest magnitudes of all else, as bits
+  float    amax;            // of elements that went through careful()
+  __half2  top;             // the largest magnitudes of all other elements, as bits
   __half2  zeros, tiny;
   int      inf, nan;
 };
@@ -53,7 +56,7 @@ template <> struct running<float> {
   int    zeros, tiny, inf, nan;
 };
 
-/// Bits of a 16-bit format: of its smallest normal number, below its exponent field.
+/// Bits of a 16-bit format: its smallest normal number, and those below its exponent field.
 template <typename T> struct layout;
 template <> struct layout<f16_t>  { enum { normal = 0x0400, fraction = 10 }; };
 template <> struct layout<bf16_t> { enum { normal = 0x0080, fraction = 7 }; };
@@ -76,7 +79,7 @@ __device__ static inline float2 widen_pair(uint32_t w, f16_t)
 __device__ static inline float2 widen_pair(uint32_t w, bf16_t)
 { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
 
-/// One element whose squares f32 cannot sum up, inf or nan perhaps.
+/// Adds one element whose square f32 cannot sum; it may be inf or nan.
 template <typename R> __device__ static inline void careful(R &r, float x)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -89,7 +92,7 @@ template <typename R> __device__ static inline void careful(R &r, float x)
   }
 }
 
-/// f(word) for all words of two accesses; a loop, for what is rare.
+/// f(word) for all words of two accesses; a loop, because it is rare.
 template <typename F> __device__ static inline void each_word(uint4 a, uint4 b, F f)
 {
 #pragma unroll 1
@@ -100,17 +103,18 @@ template <typename F> __device__ static inline void each_word(uint4 a, uint4 b, 
   }
 }
 
-/// A block's histogram. Exponent fields are counted where the upper 16 bits of a number, or its 16 bits, have them: those bits are
-/// the distance in bytes, and a lane's counters all lie in one bank. Subnormal numbers are field 0 and counted here, by leading zeros.
+/// A block's histogram. It counts exponent fields by the upper 16 bits of an f32, or the 16 bits of
+/// a number: masked, those bits are a distance in bytes, and a lane's counters all lie in one bank.
+/// Subnormal numbers have field 0 and are counted here by leading zeros.
 struct histogram {
   alignas(1024) char fields[0x8000];
   uint32_t subnormal[32];
 };
-/// Its place in shared memory, where it is wanted: a plain array of bytes would not be aligned as the struct promises.
+/// Its place in shared memory, if wanted: a plain array of bytes would lack the struct's alignment.
 template <bool HIST> struct histogram_room { histogram bins; };
 template <> struct histogram_room<false> { uint32_t nothing; };
 
-/// `bits`: of the exponent field at their places in a 16-bit number.
+/// `bits`: the exponent field, in place within a 16-bit number.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
 {
   atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
@@ -118,7 +122,7 @@ __device__ static inline void count_field(histogram *h, uint32_t bits)
 __device__ static inline void count_subnormal(histogram *h, uint32_t fraction)
 { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
 
-#define SQUARES_FROM 0x1p-80f   // below this squares that f32 cannot hold may matter
+#define SQUARES_FROM 0x1p-80f   // below this, squares that f32 cannot hold may matter
 #define SQUARES_TO   0x1.FFFFFEp127f
 
 __device__ static inline float squares_of(const float x[4])
@@ -152,13 +156,14 @@ __device__ static inline void look(running<float> &r, uint4 a, uint4 b, histogra
   }
 }
 
-/// Eight elements: counts zeros and tiny ones, adds the largest of them to `top`, yields the sum of their squares.
+/// Eight elements: counts zeros and tiny ones, updates the largest in `top`, returns the sum of
+/// their squares.
 template <bool HIST, typename T>
 __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny,
                                        histogram *bins)
 {
-  // As f16, bits compare like magnitudes in either format: what is NaN there is neither zero nor tiny here, and among the largest
-  // it is missed only where careful() follows.
+  // Interpreted as f16, bits compare like magnitudes in either format. A number that reads as NaN
+  // is neither zero nor tiny; if the largest misses it, careful() follows.
   const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
   float part[4];
@@ -182,7 +187,7 @@ __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, 
 template <bool HIST, typename T>
 __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *bins)
 {
-  const bool narrow_range = layout<T>::fraction == 10;   // squares of f16 never get lost
+  const bool narrow_range = layout<T>::fraction == 10;   // squares of f16 are never lost
   __half2 top = as_halves(0), zeros = top, tiny = top;
   const float first = look_at<HIST, T>(a, top, zeros, tiny, bins),
               second = look_at<HIST, T>(b, top, zeros, tiny, bins), sum = first + second;
@@ -212,7 +217,7 @@ __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *b
 __device__ static inline int halves_total(__half2 h)
 { return (int)(__low2float(h) + __high2float(h)); }
 
-/// A thread's sums in the one form that is reduced. `padding`: zeros that are no elements.
+/// A thread's sums in the common form for reduction. `padding`: zeros that are not elements.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
   tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
@@ -232,7 +237,7 @@ template <typename T> __device__ static inline tally finish(const running<T> &r,
 /// A chunk as a block sees it.
 struct piece {
   const uint4 *at;
-  // accesses of 16 bytes, elements; an array that begins elsewhere has no accesses
+  // accesses of 16 bytes; elements. An unaligned array has no accesses
   int whole, n;
   int span, dtype;
 };
@@ -253,14 +258,15 @@ __device__ static inline piece piece_of(const device_span *spans, const int32_t 
   return p;
 }
 
-/// The k-th access of this thread, zeros past the end.
+/// The k-th access of this thread; zeros past the end.
 __device__ static inline uint4 access_of(const uint4 *at, int whole, int k)
 {
   const int i = threadIdx.x + k * SPAN_THREADS;
   return i < whole ? __ldg(at + i) : make_uint4(0, 0, 0, 0);
 }
 
-/// The thread's share of a chunk, whose first accesses are in `ahead`; leaves those of the next one there.
+/// The thread's share of a chunk. `ahead` holds its first accesses on entry, and those of the next
+/// chunk on return.
 template <bool HIST, typename T>
 __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now,
                                           const piece &next, histogram *bins)
@@ -286,7 +292,7 @@ __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &no
   } while (true);
   const T *g = (const T *)now.at;
 #pragma unroll 1
-  // the rest, filled up with zeros
+  // the rest, padded with zeros
   for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {
     union { uint4 raw; T x[V]; } u;
     u.raw = make_uint4(0, 0, 0, 0);
@@ -313,7 +319,8 @@ __device__ static inline tally warp_tally(tally t)
   return t;
 }
 
-/// The block's sum into *to. One barrier: callers that do it again take the other half of `warps`.
+/// Sums over the block into *to. It has one barrier: repeated calls must alternate between the
+/// halves of `warps`.
 __device__ static inline void block_tally(tally t, tally *warps, tally *to)
 {
   t = warp_tally(t);
@@ -325,7 +332,7 @@ __device__ static inline void block_tally(tally t, tally *warps, tally *to)
   if (threadIdx.x == 0) *to = t;
 }
 
-/// The block's histogram into the tensor's, and cleared. All threads, after a barrier.
+/// Adds the block's histogram to the tensor's and clears it. All threads call it, after a barrier.
 __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long long *hist)
 {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -336,11 +343,11 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
     uint32_t *at = (uint32_t *)(h->fields + (f << fraction)) + lane;
     const uint32_t sum = __reduce_add_sync(0xFFFFFFFFu, *at);
     *at = 0;
-    // not zeros, inf, nan
+    // not zeros, inf or nan
     if (lane == 0 && sum && f > 0 && f < fields - 1)
       atomicAdd(&hist[first + f], (unsigned long long)sum);
   }
-  // a number whose highest fraction bit is b: 2^(b - bits of the fraction) of the smallest normal one
+  // a number whose highest fraction bit is b: 2^(b - fraction bits) of the smallest normal one
   if (warp == 0) {
     const uint32_t some = h->subnormal[lane];
     h->subnormal[lane] = 0;
@@ -351,7 +358,7 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
   __syncthreads();
 }
 
-/// `run` neighbouring chunks a block at a time.
+/// A block takes `run` neighbouring chunks at a time.
 template <bool HIST>
 __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
   read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run,
@@ -377,7 +384,7 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
     if (now.dtype == ENG_f16) t = read_chunk<HIST, f16_t>(ahead, now, next, bins);
     else if (now.dtype == ENG_bf16) t = read_chunk<HIST, bf16_t>(ahead, now, next, bins);
     else t = read_chunk<HIST, float>(ahead, now, next, bins);
-    block_tally(t, warps[half], tallies + c);   // a barrier for the bins as well
+    block_tally(t, warps[half], tallies + c);   // also a barrier for the bins
     if (HIST && now.span != next.span)
       flush_bins(bins, now.dtype, hist + (int64_t)now.span * ENG_HIST_BINS);
     now = next;
@@ -385,9 +392,10 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
   }
 }
 
-// ------------------------------------------------------------------ tensors, all of them
+// ------------------------------------------------------------------ tensors and the total
 
-/// A block per slab of a tensor; the last one to finish adds up slabs and tensors. `counter` is 0 between launches.
+/// A block per slab of a tensor; the last one to finish sums slabs and tensors. `counter` is 0
+/// between launches.
 __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial,
          span_result *results, cuda_step_total *total, unsigned *counter,
@@ -427,7 +435,7 @@ __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   for (int k = threadIdx.x; k < n; k += SPAN_THREADS) {
     span_result r = {0, 0, 0, 0, 0, 0};
     for (int j = 0; j < slabs; j++) {
-      // written by other blocks of this launch: past the first cache
+      // written by other blocks of this launch: bypasses the first-level cache
       union { uint4 raw[2]; tally t; } u;
       u.raw[0] = __ldcg((const uint4 *)(partial + k * slabs + j));
       u.raw[1] = __ldcg((const uint4 *)(partial + k * slabs + j) + 1);
@@ -476,10 +484,11 @@ __global__ static void gather_losses(gather_list list, int n, float *to)
 
 enum { REPORTS = 64 };
 
-/// What one pass found, on its way: fault, losses, results, histograms, in one piece of memory here and there.
+/// The results of a pass on their way: fault, losses, statistics, histograms, contiguous in device
+/// and in host memory.
 typedef struct report {
-  int64_t     ticket;            // of the pass that was here last
-  // nobody fetched it yet; nobody will, though it may still be on its way
+  int64_t     ticket;            // of the last pass that used this report
+  // busy: not fetched yet; dropped: not to be fetched, though its copy may still be in flight
   bool        busy, dropped;
   char       *memory;            // pinned
   int64_t     bytes;
@@ -487,14 +496,14 @@ typedef struct report {
   int64_t    *count;             // elements of each tensor
   int         n, n_loss, capacity;
   unsigned    needs;
-  bool        told;              // its fault has been reported already
+  bool        told;              // its fault has already been reported
 } report;
 
 static struct {
   span_table table;
-  void      *tallies, *device;   // device memory: of every chunk; the report being made
+  void      *tallies, *device;   // device memory: a tally per chunk; the report being made
   int64_t    tallies_bytes, device_bytes;
-  cuda_step_total *total;        // device memory [REPORTS], with the counter of sum_up behind them
+  cuda_step_total *total;        // device memory [REPORTS], followed by sum_up's counter
   report     reports[REPORTS];
   int64_t    tickets;            // given out so far
 } pass;
@@ -506,7 +515,7 @@ const cuda_step_total *cuda_total_of(int64_t ticket)
   return NULL;
 }
 
-/// A free report, if there is one none whose copy may still be under way.
+/// Returns a free report, preferring one with no copy in flight.
 static report *report_free(void)
 {
   report *found = NULL;
@@ -566,14 +575,14 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   return ENG_OK;
 }
 
-/// Starts a pass. *out: its report, busy from now on.
+/// Starts a pass. *out: its report, which is now busy.
 static eng_status launch(report **out, const param_span *spans, int n, unsigned needs,
                          tensor *const *loss, int n_loss)
 {
   report *r = report_free();
   if (!r)
     return error_set(ENG_ERR_STATE,
-                     "gradient statistics: %d passes are on their way; hint: fetch them", REPORTS);
+                     "gradient statistics: %d passes are in flight; hint: fetch them", REPORTS);
   ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
@@ -593,7 +602,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
     pass.total = total;
   }
-  r->ticket = ++pass.tickets;   // what was here is gone, whatever happens now
+  r->ticket = ++pass.tickets;   // the previous contents are lost, even if this pass fails
 
   const span_table *t = &pass.table;
   char *device = (char *)pass.device;
@@ -639,7 +648,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   return ENG_OK;
 }
 
-/// Waits for a report. What it is unpacked into is cleared meanwhile: with its histograms it is large.
+/// Waits for a report. Clears its destination meanwhile: with histograms it is large.
 static eng_status arrive(report *r, eng_tensor_stats *stats)
 {
   memset(stats, 0, (size_t)r->n * sizeof *stats);
@@ -647,7 +656,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  // those behind it met the same one
+  // later reports met the same fault
   for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }
@@ -670,7 +679,7 @@ static void unpack(eng_tensor_stats *stats, const report *r)
   }
 }
 
-/// Brings what a report holds; it is free again, whatever comes of it.
+/// Fetches a report's results and frees the report, even on an error.
 static eng_status fetch(report *r, eng_tensor_stats *stats, double *loss, int n_loss)
 {
   r->busy = false;
@@ -704,7 +713,7 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
   for (int i = 0; i < REPORTS && !r; i++)
     if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
   if (!r)
-    return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is on its way",
+    return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is in flight",
                      (long long)ticket);
   if (!stats || n != r->n || n_loss != r->n_loss) {
     r->busy = false;
@@ -712,7 +721,7 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
     if (!stats) return ENG_OK;
     return error_set(
       ENG_ERR_VALUE,
-      "gradient statistics: the pass is of %d tensors and %d losses, asked for %d and %d", r->n,
+      "gradient statistics: the pass has %d tensors and %d losses, asked for %d and %d", r->n,
       r->n_loss, n, n_loss);
   }
   return fetch(r, stats, loss, n_loss);

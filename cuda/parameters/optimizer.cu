@@ -1,11 +1,13 @@
-// The fused optimizer update, one launch over all parameters: gradient * factor, clamp, moments, f32 master, low-precision
-// weights. And its little sister, unscaling gradients into f32.
+// The fused optimizer update, one launch over all parameters: gradient * factor, clamp, moments,
+// f32 master weights, low-precision weights. Also unscaling gradients into f32.
 //
-// Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32 with one rounding an
-// operation, nothing fused (the build says so), IEEE division and square root.
+// Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32
+// with one rounding an operation, nothing fused (see the build flags), IEEE division and square
+// root.
 //
-// What changes from update to update (learning rate, factor, t) lies in a block of device memory, written from a pinned ring
-// before the launch. A lagged update decides on the card: `decide` reads the totals of its statistics, counts t, and gives the block its factor.
+// What changes between updates (learning rate, factor, t) is a block of device memory, written from
+// a pinned ring before the launch. A lagged update decides on the card: `decide` reads the totals
+// of its statistics, counts t, and sets the block's factor.
 #include "runtime/passes.h"
 #include "spans.h"
 
@@ -26,16 +28,17 @@ typedef struct rule {
   double  plain_lr, plain_beta1, plain_beta2;
 } rule;
 
-/// One update's numbers.
+/// The numbers of one update.
 typedef struct numbers {
-  // on gradients; a lagged update's still lacks the clip coefficient until `decide`
+  // for gradients; a lagged update's lacks the clip coefficient until `decide`
   double  factor;
   double  clip_norm;
   int64_t t;
-  float   limit;             // clamp gradients to +-limit; inf: no
+  float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  int32_t counter, fresh;    // lagged: which counter of updates, and whether it starts at t
+  // lagged: the index of the update counter, and whether it restarts at t
+  int32_t counter, fresh;
 } numbers;
 
 enum { NUMBERS = (sizeof(numbers) + 15) / 16 * 16 };
@@ -47,8 +50,9 @@ __device__ static inline const rule *rules_of(const numbers *u)
 
 // ------------------------------------------------------------------ elements
 
-/// Multiplication by a double factor in f32. Where the factor is a subnormal f32 or beyond f32, it comes in two steps, the
-/// first of them an exact power of two: the product may be in range all the same.
+/// Multiplication by a double factor in f32. A factor that is subnormal in f32 or beyond it is
+/// applied in two steps, the first an exact power of two, because the product may still be in
+/// range.
 struct scaling { float first, second; };
 
 __device__ static inline scaling scaling_of(double factor)
@@ -68,7 +72,8 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
-/// One element: weight w, gradient g, moments m and v. `momentum`: SGD keeps one; `starts`: it begins as this gradient.
+/// One element: weight w, gradient g, moments m and v. `momentum`: SGD has one; `starts`: it begins
+/// as this gradient.
 template <int LOOP>
 __device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts,
                                       float &w, float g, float &m, float &v)
@@ -110,8 +115,8 @@ __device__ static inline void store_one(void *p, int dtype, int i, float x)
   else narrow(((bf16_t *)p)[i], x);
 }
 
-/// Four elements as they lie in memory. Loading and widening are apart, so that all loads are on their way before the first is
-/// waited for.
+/// Four elements as stored in memory. Loading and widening are separate, so all loads are in flight
+/// before the first wait.
 __device__ static inline uint4 load_raw(const void *p, int dtype, int quad)
 {
   if (dtype == ENG_f32) return ((const uint4 *)p)[quad];
@@ -160,7 +165,7 @@ __device__ static inline void store_quad(void *p, int dtype, int quad, const flo
 
 enum { BATCH = 2 };   // quads of a thread in flight
 
-/// The block's piece of a tensor, its arrays moved to where the piece begins.
+/// The block's piece of a tensor, with arrays offset to the piece.
 struct piece {
   float *master;
   char  *shadow, *gradient, *moment1, *moment2;
@@ -205,7 +210,8 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
     uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
-      int quad = min(first + k * SPAN_THREADS, p.quads - 1);   // past the end: read, not written
+      // past the end: read, but not written
+      int quad = min(first + k * SPAN_THREADS, p.quads - 1);
       g[k] = load_raw(p.gradient, p.gradient_dtype, quad);
       w[k] = load_raw(p.master, ENG_f32, quad);
       m[k] = has_m ? load_raw(p.moment1, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
@@ -241,7 +247,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
   }
 }
 
-/// A lagged update: whether to go, with what factor, and which t it is. One block.
+/// Decides a lagged update: whether to apply it, with what factor, and which t it is. One block.
 __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t *counters)
 {
   __shared__ int64_t t;
@@ -301,7 +307,7 @@ static struct {
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
   pinned_ring ring;
-  // device memory [ENG_UPDATE_SLOTS], and an int behind them: found_inf
+  // device memory [ENG_UPDATE_SLOTS], followed by an int, found_inf
   int64_t    *counters;
   int        *found;                 // pinned
 } pass;
@@ -371,7 +377,7 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
   return ENG_OK;
 }
 
-/// Brings this update's numbers, and the table where it changed, to the card.
+/// Sends this update's numbers, and the table if it changed, to the card.
 static eng_status prepare(const param_span *spans, int n, const eng_update *update)
 {
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
@@ -403,9 +409,8 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
 {
   const cuda_step_total *total = cuda_total_of(update->statistics);
   if (update->lagged && !total)
-    return error_set(
-      ENG_ERR_STATE,
-      "optimize: a lagged update decides by gradient statistics, and there are none");
+    return error_set(ENG_ERR_STATE,
+                     "optimize: a lagged update needs gradient statistics, and this step has none");
   ENG_TRY(prepare(spans, n, update));
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
   numbers *u = (numbers *)pass.numbers;

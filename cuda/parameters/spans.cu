@@ -1,5 +1,4 @@
-// Tables and rings of the passes over all parameters. See spans.h.
-// Owns nothing of its own: tables belong to the passes.
+// Tables and rings for the passes over all parameters; see spans.h. The passes own them.
 #include "spans.h"
 #include "runtime/passes.h"
 
@@ -80,7 +79,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
 {
   ENG_TRY(table_room(table, n));
   int64_t chunks = 0;
-  memset(table->fresh, 0, (size_t)n * sizeof *table->fresh);   // the padding is compared, too
+  memset(table->fresh, 0, (size_t)n * sizeof *table->fresh);   // memcmp sees the padding too
   for (int k = 0; k < n; k++) {
     const param_span *s = &spans[k];
     device_span *d = &table->fresh[k];
@@ -110,7 +109,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
   int64_t spans_bytes = n * (int64_t)sizeof(device_span),
           bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
   void *memory = table->span, *slot;
-  table->n = -1;   // until all of it is there
+  table->n = -1;   // until the table is complete
   eng_status grown = device_grow(&memory, &table->bytes, bytes);
   table->span = (device_span *)memory;
   ENG_TRY(grown);

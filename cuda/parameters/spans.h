@@ -1,12 +1,14 @@
-// What the passes over all parameters share: a table of the parameters in device memory, cut into chunks, and rings of
-// pinned memory through which numbers travel to the card without a wait. Used by gradstats.cu and optimizer.cu.
+// Shared by the passes over all parameters: a table of the parameters in device memory, cut into
+// chunks, and rings of pinned memory through which numbers reach the card without a wait. Used by
+// gradstats.cu and optimizer.cu.
 #ifndef ENG_CUDA_SPANS_H
 #define ENG_CUDA_SPANS_H
 
 #include "runtime/device.h"
 
 enum {
-  // elements that one block works on: the cut depends on the tensors alone, so sums have one order on every card
+  // elements that one block works on. Tensors alone determine the cut, so sums have one order on
+  // every card
   SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
   RING_SLOTS = 4,
@@ -14,16 +16,17 @@ enum {
 
 /// A param_span as kernels see it.
 typedef struct device_span {
-  float   *master;               // the target, when gradients are unscaled
+  float   *master;               // master weights; or the target when gradients are unscaled
   void    *shadow, *gradient, *moment1, *moment2;
   int64_t  count;
   double   scale;
   int32_t  shadow_dtype, gradient_dtype, moment_dtype, group, starts;
-  int32_t  aligned;              // every array begins on 16 bytes
+  int32_t  aligned;              // every array is 16-byte aligned
   int32_t  first_chunk, chunks;
 } device_span;
 
-/// Pinned memory for what the host writes and the card reads a little later. A slot is written again when its last copy is over.
+/// Pinned memory that the host writes and the card reads a little later. A slot is reused once its
+/// last copy is done.
 typedef struct pinned_ring {
   void       *slot[RING_SLOTS];
   cudaEvent_t sent[RING_SLOTS];
@@ -33,25 +36,27 @@ typedef struct pinned_ring {
 
 /// The next slot, with room for `bytes`. Waits only when the card is RING_SLOTS copies behind.
 eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
-/// Copies the slot that was taken last to `to`, in stream order.
+/// Copies the last slot taken to `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
 
-/// A pass's table, in device memory: span[n], then chunk[chunks], the index of the span each chunk belongs to.
+/// A pass's table in device memory: span[n], then chunk[chunks], the span index of each chunk.
 typedef struct span_table {
   device_span *span;             // device memory
   int32_t     *chunk;
   int          n;
   int64_t      chunks;
-  device_span *known, *fresh;    // host memory: what the card has, what it shall have
+  device_span *known, *fresh;    // host memory: what the card has, what it should have
   int          capacity;         // of those two
   int64_t      bytes;            // of the device memory
   pinned_ring  ring;
 } span_table;
 
-/// Brings the table up to date; copies only when something changed. `target`: where unscaled gradients go, or NULL.
+/// Brings the table up to date; copies only when something changed. `target`: where unscaled
+/// gradients go, or NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
-/// Device memory for a purpose of its own, that grows to `bytes` (and a quarter more); its contents are lost when it grows.
+/// Grows a piece of device memory to `bytes` (and a quarter more); its contents are lost when it
+/// grows.
 eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);
 
 #endif

@@ -1,7 +1,8 @@
-// Copies with a change of format or layout: cast, contiguous, concat. Any strides on both sides (an output handed in by
-// eng_copy may be a view). Elements of one format are moved as bits, in units of up to 16 bytes where rows lie well (heads
-// brought before positions, slices); sources that run along another dimension go through tiles in shared memory, so that
-// both sides see whole lines. Among f32, f16 and bf16 elements are rounded to nearest even; other pairs go one by one.
+// Copies with a change of format or layout: cast, contiguous, concat. Both sides may have any
+// strides (eng_copy may pass a view as output). Elements of one format move as bits, in units of up
+// to 16 bytes where rows allow (heads moved before positions, slices). Sources contiguous along
+// another dimension go through tiles in shared memory, so both sides access whole lines.
+// Conversions among f32, f16 and bf16 round to nearest even; other pairs are converted one by one.
 // Called through the device's table.
 #include "kernel/map.h"
 
@@ -9,7 +10,7 @@ extern "C" {
 #include "base/rng.h"
 }
 
-// ------------------------------------------------------------------ units side by side
+// ------------------------------------------------------------------ rows in units
 
 template <typename Unit>
 static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
@@ -36,7 +37,7 @@ template <typename Unit> static void move_launch(const walk<2> &w)
   });
 }
 
-// Rows in the largest units that divide them: a walk whose elements are units.
+// Copies rows in the largest units that divide them: a walk whose elements are units.
 static eng_status move(walk<2> w)
 {
   int size = eng_dtype_size(w.dtype[0]), unit = size;
@@ -64,7 +65,7 @@ static eng_status move(walk<2> w)
 
 // ------------------------------------------------------------------ tiles
 
-/// The source runs along dimension `down` of the walk, the target along dimension 0.
+/// The source is contiguous along dimension `down` of the walk, the target along dimension 0.
 struct turn { int down; uint32_t across_tiles, down_tiles; };
 
 /// Where a block's tile begins: along both dimensions, and in both tensors.
@@ -72,7 +73,7 @@ struct turn_place { int64_t across, down, to, from; };
 
 __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
 {
-  // blocks are fewer than 2^31: 64-bit division is slow
+  // fewer than 2^31 blocks: 64-bit division is slow
   uint32_t rest = blockIdx.x, tile = rest / t.across_tiles;
   turn_place p;
   p.across = (int64_t)(rest - tile * t.across_tiles) * side;
@@ -124,8 +125,9 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
         ((To *)w.data[0])[p.to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
 }
 
-// Elements of 2 bytes in pairs: a thread turns squares of 2 x 2, so that memory is met in words. Tile: 32 x 32 squares; the words
-// of the target's even rows, then those of its odd ones.
+// Elements of 2 bytes in pairs: a thread transposes squares of 2 x 2, so memory is accessed in
+// words. A tile has 32 x 32 squares; the words of the target's even rows come first, then those of
+// its odd rows.
 static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w, const turn t)
 {
   __shared__ uint32_t tile[2][32][33];
@@ -174,7 +176,7 @@ template <typename To, typename From> static void turn_launch(const walk<2> &w, 
   constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
   turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE),
             (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
-  // below 2^31 for what fits a card
+  // below 2^31 for anything that fits on a card
   int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
   if constexpr (SIDE == 64 && sizeof(To) == 2 && sizeof(From) == 2) {
     if (w.dtype[0] == w.dtype[1] && turns_in_pairs(w, down)) {
@@ -210,7 +212,7 @@ static void turn_over(const walk<2> &w, int down)
   }
 }
 
-// The dimension along which the source runs, where tiles pay; else 0.
+// The dimension along which the source is contiguous, where tiles pay off; else 0.
 static int turned_dimension(const walk<2> &w)
 {
   if (w.stride[0][0] != 1 || w.stride[1][0] == 1 || w.stride[1][0] == 0 || w.shape[0] < 8) return 0;
@@ -229,7 +231,8 @@ struct copy_rule {
   }
 };
 
-// FP8 is copied and cast alone, so nobody else's kernels know it; overflow goes to Inf, or NaN where there is none (core/base/fp8.h).
+// FP8 is only copied and cast, and only here. Overflow becomes Inf, or NaN in formats without Inf
+// (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
 ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
@@ -238,7 +241,7 @@ ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
   return dtype == ENG_e4m3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
 }
 
-/// A number of any format on its way to FP8.
+/// A number of any format as a double, to be converted to FP8.
 ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);
@@ -282,7 +285,7 @@ static eng_status copy(const tensor *y, const tensor *x)
   return ENG_OK;
 }
 
-/// To FP8, saturating or by chance.
+/// To FP8, saturating or with stochastic rounding.
 struct mode_body {
   int mode;
   uint64_t seed, counter;

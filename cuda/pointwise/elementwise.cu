@@ -1,10 +1,10 @@
-// Arithmetic, comparisons, where, affine, powers, clamp: element by element, any strides and broadcasting. f32, f16 and bf16
-// compute in f32 (map.h), f64 and integers in double and int64, one element a thread.
-// Called through the device's table.
+// Arithmetic, comparisons, where, affine, powers and clamp: elementwise, with any strides and
+// broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64, one
+// element a thread. Called through the device's table.
 //
 //   maximum, minimum   a NaN on either side gives NaN; of equal ones (-0, +0) the first
 //   clamp              NaN stays
-//   integers           wrap; affine with whole-numbered factors is exact, else it goes through double
+//   integers           wrap; affine with integral factors is exact, else it goes through double
 #include "kernel/map.h"
 
 // ------------------------------------------------------------------ two inputs
@@ -31,7 +31,7 @@ struct binary_rule {
   { binary_floats(op, y[0], x[0], x[1]); }
 };
 
-struct quotient_rule {   // apart: a division takes many registers
+struct quotient_rule {   // separate: a division takes many registers
   template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
   {
 #pragma unroll
@@ -166,7 +166,7 @@ __device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner
   return p;
 }
 
-// y, condition, a, b: bits are moved, whatever they mean.
+// y, condition, a, b: moves bits of any format.
 template <typename T, int V>
 static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
 {
@@ -228,7 +228,7 @@ extern "C" eng_status cuda_where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and numbers
 
-// A double that f32 cannot hold, not even roughly.
+// A double outside the range of f32.
 static bool beyond_f32(double x)
 {
   double magnitude = x < 0 ? -x : x;
@@ -300,7 +300,7 @@ extern "C" eng_status cuda_clamp(const op_call *call)
   return map<1, 1>(call, number_rule{ENG_OP_clamp, (float)call->floats[0], (float)call->floats[1]});
 }
 
-// The exponents that people use need no pow. As pow does it: -0 and -inf to the 1/2 are +0 and +inf.
+// Common exponents need no pow. As with pow, -0 and -inf to the power 1/2 are +0 and +inf.
 __device__ static float root(float x) { return x == -INFINITY ? INFINITY : sqrtf(x) + 0.0f; }
 
 struct power_rule {

@@ -1,7 +1,7 @@
-// Rotary position embedding: pairs of features of x [B x T x H x D] turn by an angle that grows with the position. Angles,
-// cosines and sines are made in double, once per position and pair, into a table of f32; rotations are in f32. f64 does all
-// of it in double, pair by pair.
-// Called through the device's table.
+// Rotary position embedding: rotates pairs of features of x [B x T x H x D] by an angle that grows
+// with the position. Angles, cosines and sines are computed in double, once per position and pair,
+// into a table of f32; rotations are in f32. For f64 everything is in double, pair by pair. Called
+// through the device's table.
 #include "kernel/map.h"
 
 /// Angle of pair i at row t.
@@ -16,7 +16,7 @@ struct rope_angle {
   }
 };
 
-/// table [2 x T x D/2]: cosines, then sines that carry the direction.
+/// table [2 x T x D/2]: cosines, then sines with the sign of the direction.
 static __global__ void __launch_bounds__(128)
   table_kernel(float *table, rope_angle angle, int64_t count)
 {
@@ -28,9 +28,10 @@ static __global__ void __launch_bounds__(128)
   table[count + at] = (float)sine;
 }
 
-/// y, x, cosines; V pairs a thread, that lie in two runs of V elements of x: members apart, or (a, b) by (a, b).
+/// y, x, cosines. A thread takes V pairs, in two runs of V elements of x: halves apart, or
+/// interleaved pairs (a, b).
 template <int V> struct rotate_body {
-  // from the first run to the second in y and x; from the cosines to the sines
+  // distances: from the first run to the second in y and x; from the cosines to the sines
   int64_t apart, x_apart, sines;
   bool    neighbours;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -47,7 +48,7 @@ template <int V> struct rotate_body {
     bool side_by_side = neighbours && V > 1;
 #pragma unroll
     for (int v = 0; v < V; v++) {
-      int k = 2 * v;   // of the 2V elements in order
+      int k = 2 * v;   // among the 2V elements in order
       a[v] = side_by_side ? (k < V ? p[k % V] : q[k % V]) : p[v];
       b[v] = side_by_side ? (k + 1 < V ? p[(k + 1) % V] : q[(k + 1) % V]) : q[v];
     }

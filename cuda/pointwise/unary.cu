@@ -1,9 +1,10 @@
-// Elementwise functions of one input, their derivatives, swiglu, dropout. f32, f16 and bf16 compute in f32 (map.h), f64 and
-// integers in double and int64, one element a thread; so do sin and cos, which nobody needs fast.
+// Elementwise functions of one input, their derivatives, swiglu and dropout. f32, f16 and bf16
+// compute in f32 (map.h); f64, integers, sin and cos in double and int64, one element a thread.
 // Called through the device's table.
 //
 //   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
-//   gelu, silu  forward as the formula says: NaN at -inf (-inf * 0), as in PyTorch; their slopes at infinite x are 0 and 1
+//   gelu, silu  forward as in the formula: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
+//               infinite x are 0 and 1
 //   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
 //   dropout     a dropped element is 0, NaN and Inf included
 #include "kernel/map.h"
@@ -19,7 +20,7 @@ extern "C" {
 __device__ static inline float softplus(float x)
 { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
 
-/// x held within +-bound; NaN stays.
+/// x clamped to +-bound; NaN stays.
 __device__ static inline float held(float x, float bound)
 { return x > bound ? bound : x < -bound ? -bound : x; }
 
@@ -30,8 +31,8 @@ __device__ static inline float gelu_tanh(float x)
   return x * sigmoid(v);
 }
 
-// For results of 16 bits: relative errors of about 1e-6, next to their 2e-3 (bf16) and 2e-4 (f16). Results below 2^-126 |x|
-// (x below -10) come out as 0.
+// For 16-bit results: relative errors of about 1e-6, against the formats' 2e-3 (bf16) and 2e-4
+// (f16). Results below 2^-126 |x| (x below -10) become 0.
 
 /// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3), square being x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)
@@ -91,7 +92,8 @@ struct unary_rule {
   { unary_low(op, y[0], x[0]); }
 };
 
-/// One operation alone, for those that models spend time in: a kernel of many formulas takes the registers of the longest.
+/// One operation alone, for those that models spend time in. A kernel of many formulas would need
+/// the registers of the longest.
 template <int OP> struct unary_of {
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
@@ -279,7 +281,7 @@ struct unary_body {
   int op;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    // what integers know, too
+    // operations that also exist for integers
     bool keeps = op == ENG_OP_neg || op == ENG_OP_abs || op == ENG_OP_relu;
     if (keeps && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
       int64_t x = load_int(w.data[1], w.dtype[1], at[1]), minus = (int64_t)(0 - (uint64_t)x);
@@ -420,7 +422,8 @@ extern "C" eng_status cuda_swiglu_grad(const op_call *call)
 
 // ------------------------------------------------------------------ dropout
 
-/// Element i, counted in row-major order, takes word i % 4 of the Philox block counter + i / 4; words below `least` << 8 drop.
+/// Element i in row-major order takes word i % 4 of Philox block counter + i / 4; words below
+/// `least` << 8 drop the element.
 struct dropout_mask {
   uint64_t seed, counter;
   uint32_t least;    // of 2^24
@@ -488,7 +491,7 @@ extern "C" eng_status cuda_dropout(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   double p = call->floats[0], least = p * 0x1p24;
   dropout_mask mask = {rng_seed(), (uint64_t)call->ints[0], (uint32_t)least};
-  // a word >> 8 over 2^24 that is at least p, in integers
+  // (word >> 8) / 2^24 >= p, in integers
   if ((double)mask.least < least) mask.least++;
   bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
   if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {

@@ -1,12 +1,15 @@
-// The operation fp8_matmul on the card. The accumulator `hopper` in the arrangements that cuBLASLt knows (gemm_fp8.h) runs on the
-// tensor cores themselves, on Hopper; everything else, and every card without them, gets the same numbers from the formula
-// (fp8_plain.cu), slowly. ENGINE_FP8_FORMULA=1 takes the formula always, to compare.
+// The operation fp8_matmul on the card. The accumulator `hopper`, in the arrangements that cuBLASLt
+// knows (gemm_fp8.h), runs on Hopper's tensor cores. Everything else, and every other card, gets
+// the same numbers slowly from the formula (fp8_plain.cu). ENGINE_FP8_FORMULA=1 always takes the
+// formula, for comparison.
 //
-// Which accumulators are the tensor cores': scales by block start anew every 128 steps, so any promotion of 128 or more, or none,
-// is one thing; with scales by tensor or by row, promotion every 128 is cuBLASLt's ordinary way and none its fast one.
+// The tensor cores' accumulators: scales by block start a new sum every 128 steps, so no promotion
+// and any promotion of 128 or more are the same. With scales by tensor or by row, promotion every
+// 128 is cuBLASLt's ordinary mode, and no promotion its fast one.
 //
-// Tensor cores want both factors with K contiguous, sizes in multiples of 16, scales laid out for that: what is given
-// otherwise (a transposed factor, a ragged edge) is copied into scratch memory first, with zeros around.
+// Tensor cores need both factors with K contiguous, sizes in multiples of 16, and matching scale
+// layouts. Other factors (transposed, ragged edges) are first copied into scratch memory, padded
+// with zeros.
 #include "runtime/device.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_fp8.h"
@@ -33,7 +36,7 @@ static void give_all(scratch *s)
   }
 }
 
-/// An fp8_scaling for blocks of a factor [outer x K], or -1.
+/// The fp8_scaling for a factor's blocks [outer x K], or -1.
 static int scaling_of(int64_t outer_block, int64_t k_block)
 {
   if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
@@ -43,7 +46,8 @@ static int scaling_of(int64_t outer_block, int64_t k_block)
   return -1;
 }
 
-/// A matrix of [outer x k] elements at these strides, copied to `to`, its rows `to_outer` and its elements `to_k` apart.
+/// Copies a matrix of [outer x k] elements with these strides to `to`, with rows `to_outer` and
+/// elements `to_k` apart.
 static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from,
                        int64_t from_outer, int64_t from_k, int64_t outer, int64_t k, int dtype)
 {
@@ -71,7 +75,7 @@ static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 
 static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
 
-/// A factor, given as [outer x K] (along_k) or [K x outer], as the tensor cores want it.
+/// Prepares a factor, given as [outer x K] (along_k) or [K x outer], for the tensor cores.
 static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
                           int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
 {
@@ -119,7 +123,7 @@ int cuda_fp8(void)
   return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
 }
 
-/// Whether the tensor cores compute just this; `fast`: without promotions.
+/// Whether the tensor cores compute exactly this; `fast`: without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];

@@ -1,5 +1,6 @@
-// fp8_matmul by the scalar formulas of core/fp8*.h, for any blocks, layouts and accumulators, on any card: the same bits as the
-// reference. Slow beside tensor cores (a laboratory, and what they are compared with). Called by fp8_matmul.c.
+// fp8_matmul by the scalar formulas of core/base/fp8*.h: any blocks, layouts and accumulators, any
+// card, the same bits as the reference. Slow beside tensor cores; a laboratory, and what they are
+// compared with. Called by fp8_matmul.c.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -11,10 +12,10 @@ extern "C" {
 
 namespace {
 
-// a block of 16 x 16 threads makes as many elements, STEP of K at a time
+// a block of 16 x 16 threads computes as many elements, STEP of K at a time
 enum { SIDE = 16, STEP = HOPPER_GROUP };
 
-/// A matrix as the product sees it: element (i, k), whether or not it is given transposed.
+/// A matrix as the product sees it: element (i, k), transposed or not.
 struct operand {
   const uint8_t *data;
   const float   *scale;
@@ -26,7 +27,7 @@ struct operand {
 
 struct product {
   operand a, b;
-  int64_t m, n, k, stretch, promotion;    // stretch of K with constant scales
+  int64_t m, n, k, stretch, promotion;    // steps of K with constant scales
   bool    b_first, adds;
   void   *y;
   int     y_dtype, bias_dtype;
@@ -39,12 +40,12 @@ __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
   return x.scale[i / x.i_block * x.i_scale + k / x.k_block * x.k_scale];
 }
 
-/// Codes of 16 rows of an operand from step k on, zeros (which no accumulator sees) outside.
+/// Codes of 16 rows of an operand from step k on; zeros outside, which no accumulator sees.
 __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows,
                              int64_t first, int64_t k, int steps)
 {
   for (int t = threadIdx.y * SIDE + threadIdx.x; t < SIDE * STEP; t += SIDE * SIDE) {
-    const bool along_k = x.k_stride == 1;   // neighbours in memory to neighbouring threads
+    const bool along_k = x.k_stride == 1;   // neighbouring threads read neighbours in memory
     const int i = along_k ? t / STEP : t % SIDE, j = along_k ? t % STEP : t / SIDE;
     tile[i][j] =
       first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
   }
 }
 
-/// along_k: the second dimension, as given, is the one summed over.
+/// along_k: the given second dimension is the one summed over.
 operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                    int64_t block_columns)
 {

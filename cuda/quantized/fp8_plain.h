@@ -7,7 +7,7 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// The operation as ops.def has it, every accumulator, bit for bit as the reference.
+/// The operation as in ops.def, every accumulator, bit for bit as the reference.
 eng_status fp8_plain(const op_call *call);
 
 #ifdef __cplusplus

@@ -1,15 +1,18 @@
-// FP8: quantize, with the transposed copy of the same read, swiglu_quantize and dequantize; bit-equal to core/cpu/reference_fp8.c.
+// FP8: quantize (with the transposed copy from the same read), swiglu_quantize and dequantize;
+// bit-equal to core/cpu/reference_fp8.c.
 //
-// A block of threads takes tile after tile of 128 x 128 numbers, 8 x 8 a thread, and writes its codes in both directions, the turned
-// ones by way of shared memory; the next tile is on its way meanwhile (cp.async: 96 KiB a multiprocessor). Quotients are found by two
-// products that enclose them; where their codes differ the thread divides. Where scale blocks fit the tile (1 x 128, 128 x 1,
-// 128 x 128) the tile finds their largest magnitudes itself: x is read once. For all others a first pass finds them by integer maxima,
-// which know no order; a factor that is given (delayed scaling) needs none. Stochastic rounding, rows of no multiple of 8 numbers,
-// f64, and blocks that are neither whole sides nor those of a tile, go number by number. Everything is seen in the coordinates of x:
-// the blocks of the transposed copy are given with rows and columns exchanged.
+// A block of threads processes tiles of 128 x 128 numbers, 8 x 8 a thread, and writes codes in both
+// directions, the transposed ones by way of shared memory. Meanwhile the next tile loads (cp.async:
+// 96 KiB a multiprocessor). Two products enclose each quotient; where their codes differ, the
+// thread divides. Where scale blocks fit the tile (1 x 128, 128 x 1, 128 x 128), the tile finds
+// their largest magnitudes itself, so x is read once. For other blocks a first pass finds these by
+// integer maxima, which are independent of order; a given factor (delayed scaling) needs no such
+// pass. Stochastic rounding, rows whose length is no multiple of 8, f64, and blocks that are
+// neither whole sides nor those of a tile go number by number. All coordinates are those of x:
+// blocks of the transposed copy are given with rows and columns exchanged.
 //
-// swiglu_quantize in bf16 and f16: both tiles are on their way and silu(gate) * up is made of them in registers, where x is read once. All
-// else makes silu(gate) * up in scratch memory first.
+// swiglu_quantize in bf16 and f16 loads both tiles and computes silu(gate) * up in registers where
+// x is read once. In all other cases silu(gate) * up goes to scratch memory first.
 #include "quantize_tiles.h"
 
 extern "C" op_kernel cuda_swiglu;   // unary.cu
@@ -18,12 +21,12 @@ extern "C" op_kernel cuda_swiglu;   // unary.cu
 
 enum {
   STRIP = 64,
-  AHEAD = 4 /* rows on their way */,
+  AHEAD = 4 /* rows in flight */,
   MAXIMA_COLUMNS = 32 * EIGHT,
   MAXIMA_ROWS = THREADS / 32 * STRIP
 };
 
-/// A thread's maxima of eight columns into those of the blocks of its row, and from then on anew.
+/// Merges a thread's maxima of eight columns into those of its row's blocks, then resets them.
 template <typename T>
 __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int64_t c, int there,
                                            int64_t column_block, bool whole_rows)
@@ -48,7 +51,8 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
   for (int i = 0; i < eight<T>::WORDS; i++) top.w[i] = 0;
 }
 
-/// The largest magnitudes of all blocks, whose bits begin as 0; NaN is left out unless `nans`. A warp goes down STRIP rows of 256 columns.
+/// The largest magnitudes of all blocks; their bits begin as 0, and NaN is ignored unless `nans`. A
+/// warp goes down STRIP rows of 256 columns.
 template <typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
@@ -110,7 +114,8 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   atomicMax(maxima, all);
 }
 
-/// Factors, and the scales of one side, from maxima; one thread a block. The other side's scales too where its blocks are the same.
+/// Factors, and the scales of one side, from maxima; one thread a block. Also the other side's
+/// scales when its blocks are the same.
 __global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both,
                                    scaling_rule rule)
 {
@@ -125,7 +130,7 @@ __global__ static void make_scales(const uint32_t *maxima, side s, side other, b
 
 // ------------------------------------------------------------------ number by number
 
-/// Four codes (e5m6: eight) of one output in its own order. `turned`: that of the transposed copy.
+/// Four codes (e5m6: eight) of one output in its own order. `turned`: of the transposed copy.
 template <typename T, int E, bool RANDOM> __global__ static void __launch_bounds__(THREADS)
 quantize_numbers(const T *x, const job p, bool turned)
 {
@@ -160,7 +165,7 @@ quantize_numbers(const T *x, const job p, bool turned)
   if (E == 6 && first < count) put_e5m6((uint32_t *)s.q + first / 8 * 3, y);
 }
 
-/// The largest magnitude of all, NaN when there is one.
+/// The largest magnitude of all; NaN if x contains one.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 whole_amax(const T *x, int64_t count, uint32_t *amax)
 {
@@ -176,7 +181,7 @@ whole_amax(const T *x, int64_t count, uint32_t *amax)
 
 static int64_t grid(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-/// The tile finds factors of these blocks by itself.
+/// Whether a tile finds the factors of these blocks itself.
 static bool fits_tile(int64_t row_block, int64_t column_block)
 {
   return (row_block == TILE && column_block == TILE) || (row_block == 1 && column_block == TILE) ||
@@ -192,7 +197,7 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
   return BY_BLOCK;
 }
 
-/// A side of x [rows x columns]; block sizes as the call has them, for the output as it lies.
+/// A side of x [rows x columns]. Block sizes are the call's, for the output as stored.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
   fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], turned ? columns : rows,
@@ -289,7 +294,7 @@ template <typename T> static eng_status quantize(const op_call *call, job *p, ui
   return write_codes<T, 6>(x, p, false);
 }
 
-/// What is to be done, before anything is.
+/// Describes the whole job before anything is launched.
 static job job_of(const op_call *call)
 {
   const tensor *x = call->in[0];
@@ -324,7 +329,7 @@ static job job_of(const op_call *call)
   return p;
 }
 
-/// The tiles find all factors.
+/// Whether the tiles find all factors.
 static bool finds_factors(const op_call *call, const job *p)
 {
   return p->tiles && fits_tile(p->own.row_block, p->own.column_block) && call->ints[1] &&
@@ -414,7 +419,7 @@ struct unscaling {
 template <typename T> __device__ static inline void put(T &y, float x) { narrow(y, x); }
 template <> __device__ inline void put<double>(double &y, float x)     { y = (double)x; }
 
-/// Eight neighbours of a row a thread.
+/// Each thread takes eight neighbours of a row.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p)
 {

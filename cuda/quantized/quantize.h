@@ -1,5 +1,5 @@
-// What the kernels of quantize.cu share: the two sides of a call and how their scales lie, codes, and eight numbers of a row as a
-// thread holds them.
+// Shared by the kernels of quantize.cu: the two sides of a call and the layout of their scales,
+// codes, and eight numbers of a row in a thread's registers.
 #ifndef ENG_CUDA_QUANTIZE_H
 #define ENG_CUDA_QUANTIZE_H
 
@@ -26,19 +26,21 @@ enum { LANES = TILE / EIGHT /* threads of a row */, THREADS = 256 /* of all othe
 /// How scale factors vary within a tile.
 enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 
-/// One of the two outputs, in the coordinates of x: block (i, j) covers row_block x column_block of x.
+/// One of the two outputs, in the coordinates of x: block (i, j) covers row_block x column_block of
+/// x.
 struct side {
   void    *q;                          // NULL: not wanted
   float   *scale;                      // of block (i, j): scale[i * row_stride + j * column_stride]
-  // of block (i, j): factor[i * across + j]; NULL: the tile finds it by itself
+  // of block (i, j): factor[i * across + j]; NULL: the tile computes it
   float   *factor;
-  int64_t  row_block, column_block, down, across;   // sizes, and how many blocks there are
+  // block sizes, and the number of blocks each way
+  int64_t  row_block, column_block, down, across;
   int64_t  row_stride, column_stride;
-  int64_t  random;                     // Philox block of its first element
+  int64_t  random;                     // Philox block of the first element
   int      how;
 };
 
-/// From a largest magnitude to a scale.
+/// How a largest magnitude becomes a scale.
 struct scaling_rule {
   const float *given;                  // the factor, or NULL
   float   largest, eps, limit;
@@ -47,17 +49,17 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
-  // of tiles alone: x is a gate, silu(x) * up rounded to its format goes into the codes
+  // for tiles only: x is a gate; the codes are of silu(x) * up, rounded to x's format
   const void *up;
   scaling_rule rule;
   int64_t rows, columns;
-  // bits of the largest magnitude, NaN when there is one; NULL: not wanted
+  // bits of the largest magnitude, NaN when the input contains one; NULL: not wanted
   uint32_t *amax;
   uint64_t seed;
-  int     wide;                        // eight numbers of x at a time, from 16-byte places
-  int     turned_wide;                 // rows of the transposed copy begin on 16 bytes
-  int     tiles;                       // it goes by tiles
-  unsigned across;                     // tiles of a row
+  int     wide;                        // reads eight numbers of x at a time, 16-byte aligned
+  int     turned_wide;                 // rows of the transposed copy are 16-byte aligned
+  int     tiles;                       // goes by tiles
+  unsigned across;                     // tiles in a row of tiles
   int     height, width;               // rows and columns again
   int     same;                        // the transposed copy has the same bytes
 };
@@ -71,7 +73,7 @@ __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
-/// The bits of |x| as maxima count them: NaN is left out but by the rule that makes its block NaN.
+/// The bits of |x| for maxima: ignores NaN, except under the rule by which it makes its block NaN.
 __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -99,7 +101,8 @@ __device__ static inline float scaled(float x, float factor, int divides)
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
 
-/// e5m6_from_f32, saturating, without its detour through double: the rule of fp8_code_f32 holds for any fraction.
+/// e5m6_from_f32, saturating, without the detour through double: the rule of fp8_code_f32 works for
+/// any fraction.
 __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
@@ -127,13 +130,14 @@ __device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
 
 // ------------------------------------------------------------------ eight numbers
 
-/// Eight neighbours of a row as they lie in memory: pairs of 16 bits, or f32, which f64 is rounded to.
+/// Eight neighbours of a row as words in memory: pairs of 16 bits, or f32 (f64 is rounded to f32).
 template <typename T> struct eight {
   enum { WORDS = sizeof(T) == 2 ? 4 : 8, EACH = EIGHT / WORDS };
   uint32_t w[WORDS];
 };
 
-/// Of the magnitudes in a word: their bits, their signs' places, and what lifts a NaN alone into these.
+/// Masks for the magnitudes in a word: their bits, their signs, and an addend that carries only a
+/// NaN into the sign.
 template <typename T>
 struct magnitudes {
   enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu };
@@ -147,7 +151,7 @@ struct magnitudes<f16_t> {
   enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x03FF03FFu };
 };
 
-/// From a 16-byte place (f32: two).
+/// Reads from a 16-byte aligned address (f32: two accesses).
 template <typename T> __device__ static inline void load_wide(eight<T> &v, const T *x)
 {
 #pragma unroll
@@ -165,7 +169,7 @@ template <> __device__ inline void load_wide<double>(eight<double> &v, const dou
   for (int k = 0; k < EIGHT; k++) v.w[k] = __float_as_uint((float)x[k]);
 }
 
-/// The first `there` of them from any place, zeros behind.
+/// The first `there` numbers from any address, zeros for the rest.
 template <typename T> __device__ static inline void load_some(eight<T> &v, const T *x, int there)
 {
 #pragma unroll
@@ -206,14 +210,14 @@ template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint3
 template <typename T>
 __device__ static inline bool some_nan(uint32_t magnitude)
 { return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
-/// Without those that are NaN.
+/// Without NaNs: these become 0.
 template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitude)
 {
   const uint32_t found = (magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs;
   return magnitude & ~(sizeof(T) == 2 ? (found >> 15) * 0xFFFFu : (uint32_t)((int32_t)found >> 31));
 }
 
-/// Magnitude h of a word as the bits of an f32, one for all NaN.
+/// Magnitude h of a word as the bits of an f32; every NaN becomes the same one.
 template <typename T> __device__ static inline uint32_t magnitude_bits(uint32_t word, int h)
 {
   const uint32_t a = __float_as_uint(number_of<T>(word, h)) & 0x7FFFFFFFu;

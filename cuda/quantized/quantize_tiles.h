@@ -1,4 +1,5 @@
-// quantize by tiles of 128 x 128: codes in both directions from one read. See quantize.cu, which alone includes this.
+// quantize by tiles of 128 x 128: codes in both directions from one read. Only quantize.cu includes
+// this; see there.
 #ifndef ENG_CUDA_QUANTIZE_TILES_H
 #define ENG_CUDA_QUANTIZE_TILES_H
 
@@ -7,33 +8,34 @@
 
 #include <cuda_pipeline.h>
 
-/// What a tile's threads share.
+/// What the threads of a tile share.
 struct shared_tile {
   uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
-  // of q and of its transposed copy: of rows or of columns
+  // of q and of its transposed copy; per row or per column
   alignas(16) float factor[2][TILE];
-  alignas(16) float low[2][TILE], high[2][TILE];          // next to its inverse, on either side
+  // the factor's inverse, rounded down and up
+  alignas(16) float low[2][TILE], high[2][TILE];
   // codes [column of x][rows of x], word w of column c at w ^ (c / 8 * 2)
   alignas(16) uint32_t turned[TILE][TILE / 4];
 };
 
-/// The place of a tile and of a thread in it.
+/// The place of a tile, and of a thread in it.
 struct tile_place {
   int down, across;                // which tile it is
   int first_row, first_column;     // the thread's, in the tile
-  // rows from the thread's first to the last; 0 where its columns are none
+  // rows from the thread's first to the last; 0 when its columns are outside
   int rows_there;
 };
-// Where tiles are taken, sides are below 2^31 - TILE.
+// Where tiles are used, sides are below 2^31 - TILE.
 __device__ static inline int row_of(const tile_place &at) { return at.down * TILE + at.first_row; }
 __device__ static inline int column_of(const tile_place &at)
 { return at.across * TILE + at.first_column; }
 __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 { return row_of(at) * (int64_t)p.width + column_of(at); }
 
-/// Factors of one side into shared memory: found here from the maxima, with the scale written out, or read. Threads 0 to 127 take
-/// the tile's rows, 128 to 255 its columns.
+/// Puts the factors of one side into shared memory: computed from the maxima (writing the scale),
+/// or read. Threads 0 to 127 take the tile's rows, 128 to 255 its columns.
 template <typename T>
 __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
@@ -69,8 +71,8 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   }
   t.factor[which][i] = factor;
   if (!p.rule.divides) return;
-  // Rounding is monotonic: x / factor lies between x * low and x * high. An inverse that is exact serves for both; a factor whose
-  // inverse may leave the normal numbers yields codes that never agree.
+  // Rounding is monotonic: x / factor lies between x * low and x * high. An exact inverse serves as
+  // both. A factor whose inverse may leave the normal range gets bounds whose codes never agree.
   const bool ordinary = factor >= 0x1p-100f && factor <= 0x1p100f;
   const float inverse = 1.0f / factor;
   const bool exact = fmaf(inverse, factor, -1.0f) == 0.0f;
@@ -79,7 +81,7 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
-/// Codes of four numbers, and where a quotient's are in doubt.
+/// Codes of four numbers, and a mask of those whose quotient is in doubt.
 template <int E, bool DIVIDES>
 __device__ static inline uint32_t four_codes(const float x[4], const float low[4],
                                              const float high[4], uint32_t &doubt)
@@ -90,7 +92,7 @@ __device__ static inline uint32_t four_codes(const float x[4], const float low[4
   return word;
 }
 
-/// Factors of four rows or columns, or four times that of one.
+/// Factors of four rows or columns, or four times the same one.
 template <bool ALL> __device__ static inline void load_factors(float f[4], const float *from)
 {
   const float4 four = ALL ? *(const float4 *)from : make_float4(*from, *from, *from, *from);
@@ -100,7 +102,7 @@ template <bool ALL> __device__ static inline void load_factors(float f[4], const
   f[3] = four.w;
 }
 
-/// The thread's codes: own rows to memory. COLUMNS: factors go by columns.
+/// Writes the codes of the thread's rows to memory. COLUMNS: factors go by columns.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
 __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
                                             const job &p, const tile_place &at)
@@ -125,13 +127,13 @@ __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T>
   return doubt;
 }
 
-/// Place of a thread's rows of a column in the transposed tile: two words.
+/// A thread's rows of a column in the transposed tile: two words.
 __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
 {
   return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
 }
 
-/// The thread's codes of the transposed copy, into shared memory.
+/// Puts the thread's codes of the transposed copy into shared memory.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
 __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN],
                                              const tile_place &at)
@@ -155,7 +157,7 @@ __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)
   return doubt;
 }
 
-/// Both once more, by true quotients, number by number: for the few threads that were in doubt.
+/// Redoes both by true division, number by number: for the few threads with quotients in doubt.
 template <typename T, int E>
 __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
                                          const tile_place &at)
@@ -182,12 +184,12 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
       continue;
     }
 #pragma unroll
-    // so that registers keep fixed numbers
+    // shifts, so that registers keep constant indices
     for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
 }
 
-/// The tile's part of the transposed copy: 16 bytes, rows of x, at a time.
+/// Writes the tile's part of the transposed copy: 16 bytes (rows of x) at a time.
 __device__ static inline void write_turned(const shared_tile &t, const job &p, const tile_place &at)
 {
   const int r0 = at.down * TILE, c0 = at.across * TILE;
@@ -211,8 +213,9 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
   }
 }
 
-/// The largest magnitudes of words so far, NaN above all or, BUT_NAN, not counted. Floats lose their signs in the instruction that compares
-/// them; as integers all magnitudes would wait in registers beside the numbers.
+/// The largest magnitudes of words so far; NaN counts as largest or, with BUT_NAN, is ignored. For
+/// floats the comparing instruction drops signs; as integers, all magnitudes would occupy registers
+/// beside the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
   float high = 0;
   __device__ void add(uint32_t word)
@@ -231,7 +234,7 @@ template <bool BUT_NAN> struct largest_of<f16_t, BUT_NAN> {
   }
   __device__ uint32_t found() const { return *(const uint32_t *)&high; }
 };
-/// bf16 keeps its sign there: so the largest number and the smallest.
+/// bf16's comparison keeps the sign, so this tracks the largest and the smallest number.
 template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
   __nv_bfloat162 high = {}, low = {};
   __device__ void add(uint32_t word)
@@ -247,7 +250,7 @@ template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
   }
 };
 
-/// Largest magnitudes of the thread's rows and columns; BUT_NAN: without NaN.
+/// Largest magnitudes of the thread's rows and columns; BUT_NAN: ignoring NaN.
 template <typename T, bool BUT_NAN>
 __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS],
                                         const eight<T> (&v)[DOWN])
@@ -267,7 +270,8 @@ __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column
   for (int i = 0; i < eight<T>::WORDS; i++) column[i] = down[i].found();
 }
 
-/// Maxima of the tile's rows, columns and warps into shared memory; the largest of all into p.amax.
+/// Puts maxima of the tile's rows, columns and warps into shared memory, and the largest of all
+/// into p.amax.
 template <typename T>
 __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOWN], const job &p,
                                          const tile_place &at)
@@ -292,7 +296,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
           make_uint4(column[i], column[i + 1], column[i + 2], column[i + 3]);
   }
   enum { PACKED = sizeof(T) == 2, N = PACKED ? DOWN / 2 : DOWN };
-  uint32_t tops[N];   // of rows 0 and 1, 2 and 3 and so on; or of one each
+  uint32_t tops[N];   // of rows 0 and 1, 2 and 3 and so on; or of single rows
 #pragma unroll
   for (int i = 0; i < N; i++) {
     if constexpr (PACKED)
@@ -317,7 +321,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
   const bool some = __any_sync(0xFFFFFFFFu, nan);
   if (lane != 0) return;
   if (some) all = 0x7FC00000u;
-  // most know at once that theirs is not the largest
+  // most warps see at once that theirs is not the largest
   if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);
 }
 
@@ -328,12 +332,12 @@ __device__ static inline tile_place place_of(unsigned tile, const job &p)
   at.across = (int)(tile % p.across);
   at.first_row = threadIdx.x / LANES * DOWN;
   at.first_column = threadIdx.x % LANES * EIGHT;
-  // columns are a multiple of 8
+  // the number of columns is a multiple of 8
   at.rows_there = column_of(at) < p.width ? p.height - row_of(at) : 0;
   return at;
 }
 
-/// The thread's numbers on their way to places that are its own.
+/// Starts loading the thread's numbers into its own slots.
 template <typename T>
 __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
 {
@@ -349,7 +353,7 @@ __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, c
   __pipeline_commit();
 }
 
-/// Those numbers, zeros where there are none.
+/// Reads those numbers; zeros outside x.
 template <typename T>
 __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
 {
@@ -369,10 +373,10 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
     }
 }
 
-/// Quads of a tile on its way.
+/// 16-byte quads of a tile being loaded.
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
-/// A tile of x on its way; SWIGLU: and of up behind it.
+/// A tile of x being loaded; SWIGLU: a tile of up after it.
 template <typename T, bool SWIGLU>
 __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
                                         const tile_place &at)
@@ -381,7 +385,8 @@ __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
   if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
 }
 
-/// The numbers to be quantized. A thread's own places are read as it goes: gate and up never stand in registers whole.
+/// The numbers to quantize. A thread reads its own slots on the fly, so gate and up are never in
+/// registers as a whole.
 template <typename T, bool SWIGLU>
 __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage,
                                            const tile_place &at)
@@ -403,8 +408,8 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// Blocks of a multiprocessor: as many as its shared memory holds. Of SWIGLU two on sm_90 and sm_100, elsewhere one (the host asks for two:
-/// the second waits), which may use more registers.
+/// Blocks per multiprocessor: as many as fit in its shared memory. With SWIGLU two on sm_90 and
+/// sm_100, elsewhere one, which may use more registers (the host launches two; the second waits).
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
@@ -412,7 +417,7 @@ template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 #endif
   return sizeof(T) == 2 && !SWIGLU ? 3 : 2;
 }
-/// Shared memory: shared_tile, then the numbers on their way.
+/// Bytes of shared memory: shared_tile, then the numbers being loaded.
 template <typename T, bool SWIGLU>
 static int tile_bytes(void)
 { return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }
@@ -424,9 +429,9 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   extern __shared__ uint4 shared[];
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
-  // after another read, whose end may still be in the cache
+  // a pass has just read x: its end may still be in the cache
   const bool backwards = p.own.factor != NULL;
-  // past 0 it wraps around and is large
+  // below 0 it wraps around and is large
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {

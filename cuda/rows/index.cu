@@ -1,10 +1,11 @@
-// Picking by index: embedding, index_select, gather, and their gradients. Elements that are only moved keep every bit,
-// whatever their format. An index out of range raises the fault and reads as zeros.
-// Gradients add up everything picked from one place in a fixed order and without float atomics: the picks are sorted by place
-// (stable, CUB's radix sort over packed words), cut into chunks of equal length, and each chunk summed by one thread per column,
-// so that a place picked thousands of times costs no more than others. Sums that cross a chunk's ends are kept apart and
-// combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once.
-// Called through the device's table.
+// Picking by index: embedding, index_select, gather, and their gradients. Moved elements keep every
+// bit, whatever their format. An index out of range raises the fault and reads as zeros.
+//
+// Gradients add everything picked from one place in a fixed order and without float atomics. The
+// picks are sorted by place (stable; CUB's radix sort over packed words) and cut into chunks of
+// equal length; one thread per column sums a chunk, so a place picked thousands of times costs no
+// more than others. Sums that cross the ends of a chunk are kept apart and combined afterwards,
+// chunk by chunk. Sums are f32 (f64 for f64), rounded once. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -25,7 +26,7 @@ static int64_t dimension_of(int64_t dimension, const tensor *x)
 
 // ------------------------------------------------------------------ rows by index
 
-/// y[o, k, :] = x[o, ids[k], :]; a row is `units` accesses, of all n picks.
+/// y[o, k, :] = x[o, ids[k], :]; a row is `units` accesses; n counts the picks.
 struct row_copy {
   void       *y;
   const void *x, *ids;
@@ -111,7 +112,8 @@ static eng_status copy_rows(const op_call *call, around a)
   r.fault = cuda_fault();
   bool same = x->dtype == y->dtype, fast = is_fast(x->dtype) && is_fast(y->dtype);
   uintptr_t together = (uintptr_t)x->data | (uintptr_t)y->data;
-  int64_t size = eng_dtype_size(y->dtype), unit = 16, members = 1;   // bytes; elements of a unit
+  // bytes of a unit; elements of a unit
+  int64_t size = eng_dtype_size(y->dtype), unit = 16, members = 1;
   if (same) {
     for (together |= (uintptr_t)(a.inner * size); together % (uintptr_t)unit; unit /= 2) {}
     members = unit / size;
@@ -148,9 +150,9 @@ extern "C" eng_status cuda_index_select(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// y, index, x, the last without the dimension that is indexed.
+/// y, index, x; x without its indexed dimension.
 struct gather_body {
-  int64_t size, step;    // of that dimension of x
+  int64_t size, step;    // of the indexed dimension of x
   cuda_fault_record *fault;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
@@ -187,8 +189,8 @@ extern "C" eng_status cuda_gather(const op_call *call)
 
 enum { RUN = 64 };   // picks in a chunk
 
-/// dx[o, place, i] = sum of dy[o, k, i] over the picks k of a place, added to what dx holds when `add`. A column is (o, i); a
-/// word holds place << shift | k, places that do not exist being `a.size`.
+/// dx[o, place, i] = sum of dy[o, k, i] over the picks k of a place, added to dx's old value when
+/// `add`. A column is (o, i). A word holds place << shift | k; out-of-range places become `a.size`.
 struct scatter {
   void       *dx;
   const void *dy;
@@ -197,7 +199,8 @@ struct scatter {
   int64_t     n, chunks;    // picks, runs of RUN of them
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
-  // [2 * chunks x columns]: of a chunk the sum that began before it, and that which goes on behind it
+  // [2 * chunks x columns]: of each chunk, the sum that began before it and the one that continues
+  // after it
   void       *part;
 };
 
@@ -224,7 +227,7 @@ __device__ static void finish(const scatter &s, int64_t to, typename Lanes::numb
   Lanes::store(s.dx, s.dx_dtype, to, sum);
 }
 
-// A thread takes V columns of one chunk; neighbouring threads neighbouring columns.
+// A thread takes V columns of one chunk; neighbouring threads take neighbouring columns.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -240,7 +243,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   int64_t first = chunk * RUN, stop = first + RUN < s.n ? first + RUN : s.n;
   uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull,
            behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
-  bool began = before == s.word[first] >> s.shift;   // the run in hand began before this chunk
+  bool began = before == s.word[first] >> s.shift;   // the current run began before this chunk
   number sum[V] = {};
   for (int64_t at = first; at < stop; at += U) {
     uint64_t word[U + 1];
@@ -271,7 +274,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   }
 }
 
-// The runs that begin in a chunk and go on behind it: the thread of that chunk adds their parts.
+// Runs that begin in a chunk and continue after it: that chunk's thread adds their parts.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -315,12 +318,12 @@ static __global__ void __launch_bounds__(WALK_THREADS)
 
 // ------------------------------------------------------------------ sorting
 
-/// What becomes words: the indices.
+/// The indices that are packed into words.
 struct pick_source {
   const void *index;
   int32_t     dtype, shift, op;
   int64_t     size;                          // of the dimension
-  int64_t     places;                        // in all: what a bad index becomes
+  int64_t     places;                        // in all; a bad index becomes this number
   cuda_fault_record *fault;
   uint8_t    *picked;                        // [places], or NULL
 };
@@ -341,7 +344,7 @@ struct word_body {   // word, index, place of the element without the indexed di
   }
 };
 
-// Rows that nobody picked become zero: a block takes one row of one outer position.
+// Clears rows that no index picked: a block takes one row of one outer position.
 static __global__ void __launch_bounds__(128)
   unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
 {
@@ -368,7 +371,7 @@ template <class Lanes> static void sum_chunks(const scatter &s)
     combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
 }
 
-/// `w`: words, index, places (see word_body); `step`: places from one index to the next.
+/// `w`: words, index, places (see word_body); `step`: distance in places between indices.
 static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size,
                                int64_t step)
 {
@@ -396,7 +399,7 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);
   bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
-  // Rows worth a look each are cleared where nobody picked them, others all at once.
+  // Large rows are cleared only where no index picked them, others all at once.
   bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 &&
                s.a.outer * s.a.size < 1ll << 31;
 

@@ -1,11 +1,12 @@
 // Losses: cross entropy over the last dimension with its gradient, and the mean squared error.
 //
-// Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponents below it, scaled anew when the
-// maximum grows; the probabilities are never stored. The gradient reads logits once and writes once. A row belongs to a warp
-// or, when it is long, to a block. Results of rows are summed in double in a fixed order.
+// Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponentials
+// below it, rescaled when the maximum grows; probabilities are never stored. The gradient reads
+// logits once and writes once. A row belongs to a warp or, when it is long, to a block. The results
+// of rows are summed in double in a fixed order.
 //
-// NaN and inf as core/cpu/reference_loss.c: an infinite largest logit makes its row NaN. A target out of range raises the fault
-// and counts as ignored.
+// NaN and Inf as in core/cpu/reference_loss.c: an infinite largest logit makes its row NaN. A
+// target out of range raises the fault and counts as ignored.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
 
@@ -20,11 +21,11 @@ enum {
 
 // ------------------------------------------------------------------ rows
 
-// What a row of T is computed in.
+// The type that a row of T is computed in.
 template <typename T> struct wide_of { typedef float type; };
 template <> struct wide_of<double>   { typedef double type; };
 
-/// exp(d) for d <= 0. In f32 its error grows with |d|, which its share in a sum makes up for.
+/// exp(d) for d <= 0. In f32 its error grows with |d|, but its share of a sum shrinks accordingly.
 __device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
 __device__ static inline double below_one(double d) { return exp(d); }
 
@@ -33,7 +34,7 @@ __device__ static inline double exponent(double x)       { return exp(x); }
 __device__ static inline float  larger(float a, float b) { return fmaxf(a, b); }
 __device__ static inline double larger(double a, double b) { return fmax(a, b); }
 
-/// A row of n elements, cut where its 16-byte accesses begin and end.
+/// A row of n elements, split where its 16-byte accesses begin and end.
 struct cut { int head, whole, n; };
 
 template <typename T> __device__ static inline cut cut_of(const T *row, int n)
@@ -51,10 +52,10 @@ template <typename T> union piece {
   T     x[16 / sizeof(T)];
 };
 
-/// Threads of a row.
+/// A thread's number within its row.
 template <int LANES> __device__ static inline int lane_of(void) { return threadIdx.x % LANES; }
 
-/// The largest of the row's threads, and the sum over them, in all of them.
+/// The largest value among the row's threads, and the sum over them; every thread gets the result.
 template <int LANES, typename A> __device__ static inline A row_largest(A x)
 {
   for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
@@ -64,7 +65,7 @@ template <int LANES, typename A> __device__ static inline A row_largest(A x)
   __syncthreads();
   x = warps[0];
   for (int w = 1; w < LANES / 32; w++) x = larger(x, warps[w]);
-  __syncthreads();   // for the next use
+  __syncthreads();   // before the next use
   return x;
 }
 
@@ -83,7 +84,8 @@ template <int LANES> __device__ static inline double row_sum(double x)
 
 // ------------------------------------------------------------------ cross entropy
 
-/// What a thread has seen of a row: sum is that of exp(x - top), or of exp(x) while top is -inf.
+/// What a thread has accumulated of a row: sum is that of exp(x - top), or of exp(x) while top is
+/// -inf.
 template <typename A> struct seen {
   A top, sum;
   double plain;   // sum of x, for label smoothing
@@ -164,7 +166,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
     if (lane_of<LANES>() != 0) return;
     log_sum = log(sum);
     top = (double)largest;
-    if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as PyTorch
+    if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as in PyTorch
     if (lse) store_double(lse, lse_dtype, r, top + log_sum);
     own = log_sum - (wanted - top);
     if (PLAIN)
@@ -176,7 +178,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   else if (loss) store_double(loss, loss_dtype, r, own);
 }
 
-/// Sums over the block, in thread 0; order fixed.
+/// The sum over the block, in thread 0; the order is fixed.
 __device__ static inline double block_sum(double x)
 {
   __shared__ double all[SUM_THREADS];
@@ -197,7 +199,7 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
   return block_sum((double)counted);   // exact
 }
 
-/// The mean (mode 1; over nothing NaN) or sum (2) of the rows' losses. One block.
+/// The mean (mode 1; NaN when no row counts) or sum (2) of the rows' losses. One block.
 __global__ static void __launch_bounds__(SUM_THREADS)
   reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
                 int64_t ignored, int mode, void *loss, int loss_dtype)
@@ -217,7 +219,7 @@ count_rows(const void *targets, int target_dtype, int64_t rows, int64_t ignored,
   if (threadIdx.x == 0) *counted = sum;
 }
 
-/// Rows and classes of logits.
+/// Rows and classes of the logits.
 static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
 {
   const tensor *x = call->in[0];
@@ -314,7 +316,7 @@ __device__ static inline uint32_t pair(float a, float b, bf16_t)
   return u.w;
 }
 
-/// Rounded to T. The conversions in pairs would not keep a NaN's sign and payload.
+/// Rounded to T. The paired conversions would lose a NaN's sign and payload.
 template <typename T> __device__ static inline uint4 rounded(const float y[8], T)
 {
   bool nan = false;
@@ -349,18 +351,19 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   if (target != ignored && !counts && lane == 0)
     raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
-  // In double: a loss scale past f32 that the mean brings back into range is no overflow.
+  // In double: a loss scale beyond f32 that the mean brings back into range must not overflow.
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
   const double row_lse = load_double(lse, lse_dtype, r);
   const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope;
   cut c = cut_of(out, classes);
-  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no common accesses
+  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no accesses aligned in both
     c.head = classes;
     c.whole = 0;
   }
 
-  // The target's own element loses digits in the subtraction, hence double; its thread writes it again after the others.
+  // The target's own element loses digits in the subtraction, hence double; its thread writes it
+  // again after the others.
   const int tail = c.head + c.whole * V, t = (int)target;
   const bool mine = counts && lane == (t < c.head ? t :
                                        t < tail   ? (t - c.head) / V :
@@ -453,7 +456,7 @@ square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/// The mean of n numbers from their sums, over nothing NaN. One block.
+/// The mean of n numbers from their sums; NaN when n is 0. One block.
 __global__ static void __launch_bounds__(SUM_THREADS)
 mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, int dtype)
 {

@@ -1,22 +1,27 @@
-// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose mean is taken for 0.
+// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm
+// with a mean of 0.
 //
-// Up to 8192 columns a row lives in the registers of the warp or block that takes it, so memory is read once: x forward, x and
-// dy backward. Blocks stay for many rows, and the words of the next row are on their way while one is worked on. Arithmetic is
-// f32, the variance about the mean just found; where f32 leaves its range, or the row lies so far from 0 for its width that the last bits
-// of its mean would be seen in y (a constant row has no width at all), the row's statistics are formed again in f64.
-// Everything else (f64, x and dy of two formats, longer rows) goes through plain loops in f64, the last part of this file.
+// Up to 8192 columns, a row lives in the registers of its warp or block, so memory is read once: x
+// forward, x and dy backward. Blocks process many rows and load the next row while they work on
+// one. Arithmetic is f32, the variance about the mean just found. Statistics are recomputed in f64
+// where f32 leaves its range, and where the row is so narrow for its distance from 0 that the last
+// bits of its mean would show in y (a constant row has no width at all). Everything else (f64, x
+// and dy of two formats, longer rows) goes through plain loops in f64, in the last part of this
+// file.
 //
-// With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept, and its gradient has dsum added, once rounded
-// by itself. Sums over rows and columns have the order they have without, so the bits are those of add beside the norm, which is also
-// what runs where the fast kernels do not.
+// With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept; its
+// gradient has dsum added, after being rounded by itself. Sums over rows and columns keep the order
+// they have without a residual, so the bits are those of add followed by the norm. Where the fast
+// kernels do not apply, exactly these two operations run.
 //
-// Column sums (dweight, dbias) go in two stages: every group of threads adds up the rows it takes, blocks add their groups, a
-// second kernel adds the blocks. Who takes which rows is given by the shape alone.
+// Column sums (dweight, dbias) go in two stages: each group of threads adds its rows, blocks add
+// their groups, and a second kernel adds the blocks. The shape alone assigns rows to groups.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "kernel/vector.h"
 
-/// A call as the kernels see it: contiguous rows of n columns; data pointers are NULL where a tensor is absent.
+/// A call as kernels see it: contiguous rows of n columns; the data pointer of an absent tensor is
+/// NULL.
 typedef struct norm_call {
   const void *x, *branch, *weight, *bias, *means, *rstds, *dy, *dsum;
   void *y, *sum, *out_means, *out_rstds, *dx;
@@ -30,17 +35,17 @@ typedef struct norm_call {
   float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
 } norm_call;
 
-enum { WARP_ROWS = 4 };   // rows a block takes at a time where a warp takes one
+enum { WARP_ROWS = 4 };   // rows of a block where a warp takes a row
 template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
 template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
 
-// ---- columns of a thread: V pieces of 8, `ROW` threads of a row side by side
+// ---- columns of a thread: V pieces of 8; `ROW` threads share a row
 
 template <int ROW>
 __device__ static inline int column_of(int piece)
 { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
 
-/// A thread's pieces of a row of n columns, the first from `column` on; zeros behind the row.
+/// A thread's pieces of a row of n columns, the first at `column`; zeros beyond the row.
 template <typename T, int V, int ROW>
 __device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n,
                                           bool whole)
@@ -88,7 +93,7 @@ __device__ static inline void store_piece(T *row, const float (&from)[8], int c,
   store_raw(row, raw, c, n, whole);
 }
 
-/// What is left of numbers once they stand in format T.
+/// Numbers after rounding to format T.
 template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8])
 {
   words<T, 8> raw;
@@ -97,13 +102,14 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
   return raw;
 }
 
-// A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves, each beside that of the next
-// thread. Loads of global memory in the loop would be waited for together with those of the next row.
+// A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves,
+// each beside the same half of the next thread. Loads from global memory inside the loop would have
+// to wait together with those of the next row.
 
-/// Room in shared memory of a weight or bias: float4's.
+/// Shared memory of a weight or bias, in float4's.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
-/// Brings n columns in, `absent` where there is no tensor. A barrier must follow.
+/// Loads n columns; `absent` fills them when there is no tensor. A barrier must follow.
 template <int V, int ROW>
 __device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
 {
@@ -126,8 +132,9 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
   }
 }
 
-/// The sum over the threads of a row, in all of them. `room`: shared memory, one number a warp, where a row takes a block. There
-/// is one barrier a sum, so another sum must come between two that use the same room.
+/// The sum over the threads of a row; every thread gets it. `room`: shared memory, one number a
+/// warp, for rows that take a block. A sum has only one barrier, so another sum must separate two
+/// that use the same room.
 template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 {
 #pragma unroll
@@ -141,7 +148,7 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   return x;
 }
 
-/// Two sums at once, with one barrier; another pair must come between two that use the same room.
+/// Two sums at once, with one barrier; another pair must separate two that use the same room.
 template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
 {
 #pragma unroll
@@ -162,11 +169,11 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-// mean square deviation over the mean's square, below which f32's mean is not good enough
+// the row's mean square deviation over its squared mean: below this, f32's mean is too inexact
 static constexpr float NARROW = 1e-4f;
 
-/// Blocks that a multiprocessor holds: registers for a row twice, as words and as numbers, and for 8 columns of weight and bias. A
-/// branch's words are as many as x's.
+/// Blocks that fit on a multiprocessor: registers hold a row twice (as words and as numbers) and 8
+/// columns of weight and bias. A branch has as many words as x.
 template <typename T, int V, bool ADDS>
 constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 :
                                                    V == 2 ? 6 :
@@ -180,7 +187,7 @@ constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 :
 template <typename T, int V, int ROW, bool ADDS>
 constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
 
-/// What a row of a call is made of: x, with a residual the branch, too.
+/// The inputs of a row: x and, with a residual, the branch.
 template <typename T, int V, bool ADDS> struct forward_row { words<T, 8> x[V]; };
 template <typename T, int V> struct forward_row<T, V, true> { words<T, 8> x[V], branch[V]; };
 
@@ -193,7 +200,7 @@ __device__ static inline void load_row(forward_row<T, V, ADDS> &to, const norm_c
                            p.whole);
 }
 
-/// One number of a row, from memory once more.
+/// One number of a row, read from memory again.
 template <typename T, bool ADDS>
 __device__ static inline double number_of(const norm_call &p, int64_t at)
 {
@@ -214,7 +221,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
   __shared__ double wide_room[2][ROW / 32];
   extern __shared__ float4 kept[];   // weight, bias
   keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
-  // x * 1 + -0 is x in every bit
+  // x * 1 + -0 equals x in every bit
   keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);
   __syncthreads();
   const float count = (float)p.n, eps = (float)p.eps;
@@ -245,7 +252,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        if (column_of<ROW>(v) + 8 > p.n)   // behind the row: no deviation
+        if (column_of<ROW>(v) + 8 > p.n)   // beyond the row: no deviation
 #pragma unroll
           for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
@@ -259,9 +266,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       }
     float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps,
           rstd = 1.0f / sqrtf(variance);
-    // Too wide or too narrow for f32, or not finite, or an error of the mean would show; the same for the whole row.
+    // Too wide or too narrow for f32, or not finite, or the mean's error would show. Same for the
+    // whole row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
-      double sum = 0, wide = 0;   // from memory once more: so rare that registers matter more
+      double sum = 0, wide = 0;   // read again from memory: too rare to spend registers on
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW)
         sum += number_of<T, ADDS>(p, row * p.n + c);
@@ -293,7 +301,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// Blocks that a multiprocessor of an H200 holds, and of a call at most; and rows each group takes at least, when there are so many.
+/// Blocks that fit on a multiprocessor of an H200; the most blocks of a call; the fewest rows of a
+/// group, when there are enough rows.
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
                              V == 2 ? 4 :
@@ -310,7 +319,7 @@ __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_
   *end = rows * (group + 1) / groups;
 }
 
-/// What a thread reads of a row: V pieces of x and of dy, and the row's statistics.
+/// What a thread reads of a row: V pieces of x and dy, and the row's statistics.
 template <typename T, int V> struct norm_row { words<T, 8> x[V], dy[V]; float mean, rstd; };
 
 template <typename T, int V, int ROW>
@@ -322,7 +331,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Numbers one by one are so many loads that f16 has no registers for them while its row is worked on: they are sent for at its end.
+/// Elements read one by one take so many loads that f16 lacks registers for them during the current
+/// row; they are then read after it.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
@@ -365,7 +375,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
       recall<ROW>(weight, kept, v);
 #pragma unroll
       for (int i = 0; i < 8; i++) h[v][i] = (h[v][i] - mean) * rstd;
-      // behind the row dy is 0, and so that 0 * NaN is none h must be
+      // beyond the row dy is 0; h must be 0 too, because 0 * NaN is NaN
       if (column_of<ROW>(v) + 8 > p.n)
 #pragma unroll
         for (int i = 0; i < 8; i++) h[v][i] = column_of<ROW>(v) + i < p.n ? h[v][i] : 0.0f;
@@ -378,7 +388,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
         sum_gh = fmaf(slope[v][i], h[v][i], sum_gh);
       }
     }
-    words<T, 8> dsum[ADDS ? V : 1];   // on its way while the row's threads add up
+    words<T, 8> dsum[ADDS ? V : 1];   // in flight while the row's threads sum
     if constexpr (ADDS)
       load_pieces<T, V, ROW>(dsum, (const T *)p.dsum + row * p.n, column_of<ROW>(0), p.n, p.whole);
     row_sums<ROW>(sum_g, sum_gh, room[turn]);
@@ -433,7 +443,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
 
 enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
 
-/// Adds up partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
+/// Sums partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
 __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
   norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype,
                   const float *partial, int blocks, int n)
@@ -530,7 +540,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   }
 }
 
-/// dweight and dbias: 32 columns a block, every eighth row a slice of its threads.
+/// dweight and dbias: 32 columns a block; each slice of threads takes every eighth row.
 __global__ void __launch_bounds__(PLAIN_THREADS)
   norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype,
                           void *dbias, int dbias_dtype)
@@ -562,8 +572,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
 
 typedef void norm_kernel(const norm_call);
 
-/// The kernel for n columns among those instantiated, threads and rows of its block, blocks of a multiprocessor, pieces of a
-/// thread; kernel: NULL when a row is too long for registers.
+/// The kernel for n columns, threads and rows of its block, blocks per multiprocessor, pieces of a
+/// thread. kernel is NULL when a row is too long for registers.
 typedef struct norm_choice {
   norm_kernel *kernel;
   int threads, rows, resident, pieces;
@@ -618,7 +628,8 @@ template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
                             backward_kernel_of<bf16_t, ADDS>(n);
 }
 
-/// Looks at the tensors that there are: `fast` is left when all are f32, f16 or bf16, p->whole when all are aligned.
+/// Checks a tensor, if present: clears `fast` when it is not f32, f16 or bf16, and p->whole when it
+/// is not aligned.
 static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
 {
   *data = x ? x->data : NULL;
@@ -653,7 +664,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" op_kernel cuda_add;
 
-/// x + branch beside the norm, in a pass of its own.
+/// x + branch before the norm, in a pass of its own.
 static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
 {
   if (sum->count == 0) return ENG_OK;
@@ -671,7 +682,7 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
 {
   ENG_TRY(check_length(call));
   norm_call p = call_of(call, centred);
-  const int next = adds ? 2 : 1;   // behind x and branch, y and sum
+  const int next = adds ? 2 : 1;   // after x and branch, y and sum
   const tensor *branch = adds ? call->in[1] : NULL, *sum = adds ? call->out[1] : NULL;
   int32_t branch_dtype, sum_dtype;
   bool fast = true;

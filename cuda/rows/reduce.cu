@@ -1,29 +1,30 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
 // Called through the device's table.
 //
-// Order of a sum of f32, f16, bf16: a thread adds a few elements in f32 (in double where that leaves the range), such runs in
-// double; threads are added as a tree, pieces of long sums in order. It depends on the shape alone. f64 sums in double,
-// integers wrap in i64. Max and min: NaN wins; which of -0 and +0 is not decided.
+// Order of a sum of f32, f16 and bf16: a thread adds a few elements in f32 (in double where f32
+// would overflow) and such runs in double; threads are added as a tree, pieces of long sums in
+// order. The order depends on the shape alone. f64 sums in double, integers wrap in i64. Max and
+// min: NaN wins; the choice between -0 and +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
-// blocks that a multiprocessor of an H200 holds
+// blocks that fit on a multiprocessor of an H200
 enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
-/// A reduction as two walks over x: the results' dimensions and those reduced.
+/// A reduction as two walks over x: the dimensions kept and those reduced.
 struct reduction {
   walk<1> kept, gone;            // data of both: x
   int64_t results, each;         // number of results; elements in each
   double  divisor;               // of a mean, else 1
   void   *y;                     // dense
   int32_t y_dtype;
-  int32_t lanes;                 // threads that share a result, where that is less than a block
-  int64_t pieces, length;        // of a result; groups (rows) of a piece
+  int32_t lanes;                 // threads that share a result, when fewer than a block
+  int64_t pieces, length;        // pieces of a result; groups (rows) of a piece
 };
 
-// ------------------------------------------------------------------ what is added up
+// ------------------------------------------------------------------ combining elements
 
-// b where it is better, or NaN
+// b when it is better or NaN, else a
 __device__ static inline double better(double a, double b, int rule)
 {
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
@@ -34,7 +35,7 @@ __device__ static inline float better(float a, float b, int rule)
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
 }
 
-/// f32, f16, bf16, V at a time.
+/// f32, f16 and bf16, V at a time.
 template <int RULE, int V_> struct floats {
   enum { V = V_, EVEN_ROWS = 0 };
   typedef typename mixed<V>::raw raw;
@@ -50,7 +51,7 @@ template <int RULE, int V_> struct floats {
   { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
   __device__ static double combine(double a, double b)
   { return RULE == SUM ? a + b : better(a, b, RULE); }
-  /// A few values into the total.
+  /// Combines a few values with the total.
   template <int N> __device__ static void take(double &total, const float (&x)[N])
   {
     float run = x[0];
@@ -69,7 +70,7 @@ template <int RULE, int V_> struct floats {
   { store_double(y, dtype, at, total / divisor); }
 };
 
-/// 16 bytes of one format at a time; down columns only where rows lie at equal distances.
+/// 16 bytes of one format at a time; down columns only where rows are equally spaced.
 template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
   typedef words<T, V> raw;
@@ -79,7 +80,7 @@ template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   __device__ static float value(const raw &r, int v, int)
   {
     float x[V];
-    widen_words(x, r);   // those not asked for cost nothing
+    widen_words(x, r);   // unused results cost nothing
     return x[v];
   }
 };
@@ -132,9 +133,10 @@ template <int RULE> struct integers {
   { store_int(y, dtype, at, total); }
 };
 
-// ------------------------------------------------------------------ one result by several threads
+// ------------------------------------------------------------------ several threads per result
 
-/// Groups first, first + step, ... before `stop` of the result whose elements begin at `base`.
+/// Combines groups first, first + step, ... before `stop` of the result whose elements begin at
+/// `base`.
 template <class P>
 __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first,
                                                int64_t step, int64_t stop)
@@ -163,7 +165,7 @@ __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base
   return total;
 }
 
-/// r.lanes threads a result, at most a warp.
+/// r.lanes threads per result, at most a warp.
 template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(const reduction r)
 {
   int64_t thread = (int64_t)blockIdx.x * 256 + threadIdx.x, result = thread / r.lanes;
@@ -179,7 +181,7 @@ template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(co
   if (result < r.results && lane == 0) P::store(r.y, r.y_dtype, result, total, r.divisor);
 }
 
-/// A block a piece.
+/// One block per piece.
 template <class P>
 static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
 {
@@ -198,9 +200,10 @@ static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const 
   P::store(r.y, r.y_dtype, blockIdx.x, total, r.divisor);
 }
 
-// ------------------------------------------------------------------ results side by side in x
+// ------------------------------------------------------------------ results contiguous in x
 
-/// A warp's lanes take V neighbouring results each, its block's eight warps every eighth row of a piece.
+/// Each lane of a warp takes V neighbouring results; each of the block's eight warps takes every
+/// eighth row of a piece.
 template <class P>
 static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
 {
@@ -249,7 +252,7 @@ static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(cons
 
 // ------------------------------------------------------------------ launching
 
-/// The dimensions of x inside (or outside of) the mask as a walk.
+/// The dimensions of x in the mask (`gone`) or outside it, as a walk.
 static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
 {
   walk_shape shape = {};
@@ -295,7 +298,8 @@ template <class P> static void launch_columns(reduction &r)
   columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
 }
 
-/// How many pieces: at most as many blocks as the card holds, each with enough to do: a multiple of `least`. From the shape alone.
+/// The number of pieces: at most as many blocks as fit on the card, each with at least `least`
+/// groups or a multiple of it. From the shape alone.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
@@ -392,7 +396,7 @@ struct count_body {   // x, y, counts
   {
     if (equals(load_double(w.data[0], w.dtype[0], at[0]),
                load_double(w.data[1], w.dtype[1], at[1])))
-      // of integers: any order gives the same
+      // integers: any order gives the same result
       atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);
   }
 };
@@ -414,7 +418,7 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
   const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
   uint64_t mask = (uint64_t)call->ints[0];
   int64_t counts = 1, stride[5][ENG_MAX_DIMS] = {};   // dx, x, y, dy, counts
-  // e: the dimension of y that is d of x
+  // e: the dimension of y that corresponds to d of x
   for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {
     bool gone = mask >> d & 1;
     stride[0][d] = dx->stride[d];

@@ -1,22 +1,23 @@
-// Softmax, log softmax and logsumexp over the last dimension, with their gradients. The largest element of a row is taken out
-// first, so nothing finite overflows. As in PyTorch a row with NaN or +inf yields NaN, and so does one of -inf only; logsumexp
-// gives +inf and -inf for those.
-// Rows of up to 1024 elements belong to a warp, of up to 8192 to a block, which keep them in registers: one read of memory and
-// one exp an element. Longer ones are read twice. Sums run in f32 over what a thread reads at once, then in double.
-// Called through the device's table.
+// Softmax, log softmax and logsumexp over the last dimension, with their gradients. The largest
+// element of a row is subtracted first, so no finite input overflows. As in PyTorch a row with NaN
+// or +inf yields NaN, and so does a row of only -inf; logsumexp gives +inf and -inf for those.
+//
+// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block, both in registers:
+// one read of memory and one exp an element. Longer rows are read twice. Sums run in f32 over what
+// a thread reads at once, then in double. Called through the device's table.
 #include "kernel/lanes.h"
 
-enum { HELD = 8 };   // groups a thread keeps of a row
+enum { HELD = 8 };   // groups of a row that a thread keeps
 
 __device__ static inline float  exp_of(float x)  { return expf(x); }
 __device__ static inline double exp_of(double x) { return exp(x); }
 __device__ static inline float  log_of(float x)  { return logf(x); }
 __device__ static inline double log_of(double x) { return log(x); }
-// a NaN is passed over
+// ignores NaN
 __device__ static inline float  larger(float a, float b)   { return b > a ? b : a; }
 __device__ static inline double larger(double a, double b) { return b > a ? b : a; }
 
-// ------------------------------------------------------------------ teams: a warp or a block of 256 that shares a row
+// ------------------------------------------------------------------ teams: a warp or block per row
 
 template <int TEAM> struct team {
   __device__ static int rank() { return threadIdx.x % TEAM; }
@@ -26,7 +27,7 @@ template <int TEAM> struct team {
     for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
     if constexpr (TEAM > 32) {
       __shared__ double warps[TEAM / 32];
-      __syncthreads();   // of the last sum everything is read
+      __syncthreads();   // all reads of the last sum are done
       if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
       __syncthreads();
       x = warps[0];
@@ -60,19 +61,20 @@ template <int TEAM> struct team {
 // ------------------------------------------------------------------ forward
 
 struct rows_call {
-  const void *x, *dy;     // dy: of gradients, where x is the way forward's y
+  const void *x, *dy;     // dy: for gradients; x is then the forward's y
   void   *y;
   int64_t rows, n;
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
-/// A row's largest element and sum of exp(x - largest), `nan` when there is one: what every element's result follows from.
+/// A row's largest element and sum of exp(x - largest), `nan` when it contains one. Every element's
+/// result follows from these.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
 };
 
-/// x: of softmax the element's exp, of log softmax the element.
+/// x: for softmax the element's exp, for log softmax the element.
 template <class L>
 __device__ static inline void finish(const rows_call &c, int64_t at,
                                      const typename L::number (&x)[L::V],
@@ -80,7 +82,7 @@ __device__ static inline void finish(const rows_call &c, int64_t at,
 {
   typename L::number y[L::V];
 #pragma unroll
-  for (int v = 0; v < L::V; v++)   // in two steps, because largest may be large and log_sum small
+  for (int v = 0; v < L::V; v++)   // in two steps: largest may be large and log_sum small
     y[v] = c.op == ENG_OP_softmax ? x[v] * r.sum : x[v] - r.largest - r.log_sum;
   L::store(c.y, c.y_dtype, at, y);
 }
@@ -92,7 +94,7 @@ __device__ static inline void finish_row(const rows_call &c, int64_t row, const 
   store_double(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
 }
 
-/// The row is kept in registers: n <= TEAM * HELD * V, a multiple of V.
+/// Keeps the row in registers: n <= TEAM * HELD * V, a multiple of V.
 template <class L, int TEAM>
 static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
 {
@@ -100,7 +102,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   typedef typename L::number T;
   typedef team<TEAM> t;
   int64_t row = (int64_t)blockIdx.x * (256 / TEAM) + threadIdx.x / TEAM, base = row * c.n;
-  bool here = row < c.rows;   // the other warps of the last block keep the shuffles company
+  bool here = row < c.rows;   // other warps of the last block only take part in shuffles
   typename L::raw raw[HELD];
   T x[HELD][V];
 #pragma unroll
@@ -149,7 +151,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
 }
 
-/// A block a row of any length: the sum so far is scaled anew when a larger element comes.
+/// One block per row of any length: the sum so far is rescaled when a larger element comes.
 template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
 {
   constexpr int V = L::V, U = 4, STEP = 256 * V;

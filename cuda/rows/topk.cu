@@ -1,9 +1,10 @@
-// The largest elements: topk, argmax, argmin. Decided as on the CPU: NaN is the largest for topk and argmax and the smallest
-// for argmin; among equals (-0 and +0 are) the first comes first. Elements are compared as whole numbers that grow with them,
-// so that every format takes the same way.
-// topk: rows of up to 1024 elements lie in the registers of a warp, longer ones belong to a block that finds one element
-// after the other; where many are wanted of few rows, the rows are sorted.
-// Called through the device's table.
+// The largest elements: topk, argmax, argmin. Decided as on the CPU: NaN is the largest for topk
+// and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
+// compared as integers in the same order, so every format takes the same path.
+//
+// topk: rows of up to 1024 elements lie in the registers of a warp; longer rows belong to a block
+// that finds one element after the other. To find many in a few rows, the rows are sorted. Called
+// through the device's table.
 #include "kernel/element.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -12,7 +13,7 @@ enum { WARP_ROW = 1024, BLOCK = 512, SORTED_ROWS = 16, SORTED_K = 64 };
 
 // ------------------------------------------------------------------ order
 
-/// A number that grows with the element; NaN is the largest.
+/// An integer with the order of the elements; NaN is the largest.
 __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 {
   if (!is_float(dtype)) return (uint64_t)load_whole(x, dtype, i) ^ 1ull << 63;
@@ -35,7 +36,7 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 __device__ static inline uint64_t nan_order(int dtype)
 { return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
-/// An element met: `place` -1: none yet. Better: larger, or as large and earlier.
+/// An element found; `place` is -1 before the first. Better: larger, or equal and earlier.
 struct found { uint64_t order; int64_t place; };
 
 __device__ static inline bool beats(found a, found b)
@@ -54,12 +55,12 @@ __device__ static inline found across_warp(found best, int lanes)
   return best;
 }
 
-/// The best of a block of BLOCK threads, for all of them.
+/// The best of a block of BLOCK threads; every thread gets it.
 __device__ static found across_block(found best)
 {
   __shared__ found warps[BLOCK / 32];
   best = across_warp(best, 32);
-  __syncthreads();   // of the last call everything is read
+  __syncthreads();   // all reads of the last call are done
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = best;
   __syncthreads();
   return across_warp(warps[threadIdx.x % (BLOCK / 32)], 32);
@@ -141,7 +142,7 @@ extern "C" eng_status cuda_argmin(const op_call *call) { return find_extreme(cal
 
 struct top_call {
   const void *x;
-  void   *values, *places;     // NULL where nobody wants them
+  void   *values, *places;     // NULL where not wanted
   int64_t n, k, rows;
   int32_t x_dtype, value_dtype, place_dtype;
 };
@@ -153,14 +154,14 @@ __device__ static inline void put(const top_call &c, int64_t row, int64_t rank, 
   if (c.places) store_int(c.places, c.place_dtype, row * c.k + rank, place);
 }
 
-/// A warp a row of at most 32 * HELD elements; lane l holds elements l, l + 32, ...
+/// A warp per row of at most 32 * HELD elements; lane l holds elements l, l + 32, ...
 template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kernel(const top_call c)
 {
   int64_t row = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
   int lane = threadIdx.x % 32;
   if (row >= c.rows) return;   // a whole warp
   uint64_t order[HELD];
-  uint32_t left = 0;           // those not taken yet
+  uint32_t left = 0;           // elements not taken yet
 #pragma unroll
   for (int j = 0; j < HELD; j++) {
     bool inside = lane + 32 * j < c.n;
@@ -168,7 +169,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
     left |= (uint32_t)inside << j;
   }
   found mine = {0, -1};
-  bool look = true;            // mine is to be found anew
+  bool look = true;            // this lane's best must be found again
   for (int64_t rank = 0; rank < c.k; rank++) {
     if (look) {
       mine = {0, -1};
@@ -186,7 +187,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
   }
 }
 
-/// A block a row: each time the best of those behind the last one.
+/// A block per row: each round finds the best element after the last one.
 static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call c)
 {
   int64_t row = blockIdx.x;
@@ -195,7 +196,7 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
     found best = {0, -1};
     for (int64_t i = threadIdx.x; i < c.n; i += BLOCK) {
       found here = {order_of(c.x, c.x_dtype, row * c.n + i), i};
-      if (rank > 0 && !beats(last, here)) continue;   // taken
+      if (rank > 0 && !beats(last, here)) continue;   // already taken
       if (beats(here, best)) best = here;
     }
     last = across_block(best);
@@ -203,7 +204,7 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
   }
 }
 
-// Words that grow with an element's rank in its row: order, then earlier places.
+// Words in the order of an element's rank in its row: its order, then earlier places first.
 static __global__ void __launch_bounds__(256)
   rank_kernel(const top_call c, int64_t row, uint64_t *word)
 {

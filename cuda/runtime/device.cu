@@ -1,5 +1,6 @@
-// The card: one stream, memory for the arenas, copies, faults. Owns the stream and the fault record.
-// Called through the table (table.c) and by every kernel file (device.h).
+// The card: the compute stream, memory for the arenas, copies, faults, and the streams for messages
+// between ranks. Owns the compute stream and the fault record. Called through the table (table.c)
+// and by every kernel file (device.h).
 #include "device.h"
 #include "passes.h"
 
@@ -10,10 +11,11 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
-  cudaEvent_t reached;           // how far the stream was when a lane was told to follow
+  // end of the compute stream's work when another stream was made to follow it
+  cudaEvent_t reached;
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
-  cuda_fault_record *fault_seen; // pinned host memory: its copy
+  cuda_fault_record *fault_seen; // pinned host memory: a copy of `fault`
   bool open;
 } card;
 
@@ -32,11 +34,12 @@ eng_status cuda_status(cudaError_t result, const char *what)
   return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
                    cudaGetErrorName(result), what,
                    result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
-                     "; the card's work is lost from here on: start the process again" :
+                     "; the card's results from here on are lost: restart the process" :
                      "");
 }
 
-/// The card a process takes: with several ranks on a machine each its own. -1 with the error set where a launcher's variable is no number.
+/// The card of this process: with several ranks on a machine, each takes its own. Returns -1 with
+/// the error set when a launcher's variable is not a number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -63,16 +66,16 @@ eng_status cuda_open(void)
                      "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
   if (driver < runtime / 1000 * 1000)
     return error_set(ENG_ERR_DEVICE,
-                     "cuda: the driver speaks CUDA %d.%d, this build needs %d.0 or later; hint: a "
-                     "newer driver, or device=cpu",
+                     "cuda: the driver supports CUDA %d.%d, this build needs %d.0 or later; "
+                     "hint: a newer driver, or device=cpu",
                      driver / 1000, driver % 1000 / 10, runtime / 1000);
   cudaError_t result = cudaGetDeviceCount(&count);
   if (result != cudaSuccess || count == 0) {
     cudaGetLastError();
     return error_set(ENG_ERR_DEVICE,
-                     "cuda: no device (%s); hint: nvidia-smi shows what there is, "
-                     "CUDA_VISIBLE_DEVICES may hide it; or device=cpu",
-                     result == cudaSuccess ? "the driver counts none" : cudaGetErrorString(result));
+                     "cuda: no device (%s); hint: check nvidia-smi; CUDA_VISIBLE_DEVICES may hide "
+                     "devices; or device=cpu",
+                     result == cudaSuccess ? "the driver finds none" : cudaGetErrorString(result));
   }
   card.ordinal = wanted_ordinal(count);
   if (card.ordinal < 0) return ENG_ERR_DEVICE;
@@ -129,7 +132,7 @@ void cuda_give(void *memory, int64_t bytes)
 {
   (void)bytes;
   if (cuda_give_later(memory)) return;
-  cudaStreamSynchronize(card.stream);   // a kernel may still write there
+  cudaStreamSynchronize(card.stream);   // a kernel may still write to it
   cudaFree(memory);
 }
 
@@ -147,11 +150,11 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
   return error_set(
     ENG_ERR_VALUE,
-    "%s: expected indices in 0..%lld, got %lld (told when the device was next waited for)",
+    "%s: expected indices in 0..%lld, got %lld (found when the host next waited for the device)",
     eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
 }
 
-/// What kernels could not tell at once.
+/// Waits for the stream and returns the fault that a kernel raised, if any.
 static eng_status look_for_faults(void)
 {
   CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
@@ -165,7 +168,7 @@ eng_status cuda_synchronize(void)
 {
   if (cuda_capturing())
     return error_set(ENG_ERR_STATE,
-                     "graph: the device is waited for inside a captured step; hint: graph=false");
+                     "graph: a captured step waits for the device; hint: graph=false");
   return look_for_faults();
 }
 
@@ -176,7 +179,7 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
     return ENG_OK;
   }
-  // a constant of the step: every launch copies it again
+  // a constant of the step: every launch of the graph copies it again
   if (direction == COPY_TO_DEVICE && cuda_capturing()) {
     void *kept = cuda_capture_keep(from, bytes);
     if (!kept) return ENG_ERR_MEMORY;
@@ -186,7 +189,7 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
   if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
   if (cuda_capturing())
     return error_set(ENG_ERR_STATE,
-                     "graph: a value is read back inside a captured step; hint: graph=false");
+                     "graph: a captured step reads a value back; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();
 }
@@ -197,7 +200,7 @@ eng_status cuda_clear(void *memory, int64_t bytes)
   return ENG_OK;
 }
 
-// ---- lanes: streams beside the one, for messages between ranks
+// ---- streams for messages between ranks, beside the compute stream
 
 eng_status cuda_lane_new(void **out)
 {
@@ -205,7 +208,7 @@ eng_status cuda_lane_new(void **out)
   cudaStream_t stream = NULL;
   *out = NULL;
   CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
-  // others wait for what it brings
+  // other ranks wait for this stream's work
   CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
   *out = stream;
   return ENG_OK;
@@ -215,7 +218,7 @@ eng_status cuda_lane_follow(void *lane)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  // as it was recorded: the next record changes nothing
+  // waits for the event as just recorded; recording it again later changes nothing
   CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)lane, card.reached, 0));
   return ENG_OK;
 }

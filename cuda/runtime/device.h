@@ -1,6 +1,7 @@
-// What every file of the CUDA device sees: the stream, checked calls, scratch memory, launch shapes, number formats.
-// The device itself (memory, copies, faults) is device.cu; the table of its functions table.c; what it needs of the core
-// comes through host.c, so that kernel files use the core's own headers and names (error_set, arena_alloc, tensor_text).
+// What every file of the CUDA device includes: the stream, checked calls, scratch memory and number
+// formats. The device itself (memory, copies, faults) is device.cu; the table of its functions is
+// table.c. Functions of the core come through host.c, so kernel files use the core's own headers
+// and names (error_set, arena_alloc, tensor_text).
 #ifndef ENG_CUDA_DEVICE_H
 #define ENG_CUDA_DEVICE_H
 
@@ -20,30 +21,33 @@ extern "C" {
 extern "C" {
 #endif
 
-/// The one stream that all kernels, copies and products go to, in order.
+/// The compute stream: all kernels, copies and products go to it, in order.
 cudaStream_t cuda_stream(void);
 /// Multiprocessors of the card (132 on an H200), and its compute capability times ten (90).
 int cuda_multiprocessors(void);
 int cuda_capability(void);
 
-/// ENG_OK, or an error that names `what` and CUDA's own words.
+/// ENG_OK, or an error with `what` and CUDA's own message.
 eng_status cuda_status(cudaError_t result, const char *what);
 
-/// Working space of a kernel, given back before the kernel's function returns: the stream orders later users behind it.
-/// Pieces are 256-byte aligned on this device.
+/// A kernel's workspace. Give it back before the kernel's function returns: the stream orders later
+/// uses after this one. Pieces are 256-byte aligned on this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
-/// What a kernel cannot tell at once: the first index out of range since the last look. In device memory; looked at whenever
-/// the host waits for the device anyway (reading a value, the statistics of a step), which then fails with ENG_ERR_VALUE.
+/// A fault that a kernel reports: the first index out of range since the last check. It lies in
+/// device memory. The host checks it when it waits for the device anyway (to read a value or a
+/// step's statistics); that call then fails with ENG_ERR_VALUE.
 typedef struct cuda_fault_record {
-  int32_t raised;        // 1: the rest holds; set by atomicCAS so that the first one stays
+  // 1: the other fields are valid; set by atomicCAS, so the first fault stays
+  int32_t raised;
   int32_t op;            // eng_op
   int64_t value, limit;  // index met, first index too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
-/// For who waits in a way of its own: the error that a copy of the raised record tells. Clears the record.
+/// Clears the fault and returns its error. For functions that copy the fault record themselves:
+/// `seen` is a copy with `raised` set.
 eng_status cuda_fault_told(const cuda_fault_record *seen);
 
 #ifdef __cplusplus
@@ -55,7 +59,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
     cudaError_t cuda_try_ = (call);                                     \
     if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
   } while (0)
-/// After a launch: a wrong launch shape shows here, a fault inside the kernel at the next wait.
+/// After a launch: catches a wrong launch shape. A fault inside the kernel shows at the next wait.
 #define CUDA_LAUNCHED(name)                        \
   do {                                             \
     cudaError_t cuda_try_ = cudaPeekAtLastError(); \
@@ -80,19 +84,19 @@ __device__ static inline void raise_fault(cuda_fault_record *fault, int op, int6
   }
 }
 
-// Storage types of the float formats, so that a template over them reads and writes with one conversion each. `raw16` with a
-// format number would do too, but the types say more.
+// Storage types of the float formats. A template over them reads and writes with one conversion
+// each.
 struct f16_t  { uint16_t bits; };
 struct bf16_t { uint16_t bits; };
 
-/// f32 (f64 for f64) from any float format: exact. NaN of f16 comes back quiet, as numerics.h.
+/// Any float format to f32 (f64 to f64), exactly. A NaN of f16 becomes quiet, as in numerics.h.
 __device__ static inline float  widen(float x)  { return x; }
 __device__ static inline double widen(double x) { return x; }
 __device__ static inline float  widen(f16_t x)  { return __half2float(__ushort_as_half(x.bits)); }
 __device__ static inline float  widen(bf16_t x) { return __uint_as_float((uint32_t)x.bits << 16); }
 
-// Rounding once, to nearest even, bit for bit as numerics.h: the hardware's conversions yield one canonical NaN (0x7FFF), ours
-// keep sign and payload, hence the branch.
+// Rounds once, to nearest even, bit for bit as numerics.h. The hardware's conversions yield one
+// canonical NaN (0x7FFF); these keep its sign and payload, hence the branch.
 __device__ static inline void narrow(float &y, float x)  { y = x; }
 __device__ static inline void narrow(double &y, double x) { y = x; }
 __device__ static inline void narrow(f16_t &y, float x)

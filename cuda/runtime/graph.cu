@@ -1,6 +1,7 @@
-// Captured steps as CUDA graphs: what goes to the stream between begin and end becomes one graph. Owns the host memory that its copies
-// to the card read, and what others let go of meanwhile (a script's garbage may be collected at any time), for freeing waits for the stream.
-// Called through the table (core/autograd/graph.c).
+// Captured steps as CUDA graphs: what enters the stream between begin and end becomes one graph.
+// Owns the host memory that the graph's copies to the card read. Also holds what is freed during a
+// capture (by a script's garbage collection, at any time) until its end, because freeing waits for
+// the stream. Called through the table (core/autograd/graph.c).
 #include "device.h"
 #include "passes.h"
 
@@ -9,18 +10,18 @@
 
 struct kept_piece {
   kept_piece *next;
-  void *memory;      // pinned; or of the card, to be freed
+  void *memory;      // pinned; or device memory, to be freed
 };
 
 struct step_graph {
   cudaGraphExec_t launchable;
   kept_piece *kept;
-  step_graph *next;          // among those to be freed
+  step_graph *next;          // in the list of graphs to free
 };
 
 static bool capturing;
 static kept_piece *kept;
-// to be freed at the capture's end
+// to free when the capture ends
 static struct { kept_piece *memory; step_graph *graphs; } later;
 
 bool cuda_capturing(void) { return capturing; }
@@ -29,7 +30,7 @@ bool cuda_give_later(void *memory)
 {
   if (!capturing) return false;
   kept_piece *piece = (kept_piece *)malloc(sizeof *piece);
-  if (!piece) return true;   // lost, not dangling
+  if (!piece) return true;   // a leak, not a dangling pointer
   *piece = {later.memory, memory};
   later.memory = piece;
   return true;

@@ -1,5 +1,5 @@
-// The core's functions as the CUDA device calls them, through the table handed over at loading. See backend_host.
-// Owns that table.
+// Functions of the core that the CUDA device calls, through the table that the core hands over when
+// it loads the plug-in (backend_host). Owns that table.
 #include "host.h"
 
 #include "base/error.h"

@@ -1,9 +1,9 @@
-// See host.c.
+// The core's functions for the CUDA device; see host.c.
 #ifndef ENG_CUDA_HOST_H
 #define ENG_CUDA_HOST_H
 #include "device/backend.h"
 
-/// Keeps the core's table; false when it is of another version.
+/// Keeps the core's table. False when its version differs from this plug-in's.
 bool host_accept(const backend_host *given);
 
 #endif

@@ -1,4 +1,5 @@
-// Holds what core/dist/comm_nccl.h says of NCCL against the nccl.h of this machine, where there is one. Compiles to nothing.
+// Checks core/dist/comm_nccl.h against this machine's nccl.h, where there is one. Compiles to
+// nothing.
 #if __has_include(<nccl.h>)
 #include "dist/comm_nccl.h"
 
@@ -13,7 +14,7 @@ _Static_assert((int)ncclSuccess == NCCL_SUCCESS && (int)ncclRemoteError == NCCL_
                "NCCL's results");
 _Static_assert((int)ncclUint8 == NCCL_BYTES, "NCCL's type of a byte");
 
-/// Each function has the parameters that comm_nccl.h gives it: the compiler refuses a wrong one.
+/// Each function has the parameters that comm_nccl.h declares: the compiler rejects a mismatch.
 static inline void check(void)
 {
   ncclResult_t result = ncclSuccess;

@@ -1,6 +1,6 @@
-// The CUDA device's functions that are no operations, as table.c lists them: memory and lanes (device.cu), copies
-// from ordinary memory (staging.c), messages between ranks (wire.cu),
-// the passes over all parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
+// Functions of the CUDA device other than operations, as table.c lists them: memory and streams
+// (device.cu), copies from pageable memory (staging.c), messages between ranks (wire.cu), the
+// passes over all parameters (gradstats.cu, optimizer.cu). Contracts: backend.h.
 #ifndef ENG_CUDA_PASSES_H
 #define ENG_CUDA_PASSES_H
 
@@ -10,7 +10,7 @@ extern "C" {
 #include "device/backend.h"
 
 // device.cu
-/// Takes the card: the one of CUDA_VISIBLE_DEVICES, or with LOCAL_RANK that of the rank.
+/// Opens the card: the first of CUDA_VISIBLE_DEVICES, or the local rank's.
 eng_status  cuda_open(void);
 void       *cuda_take(int64_t bytes);
 void        cuda_give(void *memory, int64_t bytes);
@@ -31,7 +31,7 @@ eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes,
 // fp8_matmul.c
 int         cuda_fp8(void);
 // staging.c
-/// A copy to the card that neither waits nor needs `from` once it returns.
+/// Copies to the card without waiting. The caller may reuse `from` as soon as this returns.
 eng_status  cuda_stage(void *to, const void *from, int64_t bytes);
 // wire.cu
 eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
@@ -45,10 +45,13 @@ eng_status  cuda_capture_begin(void);
 eng_status  cuda_capture_end(void **graph);
 eng_status  cuda_graph_launch(void *graph);
 void        cuda_graph_free(void *graph);
-/// Whether a step is being captured; host memory of `bytes` that lives as long as its graph, for what it copies to the card.
+/// Whether a step is being captured.
 bool        cuda_capturing(void);
+/// A copy of `bytes` in host memory that lives as long as the captured graph. The graph copies
+/// from it to the card.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
-/// While a step is captured nobody may wait for the stream: notes device memory that is to be freed at the capture's end. False when none is.
+/// A capture forbids waiting for the stream. During one, this notes device memory to free when the
+/// capture ends and returns true; otherwise it returns false.
 bool        cuda_give_later(void *memory);
 
 // gradstats.cu
@@ -58,12 +61,13 @@ eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n,
 eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
                                 int n_loss);
 
-/// For lagged updates: what a gradstats pass found, in device memory.
+/// What a gradstats pass found, in device memory. For lagged updates.
 typedef struct cuda_step_total {
   int64_t bad;            // inf and nan of all spans
   double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
-/// Of the pass with this ticket, fetched or not; NULL when a later pass took its place.
+/// The totals of the pass with this ticket, fetched or not; NULL once a later pass has reused their
+/// place.
 const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu

@@ -1,23 +1,25 @@
-// From the host's ordinary memory to the card without waiting for it. Told to copy from memory that is not pinned, the driver may wait for all
-// that the stream was asked before; so what a step sends, batches above all, goes through pinned memory of our own: a ring of segments that are
-// filled one after the other, each used again when the card has read it. Owns that memory. Called by device.cu.
+// Copies from pageable host memory to the card without waiting for it. Given pageable memory, the
+// driver may wait for all earlier work of the stream. So a step's data (above all its batch) goes
+// through a ring of pinned segments, filled in turn; a segment is reused once the card has read it.
+// Owns that memory. Called by device.cu.
 #include "device.h"
 #include "passes.h"
 
 #include <string.h>
 
 enum { SEGMENTS = 4 };
-static const int64_t LEAST = 1 << 20;   // bytes of a segment: it grows with what is sent at a time
+static const int64_t LEAST = 1 << 20;   // bytes of a segment: it grows to the largest copy
 
 static struct {
   char       *memory;            // SEGMENTS pieces of `bytes`
-  int64_t     bytes, used;       // used: of the segment being filled
-  int64_t     most;              // bytes of a segment at most: what there was room for
+  int64_t     bytes, used;       // used: of the current segment
+  int64_t     most;              // upper bound of a segment's bytes, once pinned memory ran short
   int         filling;
   cudaEvent_t read[SEGMENTS];    // the card has read it
 } ring = {.most = 16 << 20};
 
-/// A ring for `wanted` bytes at a time, or a smaller one where there is not so much pinned memory: more is sent in turns.
+/// Makes a ring with segments of `wanted` bytes, or smaller ones where pinned memory is short:
+/// larger copies are then sent in pieces.
 static eng_status ring_make(int64_t wanted)
 {
   int64_t bytes = ring.memory ? ring.bytes : LEAST;

@@ -1,5 +1,6 @@
-// Messages between ranks: numbers into the wire's format and out of it, and the sum over ranks. Bit for bit core/dist/comm_pack.c and core/cpu/wire.c,
-// but for the bits of a nan. All are bound by memory: a warp takes a block of 128, a thread four neighbours of it.
+// Messages between ranks: conversion of numbers to and from the comm dtype, and the sum over ranks.
+// Bit for bit core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All of it is
+// bound by memory: a warp takes a block of 128 elements, each thread four neighbours.
 #include "device.h"
 #include "passes.h"
 
@@ -22,7 +23,7 @@ struct e4m3_t { uint8_t bits; };
 
 template <class T> struct alignas(EACH * sizeof(T)) quad { T at[EACH]; };
 
-/// Four neighbours from p on, of which `left` are there; the others are zeros.
+/// Four neighbours from p on; those at `left` and beyond are zeros.
 template <class T> __device__ static inline quad<T> load(const T *p, int64_t left)
 {
   quad<T> q = {};
@@ -44,7 +45,8 @@ template <class T> __device__ static inline quad<float> widened(quad<T> q)
   return v;
 }
 
-// The wire's formats: what a thread of a warp makes of its four of a block, and reads of them. Every thread of the warp comes here.
+// The comm dtypes: each thread of a warp stores or loads its four elements of a block. All threads
+// of the warp must call these.
 
 template <class W>
 __device__ static inline void put(W *packed, float *, quad<float> v, int64_t, int64_t left)
@@ -86,7 +88,7 @@ __device__ static inline quad<float> get(const e4m3_t *packed, const float *scal
   return v;
 }
 
-/// The scales of a piece of `count` elements.
+/// The scales of a message piece with `count` elements.
 template <class W>
 __device__ static inline float *scales_of(W *piece, int64_t count)
 { return (float *)((char *)piece + count); }
@@ -96,7 +98,7 @@ __device__ static inline float *scales_of(W *piece, int64_t count)
 template <class N, class W> struct same_type { static const bool value = false; };
 template <class N> struct same_type<N, N> { static const bool value = true; };
 
-/// The numbers as they are: no rounding, no quieting of a nan.
+/// Numbers unchanged: no rounding, NaNs stay as they are.
 template <class N>
 __device__ static inline void pass(N *packed, quad<N> q, int64_t left)
 { store(packed, left, q); }
@@ -157,7 +159,8 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Equal neighbours merge, as a counter in binary does: the order of comm.h. p: the largest power of two that is not above n.
+/// Equal neighbours merge, as in a binary counter; comm.h defines this order. p: the largest power
+/// of two not above n.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
@@ -211,7 +214,7 @@ static eng_status by_wire(bool out, cudaStream_t lane, const wire_run *runs, int
   else if (wire == ENG_f16) launch<N, f16_t>(out, lane, runs, n, longest, flags);
   else if (wire == ENG_bf16) launch<N, bf16_t>(out, lane, runs, n, longest, flags);
   else if (wire == ENG_e4m3) launch<N, e4m3_t>(out, lane, runs, n, longest, flags);
-  else return error_set(ENG_ERR_DTYPE, "cuda: no message between ranks has format number %d", wire);
+  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", wire);
   CUDA_LAUNCHED("messages between ranks");
   return ENG_OK;
 }
@@ -228,7 +231,7 @@ static eng_status by_dtype(bool out, void *lane, const wire_run *runs, int n, in
   if (dtype == ENG_bf16) return by_wire<bf16_t>(out, stream, runs, n, longest, wire, flags);
   return error_set(
     ENG_ERR_DTYPE,
-    "cuda: messages between ranks are made of f32, f16 or bf16, got format number %d", dtype);
+    "cuda: messages between ranks are made of f32, f16 or bf16, got dtype number %d", dtype);
 }
 
 eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
@@ -258,7 +261,7 @@ eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n,
     sum<<<grid, THREADS, 0, stream>>>((bf16_t *)out, terms, n, p, count, share);
   else if (wire == ENG_e4m3)
     sum<<<grid, THREADS, 0, stream>>>((e4m3_t *)out, terms, n, p, count, share);
-  else return error_set(ENG_ERR_DTYPE, "cuda: no message between ranks has format number %d", wire);
+  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", wire);
   CUDA_LAUNCHED("the sum over ranks");
   return ENG_OK;
 }

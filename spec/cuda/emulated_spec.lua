@@ -32,8 +32,8 @@ end
 describe("a machine that cannot serve", function()
   it("has no driver, too old a one, no card, or too old a card: a line each", function()
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"), "there is no NVIDIA driver on this machine; hint: device=cpu")
-    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"), "the driver speaks CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
-    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"), "no device", "CUDA_VISIBLE_DEVICES may hide it")
+    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"), "the driver supports CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
+    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"), "no device", "CUDA_VISIBLE_DEVICES may hide devices")
     refused(engine("sm=75", JOB), "has compute capability 7.5, the kernels need 8.0 or later")
   end)
 
