@@ -59,7 +59,7 @@ PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda spills help deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
+.PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -194,7 +194,7 @@ $(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/erro
 
 # Debian's names. gnuplot is wanted by engine plot --png alone and not in the list.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
-            lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin
+            lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin cmark-gfm
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
 
@@ -336,6 +336,17 @@ bench: built $(VENV)/ready
 parity: built $(VENV)/ready
 	@for f in $(sort $(wildcard spec/parity/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
 
+# ------------------------------------------------------------------ documentation
+
+# The reference and the guides as pages in build/docs, and the types for editors. Warnings (a link
+# that leads nowhere, an entry without documentation) fail the target.
+docs: all $(BUILD)/engine.d.lua
+	@./$(ENGINE) help --html $(BUILD)/docs
+	@echo "$(BUILD)/docs/index.html"
+
+$(BUILD)/engine.d.lua: $(ENGINE) $(BUILD)/cdef.h $(shell find lua policies core -name '*.lua' -o -name '*.def' -o -name 'engine*.h')
+	$(call say,DOC,$@) ./$(ENGINE) help --types $@
+
 # ------------------------------------------------------------------ installing
 
 # Where things are installed. LUADIR is a folder on LuaJIT's path, so that plain luajit finds `require "engine"`.
@@ -354,12 +365,14 @@ define installed_files
   for f in $(LIB) $(PLUGIN) $(MPI_PLUGIN); do [ ! -e $$f ] || echo "755|$$f|$(LIBDIR)/engine/$${f##*/}"; done; \
   for f in core/engine*.h core/*.def; do echo "644|$$f|$(PREFIX)/include/engine/$${f##*/}"; done; \
   find lua/engine -type f -name '*.lua' | sed 's:^lua/\(.*\):644|&|$(LUADIR)/\1:'; \
-  find policies examples core -type f | sed 's:.*:644|&|$(SHARE)/engine/&:'; \
-  find docs -type f -name '*.md' | sed 's:.*:644|&|$(DOC)/&:'
+  find policies examples core docs -type f | sed 's:.*:644|&|$(SHARE)/engine/&:'; \
+  echo '644|$(BUILD)/engine.d.lua|$(SHARE)/engine/types/engine.d.lua'; \
+  [ ! -d $(BUILD)/docs ] || find $(BUILD)/docs -type f | sed 's:.*/\(.*\):644|&|$(DOC)/html/\1:'
 endef
 MANIFEST := $(LIBDIR)/engine/manifest
 
-install: all
+# The pages are installed when `make docs` has made them.
+install: all $(BUILD)/engine.d.lua
 	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' > $(BUILD)/place.lua
 	@printf '%s\n' 'Name: engine' 'Description: Lua-scriptable training engine, the C core' 'Version: $(VERSION)' \
 	  'Cflags: -I$${pcfiledir}/../../include/engine' \
@@ -401,7 +414,7 @@ LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
 SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
 dist: all
 	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
-	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples spec | tar -x -C $(DIST)
+	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples docs spec | tar -x -C $(DIST)
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
 	@strip --strip-unneeded $(DIST)/engine $(DIST)/build/*.so
 	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | grep -vE '$(SYSTEM_LIBRARIES)|libengine' | xargs -I{} cp -L {} $(DIST)/lib/
@@ -428,6 +441,7 @@ help:
 	@echo "make uninstall   remove what install wrote"
 	@echo "make deb         a Debian package in $(BUILD)/"
 	@echo "make dist        a folder that runs on another machine, packed"
+	@echo "make docs        the reference and the guides as pages in build/docs, types for editors"
 	@echo "make deps        install the Debian packages it needs"
 	@echo "make clean       remove what was built"
 	@echo

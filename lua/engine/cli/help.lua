@@ -1,13 +1,13 @@
--- engine help [command], engine --help
-local nearest = require "engine.base.nearest"
+-- engine help [NAME], engine --help; engine help --html FOLDER, engine help --types FILE
 
 -- The subcommands in the order of this help.
-local commands = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay", "report", "runs", "tune", "version" }
+local names = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay", "report",
+  "runs", "tune", "version" }
 
 local text = [==[
 usage: engine [options] [script.lua [name=value ...]]
 
-Without a script it opens a REPL on a terminal, or runs what it reads from stdin.
+Without a script it opens a REPL on a terminal; otherwise it runs what it reads from stdin.
 
   engine train.lua                      run a script
   engine train.lua lr=3e-4 steps=2^12   ... with some of its settings changed
@@ -25,32 +25,102 @@ options, as of the standalone Lua interpreter:
 commands:
 %s
 
-Ctrl-C ends a training run at its next step with a checkpoint, a second one at once.]==]
+Help on anything: a command, a function, an operation, a policy, a field, an environment variable, a
+guide:
+  engine help replay   engine help matmul   engine help eng_backward   engine help dynamic
+  engine help trainer.clip   engine help record.amax   engine help ENGINE_RANKS
+  engine help getting-started   engine help docs
 
-local function list()
-  local lines = {}
-  for i, name in ipairs(commands) do
-    lines[i] = ("  engine %-10s %s"):format(name, require("engine.cli." .. name).doc)
+Ctrl-C ends a training run at its next step with a checkpoint; a second one ends it at once.]==]
+
+local usage = [==[
+usage: engine help [NAME]
+       engine help --html FOLDER      write the reference and the guides as pages
+       engine help --types FILE       write the types for an editor (LuaLS): engine.d.lua]==]
+
+local function commands()
+  local list = {}
+  for i, name in ipairs(names) do
+    local module = require("engine.cli." .. name)
+    list[i] = { name = name, doc = module.doc, help = module.help, where = ("lua/engine/cli/%s.lua:1"):format(name) }
   end
+  return list
+end
+
+local function overview()
+  local lines = {}
+  for i, command in ipairs(commands()) do
+    lines[i] = ("  engine %-10s %s"):format(command.name, command.doc)
+  end
+  return text:format(table.concat(lines, "\n"))
+end
+
+local MOST_SHOWN, MOST_LISTED = 3, 12   -- entries printed in full, and named
+
+-- "See also" and a name a line.
+local function listing(title, entries)
+  local lines = { title }
+  for i = 1, math.min(#entries, MOST_LISTED) do
+    local summary = require("engine.docs.source").summary(entries[i].text)
+    lines[#lines + 1] = (("  %-26s %s"):format(entries[i].name, summary):sub(1, 100):gsub("%s+$", ""))
+  end
+  if #entries > MOST_LISTED then lines[#lines + 1] = ("  ... and %d more"):format(#entries - MOST_LISTED) end
   return table.concat(lines, "\n")
 end
 
-local help = { doc = "this text, or the help of a command", commands = commands }
-
-function help.main(name)
-  if not name or name == "help" then
-    print(text:format(list()))
+local function show(name)
+  local docs = require "engine.docs.index"
+  local index = docs.new(commands())
+  local found, others = index:find(name)
+  if #found == 0 then
+    io.stderr:write(("engine help: nothing is called '%s'%s\n"):format(name, index:hint(name)))
+    return 1
+  end
+  if #found > MOST_SHOWN then
+    print(listing(("'%s' is the name of %d things; ask for one of them in full:"):format(name, #found), found))
     return 0
   end
-  for _, command in ipairs(commands) do
+  for i, entry in ipairs(found) do
+    if i > 1 then print("\n" .. ("-"):rep(72) .. "\n") end
+    print(docs.text(entry))
+  end
+  if #others > 0 then print("\n" .. listing("See also:", others)) end
+  return 0
+end
+
+local help = { doc = "this text, or that of a command, a function, a policy, ...: engine help NAME", help = usage, commands = names }
+
+-- --html or --types
+local function write(switch, target)
+  if not target then
+    io.stderr:write(("engine help %s: expected a path\n%s\n"):format(switch, usage))
+    return 1
+  end
+  local writer = require(switch == "--html" and "engine.docs.html" or "engine.docs.types")
+  local good, warnings = pcall(writer.write, require("engine.docs.index").new(commands()), target)
+  if not good then warnings = { tostring(warnings) } end
+  for _, warning in ipairs(warnings) do io.stderr:write("engine help: ", warning, "\n") end
+  return #warnings == 0 and 0 or 1
+end
+
+function help.main(name, target)
+  if name == "--html" or name == "--types" then return write(name, target) end
+  if not name then
+    print(overview())
+    return 0
+  end
+  if name == "help" then
+    print(overview() .. "\n\n" .. usage)
+    return 0
+  end
+  for _, command in ipairs(names) do                    -- without reading the rest of the reference
     if command == name then
       local module = require("engine.cli." .. name)
       print(module.help or ("engine %s: %s"):format(name, module.doc))
       return 0
     end
   end
-  io.stderr:write(("engine help: no command '%s'%s\n"):format(name, nearest.choices(name, commands, "commands")))
-  return 1
+  return show(name)
 end
 
 return help

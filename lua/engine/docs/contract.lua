@@ -1,0 +1,112 @@
+-- What users write that is no function: policies with their options, the fields of policies,
+-- records and verdicts, the trainer's options, environment variables, the guides. Used by index.lua.
+local source = require "engine.docs.source"
+
+local M = {}
+
+-- Tables with a name in the first cell of a row: several names in a cell share the row's text.
+local TABLES = {
+  { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field", area = "contract" },
+  { path = "policies/README.md", heading = "## The record", prefix = "record.", kind = "record field", area = "contract" },
+  { path = "policies/README.md", heading = "## The verdict", prefix = "verdict.", kind = "verdict field", area = "contract" },
+  { path = "docs/environment.md", heading = "# Environment variables", prefix = "", kind = "environment variable",
+    area = "environment" },
+}
+
+--- "`a`, `b`: " before a text that several names share.
+function M.shared(names)
+  return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
+end
+
+local function tables(add)
+  for _, t in ipairs(TABLES) do
+    local all = {}
+    for _, row in ipairs(source.table_rows(t.path, t.heading)) do
+      local names, text = {}, {}
+      for name in row[1]:gmatch("`([%w_]+)`") do names[#names + 1] = name end
+      for i = 2, #row do text[#text + 1] = row[i] end
+      text = M.shared(names) .. table.concat(text, ": ")
+      for _, name in ipairs(names) do
+        all[#all + 1] = ("%s%s  %s"):format(t.prefix, name, source.summary(row[#row]))
+        add { name = t.prefix .. name, kind = t.kind, area = t.area, signature = t.prefix .. name,
+          text = text, where = ("%s:%d"):format(t.path, row.line) }
+      end
+    end
+    if t.prefix ~= "" then
+      local name = "policy." .. t.prefix:sub(1, -2)
+      add { name = name, kind = "contract", area = t.area, signature = name, where = t.path .. ":1",
+        text = ("The fields of a %s:\n\n  %s\n\n%s has the contract with examples."):format(
+          t.kind:match("%w+"), table.concat(all, "\n  "), t.path) }
+    end
+  end
+end
+
+--- The options that a doc comment lists in two columns, as { names, text, line }.
+function M.option_list(text)
+  local list, column = {}, nil
+  for line in (text .. "\n"):gmatch("(.-)\n") do
+    local indent, names, gap, rest = line:match("^(  +)([%l_][%w_, ]-)(  +)(%S.*)$")
+    local at = names and #indent + #names + #gap
+    if names and not names:find("[^,] ") then
+      list[#list + 1], column = { names = {}, text = rest }, at
+      for name in names:gmatch("[%w_]+") do table.insert(list[#list].names, name) end
+    elseif column and line:find("^" .. (" "):rep(column) .. "%S") then
+      list[#list].text = list[#list].text .. " " .. line:sub(column + 1)
+    else
+      column = nil
+    end
+  end
+  return list
+end
+
+local function options(trainer, add)
+  for _, option in ipairs(M.option_list(trainer.text)) do
+    for _, name in ipairs(option.names) do
+      add { name = "trainer." .. name, kind = "trainer option", area = "trainer", where = trainer.where,
+        signature = "engine.trainer { " .. name .. " = ... }", text = M.shared(option.names) .. option.text }
+    end
+  end
+end
+
+local function policies(add)
+  local policy = require "engine.policy.policy"
+  for _, path in ipairs(source.list("policies", ".lua")) do
+    local name = path:match("([^/]+)%.lua$")
+    local text = source.text(path)
+    local p = policy.load(name, nil, text:match('kind%s*=%s*"(fp8)"'))
+    local names, lines = {}, {}
+    for key in pairs(p.defaults) do names[#names + 1] = key end
+    table.sort(names)
+    for i, key in ipairs(names) do
+      local remark = text:match("\n%s*" .. key .. "%s*=[^\n]-,?%s*%-%-%s*([^\n]+)")
+      lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]), remark and "   -- " .. remark or "")
+    end
+    local doc = p.doc or text:match('doc%s*=%s*"(.-)"') or ""
+    local header = source.header(path, "%-%-")
+    add { name = name, kind = "policy", area = "policies", signature = "policy=" .. name,
+      text = ("%s\n\n%s\n\nOptions:\n%s"):format(doc, header, table.concat(lines, "\n")), doc = doc,
+      documented = doc ~= "" and header ~= "", where = path .. ":1" }
+  end
+end
+
+local function guides(add)
+  local paths = source.list("docs", ".md")
+  for _, more in ipairs { "policies/README.md", "examples/README.md" } do paths[#paths + 1] = more end
+  for _, path in ipairs(paths) do
+    local text = source.text(path)
+    local name = path:match("^docs/(.*)%.md$") or path:match("^(%w+)/")
+    if name == "README" then name = "docs" end
+    add { name = name, kind = "guide", area = "guides", signature = text and text:match("^# ([^\n]*)") or name,
+      text = text or "", where = path .. ":1" }
+  end
+end
+
+--- Adds the entries; `trainer` is the entry of engine.trainer.
+function M.read(trainer, add)
+  tables(add)
+  if trainer then options(trainer, add) end
+  policies(add)
+  guides(add)
+end
+
+return M

@@ -1,0 +1,160 @@
+-- The public Lua functions: walks the `engine` table as a script sees it and finds the comment
+-- above each function's definition by its debug information. Used by index.lua.
+local source = require "engine.docs.source"
+local M_ffi = require "engine.base.ffi"
+
+local M = {}
+
+local function upvalue(f, wanted)
+  for i = 1, 250 do
+    local name, value = debug.getupvalue(f, i)
+    if not name then return nil end
+    if name == wanted then return value end
+  end
+end
+
+-- A function of this tree: { path, line }, else nil.
+local function definition(f)
+  local info = debug.getinfo(f, "S")
+  local path = info.source:match("^@(.*)$")
+  if info.what == "C" or not path or path:sub(1, #M_ffi.home) ~= M_ffi.home then return nil end
+  return { path = "lua/engine" .. path:sub(#M_ffi.home + 1), line = info.linedefined }
+end
+
+-- What precedes a definition and belongs to it: the loop that defines several functions, the class
+-- that a constructor is of.
+local function is_lead(line)
+  return line:find("^%s*for .* do%s*$") or line:find("^local %w+ = [%w_.]*class%(")
+end
+
+local function text_of(at)
+  local lines, line = source.lines(at.path), at.line
+  while line > 1 and is_lead(lines[line - 1]) do line = line - 1 end
+  local text, first = source.comment(lines, line, "%-%-%-?")
+  return lines[first] and lines[first]:find("^%s*%-%-%-") and text or ""
+end
+
+-- "(a, b, ...)"; `skip` parameters are left out at the front.
+local function parameters(f, skip)
+  local info, names = debug.getinfo(f, "u"), {}
+  for i = skip + 1, info.nparams do names[#names + 1] = debug.getlocal(f, i) end
+  if info.isvararg then names[#names + 1] = "..." end
+  return "(" .. table.concat(names, ", ") .. ")"
+end
+
+local function sorted(t)
+  local names = {}
+  for name in pairs(t) do
+    if type(name) == "string" then names[#names + 1] = name end
+  end
+  table.sort(names)
+  return names
+end
+
+-- The classes that the functions of a file make objects of: { name, methods }, by looking through
+-- what these functions refer to.
+local function classes_of(functions)
+  local found, seen = {}, {}
+  local function look(f, path, depth)
+    if seen[f] or depth > 4 then return end
+    seen[f] = true
+    local at = definition(f)
+    if not at or at.path ~= path then return end
+    for i = 1, 250 do
+      local name, value = debug.getupvalue(f, i)
+      if not name then break end
+      if type(value) == "function" then look(value, path, depth + 1)
+      elseif type(value) == "table" and type(rawget(value, "__index")) == "table" and not seen[value] then
+        seen[value] = true
+        found[#found + 1] = { name = name:gsub("^%u", string.lower), methods = rawget(value, "__index") }
+      end
+    end
+  end
+  for _, f in ipairs(functions) do
+    local at = definition(f)
+    if at then look(f, at.path, 1) end
+  end
+  return found
+end
+
+--- Adds an entry for each public function and each module. `engine` is the table of the front.
+function M.read(engine, add)
+  local known = {}   -- function -> entry: engine.matmul and tensor:matmul are one
+
+  local function enter(name, f, area, skip)
+    local at = definition(f)
+    if not at then return end
+    local signature = name .. parameters(f, skip or 0)
+    if known[f] then
+      known[f].signature = known[f].signature .. "\n" .. signature
+      table.insert(known[f].names, name)
+      return
+    end
+    known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
+      signature = signature, text = text_of(at), where = ("%s:%d"):format(at.path, at.line) }
+    add(known[f])
+  end
+
+  local function enter_classes(functions, area)
+    for _, class in ipairs(classes_of(functions)) do
+      for _, name in ipairs(sorted(class.methods)) do
+        local f = rawget(class.methods, name)
+        local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
+        if at and text_of(at) ~= "" then enter(class.name .. ":" .. name, f, area, 1) end
+      end
+    end
+  end
+
+  local function enter_module(full, module, area, functions)
+    for _, key in ipairs(sorted(module)) do
+      local value, name = rawget(module, key), ("%s.%s"):format(full, key)
+      if type(value) == "function" and key:sub(1, 1) ~= "_" then
+        functions[#functions + 1] = value
+        enter(name, value, area)
+      elseif type(value) == "table" and rawget(value, "_class") then
+        enter(name, rawget(value, "init") or rawget(value, "forward"), area, 1)
+      elseif type(value) == "table" and key:find("^%u") then                   -- a class
+        for _, method in ipairs(sorted(value)) do
+          if type(value[method]) == "function" then enter(key:lower() .. ":" .. method, value[method], area, 1) end
+        end
+      elseif type(value) == "table" and rawget(value, "__index") == nil then
+        enter_module(name, value, area, functions)
+      end
+    end
+  end
+
+  local tensor = require "engine.tensor.tensor"
+  for _, name in ipairs(sorted(engine)) do
+    if type(engine[name]) == "function" and not tensor.methods[name] then enter("engine." .. name, engine[name], "engine") end
+  end
+  for _, name in ipairs(sorted(tensor.methods)) do
+    enter("tensor:" .. name, tensor.methods[name], "tensor", 1)
+    if rawget(engine, name) == tensor.methods[name] then enter("engine." .. name, engine[name], "tensor") end
+  end
+  for _, name in ipairs(sorted(tensor.getters)) do
+    local at = definition(tensor.getters[name])
+    add { name = "tensor." .. name, kind = "field", area = "tensor", signature = "tensor." .. name,
+      text = text_of(at), where = ("%s:%d"):format(at.path, at.line) }
+  end
+
+  local _ = engine.nn.gpt2                                          -- loaded on demand
+  local parts = upvalue(getmetatable(engine).__index, "parts")
+  for _, name in ipairs(sorted(parts)) do
+    local module, full = engine[name], "engine." .. name
+    local functions = {}
+    local path = "lua/" .. parts[name][1]:gsub("%.", "/")
+    path = source.lines(path .. ".lua") and path .. ".lua" or path .. "/init.lua"
+    local area = type(module) == "function" and name ~= "trainer" and "engine" or name
+    if type(module) == "function" then
+      enter(full, module, area)
+      functions[1] = module
+    else
+      enter_module(full, module, name, functions)
+      add { name = full, kind = "Lua module", area = name, signature = full, where = path .. ":1",
+        text = source.header(path, "%-%-%-?") }
+    end
+    enter_classes(functions, area)
+  end
+end
+
+return M

@@ -1,0 +1,155 @@
+-- The reference and the guides as a folder of pages: an index with a search, a page for each area,
+-- a page for each guide. Nothing on them comes from elsewhere. Called by `engine help --html FOLDER`.
+local M_ffi = require "engine.base.ffi"
+local page = require "engine.docs.page"
+local source = require "engine.docs.source"
+
+local M = {}
+
+-- Titles of the areas, in the order of the index; areas of modules have the module's name.
+local AREAS = {
+  { "commands", "Commands" },
+  { "engine", "engine: steps, scopes, machine" },
+  { "tensor", "Tensors" },
+  { "nn", "engine.nn: modules and models" },
+  { "trainer", "engine.trainer: options and methods" },
+  { "contract", "Policy files: fields of policy, record and verdict" },
+  { "policies", "Policies" },
+  { "environment", "Environment variables" },
+  { "operations", "Operations" },
+  { "c", "C interface" },
+}
+
+local SEARCH = [[
+<p><input id="q" placeholder="Search: matmul, record.amax, ENGINE_RANKS ..." autofocus></p>
+<ul id="found"></ul>
+<script>
+const entries = %s;
+const q = document.getElementById("q"), found = document.getElementById("found");
+q.oninput = () => {
+  const words = q.value.toLowerCase().split(/\s+/).filter(w => w);
+  const rank = e => (e[0].toLowerCase().split(/[.:]/).pop() === words[0] ? 0 : e[0].toLowerCase().includes(words[0]) ? 1 : 2);
+  const hits = words.length ? entries.filter(e => words.every(w => (e[0] + " " + e[2]).toLowerCase().includes(w))) : [];
+  hits.sort((a, b) => rank(a) - rank(b));
+  found.replaceChildren(...hits.slice(0, 30).map(e => {
+    const item = document.createElement("li"), link = document.createElement("a");
+    link.href = e[1]; link.textContent = e[0];
+    item.append(link, " " + e[2]);
+    return item;
+  }));
+};
+</script>]]
+
+local function write(path, text)
+  local file, why = io.open(path, "wb")
+  if not file then error("cannot write " .. tostring(why), 0) end
+  local good, problem = file:write(text)
+  if not (file:close() and good) then error(("cannot write %s: %s"):format(path, problem or "is the disk full?"), 0) end
+end
+
+local function page_of(entry)
+  return entry.kind == "guide" and (entry.name == "docs" and "guides" or entry.name) .. ".html" or "ref-" .. entry.area .. ".html"
+end
+local function address(entry)
+  return entry.kind == "guide" and page_of(entry) or page_of(entry) .. "#" .. entry.name
+end
+
+local function entry_html(entry, links)
+  local html = {
+    ('<h3 id="%s">%s<span class="kind">%s</span></h3>'):format(entry.name, page.escape(entry.name), entry.kind),
+    ('<pre class="signature">%s</pre>'):format(page.escape(entry.signature)),
+  }
+  if entry.kind == "command" then html[2] = "<pre>" .. page.escape(entry.text) .. "</pre>"
+  else html[#html + 1] = page.prose(entry.text, links) end
+  if entry.example then html[#html + 1] = "<pre>" .. page.escape(entry.example) .. "</pre>" end
+  html[#html + 1] = ('<div class="where">%s</div>'):format(entry.where)
+  return table.concat(html, "\n")
+end
+
+-- Areas in order with their entries: { name, title, entries }.
+local function areas_of(index)
+  local list, by_name = {}, {}
+  local function area(name, title)
+    if not by_name[name] then
+      by_name[name] = { name = name, title = title or "engine." .. name, entries = {} }
+      list[#list + 1] = by_name[name]
+    end
+    return by_name[name]
+  end
+  for _, a in ipairs(AREAS) do area(a[1], a[2]) end
+  for _, entry in ipairs(index.entries) do
+    if entry.kind ~= "guide" then table.insert(area(entry.area).entries, entry) end
+  end
+  return list
+end
+
+--- Writes the pages into a folder; returns a list of warnings: entries without documentation, links
+--- that lead nowhere.
+function M.write(index, folder)
+  M_ffi.check(M_ffi.C.eng_file_mkdir(folder))
+  local warnings, links, anchors, pending = {}, {}, {}, {}
+  for _, entry in ipairs(index:gaps()) do
+    warnings[#warnings + 1] = ("%s: %s has no documentation"):format(entry.where, entry.name)
+  end
+  for _, entry in ipairs(index.entries) do
+    for _, name in ipairs(entry.names) do links[name] = links[name] or address(entry) end
+  end
+
+  local function publish(name, title, body)
+    for id in body:gmatch('id="([^"]*)"') do anchors[name .. "#" .. id] = true end
+    anchors[name] = true
+    write(folder .. "/" .. name, page.frame(title, body))
+  end
+
+  local guides = {}
+  for _, entry in ipairs(index.entries) do
+    if entry.kind == "guide" then
+      guides[#guides + 1] = entry
+      local path = entry.where:match("^(.*):%d+$")
+      local function resolve(target)
+        if target:find("^%a+:") then return target end
+        local file, anchor = target:match("^([^#]*)(#?.*)$")
+        local full = file == "" and path or path:match("^(.-)[^/]*$") .. file
+        repeat local n; full, n = full:gsub("[^/]+/%.%./", "", 1) until n == 0
+        for _, other in ipairs(index.entries) do
+          if other.kind == "guide" and other.where == full .. ":1" then
+            pending[#pending + 1] = { path, target, page_of(other) .. anchor }
+            return page_of(other) .. anchor
+          end
+        end
+        if not source.path(full) then pending[#pending + 1] = { path, target, "" } end
+      end
+      publish(page_of(entry), entry.signature, page.markdown(path, links, resolve))
+    end
+  end
+
+  local body, rows = { "<h1>engine</h1>", "" }, {}
+  body[#body + 1] = "<h2>Guides</h2><ul>"
+  for _, entry in ipairs(guides) do
+    body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(page_of(entry), page.escape(entry.signature))
+  end
+  body[#body + 1] = "</ul>"
+  for _, area in ipairs(areas_of(index)) do
+    local html, name = { ("<h1>%s</h1>"):format(page.escape(area.title)) }, "ref-" .. area.name .. ".html"
+    body[#body + 1] = ('<h2><a href="%s">%s</a></h2><ul class="names">'):format(name, page.escape(area.title))
+    for _, entry in ipairs(area.entries) do
+      html[#html + 1] = entry_html(entry, links)
+      body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(address(entry), page.escape(entry.name))
+      for _, own in ipairs(entry.names) do
+        rows[#rows + 1] = ("[%q,%q,%q]"):format(own, address(entry), source.summary(entry.text)):gsub("\\?\n", " ")
+      end
+    end
+    body[#body + 1] = "</ul>"
+    publish(name, area.title, table.concat(html, "\n"))
+  end
+  local list = ("[%s]"):format(table.concat(rows, ",\n")):gsub("</", "<\\/")
+  body[2] = (SEARCH:gsub("%%s", function() return list end))
+  publish("index.html", "reference", table.concat(body, "\n"))
+
+  for _, link in ipairs(pending) do
+    if not anchors[link[3]] then warnings[#warnings + 1] = ("%s: the link to %s leads nowhere"):format(link[1], link[2]) end
+  end
+  return warnings
+end
+
+return M

@@ -1,0 +1,116 @@
+-- The reference in memory: entries { name, names, kind, area, signature, text, example, where } from
+-- the readers beside this file, found by name for `engine help NAME`, html.lua and types.lua.
+local nearest = require "engine.base.nearest"
+local source = require "engine.docs.source"
+
+local M = {}
+
+local Index = {}
+Index.__index = Index
+
+--- Reads everything. `commands`, a list of { name, doc, help, where }, comes from the command line.
+function M.new(commands)
+  local self = setmetatable({ entries = {}, by_name = {} }, Index)
+  local function add(entry)
+    entry.names = entry.names or { entry.name }
+    if entry.documented == nil then entry.documented = entry.text:find("%S") ~= nil end
+    self.entries[#self.entries + 1] = entry
+  end
+  for _, command in ipairs(commands or {}) do
+    add { name = command.name, kind = "command", area = "commands", signature = "engine " .. command.name,
+      text = command.help or command.doc or "", doc = command.doc, where = command.where }
+  end
+  require("engine.docs.functions").read(require "engine", add)
+  require("engine.docs.c").read(add)
+  local trainer
+  for _, entry in ipairs(self.entries) do
+    if entry.name == "engine.trainer" then trainer = entry end
+  end
+  require("engine.docs.contract").read(trainer, add)
+  for _, entry in ipairs(self.entries) do
+    for _, name in ipairs(entry.names) do
+      self.by_name[name] = self.by_name[name] or {}
+      table.insert(self.by_name[name], entry)
+    end
+  end
+  self:read_examples()
+  return self
+end
+
+-- docs/examples.md: a heading names entries, the block below it shows them.
+function Index:read_examples()
+  local names, block
+  for _, line in ipairs(source.lines("docs/examples.md") or {}) do
+    if line:find("^## ") then names = line:sub(4)
+    elseif line == "```lua" then block = {}
+    elseif line == "```" and block and names then
+      for name in names:gmatch("[^%s,]+") do
+        for _, entry in ipairs(self.by_name[name] or {}) do entry.example = table.concat(block, "\n") end
+      end
+      names, block = nil, nil
+    elseif block then block[#block + 1] = line end
+  end
+end
+
+local function last_part(name) return name:match("([^.:]+)$") or name end
+
+--- The entries called `name`: those of the full name, else those whose last part it is (`gelu` for
+--- tensor:gelu). The second result has the others of that last part.
+function Index:find(name)
+  local full, parts = {}, {}
+  local wanted = name:gsub("%(.*$", ""):gsub("^engine%.h$", "engine")
+  for pass = 1, 2 do                                   -- the second one ignores case
+    for _, entry in ipairs(self.entries) do
+      local is_full, is_part
+      for _, own in ipairs(entry.names) do
+        local same = pass == 1 and own or own:lower()
+        local asked = pass == 1 and wanted or wanted:lower()
+        is_full = is_full or same == asked or same:gsub(":", ".") == asked
+        is_part = is_part or last_part(same) == asked
+      end
+      if is_full then full[#full + 1] = entry elseif is_part then parts[#parts + 1] = entry end
+    end
+    if #full + #parts > 0 then break end
+  end
+  if #full > 0 then return full, parts end
+  return parts, {}
+end
+
+--- "; did you mean 'x'?", or "".
+function Index:hint(name)
+  local names, seen = {}, {}
+  local function offer(text)
+    if not seen[text] then names[#names + 1], seen[text] = text, true end
+  end
+  for _, entry in ipairs(self.entries) do
+    for _, own in ipairs(entry.names) do
+      offer(own)
+      offer(last_part(own))
+    end
+  end
+  return nearest.hint(name, names)
+end
+
+--- An entry as text for the terminal.
+function M.text(entry)
+  local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
+  if entry.kind == "command" or entry.kind == "guide" then lines = {} end
+  lines[#lines + 1] = (entry.text:gsub("%s+$", ""):gsub(entry.kind == "guide" and "%z" or "%*%*", ""))
+  if entry.example then
+    lines[#lines + 1] = "\nExample:"
+    lines[#lines + 1] = "  " .. entry.example:gsub("\n", "\n  ")
+  end
+  if entry.kind ~= "command" and entry.kind ~= "guide" then lines[#lines + 1] = "\n" .. entry.where end
+  return table.concat(lines, "\n")
+end
+
+--- Entries without documentation.
+function Index:gaps()
+  local gaps = {}
+  for _, entry in ipairs(self.entries) do
+    if not entry.documented then gaps[#gaps + 1] = entry end
+  end
+  return gaps
+end
+
+return M

@@ -1,0 +1,116 @@
+-- The texts that the reference is made of: files of the tree by name, the comment above a line,
+-- the tables of a Markdown page. Used by the readers in this folder.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local M = {}
+
+--- Where a file or folder of the tree is, in the tree or installed: "core/ops.def" -> a path. nil
+--- when it does not exist.
+function M.path(name)
+  local module = name:match("^lua/engine/(.*)$")
+  if module then return M_ffi.home .. "/" .. module end
+  for _, share in ipairs(M_ffi.shares) do
+    local path = share .. "/" .. name
+    if C.eng_file_kind(path) ~= 0 then return path end
+  end
+end
+
+local files = {}
+
+--- The lines of a file of the tree, or nil.
+function M.lines(path)
+  if files[path] == nil then
+    local file = io.open(M.path(path) or "", "rb")
+    local list = file and {} or false
+    if file then
+      for line in file:lines() do list[#list + 1] = (line:gsub("\r$", "")) end
+      file:close()
+    end
+    files[path] = list
+  end
+  return files[path] or nil
+end
+
+--- The whole text of a file, or nil.
+function M.text(path)
+  local lines = M.lines(path)
+  return lines and table.concat(lines, "\n") .. "\n"
+end
+
+--- Paths of the files in a folder whose names end in `ending`, sorted.
+function M.list(folder, ending)
+  local paths, listing = {}, ffi.new("eng_listing *[1]")
+  if C.eng_file_list(listing, M.path(folder) or "") ~= 0 then return paths end
+  local i = 0
+  while true do
+    local name = C.eng_listing_name(listing[0], i)
+    if name == nil then break end
+    name, i = ffi.string(name), i + 1
+    if name:sub(-#ending) == ending then paths[#paths + 1] = folder .. "/" .. name end
+  end
+  C.eng_listing_free(listing[0])
+  return paths
+end
+
+--- The comment that ends in the line above `at`, without its marks ("///?" for C, "%-%-%-?" for
+--- Lua); "" when the line above is no comment.
+function M.comment(lines, at, mark)
+  local first = at
+  while first > 1 and lines[first - 1]:find("^%s*" .. mark) do first = first - 1 end
+  local text = {}
+  for i = first, at - 1 do text[#text + 1] = (lines[i]:gsub("^%s*" .. mark .. " ?", "")) end
+  return table.concat(text, "\n"), first
+end
+
+--- The comment at the head of a file.
+function M.header(path, mark)
+  local lines, last = M.lines(path) or {}, 1
+  while lines[last] and lines[last]:find("^" .. mark) do last = last + 1 end
+  return (M.comment(lines, last, mark))
+end
+
+--- The rows of the tables below the heading `heading` ("## The record"), each a list of cells.
+function M.table_rows(path, heading)
+  local rows, inside = {}, false
+  local level = #heading:match("^#+")
+  for number, line in ipairs(M.lines(path) or {}) do
+    local marks = line:match("^(#+) ")
+    if marks and #marks <= level then inside = line == heading end
+    if inside and line:find("^|") and not line:find("^|%s*%-") then
+      local cells = { line = number }
+      for cell in line:gsub("\\|", "\1"):sub(2):gmatch("([^|]*)|") do
+        cells[#cells + 1] = (cell:gsub("\1", "|"):match("^%s*(.-)%s*$"))
+      end
+      rows[#rows + 1] = cells
+    end
+  end
+  table.remove(rows, 1)                                 -- the table's own heading
+  return rows
+end
+
+--- A text as a list of { kind, lines }: "text" (lines that make one paragraph) and "code" (indented
+--- lines, as they are).
+function M.blocks(text)
+  local blocks, last = {}, nil
+  for line in (text .. "\n"):gmatch("(.-)\n") do
+    local kind = line:find("^%s*$") and "gap" or line:find("^  ") and "code" or "text"
+    if kind ~= "gap" and (kind ~= last or (kind == "text" and line:find("^[-*] "))) then
+      blocks[#blocks + 1] = { kind = kind, lines = {} }
+    end
+    if kind ~= "gap" then table.insert(blocks[#blocks].lines, line)
+    elseif last == "code" then table.insert(blocks[#blocks].lines, "") end
+    if kind ~= "gap" or last ~= "code" then last = kind end
+  end
+  return blocks
+end
+
+--- The first sentence of a text, in one line.
+function M.summary(text)
+  local first = M.blocks(text)[1]
+  local line = first and table.concat(first.lines, " "):gsub("%s+", " ") or ""
+  return (line:match("^(.-[^.]%.)%s") or line):sub(1, 160)
+end
+
+return M
