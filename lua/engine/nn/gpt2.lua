@@ -10,7 +10,7 @@ local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 local module = require "engine.nn.module"
-local transformer = require "engine.nn.transformer"
+local models = require "engine.nn.models"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -67,7 +67,7 @@ local GPT2 = module.class("gpt2")
 -- prefix and head = how the names in its file are written }.
 function GPT2:init(fields, source)
   rawset(self, "source", source)
-  if source then return transformer.gpt.init(self, source.shape) end
+  if source then return models.gpt.init(self, source.shape) end
   local names, known = {}, {}
   for name, default in pairs(FIELDS) do names[#names + 1], known[name] = name, default end
   for key, value in pairs(fields or {}) do
@@ -77,9 +77,9 @@ function GPT2:init(fields, source)
   local good, options = pcall(options_of, known, "the fields")
   if not good then error(options, 3) end
   rawset(self, "fields", known)
-  transformer.gpt.init(self, options)
+  models.gpt.init(self, options)
 end
-for _, name in ipairs { "forward", "loss", "generate", "extra" } do GPT2[name] = transformer.gpt[name] end
+for _, name in ipairs { "forward", "loss", "generate", "extra" } do GPT2[name] = models.gpt[name] end
 
 -- name here -> name there, and whether it is a Conv1D weight; blocks count from 1 here and from 0 there
 local BLOCK = {

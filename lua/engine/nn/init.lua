@@ -1,15 +1,17 @@
--- Neural networks: modules, layers, transformers. `engine.nn`.
+-- `engine.nn`: modules, layers and models for neural networks.
 local nearest = require "engine.base.nearest"
 local module = require "engine.nn.module"
+local transformer = require "engine.nn.transformer"
 
-local nn = { class = module.class, Module = module.Module, is_module = module.is_module }
+local nn = { class = module.class, Module = module.Module, is_module = module.is_module,
+  attention = transformer.attention, mlp = transformer.mlp, swiglu = transformer.swiglu,
+  block = transformer.block, moe = require("engine.nn.moe").moe }
 for name, layer in pairs(require "engine.nn.layers") do nn[name] = layer end
-for name, layer in pairs(require "engine.nn.transformer") do nn[name] = layer end
-for name, layer in pairs(require "engine.nn.moe") do nn[name] = layer end
+for name, model in pairs(require "engine.nn.models") do nn[name] = model end
 
 return setmetatable(nn, {
   __index = function(t, key)
-    if key == "gpt2" then
+    if key == "gpt2" then   -- loaded when it is used: it needs the JSON and safetensors readers
       local gpt2 = require "engine.nn.gpt2"
       rawset(t, key, gpt2)
       return gpt2

@@ -1,61 +1,56 @@
 -- Basic layers: linear, embedding, norms, dropout, activations, containers. Initial values are
--- PyTorch's defaults unless the caller says otherwise.
+-- PyTorch's defaults unless the caller says otherwise. Shapes: K inputs, N outputs, C width.
 local M_ffi = require "engine.base.ffi"
-local tensor = require "engine.tensor.tensor"
+local arguments = require "engine.base.arguments"
+local fuse = require "engine.nn.fuse"
 local module = require "engine.nn.module"
+local tensor = require "engine.tensor.tensor"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
-local M = {}
+local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
 local class = module.class
+local M = {}
 
-local function parameter_tensor(...)
-  local shape = { ... }
-  return tensor.zeros(shape, { keep = true })
-end
-
-local function read_options(options, name, ...)
-  local known = {}
-  for _, key in ipairs { ... } do known[key] = true end
-  return tensor.read_named(options, "nn." .. name, known)
-end
-
-local function want_size(name, what, n)
-  if type(n) ~= "number" or n % 1 ~= 0 or n < 1 then
-    raise("nn.%s: expected %s as a whole number of 1 or more, got %s", name, what, value_text(n))
-  end
-end
+local function parameter_tensor(...) return tensor.zeros({ ... }, { keep = true }) end
 
 -- ------------------------------------------------------------------ linear, embedding
 
---- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, weight [outputs x inputs]. Uniform in
---- +-1/sqrt(inputs), or normal with `std` and zero bias.
+local LINEAR = { bias = true, std = true }
+
+--- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x N],
+--- weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs), or with `std` a normal
+--- weight and a zero bias.
 local Linear = class("linear")
 function Linear:init(inputs, outputs, options)
-  want_size("linear", "inputs", inputs)
-  want_size("linear", "outputs", outputs)
-  options = read_options(options, "linear", "bias", "std")
+  want_whole(inputs, "nn.linear", "inputs", 1)
+  want_whole(outputs, "nn.linear", "outputs", 1)
+  options = tensor.read_named(options, "nn.linear", LINEAR)
   rawset(self, "inputs", inputs)
   rawset(self, "outputs", outputs)
-  local bound = 1 / math.sqrt(inputs)
+  local std, bound = options.std, 1 / math.sqrt(inputs)
   local weight = parameter_tensor(outputs, inputs)
-  if options.std then weight:normal(0, options.std) else weight:uniform(-bound, bound) end
+  if std then weight:normal(0, std) else weight:uniform(-bound, bound) end
   self:parameter("weight", weight, "linear")
-  if options.bias ~= false then
-    local bias = parameter_tensor(outputs)
-    if not options.std then bias:uniform(-bound, bound) end
-    self:parameter("bias", bias, "linear")
-  end
+  if options.bias == false then return end
+  local bias = parameter_tensor(outputs)
+  if not std then bias:uniform(-bound, bound) end
+  self:parameter("bias", bias, "linear")
 end
-function Linear:forward(x) return x:linear(self.weight, rawget(self, "bias"), rawget(self, "_fp8")) end
-function Linear:extra() return ("%d -> %d%s"):format(self.inputs, self.outputs, rawget(self, "bias") and "" or ", no bias") end
+function Linear:forward(x) return fuse.linear(self, x) end
+function Linear:extra()
+  return ("%d -> %d%s"):format(self.inputs, self.outputs, rawget(self, "bias") and "" or ", no bias")
+end
+fuse.register("linear", Linear)
 M.linear = Linear
 
---- nn.embedding(count, width [, { std = 1 }]): rows of [count x width] by ids from 0.
+local EMBEDDING = { std = true }
+
+--- nn.embedding(count, width [, { std = 1 }]): ids [..] counted from 0 -> rows [.. x C] of the
+--- weight [count x C].
 local Embedding = class("embedding")
 function Embedding:init(count, width, options)
-  want_size("embedding", "the number of rows", count)
-  want_size("embedding", "the width", width)
-  options = read_options(options, "embedding", "std")
+  want_whole(count, "nn.embedding", "the number of rows", 1)
+  want_whole(width, "nn.embedding", "the width", 1)
+  options = tensor.read_named(options, "nn.embedding", EMBEDDING)
   rawset(self, "rows", count)
   rawset(self, "width", width)
   self:parameter("weight", parameter_tensor(count, width):normal(0, options.std or 1), "embedding")
@@ -66,43 +61,48 @@ M.embedding = Embedding
 
 -- ------------------------------------------------------------------ norms
 
---- nn.layer_norm(width [, { eps = 1e-5, bias = true }]). norm(x, branch) takes a residual: the norm of x + branch, and x + branch.
+local LAYER_NORM, RMS_NORM = { eps = true, bias = true }, { eps = true }
+
+--- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
+--- returns the norm of x + branch, and x + branch.
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
-  want_size("layer_norm", "the width", width)
-  options = read_options(options, "layer_norm", "eps", "bias")
+  want_whole(width, "nn.layer_norm", "the width", 1)
+  options = tensor.read_named(options, "nn.layer_norm", LAYER_NORM)
   rawset(self, "eps", options.eps or 1e-5)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
   if options.bias ~= false then self:parameter("bias", parameter_tensor(width), "norm") end
 end
 function LayerNorm:forward(x, branch)
-  if branch then return x:add_layer_norm(branch, self.weight, rawget(self, "bias"), self.eps) end
-  return x:layer_norm(self.weight, rawget(self, "bias"), self.eps)
+  return fuse.layer_norm(x, branch, self.weight, rawget(self, "bias"), self.eps)
 end
 function LayerNorm:extra() return ("%d"):format(self.weight.count) end
+fuse.register("norm", LayerNorm)
 M.layer_norm = LayerNorm
 
---- nn.rms_norm(width [, { eps = 1e-6 }]); norm(x, branch) as that of nn.layer_norm.
+--- nn.rms_norm(width [, { eps = 1e-6 }]): x [.. x C] -> [.. x C]. norm(x, branch) returns the norm
+--- of x + branch, and x + branch.
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
-  want_size("rms_norm", "the width", width)
-  rawset(self, "eps", read_options(options, "rms_norm", "eps").eps or 1e-6)
+  want_whole(width, "nn.rms_norm", "the width", 1)
+  rawset(self, "eps", tensor.read_named(options, "nn.rms_norm", RMS_NORM).eps or 1e-6)
   self:parameter("weight", parameter_tensor(width):fill(1), "norm")
 end
-function RMSNorm:forward(x, branch)
-  if branch then return x:add_rms_norm(branch, self.weight, self.eps) end
-  return x:rms_norm(self.weight, self.eps)
-end
-function RMSNorm:extra() return ("%d"):format(self.weight.count) end
+function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end
+RMSNorm.extra = LayerNorm.extra
+fuse.register("norm", RMSNorm)
 M.rms_norm = RMSNorm
 
 -- ------------------------------------------------------------------ without parameters
 
---- nn.dropout(p): active in training mode only.
+--- nn.dropout(p = 0.5): in training mode sets elements to zero with probability p and scales the
+--- others by 1 / (1 - p); in evaluation mode returns its input.
 local Dropout = class("dropout")
 function Dropout:init(p)
   p = p or 0.5
-  if type(p) ~= "number" or not (p >= 0 and p <= 1) then raise("nn.dropout: expected a probability in [0, 1], got %s", value_text(p)) end
+  if type(p) ~= "number" or not (p >= 0 and p <= 1) then
+    raise("nn.dropout: expected a probability in [0, 1], got %s", value_text(p))
+  end
   rawset(self, "p", p)
 end
 function Dropout:forward(x)
@@ -112,16 +112,19 @@ end
 function Dropout:extra() return ("%g"):format(self.p) end
 M.dropout = Dropout
 
-for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax", "log_sigmoid" } do
+for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
+  "log_sigmoid" } do
   local Activation = class(name)
   function Activation.forward(_, x) return x[name](x) end
   M[name] = Activation
 end
 
---- nn.gelu() is the erf form, nn.gelu("tanh") the tanh form.
+--- nn.gelu([form]): GELU in the "erf" form, or in the "tanh" form.
 local GELU = class("gelu")
 function GELU:init(form)
-  if form ~= nil and form ~= "tanh" and form ~= "erf" then raise("nn.gelu: expected 'erf' or 'tanh', got %s", value_text(form)) end
+  if form ~= nil and form ~= "tanh" and form ~= "erf" then
+    raise("nn.gelu: expected 'erf' or 'tanh', got %s", value_text(form))
+  end
   rawset(self, "form", form)
 end
 function GELU:forward(x) return x:gelu(self.form) end
@@ -129,13 +132,17 @@ M.gelu = GELU
 
 -- ------------------------------------------------------------------ containers
 
---- nn.sequential{ a, b, c } or nn.sequential(a, b, c): one after the other.
+--- nn.sequential { a, b, c } or nn.sequential(a, b, c): applies its modules one after the other.
 local Sequential = class("sequential")
 function Sequential:init(...)
   local list = module.is_module((...)) and { ... } or (...) or {}
-  if type(list) ~= "table" then raise("nn.%s: expected modules, got %s", self._class, value_text(list)) end
+  if type(list) ~= "table" then
+    raise("nn.%s: expected modules, got %s", self._class, value_text(list))
+  end
   for i, child in ipairs(list) do
-    if not module.is_module(child) then raise("nn.%s: expected entry %d to be a module, got %s", self._class, i, value_text(child)) end
+    if not module.is_module(child) then
+      raise("nn.%s: expected entry %d to be a module, got %s", self._class, i, value_text(child))
+    end
     self[i] = child
   end
 end
@@ -145,7 +152,7 @@ function Sequential:forward(x)
 end
 M.sequential = Sequential
 
---- nn.list{ a, b, c }: registered children to be called by hand.
+--- nn.list { a, b, c }: registers its modules; the model calls them itself.
 local List = class("list")
 List.init = Sequential.init
 M.list = List

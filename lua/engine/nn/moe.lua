@@ -1,41 +1,49 @@
--- Mixture of experts: a gate sends every token to its k best experts, each a small feed-forward module, and their answers are added by
--- the gate's weights. Only the chosen experts compute. Every expert is a group of its own for policies ("blocks.1.mlp.experts.3").
--- experts_over divides them over the ranks of a group (experts.lua).
+-- Mixture of experts: a gate sends every token to its k best experts, each a small feed-forward
+-- module, and their answers are added with the gate's weights. Only the chosen experts compute.
+-- Every expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over` divides
+-- the experts over the ranks of a group (experts.lua).
 -- Shapes: N tokens, C width, E experts, k of them for each token.
 local M_ffi = require "engine.base.ffi"
-local tensor = require "engine.tensor.tensor"
+local arguments = require "engine.base.arguments"
 local divided = require "engine.nn.experts"
-local module = require "engine.nn.module"
 local layers = require "engine.nn.layers"
+local module = require "engine.nn.module"
+local tensor = require "engine.tensor.tensor"
+local transformer = require "engine.nn.transformer"
 
-local raise = M_ffi.raise
+local raise, want_whole = M_ffi.raise, arguments.want_whole
 
+local KNOWN = { width = true, hidden = true, experts = true, top_k = true, expert = true, std = true,
+  experts_over = true, dispatch = true, combine = true }
+
+--- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
+--- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
+--- ranks) or .group(n), and the formats dispatch ("own" | "fp32" | "bf16" | "fp8") and combine
+--- ("own" | "fp32" | "bf16") of what the ranks exchange.
+--- After a forward pass `counts` holds the tokens of each expert (over all ranks of its group), and
+--- `balance` is a scalar to add to the loss with a small weight: E * the sum over the experts of
+--- (share of tokens * mean probability), 1 when all experts get equal shares.
 local MoE = module.class("moe")
-local KNOWN = { width = true, hidden = true, experts = 8, top_k = 2, expert = true, std = true, experts_over = true, dispatch = true, combine = true }
-
---- nn.moe{ width, hidden (4 width), experts (8), top_k (2), expert = function(index) -> module, std }: x [.. x C] -> [.. x C].
---- Of several ranks: experts_over = engine.ranks.group() (all) or .group(n), dispatch and combine ("own"), the formats of what goes round.
---- After a forward pass `counts` says how many tokens each expert got (of all ranks of its group), and `balance` is a scalar to be added to the loss with a
---- small weight: E * sum of (share of tokens * mean probability), 1 when all experts are used alike.
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe", KNOWN)
   local width, count, k = options.width, options.experts or 8, options.top_k or 2
-  for name, value in pairs { width = width or 0, experts = count, top_k = k } do
-    if type(value) ~= "number" or value % 1 ~= 0 or value < 1 then
-      raise("nn.moe: expected %s as a whole number of 1 or more, got %s", name, M_ffi.value_text(options[name]))
-    end
-  end
+  want_whole(width, "nn.moe", "width", 1)
+  want_whole(count, "nn.moe", "experts", 1)
+  want_whole(k, "nn.moe", "top_k", 1)
   if options.expert ~= nil and type(options.expert) ~= "function" then
     raise("nn.moe: expected expert as a function(index), got %s", M_ffi.value_text(options.expert))
   end
-  if k > count then raise("nn.moe: top_k = %d of %d experts", k, count) end
-  local MLP = require("engine.nn.transformer").mlp
-  local make = options.expert or function() return MLP(width, options.hidden or 4 * width, { std = options.std }) end
+  if k > count then
+    raise("nn.moe: expected top_k up to the number of experts, got top_k = %d of %d experts", k, count)
+  end
+  local make = options.expert or function()
+    return transformer.mlp(width, options.hidden or 4 * width, { std = options.std })
+  end
   rawset(self, "width", width)
   rawset(self, "k", k)
   rawset(self, "total", count)
   self.gate = layers.linear(width, count, { bias = false, std = options.std })
-  rawset(self.gate, "_high", true)                                                    -- no FP8 recipe touches it
+  rawset(self.gate, "_high", true)                            -- FP8 recipes leave the gate alone
   local experts, over = {}, divided.new(count, options)
   for e = 1, count do
     experts[e] = make(e)
@@ -48,47 +56,71 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
-function MoE:forward(x)
-  local E, k, rows = self.total, self.k, x:reshape(-1, self.width)                    -- [N x C]
-  local N = rows:size(1)
-  local chance = self.gate(rows):to("f32"):softmax()                                  -- [N x E]
-  local weight, chosen = chance:topk(k)                                               -- [N x k], [N x k]
-  weight = weight / weight:sum(-1, true)
-  local at, places, slot = {}, {}, 0                                                  -- by expert: its tokens; where each answer goes
-  for e = 1, E do at[e], places[e] = {}, {} end
-  for n, list in ipairs(chosen:totable()) do
+-- The tokens of each expert (from 0), for the experts chosen [N x k] (from 0); and for each slot
+-- n * k + i of that table the position of its answer among the answers in expert order.
+local function route(chosen, experts, k)
+  local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
+  for e = 1, experts do slots[e], tokens[e] = {}, {} end
+  for _, list in ipairs(chosen:totable()) do
     for _, e in ipairs(list) do
-      table.insert(at[e + 1], n - 1)
-      table.insert(places[e + 1], slot)
+      table.insert(slots[e + 1], slot)
       slot = slot + 1
     end
   end
-  local order, tokens, counts, share = {}, {}, {}, {}
-  for e = 1, E do
-    counts[e], share[e] = #at[e], #at[e] / (N * k) * E
-    for _, place in ipairs(places[e]) do order[#order + 1] = place end
-    for _, n in ipairs(at[e]) do tokens[#tokens + 1] = n end
-  end
-  local answers                                                                       -- [N k x C], by expert
-  if self._apart then answers = self._apart:answers(rows:index_select(1, index(tokens)), counts, self.experts)
-  else
-    local parts = {}
-    for e = 1, E do
-      if counts[e] > 0 then parts[#parts + 1] = self.experts[e](rows:index_select(1, index(at[e]))) end
+  for e = 1, experts do
+    for i, s in ipairs(slots[e]) do
+      tokens[e][i], back[s + 1] = math.floor(s / k), row
+      row = row + 1
     end
-    answers = #parts > 1 and tensor.concat(parts, 1) or parts[1]
   end
-  local back = {}
-  for from, place in ipairs(order) do back[place + 1] = from - 1 end
-  local y = answers:index_select(1, index(back))
-  y = (y:view(N, k, self.width) * weight:view(N, k, 1)):sum(2):to(x.dtype)            -- [N x C]
-  rawset(self, "counts", counts)
-  rawset(self, "balance", (chance:mean(1) * tensor.tensor(share, { keep = false })):sum())
-  return y:view(x.shape)
+  return tokens, back
 end
 
---- Where experts are divided over ranks: what was sent since this was called last, { out = { bytes =, snr = }, back = { ... } } (experts.lua);
---- the first call begins to measure. Else nil.
+-- The answers [N k x C], in expert order, to rows [N x C].
+local function answers(self, rows, tokens, counts)
+  if self._apart then
+    local all = {}
+    for _, list in ipairs(tokens) do
+      for _, n in ipairs(list) do all[#all + 1] = n end
+    end
+    return self._apart:answers(rows:index_select(1, index(all)), counts, self.experts)
+  end
+  local parts = {}
+  for e, list in ipairs(tokens) do
+    if #list > 0 then parts[#parts + 1] = self.experts[e](rows:index_select(1, index(list))) end
+  end
+  return #parts > 1 and tensor.concat(parts, 1) or parts[1]
+end
+
+-- The chosen experts' answers [N x k x C] to rows [N x C], and the experts' shares of the tokens
+-- times E as a list. Sets `counts`.
+local function ask(self, rows, chosen)
+  local tokens, back = route(chosen, self.total, self.k)
+  local counts, share = {}, {}
+  for e, list in ipairs(tokens) do counts[e], share[e] = #list, #list / #back * self.total end
+  local y = answers(self, rows, tokens, counts):index_select(1, index(back))
+  rawset(self, "counts", counts)
+  return y:view(rows:size(1), self.k, self.width), tensor.tensor(share, { keep = false })
+end
+
+-- The k largest of each row of chance [N x E], scaled to add up to 1, and their experts from 0.
+local function choose(chance, k)
+  local weight, chosen = chance:topk(k)
+  return weight / weight:sum(-1, true), chosen
+end
+
+function MoE:forward(x)
+  local rows = x:reshape(-1, self.width)                                     -- [N x C]
+  local chance = self.gate(rows):to("f32"):softmax()                         -- [N x E]
+  local weight, chosen = choose(chance, self.k)                              -- [N x k] both
+  local y, share = ask(self, rows, chosen)                                   -- [N x k x C], [E]
+  rawset(self, "balance", (chance:mean(1) * share):sum())
+  return (y * weight:unsqueeze(3)):sum(2):to(x.dtype):view(x.shape)
+end
+
+--- moe:sent(): for experts divided over ranks, what was sent since the last call, { out = { bytes,
+--- snr }, back = { bytes, snr } } (see Experts:measure in experts.lua); the first call starts
+--- measuring. Else nil.
 function MoE:sent() return self._apart and self._apart:measure() or nil end
 function MoE:extra() return ("%d experts, %d a token"):format(self.total, self.k) end
 

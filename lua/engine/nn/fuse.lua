@@ -1,0 +1,129 @@
+-- Fusion: decides which neighbouring operations of a model run as one operation. Models say what
+-- they compute, with the functions below; no other file of this folder names a fused operation or
+-- an FP8 site. A fused form gives the bits of its parts (mlp_gelu in f16 and bf16: its backward
+-- pass rounds once less). Called by layers.lua, transformer.lua and models.lua.
+--
+-- A module takes part in a fusion if it is unchanged: its `forward` is the library's, not an
+-- adapter's or an override, and it has no relative scale of its own (`_carry`, policy/groups.lua),
+-- because the fused operation would run partly outside the module that the scale applies to.
+-- Shapes: B batch, T time, C width.
+local module = require "engine.nn.module"
+local tensor = require "engine.tensor.tensor"
+
+local M = {}
+
+local library = { linear = {}, norm = {}, block = {} }   -- forwards of the library, by kind
+
+--- Declares that `class` is a "linear", a "norm" (forward(x, branch) returns the norm of
+--- x + branch, and x + branch) or a "block" (forward(x, open), see stack).
+function M.register(kind, class) library[kind][class.forward] = true end
+
+local function is_unchanged(m, kind) return library[kind][m.forward] and not rawget(m, "_carry") end
+
+-- ------------------------------------------------------------------ linear layers
+
+--- layer(x) = x W^T + b for a linear layer: x [.. x K] -> [.. x N], through its FP8 site if a
+--- recipe gave it one.
+function M.linear(layer, x)
+  return x:linear(layer.weight, rawget(layer, "bias"), rawget(layer, "_fp8"))
+end
+
+--- f(x), where nothing else reads x: its memory is freed unless the backward pass needs it. `of` is
+--- the tensor that x is a view of, if it is one.
+function M.last_use(f, x, of)
+  local y = f(x)
+  x:done()
+  if of then of:done() end
+  return y
+end
+
+-- The GPU epilogues of mlp_gelu are untested on hardware, so there it is opt-in.
+local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
+
+local function can_fuse_gelu(x, up, form, down)
+  return form == "tanh" and is_unchanged(up, "linear") and is_unchanged(down, "linear")
+    and not rawget(up, "_fp8") and not rawget(down, "_fp8")   -- a site quantizes its own input
+    and up.outputs == down.inputs and (MLP_GELU_ON_CUDA or x.device ~= "cuda")
+end
+
+--- down(gelu(up(x))), form "tanh" or "erf": x [.. x C] -> [.. x N].
+function M.gelu_mlp(x, up, form, down)
+  if can_fuse_gelu(x, up, form, down) then
+    return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias"))
+  end
+  return M.last_use(down, up(x):gelu(form))
+end
+
+--- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
+--- quantized as it is computed, unless modules are watched: a trap has to see the product itself.
+function M.swiglu_mlp(gate, up, down)
+  local site, y = rawget(down, "_fp8"), nil
+  if site and is_unchanged(down, "linear") and not module.watched() then
+    y = gate:swiglu_linear(up, down.weight, rawget(down, "bias"), site)
+  else
+    y = M.last_use(down, gate:swiglu(up, site))
+  end
+  gate:done()
+  up:done()
+  return y
+end
+
+-- ------------------------------------------------------------------ residuals and norms
+
+--- x:layer_norm(...); with a branch, the norm of x + branch, and x + branch.
+function M.layer_norm(x, branch, ...)
+  if branch then return x:add_layer_norm(branch, ...) end
+  return x:layer_norm(...)
+end
+
+--- x:rms_norm(...); with a branch, the norm of x + branch, and x + branch.
+function M.rms_norm(x, branch, ...)
+  if branch then return x:add_rms_norm(branch, ...) end
+  return x:rms_norm(...)
+end
+
+-- A sum x + branch that is not computed yet; the norm that follows computes it along with itself.
+local Sum = {}
+Sum.__index = Sum
+
+--- x as a Sum with no branch: `+ y` adds a branch, :norm(module) applies a norm, :value() is the
+--- tensor. A Sum is returned as it is.
+function M.sum(x)
+  if getmetatable(x) == Sum then return x end
+  return setmetatable({ x = x }, Sum)
+end
+
+-- Only a branch of x's shape stays open; a number or a tensor to broadcast is added at once.
+function Sum:__add(branch)
+  local x = self:value()
+  if tensor.is_tensor(branch) and branch.ndim == x.ndim and branch.count == x.count then
+    return setmetatable({ x = x, branch = branch }, Sum)
+  end
+  return M.sum(x + branch)
+end
+
+function Sum:value()
+  if self.branch then self.x, self.branch = self.x + self.branch, nil end
+  return self.x
+end
+
+function Sum:norm(norm)
+  if not self.branch or not is_unchanged(norm, "norm") then return (norm(self:value())) end
+  local y
+  y, self.x = norm(self.x, self.branch)
+  self.branch = nil
+  return y
+end
+
+--- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same. A block's last sum stays open
+--- (block(x, true) returns a Sum) if the block and the module after it are unchanged.
+function M.stack(x, blocks, norm)
+  for i, block in ipairs(blocks) do
+    local after = blocks[i + 1]
+    local open = is_unchanged(block, "block") and is_unchanged(after or norm, after and "block" or "norm")
+    x = block(x, open or nil)
+  end
+  return M.sum(x):norm(norm)
+end
+
+return M

@@ -1,0 +1,226 @@
+-- The models of the examples, put together from transformer.lua:
+--   nn.gpt    decoder with learned positions, layer norm and GELU (the shape of GPT-2)
+--   nn.llama  decoder with rotary positions, RMS norm, SwiGLU and grouped queries
+--   nn.bert   encoder with a head for masked tokens
+-- and sampling from the decoders. Shapes: B batch, T time, C width, V vocabulary.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local fuse = require "engine.nn.fuse"
+local layers = require "engine.nn.layers"
+local module = require "engine.nn.module"
+local tensor = require "engine.tensor.tensor"
+local transformer = require "engine.nn.transformer"
+
+local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
+local class, positions = module.class, transformer.positions
+local Attention, Block = transformer.attention, transformer.block
+local M = {}
+
+-- ------------------------------------------------------------------ options
+
+local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" }
+local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout" }
+
+-- The options of the model `name` (such as "nn.gpt"), completed by `defaults` and checked, as
+-- self.config; self.context is kept for generate.
+local function configure(self, name, options, defaults)
+  local config, known = {}, {}
+  for key, value in pairs(defaults) do config[key], known[key] = value, true end
+  for key, value in pairs(tensor.read_named(options, name, known)) do config[key] = value end
+  for _, key in ipairs(WHOLE) do
+    if defaults[key] or config[key] then want_whole(config[key], name, key, 1) end
+  end
+  transformer.want_heads(name, config.width, config.heads, config.kv_heads or config.heads)
+  for _, key in ipairs(PROBABILITIES) do
+    local p = config[key]
+    if p and not (type(p) == "number" and p >= 0 and p < 1) then
+      raise("%s: expected %s in [0, 1), got %s", name, key, value_text(p))
+    end
+  end
+  rawset(self, "config", config)
+  rawset(self, "context", config.context)
+  return config
+end
+
+local function some(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
+
+-- A list of n modules, each made by make(i).
+local function repeated(n, make)
+  local list = {}
+  for i = 1, n do list[i] = make(i) end
+  return layers.list(list)
+end
+
+-- ------------------------------------------------------------------ sampling and loss
+
+local GENERATE = { temperature = true, top_k = true }
+
+local function read_generate(ids, count, options)
+  options = tensor.read_named(options, "generate", GENERATE)
+  local temperature, k = options.temperature or 1, options.top_k
+  if type(ids) ~= "table" or #ids == 0 then
+    raise("generate: expected a list of at least one token to begin with, got %s", value_text(ids))
+  end
+  want_whole(count, "generate", "the number of tokens", 0)
+  if type(temperature) ~= "number" or not (temperature >= 0 and temperature < math.huge) then
+    raise("generate: expected temperature as a number >= 0, got %s", value_text(temperature))
+  end
+  if k ~= nil then want_whole(k, "generate", "top_k", 1) end
+  return temperature, k
+end
+
+-- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
+local function sample(logits, temperature, k)
+  if temperature == 0 then return logits:argmax(-1):item() end
+  local top, ids = logits, nil
+  if k and k < logits:size(-1) then top, ids = logits:topk(k) end
+  local p = (top / temperature):softmax():view(-1):totable()
+  local u, sum, pick = tensor.rand(1):item(), 0, #p
+  for i = 1, #p do
+    sum = sum + p[i]
+    if u < sum then pick = i break end
+  end
+  return ids and ids:view(-1):totable()[pick] or pick - 1
+end
+
+-- model:generate(ids, count [, { temperature = 1, top_k = nil }]): the list of numbers `ids` and
+-- `count` sampled tokens after it. Draws from the engine's generator; runs in evaluation mode.
+local function generate(self, ids, count, options)
+  local temperature, k = read_generate(ids, count, options)
+  local engine, list = require "engine", { unpack(ids) }
+  self:evaluating(function()
+    for _ = 1, count do
+      list[#list + 1] = engine.scope(function()
+        local window = { unpack(list, math.max(1, #list - self.context + 1)) }
+        local logits = self(tensor.tensor({ window }, "i32")):select(2, -1):to("f32")
+        return sample(logits, temperature, k)
+      end)
+    end
+  end)
+  return list
+end
+
+-- model:loss(x, y): mean cross entropy of ids x [B x T] against the ids y [B x T] to be predicted;
+-- options as those of cross_entropy. A target of -100 does not count.
+local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y, options) end
+
+-- token(ids) + position(0 ... T-1): ids [B x T] -> [B x T x C].
+local function embed(self, ids)
+  local T = ids:size(-1)
+  if T > self.context then raise("expected up to %d tokens of context, got %d", self.context, T) end
+  return self.wte(ids) + self.wpe(positions(T))
+end
+
+-- Logits [B x T x V] of x [B x T x C], by the model's head or its token embedding (tied).
+local function logits(self, x, embedding)
+  local head = rawget(self, "head")
+  return head and head(x) or x:linear(embedding.weight)
+end
+
+-- ------------------------------------------------------------------ decoders
+
+-- GPT-2's initialization: standard deviations of weights, and of residual projections, which shrink
+-- with depth.
+local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
+
+--- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,
+--- gelu = "tanh", dropout = 0, embedding_dropout = dropout, attention_dropout = 0, bias = true,
+--- tied = true, eps = 1e-5 }: ids [B x T] -> logits [B x T x V]. `dropout` acts on the residual
+--- branches; a tied head shares the token embedding. Methods: loss, generate.
+local GPT = class("gpt")
+function GPT:init(options)
+  local c = configure(self, "nn.gpt", options, { vocab = 256, context = 256, width = 384, heads = 6,
+    layers = 6, hidden = false, gelu = "tanh", dropout = 0, embedding_dropout = false,
+    attention_dropout = 0, bias = true, tied = true, eps = 1e-5 })
+  local std, out_std = deviations(c.layers)
+  local function norm() return layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }) end
+  self.wte = layers.embedding(c.vocab, c.width, { std = std })
+  self.wpe = layers.embedding(c.context, c.width, { std = std })
+  self.drop = layers.dropout(c.embedding_dropout or c.dropout)
+  self.blocks = repeated(c.layers, function()
+    local attention = Attention(c.width, c.heads,
+      { bias = c.bias, std = std, out_std = out_std, dropout = c.attention_dropout })
+    local mlp = transformer.mlp(c.width, c.hidden or 4 * c.width,
+      { bias = c.bias, std = std, out_std = out_std, gelu = c.gelu })
+    return Block(norm(), attention, norm(), mlp, c.dropout)
+  end)
+  self.norm = norm()
+  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+end
+function GPT:forward(ids)
+  local x = self.drop(embed(self, ids))                                      -- [B x T x C]
+  x = fuse.stack(x, self.blocks, self.norm)
+  return logits(self, x, self.wte)
+end
+GPT.loss, GPT.generate = loss, generate
+function GPT:extra()
+  local c = self.config
+  return ("%s, width %d, %s, context %d, vocab %d"):format(some(c.layers, "layer"), c.width,
+    some(c.heads, "head"), c.context, c.vocab)
+end
+M.gpt = GPT
+
+--- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4,
+--- hidden = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits
+--- [B x T x V]. `rope` is the base of the rotary positions. Methods: loss, generate.
+local Llama = class("llama")
+function Llama:init(options)
+  local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256, heads = 8,
+    kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 })
+  local std, out_std = deviations(c.layers)
+  local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
+  self.embed = layers.embedding(c.vocab, c.width, { std = std })
+  self.blocks = repeated(c.layers, function()
+    local attention = Attention(c.width, c.heads,
+      { bias = false, kv_heads = c.kv_heads, rope = c.rope, std = std, out_std = out_std })
+    local mlp = transformer.swiglu(c.width, c.hidden, { std = std, out_std = out_std })
+    return Block(norm(), attention, norm(), mlp, c.dropout)
+  end)
+  self.norm = norm()
+  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+end
+function Llama:forward(ids)
+  local x = fuse.stack(self.embed(ids), self.blocks, self.norm)              -- [B x T x C]
+  return logits(self, x, self.embed)
+end
+Llama.loss, Llama.generate = loss, generate
+function Llama:extra()
+  local c = self.config
+  return ("%s, width %d, %s over %d, vocab %d"):format(some(c.layers, "layer"), c.width,
+    some(c.heads, "head"), c.kv_heads, c.vocab)
+end
+M.llama = Llama
+
+-- ------------------------------------------------------------------ encoder
+
+--- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, dropout = 0,
+--- eps = 1e-12 }: ids [B x T] -> logits [B x T x V] of masked tokens. Post-norm blocks as in BERT.
+--- In loss, targets are -100 at every token that is not masked.
+local Bert = class("bert")
+function Bert:init(options)
+  local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128, heads = 4,
+    layers = 2, dropout = 0, eps = 1e-12 })
+  self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
+  self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
+  self.norm = layers.layer_norm(c.width, { eps = c.eps })
+  self.drop = layers.dropout(c.dropout)
+  self.blocks = repeated(c.layers, function() return transformer.post_norm_block(c) end)
+  self.transform = layers.linear(c.width, c.width, { std = 0.02 })
+  self.transform_norm = layers.layer_norm(c.width, { eps = c.eps })
+  self:parameter("head_bias", tensor.zeros(c.vocab, { keep = true }), "linear")
+end
+function Bert:forward(ids)
+  local x = self.drop(self.norm(embed(self, ids)))                           -- [B x T x C]
+  for _, block in ipairs(self.blocks) do x = block(x) end
+  x = self.transform_norm(self.transform(x):gelu())
+  return x:linear(self.wte.weight, self.head_bias)
+end
+Bert.loss = loss
+function Bert:extra()
+  local c = self.config
+  return ("%s, width %d, %s, vocab %d"):format(some(c.layers, "layer"), c.width,
+    some(c.heads, "head"), c.vocab)
+end
+M.bert = Bert
+
+return M
