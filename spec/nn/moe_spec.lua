@@ -60,7 +60,7 @@ describe("nn.moe", function()
   end)
 
   it("says what it wants", function()
-    assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end, "top_k = 3 of 2 experts")
+    assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end, "expected top_k of at most the 2 experts, got 3")
     assert.error_matches(function() nn.moe { width = 4.5 } end, "nn.moe: expected width as a whole number of 1 or more, got 4.5")
     assert.error_matches(function() nn.moe { width = 4, expert = 2 } end, "expected expert as a function")
     assert.error_matches(function() nn.moe { width = 4, topk = 2 } end, "did you mean 'top_k'")

@@ -1,13 +1,16 @@
--- Experts divided over the ranks of a group: each holds E / ranks of them, of the others tensors without elements; rows go to the ranks of
--- their experts and the answers back (core/dist/comm_experts.c), the gradients likewise the other way round.
+-- Experts divided over the ranks of a group: each rank holds E / ranks of them, and for the others
+-- tensors without elements. Rows are sent to the ranks of their experts and the answers back
+-- (core/dist/comm_experts.c); gradients take the same routes in reverse.
 --
--- What goes out to experts, tokens and the gradients of answers, has the format `dispatch`: "own", "fp32", "bf16" or "fp8" (e4m3, blocks of
--- 128 along a row, a power of two each, as DeepSeek-V3 has it; inf becomes nan there). What comes back from them, answers and the gradients
--- of tokens, has the format `combine`: "own", "fp32" or "bf16".
+-- Rows on their way to experts (tokens, and gradients of answers) have the format `dispatch`:
+-- "own", "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as in
+-- DeepSeek-V3; inf becomes nan). Rows on their way back (answers, and gradients of tokens) have the
+-- format `combine`: "own", "fp32" or "bf16".
 --
--- All ranks of the group run the same passes, whether they have rows or not; who does not come is named (core/dist/comm.c). parallel.lua takes
--- `_apart` of a module to know which parameters are whose: their gradients are added up over those who hold them alone, the record, scales
--- of groups and verdicts are of all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
+-- All ranks of the group run the same passes, with or without rows; the core names a rank that is
+-- missing (core/dist/comm.c). parallel.lua reads `_apart` of a module to learn which ranks hold
+-- which parameters: gradients are summed over the holders alone, while the record, group scales and
+-- verdicts cover all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -20,26 +23,37 @@ local M = {}
 local Experts = {}
 Experts.__index = Experts
 
-local DISPATCH = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16, fp8 = C.ENG_COMM_FP8 }
+local DISPATCH = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16,
+  fp8 = C.ENG_COMM_FP8 }
 local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16 }
 
---- `count` experts over options.experts_over, in the formats options.dispatch and options.combine; nil: they are not divided.
+--- The division of `count` experts over the group options.experts_over, with the formats
+--- options.dispatch and options.combine. Returns nil if there is no group or it has one rank.
 function M.new(count, options)
-  local group, dispatch, combine = options.experts_over, options.dispatch or "own", options.combine or "own"
-  if not DISPATCH[dispatch] then raise("nn.moe: expected dispatch as own, fp32, bf16 or fp8, got %s", M_ffi.value_text(dispatch)) end
-  if not COMBINE[combine] then raise("nn.moe: expected combine as own, fp32 or bf16, got %s", M_ffi.value_text(combine)) end
+  local group = options.experts_over
+  local dispatch, combine = options.dispatch or "own", options.combine or "own"
+  local value_text = M_ffi.value_text
+  if not DISPATCH[dispatch] then
+    raise("nn.moe: expected dispatch as own, fp32, bf16 or fp8, got %s", value_text(dispatch))
+  end
+  if not COMBINE[combine] then
+    raise("nn.moe: expected combine as own, fp32 or bf16, got %s", value_text(combine))
+  end
   if group == nil then return nil end
   if type(group) ~= "table" or not group.across then
-    raise("nn.moe: expected experts_over as a group of ranks, engine.ranks.group(), got %s", M_ffi.value_text(group))
+    raise("nn.moe: expected experts_over as a group of ranks, engine.ranks.group(), got %s",
+      value_text(group))
   end
-  if count % group.size ~= 0 then raise("nn.moe: %d experts cannot be divided alike over %d ranks", count, group.size) end
+  if count % group.size ~= 0 then
+    raise("nn.moe: %d experts do not divide by %d ranks", count, group.size)
+  end
   if group.size == 1 then return nil end
   local each = count / group.size
-  return setmetatable({ group = group, total = count, each = each, first = group.rank * each + 1, parameters = {},
-    wires = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
+  return setmetatable({ group = group, total = count, each = each, first = group.rank * each + 1,
+    parameters = {}, formats = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
 end
 
--- In the place of a parameter that another rank holds: one of its format, without elements.
+-- Replaces a parameter that another rank holds by one of its dtype without elements.
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
@@ -52,7 +66,8 @@ local function empty(p)
   x:free()
 end
 
---- Expert e was made, as on every rank, so that one seed gives the same weights everywhere; who does not hold it lets its weights go.
+--- Registers expert e. Every rank makes every expert, so that one seed gives the same weights
+--- everywhere, and then frees the weights of the experts that it does not hold.
 function Experts:made(e, expert)
   local held = e >= self.first and e < self.first + self.each
   for _, p in ipairs(expert:parameters()) do
@@ -61,13 +76,15 @@ function Experts:made(e, expert)
   end
 end
 
--- Rows of x [n x C] to other ranks and theirs here, `way` "out" or "back"; the gradients go the other way. `anchor` as in answers().
+-- Sends rows [n x C] to other ranks and receives theirs; `way` is "out" or "back", and gradients go
+-- the other way. `anchor` is an input that makes the node part of the tape (see answers).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)
     local n = 0
     for p = 0, self.group.size - 1 do n = n + tonumber(to[p]) end
     local result = tensor.zeros({ n, rows:size(2) }, { dtype = rows.dtype, keep = false })
-    check(C.eng_comm_exchange_rows(result, rows:contiguous(), self.group.comm, from, to, self.wires[direction], self.facts and self.facts[direction]))
+    check(C.eng_comm_exchange_rows(result, rows:contiguous(), self.group.comm, from, to,
+      self.formats[direction], self.facts and self.facts[direction]))
     return result
   end
   local moved = autograd.custom {
@@ -76,9 +93,10 @@ local function exchange(self, x, send, receive, way, anchor)
   return moved(x, anchor)
 end
 
---- The answers [n x C] of experts(e) for every expert, here and on other ranks, to rows [n x C] that stand in order of experts. counts: how
---- many rows each expert has; from all ranks afterwards.
-function Experts:answers(rows, counts, experts)
+-- Adds the other ranks' counts of rows by expert to `counts`. Returns how many rows go to each rank
+-- and how many come from each, and for each own expert the positions (from 0) of its rows among the
+-- received ones, which are in order of rank and expert.
+local function plan(self, counts)
   local E, size, each = self.total, self.group.size, self.each
   local own, all = ffi.new("int64_t[?]", E, counts), ffi.new("int64_t[?]", E * size)
   check(C.eng_comm_all_gather(self.group.comm, all, own, 8 * E))
@@ -88,7 +106,7 @@ function Experts:answers(rows, counts, experts)
     for p = 0, size - 1 do counts[e + 1] = counts[e + 1] + tonumber(all[p * E + e]) end
     send[math.floor(e / each)] = send[math.floor(e / each)] + own[e]
   end
-  local places, row = {}, 0                              -- by own expert: its rows among those that come, by rank and then by expert
+  local places, row = {}, 0
   for i = 1, each do places[i] = {} end
   for p = 0, size - 1 do
     for i = 1, each do
@@ -100,25 +118,35 @@ function Experts:answers(rows, counts, experts)
       end
     end
   end
-  local come, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0
-  for i = 1, each do
-    if #places[i] > 0 then
-      parts[#parts + 1] = experts[self.first + i - 1](come:index_select(1, tensor.tensor(places[i], { dtype = "i64", keep = false })))
-      for _, place in ipairs(places[i]) do
+  return send, receive, places
+end
+
+local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
+
+--- The answers [n x C] of experts(e), here and on other ranks, to rows [n x C] in expert order.
+--- counts: how many of the rows each expert has; set to the counts over all ranks.
+function Experts:answers(rows, counts, experts)
+  local send, receive, places = plan(self, counts)
+  local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0
+  for i, own in ipairs(places) do
+    if #own > 0 then
+      parts[#parts + 1] = experts[self.first + i - 1](received:index_select(1, index(own)))
+      for _, place in ipairs(own) do
         back[place + 1] = at
         at = at + 1
       end
     end
   end
-  local answer = come                                    -- nobody asked these experts
+  local answer = received                                -- no rows came
   if at > 0 then
-    answer = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, tensor.tensor(back, { dtype = "i64", keep = false }))
+    answer = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, index(back))
   end
-  -- Whose experts nobody asked learns from the others in which format answers are.
+  -- A rank whose experts got no rows learns the dtype of answers from the others.
   local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype_number(answer.dtype) or -1)
   check(C.eng_comm_all_reduce(self.group.comm, format, 1, M_ffi.dtype.i64, C.ENG_MAX))
   answer = answer:to(M_ffi.dtype_name[tonumber(format[0])])
-  -- Every rank must go the gradients' way as well, also one whose experts nobody asked: a parameter of theirs stands for that.
+  -- Every rank must also take part in the backward exchange. A rank whose experts got no rows has
+  -- nothing on the tape that leads there, so one of its parameters is made an input.
   local anchor
   for _, p in ipairs(experts:parameters()) do
     if not anchor and arguments.info(p.tensor).requires_grad ~= 0 then anchor = p.tensor end
@@ -126,12 +154,14 @@ function Experts:answers(rows, counts, experts)
   return exchange(self, answer, receive, send, "back", anchor)
 end
 
---- Measures what is sent from now on: gives what was since it was called last, { out = { bytes =, snr = }, back = { ... } }: bytes to other
---- ranks, and dB of the numbers over the error that their format made of them (inf: none).
+--- Measures what is sent from now on. Returns what was sent since the last call, { out = { bytes,
+--- snr }, back = { bytes, snr } }: bytes to other ranks, and the signal-to-noise ratio in dB of the
+--- rounding to the format (inf: exact). The first call returns an empty table.
 function Experts:measure()
   local result = {}
   for way, facts in pairs(self.facts or {}) do
-    result[way] = { bytes = tonumber(facts.bytes), snr = facts.error == 0 and math.huge or 10 * math.log10(facts.signal / facts.error) }
+    result[way] = { bytes = tonumber(facts.bytes),
+      snr = facts.error == 0 and math.huge or 10 * math.log10(facts.signal / facts.error) }
   end
   self.facts = { out = ffi.new("eng_exchange_facts"), back = ffi.new("eng_exchange_facts") }
   return result

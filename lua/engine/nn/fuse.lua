@@ -57,7 +57,7 @@ end
 --- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
 --- quantized as it is computed, unless modules are watched: a trap has to see the product itself.
 function M.swiglu_mlp(gate, up, down)
-  local site, y = rawget(down, "_fp8"), nil
+  local site, y = rawget(down, "_fp8")
   if site and is_unchanged(down, "linear") and not module.watched() then
     y = gate:swiglu_linear(up, down.weight, rawget(down, "bias"), site)
   else
@@ -120,7 +120,8 @@ end
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]
-    local open = is_unchanged(block, "block") and is_unchanged(after or norm, after and "block" or "norm")
+    local open = is_unchanged(block, "block")
+      and is_unchanged(after or norm, after and "block" or "norm")
     x = block(x, open or nil)
   end
   return M.sum(x):norm(norm)

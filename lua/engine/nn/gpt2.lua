@@ -1,10 +1,10 @@
--- GPT-2 in Hugging Face's files: config.json and model.safetensors, read and written under their own names,
--- so that what was trained here loads there and the other way round. `engine.nn.gpt2`:
+-- GPT-2 in Hugging Face's files, config.json and model.safetensors, read and written under their
+-- names: what is trained here loads there, and the other way round. `engine.nn.gpt2`:
 --   local model = nn.gpt2.load("gpt2")                  a folder with both files
---   local model = nn.gpt2 { vocab_size = 50257, n_positions = 1024, n_embd = 768, n_layer = 12, n_head = 12 }
+--   local model = nn.gpt2 { vocab_size = 50257, n_embd = 768, n_layer = 12, n_head = 12 }
 --   model:save("out")                                   the same two files
--- The model is an nn.gpt; here is only what the names are called there. Hugging Face keeps the weights of
--- its Conv1D as [in x out]: they are transposed on the way in and out.
+-- The model is an nn.gpt; this file maps names. Hugging Face stores the weights of its Conv1D as
+-- [in x out], so they are transposed on reading and writing.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
@@ -16,22 +16,25 @@ local C, check = M_ffi.C, M_ffi.check
 
 -- ------------------------------------------------------------------ config.json
 
--- The fields that shape the model, with Hugging Face's defaults. Others in the file are kept and written back.
+-- The fields that shape the model, with Hugging Face's defaults. Other fields are kept and written
+-- back.
 local FIELDS = {
   vocab_size = 50257, n_positions = 1024, n_embd = 768, n_layer = 12, n_head = 12, n_inner = false,
-  activation_function = "gelu_new", layer_norm_epsilon = 1e-5, resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.1,
-  tie_word_embeddings = true, scale_attn_weights = true, scale_attn_by_inverse_layer_idx = false, add_cross_attention = false,
+  activation_function = "gelu_new", layer_norm_epsilon = 1e-5, resid_pdrop = 0.1, embd_pdrop = 0.1,
+  attn_pdrop = 0.1, tie_word_embeddings = true, scale_attn_weights = true,
+  scale_attn_by_inverse_layer_idx = false, add_cross_attention = false,
 }
-local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh", gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
+local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh",
+  gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
 
 local function fail(...) error("gpt2: " .. string.format(...), 0) end
 
---- The options of nn.gpt for the fields of a config.json.
+-- The options of nn.gpt for the fields of a config.json; `where` names the file in errors.
 local function options_of(fields, where)
   local f = {}
   for key, default in pairs(FIELDS) do
     local value = fields[key]
-    if value == nil or type(value) == "userdata" then value = default end        -- JSON's null: as if not there
+    if value == nil or type(value) == "userdata" then value = default end   -- userdata: JSON's null
     if type(value) ~= type(default) and not (key == "n_inner" and type(value) == "number") then
       fail("%s: expected %s as a %s, got %s", where, key, type(default), tostring(value))
     end
@@ -43,45 +46,62 @@ local function options_of(fields, where)
     end
   end
   for _, key in ipairs { "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
-    if not (f[key] >= 0 and f[key] < 1) then fail("%s: expected %s in [0, 1), got %s", where, key, tostring(f[key])) end
+    if not (f[key] >= 0 and f[key] < 1) then
+      fail("%s: expected %s in [0, 1), got %s", where, key, tostring(f[key]))
+    end
   end
-  if not (f.layer_norm_epsilon > 0) then fail("%s: expected layer_norm_epsilon > 0, got %s", where, tostring(f.layer_norm_epsilon)) end
-  if f.n_embd % f.n_head ~= 0 then fail("%s: the width n_embd %d does not divide by %d heads", where, f.n_embd, f.n_head) end
+  if not (f.layer_norm_epsilon > 0) then
+    fail("%s: expected layer_norm_epsilon > 0, got %s", where, tostring(f.layer_norm_epsilon))
+  end
+  if f.n_embd % f.n_head ~= 0 then
+    fail("%s: the width n_embd %d does not divide by %d heads", where, f.n_embd, f.n_head)
+  end
   local gelu = GELU[f.activation_function]
-  if not gelu then fail("%s: expected activation_function gelu_new or gelu, got '%s'", where, f.activation_function) end
+  if not gelu then
+    fail("%s: expected activation_function gelu_new or gelu, got '%s'", where,
+      f.activation_function)
+  end
   if not f.scale_attn_weights or f.scale_attn_by_inverse_layer_idx or f.add_cross_attention then
     fail("%s: unscaled, layer-scaled and cross attention are not supported", where)
   end
   return {
-    vocab = f.vocab_size, context = f.n_positions, width = f.n_embd, layers = f.n_layer, heads = f.n_head, hidden = f.n_inner, gelu = gelu,
-    eps = f.layer_norm_epsilon, dropout = f.resid_pdrop, embedding_dropout = f.embd_pdrop, attention_dropout = f.attn_pdrop,
+    vocab = f.vocab_size, context = f.n_positions, width = f.n_embd, layers = f.n_layer,
+    heads = f.n_head, hidden = f.n_inner, gelu = gelu, eps = f.layer_norm_epsilon,
+    dropout = f.resid_pdrop, embedding_dropout = f.embd_pdrop, attention_dropout = f.attn_pdrop,
     tied = f.tie_word_embeddings,
   }
 end
 
 -- ------------------------------------------------------------------ the model
 
+--- nn.gpt2 { vocab_size, n_positions, n_embd, n_layer, n_head, ... }: a new model from the fields
+--- of a config.json: ids [B x T] -> logits [B x T x V]. Methods: loss, generate, save.
 local GPT2 = module.class("gpt2")
 
--- A new model knows its fields; a loaded one its source: { shape = options of nn.gpt, text = its config.json,
--- prefix and head = how the names in its file are written }.
+local GPT = models.gpt
+
+-- A new model keeps its fields. A loaded one keeps its source: { shape = options of nn.gpt, text =
+-- its config.json, prefix = of the names in its file, head = whether the file has a head }.
 function GPT2:init(fields, source)
   rawset(self, "source", source)
-  if source then return models.gpt.init(self, source.shape) end
+  if source then return GPT.init(self, source.shape) end
   local names, known = {}, {}
   for name, default in pairs(FIELDS) do names[#names + 1], known[name] = name, default end
   for key, value in pairs(fields or {}) do
-    if FIELDS[key] == nil then error(("nn.gpt2: unknown field '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 3) end
+    if FIELDS[key] == nil then
+      local hint = nearest.hint(tostring(key), names)
+      error(("nn.gpt2: unknown field '%s'%s"):format(tostring(key), hint), 3)
+    end
     known[key] = value
   end
   local good, options = pcall(options_of, known, "the fields")
   if not good then error(options, 3) end
   rawset(self, "fields", known)
-  models.gpt.init(self, options)
+  GPT.init(self, options)
 end
-for _, name in ipairs { "forward", "loss", "generate", "extra" } do GPT2[name] = models.gpt[name] end
+for _, name in ipairs { "forward", "loss", "generate", "extra" } do GPT2[name] = GPT[name] end
 
--- name here -> name there, and whether it is a Conv1D weight; blocks count from 1 here and from 0 there
+-- Our name -> Hugging Face's, and whether it is a Conv1D weight. Their blocks count from 0.
 local BLOCK = {
   ["norm1.weight"] = { "ln_1.weight" }, ["norm1.bias"] = { "ln_1.bias" },
   ["attn.qkv.weight"] = { "attn.c_attn.weight", true }, ["attn.qkv.bias"] = { "attn.c_attn.bias" },
@@ -90,22 +110,24 @@ local BLOCK = {
   ["mlp.up.weight"] = { "mlp.c_fc.weight", true }, ["mlp.up.bias"] = { "mlp.c_fc.bias" },
   ["mlp.down.weight"] = { "mlp.c_proj.weight", true }, ["mlp.down.bias"] = { "mlp.c_proj.bias" },
 }
-local OUTER = { ["wte.weight"] = "wte.weight", ["wpe.weight"] = "wpe.weight", ["norm.weight"] = "ln_f.weight", ["norm.bias"] = "ln_f.bias" }
+local OUTER = { ["wte.weight"] = "wte.weight", ["wpe.weight"] = "wpe.weight",
+  ["norm.weight"] = "ln_f.weight", ["norm.bias"] = "ln_f.bias" }
 local HEAD = "lm_head.weight"
 
---- Every parameter as { name =, tensor =, transposed = } under its name in the file.
+-- Every parameter as { name = its name in the file, tensor =, transposed = }.
 local function entries(model, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do
     local block, rest = p.name:match("^blocks%.(%d+)%.(.+)$")
-    local there = block and BLOCK[rest]
-    list[i] = { tensor = p.tensor, transposed = there and there[2] or false,
-      name = there and ("%sh.%d.%s"):format(prefix, block - 1, there[1]) or p.name == "head.weight" and HEAD or prefix .. OUTER[p.name] }
+    local known = block and BLOCK[rest]
+    local name = p.name == "head.weight" and HEAD or prefix .. (OUTER[p.name] or "")
+    if known then name = ("%sh.%d.%s"):format(prefix, block - 1, known[1]) end
+    list[i] = { tensor = p.tensor, transposed = known and known[2] or false, name = name }
   end
   return list
 end
 
--- What a file may hold beside the weights: causal masks, and the head tied to the embedding.
+-- What a file may hold besides the weights: causal masks, and the head tied to the embedding.
 local function is_ignored(name, tied)
   return name:find("%.attn%.bias$") or name:find("%.attn%.masked_bias$") or tied and name == HEAD
 end
@@ -114,13 +136,15 @@ end
 
 local function read_file(path)
   local file, why = io.open(path, "rb")
-  if not file then fail("cannot read %s; hint: expected a folder with config.json and model.safetensors", why) end
+  if not file then
+    fail("cannot read %s; hint: expected a folder with config.json and model.safetensors", why)
+  end
   local text = file:read("*a")
   file:close()
   return text or fail("cannot read %s", path)
 end
 
---- Copies the file's weights into the model; every name must be known and every weight there.
+-- Copies the file's weights into the model. Unknown names and missing weights are errors.
 local function fill(model, file, prefix)
   local tied, wanted = model.config.tied, {}
   for _, e in ipairs(entries(model, prefix)) do
@@ -129,14 +153,20 @@ local function fill(model, file, prefix)
     local found = file.entries[name] or fail("%s has no tensor '%s'", file.path, e.name)
     local expected = e.tensor.shape
     if e.transposed then expected = { expected[2], expected[1] } end
-    if tensor.shape_text(found.shape) ~= tensor.shape_text(expected) then
-      fail("%s: expected '%s' as %s by config.json, got %s", file.path, name, tensor.shape_text(expected), tensor.shape_text(found.shape))
+    local expected_text, found_text = tensor.shape_text(expected), tensor.shape_text(found.shape)
+    if found_text ~= expected_text then
+      fail("%s: expected '%s' as %s by config.json, got %s", file.path, name, expected_text,
+        found_text)
     end
-    if not ("f32 f16 bf16 f64"):find(found.dtype, 1, true) then fail("%s: '%s' holds %s, not floats", file.path, name, found.dtype) end
+    if not ("f32 f16 bf16 f64"):find(found.dtype, 1, true) then
+      fail("%s: '%s' holds %s, not floats", file.path, name, found.dtype)
+    end
     wanted[name] = e
   end
   for _, name in ipairs(file.names) do
-    if not wanted[name] and not is_ignored(name, tied) then fail("%s: '%s' does not belong to this GPT-2", file.path, name) end
+    if not wanted[name] and not is_ignored(name, tied) then
+      fail("%s: '%s' does not belong to this GPT-2", file.path, name)
+    end
   end
   require("engine").scope(function()
     for _, name in ipairs(file.names) do
@@ -154,21 +184,27 @@ local function load(dir, options)
   local path = dir .. "/config.json"
   local text = read_file(path)
   local fields, why = require("cjson.safe").decode(text)
-  if type(fields) ~= "table" then fail("%s is no JSON object: %s", path, tostring(why or type(fields))) end
+  if type(fields) ~= "table" then
+    fail("%s is no JSON object: %s", path, tostring(why or type(fields)))
+  end
   if fields.model_type ~= nil and fields.model_type ~= "gpt2" then
     fail("%s: expected model_type gpt2, got '%s'", path, tostring(fields.model_type))
   end
   local shape = options_of(fields, path)
-  if options.dropout then shape.dropout, shape.embedding_dropout, shape.attention_dropout = options.dropout, options.dropout, options.dropout end
+  local p = options.dropout
+  if p then shape.dropout, shape.embedding_dropout, shape.attention_dropout = p, p, p end
 
   local weights = dir .. "/model.safetensors"
   if C.eng_file_kind(weights) == 0 then
     local sharded = C.eng_file_kind(weights .. ".index.json") ~= 0
-    fail("%s is missing%s", weights, sharded and "; hint: the weights are in shards, save them as one file" or "; hint: save_pretrained writes it")
+    local hint = sharded and "the weights are in shards, save them as one file"
+      or "save_pretrained writes it"
+    fail("%s is missing; hint: %s", weights, hint)
   end
   local file = safetensors.open(weights)
   local prefix = file.entries["transformer.wpe.weight"] and "transformer." or ""
-  local model = GPT2(nil, { shape = shape, text = text, prefix = prefix, head = file.entries[HEAD] ~= nil })
+  local head = file.entries[HEAD] ~= nil
+  local model = GPT2(nil, { shape = shape, text = text, prefix = prefix, head = head })
   local good, message = pcall(fill, model, file, prefix)
   file:close()
   if not good then
@@ -178,7 +214,9 @@ local function load(dir, options)
   return model
 end
 
---- nn.gpt2.load(DIR [, { dropout = p }]): dropout replaces the three of config.json.
+--- nn.gpt2.load(folder [, { dropout = p }]): a model with the weights of Hugging Face's files,
+--- which may be f32, f16, bf16 or f64. `dropout` replaces the three probabilities of config.json.
+--- Raises an error that names the file if a field, a name, a shape or a dtype does not fit.
 function GPT2.load(dir, options)
   if type(dir) ~= "string" then error("gpt2.load: expected a folder, got " .. type(dir), 2) end
   local good, result = pcall(load, dir:gsub("(.)/+$", "%1"), options or {})
@@ -188,22 +226,25 @@ end
 
 -- ------------------------------------------------------------------ saving
 
--- config.json of a model made here; one that was loaded keeps its own, but for the dtype, which is f32 now.
+-- The text of config.json. A loaded model keeps its own, except for the dtype, which is f32 now.
 local function config_text(model)
   if model.source then
-    return (model.source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"float32"'):gsub('("dtype"%s*:%s*)"[^"]*"', '%1"float32"'))
+    local text = model.source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"float32"')
+    return (text:gsub('("dtype"%s*:%s*)"[^"]*"', '%1"float32"'))
   end
   local f = model.fields
   local number = require("engine.base.show").json_number
-  local list = { '"architectures": ["GPT2LMHeadModel"]', '"model_type": "gpt2"', '"dtype": "float32"' }
-  for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon",
-    "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
+  local list = { '"architectures": ["GPT2LMHeadModel"]', '"model_type": "gpt2"',
+    '"dtype": "float32"' }
+  for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner",
+    "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
     list[#list + 1] = ('"%s": %s'):format(key, number(f[key]))
   end
   list[#list + 1] = ('"activation_function": "%s"'):format(f.activation_function)
   list[#list + 1] = ('"tie_word_embeddings": %s'):format(tostring(f.tie_word_embeddings))
-  -- GPT-2's own would be token 50256; without these a smaller vocabulary is refused there
-  list[#list + 1] = ('"bos_token_id": %d,\n  "eos_token_id": %d'):format(f.vocab_size - 1, f.vocab_size - 1)
+  -- transformers' default is GPT-2's token 50256, which it rejects for a smaller vocabulary.
+  local last = f.vocab_size - 1
+  list[#list + 1] = ('"bos_token_id": %d,\n  "eos_token_id": %d'):format(last, last)
   return "{\n  " .. table.concat(list, ",\n  ") .. "\n}\n"
 end
 
@@ -212,7 +253,9 @@ local function save(model, dir)
   local source = model.source or { prefix = "transformer." }
   require("engine").scope(function()
     local tensors = {}
-    for _, e in ipairs(entries(model, source.prefix)) do tensors[e.name] = e.transposed and e.tensor:transpose() or e.tensor end
+    for _, e in ipairs(entries(model, source.prefix)) do
+      tensors[e.name] = e.transposed and e.tensor:transpose() or e.tensor
+    end
     if source.head and model.config.tied then tensors[HEAD] = model.wte.weight end
     safetensors.save(dir .. "/model.safetensors", tensors, { format = "pt" })
   end)
@@ -220,9 +263,12 @@ local function save(model, dir)
   check(C.eng_file_write(dir .. "/config.json", text, #text), true)
 end
 
---- model:save(DIR): config.json and model.safetensors, f32, for engine and transformers alike.
+--- model:save(folder): writes config.json and model.safetensors in f32, for this engine and for
+--- Hugging Face's transformers.
 function GPT2:save(dir)
-  if type(dir) ~= "string" or dir == "" then error("gpt2.save: expected a folder, got " .. tostring(dir), 2) end
+  if type(dir) ~= "string" or dir == "" then
+    error("gpt2.save: expected a folder, got " .. tostring(dir), 2)
+  end
   local good, message = pcall(save, self, dir)
   if not good then error(message, 2) end
 end

@@ -16,9 +16,9 @@ local function parameter_tensor(...) return tensor.zeros({ ... }, { keep = true 
 
 local LINEAR = { bias = true, std = true }
 
---- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x N],
---- weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs), or with `std` a normal
---- weight and a zero bias.
+--- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x
+--- N], weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs), or with `std` a
+--- normal weight and a zero bias.
 local Linear = class("linear")
 function Linear:init(inputs, outputs, options)
   want_whole(inputs, "nn.linear", "inputs", 1)
@@ -37,7 +37,8 @@ function Linear:init(inputs, outputs, options)
 end
 function Linear:forward(x) return fuse.linear(self, x) end
 function Linear:extra()
-  return ("%d -> %d%s"):format(self.inputs, self.outputs, rawget(self, "bias") and "" or ", no bias")
+  return ("%d -> %d%s"):format(self.inputs, self.outputs,
+    rawget(self, "bias") and "" or ", no bias")
 end
 fuse.register("linear", Linear)
 M.linear = Linear

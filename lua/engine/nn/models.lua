@@ -165,8 +165,9 @@ M.gpt = GPT
 --- [B x T x V]. `rope` is the base of the rotary positions. Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
-  local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256, heads = 8,
-    kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 })
+  local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,
+    heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false,
+    dropout = 0 })
   local std, out_std = deviations(c.layers)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
   self.embed = layers.embedding(c.vocab, c.width, { std = std })
@@ -198,8 +199,8 @@ M.llama = Llama
 --- In loss, targets are -100 at every token that is not masked.
 local Bert = class("bert")
 function Bert:init(options)
-  local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128, heads = 4,
-    layers = 2, dropout = 0, eps = 1e-12 })
+  local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
+    heads = 4, layers = 2, dropout = 0, eps = 1e-12 })
   self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
   self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
   self.norm = layers.layer_norm(c.width, { eps = c.eps })

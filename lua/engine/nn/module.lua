@@ -1,10 +1,10 @@
--- The module: a table of parameters and child modules, in the order they were assigned, with a
--- forward method. Assigning is registering:
+-- The module: a table of parameters and child modules, in the order of their assignment, with a
+-- forward method. Assignment registers a child:
 --   local Net = nn.class("Net")
 --   function Net:init(width) self.up = nn.linear(width, 4 * width) end
 --   function Net:forward(x) return self.up(x):gelu() end
 --   local net = Net(32); net(x)
--- Parameters get the path of the assignments as their name: "blocks.3.attn.qkv.weight".
+-- A parameter's name is the path of the assignments: "blocks.3.attn.qkv.weight".
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local nearest = require "engine.base.nearest"
@@ -13,11 +13,12 @@ local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
 
 local M = {}
 
--- ------------------------------------------------------------------ calling: errors tell the module path
+-- ------------------------------------------------------------------ calls
 
-local depth = 0   -- modules being called; the outermost one adds the path to errors
+local depth = 0   -- 1 while a module runs; the outermost call adds the module path to errors
 
--- What the gradients of operations carry beside the loss scale, from here on (groups.lua; 1 as a rule).
+-- The factor beside the loss scale in the gradients of the operations that run now: the relative
+-- scale of the innermost module that has one (`_carry`, policy/groups.lua), else 1.
 local carry_now, carry_before = 1, M_ffi.new("double[1]")
 local function set_carry(carry)
   if carry == carry_now then return end
@@ -30,12 +31,13 @@ local function results(carry, ...)
   return ...
 end
 
-local enter, leave_module   -- a trap's (trap.lua): told of every module that begins and ends
+local enter, leave_module   -- set by watch
 
---- Calls enter(module) -> around when a module's forward begins and leave(around) when it ends; nil ends that.
+--- Calls on_enter(module) before each module's forward, and on_leave with its result afterwards.
+--- watch(nil) stops this. Used by trap.lua.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
---- Whether somebody is told of modules as they run.
+--- Whether watch is active.
 function M.watched() return enter ~= nil end
 
 local function left(around, ...)
@@ -43,7 +45,7 @@ local function left(around, ...)
   return ...
 end
 
--- Not a tail call of self:forward: this frame must stay on the stack for path_on_stack to find.
+-- Calls self:forward, but not as a tail call: path_on_stack looks for this frame on the stack.
 local function forward(self, ...)
   local outside = carry_now
   set_carry(rawget(self, "_carry") or outside)
@@ -51,7 +53,7 @@ local function forward(self, ...)
   return results(outside, self:forward(...))
 end
 
---- The path from `root` to `wanted` in the tree of modules, or nil.
+-- The path from `root` to `wanted` in the tree of modules, or nil.
 local function path_to(root, wanted)
   if root == wanted then return "" end
   for _, key in ipairs(root._order) do
@@ -61,7 +63,8 @@ local function path_to(root, wanted)
   end
 end
 
---- Where the innermost module on the stack stands in the outermost one: "blocks.3.attn.qkv".
+-- The path from the outermost module on the stack to the innermost ("blocks.3.attn.qkv"), and the
+-- outermost module.
 local function path_on_stack()
   local innermost, outermost
   for level = 2, 200 do
@@ -75,13 +78,15 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
--- "file:line: In blocks.3.mlp: message". A position inside the layers' own files says nothing to the user: the path does.
+-- "file:line: In blocks.3.mlp: message". A position inside engine/nn is left out: there the path
+-- tells the user more.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()
   local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
   if not position or position:find("engine/nn/%w+%.lua:") then position = "" end
-  return ("%sIn %s: %s"):format(position, path ~= "" and path or root and root._class or "?", text or message)
+  return ("%sIn %s: %s"):format(position, path ~= "" and path or root and root._class or "?",
+    text or message)
 end
 
 local function leave(good, ...)
@@ -107,22 +112,24 @@ local function is_module(x)
 end
 M.is_module = is_module
 
--- Remembers the order in which modules and tensors were first assigned; their values stand in the module itself.
+-- Stores a value in the module, and in `_order` the keys of modules and tensors in the order of
+-- their first assignment.
 local function assign(self, key, value)
   if is_module(value) and path_to(value, self) then
-    raise("%s.%s: a module cannot hold itself, be it deep inside", self._class, tostring(key))
+    raise("%s.%s: a module cannot contain itself", self._class, tostring(key))
   end
   if is_module(value) or is_tensor(value) then
     local order, known = self._order, false
-    for _, k in ipairs(order) do known = known or k == key end      -- taken away and assigned again
+    for _, k in ipairs(order) do known = known or k == key end   -- removed, assigned again
     if not known then order[#order + 1] = key end
   elseif type(value) == "table" and is_module(value[1]) then
-    raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }", self._class, tostring(key))
+    raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }",
+      self._class, tostring(key))
   end
   rawset(self, key, value)
 end
 
---- A new kind of module: nn.class("Name") gives a constructor; write init and forward into it.
+--- A new class of modules: nn.class("Name") returns a constructor; define init and forward in it.
 function M.class(name)
   local class = { _class = name }
   local instance = { __call = call, __newindex = assign, __index = function(_, key)
@@ -131,15 +138,19 @@ function M.class(name)
     return Module[key]
   end, __tostring = function(self) return Module.describe(self) end }
   return setmetatable(class, { __call = function(_, ...)
-    local self = setmetatable({ _order = {}, _roles = {}, _training = true, _class = name }, instance)
+    local self = setmetatable({ _order = {}, _roles = {}, _training = true, _class = name },
+      instance)
     if class.init then class.init(self, ...) end
     return self
   end })
 end
 
---- Registers a parameter under `key`. role: "linear", "embedding" or "norm", by which a precision recipe chooses its formats.
+--- Registers a parameter under `key`. role: "linear", "embedding" or "norm", by which a precision
+--- recipe chooses its formats.
 function Module:parameter(key, value, role)
-  if not is_tensor(value) then raise("parameter: expected a tensor for '%s', got %s", tostring(key), M_ffi.value_text(value)) end
+  if not is_tensor(value) then
+    raise("parameter: expected a tensor for '%s', got %s", tostring(key), M_ffi.value_text(value))
+  end
   self[key] = value:requires_grad(true)
   self._roles[key] = role
   return value
@@ -153,45 +164,49 @@ local function walk(self, prefix, visit)
   end
 end
 
---- All tensors in order: a list of { name =, tensor =, role =, owner = }, owner being the module that holds it. A tensor reached
---- twice (tied weights) stands once.
+--- All parameters in order, a list of { name, tensor, role, owner }; `owner` is the module that
+--- holds the tensor. A tensor that is reached twice (tied weights) is listed once.
 function Module:parameters()
   local list, seen = {}, {}
   walk(self, "", function(name, value, owner, key)
     local slot = tonumber(value.slot)
     if not seen[slot] then
       seen[slot] = true
-      list[#list + 1] = { name = name, tensor = value, role = owner._roles[key] or "linear", owner = owner }
+      list[#list + 1] = { name = name, tensor = value, role = owner._roles[key] or "linear",
+        owner = owner }
     end
   end)
   return list
 end
 
---- Number of elements in all parameters.
+--- The number of elements in all parameters.
 function Module:count()
   local n = 0
   for _, p in ipairs(self:parameters()) do n = n + p.tensor.count end
   return n
 end
 
---- Every module below and this one: visit(module, path).
+--- Calls visit(module, path) for this module (path "") and every module below it.
 function Module:apply(visit, path)
   visit(self, path or "")
   for _, key in ipairs(self._order) do
     local child = rawget(self, key)
-    if is_module(child) then child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key)) end
+    if is_module(child) then
+      child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key))
+    end
   end
   return self
 end
 
---- Training mode switches dropout on; eval() switches it off.
+--- Sets training mode (which switches dropout on) for this module and all below; train(false) and
+--- eval() set evaluation mode.
 function Module:train(on)
   return self:apply(function(module) rawset(module, "_training", on ~= false) end)
 end
 function Module:eval() return self:train(false) end
 function Module:is_training() return self._training end
 
---- Runs f in evaluation mode and gives every module its own mode back; returns what f returns.
+--- Runs f(...) in evaluation mode, restores every module's mode and returns f's results.
 function Module:evaluating(f, ...)
   local was = {}
   self:apply(function(module) was[module] = module._training end)
@@ -203,38 +218,50 @@ function Module:evaluating(f, ...)
   end)(pcall(f, ...))
 end
 
---- Freezes (or unfreezes) every parameter below.
+--- Freezes every parameter below, so that it gets no gradient; freeze(false) unfreezes.
 function Module:freeze(on)
   for _, p in ipairs(self:parameters()) do p.tensor:requires_grad(on == false) end
   return self
 end
 
---- { name = tensor } for engine.save and checkpoints.
+--- The parameters as { name = tensor }, for engine.save and checkpoints.
 function Module:state()
   local state = {}
   for _, p in ipairs(self:parameters()) do state[p.name] = p.tensor end
   return state
 end
 
---- Copies values from { name = tensor }. Missing, unknown or ill-shaped names are errors, all listed; strict=false takes what fits.
-function Module:load_state(state, options)
-  if type(state) ~= "table" then raise("load_state: expected a table of tensors by name, as engine.load(path) gives, got %s", M_ffi.value_text(state)) end
-  local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
-  local problems, known = {}, {}
-  local list = self:parameters()
-  for _, p in ipairs(list) do
-    known[p.name] = true
-    local value = state[p.name]
-    if value == nil then problems[#problems + 1] = "missing: " .. p.name
-    elseif not is_tensor(value) then problems[#problems + 1] = ("%s: expected a tensor, got %s"):format(p.name, M_ffi.value_text(value))
-    elseif tensor.shape_text(value.shape) ~= tensor.shape_text(p.tensor.shape) then
-      problems[#problems + 1] = ("%s: expected %s, got %s"):format(p.name, tensor.shape_text(p.tensor.shape), tensor.shape_text(value.shape))
-    end
+-- Why `value` cannot be copied into the parameter p, or nil.
+local function misfit(p, value)
+  local expected = tensor.shape_text(p.tensor.shape)
+  if value == nil then return "missing: " .. p.name end
+  if not is_tensor(value) then
+    return ("%s: expected a tensor, got %s"):format(p.name, M_ffi.value_text(value))
   end
-  local names = {}
-  for name in pairs(known) do names[#names + 1] = name end
+  local got = tensor.shape_text(value.shape)
+  return got ~= expected and ("%s: expected %s, got %s"):format(p.name, expected, got) or nil
+end
+
+--- Copies values from { name = tensor } into the parameters, converting dtypes. A missing or
+--- unknown name or a wrong shape raises an error that lists all of them, and nothing is copied;
+--- with { strict = false } the tensors that fit are copied. Returns the module and the list of
+--- problems.
+function Module:load_state(state, options)
+  if type(state) ~= "table" then
+    raise("load_state: expected a table of tensors by name, as engine.load(path) gives, got %s",
+      M_ffi.value_text(state))
+  end
+  local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
+  local problems, known, names, fitting = {}, {}, {}, {}
+  for _, p in ipairs(self:parameters()) do
+    local problem = misfit(p, state[p.name])
+    known[p.name], names[#names + 1] = true, p.name
+    if problem then problems[#problems + 1] = problem else fitting[#fitting + 1] = p end
+  end
   for name in pairs(state) do
-    if not known[name] then problems[#problems + 1] = "unknown: " .. tostring(name) .. nearest.hint(tostring(name), names) end
+    if not known[name] then
+      problems[#problems + 1] = "unknown: " .. tostring(name) .. nearest.hint(tostring(name), names)
+    end
   end
   if strict and #problems > 0 then
     table.sort(problems)
@@ -242,22 +269,23 @@ function Module:load_state(state, options)
     if #problems > 12 then shown[#shown + 1] = ("... and %d more"):format(#problems - 12) end
     raise("load_state: the weights do not fit this model:\n  %s", table.concat(shown, "\n  "))
   end
-  for _, p in ipairs(list) do
-    local value = state[p.name]
-    if is_tensor(value) and tensor.shape_text(value.shape) == tensor.shape_text(p.tensor.shape) then p.tensor:copy(value) end
-  end
+  for _, p in ipairs(fitting) do p.tensor:copy(state[p.name]) end
   return self, problems
 end
 
+--- Drops the gradients of all parameters.
 function Module:zero_grad()
   for _, p in ipairs(self:parameters()) do M_ffi.check(C.eng_clear_gradient(p.tensor)) end
 end
 
 -- ------------------------------------------------------------------ text
 
-local function title(self) return self._class .. (self.extra and "(" .. self:extra() .. ")" or "") end
+local function title(self)
+  return self._class .. (self.extra and "(" .. self:extra() .. ")" or "")
+end
 
--- Adds a line for every module inside `self`. Of numbered siblings in a row that read alike, as a model's blocks, one is told.
+-- Appends a line for every module inside `self`. Of consecutive numbered siblings with equal text,
+-- such as a model's blocks, only the first is written out.
 local function describe(self, indent, lines)
   local above, first
   for _, key in ipairs(self._order) do
@@ -269,7 +297,8 @@ local function describe(self, indent, lines)
       if type(key) == "number" and #inner > 0 and text == above then
         first = first or key
         if first < key then lines[#lines] = nil end
-        lines[#lines + 1] = ("%s%s: the same"):format(indent, first < key and first .. " to " .. key or key)
+        lines[#lines + 1] = ("%s%s: the same"):format(indent,
+          first < key and first .. " to " .. key or key)
       else
         lines[#lines + 1] = ("%s%s: %s"):format(indent, tostring(key), title(child))
         for _, line in ipairs(inner) do lines[#lines + 1] = line end
@@ -279,14 +308,16 @@ local function describe(self, indent, lines)
   end
 end
 
---- The tree of modules, and how many parameters it has.
+--- The tree of modules and the number of parameters, as text.
 function Module:describe()
   local lines = { title(self) }
   describe(self, "  ", lines)
-  lines[#lines + 1] = ("%s parameters"):format(tostring(self:count()):reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", ""))
+  local count = tostring(self:count()):reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "")
+  lines[#lines + 1] = count .. " parameters"
   return table.concat(lines, "\n")
 end
 
+--- Computes the module's result; a class defines it.
 function Module.forward(self)
   raise("%s has no forward method", self._class)
 end

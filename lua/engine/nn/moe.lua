@@ -1,8 +1,8 @@
 -- Mixture of experts: a gate sends every token to its k best experts, each a small feed-forward
 -- module, and their answers are added with the gate's weights. Only the chosen experts compute.
--- Every expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over` divides
--- the experts over the ranks of a group (experts.lua).
--- Shapes: N tokens, C width, E experts, k of them for each token.
+-- Every expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over`
+-- divides the experts over the ranks of a group (experts.lua). Shapes: N tokens, C width, E
+-- experts, k of them for each token.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local divided = require "engine.nn.experts"
@@ -13,8 +13,8 @@ local transformer = require "engine.nn.transformer"
 
 local raise, want_whole = M_ffi.raise, arguments.want_whole
 
-local KNOWN = { width = true, hidden = true, experts = true, top_k = true, expert = true, std = true,
-  experts_over = true, dispatch = true, combine = true }
+local KNOWN = { width = true, hidden = true, experts = true, top_k = true, expert = true,
+  std = true, experts_over = true, dispatch = true, combine = true }
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
@@ -34,7 +34,7 @@ function MoE:init(options)
     raise("nn.moe: expected expert as a function(index), got %s", M_ffi.value_text(options.expert))
   end
   if k > count then
-    raise("nn.moe: expected top_k up to the number of experts, got top_k = %d of %d experts", k, count)
+    raise("nn.moe: expected top_k of at most the %d experts, got %d", count, k)
   end
   local make = options.expert or function()
     return transformer.mlp(width, options.hidden or 4 * width, { std = options.std })

@@ -69,8 +69,8 @@ end
 -- q, k, v [B x T x H x D] -> [B x T x H x D], with the weights as a tensor that dropout can act on.
 local function attention_with_dropout(q, k, v, causal, p)
   local T, D = q:size(2), q:size(4)
-  local scores = q:permute(1, 3, 2, 4):matmul(k:permute(1, 3, 2, 4), false, true)   -- [B x H x T x T]
-  scores = scores:to("f32") / math.sqrt(D)
+  local scores = q:permute(1, 3, 2, 4):matmul(k:permute(1, 3, 2, 4), false, true)
+  scores = scores:to("f32") / math.sqrt(D)                                   -- [B x H x T x T]
   if causal then
     local row, column = M.positions(T):view(T, 1), M.positions(T):view(1, T)
     scores = column:le(row):where(scores, -math.huge)
@@ -84,7 +84,8 @@ local function attend(self, q, k, v)
   if self.dropout > 0 and self._training then
     return attention_with_dropout(q, k, v, self.causal, self.dropout)
   end
-  local y, entropy = tensor.attention(q, k, v, { causal = self.causal, entropy = self.watch_entropy })
+  local y, entropy = tensor.attention(q, k, v,
+    { causal = self.causal, entropy = self.watch_entropy })
   rawset(self, "entropy", entropy)
   return y
 end
