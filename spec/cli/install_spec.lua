@@ -76,7 +76,7 @@ int main(void) { return puts(eng_version()) < 0; }
 
   it("has a man page and completions that know every command", function()
     local page = helper.read(prefix .. "/share/man/man1/engine.1")
-    for _, command in ipairs(require("engine.cli").commands) do
+    for _, command in ipairs(require("engine.cli.help").commands) do
       local entry = page:find("\n.It Cm " .. command, 1, true)
       assert.is_truthy(entry, command .. " is not in docs/engine.1")
     end
