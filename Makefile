@@ -305,7 +305,8 @@ else
 endif
 
 # Each fuzzer is a C program with a main of its own, or a Lua script. It is linked with the core as an
-# archive, so that a fuzzer may put functions of its own in the place of what lies around its subject.
+# archive, so that a fuzzer may replace the functions around its subject; -u takes the objects that register
+# themselves (the CPU device, FP8 layers).
 FUZZ_C   := $(wildcard spec/fuzz/*.c)
 FUZZ_LUA := $(wildcard spec/fuzz/*.lua)
 $(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
@@ -313,7 +314,7 @@ $(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
 	ar rcs $@ $(OBJECTS)
 $(BUILD)/fuzz/%: spec/fuzz/%.c $(BUILD)/libengine.a
 	@mkdir -p $(@D)
-	$(COMPILE) -o $@ $< $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
+	$(COMPILE) -o $@ $< -Wl,-u,eng_cpu_isa,-u,eng_fp8_site_new $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
 
 fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
 	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done

@@ -163,40 +163,58 @@ void eng_memory_limit(int64_t bytes);
 // ------------------------------------------------------------------ operations
 
 typedef enum eng_op {
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) ENG_OP_##name,
+#define ENG_OP(name, ...) ENG_OP_##name,
 #include "ops.def"
-#undef ENG_OP
   ENG_OP_COUNT
 } eng_op;
 
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
-/// One call of an operation. What inputs, outputs and attributes mean stands in ops.def, beside
-/// each operation. An absent optional input is {0, 0}.
+// The attributes of one operation by name, over `ints` and `floats` of a call: call.sum.mask.
+#define ENG_LIST(...) __VA_ARGS__
+#define ENG_OP_ATTRIBUTES(name, int_names, float_names) \
+  struct { \
+    union { struct { int64_t ENG_LIST int_names; }; int64_t all[14]; }; \
+    double ENG_LIST float_names; \
+  } name;
+
+/// One call of an operation. ops.def describes inputs, outputs and attributes of each operation. An
+/// absent optional input is {0, 0}. Attributes have names, as in call.sum.mask; `ints` and `floats` are
+/// the same memory by position.
 typedef struct eng_op_call {
   int32_t op, n_in, n_out, reserved;
   eng_tensor in[16], out[8];
-  int64_t ints[14];
-  double floats[4];
+  union {
+    struct { int64_t ints[14]; double floats[4]; };
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, reads, saves, ints, floats) \
+    ENG_OP_ATTRIBUTES(name, ints, floats)
+#include "ops.def"
+  };
 } eng_op_call;
 
 /// Runs an operation: checks shapes and dtypes, applies the precision in force, computes, and
 /// records it on the tape when a gradient can be asked for. Outputs come back in call->out.
 eng_status eng_run(eng_op_call *call);
 
-/// The same for matmul and fp8_matmul, not recorded, with the output written into a tensor that is there, or added to it (ops.def):
-/// of the output's shape, contiguous, of any floating-point dtype, no input's memory.
+/// The same for matmul and fp8_matmul (ENG_ADDS in ops.def), not recorded, with output 0 written or added
+/// into a tensor of the caller's: of the output's shape, contiguous, of any floating-point dtype, not in
+/// the memory of an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
-/// y = linear(swiglu(gate, up), weight, bias?) for in = {gate, up, weight, bias or {0, 0}}, both of them of the FP8 site `site` (0: none),
-/// bit for bit what the two operations give, on the tape as these two. What lies between is nobody else's: in FP8 it becomes codes as soon as it
-/// is computed and is never written, but while meters look at it (eng_fp8_measure), and where e5m6 of it is kept.
-eng_status eng_swiglu_linear(eng_tensor *y, const eng_tensor in[4], int64_t site);
-
-/// "matmul"; NULL past the end. `differentiable` may be NULL.
+/// A row of ops.def. Bit k of a mask is input or output k.
+typedef struct eng_op_info {
+  const char *name, *layout, *cast, *shape, *gradient;
+  const char *ints, *floats;          // "(mask, keep)"; "(no_ints)", "(no_floats)"
+  int32_t n_in, n_out;                // -1: any number
+  int32_t optional, reads, saves;     // inputs, inputs, outputs
+  int32_t unary;                      // 1: one elementwise input, no attributes
+} eng_op_info;
+/// NULL past the end.
+const eng_op_info *eng_op_describe(int op);
+/// "matmul"; NULL past the end.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);
-/// Whether device `device` ("cpu", "reference") has a kernel for this operation.
+/// Whether device `device` ("cpu", "reference") has a kernel for this operation or needs none.
 bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
@@ -217,14 +235,16 @@ int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random
 /// The number behind a code; NaN for a format that does not exist.
 double eng_small_decode(const char *format, uint32_t code);
 
-/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their amaxes and their meters. A linear
-/// operation names its site in ints[0]; it runs in FP8 while eng_precision.fp8 is 1. Three tensors are quantized there.
+/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their amaxes and
+/// their meters. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is 1. Three
+/// tensors are quantized there.
 enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
-/// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side: by quantizing the real numbers behind
-/// them once more); the transposed codes that the forward pass makes from x; x in e5m6, blocks of 1 x 128, powers of two; nothing, where
-/// x comes from a swiglu that named this site in its ints[0]: that keeps its inputs as codes like x's, and x is made from them anew.
+/// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side, by
+/// quantizing their values once more); the transposed codes that the forward pass makes from x; x in e5m6,
+/// blocks of 1 x 128, powers of two; nothing, where x comes from an fp8_swiglu of this site, which keeps
+/// its inputs as codes in x's format, and x is computed again from them.
 enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2, ENG_FP8_KEEP_SWIGLU = 3 };
 
 typedef struct eng_fp8_role {
@@ -321,7 +341,7 @@ typedef struct eng_precision {
   int32_t residual;     // dtype an embedding yields, hence of the residual stream
   int32_t norm;         // dtype that class NORM yields (statistics are always f32)
   int32_t wide;         // dtype that class WIDE yields: softmax, exp, losses, sums
-  int32_t fp8;          // 1: linear operations that name a site (ints[0]) run in FP8 as its recipe says
+  int32_t fp8;          // 1: operations of FP8 layers run in FP8 as the recipe of their site says
 } eng_precision;
 
 /// Sets the precision in force; NULL turns autocast off. `previous` may be NULL.

@@ -9,12 +9,13 @@
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) KERNEL_##layout(name)
+#define KERNEL_CALLS(name)
+#define ENG_OP(name, inputs, outputs, layout, ...) KERNEL_##layout(name)
 #include "ops.def"
-#undef ENG_OP
 #undef KERNEL_ANY
 #undef KERNEL_ROWS
 #undef KERNEL_VIEW
+#undef KERNEL_CALLS
 
 // Only the emulated card defines this function (spec/cuda/emulator/runtime.cpp).
 __attribute__((weak)) extern void card_mark(void *memory, int64_t bytes, bool out);
@@ -25,9 +26,9 @@ static const backend device = {
 #define KERNEL_ANY(name)  [ENG_OP_##name] = cuda_##name,
 #define KERNEL_ROWS(name) [ENG_OP_##name] = cuda_##name,
 #define KERNEL_VIEW(name)
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) KERNEL_##layout(name)
+#define KERNEL_CALLS(name)
+#define ENG_OP(name, inputs, outputs, layout, ...) KERNEL_##layout(name)
 #include "ops.def"
-#undef ENG_OP
   },
   .gradstats = cuda_gradstats,
   .optimize = cuda_optimize,

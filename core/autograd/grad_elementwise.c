@@ -1,9 +1,8 @@
 // Gradient rules of elementwise operations. Each rule is the calculus of its line in ops.def;
 // grad_emit sums over broadcast dimensions and rounds to the input's dtype.
 #include "base/error.h"
-#include "fp8/fp8_linear.h"
 #include "op.h"
-#include "tape.h"
+#include "gradient.h"
 #include "device/transfer.h"
 
 // Runs an operation into a new tensor; the rule returns on failure.
@@ -175,43 +174,26 @@ eng_status grad_neg(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-// Functions whose derivative the kernel unary_grad knows: one pass over x and dy.
-static eng_status by_kernel(grad_call *g)
+// Functions with a derivative in the kernel unary_grad: one pass over x and dy.
+eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
   ENG_TRY(op_run1(&dx, ENG_OP_unary_grad, x, g->dy[0], NULL, (int64_t[]){g->call->op, x->dtype}, 2, 0, 0));
   return grad_emit(g, 0, dx);
 }
 
-eng_status grad_abs(grad_call *g)         { return by_kernel(g); }
-eng_status grad_exp(grad_call *g)         { return by_kernel(g); }
-eng_status grad_log(grad_call *g)         { return by_kernel(g); }
-eng_status grad_sqrt(grad_call *g)        { return by_kernel(g); }
-eng_status grad_rsqrt(grad_call *g)       { return by_kernel(g); }
-eng_status grad_sin(grad_call *g)         { return by_kernel(g); }
-eng_status grad_cos(grad_call *g)         { return by_kernel(g); }
-eng_status grad_tanh(grad_call *g)        { return by_kernel(g); }
-eng_status grad_sigmoid(grad_call *g)     { return by_kernel(g); }
-eng_status grad_log_sigmoid(grad_call *g) { return by_kernel(g); }
-eng_status grad_softplus(grad_call *g)    { return by_kernel(g); }
-eng_status grad_relu(grad_call *g)        { return by_kernel(g); }
-eng_status grad_gelu(grad_call *g)        { return by_kernel(g); }
-eng_status grad_gelu_tanh(grad_call *g)   { return by_kernel(g); }
-eng_status grad_silu(grad_call *g)        { return by_kernel(g); }
-
-eng_status grad_swiglu(grad_call *g)
+eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up)
 {
-  op_call c = {.op = ENG_OP_swiglu_grad, .n_in = 3, .in = {g->call->in[0], g->call->in[1], g->dy[0]}};
-  bool codes = fp8_is_swiglu(g->call);
-  if (codes) ENG_TRY(fp8_swiglu_inputs(c.in, g->call));
+  op_call c = {.op = ENG_OP_swiglu_grad, .n_in = 3, .in = {gate, up, g->dy[0]}};
   ENG_TRY(op_run(&c));
-  for (int k = 0; k < 2 && codes; k++) tensor_drop(c.in[k]);
   for (int k = 0; k < 2; k++) {
     if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
     else tensor_drop(c.out[k]);
   }
   return ENG_OK;
 }
+
+eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], g->call->in[1]); }
 
 // The same mask again: the recorded call carries its counter.
 eng_status grad_dropout(grad_call *g)

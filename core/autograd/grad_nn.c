@@ -1,9 +1,8 @@
 // Gradient rules of products, norms, attention and losses. Gradients of parameters are written
 // straight into their place in the flat buffer where the kernel can add there (grad_target).
 #include "base/error.h"
-#include "fp8/fp8_linear.h"
 #include "op.h"
-#include "tape.h"
+#include "gradient.h"
 
 #include <string.h>
 
@@ -94,7 +93,6 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 // y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
 eng_status grad_linear(grad_call *g)
 {
-  if (fp8_is_linear(g->call)) return fp8_linear_grad(g);
   tensor *x, *dy;
   ENG_TRY(rows_of(&x, g->call->in[0]));
   ENG_TRY(rows_of(&dy, g->dy[0]));
@@ -247,17 +245,14 @@ static eng_status joint_gradients(op_call *c)
   return status;
 }
 
-eng_status grad_attention(grad_call *g)
+eng_status grad_attention_of(grad_call *g, tensor *out)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], y->out[0], y->out[1], g->dy[0]},
-               .ints = {y->ints[0]}, .floats = {y->floats[0]}};
+  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], out, y->out[1], g->dy[0]},
+               .attention_grad = {.causal = y->attention.causal, .scale = y->attention.scale}};
   eng_status status = ENG_OK;
-  bool codes = fp8_is_attention(y);
-  if (codes) ENG_TRY(fp8_attention_output(&c.in[3], y));
   if (grad_wants(g, 0) && grad_wants(g, 1) && grad_wants(g, 2)) status = joint_gradients(&c);
   if (status == ENG_OK) status = op_run(&c);
-  if (codes) tensor_drop(c.in[3]);
   if (status != ENG_OK) {
     for (int k = 0; k < 3; k++) tensor_drop(c.out[k]);
     return status;
@@ -268,6 +263,8 @@ eng_status grad_attention(grad_call *g)
   }
   return ENG_OK;
 }
+
+eng_status grad_attention(grad_call *g) { return grad_attention_of(g, g->call->out[0]); }
 
 // A rotation's gradient is the rotation back.
 eng_status grad_rope(grad_call *g)

@@ -1,7 +1,7 @@
 // Gradient rules of views, joins, picks and reductions: the gradient takes the way back.
 #include "base/error.h"
 #include "op.h"
-#include "tape.h"
+#include "gradient.h"
 #include "device/transfer.h"
 
 #include <string.h>

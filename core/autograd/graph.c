@@ -6,7 +6,6 @@
 #include "graph.h"
 
 #include "base/error.h"
-#include "fp8/fp8_linear.h"
 #include "params/params.h"
 #include "device/transfer.h"
 
@@ -21,10 +20,10 @@ typedef struct graph_input {
   int64_t shape[ENG_MAX_DIMS];
 } graph_input;
 
-/// Where a parameter's numbers were, and which recipe made its FP8 codes.
+/// Where a parameter's gradient and copies were.
 typedef struct graph_places {
-  const void *gradient, *shadow;
-  fp8_stamp   fp8;
+  const void  *gradient, *shadow;
+  params_stamp derived;
 } graph_places;
 
 struct eng_graph {
@@ -50,12 +49,6 @@ bool graph_takes_seed(const tensor *seed)
   return true;
 }
 
-eng_status graph_forbids(const char *what)
-{
-  if (!capturing) return ENG_OK;
-  return error_set(ENG_ERR_STATE, "graph: %s cannot stand in a captured step; hint: graph=false", what);
-}
-
 // ---- inputs and places
 
 static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int n)
@@ -76,7 +69,8 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
 
 static graph_places places_of(const parameter *p)
 {
-  return (graph_places){p->gradient ? p->gradient->data : NULL, p->shadow ? p->shadow->data : NULL, fp8_weight_stamp(p->fp8)};
+  return (graph_places){p->gradient ? p->gradient->data : NULL, p->shadow ? p->shadow->data : NULL,
+                        p->derived ? p->derived->stamp(p->derived) : (params_stamp){0}};
 }
 
 static void note_places(graph_places *places, const eng_params *set)
@@ -88,18 +82,21 @@ static bool same_places(const graph_places *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     const graph_places now = places_of(&set->member[i]), then = places[i];
-    if (now.gradient != then.gradient || now.shadow != then.shadow || now.fp8.codes != then.fp8.codes || now.fp8.site != then.fp8.site ||
-        now.fp8.version != then.fp8.version)
+    if (now.gradient != then.gradient || now.shadow != then.shadow || now.derived.memory != then.derived.memory ||
+        now.derived.maker != then.derived.maker || now.derived.version != then.derived.version)
       return false;
   }
   return true;
 }
 
-/// What a capture makes of weights is made in every launch: nobody may take codes from before for it, nor those of the capture, which
-/// computes nothing, for numbers.
-static void make_fp8_anew(eng_params *set)
+/// Every launch makes the derived copies of the weights again. A capture must not reuse earlier
+/// copies, and its own hold no numbers, because a capture computes nothing.
+static void outdate_copies(eng_params *set)
 {
-  for (int i = 0; i < set->n && !set->freed; i++) fp8_weight_outdate(set->member[i].fp8);
+  for (int i = 0; i < set->n && !set->freed; i++) {
+    params_derived *derived = set->member[i].derived;
+    if (derived) derived->outdate(derived);
+  }
 }
 
 // ---- capturing
@@ -109,9 +106,10 @@ void eng_graph_free(eng_graph *graph)
   if (!graph) return;
   if (graph == capturing) {
     capturing = NULL;
+    backend_capturing(false);
     void *unfinished = NULL;
     if (graph->device->capture_end(&unfinished) == ENG_OK) graph->device->graph_free(unfinished);
-    make_fp8_anew(graph->set);
+    outdate_copies(graph->set);
   }
   if (graph->captured) graph->device->graph_free(graph->captured);
   if (graph->pinned) arena_pin(graph->device->space, -1);
@@ -150,7 +148,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   *graph = (eng_graph){.device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
   memcpy(graph->input, input, sizeof input);
   set->references++;
-  make_fp8_anew(set);
+  outdate_copies(set);
   arena_pin(device->space, 1);   // what the capture uses and gives back must not go to the system
   graph->pinned = true;
   eng_status status = device->capture_begin();
@@ -159,6 +157,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
     return status;
   }
   capturing = graph;
+  backend_capturing(true);
   *out = graph;
   return ENG_OK;
 }
@@ -174,7 +173,8 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
   for (int i = 0; i < graph->set->n; i++) graph->has_gradient[i] = graph->set->member[i].has_gradient;
   note_places(graph->places, graph->set);
   capturing = NULL;
-  make_fp8_anew(graph->set);
+  backend_capturing(false);
+  outdate_copies(graph->set);
   return graph->device->capture_end(&graph->captured);
 }
 

@@ -6,7 +6,5 @@
 
 /// While a step is captured: the place of a loss's gradient is noted, its value written before each launch. False when none is.
 bool graph_takes_seed(const tensor *seed);
-/// ENG_OK, or an error that says why `what` cannot stand in a captured step.
-eng_status graph_forbids(const char *what);
 
 #endif

@@ -38,7 +38,7 @@ bool shape_broadcast(int *ndim, int64_t *shape, const tensor *a, const tensor *b
 
 // ---- helpers
 
-static const char *name_of(const op_call *c) { return op_table[c->op].name; }
+static const char *name_of(const op_call *c) { return op_table[c->op].about.name; }
 
 static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 {
@@ -85,13 +85,6 @@ static eng_status want_float_attribute(const op_call *c, int64_t dtype)
                    dtype >= 0 && dtype < ENG_DTYPE_COUNT ? eng_dtype_name((int)dtype) : "no dtype");
 }
 
-/// An attribute that asks to add onto the output: there must be one.
-static eng_status want_target(const op_call *c, int64_t adds)
-{
-  if (!adds || c->out[0]) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: cannot add onto an output that is not given", name_of(c));
-}
-
 /// Input k must have this shape, that of `what`.
 static eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape, const char *what)
 {
@@ -129,7 +122,7 @@ static int wide_of(int d) { return dtype_is_low(d) ? ENG_f32 : d; }
 
 // ---- groups of operations
 
-static eng_status infer_binary(op_call *c, op_shape *s, int a, int b)
+static eng_status broadcast(op_call *c, op_shape *s, int a, int b)
 {
   int ndim;
   int64_t shape[ENG_MAX_DIMS];
@@ -150,11 +143,13 @@ static eng_status infer_binary(op_call *c, op_shape *s, int a, int b)
   return ENG_OK;
 }
 
+static eng_status infer_binary(op_call *c, op_shape *s) { return broadcast(c, s, 0, 1); }
+
 static eng_status infer_where(op_call *c, op_shape *s)
 {
   if (c->in[0]->dtype != ENG_bool)
     return error_set(ENG_ERR_DTYPE, "where: expected a bool condition, got %s; hint: compare first, as in x:gt(0)", tensor_text(c->in[0]));
-  ENG_TRY(infer_binary(c, s, 1, 2));
+  ENG_TRY(broadcast(c, s, 1, 2));
   tensor value = {.ndim = s->out[0].ndim};
   memcpy(value.shape, s->out[0].shape, sizeof value.shape);
   if (!shape_broadcast(&s->out[0].ndim, s->out[0].shape, c->in[0], &value))
@@ -356,7 +351,6 @@ static eng_status infer_matmul(op_call *c, op_shape *s)
   shape[ndim++] = m;
   shape[ndim++] = n;
   if (c->ints[2]) ENG_TRY(want_float_attribute(c, c->ints[2] < 0 ? -1 : c->ints[2] - 1));
-  ENG_TRY(want_target(c, c->ints[3]));
   put(s, 0, c->ints[2] ? (int)c->ints[2] - 1 : dtype_promote(a->dtype, b->dtype), ndim, shape);
   return ENG_OK;
 }
@@ -418,7 +412,6 @@ static eng_status infer_linear_grad(op_call *c, op_shape *s)
     ENG_TRY(want_float(c, k));
     ENG_TRY(want_ndim(c, k, 1));
     ENG_TRY(want_float_attribute(c, c->ints[k]));
-    if (c->ints[2 + k] && !c->out[k]) return error_set(ENG_ERR_VALUE, "linear_grad: cannot add onto an output that is not given");
   }
   int last = dy->ndim - 1;
   if (x->ndim != dy->ndim || memcmp(x->shape, dy->shape, (size_t)last * sizeof *x->shape) != 0)
@@ -430,7 +423,7 @@ static eng_status infer_linear_grad(op_call *c, op_shape *s)
 }
 
 /// x, branch? and vectors -> y, the sum?, statistics; `adds`: with the branch and the sum.
-static eng_status infer_norm(op_call *c, op_shape *s, bool layer, bool adds)
+static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
 {
   const tensor *x = c->in[0];
   const int next = adds ? 2 : 1;
@@ -452,7 +445,7 @@ static eng_status infer_norm(op_call *c, op_shape *s, bool layer, bool adds)
   return ENG_OK;
 }
 
-static eng_status infer_norm_grad(op_call *c, op_shape *s, bool layer)
+static eng_status norm_grad(op_call *c, op_shape *s, bool layer)
 {
   const tensor *x = c->in[0];
   const int dy = layer ? 4 : 3;   // dsum may follow
@@ -469,6 +462,13 @@ static eng_status infer_norm_grad(op_call *c, op_shape *s, bool layer)
   if (layer) put(s, 2, (int)c->ints[0], 1, n);
   return ENG_OK;
 }
+
+static eng_status infer_layer_norm(op_call *c, op_shape *s)      { return norm(c, s, true, false); }
+static eng_status infer_rms_norm(op_call *c, op_shape *s)        { return norm(c, s, false, false); }
+static eng_status infer_add_layer_norm(op_call *c, op_shape *s)  { return norm(c, s, true, true); }
+static eng_status infer_add_rms_norm(op_call *c, op_shape *s)    { return norm(c, s, false, true); }
+static eng_status infer_layer_norm_grad(op_call *c, op_shape *s) { return norm_grad(c, s, true); }
+static eng_status infer_rms_norm_grad(op_call *c, op_shape *s)   { return norm_grad(c, s, false); }
 
 static eng_status want_attention(const op_call *c)
 {
@@ -596,7 +596,6 @@ static eng_status infer_embedding_grad(op_call *c, op_shape *s)
   if (dy->ndim != ids->ndim + 1 || memcmp(dy->shape, ids->shape, (size_t)ids->ndim * sizeof *ids->shape) != 0)
     return error_set(ENG_ERR_SHAPE, "embedding_grad: expected dy [.. x C] and ids [..], got %s and %s", tensor_text(dy), tensor_text(ids));
   ENG_TRY(want_float_attribute(c, c->ints[1]));
-  ENG_TRY(want_target(c, c->ints[2]));
   put(s, 0, (int)c->ints[1], 2, (int64_t[]){c->ints[0], dy->shape[dy->ndim - 1]});
   return ENG_OK;
 }
@@ -615,8 +614,8 @@ static eng_status infer_extreme_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// unary_grad, softmax_grad, log_softmax_grad: two tensors of one shape, into a dtype.
-static eng_status infer_pair_grad(op_call *c, op_shape *s, int64_t dtype)
+/// Two tensors of one shape, into a dtype.
+static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 {
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_float(c, 1));
@@ -635,128 +634,152 @@ static eng_status infer_swiglu_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-eng_status op_infer(op_call *c, op_shape *s)
+static eng_status infer_unary_grad(op_call *c, op_shape *s)
+{
+  if (!op_is_unary((int)c->unary_grad.of))
+    return error_set(ENG_ERR_VALUE, "unary_grad: expected the number of an operation of one input, got %lld", (long long)c->unary_grad.of);
+  return pair_grad(c, s, c->unary_grad.dtype);
+}
+
+static eng_status infer_softmax_grad(op_call *c, op_shape *s)
+{
+  ENG_TRY(want_ndim(c, 0, 1));
+  return pair_grad(c, s, c->softmax_grad.dtype);
+}
+
+// ---- the rest
+
+static eng_status infer_like(op_call *c, op_shape *s)
+{
+  put_like(s, 0, c->in[0]->dtype, c->in[0]);
+  return ENG_OK;
+}
+
+static eng_status infer_floats(op_call *c, op_shape *s)
+{
+  ENG_TRY(want_float(c, 0));
+  return infer_like(c, s);
+}
+
+static eng_status infer_numbers(op_call *c, op_shape *s)
+{
+  if (c->in[0]->dtype == ENG_bool)
+    return error_set(ENG_ERR_DTYPE, "%s: expected numbers, got %s; hint: x:to(\"f32\")", name_of(c), tensor_text(c->in[0]));
+  return infer_like(c, s);
+}
+
+static eng_status infer_rows(op_call *c, op_shape *s)
+{
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
+  return infer_like(c, s);
+}
+
+static eng_status infer_logsumexp(op_call *c, op_shape *s)
+{
+  ENG_TRY(infer_rows(c, s));
+  s->out[0].ndim--;
+  return ENG_OK;
+}
+
+static eng_status infer_dropout(op_call *c, op_shape *s)
+{
+  double p = c->dropout.p;
+  ENG_TRY(want_float(c, 0));
+  if (!(p >= 0 && p <= 1)) return error_set(ENG_ERR_VALUE, "dropout: expected a probability in [0, 1], got %g", p);
+  return infer_like(c, s);
+}
+
+static eng_status infer_swiglu(op_call *c, op_shape *s)
+{
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_same(c, 0, 1));
+  put_like(s, 0, dtype_promote(c->in[0]->dtype, c->in[1]->dtype), c->in[0]);
+  return ENG_OK;
+}
+
+static eng_status infer_cast(op_call *c, op_shape *s)
+{
+  int64_t dtype = c->cast.dtype, mode = c->cast.mode;
+  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "cast: there is no dtype number %lld", (long long)dtype);
+  if (dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3))
+    return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode of 0 to 3, got %lld", (long long)mode);
+  put_like(s, 0, (int)dtype, c->in[0]);
+  return ENG_OK;
+}
+
+static eng_status infer_embedding(op_call *c, op_shape *s)
+{
+  const tensor *w = c->in[0], *ids = c->in[1];
+  ENG_TRY(want_index(c, 1, "ids"));
+  if (w->ndim != 2) return error_set(ENG_ERR_SHAPE, "embedding: expected a weight [V x C], got %s", tensor_text(w));
+  if (ids->ndim + 1 > ENG_MAX_DIMS) return error_set(ENG_ERR_SHAPE, "embedding: too many dimensions in %s", tensor_text(ids));
+  put_like(s, 0, w->dtype, ids);
+  s->out[0].shape[s->out[0].ndim++] = w->shape[1];
+  return ENG_OK;
+}
+
+static eng_status infer_topk(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
-  ENG_TRY(infer_fp8_refuse(c));
-  switch ((eng_op)c->op) {
-    case ENG_OP_add: case ENG_OP_sub: case ENG_OP_mul: case ENG_OP_div: case ENG_OP_pow: case ENG_OP_maximum: case ENG_OP_minimum:
-    case ENG_OP_eq: case ENG_OP_ne: case ENG_OP_lt: case ENG_OP_le: case ENG_OP_gt: case ENG_OP_ge:
-      return infer_binary(c, s, 0, 1);
-    case ENG_OP_where:
-      return infer_where(c, s);
-    case ENG_OP_neg: case ENG_OP_abs: case ENG_OP_relu: case ENG_OP_clamp: case ENG_OP_contiguous: case ENG_OP_affine:
-      if (x->dtype == ENG_bool && c->op != ENG_OP_contiguous)
-        return error_set(ENG_ERR_DTYPE, "%s: expected numbers, got %s; hint: x:to(\"f32\")", name_of(c), tensor_text(x));
-      put_like(s, 0, x->dtype, x);
-      return ENG_OK;
-    case ENG_OP_pow_scalar: case ENG_OP_exp: case ENG_OP_log: case ENG_OP_sqrt: case ENG_OP_rsqrt: case ENG_OP_sin: case ENG_OP_cos:
-    case ENG_OP_tanh: case ENG_OP_sigmoid: case ENG_OP_log_sigmoid: case ENG_OP_softplus: case ENG_OP_gelu: case ENG_OP_gelu_tanh: case ENG_OP_silu:
-      ENG_TRY(want_float(c, 0));
-      put_like(s, 0, x->dtype, x);
-      return ENG_OK;
-    case ENG_OP_dropout:
-      ENG_TRY(want_float(c, 0));
-      if (!(c->floats[0] >= 0 && c->floats[0] <= 1)) return error_set(ENG_ERR_VALUE, "dropout: expected a probability in [0, 1], got %g", c->floats[0]);
-      put_like(s, 0, x->dtype, x);
-      return ENG_OK;
-    case ENG_OP_unary_grad:
-      if (c->ints[0] < ENG_OP_neg || c->ints[0] > ENG_OP_silu)
-        return error_set(ENG_ERR_VALUE, "unary_grad: expected the number of an operation of one input, got %lld", (long long)c->ints[0]);
-      return infer_pair_grad(c, s, c->ints[1]);
-    case ENG_OP_swiglu:
-      ENG_TRY(want_float(c, 0));
-      ENG_TRY(want_float(c, 1));
-      ENG_TRY(want_same(c, 0, 1));
-      put_like(s, 0, dtype_promote(x->dtype, c->in[1]->dtype), x);
-      return ENG_OK;
-    case ENG_OP_swiglu_grad:
-      return infer_swiglu_grad(c, s);
-    case ENG_OP_cast:
-      if (c->ints[0] < 0 || c->ints[0] >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "cast: there is no dtype number %lld", (long long)c->ints[0]);
-      if (dtype_is_fp8((int)c->ints[0]) && (c->ints[1] < 0 || c->ints[1] > 3))
-        return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode of 0 to 3, got %lld", (long long)c->ints[1]);
-      put_like(s, 0, (int)c->ints[0], x);
-      return ENG_OK;
-    case ENG_OP_reshape: return infer_reshape(c, s);
-    case ENG_OP_permute: return infer_permute(c, s);
-    case ENG_OP_expand:  return infer_expand(c, s);
-    case ENG_OP_slice:   return infer_slice(c, s);
-    case ENG_OP_split:   return infer_split(c, s);
-    case ENG_OP_concat:  return infer_concat(c, s);
-    case ENG_OP_gather: case ENG_OP_index_select:
-      return infer_pick(c, s);
-    case ENG_OP_gather_grad: case ENG_OP_index_select_grad:
-      return infer_pick_grad(c, s);
-    case ENG_OP_embedding: {
-      const tensor *ids = c->in[1];
-      ENG_TRY(want_index(c, 1, "ids"));
-      if (x->ndim != 2) return error_set(ENG_ERR_SHAPE, "embedding: expected a weight [V x C], got %s", tensor_text(x));
-      if (ids->ndim + 1 > ENG_MAX_DIMS) return error_set(ENG_ERR_SHAPE, "embedding: too many dimensions in %s", tensor_text(ids));
-      put_like(s, 0, x->dtype, ids);
-      s->out[0].shape[s->out[0].ndim++] = x->shape[1];
-      return ENG_OK;
-    }
-    case ENG_OP_embedding_grad: return infer_embedding_grad(c, s);
-    case ENG_OP_topk: {
-      ENG_TRY(want_ndim(c, 0, 1));
-      int64_t n = x->shape[x->ndim - 1];
-      if (c->ints[0] < 0 || c->ints[0] > n) return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld", (long long)n, (long long)c->ints[0]);
-      put_like(s, 0, x->dtype, x);
-      s->out[0].shape[x->ndim - 1] = c->ints[0];
-      put(s, 1, ENG_i64, x->ndim, s->out[0].shape);
-      return ENG_OK;
-    }
-    case ENG_OP_argmax: case ENG_OP_argmin:
-      return infer_arg(c, s);
-    case ENG_OP_sum: case ENG_OP_mean: case ENG_OP_max: case ENG_OP_min:
-      return infer_reduce(c, s);
-    case ENG_OP_extreme_grad: return infer_extreme_grad(c, s);
-    case ENG_OP_softmax: case ENG_OP_log_softmax: case ENG_OP_logsumexp:
-      ENG_TRY(want_float(c, 0));
-      ENG_TRY(want_ndim(c, 0, 1));
-      if (c->op == ENG_OP_logsumexp) put_outer(s, 0, x->dtype, x, 1);
-      else put_like(s, 0, x->dtype, x);
-      return ENG_OK;
-    case ENG_OP_softmax_grad: case ENG_OP_log_softmax_grad:
-      ENG_TRY(want_ndim(c, 0, 1));
-      return infer_pair_grad(c, s, c->ints[0]);
-    case ENG_OP_matmul: return infer_matmul(c, s);
-    case ENG_OP_linear: return infer_linear(c, s);
-    case ENG_OP_bias_grad:
-      ENG_TRY(want_float(c, 0));
-      ENG_TRY(want_ndim(c, 0, 1));
-      ENG_TRY(want_float_attribute(c, c->ints[0]));
-      ENG_TRY(want_target(c, c->ints[1]));
-      put(s, 0, (int)c->ints[0], 1, &x->shape[x->ndim - 1]);
-      return ENG_OK;
-    case ENG_OP_linear_grad: return infer_linear_grad(c, s);
-    case ENG_OP_mlp_gelu: return infer_mlp_gelu(c, s);
-    case ENG_OP_matmul_gelu_grad: return infer_matmul_gelu_grad(c, s);
-    case ENG_OP_layer_norm:     return infer_norm(c, s, true, false);
-    case ENG_OP_rms_norm:       return infer_norm(c, s, false, false);
-    case ENG_OP_add_layer_norm: return infer_norm(c, s, true, true);
-    case ENG_OP_add_rms_norm:   return infer_norm(c, s, false, true);
-    case ENG_OP_layer_norm_grad: case ENG_OP_add_layer_norm_grad:
-      return infer_norm_grad(c, s, true);
-    case ENG_OP_rms_norm_grad: case ENG_OP_add_rms_norm_grad:
-      return infer_norm_grad(c, s, false);
-    case ENG_OP_attention: return infer_attention(c, s);
-    case ENG_OP_attention_grad: return infer_attention_grad(c, s);
-    case ENG_OP_rope: return infer_rope(c, s);
-    case ENG_OP_cross_entropy: return infer_cross_entropy(c, s);
-    case ENG_OP_cross_entropy_grad: return infer_cross_entropy_grad(c, s);
-    case ENG_OP_mse:
-      ENG_TRY(want_float(c, 0));
-      ENG_TRY(want_float(c, 1));
-      ENG_TRY(want_same(c, 0, 1));
-      put(s, 0, wide_of(dtype_promote(x->dtype, c->in[1]->dtype)), 0, NULL);
-      return ENG_OK;
-    case ENG_OP_quantize: return infer_quantize(c, s);
-    case ENG_OP_swiglu_quantize: return infer_swiglu_quantize(c, s);
-    case ENG_OP_dequantize: return infer_dequantize(c, s);
-    case ENG_OP_fp8_matmul: return infer_fp8_matmul(c, s);
-    case ENG_OP_COUNT: break;
+  int64_t k = c->topk.k;
+  ENG_TRY(want_ndim(c, 0, 1));
+  int64_t n = x->shape[x->ndim - 1];
+  if (k < 0 || k > n) return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld", (long long)n, (long long)k);
+  put_like(s, 0, x->dtype, x);
+  s->out[0].shape[x->ndim - 1] = k;
+  put(s, 1, ENG_i64, x->ndim, s->out[0].shape);
+  return ENG_OK;
+}
+
+static eng_status infer_bias_grad(op_call *c, op_shape *s)
+{
+  const tensor *dy = c->in[0];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
+  ENG_TRY(want_float_attribute(c, c->bias_grad.dtype));
+  put(s, 0, (int)c->bias_grad.dtype, 1, &dy->shape[dy->ndim - 1]);
+  return ENG_OK;
+}
+
+static eng_status infer_mse(op_call *c, op_shape *s)
+{
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_same(c, 0, 1));
+  put(s, 0, wide_of(dtype_promote(c->in[0]->dtype, c->in[1]->dtype)), 0, NULL);
+  return ENG_OK;
+}
+
+// ---- the table
+
+#define infer_registered NULL
+static op_infer_rule *rules[ENG_OP_COUNT] = {
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, ...) [ENG_OP_##name] = infer_##shape,
+#include "ops.def"
+};
+
+void op_infer_register(int op, op_infer_rule *rule) { rules[op] = rule; }
+
+/// FP8 tensors go only into operations that move, convert or multiply them.
+static eng_status check_codes(const op_call *c)
+{
+  for (int k = 0; k < c->n_in; k++) {
+    if (!c->in[k] || !dtype_is_fp8(c->in[k]->dtype)) continue;
+    if (!op_table[c->op].takes_codes)
+      return error_set(ENG_ERR_DTYPE, "%s: there is no arithmetic on FP8 tensors, got %s; hint: x:to(\"f32\"), or its quantizer's dequantize",
+                       name_of(c), tensor_text(c->in[k]));
+    for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
+      if (c->in[j]->dtype != c->in[k]->dtype)
+        return error_set(ENG_ERR_DTYPE, "concat: an FP8 tensor can only be joined with tensors of its dtype, got %s and %s; hint: x:to(\"f32\")",
+                         tensor_text(c->in[k]), tensor_text(c->in[j]));
   }
-  return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);
+  return ENG_OK;
+}
+
+eng_status op_infer(op_call *c, op_shape *s)
+{
+  ENG_TRY(check_codes(c));
+  return rules[c->op](c, s);
 }

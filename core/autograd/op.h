@@ -8,16 +8,29 @@
 /// What autocast does with an operation; the `cast` column of ops.def.
 typedef enum op_cast { CAST_LOWER, CAST_WIDE, CAST_NORM, CAST_EMBED, CAST_ANY, CAST_NONE } op_cast;
 /// What strides its kernel takes; the `layout` column.
-typedef enum op_layout { LAYOUT_ANY, LAYOUT_ROWS, LAYOUT_VIEW } op_layout;
+typedef enum op_layout { LAYOUT_ANY, LAYOUT_ROWS, LAYOUT_VIEW, LAYOUT_CALLS } op_layout;
 
+/// A row of ops.def (ops.c). Bit k of a mask is input or output k.
 typedef struct op_info {
-  const char *name;
-  int n_in, n_out;          // -1: MANY
+  eng_op_info about;
   op_layout layout;
-  op_cast cast;
+  op_cast   cast;
+  bool      differentiable;
+  bool      takes_codes;        // FP8 tensors; all other operations refuse them
+  int32_t   later, later_from;  // outputs after the first with a gradient, where one of these inputs requires one
+  int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;
 
 extern const op_info op_table[ENG_OP_COUNT];
+
+/// Outputs that this call does not make.
+int op_absent_outputs(const op_call *call);
+/// The counter of a call that draws random numbers, and the Philox blocks for 4 elements; NULL: draws none. The attribute
+/// after it tells whether the counter is given.
+int64_t *op_random_place(op_call *call, int *blocks);
+/// Whether the call adds onto a given output; whether output 0 of an operation can be the caller's.
+bool op_adds_onto(const op_call *call, int output);
+bool op_takes_target(int op);
 
 /// Shape and dtype of every output of a checked call.
 typedef struct op_shape {
@@ -28,12 +41,14 @@ typedef struct op_shape {
 /// comes out. Normalises negative dimensions in the attributes.
 eng_status op_infer(op_call *call, op_shape *shape);
 
-/// Its parts in infer_fp8.c: refuses FP8 inputs of operations that would compute with them; the FP8 operations.
-eng_status infer_fp8_refuse(const op_call *call);
-eng_status infer_quantize(op_call *call, op_shape *shape);
-eng_status infer_swiglu_quantize(op_call *call, op_shape *shape);
-eng_status infer_dequantize(op_call *call, op_shape *shape);
-eng_status infer_fp8_matmul(op_call *call, op_shape *shape);
+/// A shape rule, and how an operation of layout CALLS runs. fp8/ registers those that ops.def calls `registered`.
+typedef eng_status op_infer_rule(op_call *call, op_shape *shape);
+typedef eng_status op_calls(op_call *call);
+void op_infer_register(int op, op_infer_rule *rule);
+void op_register(int op, op_infer_rule *infer, op_calls *calls);
+
+/// The precision in force.
+const eng_precision *op_precision(void);
 
 /// Makes the outputs of a VIEW operation (reshape may have to copy).
 eng_status op_view(op_call *call, const op_shape *shape);

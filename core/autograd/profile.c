@@ -171,7 +171,7 @@ static const char *name_of(int op)
     case PASS_OPTIMIZE: return "(optimizer)";
     case PASS_UNSCALE: return "(unscale)";
     case REST: return "(all others)";
-    default: return op_table[op].name;
+    default: return op_table[op].about.name;
   }
 }
 

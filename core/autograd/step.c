@@ -3,7 +3,7 @@
 #include "step.h"
 
 #include "base/error.h"
-#include "tape.h"
+#include "backward.h"
 
 static bool in_step;
 static int n_scopes;   // open scopes: what is made in one goes with it
@@ -23,7 +23,7 @@ eng_status eng_step_begin(void)
 
 eng_status eng_step_end(void)
 {
-  tape_end_step();
+  backward_end_step();
   tensor_drop_since(0, true);
   tensor_next_step();
   in_step = false;

@@ -8,7 +8,7 @@
 #include "base/numerics.h"
 #include "op.h"
 #include "params/params.h"
-#include "tape.h"
+#include "backward.h"
 #include "device/transfer.h"
 
 #include <stdio.h>
@@ -109,11 +109,11 @@ static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 
 static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tensor *out, int n_out)
 {
-  int forward_op, node = tape_backward_node(&forward_op);
+  int forward_op, node = backward_node(&forward_op);
   memset(site, 0, sizeof *site);
-  site->kernel = op_table[c->op].name;
+  site->kernel = op_table[c->op].about.name;
   site->backward = node >= 0;
-  site->op = node < 0 ? site->kernel : forward_op >= 0 ? op_table[forward_op].name : "a custom operation";
+  site->op = node < 0 ? site->kernel : forward_op >= 0 ? op_table[forward_op].about.name : "a custom operation";
   site->module = node < 0 ? module_now : module_of(node);
   site->n_in = c->n_in < ENG_TRAP_INPUTS ? c->n_in : ENG_TRAP_INPUTS;
   site->n_out = n_out;
@@ -125,7 +125,7 @@ static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tenso
 static eng_status watched_kernel(const op_call *c)
 {
   ENG_TRY(inner->kernel[c->op](c));
-  const int pass = tape_backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
+  const int pass = backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
   eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
   const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;
   int64_t sum[KINDS] = {0};

@@ -1,7 +1,8 @@
-// Number formats: names, sizes, and loading and storing single elements. See tensor.h, numerics.h.
-#include "error.h"
+// Names of dtypes and operations; single elements of every dtype. See dtype.h, numerics.h.
+// Linked into device plug-ins as well.
+#include "dtype.h"
+
 #include "numerics.h"
-#include "tensor/tensor.h"
 
 #include <string.h>
 
@@ -26,6 +27,15 @@ int eng_dtype_from_name(const char *name)
 int eng_dtype_size(int dtype)
 {
   return dtype >= 0 && dtype < ENG_DTYPE_COUNT ? dtypes[dtype].size : 0;
+}
+
+const char *eng_op_name(int op)
+{
+  static const char *const names[ENG_OP_COUNT] = {
+#define ENG_OP(name, ...) #name,
+#include "ops.def"
+  };
+  return op >= 0 && op < ENG_OP_COUNT ? names[op] : NULL;
 }
 
 double tensor_load(const void *data, int dtype, int64_t i)

@@ -71,7 +71,8 @@ static const struct isa {
 };
 enum { ISAS = sizeof isas / sizeof *isas };
 
-static backend table = {.name = "cpu"};
+static const char *describe(void);
+static backend table = {.name = "cpu", .describe = describe};
 static const struct isa *in_force;
 
 static void use(const struct isa *isa)
@@ -120,6 +121,19 @@ const char *eng_cpu_isa(const char *force)
     use(isa);
   }
   return in_force->name;
+}
+
+static const char *describe(void)
+{
+  static char text[32];
+  snprintf(text, sizeof text, "cpu, %s", eng_cpu_isa(NULL));
+  return text;
+}
+
+static void __attribute__((constructor)) register_devices(void)
+{
+  backend_register("cpu", backend_cpu);
+  backend_register("reference", backend_reference);
 }
 
 bool gemm_pairs_here(void)

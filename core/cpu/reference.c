@@ -185,17 +185,17 @@ double silu_slope(double x)
 #define REFERENCE_ANY(name)  [ENG_OP_##name] = reference_##name,
 #define REFERENCE_ROWS(name) [ENG_OP_##name] = reference_##name,
 #define REFERENCE_VIEW(name)
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) REFERENCE_##layout(name)
+#define REFERENCE_CALLS(name)
 static const backend table = {
   .name = "reference",
   .kernel = {
-#include "../ops.def"
+#define ENG_OP(name, inputs, outputs, layout, ...) REFERENCE_##layout(name)
+#include "ops.def"
   },
   .gradstats = reference_gradstats,
   .optimize = reference_optimize,
   .unscale = reference_unscale,
 };
-#undef ENG_OP
 
 const backend *backend_reference(void)
 {

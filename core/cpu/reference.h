@@ -86,12 +86,13 @@ double silu_slope(double x);
 #define REFERENCE_ANY(name)  op_kernel reference_##name;
 #define REFERENCE_ROWS(name) op_kernel reference_##name;
 #define REFERENCE_VIEW(name)
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) REFERENCE_##layout(name)
-#include "../ops.def"
-#undef ENG_OP
+#define REFERENCE_CALLS(name)
+#define ENG_OP(name, inputs, outputs, layout, ...) REFERENCE_##layout(name)
+#include "ops.def"
 #undef REFERENCE_ANY
 #undef REFERENCE_ROWS
 #undef REFERENCE_VIEW
+#undef REFERENCE_CALLS
 
 eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update);

@@ -4,16 +4,27 @@
 #include "base/error.h"
 #include "plugin.h"
 
-#include <stdio.h>
 #include <string.h>
+
+// Devices built into this library register themselves before main.
+static struct { const char *name; const backend *(*get)(void); } built_in[4];
+static int n_built_in;
 
 static const backend *current;
 static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was loaded
 
+static bool capturing;
+
+void backend_register(const char *name, const backend *(*get)(void))
+{
+  built_in[n_built_in].name = name;
+  built_in[n_built_in++].get = get;
+}
+
 const backend *backend_find(const char *name)
 {
-  if (strcmp(name, "cpu") == 0) return backend_cpu();
-  if (strcmp(name, "reference") == 0) return backend_reference();
+  for (int i = 0; i < n_built_in; i++)
+    if (strcmp(name, built_in[i].name) == 0) return built_in[i].get();
   if (strcmp(name, "cuda") == 0) {
     const backend *cuda = plugin_cuda();
     if (cuda && !of_space[cuda->space]) {   // its memory is there from now on, whichever device is in force
@@ -28,13 +39,21 @@ const backend *backend_find(const char *name)
 
 const backend *backend_current(void)
 {
-  if (!current) current = backend_cpu();
+  if (!current) current = backend_find("cpu");
   return current;
 }
 
 const backend *backend_of_space(int space)
 {
-  return space == SPACE_HOST ? backend_cpu() : of_space[space];
+  return space == SPACE_HOST ? backend_find("cpu") : of_space[space];
+}
+
+void backend_capturing(bool on) { capturing = on; }
+
+eng_status backend_forbids(const char *what)
+{
+  if (!capturing) return ENG_OK;
+  return error_set(ENG_ERR_STATE, "graph: %s cannot be part of a captured step; hint: graph=false", what);
 }
 
 void backend_use(const backend *device)
@@ -63,10 +82,7 @@ const char *eng_device_name(void)
 const char *eng_device_text(void)
 {
   const backend *device = backend_current();
-  static char text[64];
-  if (device->describe) return device->describe();
-  snprintf(text, sizeof text, "%s, %s", device->name, eng_cpu_isa(NULL));
-  return text;
+  return device->describe ? device->describe() : device->name;
 }
 
 int eng_device_fp8(void)

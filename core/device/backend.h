@@ -8,15 +8,33 @@
 #include "tensor/tensor.h"
 
 /// An operation ready to compute: inputs checked, outputs allocated with their final shape and dtype.
-/// Attributes and the order of tensors are those of ops.def. `in[k]` is NULL for an absent optional
-/// input, `out[k]` NULL for an output nobody wants.
+/// ops.def gives the order of tensors and the names of attributes (call->sum.mask). `in[k]` is NULL for
+/// an absent optional input, `out[k]` for an output that is not wanted.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
   tensor *out[ENG_OP_OUTPUTS];
-  int64_t ints[ENG_OP_INTS];
-  double  floats[ENG_OP_FLOATS];
+  union {
+    struct { int64_t ints[ENG_OP_INTS]; double floats[ENG_OP_FLOATS]; };
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, reads, saves, ints, floats) \
+    ENG_OP_ATTRIBUTES(name, ints, floats)
+#include "ops.def"
+  };
 } op_call;
+
+/// Whether an operation has one elementwise input and no attributes (ENG_UNARY).
+static inline bool op_is_unary(int op)
+{
+  switch (op) {
+#define ENG_UNARY(name, ...) case ENG_OP_##name:
+#include "ops.def"
+      return true;
+    default: return false;
+  }
+}
+
+/// Flags of quantize and swiglu_quantize.
+enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
 
 typedef eng_status op_kernel(const op_call *call);
 
@@ -94,7 +112,7 @@ typedef struct backend {
   eng_status (*capture_end)(void **graph);
   eng_status (*graph_launch)(void *graph);
   void       (*graph_free)(void *graph);
-  /// "NVIDIA H200, sm_90, driver 580.82, ..." for people.
+  /// "NVIDIA H200, sm_90, driver 580.82, ..." for people; also set on the CPU. NULL: the name.
   const char *(*describe)(void);
   /// What its tensor cores multiply in FP8: 0 nothing, 1 factors with one scale each, 2 those with scales by row or block, too; 2 also where
   /// the user asked for the slow way. NULL: FP8 products have one way.
@@ -136,7 +154,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 5 };
+enum { BACKEND_ABI = 6 };
 
 /// The plug-in's one function: NULL with the error set when there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
@@ -149,8 +167,15 @@ const backend *backend_of_space(int space);
 /// Puts a device in force that is not in the list (profile.c's, trap.c's).
 void backend_use(const backend *device);
 
-/// Defined in cpu/: fills its table, choosing the instruction set once.
+/// Adds a device of this library to the list. Called by a constructor in the device's folder.
+void backend_register(const char *name, const backend *(*get)(void));
+/// Defined and registered in cpu/: "cpu", with the instruction set chosen once, and "reference".
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
+
+/// Set while a step is captured (autograd/graph.c).
+void backend_capturing(bool on);
+/// ENG_OK, or an error that says that `what` cannot be part of a captured step.
+eng_status backend_forbids(const char *what);
 
 #endif

@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/numerics.h"
-#include "autograd/tape.h"
+#include "autograd/backward.h"
 #include "device/transfer.h"
 #include "device/wire.h"
 
@@ -367,7 +367,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
   comm_meanwhile(between_operations, p);
-  tape_set_watch(&(tape_watch){pass_begins, member_complete, between_operations, p->zero == 2 ? member_begins : NULL, p});
+  backward_set_watch(&(backward_watch){pass_begins, member_complete, between_operations, p->zero == 2 ? member_begins : NULL, p});
   return ENG_OK;
 }
 
@@ -383,7 +383,7 @@ static void leave_rooms(eng_parallel *p)
 eng_status eng_parallel_finish(eng_parallel *p)
 {
   if (!p->armed) return error_set(ENG_ERR_STATE, "no reduction over ranks has begun");
-  tape_set_watch(NULL);
+  backward_set_watch(NULL);
   comm_meanwhile(NULL, NULL);
   double began = eng_clock();
   if (p->alone) {
@@ -427,7 +427,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
 void eng_parallel_cancel(eng_parallel *p)
 {
   if (!p->armed) return;
-  tape_set_watch(NULL);
+  backward_set_watch(NULL);
   comm_meanwhile(NULL, NULL);
   p->armed = false;
   p->broken = p->broken || p->under_way > 0;

@@ -8,8 +8,6 @@
 #include "params.h"
 
 #include "base/error.h"
-#include "fp8/fp8_linear.h"
-#include "autograd/graph.h"
 #include "base/numerics.h"
 #include "device/transfer.h"
 
@@ -33,7 +31,7 @@ static bool in_use(const flat_buffer *flat)
 /// Releases the buffers that nothing looks at any more.
 static void release_waiting(void)
 {
-  if (!waiting || eng_tape_length() > 0) return;
+  if (!waiting || tensor_tape_length > 0) return;
   flat_buffer **at = &waiting;
   while (*at) {
     flat_buffer *flat = *at;
@@ -251,11 +249,20 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     set_discard(set);
     return status;
   }
-  for (int i = 0; i < n; i++) eng_clear_gradient(&tensors[i]);
+  for (int i = 0; i < n; i++) {
+    tensor_drop(set->member[i].value->gradient);
+    set->member[i].value->gradient = NULL;
+  }
   adopt(set);
   link_parts(set);
   *out = set;
   return ENG_OK;
+}
+
+static void drop_derived(parameter *p)
+{
+  if (p->derived) p->derived->free(p->derived);
+  p->derived = NULL;
 }
 
 void params_release(eng_params *set)
@@ -271,8 +278,7 @@ void eng_params_free(eng_params *set)
     parameter *p = &set->member[i];
     p->value->parameter = NULL;
     if (p->shadow) p->shadow->parameter = NULL;
-    fp8_weight_free(p->fp8);
-    p->fp8 = NULL;
+    drop_derived(p);
     p->value = p->shadow = p->gradient = NULL;
     p->has_gradient = false;
   }
@@ -321,7 +327,7 @@ static void link_parts(eng_params *set)
     p->gradient = resting_place(set, i);
     p->shadow = set->shadows ? set->shadows->part[i] : NULL;
     params_forget(p);
-    if (p->fp8) p->fp8->source = NULL;
+    drop_derived(p);
     if (!p->shadow) continue;
     p->shadow->parameter = p;
     p->shadow->requires_grad = p->value->requires_grad;
@@ -360,7 +366,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   int32_t *wanted = set->which;   // free between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
-  if (new_shadows && set->shadows && eng_tape_length() > 0)
+  if (new_shadows && set->shadows && tensor_tape_length > 0)
     return error_set(ENG_ERR_STATE, "low-precision weights cannot change their format while operations stand on the tape; "
                      "hint: change the precision between steps");
   if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
@@ -379,10 +385,18 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   return new_shadows ? eng_params_refresh(set) : ENG_OK;
 }
 
+/// The device that computes with the set's memory: the one in force where it can.
+static const backend *set_device(const eng_params *set)
+{
+  return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
+}
+
 static eng_status refresh(parameter *p)
 {
-  eng_tensor shadow = tensor_handle(p->shadow), value = tensor_handle(p->value);
-  ENG_TRY(eng_copy(&shadow, &value));
+  const backend *device = set_device(p->set);
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {p->value}, .out = {p->shadow}, .ints = {p->shadow->dtype}};
+  if (p->value->count > 0) ENG_TRY(device->kernel[c.op](&c));
+  p->shadow->store->writes++;
   p->seen = p->value->store->writes;
   return ENG_OK;
 }
@@ -474,7 +488,7 @@ int params_own_spans(eng_params *set) { return spans(set, set->own); }
 
 eng_status params_here(const eng_params *set, const char *pass)
 {
-  ENG_TRY(graph_forbids(pass));
+  ENG_TRY(backend_forbids(pass));
   const backend *device = backend_current();
   if (set->n == 0 || set->space == device->space) return ENG_OK;
   const char *home = backend_of_space(set->space)->name;
@@ -643,7 +657,10 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
   for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
   for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
   bytes[3] = 0;
-  for (int i = 0; i < set->n; i++) bytes[3] += fp8_weight_bytes(set->member[i].fp8);
+  for (int i = 0; i < set->n; i++) {
+    const params_derived *derived = set->member[i].derived;
+    if (derived) bytes[3] += derived->bytes(derived);
+  }
 }
 
 int64_t eng_params_count(const eng_params *set)

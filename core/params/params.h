@@ -5,6 +5,22 @@
 
 #include "device/backend.h"
 
+/// Identifies a derived copy: where it lies, who made it and by which version of the recipe.
+typedef struct params_stamp {
+  const void *memory;
+  int64_t     maker;
+  uint32_t    version;
+} params_stamp;
+
+/// A copy of a parameter in another format that a higher folder makes and owns (fp8/). Its struct
+/// begins with this one.
+typedef struct params_derived {
+  void         (*free)(struct params_derived *copy);
+  int64_t      (*bytes)(const struct params_derived *copy);
+  void         (*outdate)(struct params_derived *copy);       // it is made again at its next use, in the same memory
+  params_stamp (*stamp)(const struct params_derived *copy);
+} params_derived;
+
 /// A member of a parameter set; tensor.parameter points here.
 typedef struct parameter {
   eng_params *set;
@@ -19,7 +35,7 @@ typedef struct parameter {
   bool        unscaled;       // its gradient is the true one: it carries nothing any more
   double      carry;          // what its gradient carries beside the loss scale
   double      carry_next;     // what the next one will
-  struct fp8_weight *fp8;     // its FP8 copy (fp8_linear.h), or NULL
+  params_derived *derived;    // a copy in another format, or NULL
   uint32_t    seen;           // value's storage.writes when the shadow was last rounded from it
 } parameter;
 

@@ -21,6 +21,7 @@ static storage *free_storages;    // linked through .memory
 
 static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
 static int step_length, step_capacity;
+int tensor_tape_length;
 static int64_t step_count;
 
 // ---- slots

@@ -5,7 +5,7 @@
 #define ENG_TENSOR_H
 
 #include "arena.h"
-#include "engine.h"
+#include "base/dtype.h"
 
 /// A piece of memory shared by a tensor and its views.
 typedef struct storage {
@@ -69,21 +69,13 @@ int64_t tensor_step_number(void);
 
 bool tensor_contiguous(const tensor *x);
 bool tensor_same_shape(const tensor *a, const tensor *b);
-static inline bool dtype_is_float(int d) { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
-static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
-static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2; }
-static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }   // bool, too
 
 /// "[64 x 768]" into a rotating buffer of this thread (8 of them), "[]" for a scalar.
 const char *tensor_shape_text(int ndim, const int64_t *shape);
 /// "f16 [64 x 768]" likewise.
 const char *tensor_text(const tensor *x);
 
-/// One element of host memory at `index` elements from data, as double / rounded once from double.
-double tensor_load(const void *data, int dtype, int64_t index);
-void   tensor_store(void *data, int dtype, int64_t index, double value);
-/// The same for integers, exact over 64 bits.
-int64_t tensor_load_int(const void *data, int dtype, int64_t index);
-void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);
+/// Operations on the tape, which hold tensors by pointer; autograd/tape.c counts them.
+extern int tensor_tape_length;
 
 #endif

@@ -33,13 +33,3 @@ const char *tensor_text(const tensor *x) { return host->tensor_text(x); }
 bool tensor_contiguous(const tensor *x) { return host->tensor_contiguous(x); }
 uint64_t rng_seed(void) { return host->rng_seed(); }
 int eng_interrupted(void) { return host->interrupted(); }
-
-const char *eng_op_name(int op)
-{
-  switch (op) {
-#define ENG_OP(name, inputs, outputs, layout, cast, gradient) case ENG_OP_##name: return #name;
-#include "ops.def"
-#undef ENG_OP
-  }
-  return "?";
-}

@@ -166,6 +166,18 @@ local cases = {
   end,
   mse = function(check) check(engine.mse, { random(3, 4), random(3, 4) }) end,
 }
+-- FP8 layers without FP8 in force; spec/fp8/ compares their gradients in FP8 with those of f32.
+local SITE = 1
+cases.fp8_linear = function(check)
+  check(function(x, w, b) return x:linear(w, b, SITE) end, { random(3, 5), random(4, 5), random(4) })
+  check(function(x, u, w, b) return x:swiglu_linear(u, w, b, SITE) end,
+    { random(3, 5), random(3, 5), random(4, 5), random(4) })
+end
+cases.fp8_swiglu = function(check) check(function(a, b) return a:swiglu(b, SITE) end, { random(3, 5), random(3, 5) }) end
+cases.fp8_attention = function(check)
+  local function f(q, k, v) return (engine.attention(q, k, v, { causal = true, scale = 0.3, site = SITE })) end
+  check(f, { random(1, 3, 2, 2), random(1, 5, 1, 2), random(1, 5, 1, 2) })
+end
 
 describe("the gradient of", function()
   before_each(function() engine.seed(7) end)

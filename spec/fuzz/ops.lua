@@ -353,6 +353,38 @@ function plans.fp8_matmul()
     { ta, tb, high_a, wide_a, high_b, wide_b, chance(50) and float_number() + 1 or 0, draw(4), 32 * draw(5), 0 }
 end
 
+
+-- FP8 layers: sites of every way to keep x, one number that is no site, and 0
+local SITES = { 0, 99 }
+for keep = C.ENG_FP8_KEEP_CODES, C.ENG_FP8_KEEP_SWIGLU do
+  local site, recipe = ffi.new("int64_t[1]"), ffi.new("eng_fp8_recipe")
+  for role = 0, C.ENG_FP8_ROLES - 1 do
+    recipe.role[role].format, recipe.role[role].eps = M_ffi.dtype.e4m3, -1
+    recipe.role[role].block_rows, recipe.role[role].block_columns = role == C.ENG_FP8_W and 128 or 1, 128
+  end
+  recipe.role[C.ENG_FP8_X].keep = keep
+  M_ffi.check(C.eng_fp8_site_new(site, "fuzz " .. keep))
+  M_ffi.check(C.eng_fp8_site_set(site[0], recipe))
+  SITES[#SITES + 1] = tonumber(site[0])
+end
+function plans.fp8_linear()
+  return (plans.linear()), { one_of(SITES) }, {}, 5
+end
+function plans.fp8_swiglu()
+  local inputs = plans.swiglu()
+  return inputs, { one_of(SITES) }, {}, 5
+end
+function plans.fp8_swiglu_linear()
+  local k, n, s = one_of(SIZES), one_of(SIZES), shape_of(0, 4)
+  return { float(appended(s, k)), float(appended(s, k)), float { n, k }, chance(50) and float { n } or false },
+    { one_of(SITES) }
+end
+function plans.fp8_attention()
+  local inputs, ints, floats = plans.attention()
+  ints[3] = one_of(SITES)
+  return inputs, ints, floats, 5
+end
+
 for _, name in ipairs(M_ffi.op_names) do
   if not plans[name] then error("spec/fuzz/ops.lua has no plan for the operation " .. name) end
 end
@@ -434,6 +466,7 @@ local function compare(name, inputs, ints, floats, n_out)
     end
   end
   local precision = chance(25) and one_of { "fp16", "bf16" } or nil
+  if name:find("^fp8_") and chance(70) then precision = "fp8_block" end
   local function run()
     if precision then return engine.autocast(precision, M_ffi.run, name, inputs, ints, floats, n_out) end
     return M_ffi.run(name, inputs, ints, floats, n_out)

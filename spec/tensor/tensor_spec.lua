@@ -605,7 +605,7 @@ describe("a mistake with tensors", function()
     { "engine.cross_entropy(x, i, { reduction = 'average' })", "cross_entropy: expected reduction mean, sum or none, got 'average'" },
     { "engine.cross_entropy(x, i, { smoothing = 0.1 })", "cross_entropy: unknown option 'smoothing'; options: ignore_index label_smoothing reduction" },
     { "engine.attention(x, x, x)", "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },
-    { "engine.attention(x, x, x, { casual = true })", "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy scale" },
+    { "engine.attention(x, x, x, { casual = true })", "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy scale site" },
     { "x:rope()", "rope: expected [B x T x H x D] with an even D, got f32 [2 x 3]" },
 
     { "x:backward()", "backward: expected a loss of one element, got f32 [2 x 3]; hint: loss:sum() or loss:mean()" },

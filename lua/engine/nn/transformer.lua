@@ -85,7 +85,7 @@ local function attend(self, q, k, v)
     return attention_with_dropout(q, k, v, self.causal, self.dropout)
   end
   local y, entropy = tensor.attention(q, k, v,
-    { causal = self.causal, entropy = self.watch_entropy })
+    { causal = self.causal, entropy = self.watch_entropy, site = rawget(self.out, "_fp8") })
   rawset(self, "entropy", entropy)
   return y
 end

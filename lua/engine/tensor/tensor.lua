@@ -260,23 +260,11 @@ end
 
 function methods.square(x) return mul(x, x) end
 
---- silu(gate) * up; site: that of the FP8 layer it is for, or nil.
+--- silu(gate) * up; site: that of the FP8 layer that takes the result, or nil.
 function methods.swiglu(gate, up, site)
-  ints[0] = site or 0
-  return run2("swiglu", gate, up)
-end
-
---- (silu(gate) * up) W^T + bias, weight W [N x K], bias [N] or nil; site: the FP8 site of that linear layer, or nil. Like swiglu and linear;
---- in FP8 what lies between is never written but as codes.
-function methods.swiglu_linear(gate, up, weight, bias, site)
-  want(gate, "swiglu_linear")
-  want(up, "swiglu_linear")
-  want(weight, "swiglu_linear")
-  if bias ~= nil then want(bias, "swiglu_linear") end
-  inputs[0], inputs[1], inputs[2], inputs[3] = gate, up, weight, bias or NONE
-  local y = Tensor()
-  check(C.eng_swiglu_linear(y, inputs, site or 0))
-  return y
+  if not site then return run2("swiglu", gate, up) end
+  call.fp8_swiglu.site = site
+  return (run2("fp8_swiglu", gate, up))
 end
 
 function methods.clamp(x, low, high)
@@ -572,10 +560,19 @@ local function run_many(name, n_out, required, ...)
   return run_call()
 end
 
---- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a layer (fp8_sites.lua), or nil.
+--- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a layer
+--- (fp8_sites.lua), or nil.
 function methods.linear(x, weight, bias, site)
-  ints[0] = site or 0
-  return run_many("linear", 1, 2, x, weight, bias)
+  if not site then return run_many("linear", 1, 2, x, weight, bias) end
+  call.fp8_linear.site = site
+  return (run_many("fp8_linear", 1, 2, x, weight, bias))
+end
+
+--- (silu(gate) * up) W^T + bias, weight W [N x K], bias [N] or nil: gate:swiglu(up, site) and linear of
+--- the same site. In FP8 the values between them are written as codes only.
+function methods.swiglu_linear(gate, up, weight, bias, site)
+  call.fp8_swiglu_linear.site = site or 0
+  return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)
 end
 
 --- x [.. x C] -> gelu(x W1^T + b1, "tanh") W2^T + b2 [.. x N]: up [H x C] and down [N x H], biases or nil. Like two linears with a GELU
@@ -609,14 +606,17 @@ function methods.add_rms_norm(x, branch, weight, eps)
   return y, sum
 end
 
-local ATTENTION = { causal = true, scale = true, entropy = true }
+local ATTENTION = { causal = true, scale = true, entropy = true, site = true }
 
---- q [B x T x H x D], k, v [B x S x G x D] -> [B x T x H x D]; options: causal, scale, entropy. With entropy=true a second
---- result gives each row's attention entropy in nats, [B x H x T].
+--- q [B x T x H x D], k, v [B x S x G x D] -> [B x T x H x D]; options: causal, scale, entropy, site (of
+--- the FP8 layer that takes the result). With entropy=true a second result gives each row's attention
+--- entropy in nats, [B x H x T].
 function M.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
-  ints[0], ints[1], floats[0] = options.causal and 1 or 0, options.entropy and 1 or 0, want_number(options.scale or 0, "attention", "scale")
-  local y, _, entropy = run_many("attention", 3, 3, q, k, v)
+  local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
+  a.causal, a.entropy, a.site = options.causal and 1 or 0, options.entropy and 1 or 0, options.site or 0
+  a.scale = want_number(options.scale or 0, "attention", "scale")
+  local y, _, entropy = run_many(name, 3, 3, q, k, v)
   if options.entropy then return y, entropy end
   return y
 end

@@ -1,35 +1,9 @@
-// Shape and dtype rules of the FP8 operations (ops.def), and which operations take FP8 tensors at all. Called by infer.c.
+// Shape and dtype rules of quantize, dequantize and fp8_matmul (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "autograd/op.h"
 
 #include <string.h>
-
-/// Operations that move FP8 numbers without computing with them.
-static bool moves(int op)
-{
-  switch (op) {
-    case ENG_OP_cast: case ENG_OP_contiguous: case ENG_OP_reshape: case ENG_OP_permute: case ENG_OP_expand: case ENG_OP_slice:
-    case ENG_OP_split: case ENG_OP_concat: case ENG_OP_gather: case ENG_OP_index_select: case ENG_OP_dequantize: case ENG_OP_fp8_matmul:
-      return true;
-    default: return false;
-  }
-}
-
-eng_status infer_fp8_refuse(const op_call *c)
-{
-  for (int k = 0; k < c->n_in; k++) {
-    if (!c->in[k] || !dtype_is_fp8(c->in[k]->dtype)) continue;
-    if (!moves(c->op))
-      return error_set(ENG_ERR_DTYPE, "%s: there is no arithmetic on FP8 tensors, got %s; hint: x:to(\"f32\"), or its quantizer's dequantize",
-                       op_table[c->op].name, tensor_text(c->in[k]));
-    for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
-      if (c->in[j]->dtype != c->in[k]->dtype)
-        return error_set(ENG_ERR_DTYPE, "concat: FP8 tensors join their like alone, got %s and %s; hint: x:to(\"f32\")", tensor_text(c->in[k]),
-                         tensor_text(c->in[j]));
-  }
-  return ENG_OK;
-}
 
 static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 {
@@ -41,7 +15,7 @@ static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
 {
   if (rows >= 0 && columns >= 0 && rows <= 1ll << 40 && columns <= 1ll << 40) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld", op_table[c->op].name,
+  return error_set(ENG_ERR_VALUE, "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld", op_table[c->op].about.name,
                    (long long)rows, (long long)columns);
 }
 
@@ -53,14 +27,14 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
   fp8_scales_for(block_rows, block_columns, rows, columns, shape);
   if (s->dtype == ENG_f32 && s->ndim == 2 && memcmp(s->shape, shape, sizeof shape) == 0) return ENG_OK;
   return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE, "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) as f32 %s, got %s; core/base/fp8_layout.h says how they lie",
-                   op_table[c->op].name, (long long)rows, (long long)columns, (long long)block_rows, (long long)block_columns,
+                   op_table[c->op].about.name, (long long)rows, (long long)columns, (long long)block_rows, (long long)block_columns,
                    tensor_shape_text(2, shape), tensor_text(s));
 }
 
 /// Codes and scales of x, or of what is made of x and others of its shape.
 static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
 {
-  const char *name = op_table[c->op].name;
+  const char *name = op_table[c->op].about.name;
   int64_t format = c->ints[0];
   if (!dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name, tensor_text(x));
   if (x->ndim < 1) return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name, tensor_text(x));
@@ -94,12 +68,12 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
   return ENG_OK;
 }
 
-eng_status infer_quantize(op_call *c, op_shape *s)
+static eng_status infer_quantize(op_call *c, op_shape *s)
 {
   return infer_codes(c, c->in[0], c->in[1], s);
 }
 
-eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
+static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
 {
   const tensor *gate = c->in[0], *up = c->in[1];
   if (gate->dtype != up->dtype || !tensor_same_shape(gate, up))
@@ -108,7 +82,7 @@ eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
   return infer_codes(c, gate, c->in[2], s);
 }
 
-eng_status infer_dequantize(op_call *c, op_shape *s)
+static eng_status infer_dequantize(op_call *c, op_shape *s)
 {
   const tensor *q = c->in[0];
   bool packed = c->ints[3] == ENG_FORMAT_E5M6;
@@ -128,7 +102,7 @@ eng_status infer_dequantize(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-eng_status infer_fp8_matmul(op_call *c, op_shape *s)
+static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[2], *bias = c->in[4];
   if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
@@ -156,8 +130,15 @@ eng_status infer_fp8_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE, "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld", (long long)c->ints[8]);
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != n))
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s", (long long)n, tensor_text(bias));
-  if (c->ints[9] && !c->out[0]) return error_set(ENG_ERR_VALUE, "fp8_matmul: cannot add onto an output that is not given");
   if (c->ints[9] && bias) return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
   put(s, 0, c->ints[6] ? (int)c->ints[6] - 1 : ENG_f32, 2, (int64_t[]){m, n});
   return ENG_OK;
+}
+
+static void __attribute__((constructor)) register_rules(void)
+{
+  op_register(ENG_OP_quantize, infer_quantize, NULL);
+  op_register(ENG_OP_swiglu_quantize, infer_swiglu_quantize, NULL);
+  op_register(ENG_OP_dequantize, infer_dequantize, NULL);
+  op_register(ENG_OP_fp8_matmul, infer_fp8_matmul, NULL);
 }

@@ -1,0 +1,249 @@
+// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. The walk
+// stops at a node of Lua's and Lua resumes it.
+// Owns the pass and the table of rules. Called by Lua, by dist/ (the watch) and by step.c.
+#include "backward.h"
+
+#include "base/error.h"
+#include "device/transfer.h"
+#include "gradient.h"
+#include "graph.h"
+#include "op.h"
+#include "params/params.h"
+
+#include <string.h>
+
+// Every rule is declared; the names of the two that are absent become null pointers.
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) grad_rule grad_##gradient;
+#include "ops.def"
+#define grad_none NULL
+#define grad_registered NULL
+static grad_rule *rules[ENG_OP_COUNT] = {
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) [ENG_OP_##name] = grad_##gradient,
+#include "ops.def"
+};
+
+void grad_register(int op, grad_rule *rule) { rules[op] = rule; }
+
+static struct {
+  bool running, retain;
+  bool was_recording;          // before backward began
+  eng_precision precision;     // autocast before backward began
+  int cursor;                  // the next node to treat is cursor - 1
+  grad_call pending;           // of the Lua node that waits
+  int64_t pending_id;          // -1: none
+} pass = {.pending_id = -1};
+
+// Parameters in order of the first operation that reads them: where the walk has passed that, their gradient is complete.
+typedef struct due { parameter *p; int node; } due;
+static struct { backward_watch on; due *items; int length, capacity; } watch;
+
+// ---- the backward pass
+
+void backward_set_watch(const backward_watch *on)
+{
+  watch.on = on ? *on : (backward_watch){0};
+  watch.length = 0;
+  gradient_set_place(watch.on.place, watch.on.data);
+}
+
+/// Lists the parameters that the nodes below the cursor read.
+static eng_status expect_gradients(void)
+{
+  watch.length = 0;
+  for (int i = 0; watch.on.ready && i < pass.cursor; i++) {
+    const op_call *call = tape_call(i);
+    for (int k = 0; k < call->n_in; k++) {
+      parameter *p = call->in[k] ? call->in[k]->parameter : NULL;
+      if (!p || p->expected) continue;
+      ENG_TRY(tape_grow((void **)&watch.items, watch.length, &watch.capacity, sizeof *watch.items));
+      watch.items[watch.length++] = (due){p, i};
+      p->expected = true;
+    }
+  }
+  eng_status status = watch.on.begins ? watch.on.begins(watch.on.data) : ENG_OK;
+  for (int i = 0; i < watch.length; i++) watch.items[i].p->expected = false;
+  return status;
+}
+
+/// Tells of the gradients that the walk, which has come down to the cursor, has completed.
+static eng_status tell_complete(void)
+{
+  while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
+    ENG_TRY(watch.on.ready(watch.on.data, watch.items[--watch.length].p));
+  return watch.on.between ? watch.on.between(watch.on.data) : ENG_OK;
+}
+
+static void finish(void)
+{
+  backward_set_watch(NULL);
+  eng_grad_enabled(pass.was_recording);
+  tape_freeze(false);
+  eng_autocast(&pass.precision, NULL);
+  pass.running = false;
+  pass.pending_id = -1;
+}
+
+int backward_node(int *op)
+{
+  if (!pass.running || pass.cursor >= tensor_tape_length) return -1;
+  if (op) *op = tape_call(pass.cursor)->op;
+  return pass.cursor;
+}
+
+void eng_backward_abort(void)
+{
+  backward_set_watch(NULL);
+  if (!pass.running) return;
+  finish();
+  tape_clear();
+}
+
+/// The gradients that arrived at a node's outputs; false when none did.
+static bool collect(grad_call *g, const tape_node *node)
+{
+  bool any = false;
+  const op_call *call = &node->call;
+  *g = (grad_call){.call = call, .carry = node->carry};
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k] && call->out[k]->gradient) {
+      g->dy[k] = call->out[k]->gradient;
+      any = true;
+    }
+  return any;
+}
+
+static void drop_collected(const op_call *call)
+{
+  for (int k = 0; k < call->n_out; k++)
+    if (call->out[k]) gradient_drop(call->out[k]);
+}
+
+/// The rule would see other values than the operation did: an error, not a wrong gradient.
+static eng_status check_unwritten(const tape_node *node)
+{
+  const op_call *call = &node->call;
+  const eng_op_info *info = &op_table[call->op].about;
+  const tensor *changed = NULL;
+  for (int k = 0; k < call->n_in; k++)
+    if (info->reads >> k & 1 && call->in[k] && call->in[k]->store->writes != node->in_writes[k]) changed = call->in[k];
+  for (int k = 0; k < call->n_out; k++)
+    if (info->saves >> k & 1 && call->out[k] && call->out[k]->store->writes != node->out_writes[k]) changed = call->out[k];
+  if (!changed) return ENG_OK;
+  return error_set(ENG_ERR_GRADIENT, "%s was written into after it was computed with; hint: write into a copy, x:keep()", tensor_text(changed));
+}
+
+static eng_status walk(void)
+{
+  eng_status status = ENG_OK;
+  while (status == ENG_OK) {
+    if (watch.on.ready && (status = tell_complete()) != ENG_OK) break;
+    if (pass.cursor == 0) break;
+    const tape_node *node = tape_at(--pass.cursor);
+    grad_call g;
+    if (!collect(&g, node)) continue;
+    if (node->lua_id >= 0) {
+      pass.pending = g;
+      pass.pending_id = node->lua_id;
+      return ENG_OK;
+    }
+    status = check_unwritten(node);
+    if (status == ENG_OK) status = rules[node->call.op](&g);
+    if (status != ENG_OK) error_prefix(status, "backward of %s", eng_op_name(node->call.op));
+    drop_collected(&node->call);
+  }
+  bool retain = pass.retain && status == ENG_OK;
+  finish();
+  if (!retain) tape_clear();
+  return status;
+}
+
+eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
+{
+  tensor *loss;
+  ENG_TRY(tensor_get(&loss, handle));
+  if (pass.running) return error_set(ENG_ERR_STATE, "backward is already running");
+  if (loss->count != 1) return error_set(ENG_ERR_SHAPE, "backward: expected a loss of one element, got %s; hint: loss:sum() or loss:mean()", tensor_text(loss));
+  if (!tape_holds(loss))
+    return error_set(ENG_ERR_GRADIENT, loss->requires_grad && loss->node >= 0
+                     ? "backward: the tape of this loss was emptied by an earlier backward; hint: backward{retain=true} the first time"
+                     : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
+  tensor *dy;
+  ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
+  if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_carry(loss)));
+  gradient_drop(loss);
+  gradient_hang(loss, dy);
+  pass.running = true;
+  pass.retain = retain;
+  pass.cursor = loss->node + 1;
+  pass.was_recording = eng_grad_enabled(false);
+  tape_freeze(true);
+  eng_autocast(NULL, &pass.precision);
+  eng_status status = expect_gradients();
+  if (status == ENG_OK) return walk();
+  finish();
+  return status;
+}
+
+// ---- gradients written in Lua
+
+int64_t eng_backward_pending(void)
+{
+  return pass.pending_id;
+}
+
+static eng_status want_pending(void)
+{
+  return pass.pending_id >= 0 ? ENG_OK : error_set(ENG_ERR_STATE, "no Lua gradient is being computed");
+}
+
+eng_status eng_backward_output(eng_tensor *gradient, int output)
+{
+  ENG_TRY(want_pending());
+  const op_call *call = pass.pending.call;
+  if (output < 0 || output >= call->n_out) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out, output + 1);
+  tensor *y = call->out[output];
+  if (!pass.pending.dy[output]) {
+    tensor *zero;
+    ENG_TRY(tensor_make(&zero, ARENA_STEP, y->dtype, y->ndim, y->shape));
+    ENG_TRY(transfer_clear(zero));
+    gradient_hang(y, zero);
+    pass.pending.dy[output] = zero;
+  }
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, pass.pending.dy[output]));
+  *gradient = tensor_handle(shared);
+  return ENG_OK;
+}
+
+eng_status eng_backward_input(int input, const eng_tensor *gradient)
+{
+  ENG_TRY(want_pending());
+  const op_call *call = pass.pending.call;
+  if (input < 0 || input >= call->n_in) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d inputs, not %d", call->n_in, input + 1);
+  tensor *dx, *shared;
+  ENG_TRY(tensor_get(&dx, gradient));
+  tensor *x = call->in[input];
+  if (!tensor_same_shape(dx, x))
+    return error_set(ENG_ERR_SHAPE, "a Lua gradient gave %s for input %d, which is %s", tensor_text(dx), input + 1, tensor_text(x));
+  if (!x->requires_grad) return ENG_OK;
+  ENG_TRY(grad_share(&shared, dx));
+  return grad_emit(&pass.pending, input, shared);
+}
+
+eng_status eng_backward_resume(void)
+{
+  ENG_TRY(want_pending());
+  drop_collected(pass.pending.call);
+  pass.pending_id = -1;
+  return walk();
+}
+
+
+// ---- the end of a step
+
+void backward_end_step(void)
+{
+  eng_backward_abort();
+  tape_clear();
+  gradient_drop_leaves();
+}

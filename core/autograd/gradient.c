@@ -1,0 +1,214 @@
+// Gradients on their way during backward, and those of leaves. See gradient.h.
+//
+// A gradient hangs at the tensor it belongs to (tensor.gradient) and never changes there: a second
+// contribution makes a new sum. Gradients of parameters go into their flat buffer.
+//
+// A rule computes in the carry of its node; grad_emit multiplies the result by the ratio of the
+// tensor's carry to the node's. So rules and kernels need not know that layers are scaled apart.
+#include "gradient.h"
+
+#include "base/error.h"
+#include "op.h"
+#include "params/params.h"
+
+#include <string.h>
+
+// Leaves outside parameter sets that hold a gradient of this step; a scope may have dropped one since.
+typedef struct leaf { tensor *x; uint32_t generation; } leaf;
+static struct { leaf *items; int length, capacity; } leaves;
+
+static struct { gradient_place *place; void *data; } placing;
+
+void gradient_set_place(gradient_place *place, void *data)
+{
+  placing.place = place;
+  placing.data = data;
+}
+
+double gradient_carry(const tensor *x)
+{
+  if (x->parameter) return x->parameter->carry;
+  return tape_holds(x) ? tape_at(x->node)->carry : 1;
+}
+
+void gradient_hang(tensor *x, tensor *dx)
+{
+  x->gradient = dx;
+  dx->hung = true;
+}
+
+void gradient_drop(tensor *x)
+{
+  tensor_drop(x->gradient);
+  x->gradient = NULL;
+}
+
+bool grad_wants(const grad_call *g, int k)
+{
+  return g->call->in[k] && g->call->in[k]->requires_grad;
+}
+
+eng_status grad_share(tensor **out, tensor *x)
+{
+  return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);
+}
+
+/// Sees to it that p's gradient has memory.
+static eng_status place(parameter *p)
+{
+  if (p->gradient) return ENG_OK;
+  return p->set->divided && placing.place ? placing.place(placing.data, p) : params_gradients(p->set);
+}
+
+tensor *grad_target(grad_call *g, int k, bool *accumulate)
+{
+  parameter *p = g->call->in[k]->parameter;
+  if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;      // an error comes again when the gradient is emitted
+  *accumulate = p->has_gradient;
+  p->has_gradient = true;
+  return p->gradient;
+}
+
+void grad_target_failed(grad_call *g, int k, bool accumulate)
+{
+  g->call->in[k]->parameter->has_gradient = accumulate;
+}
+
+/// Sums dx over the dimensions in which x was broadcast; takes dx, gives a tensor of x's shape.
+static eng_status unbroadcast(tensor **dx, const tensor *x)
+{
+  tensor *from = *dx;
+  int lead = from->ndim - x->ndim;
+  int64_t mask = 0;
+  for (int d = 0; d < from->ndim; d++)
+    if (d < lead || (x->shape[d - lead] == 1 && from->shape[d] != 1)) mask |= 1ll << d;
+  tensor *summed = NULL, *shaped = NULL;
+  eng_status status = ENG_OK;
+  if (mask) {
+    status = op_run1(&summed, ENG_OP_sum, from, NULL, NULL, (int64_t[]){mask, 1}, 2, 0, 0);
+    tensor_drop(from);
+  } else summed = from;
+  if (status == ENG_OK) {
+    int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+    memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
+    status = op_run1(&shaped, ENG_OP_reshape, summed, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  }
+  tensor_drop(summed);
+  *dx = shaped;
+  return status;
+}
+
+/// Adds dx to a parameter's gradient in the flat buffer; takes dx.
+static eng_status add_to_parameter(parameter *p, tensor *dx)
+{
+  eng_status status = place(p);
+  if (status != ENG_OK) {
+    tensor_drop(dx);
+    return status;
+  }
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient}, .ints = {p->gradient->dtype}};
+  if (p->has_gradient) c = (op_call){.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
+  status = op_run(&c);
+  if (status == ENG_OK) p->has_gradient = true;
+  tensor_drop(dx);
+  return status;
+}
+
+static eng_status accumulate(tensor *x, tensor *dx)
+{
+  if (x->parameter) return add_to_parameter(x->parameter, dx);
+  if (!x->gradient) {
+    if (x->node < 0) {
+      eng_status status = tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
+      if (status != ENG_OK) {
+        tensor_drop(dx);
+        return status;
+      }
+    }
+    gradient_hang(x, dx);
+    if (x->node >= 0) return ENG_OK;
+    leaves.items[leaves.length++] = (leaf){x, x->generation};
+    return ENG_OK;
+  }
+  tensor *sum;
+  eng_status status = op_run1(&sum, ENG_OP_add, x->gradient, dx, NULL, NULL, 0, 0, 0);
+  tensor_drop(dx);
+  if (status != ENG_OK) return status;
+  tensor_drop(x->gradient);
+  gradient_hang(x, sum);
+  return ENG_OK;
+}
+
+eng_status grad_emit(grad_call *g, int k, tensor *dx)
+{
+  tensor *x = g->call->in[k];
+  if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
+  double carry = gradient_carry(x);
+  if (carry != g->carry) {
+    tensor *scaled;   // adding -0 keeps the sign of zeros
+    eng_status status = op_run1(&scaled, ENG_OP_affine, dx, NULL, NULL, NULL, 0, carry / g->carry, -0.0);
+    tensor_drop(dx);
+    if (status != ENG_OK) return status;
+    dx = scaled;
+  }
+  if (dx->dtype != x->dtype && !x->parameter) {
+    tensor *rounded;
+    eng_status status = op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
+    tensor_drop(dx);
+    if (status != ENG_OK) return status;
+    dx = rounded;
+  }
+  return accumulate(x, dx);
+}
+
+void gradient_drop_leaves(void)
+{
+  for (int i = 0; i < leaves.length; i++)
+    if (leaves.items[i].x->generation == leaves.items[i].generation) gradient_drop(leaves.items[i].x);
+  leaves.length = 0;
+}
+
+// ---- leaves
+
+eng_status eng_requires_grad(const eng_tensor *handle, bool on)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (tape_holds(x)) return error_set(ENG_ERR_GRADIENT, "requires_grad: %s was computed; only leaves can be marked", tensor_text(x));
+  if (on && !dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s", tensor_text(x));
+  x->requires_grad = on;
+  if (x->parameter && x->parameter->shadow) x->parameter->shadow->requires_grad = on;
+  return ENG_OK;
+}
+
+eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
+{
+  tensor *x;
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(tensor_get(&x, handle));
+  tensor *dx = x->gradient;
+  if (x->parameter) {
+    const parameter *p = x->parameter;
+    if (p->has_gradient && p->set->divided && !p->set->kept)
+      return error_set(ENG_ERR_STATE, "the gradient of %s is divided among ranks (zero=2), and no rank has all of it; hint: zero=0", p->name);
+    dx = p->has_gradient ? p->gradient : NULL;
+  }
+  if (!dx) return ENG_OK;
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, dx));
+  *out = tensor_handle(shared);
+  return ENG_OK;
+}
+
+eng_status eng_clear_gradient(const eng_tensor *handle)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (x->parameter) params_forget(x->parameter);
+  else if (x->node < 0) {
+    gradient_drop(x);
+    for (int i = 0; i < leaves.length; i++)
+      if (leaves.items[i].x == x) leaves.items[i--] = leaves.items[--leaves.length];
+  }
+  return ENG_OK;
+}

@@ -1,0 +1,452 @@
+// Linear layers in FP8, made of three operations that every device has: quantize, dequantize, fp8_matmul.
+// Bit for bit what a script gets by calling these itself.
+//
+//   forward   xq = quantize(x), wq = quantize(W), y = fp8_matmul(xq, wq^T) + bias, in one rounding
+//   backward  dyq = quantize(dy); dx = fp8_matmul(dyq, wq); dW += fp8_matmul(dyq^T, xq), onto the
+//             parameter's own gradient; the bias' gradient is summed from dy itself
+//
+// A product along the other side of a matrix needs blocks along that side. Where blocks are square, or
+// the whole matrix, the same bytes serve, read transposed. Else the transposed matrix is quantized: dy
+// and W in the pass that makes the other copy, x as the role's `keep` says. So the tape keeps one copy
+// of x, shared by all layers that read it alike, and nothing of x itself.
+//
+// Where x is the output of a swiglu and only this layer reads it, its codes are made by the swiglu and x
+// is never written (swiglu.c). W is quantized from what a forward pass reads otherwise (its low-precision
+// copy, or the master), once, until that changes. The operations inside are not recorded.
+#include "sites.h"
+
+#include "base/error.h"
+#include "base/fp8_layout.h"
+#include "params/params.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+// ---- quantizing
+
+/// A matrix in FP8 as a product takes it: codes, scales, the blocks as they are given, and whether the dimension of the sum is first.
+typedef struct factor {
+  tensor *q, *scale;
+  int64_t block_rows, block_columns;
+  bool    turned;
+} factor;
+
+typedef struct copies { tensor *q, *scale, *q_t, *scale_t; } copies;
+
+static void drop_copies(copies *c)
+{
+  tensor *const all[] = { c->q, c->scale, c->q_t, c->scale_t };
+  for (int k = 0; k < 4; k++)
+    if (all[k]) tensor_drop(all[k]);
+  *c = (copies){0};
+}
+
+static int64_t flags_of(const eng_fp8_role *r, bool transposed)
+{
+  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) | (transposed ? QUANTIZE_TRANSPOSED : 0);
+}
+
+/// x in a role's format and blocks, into the given copies if any; transposed: also of x transposed. `swiglu`: x has
+/// no memory, and its codes are made from that call's inputs.
+static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x, const op_call *swiglu, bool transposed)
+{
+  const eng_fp8_role *r = &s->recipe.role[role];
+  tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, factor},
+               .out = {out->q, out->scale, NULL, out->q_t, out->scale_t},
+               .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
+                            .flags = flags_of(r, transposed), .eps = r->eps, .margin = r->margin}};
+  if (swiglu) c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1], c.in[2] = factor;
+  ENG_TRY(fp8_amax_slot(&c.out[2], number, role));
+  tensor *amax = c.out[2];
+  eng_status status = op_run(&c);
+  tensor_drop(amax);
+  if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
+  *out = (copies){c.out[0], c.out[1], c.out[3], c.out[4]};
+  return fp8_measuring() ? fp8_measure(s, role, x, out->q, out->scale) : ENG_OK;
+}
+
+static eng_status flat(tensor **out, tensor *x)
+{
+  int64_t columns = x->shape[x->ndim - 1];
+  return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, columns ? x->count / columns : 0, columns}, 3, 0, 0);
+}
+
+/// a b: a's and b's codes may have any number of dimensions. y: given, or made in dtype.
+static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a, const factor *b, tensor *bias, int dtype, bool add)
+{
+  tensor *qa, *qb;
+  ENG_TRY(flat(&qa, a->q));
+  eng_status status = flat(&qb, b->q);
+  if (status == ENG_OK) {
+    const eng_fp8_product *p = &s->recipe.product[product];
+    op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1, .in = {qa, a->scale, qb, b->scale, bias}, .out = {*y},
+                 .fp8_matmul = {.transpose_a = a->turned, .transpose_b = b->turned, .a_rows = a->block_rows, .a_columns = a->block_columns,
+                                .b_rows = b->block_rows, .b_columns = b->block_columns, .yields = (*y ? (*y)->dtype : dtype) + 1,
+                                .accumulator = p->accumulator, .promotion = p->promotion, .add = add}};
+    status = op_run(&c);
+    if (status == ENG_OK) *y = c.out[0];
+    else status = error_prefix(status, "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in %lld x %lld", s->name, fp8_product_name[product],
+                        (long long)qa->shape[0], (long long)qa->shape[1], a->turned ? " transposed" : "", (long long)a->block_rows, (long long)a->block_columns,
+                        (long long)qb->shape[0], (long long)qb->shape[1], b->turned ? " transposed" : "", (long long)b->block_rows, (long long)b->block_columns);
+    tensor_drop(qb);
+  }
+  tensor_drop(qa);
+  return status;
+}
+
+// ---- weights
+
+/// A parameter's FP8 copy. Made again when its source, its site, the recipe or the factor changed.
+typedef struct fp8_weight {
+  params_derived derived;
+  int64_t  site;
+  uint32_t recipe, seen;       // version of the site's recipe; storage.writes of the source
+  const tensor *source;        // the master, or its low-precision copy
+  double   factor;
+  tensor  *q, *scale, *q_t, *scale_t;   // q_t: where blocks are not square, for the gradient of x
+} fp8_weight;
+
+static void weight_free(params_derived *copy)
+{
+  fp8_weight *weight = (fp8_weight *)copy;
+  fp8_let_go(weight->q);
+  fp8_let_go(weight->scale);
+  fp8_let_go(weight->q_t);
+  fp8_let_go(weight->scale_t);
+  free(weight);
+  fp8_release_orphans();
+}
+
+static params_stamp weight_stamp(const params_derived *copy)
+{
+  const fp8_weight *weight = (const fp8_weight *)copy;
+  fp8_site *s;
+  return (params_stamp){weight->q->data, weight->site, fp8_site_get(&s, weight->site) == ENG_OK ? s->version : 0};
+}
+
+static void weight_outdate(params_derived *copy)
+{
+  fp8_weight *weight = (fp8_weight *)copy;
+  if (weight->source) weight->seen = weight->source->store->writes - 1;
+}
+
+static int64_t weight_bytes(const params_derived *copy)
+{
+  const fp8_weight *weight = (const fp8_weight *)copy;
+  return weight->q->count + 4 * weight->scale->count + (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
+}
+
+/// New tensors of the copies' shapes, which outlive the step.
+static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w, bool transposed)
+{
+  int64_t shape[2];
+  fp8_scales_for(r->block_rows, r->block_columns, w->shape[0], w->shape[1], shape);
+  ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, r->format, 2, w->shape));
+  ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, 2, shape));
+  if (!transposed) return ENG_OK;
+  fp8_scales_for(r->block_rows, r->block_columns, w->shape[1], w->shape[0], shape);
+  ENG_TRY(tensor_make(&to->q_t, ARENA_PARAMETER, r->format, 2, (int64_t[]){w->shape[1], w->shape[0]}));
+  return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 2, shape);
+}
+
+/// The copies of w: its parameter's where those are still true, else made now. *kept: they belong to the parameter.
+static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w)
+{
+  const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
+  parameter *p = w->parameter;
+  bool transposed = !fp8_is_square(r);
+  *kept = p != NULL;
+  tensor *source = w;
+  if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
+  if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed);
+  fp8_weight *c = (fp8_weight *)p->derived;
+  bool same = c && c->site == number && c->recipe == s->version && c->source == source;
+  if (!same) {
+    if (c) weight_free(&c->derived);
+    p->derived = NULL;
+    c = calloc(1, sizeof *c);
+    if (!c) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
+    eng_status status = make_weight(c, r, w, transposed);
+    if (status != ENG_OK) {
+      weight_free(&c->derived);
+      return status;
+    }
+    c->derived = (params_derived){weight_free, weight_bytes, weight_outdate, weight_stamp};
+    p->derived = &c->derived;
+  }
+  *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
+  if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] && !fp8_measuring()) return ENG_OK;
+  c->site = 0;   // until it is done
+  ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
+  bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
+  if (stale) {   // a tape that read the old numbers is out of date
+    c->q->store->writes++;
+    if (c->q_t) c->q_t->store->writes++;
+  }
+  *c = (fp8_weight){.derived = c->derived, .site = number, .recipe = s->version, .seen = source->store->writes, .source = source, .factor = s->factor[ENG_FP8_W],
+                    .q = c->q, .scale = c->scale, .q_t = c->q_t, .scale_t = c->scale_t};
+  return ENG_OK;
+}
+
+// ---- forward
+
+enum { IN_X, IN_W, IN_BIAS };
+enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_COUNT };
+
+/// The node of the fp8_swiglu that made x, or -1.
+static int swiglu_of(const tensor *x)
+{
+  return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1;
+}
+
+static eng_status check_shapes(const fp8_site *s, const op_call *c)
+{
+  const tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
+  bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 && w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
+  if (!fits) return error_set(ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s", tensor_text(x), tensor_text(w));
+  if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
+    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s", (long long)w->shape[0], tensor_text(bias));
+  if (w->shape[1] == 0)
+    return error_set(ENG_ERR_SHAPE, "%s: FP8 has no scale for rows of no elements, got x %s and a weight %s", s->name, tensor_text(x), tensor_text(w));
+  if (s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8)
+    return error_set(ENG_ERR_SHAPE, "%s: keeping x in e5m6 packs 8 numbers of a row, got x %s; hint: keep = \"codes\"", s->name, tensor_text(x));
+  return ENG_OK;
+}
+
+/// The fp8_attention whose unchanged output x is, with all heads in a row, or NULL.
+static const op_call *attention_of(const tensor *x)
+{
+  int64_t columns = x->shape[x->ndim - 1];
+  while (tape_holds(x) && tape_call(x->node)->op == ENG_OP_reshape) x = tape_call(x->node)->in[0];
+  if (!tape_holds(x) || x->output != 0 || tape_call(x->node)->op != ENG_OP_fp8_attention) return NULL;
+  bool same = x->shape[2] * x->shape[3] == columns && x->store->writes == tape_at(x->node)->out_writes[0];
+  return same ? tape_call(x->node) : NULL;
+}
+
+/// Puts what is kept of x into the call's outputs; the copies lose what is kept.
+static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
+{
+  c->fp8_linear.keep = r->keep;
+  c->fp8_linear.swiglu = swiglu_of(c->in[IN_X]);
+  if (r->keep == ENG_FP8_KEEP_SWIGLU) {
+    if (c->fp8_linear.swiglu >= 0) return ENG_OK;
+    c->fp8_linear.keep = ENG_FP8_KEEP_CODES;   // x is not the output of a swiglu
+  }
+  tensor **q = &c->out[OUT_XQ], **scale = &c->out[OUT_X_SCALE];
+  if (r->keep == ENG_FP8_KEEP_E5M6) {
+    const op_call *attention = attention_of(c->in[IN_X]);
+    if (!attention) return fp8_to_e5m6(q, scale, c->in[IN_X]);
+    *q = attention->out[3], *scale = attention->out[4];
+  } else if (x->q_t) {
+    *q = x->q_t, *scale = x->scale_t;
+    x->q_t = x->scale_t = NULL;
+  } else {
+    *q = x->q, *scale = x->scale;
+    x->q = x->scale = NULL;
+  }
+  return ENG_OK;
+}
+
+static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
+{
+  return a->format == b->format && a->block_rows == b->block_rows && a->block_columns == b->block_columns && a->rule == b->rule &&
+         a->pow2 == b->pow2 && !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
+}
+
+/// One of the last linear layers that keeps the codes this one needs: of the same x in the same way, scaled by
+/// its own amax (gate and up of a SwiGLU). One copy serves both. NULL: none does.
+static const op_call *same_codes(const fp8_site *s, const tensor *x)
+{
+  enum { BACK = 8 };
+  const eng_fp8_role *role = &s->recipe.role[ENG_FP8_X];
+  int length = eng_tape_length();
+  for (int i = length - 1; i >= 0 && i >= length - BACK; i--) {
+    const op_call *c = tape_call(i);
+    if (c->op != ENG_OP_fp8_linear || c->in[IN_X] != x || !c->out[OUT_XQ] || c->fp8_linear.keep != ENG_FP8_KEEP_CODES) continue;
+    const fp8_site *other = fp8_site_in_force(c->fp8_linear.site);
+    if (!other || other->factor[ENG_FP8_X] != 0 || s->factor[ENG_FP8_X] != 0 || !same_role(&other->recipe.role[ENG_FP8_X], role)) continue;
+    if (fp8_amax_can_share(c->fp8_linear.round) && tape_unwritten(i, IN_X)) return c;
+  }
+  return NULL;
+}
+
+static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, const op_call *swiglu)
+{
+  const eng_fp8_role *rx = &s->recipe.role[ENG_FP8_X], *rw = &s->recipe.role[ENG_FP8_W];
+  tensor *x = c->in[IN_X], *w = c->in[IN_W];
+  typeof(c->fp8_linear) *a = &c->fp8_linear;
+  copies xq = {0}, wq = {0};
+  bool kept = false, keeps_x = record && w->requires_grad;
+  const op_call *other = keeps_x && rx->keep == ENG_FP8_KEEP_CODES ? same_codes(s, x) : NULL;
+  eng_status status = ENG_OK;
+  if (other) {
+    xq.q = other->out[OUT_XQ], xq.scale = other->out[OUT_X_SCALE];
+    a->slot = other->fp8_linear.slot;
+    fp8_amax_share(a->site, a->slot);
+    if (fp8_measuring()) status = fp8_measure(s, ENG_FP8_X, x, xq.q, xq.scale);
+  } else {
+    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx));
+    a->slot = fp8_amax_last().slot;
+  }
+  a->round = fp8_amax_last().round;
+  if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w);
+  tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
+  if (status == ENG_OK && bias && bias->parameter && bias->parameter->shadow) status = params_shadow(&bias, bias->parameter);
+  if (status == ENG_OK) {
+    factor left = {xq.q, xq.scale, rx->block_rows, rx->block_columns, false},
+           right = {wq.q, wq.scale, rw->block_rows, rw->block_columns, true};
+    status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias, compute >= 0 ? compute : x->dtype, false);
+  }
+  if (status == ENG_OK) {
+    int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+    memcpy(ints + 1, x->shape, sizeof x->shape);
+    ints[x->ndim] = w->shape[0];
+    status = op_run1(&y, ENG_OP_reshape, flat_y, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+    tensor_drop(flat_y);
+  }
+  if (status == ENG_OK && record) {
+    c->n_out = OUT_COUNT;
+    if (keeps_x) status = keep_x(c, rx, &xq);
+    if (x->requires_grad) {
+      bool turned = wq.q_t != NULL;
+      a->turned = turned;
+      c->out[OUT_WQ] = turned ? wq.q_t : wq.q;
+      c->out[OUT_W_SCALE] = turned ? wq.scale_t : wq.scale;
+      if (!kept && turned) wq.q_t = wq.scale_t = NULL;
+      if (!kept && !turned) wq.q = wq.scale = NULL;
+    }
+  }
+  if (!other) drop_copies(&xq);
+  if (!kept) drop_copies(&wq);
+  c->out[0] = y;
+  return status;
+}
+
+eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
+{
+  ENG_TRY(check_shapes(s, c));
+  if (c->out[OUT_Y]) return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 makes its own output", s->name);
+  bool record = tape_wants(c), recording = eng_grad_enabled(false);
+  c->n_out = 1;
+  eng_status status = forward(c, s, op_precision()->compute, record, swiglu);
+  eng_grad_enabled(recording);
+  if (status == ENG_OK && record) status = tape_record(c);
+  if (status != ENG_OK && c->out[OUT_Y]) {
+    tensor_drop(c->out[OUT_Y]);
+    c->out[OUT_Y] = NULL;
+  }
+  return status;
+}
+
+/// In high precision where the site is not in force.
+static eng_status run_linear(op_call *c)
+{
+  fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
+  if (s) return fp8_linear_in_force(c, s, NULL);
+  op_call plain = {.op = ENG_OP_linear, .n_in = 3, .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]}, .out = {c->out[OUT_Y]}};
+  ENG_TRY(op_run(&plain));
+  c->out[OUT_Y] = plain.out[0];
+  c->n_out = 1;
+  return ENG_OK;
+}
+
+// ---- backward
+
+/// x for dW: the sum goes over its rows.
+static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s, const op_call *node)
+{
+  const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
+  tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
+  int64_t keep = node->fp8_linear.keep;
+  *out = (factor){q, scale, r->block_rows, r->block_columns, false};
+  bool packed = keep == ENG_FP8_KEEP_E5M6, again = keep == ENG_FP8_KEEP_SWIGLU;
+  if (!packed && !again && fp8_is_square(r)) return ENG_OK;
+  out->turned = true;
+  if (keep == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
+  if (again) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->fp8_linear.swiglu)));
+  else ENG_TRY(op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
+                       (int64_t[]){ENG_f32, packed ? 1 : r->block_rows, packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0}, 4, 0, 0));
+  // once more, in blocks along the other side; neither an amax nor a measurement of x
+  bool turn = !fp8_is_square(r);
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},
+               .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
+                            .flags = flags_of(r, turn), .eps = r->eps, .margin = r->margin}};
+  eng_status status = op_run(&c);
+  tensor_drop(x);
+  if (status != ENG_OK) return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
+  tensor_drop(c.out[2]);
+  *made = (copies){c.out[0], c.out[1], c.out[3], c.out[4]};
+  out->q = turn ? made->q_t : made->q;
+  out->scale = turn ? made->scale_t : made->scale;
+  out->turned = turn;
+  return ENG_OK;
+}
+
+static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
+{
+  const op_call *node = g->call;
+  const eng_fp8_role *rd = &s->recipe.role[ENG_FP8_DY], *rw = &s->recipe.role[ENG_FP8_W];
+  tensor *x = node->in[IN_X], *flat_dx = NULL, *dx;
+  factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
+         b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns, node->fp8_linear.turned};
+  ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, x->dtype, false));
+  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
+  memcpy(ints + 1, x->shape, sizeof x->shape);
+  eng_status status = op_run1(&dx, ENG_OP_reshape, flat_dx, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  tensor_drop(flat_dx);
+  return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
+}
+
+static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
+{
+  const eng_fp8_role *rd = &s->recipe.role[ENG_FP8_DY];
+  factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, true}, b;
+  if (dy->q_t) a = (factor){dy->q_t, dy->scale_t, rd->block_rows, rd->block_columns, false};
+  copies made = {0};
+  ENG_TRY(kept_x(&b, &made, g->call->fp8_linear.site, s, g->call));
+  bool accumulate = false;
+  tensor *dw = grad_target(g, IN_W, &accumulate);
+  bool direct = dw != NULL;
+  eng_status status = multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, g->call->in[IN_W]->dtype, accumulate);
+  if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
+  drop_copies(&made);
+  return status == ENG_OK && !direct ? grad_emit(g, IN_W, dw) : status;
+}
+
+static eng_status emit_bias(grad_call *g)
+{
+  bool accumulate = false;
+  tensor *dy, *bias = g->call->in[IN_BIAS];
+  ENG_TRY(flat(&dy, g->dy[0]));
+  op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {grad_target(g, IN_BIAS, &accumulate)}, .bias_grad = {.dtype = bias->dtype}};
+  bool direct = c.out[0] != NULL;
+  c.bias_grad.add = accumulate;
+  eng_status status = op_run(&c);
+  if (status != ENG_OK && direct) grad_target_failed(g, IN_BIAS, accumulate);
+  tensor_drop(dy);
+  return status == ENG_OK && !direct ? grad_emit(g, IN_BIAS, c.out[0]) : status;
+}
+
+static eng_status linear_grad(grad_call *g)
+{
+  fp8_site *s;
+  int64_t site = g->call->fp8_linear.site;
+  ENG_TRY(fp8_site_get(&s, site));
+  bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
+  if (wants_x || wants_w) {
+    copies dy = {0};
+    eng_status status = quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL, wants_w && !fp8_is_square(&s->recipe.role[ENG_FP8_DY]));
+    if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
+    if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
+    drop_copies(&dy);
+    ENG_TRY(status);
+  }
+  return grad_wants(g, IN_BIAS) ? emit_bias(g) : ENG_OK;
+}
+
+static void __attribute__((constructor)) register_linear(void)
+{
+  op_register(ENG_OP_fp8_linear, NULL, run_linear);
+  grad_register(ENG_OP_fp8_linear, linear_grad);
+}

@@ -1,0 +1,141 @@
+// SwiGLU in front of a linear layer in FP8. Its two inputs stay on the tape as FP8 codes only, and its
+// output not at all: the layer computes it again from them for dW (DeepSeek-V3, section 3.3.3 of its
+// report). The codes are made like the layer's own x.
+//
+// swiglu and linear in one: where only the layer reads the output of the SwiGLU, its codes are made by the
+// pass that computes it, and the output is never written. The tape has the same two operations, with a
+// tensor between them that has no memory: no gradient rule reads it.
+#include "sites.h"
+
+#include "base/error.h"
+
+enum { OUT_Y, OUT_GATE_Q, OUT_GATE_SCALE, OUT_UP_Q, OUT_UP_SCALE, OUT_COUNT };
+
+static bool recomputes(const fp8_site *s) { return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
+
+/// Puts the codes of gate and up into the outputs after y.
+static eng_status keep_inputs(op_call *c, const fp8_site *s)
+{
+  const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
+  for (int k = 0; k < 2; k++) {
+    op_call q = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {c->in[k]},
+                 .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
+                              .flags = r->pow2 ? QUANTIZE_POW2 : 0, .eps = r->eps, .margin = r->margin}};
+    bool recording = eng_grad_enabled(false);
+    eng_status status = op_run(&q);
+    eng_grad_enabled(recording);
+    if (status != ENG_OK) return error_prefix(status, "FP8 of SwiGLU's input");
+    tensor_drop(q.out[2]);
+    c->out[OUT_GATE_Q + 2 * k] = q.out[0];
+    c->out[OUT_GATE_SCALE + 2 * k] = q.out[1];
+  }
+  c->fp8_swiglu.block_rows = r->block_rows, c->fp8_swiglu.block_columns = r->block_columns;
+  c->n_out = OUT_COUNT;
+  return ENG_OK;
+}
+
+static eng_status run_swiglu(op_call *c)
+{
+  const fp8_site *s = fp8_site_in_force(c->fp8_swiglu.site);
+  op_call plain = {.op = ENG_OP_swiglu, .n_in = 2, .in = {c->in[0], c->in[1]}, .out = {c->out[0]}};
+  bool keeps = recomputes(s) && tape_wants(c), recording = eng_grad_enabled(false);
+  eng_grad_enabled(recording && !keeps);
+  eng_status status = op_run(&plain);
+  eng_grad_enabled(recording);
+  c->n_out = 1;
+  if (status != ENG_OK) return status;
+  bool given = c->out[OUT_Y] != NULL;
+  c->out[OUT_Y] = plain.out[0];
+  if (keeps) status = keep_inputs(c, s);
+  if (keeps && status == ENG_OK) status = tape_record(c);
+  if (status != ENG_OK && !given) {
+    tensor_drop(c->out[OUT_Y]);
+    c->out[OUT_Y] = NULL;
+  }
+  return status;
+}
+
+/// The inputs behind the codes of a recorded fp8_swiglu, in their own dtypes.
+static eng_status inputs_again(tensor *out[2], const op_call *node)
+{
+  for (int k = 0; k < 2; k++) {
+    op_call c = {.op = ENG_OP_dequantize, .n_in = 2, .in = {node->out[OUT_GATE_Q + 2 * k], node->out[OUT_GATE_SCALE + 2 * k]},
+                 .dequantize = {.dtype = node->in[k]->dtype, .block_rows = node->fp8_swiglu.block_rows,
+                                .block_columns = node->fp8_swiglu.block_columns}};
+    ENG_TRY(op_run(&c));
+    out[k] = c.out[0];
+  }
+  return ENG_OK;
+}
+
+static void drop_inputs(tensor *x[2])
+{
+  for (int k = 0; k < 2; k++)
+    if (x[k]) tensor_drop(x[k]);
+}
+
+eng_status fp8_swiglu_again(tensor **y, const op_call *node)
+{
+  tensor *x[2] = {0};
+  eng_status status = inputs_again(x, node);
+  if (status == ENG_OK) status = op_run1(y, ENG_OP_swiglu, x[0], x[1], NULL, NULL, 0, 0, 0);
+  drop_inputs(x);
+  return status;
+}
+
+static eng_status swiglu_grad(grad_call *g)
+{
+  tensor *x[2] = {0};
+  eng_status status = inputs_again(x, g->call);
+  if (status == ENG_OK) status = grad_swiglu_of(g, x[0], x[1]);
+  drop_inputs(x);
+  return status;
+}
+
+// ---- swiglu and linear in one
+
+/// Whether both can run without writing what lies between: that has the site's codes alone.
+static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
+{
+  return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 && gate->dtype == up->dtype &&
+         dtype_is_float(gate->dtype) && tensor_same_shape(gate, up) && gate->count > 0;
+}
+
+static eng_status run_in_one(op_call *swiglu, op_call *linear, fp8_site *s)
+{
+  const tensor *gate = swiglu->in[0];
+  bool record = tape_wants(swiglu);
+  ENG_TRY(tensor_make_done(&swiglu->out[0], gate->dtype, gate->ndim, gate->shape));
+  swiglu->n_out = 1;
+  if (record && recomputes(s)) ENG_TRY(keep_inputs(swiglu, s));
+  else swiglu->op = ENG_OP_swiglu;
+  if (record) ENG_TRY(tape_record(swiglu));
+  linear->in[0] = swiglu->out[0];
+  return fp8_linear_in_force(linear, s, swiglu);
+}
+
+static eng_status run_swiglu_linear(op_call *c)
+{
+  int64_t site = c->fp8_swiglu_linear.site;
+  fp8_site *s = fp8_site_in_force(site);
+  op_call swiglu = {.op = ENG_OP_fp8_swiglu, .n_in = 2, .in = {c->in[0], c->in[1]}, .fp8_swiglu = {.site = site}},
+          linear = {.op = ENG_OP_fp8_linear, .n_in = 3, .in = {NULL, c->in[2], c->in[3]}, .out = {c->out[0]}, .fp8_linear = {.site = site}};
+  if (fits(s, c->in[0], c->in[1])) {
+    ENG_TRY(run_in_one(&swiglu, &linear, s));
+  } else {
+    ENG_TRY(op_run(&swiglu));
+    linear.in[0] = swiglu.out[0];
+    ENG_TRY(op_run(&linear));
+    eng_tensor h = tensor_handle(swiglu.out[0]);
+    ENG_TRY(eng_done(&h));
+  }
+  c->out[0] = linear.out[0];
+  return ENG_OK;
+}
+
+static void __attribute__((constructor)) register_swiglu(void)
+{
+  op_register(ENG_OP_fp8_swiglu, NULL, run_swiglu);
+  op_register(ENG_OP_fp8_swiglu_linear, NULL, run_swiglu_linear);
+  grad_register(ENG_OP_fp8_swiglu, swiglu_grad);
+}
