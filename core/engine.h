@@ -558,15 +558,16 @@ typedef struct eng_update {
   int32_t kind;                 // ENG_SGD ...
   int32_t n_groups;
   const eng_hyper *groups;
-  double  gradient_factor;      // 1 / scale, times the clip coefficient
+  double  gradient_factor;      // 1 / scale
   double  clip_value;           // then every element is clamped to +-clip_value; 0: no
   int64_t t;                    // number of this update, from 1 (bias correction); lagged: of the first one in a row of lagged updates,
                                 // for the device counts those that it applies by itself
   int32_t slot, fresh;          // set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters, and whether that starts at t
   int64_t statistics;           // set by eng_optimizer_step: the ticket of those that a lagged update goes by
-  int32_t lagged;               // 1: the device decides by the statistics asked for last (see backend.h): no update when a gradient is
-                                // inf or nan; gradient_factor is multiplied by clip_norm / (norm + 1e-6) where norm > clip_norm
-  double  clip_norm;            // lagged: largest norm of the gradients times gradient_factor; 0: none
+  int32_t lagged;               // 1: the device decides by the statistics asked for last (see
+                                // backend.h): no update when a gradient is inf or nan
+  double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
+  double  norm;                 // lagged: ignored, the device has the norm times gradient_factor
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.

@@ -50,15 +50,6 @@ end
 
 -- Upward uses that are still to be removed, "file -> name".
 local pending = {
-  ["lua/engine/base/config.lua -> engine.policy.policy"] = true,
-  ["lua/engine/dist/plan_measure.lua -> engine.train.trainer"] = true,
-  ["lua/engine/dist/shards.lua -> engine.run.checkpoint"] = true,
-  ["lua/engine/policy/trace.lua -> engine.run.history"] = true,
-  ["lua/engine/run/export.lua -> engine.report.layers"] = true,
-  ["lua/engine/run/history.lua -> engine.report.curves"] = true,
-  ["lua/engine/run/history.lua -> engine.report.views"] = true,
-  ["lua/engine/run/run.lua -> engine.train.precision"] = true,
-  ["lua/engine/run/swap.lua -> engine.train.lagged"] = true,
 }
 local met = {}
 local function report(upward)

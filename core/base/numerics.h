@@ -75,6 +75,14 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
 
 #include "fp8.h"
 
+// ---- clipping ----
+
+/// The factor on gradients that also limits their norm to `limit` (0: no limit), as PyTorch does.
+ENG_INLINE double clip_factor(double factor, double norm, double limit)
+{
+  return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
+}
+
 // Rounds once from double: to f32 by "round to odd", which a second rounding cannot distort.
 ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }
 

@@ -3,6 +3,7 @@
 //
 // Owns the moments. Holds a reference on the set, so that both may be freed in any order.
 #include "base/error.h"
+#include "base/numerics.h"
 #include "params.h"
 #include "device/transfer.h"
 
@@ -185,6 +186,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
     state->lagged_t++;
   }
+  if (!lagged) here.gradient_factor = clip_factor(update->gradient_factor, update->norm, update->clip_norm);
   if (here.lagged) ENG_TRY(take_slot(state));
   here.slot = here.lagged ? state->slot : 0;
   here.fresh = !state->in_a_row;

@@ -4,6 +4,7 @@
 #include "params.h"
 
 #include "base/error.h"
+#include "base/numerics.h"
 #include "device/transfer.h"
 
 #include <math.h>
@@ -133,7 +134,6 @@ bool params_lagged_factor(double *factor, const eng_params *set, double gradient
   *factor = gradient_factor;
   if (!p) return true;
   if (p->overflow) return false;
-  double norm = sqrt(p->sum_squares) * gradient_factor;
-  if (clip_norm > 0 && norm > clip_norm) *factor *= clip_norm / (norm + 1e-6);
+  *factor = clip_factor(gradient_factor, sqrt(p->sum_squares) * gradient_factor, clip_norm);
   return true;
 }

@@ -256,7 +256,7 @@ __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t 
     t = u->fresh ? u->t : counters[u->counter];
     counters[u->counter] = t + (go ? 1 : 0);
     double norm = sqrt(total->sum_squares) * fabs(u->factor);
-    if (u->clip_norm > 0 && norm > u->clip_norm) u->factor *= u->clip_norm / (norm + 1e-6);
+    u->factor = clip_factor(u->factor, norm, u->clip_norm);
     u->go = go;
   }
   __syncthreads();

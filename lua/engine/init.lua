@@ -41,7 +41,7 @@ for _, name in ipairs { "matmul", "linear", "mlp_gelu", "layer_norm", "rms_norm"
   "silu", "softmax", "log_softmax", "exp", "log", "tanh", "sigmoid", "log_sigmoid" } do
   engine[name] = tensor.methods[name]
 end
-engine.no_grad, engine.custom = autograd.no_grad, autograd.custom
+engine.no_grad, engine.scope, engine.custom = autograd.no_grad, autograd.scope, autograd.custom
 
 -- ------------------------------------------------------------------ steps
 
@@ -70,20 +70,6 @@ end
 
 --- Number of the step now, from 0.
 function engine.step_count() return tonumber(C.eng_step_count()) end
-
-local mark = M_ffi.new("int64_t[1]")
---- Runs f unrecorded and drops the tensors it made, but for kept ones; returns its results. For evaluation and sampling.
-function engine.scope(f, ...)
-  check(C.eng_scope_begin(mark))
-  local at = mark[0]
-  local function close(good, ...)
-    local status = C.eng_scope_end(at)
-    if not good then error((...), 0) end
-    check(status)
-    return ...
-  end
-  return close(pcall(autograd.no_grad, f, ...))
-end
 
 -- ------------------------------------------------------------------ machine
 

@@ -23,16 +23,16 @@ local function train(steps, wire)
   local text = require("engine.report.lab").text(200000)
   local times, waited, from = {}, {}, nil
   local trainer
-  trainer = engine.trainer { model = model, steps = steps + 2, clip = 1, log = "quiet", wire = wire ~= "one" and wire or nil,
+  trainer = engine.trainer { model = model, steps = steps + 2, clip = 1, log = "quiet", comm_dtype = wire ~= "one" and wire or nil,
     data = engine.data.text { text = text, batch = batch, context = 256, seed = 1 },
     optimizer = engine.optim.adamw(model, { lr = 1e-4 }), policy = "dynamic", precision = "fp32",
     on_step = function(t, record)
       local now = machine.clock()
       if record.step > 2 then
         times[#times + 1] = now - from
-        if t.parallel.many then
+        if t.reducer.many then
           local facts = ffi.new("eng_parallel_facts")
-          C.eng_parallel_last(facts, t.parallel.reduction)
+          C.eng_parallel_last(facts, t.reducer.reduction)
           waited[#waited + 1], t.bytes = facts.waited, tonumber(facts.bytes)
         end
       end

@@ -269,8 +269,7 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
     if (ring[slot].bad) return ENG_OK;
     here.t = (*t)++;
     double norm = sqrt(ring[slot].sum_squares) * update->gradient_factor;
-    if (update->clip_norm > 0 && norm > update->clip_norm)
-      here.gradient_factor *= update->clip_norm / (norm + 1e-6);
+    here.gradient_factor = clip_factor(update->gradient_factor, norm, update->clip_norm);
     here.lagged = 0;
   }
   open_memory();

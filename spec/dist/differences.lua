@@ -83,7 +83,7 @@ local odd = {
   { "another optimizer", says = "optimizer lion", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.optimizer = 'lion' end" },
   { "another policy", says = "policy dynamic", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.policy = 'dynamic' end" },
   { "other checkpoints", says = "checkpoint_every 2", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.checkpoint_every = 2 end" },
-  { "another wire", says = "wire fp8", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.wire = 'fp8' end" },
+  { "another wire", says = "comm_dtype fp8", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.wire = 'fp8' end" },
   { "another library", says = "engine ", make = function()
     return { engine = another_engine("library", function(here) add_to(here .. "/build/libengine.so", "\n") end) }
   end },

@@ -79,7 +79,7 @@ end
 
 local trainer
 trainer = engine.trainer { model = net, optimizer = optimizer, loss = loss_of, data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = 9 },
-  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, wire = cfg.wire, zero = cfg.zero, run = cfg.run, resume = cfg.resume, rank_timeout = cfg.timeout,
+  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire, zero = cfg.zero, run = cfg.run, resume = cfg.resume, rank_timeout = cfg.timeout,
   checkpoint_every = cfg.checkpoint_every, log = "quiet", trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, ref_every = 2,
   on_step = function(t, record, verdict)
     local scales = {}
@@ -90,5 +90,5 @@ trainer = engine.trainer { model = net, optimizer = optimizer, loss = loss_of, d
 trainer:run()
 for way, facts in pairs(net.first:sent() or {}) do print(("sent %s %d %.4g"):format(way, facts.bytes, facts.snr)) end
 print("counts " .. table.concat(net.first.counts, " "))
-io.stderr:write(("rank %d: common %s, held %d\n"):format(ranks.rank(), trainer.parallel.marks
-  and tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.parallel.marks, 0)) or "alone", net:count()))
+io.stderr:write(("rank %d: common %s, held %d\n"):format(ranks.rank(), trainer.reducer.marks
+  and tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.reducer.marks, 0)) or "alone", net:count()))

@@ -54,7 +54,7 @@ end
 local trainer
 trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
   data = engine.data.text { text = table.concat(text), batch = cfg.batch, context = 16, seed = 9 },
-  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, wire = cfg.wire, zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
+  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire, zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
   checkpoint_every = cfg.checkpoint_every, rank_timeout = cfg.timeout, log = cfg.log, policy = cfg.policy ~= "" and cfg.policy or nil,
   on_step = function(t, record, verdict)
     local step = tonumber(record.step)
@@ -70,7 +70,7 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
     end
     if cfg.signal ~= "" then
       engine.signal("mine", ranks.rank() + 1, cfg.signal)
-      print(("signal %s"):format(tostring(t.parallel.signals.mine)))
+      print(("signal %s"):format(tostring(t.reducer.signals.mine)))
     end
     print(("%d %.17g %.17g %s %s"):format(step, record.loss, record.scale, verdict:what(), t.policy.name))
   end }

@@ -84,7 +84,7 @@ local function run(p)
   local path = not alone and cfg.folder .. "/" .. p.ranks .. "-" .. p.number or nil
   trainer = engine.trainer { model = model, optimizer = optimizer,
     data = engine.data.text { text = text, batch = 2, context = 8, seed = p.number }, steps = p.steps, accumulate = accumulate, clip = p.clip,
-    wire = p.wire, zero = p.zero, bucket = p.bucket, run = path, policy = p.given, policy_options = p.options, log = "quiet", rank_timeout = 60,
+    comm_dtype = p.wire, zero = p.zero, bucket = p.bucket, run = path, policy = p.given, policy_options = p.options, log = "quiet", rank_timeout = 60,
     stats_every = p.stats_every, on_policy_error = "stop", attach = false,
     on_step = function(t, record, verdict)
       rows[#rows + 1] = { step = tonumber(record.step), loss = ("%.17g"):format(record.loss), scale = ("%.17g"):format(record.scale), action = verdict:what(),
@@ -96,7 +96,7 @@ local function run(p)
     if made ~= self.steps_done then made, micro = self.steps_done, 0 end
     micro = micro + 1
     local loss = forward(self, batch)
-    if made ~= p.step or micro ~= at or self.parallel.rank ~= victim then return loss end
+    if made ~= p.step or micro ~= at or self.reducer.rank ~= victim then return loss end
     return planted(loss, target.tensor, element, VALUE[p.kind])
   end
   local summary = trainer:run()

@@ -2,7 +2,7 @@
 -- passed over for the one before. The job is spec/dist/job.lua.
 local helper = require "spec.helper"
 local checkpoint = require "engine.run.checkpoint"
-local shards = require "engine.dist.shards"
+local shards = require "engine.run.shards"
 local start = require "spec.dist.start"
 local engine = require "engine"
 

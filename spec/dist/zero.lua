@@ -61,7 +61,7 @@ local function ask(name, f)
 end
 
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
-local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, wire = cfg.wire,
+local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
   trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, rank_timeout = cfg.timeout,
   log = "quiet", attach = false }
@@ -94,8 +94,8 @@ trainer:run()
 local facts, memory = M_ffi.new("eng_parallel_facts"), engine.memory()
 local result = { rank = ranks.rank(), steps = steps, told = told, weights = tostring(C.eng_params_checksum(optimizer.params)),
   gradients = memory.gradients.peak, messages_memory = memory.messages.peak }
-if trainer.parallel.many then
-  C.eng_parallel_last(facts, trainer.parallel.reduction)
+if trainer.reducer.many then
+  C.eng_parallel_last(facts, trainer.reducer.reduction)
   for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do result[name] = tonumber(facts[name]) end
   check(C.eng_step_begin())
   trainer:forward(data:next())

@@ -378,7 +378,7 @@ describe("an optimizer refuses", function()
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
-    { "opt:step { gradient_fact = 2 }", "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: clip_norm clip_value gradient_factor lagged lr_mul" },
+    { "opt:step { gradient_fact = 2 }", "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: clip_norm clip_value gradient_factor lagged lr_mul norm" },
     { "(function() opt.lr = 0/0 opt:step() end)()", "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
   }
   for _, case in ipairs(cases) do

@@ -1,11 +1,13 @@
 -- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. The model of costs is in
--- dist/plan.lua, the measurements in dist/plan_measure.lua; here are the command line and the tables.
+-- dist/plan.lua, the measurements in plan_measure.lua; here are the command line and the tables.
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
+local reducer = require "engine.dist.reducer"
+local renamed = require "engine.base.renamed"
 
 local help = [==[
-usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [wire=FORMAT] [zero=0|1|2]
-                   [bucket=MIB] [measure=N,N,...] [name=value ...]
+usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
+                   [zero=0|1|2] [bucket=MIB] [measure=N,N,...] [name=value ...]
 
 Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
 share of a step spent on messages, and the time of the overflow record. The script runs up to its
@@ -17,7 +19,7 @@ trainer, of which a few steps are timed. Other settings go to the script.
 alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
              two processes, where mpirun is installed
 step         seconds of one rank's own step; measured by default
-wire zero bucket   as the trainer takes them; by default the script's own values
+comm_dtype zero bucket   as the trainer takes them; by default the script's own values
 
 The first columns are memory of a rank: all of it, gradients (zero=2: its own part and what backward
 writes), moments, and messages in flight. Then come times: all gradient messages; the part of a
@@ -32,7 +34,7 @@ measure      also runs the job with these numbers of ranks on this machine, one 
 
 -- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank it starts.
 local OWN = { ranks = config.optional "number", alpha = config.optional "number", beta = config.optional "number",
-  step = config.optional "number", wire = config.optional "string", zero = config.optional "number",
+  step = config.optional "number", comm_dtype = config.optional "string", zero = config.optional "number",
   bucket = config.optional "number", measure = config.optional "list" }
 local RANGES = { positive = "alpha beta step" }
 local MIB = 2 ^ 20
@@ -52,12 +54,12 @@ end
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
-    local o = { bucket = bucket, wire = options.wire, zero = zero or options.zero }
+    local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero }
     local other = setmetatable({ zero = o.zero or 0, sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
   end
   if ranks == 1 then return nil end
-  local bucket = options.bucket or require("engine.dist.parallel").BUCKET
+  local bucket = options.bucket or require("engine.dist.reducer").BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end           -- all in one bucket, as before
   while found > 1 / 64 do
@@ -78,7 +80,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
   local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0, histogram = records, accumulate = trainer.accumulate,
-    wire = options.wire or "own", zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
+    comm_dtype = options.comm_dtype or "own", zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
   local bytes, moments = M_ffi.new("int64_t[4]"), ({ sgd = 0, lion = 1 })[optimizer.name] or 2
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]), tonumber(bytes[2])
@@ -122,11 +124,16 @@ local function read(words)
   local own, settings, role = {}, {}, nil
   for _, word in ipairs(words) do
     local name = word:match("^([%a_]+)=")
+    if name == "wire" then
+      renamed("engine plan's setting 'wire'", "'comm_dtype'")
+      name, word = "comm_dtype", word:gsub("^wire", "comm_dtype")
+    end
     if name == "role" then role = word:match("=(.*)") else table.insert(name and OWN[name] and own or settings, word) end
   end
   local given = config.parse(OWN, own, nil, RANGES)
   given.role = role
-  local key, expected = require("engine.dist.parallel").wrong { wire = given.wire, zero = given.zero, bucket = given.bucket }
+  local key, expected = reducer.wrong { comm_dtype = given.comm_dtype, zero = given.zero,
+    bucket = given.bucket }
   if key then error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
@@ -145,7 +152,7 @@ end
 
 -- Jobs of so many ranks, and for each what was predicted and what rank 0 told.
 local function compare(job, cost, given, script, settings)
-  local plan, measure = require "engine.dist.plan", require "engine.dist.plan_measure"
+  local plan, measure = require "engine.dist.plan", require "engine.cli.plan_measure"
   local cores = require("engine.base.ffi").C.eng_comm_threads()
   local one = measure.alone(1, script, settings, given)[1]
   local here = setmetatable({ step = one.step, handling = one.handling, sizes = job.sizes_of_first }, { __index = job })
@@ -185,8 +192,8 @@ end
 
 local function table_of(job, cost, source, given)
   local plan = require "engine.dist.plan"
-  print(("%s: %d parameters in %d tensors, gradients %s, wire %s%s"):format(job.model, job.parameters, job.tensors,
-    bytes_text(job.gradient_bytes), job.wire, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
+  print(("%s: %d parameters in %d tensors, gradients %s, comm dtype %s%s"):format(job.model, job.parameters, job.tensors,
+    bytes_text(job.gradient_bytes), job.comm_dtype, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
   print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step), time_text(cost.alpha), 1e-9 / cost.beta, source))
   local form = "%7s  %11s  %11s  %11s  %11s  %9s  %10s  %9s  %9s  %10s"
   print(form:format("ranks", "memory", "gradients", "moments", "of messages", "messages", "not hidden", "record", "step", "efficiency"))
@@ -208,7 +215,7 @@ local function main(script, ...)
     return 1
   end
   local good, problem = pcall(function(...)
-    local measure = require "engine.dist.plan_measure"
+    local measure = require "engine.cli.plan_measure"
     local given, settings = read { ... }
     if given.role == "rank" then return measure.rank(script, settings, given) end
     local trainer, options, records = measure.trainer(script, settings, given)

@@ -59,7 +59,7 @@ local function main(given)
   if several then                                -- a column before the last, where any run had several ranks
     table.insert(rows[1], #HEAD, "ranks")
     for i, run in ipairs(list) do
-      local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks, run.zero, run.wire)
+      local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks, run.zero, run.comm_dtype)
       table.insert(rows[i + 1], #HEAD, job or "1 rank")
     end
   end

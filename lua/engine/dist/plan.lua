@@ -7,7 +7,7 @@
 -- Ranks of their own machines copy messages beside their computing: all but the last bucket's hide in the backward pass as far as it lasts.
 -- Ranks that share one machine (cost.cores) copy them with the cores they compute with: nothing hides, each step waits for the slowest, and
 -- more ranks than cores take turns.
--- Used by `engine plan`; plan_measure.lua measures.
+-- Used by `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -17,10 +17,10 @@ local M = {}
 local BACKWARD = 2 / 3       -- share of a step's computing in which gradients come, so in which messages can hide
 
 --- What rank `rank` (-1: the one that sums most) of `ranks` would send and keep, as a table of eng_parallel_sizes's numbers. options: a
---- trainer's { bucket (MiB), wire (name), zero }. Takes the operations on the tape for the step's (ZeRO-2's rooms).
+--- trainer's { bucket (MiB), comm_dtype (name), zero }. Takes the operations on the tape for the step's (ZeRO-2's rooms).
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
-  check(C.eng_parallel_predict(out, params, rank, ranks, require("engine.dist.parallel").options(options)))
+  check(C.eng_parallel_predict(out, params, rank, ranks, require("engine.dist.reducer").options(options)))
   local sizes = {}
   for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own", "gradients", "rooms", "under_way" } do
     sizes[name] = tonumber(out[name])

@@ -83,9 +83,11 @@ function M.from_all(text, most)
   return texts
 end
 
---- "4 ranks, ZeRO-1, wire bf16": a job beside one process; what is as it comes is not said.
-function M.job_text(size, zero, wire)
-  return ("%d rank%s%s%s"):format(size, size == 1 and "" or "s", zero > 0 and ", ZeRO-" .. zero or "", wire ~= "own" and ", wire " .. wire or "")
+--- "4 ranks, ZeRO-1, comm dtype bf16": a job in words; defaults are left out.
+function M.job_text(size, zero, comm_dtype)
+  return ("%d rank%s%s%s"):format(size, size == 1 and "" or "s",
+    zero > 0 and ", ZeRO-" .. zero or "",
+    comm_dtype ~= "own" and ", comm dtype " .. comm_dtype or "")
 end
 
 -- ------------------------------------------------------------------ telling the ranks apart

@@ -50,7 +50,7 @@ end
 --- that the list is made of, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
-  local self = setmetatable({ modules = {}, sets = sets, apart = false, carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
+  local self = setmetatable({ modules = {}, sets = sets, scaled = false, carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
     self.modules[i] = at[group] or false                     -- false: a parameter of the model itself
@@ -60,12 +60,20 @@ function M.new(model, list, sets)
   return self
 end
 
+--- Whether the policy gives some group a scale of its own.
+function Groups:apart(policy)
+  local scale = policy:scale()
+  for i = 1, #self.groups do
+    if policy:group_scale(i) ~= scale then return true end
+  end
+  return false
+end
+
 --- From the next forward pass on, every group carries the scale the policy wants for it beside the common one. Costs nothing to
 --- speak of while all are alike.
 function Groups:apply(policy)
-  local scale, apart = policy:scale(), false
-  for i = 1, #self.groups do apart = apart or policy:group_scale(i) ~= scale end
-  if not apart and not self.apart then return end
+  local scale, apart = policy:scale(), self:apart(policy)
+  if not apart and not self.scaled then return end
   for i, module in ipairs(self.modules) do
     if module then rawset(module, "_carry", apart and policy:group_scale(i) / scale or nil) end
   end
@@ -75,7 +83,7 @@ function Groups:apply(policy)
     check(C.eng_params_carry(set.params, self.carry + first))
     first = first + set.n
   end
-  self.apart = apart
+  self.scaled = apart
 end
 
 return M

@@ -562,7 +562,7 @@ local function settings_sections(h, info)
   local meta = h:meta()
   for _, key in ipairs(nearest.keys(meta)) do
     local value = meta[key]
-    local as_it_comes = key == "zero" and value == "0" or key == "wire" and value == "own"
+    local as_it_comes = key == "zero" and value == "0" or (key == "comm_dtype" or key == "wire") and value == "own"
     if not as_it_comes then
       run[#run + 1] = { key == "policy" and "policy at the start" or escape(key), escape(tonumber(value) and number(tonumber(value)) or value) }
     end
@@ -630,7 +630,7 @@ function M.html(h, path)
   say("policy %s", info.policy and escape(info.policy))
   say("%s parameters", info.parameters and grouped(info.parameters))
   say("on %s", info.device and escape(info.device))
-  say("%s", info.ranks > 1 and escape(require("engine.dist.ranks").job_text(info.ranks, info.zero, info.wire)) or nil)
+  say("%s", info.ranks > 1 and escape(require("engine.dist.ranks").job_text(info.ranks, info.zero, info.comm_dtype)) or nil)
 
   local body = {
     ('<header><div><h1>%s<span class="badge %s">%s</span></h1><p class="sub">%s</p></div><button id="theme" type="button">Dark</button></header>\n'):format(

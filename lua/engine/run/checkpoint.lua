@@ -13,9 +13,12 @@
 --
 -- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read alike.
 local M_ffi = require "engine.base.ffi"
-local safetensors = require "engine.tensor.safetensors"
+local autograd = require "engine.tensor.autograd"
 local folder_names = require("engine.base.file").names
 local json = require "engine.base.json"
+local ranks = require "engine.dist.ranks"
+local safetensors = require "engine.tensor.safetensors"
+local shards = require "engine.run.shards"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
@@ -60,6 +63,13 @@ end
 
 -- ------------------------------------------------------------------ saving
 
+-- Removes all but the newest `keep` checkpoints.
+local function prune(dir, keep)
+  local all = list(dir)
+  for i = 1, #all - keep do remove(all[i].path) end
+end
+M.prune = prune
+
 -- The text of state.json closes with a checksum of what stands before it, so that it vouches for itself.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
@@ -67,7 +77,7 @@ local function seal(body)
 end
 
 --- Writes a file of tensors and reads it back; gives its { crc32c =, bytes = }.
-function M.write_tensors(directory, name, tensors, metadata)
+local function write_tensors(directory, name, tensors, metadata)
   local path = directory .. "/" .. name
   local crc = safetensors.save(path, tensors, metadata)
   local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
@@ -96,7 +106,7 @@ local function put_in_place(temporary, final)
 end
 
 --- Makes room for the checkpoint of `step` beside its place: { temporary =, final =, dir = }.
-function M.begin(dir, step)
+local function begin(dir, step)
   check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
     if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
@@ -108,7 +118,7 @@ end
 
 --- All files are written there: the checkpoint takes its place, and those past options.keep go. Gives its path, and a message when an
 --- old one could not be removed.
-function M.finish(place, step, format, files, state, options)
+local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
       error(("%s is not in %s; hint: the ranks need a disk in common"):format(name, place.temporary), 0)
@@ -119,11 +129,11 @@ function M.finish(place, step, format, files, state, options)
   put_in_place(place.temporary, place.final)
   local keep = options and options.keep
   if not keep then return place.final end
-  local pruned, problem = pcall(M.prune, place.dir, keep)
+  local pruned, problem = pcall(prune, place.dir, keep)
   return place.final, not pruned and problem or nil
 end
 
-function M.abandon(place) pcall(remove, place.temporary) end
+local function abandon(place) pcall(remove, place.temporary) end
 
 --- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every other part a
 --- table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises when it fails; then nothing in
@@ -134,23 +144,83 @@ function M.save(dir, step, parts, options)
   if keep and (type(keep) ~= "number" or keep < 1) then error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2) end
   local place = { final = dir .. "/" .. directory_name(step) }
   local good, path, note = pcall(function()
-    place = M.begin(dir, step)
+    place = begin(dir, step)
     local files = {}
     for part, tensors in pairs(parts) do
       local name = part .. ".safetensors"
-      if part ~= "state" then files[name] = M.write_tensors(place.temporary, name, tensors, { part = part, step = tostring(step) }) end
+      if part ~= "state" then files[name] = write_tensors(place.temporary, name, tensors, { part = part, step = tostring(step) }) end
     end
-    return M.finish(place, step, WHOLE, files, parts.state, options)
+    return finish(place, step, WHOLE, files, parts.state, options)
   end)
   if good then return path, note end
-  if place.temporary then M.abandon(place) end
+  if place.temporary then abandon(place) end
   error("checkpoint " .. place.final .. ": " .. tostring(path), 2)
 end
 
---- Removes all but the newest `keep` checkpoints.
-function M.prune(dir, keep)
-  local all = list(dir)
-  for i = 1, #all - keep do remove(all[i].path) end
+local function shard_name(rank, size) return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size) end
+
+-- Without the script's line, which has no part in it.
+local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
+
+-- Writes this rank's file; returns "crc bytes".
+local function write_own(place, pieces, step)
+  if C.eng_file_kind(place.temporary) ~= DIRECTORY then
+    error(("there is no %s here; hint: the ranks need a disk in common"):format(
+      place.temporary), 0)
+  end
+  local file
+  autograd.scope(function()
+    local own, name = pieces(), shard_name(ranks.rank(), ranks.size())
+    own.shapes.step = tostring(step)
+    file = write_tensors(place.temporary, name, own.tensors, own.shapes)
+  end)
+  return ("%s %d"):format(file.crc32c, file.bytes)
+end
+
+-- state.json's `files` from the ranks' answers; raises an error where a rank failed.
+local function files_of(answers)
+  local files, failed = {}, {}
+  for i, answer in ipairs(answers) do
+    local crc, bytes = answer:match("^ok (%x+) (%d+)$")
+    files[shard_name(i - 1, #answers)] = { crc32c = crc, bytes = tonumber(bytes) }
+    if not crc then failed[#failed + 1] = ("rank %d: %s"):format(i - 1, answer) end
+  end
+  if #failed > 0 then error(table.concat(failed, "; "), 0) end
+  return files
+end
+
+--- Writes the checkpoint of `step` into dir, a shard a rank; every rank calls it. pieces(): what this
+--- rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in M.save.
+--- Returns the path on every rank, or nil and what went wrong on one of them; then nothing in dir
+--- has changed. The checkpoint gets its final name when every rank is done: if a rank dies before,
+--- the previous checkpoint stays the newest.
+function M.save_shards(dir, step, pieces, state, options)
+  local first = ranks.rank() == 0
+  local place, began, problem
+  if first then
+    began, place = pcall(begin, dir, step)
+    if not began then problem = plain(place) end
+  end
+  local told = ranks.from_first(first
+    and (began and "+" .. place.temporary or "-" .. problem:sub(1, 400)) or nil)
+  if told:sub(1, 1) == "-" then return nil, told:sub(2) end
+  place = place or { temporary = told:sub(2) }
+  local wrote, answer = pcall(write_own, place, pieces, step)
+  local answers = ranks.from_all(wrote and "ok " .. answer or plain(answer), 500)
+  local final, note
+  if first then
+    local good, result, more = pcall(function()
+      return finish(place, step, SHARDS, files_of(answers), state(), options)
+    end)
+    if good then final, note = result, more
+    else
+      problem = ("checkpoint %s: %s"):format(place.final, plain(result))
+      abandon(place)
+    end
+  end
+  told = ranks.from_first(first and (final and "+" .. final or "-" .. problem) or nil)
+  if told:sub(1, 1) == "-" then return nil, told:sub(2) end
+  return told:sub(2), note
 end
 
 --- Removes the checkpoints after `step`: a run that resumes there writes its own.
@@ -194,7 +264,7 @@ local function contents(path, header)
   local names, parts = {}, {}
   for name in pairs(header.files) do names[#names + 1] = name end
   table.sort(names)
-  if header.format == SHARDS then return require("engine.dist.shards").index(path, names) end
+  if header.format == SHARDS then return shards.index(path, names) end
   for _, name in ipairs(names) do
     local file, part = safetensors.open(path .. "/" .. name), {}
     file:close()
@@ -258,7 +328,7 @@ end
 --- A tensor, whole and kept.
 function Checkpoint:read(part, name)
   local entry = self.parts[part] and self.parts[part][name] or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
-  if entry.pieces then return require("engine.dist.shards").read(entry, function(file) return file_of(self, file) end) end
+  if entry.pieces then return shards.read(entry, function(file) return file_of(self, file) end) end
   return file_of(self, part .. ".safetensors"):read(name)
 end
 

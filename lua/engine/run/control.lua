@@ -23,7 +23,7 @@ local PAUSE_MS = 100       -- between two looks at signals and files while the r
 
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {}, heard = {},
-    many = trainer.parallel.many, follows = trainer.parallel.rank > 0 }, Control)
+    many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
 end
 
 --- Opens the door of a run that has a directory. Where it cannot be opened the run goes on without.
@@ -277,7 +277,7 @@ end
 --- Between two steps. Gives a reason when somebody ended the run.
 function Control:between()
   self.trainer.swaps:between()
-  if self.many and self.trainer.parallel.wish then together(self) end
+  if self.many and self.trainer.reducer.wish then together(self) end
   if not self.door and not self.many then return nil end
   if self.steps_left then
     self.steps_left = self.steps_left - 1

@@ -5,6 +5,7 @@
 -- Called by trainer.lua alone. Owns the order of things when a run is resumed.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
+local shards = require "engine.run.shards"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local DIRECTORY = 2   -- what eng_file_kind says
@@ -32,12 +33,14 @@ local function state_of(trainer)
   local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
   C.eng_rng_get(seed, counter)
   local elapsed = require("engine.base.machine").clock() - trainer.began
+  local last = trainer.last_verdict
   return {
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped, retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
     policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
-    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) }, accumulate = trainer.accumulate, ranks = trainer.parallel.size,
+    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) }, accumulate = trainer.accumulate, ranks = trainer.reducer.size,
+    last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul } or nil,
     data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state() or nil,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
     threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
@@ -85,7 +88,7 @@ local function take_over(trainer, c)
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
   end
-  if not trainer.parallel.many then                                     -- else parallel:start() tells all ranks
+  if not trainer.reducer.many then                                     -- else parallel:start() tells all ranks
     take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments, state.optimizer.updates) end)
     take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
   end
@@ -105,6 +108,7 @@ local function take_over(trainer, c)
   C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
   trainer.retries, trainer.tokens = state.retries, state.tokens
+  trainer.last_verdict = state.last_verdict
   trainer.began = trainer.began - state.elapsed
   notes[#notes + 1] = trainer:share_as_before(state.ranks or 1, state.accumulate or trainer.accumulate)
   for _, what in ipairs { "precision", "schedule", "threads" } do
@@ -204,14 +208,16 @@ local function told(self)
   local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded = news.path, news.recorded
   if news.state then take_over(self.trainer, { state = news.state, path = news.read, told = true }) end
-  self.trainer.parallel:start(news.state ~= nil)
+  local reducer = self.trainer.reducer
+  reducer:start(news.state and function() shards.spread(reducer) end)
 end
 
 local function tell(self, c)
   local recorded = (self.path ~= nil and self.wants_history) or (self.wants_tensorboard or "") ~= ""
   local news = { recorded = recorded, path = self.path, read = c and c.path, state = c and c.state }
   require("engine.dist.ranks").from_first(require("engine.base.json").encode(news))
-  self.trainer.parallel:start(c ~= nil, c)
+  local reducer = self.trainer.reducer
+  reducer:start(c and function() shards.spread(reducer, c) end)
 end
 
 local function open(self, resume)
@@ -223,7 +229,7 @@ local function open(self, resume)
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
-  if trainer.parallel.many then tell(self, c) end
+  if trainer.reducer.many then tell(self, c) end
   if c then c:close() end
   if not self.path then return end
   if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
@@ -237,7 +243,7 @@ function M.open(trainer, options)
     wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
   if resume == "" or resume == "false" then resume = false end
-  if trainer.parallel.rank > 0 then
+  if trainer.reducer.rank > 0 then
     self.follows = true
     told(self)
     return self
@@ -278,17 +284,13 @@ end
 --- Writes down what this run is: parameters, settings, the policy's source.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
-  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = trainer.parallel:shape(p) } end
+  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = trainer.reducer:shape(p) } end
   history:set_parameters(list)
-  local _, formats = require("engine.train.precision").parameter_formats(trainer.precision, trainer.optimizer.list)
-  self.f16, self.signals = {}, {}                          -- signals: those told, as they were
-  for i = 0, #list - 1 do
-    if formats[i] == M_ffi.dtype.f16 then self.f16[#self.f16 + 1] = i end
-  end
+  self.f16, self.signals = trainer:f16_gradients(), {}     -- signals: the values written last
   for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
     optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
     parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()),
-    ranks = trainer.parallel.size, zero = trainer.parallel:level_of_zero(), wire = trainer.parallel.wire } do
+    ranks = trainer.reducer.size, zero = trainer.reducer:level_of_zero(), comm_dtype = trainer.reducer.comm_dtype } do
     history:set_meta(key, value)
   end
   for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
@@ -359,8 +361,9 @@ end
 -- The checkpoint's path, or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
-  if trainer.parallel.many and not alone then
-    return require("engine.dist.shards").save(dir, trainer.steps_done, function() return trainer.parallel:pieces() end,
+  if trainer.reducer.many and not alone then
+    return checkpoint.save_shards(dir, trainer.steps_done,
+      function() return shards.of_rank(trainer.reducer) end,
       function() return state_of(trainer) end, options)
   end
   local good, path, note = pcall(function()

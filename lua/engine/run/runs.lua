@@ -57,7 +57,7 @@ function M.policy_of(h)
 end
 
 --- Of a run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss, scale, overflows, skipped, tokens, seconds,
---- policy, precision, device, ranks, zero, wire, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
+--- policy, precision, device, ranks, zero, comm_dtype, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -66,7 +66,8 @@ function M.info(path, history)
     local meta = h:meta()
     info.created = seconds_of(meta.created)
     info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device, meta.optimizer, meta.schedule
-    info.ranks, info.zero, info.wire = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0, meta.wire or "own"
+    info.ranks, info.zero = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0
+    info.comm_dtype = meta.comm_dtype or meta.wire or "own"   -- wire: version 0.1
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps), meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
     if info.rows > 0 then

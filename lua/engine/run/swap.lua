@@ -26,7 +26,7 @@ function M.new(trainer, options)
   return self
 end
 
-local read, unusable = require("engine.base.file").read, require("engine.policy.policy").unusable
+local read = require("engine.base.file").read
 
 -- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
 -- it is another text.
@@ -77,18 +77,13 @@ function Swap:remember(record)
   self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
 end
 
--- What a lagged run has against a policy, or nil.
-local function mode_refuses(self, policy)
-  return self.trainer.asked and require("engine.train.lagged").policy_refusal(policy, #self.trainer.groups.groups)
-end
-
 -- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is tried: nothing of it stays. Of
 -- the statistics per tensor only the last step's are there. Records without a statistic that it needs are left out.
 local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
   copy:take_over(trainer.policy)
-  for name, value in pairs(trainer.parallel.signals) do copy:signal(name, value) end
+  for name, value in pairs(trainer.reducer.signals) do copy:signal(name, value) end
   local needs = bit.band(copy.needs, bit.bnot(C.ENG_NEED_NORM_REF))
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
@@ -96,7 +91,7 @@ local function trial(self, copy)
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
       if C.eng_clock() - began > PATIENCE then return ("tried on the last steps, it took more than %d s"):format(PATIENCE) end
-      local refused = mode_refuses(self, copy)
+      local refused = trainer:mode_refuses(copy)
       if refused then return refused end
       if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
     end
@@ -140,7 +135,7 @@ end
 
 --- What one of the ranks has against it, or nil: the same answer on all.
 local function anybody(self, problem)
-  if not self.trainer.parallel.many then return problem end
+  if not self.trainer.reducer.many then return problem end
   for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem) or "")) do
     if text ~= "" then return ("rank %d: %s"):format(rank - 1, text) end
   end
@@ -149,7 +144,7 @@ end
 local function attempt(self, source, options, by)
   local load = require("engine.policy.policy").load
   local what = type(source) == "table" and (source.file or source.name) or tostring(source)
-  local many = self.trainer.parallel.many
+  local many = self.trainer.reducer.many
   local good, fresh
   if many then good, fresh = load_together(self, source, options)
   else good, fresh = pcall(load, source, options) end
@@ -164,7 +159,7 @@ local function attempt(self, source, options, by)
     end
     self.trainer:prepare(fresh)
     fresh:take_over(old)
-    return mode_refuses(self, fresh) or nil
+    return self.trainer:mode_refuses(fresh)
   end)
   problem = anybody(self, problem or not ready and "it cannot take over" or nil)
   if problem then return refuse(self, what, by, problem) end
@@ -179,7 +174,7 @@ end
 --- nil and what is wrong with it. Asked for inside a step it happens at the step's end.
 function Swap:swap(source, options, by)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
-  if self.trainer.place then
+  if self.trainer.current then
     self.queue[#self.queue + 1] = function() attempt(self, source, options, by or "the script") end
     return true
   end
@@ -189,7 +184,7 @@ end
 --- Back to the policy before the last swap, as it was then. Gives true, or nil and a message.
 function Swap:undo(by)
   if #self.former == 0 then return nil, "there is no swap to be undone" end
-  if self.trainer.place then
+  if self.trainer.current then
     self.queue[#self.queue + 1] = function() self:undo(by) end
     return true
   end
@@ -198,32 +193,23 @@ function Swap:undo(by)
   return true
 end
 
---- The verdict on a step. A policy that fails the first decision after its swap was none: the old one decides.
--- One that asks for a scale that cannot be ends the run.
-function Swap:decide(record, stats)
-  local verdict = self:ask(record, stats)
-  local problem = unusable(self.trainer.policy, #self.trainer.groups.groups) or mode_refuses(self, self.trainer.policy)
-  if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
-  return verdict
-end
-
-function Swap:ask(record, stats)
-  local policy, old = self.trainer.policy, self.probation
-  local verdict = policy:decide(record, stats)
+--- After a decision: remembers the record. The first decision after a swap is the new policy's
+--- probation: if it fails, the old policy is in force again and decides this step. Returns the
+--- verdict that counts.
+function Swap:observe(record, stats, verdict)
   self:remember(record)
-  if old then
-    self.probation = nil
-    local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or mode_refuses(self, policy) or nil
-    problem = anybody(self, problem == "" and "it failed" or problem)
-    if problem then
-      self.trainer:use_policy(old)
-      self:hold(old, true)
-      if self.former[#self.former] == old then self.former[#self.former] = nil end
-      refuse(self, label(policy), "its first decision", problem)
-      return old:decide(record, stats)
-    end
-  end
-  return verdict
+  local old = self.probation
+  if not old then return verdict end
+  self.probation = nil
+  local policy = self.trainer.policy
+  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or self.trainer:mode_refuses(policy)
+  problem = anybody(self, problem == "" and "it failed" or problem)
+  if not problem then return verdict end
+  self.trainer:use_policy(old)
+  self:hold(old, true)
+  if self.former[#self.former] == old then self.former[#self.former] = nil end
+  refuse(self, label(policy), "its first decision", problem)
+  return old:decide(record, stats)
 end
 
 -- ------------------------------------------------------------------ watching
@@ -232,7 +218,7 @@ end
 local function reread(self, by)
   local policy = self.trainer.policy
   local text, why = read(policy.path)
-  if self.trainer.parallel.many then text = require("engine.dist.ranks").from_first(text) end
+  if self.trainer.reducer.many then text = require("engine.dist.ranks").from_first(text) end
   if not text then return refuse(self, policy.file, by, why or policy.path .. " cannot be read") end
   if text == policy.source then return false end
   return attempt(self, { source = text, file = policy.file, path = policy.path, of_the_file = true }, policy.given, by)
@@ -276,7 +262,7 @@ end
 --- step's record, of the file by rank 0 (control.lua).
 function Swap:between()
   while self.queue[1] do table.remove(self.queue, 1)() end
-  local parallel = self.trainer.parallel
+  local parallel = self.trainer.reducer
   if parallel.many then
     if parallel.hangup then self:grant("SIGHUP") end
     parallel.hangup = false

@@ -71,6 +71,22 @@ function M.no_grad(f, ...)
   return restore(before, pcall(f, ...))
 end
 
+local mark = M_ffi.new("int64_t[1]")
+
+--- Runs f unrecorded and drops the tensors it made, except kept ones; returns its results. For
+--- evaluation and sampling.
+function M.scope(f, ...)
+  check(C.eng_scope_begin(mark))
+  local at = mark[0]
+  local function close(good, ...)
+    local status = C.eng_scope_end(at)
+    if not good then error((...), 0) end
+    check(status)
+    return ...
+  end
+  return close(pcall(M.no_grad, f, ...))
+end
+
 --- An operation with a gradient written in Lua:
 ---   local square = engine.custom { forward = function(saved, x) saved.x = x; return x * x end,
 ---                                  backward = function(saved, dy) return dy * saved.x * 2 end }

@@ -339,25 +339,40 @@ local function tell(self, site, gradient, first)
   end
 end
 
---- After a step's backward passes and before the step ends. record: the step's eng_record; gradient: what gradients carry, the loss
---- scale times whatever seeds them (record.scale unless said); next_gradient: the same for the step that follows.
-function Sites:observe(record, gradient, next_gradient)
-  gradient = gradient or record.scale
-  next_gradient = next_gradient or gradient
-  self.step = tonumber(record.step)
+--- After a step's backward passes and before the step ends: reads what the layers saw. `gradient`:
+--- what gradients carry, the loss scale times the factor that seeds them. `world`: the ranks that
+--- decide by the same numbers, or nil. Returns the meters' rows in a step that was looked at.
+function Sites:measure(step, gradient, world)
+  self.step = step
   C.eng_fp8_measure(false)
-  if #self.policies == 0 and not self.looking then return end
+  if #self.policies == 0 and not self.looking then return nil end
   local n = #self.names
   for i, site in ipairs(self.list) do read(self, site, 3 * (i - 1)) end
-  if self.world then                                                             -- all ranks decide by the same numbers
-    check(C.eng_comm_all_reduce(self.world, self.maxima, MAXIMA * n, M_ffi.dtype.f64, C.ENG_MAX))
-    if self.looking then check(C.eng_comm_all_reduce(self.world, self.sums, SUMS * n, M_ffi.dtype.f64, C.ENG_SUM)) end
+  if world then
+    local f64 = M_ffi.dtype.f64
+    check(C.eng_comm_all_reduce(world, self.maxima, MAXIMA * n, f64, C.ENG_MAX))
+    if self.looking then check(C.eng_comm_all_reduce(world, self.sums, SUMS * n, f64, C.ENG_SUM)) end
   end
   for i, site in ipairs(self.list) do tell(self, site, gradient, 3 * (i - 1)) end
+  return self.looking and self:meters() or nil
+end
+
+--- Asks the policies about the measured step and carries out what they decide. `gradient`: what
+--- gradients carry in the next step.
+function Sites:decide(record, gradient)
+  if #self.policies == 0 then return end
   ffi.copy(self.record, record, ffi.sizeof("eng_record"))
   self.record.scale = 1
   for _, policy in ipairs(self.policies) do policy:decide(self.record, self.stats) end
-  self:apply(next_gradient)
+  self:apply(gradient)
+end
+
+--- Both for a loop of one's own. record: the step's eng_record; gradient: what gradients carry
+--- (record.scale by default); next_gradient: the same for the next step.
+function Sites:observe(record, gradient, next_gradient)
+  gradient = gradient or record.scale
+  self:measure(tonumber(record.step), gradient)
+  self:decide(record, next_gradient or gradient)
 end
 
 --- Carries out what the policies decided last.

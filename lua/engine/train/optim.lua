@@ -220,7 +220,7 @@ end
 function Optimizer:clip_grad_norm(limit)
   want_limit("clip_grad_norm", limit)
   local norm = self:grad_norm()
-  self._clip = norm > limit and limit / (norm + 1e-6) or nil
+  self._clip, self._clip_norm = limit, norm
   return norm
 end
 
@@ -230,10 +230,13 @@ function Optimizer:clip_grad_value(limit)
   self._clip_value = limit
 end
 
-local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true, clip_norm = true }
+local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true, clip_norm = true,
+  norm = true }
 
---- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; lagged and clip_norm (lagged.lua).
---- A clip set by clip_grad_norm applies too.
+--- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; clip_norm, the
+--- limit for `norm`, the norm of the gradients times gradient_factor; lagged: the device takes the
+--- norm from the statistics asked for last, and makes no update when a gradient is inf or nan.
+--- A limit set by clip_grad_norm goes before clip_norm.
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
@@ -248,10 +251,11 @@ function Optimizer:step(options)
   end
   local update = self._update
   update.kind, update.n_groups, update.groups = self._kind, #self.groups, self._hyper
-  update.gradient_factor = (options.gradient_factor or 1) * (self._clip or 1)
+  update.gradient_factor = options.gradient_factor or 1
   update.clip_value = options.clip_value or self._clip_value or 0
   update.t = self.updates + 1
-  update.lagged, update.clip_norm = options.lagged and 1 or 0, options.clip_norm or 0
+  update.lagged, update.clip_norm = options.lagged and 1 or 0, self._clip or options.clip_norm or 0
+  update.norm = self._clip and self._clip_norm or options.norm or 0
   check(C.eng_optimizer_step(self.state, update))
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil

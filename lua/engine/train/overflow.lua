@@ -1,6 +1,8 @@
 -- Overflows of a run: what an event says of one, looking closer (trap.lua), and advice when no loss scale mends it.
 -- Owned by the trainer, which calls look() for every step that overflowed and changed no weight.
 local M_ffi = require "engine.base.ffi"
+local json = require "engine.base.json"
+local ranks = require "engine.dist.ranks"
 local trap = require "engine.train.trap"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -30,14 +32,14 @@ function Overflows:text(record, stats, reason)
   for i, kind in ipairs { "inf", "nan" } do
     parts[i] = ("%d %s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " .. first[kind] or "")
   end
-  local culprits = self.trainer.parallel:culprits()
+  local culprits = self.trainer.reducer:culprits()
   for i = 1, math.min(#culprits, 4) do
     local c = culprits[i]
     parts[#parts + 1] = ("%s from rank %d, first in %s"):format(c.what, c.rank, c.tensor)
   end
   if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
-  return text, require("engine.base.json").encode { inf = tonumber(record.inf), nan = tonumber(record.nan), first_inf = first.inf, first_nan = first.nan,
+  return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan), first_inf = first.inf, first_nan = first.nan,
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
@@ -53,7 +55,7 @@ local function run_again(trainer, scale)
     for i = 1, trainer.accumulate do
       C.eng_rng_set(trainer.random[2 * i - 2], trainer.random[2 * i - 1])
       local loss = trainer:forward(trainer.batches[i])
-      trainer.parallel:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
+      trainer.reducer:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
     end
   end)
   C.eng_backward_abort()
@@ -90,7 +92,9 @@ local function advice(self, record, finding)
   end
   local path = trainer.run_files.path
   if path then say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step)) end
-  if path and not finding then say("and resume=auto trap=overflow names the operation") end
+  if path and not finding then
+    say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync" or "")
+  end
   return lines
 end
 
@@ -98,9 +102,9 @@ end
 --- policy stops it, or lets the scale stand at overflow after overflow.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
-  local culprit = trainer.parallel:culprits()[1]
-  local mine = not culprit or culprit.rank == trainer.parallel.rank         -- whose batches it was looks
-  if not mine and not trainer.parallel.apart then return end                -- the others' experts take part
+  local culprit = trainer.reducer:culprits()[1]
+  local mine = not culprit or culprit.rank == trainer.reducer.rank         -- whose batches it was looks
+  if not mine and not trainer.reducer.apart then return end                -- the others' experts take part
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -109,16 +113,22 @@ function Overflows:look(record, verdict)
   local stuck = stops or self.stuck == STUCK
   if not self.every_time and not stuck then return end
 
-  local finding, problem = run_again(trainer, record.scale)
-  if not mine then return end
-  local text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
-  trainer.run_files:event(step, "trap", text, finding and require("engine.base.json").encode(finding:data()) or nil)
-  local place = finding and finding:place() or text
   local function say(line)
-    if trainer.parallel.rank > 0 then require("engine.dist.ranks").say("%s", line) else trainer:note(line) end
+    if trainer.reducer.rank > 0 then ranks.say("%s", line) else trainer:note(line) end
   end
-  if self.every_time and not self.told[place] then say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  ")))) end
-  self.told[place] = true                          -- each place once; the history has them all
+  local finding
+  if trainer.delay == 0 then                       -- else its batches and weights are gone
+    local problem
+    finding, problem = run_again(trainer, record.scale)
+    if not mine then return end
+    local text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
+    trainer.run_files:event(step, "trap", text, finding and json.encode(finding:data()) or nil)
+    local place = finding and finding:place() or text
+    if self.every_time and not self.told[place] then
+      say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  "))))
+    end
+    self.told[place] = true                        -- each place once; the history has them all
+  end
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at %g"):format(record.scale)
       or ("%d overflows in a row, and the loss scale stays at %g"):format(self.in_row, record.scale)

@@ -24,10 +24,10 @@ function M.new(trainer, every, layers)
     count = 0, seconds = 0 }, Reference)
 end
 
-local function backward(self, batches)
+local function backward(self, s, batches)
   local trainer, mark = self.trainer, M_ffi.new("int64_t[1]")
   for i, batch in ipairs(batches) do
-    trainer.parallel:draw(i)
+    trainer.reducer:draw(s, i)
     check(C.eng_scope_begin(mark))
     local good, message = pcall(function()
       precision.autocast("fp32", trainer.loss, trainer.model, batch):backward { scale = 1 / #batches }
@@ -39,7 +39,7 @@ local function backward(self, batches)
 end
 
 --- In a step whose turn it is: draws the step's batches, runs them in f32 and gives them back for the step itself. Else nil.
-function Reference:batches()
+function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0
   if trainer.steps_done % self.every ~= 0 then return nil end
@@ -48,13 +48,13 @@ function Reference:batches()
   local place = trainer:remember_place()
   for _, x in ipairs(self.spared) do x:requires_grad(false) end
   check(C.eng_params_reference_begin(trainer.optimizer.params))
-  local good, message = pcall(backward, self, batches)
-  if good and trainer.parallel.many then check(C.eng_parallel_reference(trainer.parallel.reduction)) end
+  local good, message = pcall(backward, self, s, batches)
+  if good and trainer.reducer.many then check(C.eng_parallel_reference(trainer.reducer.reduction)) end
   local status = C.eng_params_reference_end(norm, self.norms, trainer.optimizer.params, 1)
   for _, x in ipairs(self.spared) do x:requires_grad(true) end
   if not good then error(message, 0) end
   check(status)
-  trainer.parallel:share_norms(norm, self.norms, self.n)
+  trainer.reducer:share_norms(norm, self.norms, self.n)
   C.eng_rng_set(place.seed, place.counter)
   self.norm, self.count, self.seconds = norm[0], self.count + 1, self.seconds + (machine.clock() - began)
   return batches

@@ -5,25 +5,26 @@
 --
 -- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So a job with the same product of ranks
 -- and accumulate sees the same batches, with the same random numbers.
--- Owned by trainer.lua. A process of its own has a `Parallel` with one rank, which costs nothing.
+-- Owned by trainer.lua. A process of its own has a `Reducer` with one rank, which costs nothing.
 local M_ffi = require "engine.base.ffi"
+local exact = require("engine.base.show").exact
 local ranks = require "engine.dist.ranks"
 local signals = require "engine.policy.signals"
 
-local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
+local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local Parallel = {}
-Parallel.__index = Parallel
+local Reducer = {}
+Reducer.__index = Reducer
 
-local WIRES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
+local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 local MIB = 2 ^ 20
 M.BUCKET = 2            -- MiB of gradients that travel together, where nobody says otherwise
 
 --- What is wrong with the trainer's options about ranks: expected text, or nil.
 function M.wrong(o)
-  if o.wire ~= nil and not WIRES[o.wire] then return "wire", "own, fp32, bf16, fp16 or fp8" end
+  if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then return "comm_dtype", "own, fp32, bf16, fp16 or fp8" end
   if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then return "bucket", "MiB of gradients, between 0 and 1024" end
   if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then return "zero", "0, 1 or 2" end
   if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then return "rank_timeout", "seconds" end
@@ -79,7 +80,7 @@ local function identity(self, o)
   lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
   lines[#lines + 1] = "data " .. data_text(trainer.data)
   lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
-  lines[#lines + 1] = ("wire %s, zero %s, bucket %s"):format(tostring(o.wire), tostring(o.zero), tostring(o.bucket))
+  lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype), tostring(o.zero), tostring(o.bucket))
   lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
     tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every), tostring(o.ref_layers))
   return lines
@@ -89,7 +90,7 @@ end
 
 --- What the core is told of a reduction, from a trainer's options.
 function M.options(o, apart, holders)
-  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), comm_dtype = WIRES[o.wire or "own"], zero = o.zero or 0,
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
     apart = apart, holders = holders })
 end
 
@@ -108,7 +109,7 @@ local function reduction(params, options)
 end
 
 --- Norms of a reference backward that are of all ranks: some know those of parameters that others hold from these.
-function Parallel:share_norms(norm, norms, n)
+function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
   local squares = 0
@@ -140,7 +141,7 @@ local function find_apart(model, list)
 end
 
 --- The whole shape of a parameter, wherever it is.
-function Parallel:shape(p)
+function Reducer:shape(p)
   local apart = self.apart and self.apart[p.name]
   return apart and apart.shape or p.tensor.shape
 end
@@ -148,12 +149,12 @@ end
 --- Before the run's files are opened: the ranks meet and compare what they were started with.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), signals = signals,
-    level = 0, decided = "", names = {} }, Parallel)
+    level = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
-  self.wire = self.many and o.wire or "own"
+  self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
+  self.comm_dtype = self.many and o.comm_dtype or "own"
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many      -- updates, and gradients, are shared out
   if not self.many then return self end
-  if o.mode == "lagged" then raise("mode=lagged: several ranks reduce the record before the update, which waits for it; hint: mode=sync") end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
@@ -166,39 +167,46 @@ function M.new(trainer, o)
 end
 
 --- Where the gradients lie on cards: how they go between the ranks.
-function Parallel:text()
+function Reducer:text()
   return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " .. ranks.text() or nil
 end
 
-function Parallel:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
+function Reducer:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
 
 --- What a job of several ranks is beside one process: "4 ranks, ZeRO-1, wire bf16"; nil for one.
-function Parallel:described()
-  return self.many and ranks.job_text(self.size, self:level_of_zero(), self.wire) or nil
+function Reducer:described()
+  return self.many and ranks.job_text(self.size, self:level_of_zero(), self.comm_dtype) or nil
 end
 
-function Parallel:make_room()
+function Reducer:make_room()
   self.sums = ffi.new("double[?]", N_SUMS + 2 * #self.names)
   self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
 end
 
 -- Names of tensors in order, so that all ranks send them alike.
-local function sorted(tensors)
+function M.sorted(tensors)
   local names = {}
   for name in pairs(tensors) do names[#names + 1] = name end
   table.sort(names)
   return names
 end
 
---- Rank 0's weights on every rank, or a checkpoint's that rank 0 has open (`c`; nil elsewhere).
-function Parallel:start(resumed, c)
+--- The group of all ranks, or nil for one process.
+function Reducer:comm() return self.many and ranks.world() or nil end
+
+--- Gives every rank the weights of rank 0, or calls `spread`, which gives it those of a checkpoint;
+--- then compares checksums.
+function Reducer:start(spread)
   local trainer = self.trainer
-  if resumed then self:spread(c)
+  if spread then spread()
   else
     local state = trainer.model:state()
-    for _, name in ipairs(sorted(state)) do
+    for _, name in ipairs(M.sorted(state)) do
       local apart = self.apart and self.apart[name]
-      if not apart or apart.held then check(C.eng_comm_broadcast_tensor(apart and self.holders.comm or ranks.world(), state[name], 0)) end
+      if not apart or apart.held then
+        local comm = apart and self.holders.comm or ranks.world()
+        check(C.eng_comm_broadcast_tensor(comm, state[name], 0))
+      end
     end
   end
   local params = trainer.optimizer.params
@@ -223,26 +231,30 @@ local function skip(data, n)
   for _ = 1, n do data:next() end
 end
 
---- This rank's share of the step's batches begins, and ends: all ranks stand at the same place of the data between two steps.
-function Parallel:share_begins() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
-function Parallel:share_ends() skip(self.trainer.data, (self.size - 1 - self.rank) * self.trainer.accumulate) end
-
---- Micro-batch i of this rank: its random numbers are those of its number in the step, whichever rank it falls to.
-function Parallel:draw(i)
-  local trainer, place = self.trainer, self.trainer.place
-  if trainer.accumulate * self.size == 1 then return end
-  self:note_drawn(i == 1)
-  C.eng_rng_set(place.seed + (self.rank * trainer.accumulate + i - 1) * 0x9E3779B97F4A7C15ULL, place.counter)
-end
+--- A step begins: skips the batches of the ranks before this one. Between two steps all ranks are
+--- at the same place of the data.
+function Reducer:begin() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
 
 local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-function Parallel:note_drawn(first)
+
+-- How many random numbers the micro-batches drew at most.
+local function note_drawn(self, s, first)
   C.eng_rng_get(seed, counter)
-  self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - self.trainer.place.counter))
+  self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - s.place.counter))
+end
+
+--- Micro-batch i of this rank: seeds its random numbers by its number in the step, so that they do
+--- not depend on the rank it falls to.
+function Reducer:draw(s, i)
+  local accumulate, place = self.trainer.accumulate, s.place
+  if accumulate * self.size == 1 then return end
+  note_drawn(self, s, i == 1)
+  local number = self.rank * accumulate + i - 1
+  C.eng_rng_set(place.seed + number * 0x9E3779B97F4A7C15ULL, place.counter)
 end
 
 --- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the way, with ZeRO-2 everyone's.
-function Parallel:backward_begins(i)
+function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
     check(C.eng_parallel_finish(self.reduction))
@@ -251,7 +263,7 @@ function Parallel:backward_begins(i)
 end
 
 --- Runs f, a backward pass of this rank alone, whose gradients nobody wants.
-function Parallel:alone(f)
+function Reducer:alone(f)
   if not self.divided then return f() end
   check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
   local good, message = pcall(f)
@@ -263,24 +275,42 @@ function Parallel:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
---- All of them are through: gradients are reduced, random numbers go on where the one that drew most ended.
-function Parallel:backward_done()
+-- Random numbers continue where the micro-batch that drew most ended.
+local function continue_numbers(s, drawn) C.eng_rng_set(s.place.seed, s.place.counter + drawn) end
+
+--- After the last backward pass: waits until all gradients are reduced, and skips the batches of the
+--- ranks after this one.
+function Reducer:finish(s)
+  local accumulate = self.trainer.accumulate
   if self.many then check(C.eng_parallel_finish(self.reduction)) end
-  if self.trainer.accumulate * self.size == 1 then return end
-  self:note_drawn(false)
-  C.eng_rng_set(self.trainer.place.seed, self.trainer.place.counter + self.drawn)
+  if accumulate * self.size > 1 then
+    note_drawn(self, s, false)
+    if self.many and not self.own_pass then self.drawn = ranks.reduce(self.drawn, "max") end
+    continue_numbers(s, self.drawn)
+  end
+  skip(self.trainer.data, (self.size - 1 - self.rank) * accumulate)
+end
+
+--- What the record needs and the next step overwrites: signals, and with a delay a copy of them and
+--- of the ranks' contributions to the gradients.
+function Reducer:remember(s, delayed)
+  s.signals = signals
+  if not delayed then return end
+  s.signals = {}
+  for name, value in pairs(signals) do s.signals[name] = value end
+  if self.many then s.culprits = self:find_culprits() end
 end
 
 local RULES = require("engine.policy.signals_rules")
 
-local function put_signals(self)
+local function put_signals(self, own)
   self.maxima[MAXIMA.unknown] = 0
-  for name in pairs(signals) do
+  for name in pairs(own) do
     if not self.names[name] then self.maxima[MAXIMA.unknown] = 1 end
   end
   for i, name in ipairs(self.names) do
-    local value = signals[name]
-    self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1] = value or 0, value and 1 or 0
+    local value, at = own[name], N_SUMS + 2 * i - 2
+    self.sums[at], self.sums[at + 1] = value or 0, value and 1 or 0
     self.maxima[N_MAXIMA + i - 1] = value or -math.huge
   end
 end
@@ -293,14 +323,22 @@ local function take_signals(self)
   end
 end
 
---- Somebody published a name that is new: all agree on the names, and reduce the values once more.
-local function agree_on_signals(self)
+-- Reduces sums and maxima over all ranks.
+local function reduce_numbers(self)
+  local f64, world = M_ffi.dtype.f64, ranks.world()
+  check(C.eng_comm_all_reduce(world, self.sums, N_SUMS + 2 * #self.names, f64, C.ENG_SUM))
+  check(C.eng_comm_all_reduce(world, self.maxima, N_MAXIMA + #self.names, f64, C.ENG_MAX))
+end
+
+-- A rank published a new name: all ranks agree on the names and reduce the values once more.
+local function agree_on_signals(self, published)
   local own = {}
-  for name in pairs(signals) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
+  for name in pairs(published) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
   for _, text in ipairs(ranks.from_all(table.concat(own, "\0"), 4000)) do
     for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
       if RULES[name] and RULES[name] ~= rule then
-        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name, RULES[name], rule), 0)
+        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name,
+          RULES[name], rule), 0)
       end
       RULES[name] = rule
       if not self.names[name] then self.names[#self.names + 1], self.names[name] = name, true end
@@ -308,58 +346,69 @@ local function agree_on_signals(self)
   end
   table.sort(self.names)
   self:make_room()
-  put_signals(self)
-  local f64, world = M_ffi.dtype.f64, ranks.world()
-  check(C.eng_comm_all_reduce(world, self.sums, N_SUMS + 2 * #self.names, f64, C.ENG_SUM))
-  check(C.eng_comm_all_reduce(world, self.maxima, N_MAXIMA + #self.names, f64, C.ENG_MAX))
+  put_signals(self, published)
+  reduce_numbers(self)
   take_signals(self)
 end
 
---- The step's record, the same on every rank.
-function Parallel:record(record, stats, scale, tokens)
-  local trainer = self.trainer
-  local needs = trainer.needs
-  local sums, maxima, hash = self.sums, self.maxima, C.eng_crc32c(0, self.decided, #self.decided)
-  sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, tokens
+--- Makes a step's record the same on every rank. Without a delay this is the pass over the
+--- gradients, of which each rank has its own pieces; with one, every rank has the statistics of the
+--- whole sums, and only the numbers of the host are reduced.
+function Reducer:record(record, stats, s)
+  if not self.many then return end
+  local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima
+  local hash = C.eng_crc32c(0, self.decided, #self.decided)
+  sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, s.tokens
   maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0
   maxima[MAXIMA.hash], maxima[MAXIMA.minus_hash] = hash, -hash
   maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = C.eng_interrupted(), C.eng_hangups()
-  maxima[MAXIMA.wish], maxima[MAXIMA.drawn] = self.rank == 0 and trainer.control:wishes() and 1 or 0, self.drawn
-  put_signals(self)
-  check(C.eng_parallel_stats(record, stats, self.reduction, scale, needs, sums, N_SUMS + 2 * #self.names, maxima, N_MAXIMA + #self.names))
+  maxima[MAXIMA.wish] = self.rank == 0 and trainer.control:wishes() and 1 or 0
+  maxima[MAXIMA.drawn] = self.drawn
+  put_signals(self, s.signals)
+  if self.own_pass then
+    check(C.eng_parallel_stats(record, stats, self.reduction, s.scale, needs, sums,
+      N_SUMS + 2 * #self.names, maxima, N_MAXIMA + #self.names))
+    if self.drawn ~= maxima[MAXIMA.drawn] then continue_numbers(s, maxima[MAXIMA.drawn]) end
+  else reduce_numbers(self) end
   record.loss, record.elapsed = sums[NUMBERS.loss] / self.size, maxima[MAXIMA.elapsed]
-  tokens = sums[NUMBERS.tokens]
-  self.level, self.hangup, self.wish = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0, maxima[MAXIMA.wish] > 0
+  s.tokens = sums[NUMBERS.tokens]
+  self.level, self.hangup = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0
+  self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
-  if self.drawn ~= maxima[MAXIMA.drawn] then C.eng_rng_set(trainer.place.seed, trainer.place.counter + maxima[MAXIMA.drawn]) end
   take_signals(self)
-  if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self) end
-  if self.apart and record.overflow ~= 0 then check(C.eng_parallel_tell_brought(self.reduction)) end
-  -- Histograms of single tensors are a big message: only where somebody looks at them, which every rank knows by now.
-  local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
-    or tonumber(record.step) % trainer.run_files.stats_every == 0)
-  if wanted then check(C.eng_parallel_histograms(stats, self.reduction)) end
-  return tokens
+  if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end
+  s.signals = self.signals
+  if record.overflow == 0 then self.found = nil
+  else
+    if self.apart then check(C.eng_parallel_tell_brought(self.reduction)) end
+    self.found = s.culprits or self:find_culprits()
+  end
+  -- Histograms of single tensors are a big message: only where something reads them, which every
+  -- rank knows by now.
+  local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0
+    and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
+      or s.step % trainer.run_files.stats_every == 0)
+  if wanted and self.own_pass then check(C.eng_parallel_histograms(stats, self.reduction)) end
 end
 
-local exact = require("engine.base.show").exact
-
---- What was decided, to be compared with the others: with the next record, and at once where the update itself takes all ranks.
-function Parallel:decide(verdict)
+--- Remembers a verdict, to be compared with the other ranks' with the next record, and at once
+--- where the update itself takes all ranks.
+function Reducer:decide(record, verdict)
   if not self.many then return end
-  local trainer = self.trainer
-  local parts = { ("step %d: %s, scale %s, clip %s, lr x%s"):format(trainer.steps_done, verdict:what(), exact(verdict.scale),
-    exact(verdict.clip), exact(verdict.lr_mul)) }
-  for i, group in ipairs(trainer.groups.groups) do
-    local scale = trainer.policy.group_scale and trainer.policy:group_scale(i)
+  local policy, parts = self.trainer.policy, {}
+  parts[1] = ("step %d: %s, scale %s, clip %s, lr x%s"):format(tonumber(record.step),
+    verdict:what(), exact(verdict.scale), exact(verdict.clip), exact(verdict.lr_mul))
+  for i, group in ipairs(self.trainer.groups.groups) do
+    local scale = policy.group_scale and policy:group_scale(i)
     if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %s"):format(group, exact(scale)) end
   end
-  self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), trainer.policy.name, trainer.policy.hash and " " .. trainer.policy:hash() or "")
+  self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
+    policy.hash and " " .. policy:hash() or "")
   if self.zero then self:agree() end
 end
 
 --- Compares decisions now: at the end of a run, too.
-function Parallel:agree()
+function Reducer:agree()
   if not self.many then return end
   local hash = C.eng_crc32c(0, self.decided, #self.decided)
   local both = ffi.new("double[2]", hash, -hash)
@@ -368,7 +417,7 @@ function Parallel:agree()
 end
 
 --- The ranks decided differently: each decision with the ranks it is of.
-function Parallel:differ()
+function Reducer:differ()
   local of, order = {}, {}
   for i, text in ipairs(ranks.from_all(self.decided)) do
     if not of[text] then
@@ -383,12 +432,12 @@ function Parallel:differ()
 end
 
 --- After an update: everybody's part of the weights to everybody (ZeRO).
-function Parallel:updated()
+function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
 --- The highest level of Ctrl-C on any rank, as of this step's record.
-function Parallel:interrupted()
+function Reducer:interrupted()
   if not self.many then return C.eng_interrupted() > 0 end
   return self.level > 0
 end
@@ -397,11 +446,10 @@ end
 
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past the wire's fp16" } }
 
---- What the ranks brought to this step's gradients: { { rank =, tensor =, what = "inf" } ... }, for each rank and kind the first tensor in
---- the model's order. Empty for one rank.
-function Parallel:culprits()
+-- { { rank =, tensor =, what = "inf" } ... }: for each rank and kind the first tensor, in the
+-- model's order, of which the rank contributed such a gradient to the last reduction.
+function Reducer:find_culprits()
   local found = {}
-  if not self.many then return found end
   for rank = 0, self.size - 1 do
     for _, kind in ipairs(BITS) do
       for i, p in ipairs(self.trainer.optimizer.list) do
@@ -415,98 +463,7 @@ function Parallel:culprits()
   return found
 end
 
--- ------------------------------------------------------------------ checkpoints
-
-local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
-local function own_part(self, i)
-  C.eng_parallel_own(own_from, own_to, self.reduction, i - 1)
-  return tonumber(own_from[0]), tonumber(own_to[0])
-end
-
---- What this rank writes of a checkpoint (shards.lua): its share of what all ranks hold alike, and of what it and some others do; with
---- ZeRO the moments it keeps.
-function Parallel:pieces()
-  local shards, optimizer = require "engine.dist.shards", self.trainer.optimizer
-  local pieces = shards.pieces()
-  local function share(part, tensors)
-    local common, held = {}, {}
-    for _, name in ipairs(sorted(tensors)) do
-      local apart = self.apart and (self.apart[name] or self.apart[name:gsub("%.moment%d$", "")])
-      local list = not apart and common or apart.held and held
-      if list then list[#list + 1] = { name = name, x = tensors[name] } end
-    end
-    local function add(name, x, from, to) pieces:add(part, name, x, from, to) end
-    shards.cut(common, self.rank, self.size, add)
-    if self.apart then shards.cut(held, self.holders.rank, self.holders.size, add) end
-  end
-  share("model", self.trainer.model:state())
-  local moments = optimizer:state_tensors()
-  if not self.zero then
-    share("optimizer", moments)
-    return pieces
-  end
-  for i, p in ipairs(optimizer.list) do
-    local from, to = own_part(self, i)
-    for which = 1, 2 do
-      local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] and (to > from or p.tensor.count == 0 and self.rank == 0) then pieces:add("optimizer", name, moments[name], from, to, self:shape(p)) end
-    end
-  end
-  return pieces
-end
-
--- Raises where a part of a checkpoint does not have the tensors { name = shape } that are wanted.
-local function want_tensors(c, part, wanted)
-  local problems, text = {}, require("engine.tensor.tensor").shape_text
-  for name, shape in pairs(wanted) do
-    local found = c.parts[part][name]
-    if not found then problems[#problems + 1] = "missing: " .. name
-    elseif text(found.shape) ~= text(shape) then problems[#problems + 1] = ("%s: expected %s, got %s"):format(name, text(shape), text(found.shape)) end
-  end
-  for name in pairs(c.parts[part]) do
-    if not wanted[name] then problems[#problems + 1] = "unknown: " .. name end
-  end
-  table.sort(problems)
-  local shown = table.concat(problems, "\n  ", 1, math.min(#problems, 12))
-  if #problems > 0 then error(("resume: %s does not fit this %s:\n  %s"):format(c.path, part, shown), 0) end
-end
-
---- The tensors of a checkpoint, one after the other from rank 0, which has it open (`c`), to every rank: whole, or the part it keeps.
-function Parallel:spread(c)
-  local optimizer, state, largest = self.trainer.optimizer, self.trainer.model:state(), 0
-  local list, wanted = {}, { model = {}, optimizer = {} }
-  local function want(part, name, shape, x, from)
-    local count = 1
-    for _, n in ipairs(shape) do count = count * n end
-    wanted[part][name] = shape
-    list[#list + 1] = { part = part, name = name, x = x, dtype = x.dtype, count = count, from = from }
-  end
-  for _, name in ipairs(sorted(state)) do want("model", name, self:shape { name = name, tensor = state[name] }, state[name], 0) end
-  local moments = optimizer:state_tensors()
-  for i, p in ipairs(optimizer.list) do
-    for which = 1, 2 do
-      local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] then want("optimizer", name, self:shape(p), moments[name], self.zero and own_part(self, i) or 0) end
-    end
-  end
-  if c then
-    for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
-  end
-  for _, item in ipairs(list) do
-    item.size = C.eng_dtype_size(M_ffi.dtype_number(item.dtype))
-    largest = math.max(largest, item.count * item.size)
-  end
-  local memory = ffi.new("char[?]", largest)
-  for _, item in ipairs(list) do
-    local number = M_ffi.dtype_number(item.dtype)
-    if c then
-      local whole = c:read(item.part, item.name)
-      check(C.eng_read(memory, number, item.count, whole))
-      whole:free()
-    end
-    check(C.eng_comm_broadcast(ranks.world(), memory, item.count * item.size, 0))
-    check(C.eng_write(item.x, memory + item.from * item.size, number, item.x.count))
-  end
-end
+--- The same for the step of the last record; empty without an overflow, and for one process.
+function Reducer:culprits() return self.found or {} end
 
 return M

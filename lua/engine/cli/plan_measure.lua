@@ -14,7 +14,7 @@ local STEPS, FIRST = 14, 4         -- of a job; those that are timed begin with 
 
 -- ------------------------------------------------------------------ the script's trainer
 
---- The trainer that a script makes, with what is given (zero, wire, bucket) in the place of its own options; nothing is written. Gives the
+--- The trainer that a script makes, with what is given (zero, comm_dtype, bucket) in the place of its own options; nothing is written. Gives the
 --- trainer, its options, and whether the script would keep records of a run.
 function M.trainer(script, settings, given)
   local engine = require "engine"
@@ -25,8 +25,8 @@ function M.trainer(script, settings, given)
   arg = { [0] = script, unpack(settings) }
   engine.trainer = function(o)
     if type(o) ~= "table" then return new(o) end      -- which says what is wrong
-    for key, value in pairs(o) do options[key] = value end
-    for _, key in ipairs { "zero", "wire", "bucket" } do options[key] = given[key] or options[key] end
+    for key, value in pairs(require("engine.train.options").current(o)) do options[key] = value end
+    for _, key in ipairs { "zero", "comm_dtype", "bucket" } do options[key] = given[key] or options[key] end
     options.run, options.resume, options.log, options.steps, options.checkpoint_every, options.tensorboard = nil, nil, "quiet", 1e9, nil, nil
     records = (o.run or "") ~= ""
     trainer = new(options)
@@ -101,8 +101,8 @@ function M.rank(script, settings, given)
     local from = C.eng_clock()
     trainer:step()
     if step >= FIRST then times[#times + 1] = C.eng_clock() - from end
-    if trainer.parallel.many then
-      C.eng_parallel_last(facts, trainer.parallel.reduction)
+    if trainer.reducer.many then
+      C.eng_parallel_last(facts, trainer.reducer.reduction)
       for _, name in ipairs(FACTS) do
         seen[name] = seen[name] or {}
         if step >= FIRST then table.insert(seen[name], tonumber(facts[name])) end
@@ -113,9 +113,9 @@ function M.rank(script, settings, given)
   for _, name in ipairs(FACTS) do parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0) end
   local memory = require("engine").memory()
   for _, name in ipairs(ARENAS) do parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak) end
-  if not trainer.parallel.many then
+  if not trainer.reducer.many then
     local seconds = ffi.new("double[1]")
-    check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2, require("engine.dist.parallel").options(options)))
+    check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2, require("engine.dist.reducer").options(options)))
     parts[#parts + 1] = ("handling=%.9g"):format(seconds[0])
   end
   io.stdout:write("planned ", table.concat(parts, " "), "\n")
@@ -123,7 +123,7 @@ end
 
 local function rank_command(script, settings, given)
   local words = { quote(require("engine.host").executable), "plan", quote(script), "role=rank" }
-  for _, name in ipairs { "zero", "wire", "bucket" } do
+  for _, name in ipairs { "zero", "comm_dtype", "bucket" } do
     if given[name] then words[#words + 1] = quote(("%s=%s"):format(name, given[name])) end
   end
   for _, setting in ipairs(settings) do words[#words + 1] = quote(setting) end

@@ -1,0 +1,206 @@
+-- The loop around training steps: Trainer:run. Progress lines, evaluation, checkpoints, signals,
+-- what to do after an error, and the summary at the end.
+-- Called by trainer.lua; the step itself is there.
+local M_ffi = require "engine.base.ffi"
+local machine = require "engine.base.machine"
+local policies = require "engine.policy.policy"
+local progress = require "engine.run.progress"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+-- ------------------------------------------------------------------ what a step leaves to show
+
+local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer runs
+
+local function remember_row(self, record)
+  local every, overflow = self.row_every or 1, record.overflow ~= 0
+  local rows, step = self.rows, tonumber(record.step)
+  if overflow then rows.overflows = (rows.overflows or 0) + 1 end
+  if (step + 1) % every ~= 0 and not overflow then return end
+  rows[#rows + 1] = { step = step, loss = record.loss, scale = record.scale, overflow = overflow }
+  if #rows > MAX_ROWS then
+    local thin = { overflows = rows.overflows }
+    for i = 1, #rows, 2 do thin[#thin + 1] = rows[i] end
+    self.rows, self.row_every = thin, every * 2
+  end
+end
+
+local LOST_STEPS = 10   -- steps in a row whose loss is inf or nan, before a line mentions it
+
+-- A line when the loss itself has been inf or nan for a while: no loss scale repairs that.
+function M.loss_note(self, record)
+  self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
+  if self.lost ~= LOST_STEPS then return nil end
+  return ("step %d: the loss has been %g for %d steps, and no loss scale mends that: weights or "
+    .. "data hold inf or nan; hint: a smaller learning rate, clip=1"):format(tonumber(record.step),
+    record.loss, LOST_STEPS)
+end
+
+-- A line when the policy failed, for the first few failures, or stops the run.
+local function verdict_note(self, record, verdict)
+  local reason = M_ffi.string(verdict.reason)
+  if verdict.failed ~= 0 then
+    self.policy_errors = self.policy_errors + 1
+    if self.policy_errors > 5 then return nil end
+    return ("step %d: the policy failed, the last good verdict holds: %s"):format(
+      tonumber(record.step), reason)
+  elseif verdict.action == C.ENG_ACTION_STOP then
+    return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name,
+      reason ~= "" and ": " .. reason or ", and gives no reason")
+  end
+end
+
+-- Why the verdict ends the run, or nil.
+local function end_of(self, verdict)
+  local reason = M_ffi.string(verdict.reason)
+  if verdict.action == C.ENG_ACTION_STOP then
+    return reason ~= "" and reason or "the policy asked for it"
+  elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then
+    return "the policy failed: " .. reason
+  end
+end
+
+-- Shows a step's record and verdict, calls on_step, evaluates. last: what the summary needs.
+local function show(self, last, record, verdict, rate)
+  local bar = self.progress
+  last.speed = last.speed ~= last.speed and rate or 0.9 * last.speed + 0.1 * rate
+  last.loss, last.scale = record.loss, verdict.scale
+  remember_row(self, record)
+  bar:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr,
+    scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
+    amax = record.amax, norm = record.norm, shadows = self.shadows,
+    tokens_per_s = self.log == "json" and rate or last.speed }
+  local note = verdict_note(self, record, verdict)
+  if note then bar:note(note) end
+  note = M.loss_note(self, record)
+  if note then bar:note(note) end
+  last.stopped = last.stopped or end_of(self, verdict)
+  if self.on_step then self.on_step(self, record, verdict) end
+end
+
+local function evaluate(self)
+  local e = self.evaluate
+  if not e or self.steps_done % e.every ~= 0 then return end
+  local value = self:evaluate_on(e.data, e.batches or 10)
+  self.progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
+  self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
+end
+
+-- ------------------------------------------------------------------ running
+
+-- Shows the step in flight of a lagged run, too.
+local function drain(self, last)
+  local record, verdict = self:drain()
+  if record then show(self, last, record, verdict, last.speed) end
+end
+
+local function steps(self, last)
+  while self.steps_done < self.steps and not last.stopped do
+    local from, tokens = machine.clock(), self.tokens
+    local record, verdict = self:step()
+    local rate = (self.tokens - tokens) / math.max(machine.clock() - from, 1e-9)
+    if record then show(self, last, record, verdict, rate) end
+    local files, done = self.run_files, self.steps_done >= self.steps
+    if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
+    evaluate(self)
+    last.stopped = self.control:between() or last.stopped   -- swaps, and attached clients
+    if self.reducer:interrupted() then last.stopped = "interrupted" end
+    if last.stopped then drain(self, last) end
+    local message = files:after_step(self.steps_done >= self.steps or last.stopped ~= nil)
+    if message then self.progress:note(message) end
+  end
+  self.reducer:agree()
+end
+
+--- After an error: takes the unfinished step back and writes the steps before it to a checkpoint.
+local function rescue(self, problem)
+  local files, failed = self.run_files, self.current
+  C.eng_step_end()
+  pcall(self.drop_record, self)
+  if failed and not failed.counted then pcall(self.go_back, self, failed.place) end
+  if not self.reducer.many then pcall(self.drain, self) end    -- other ranks may be gone
+  files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
+  local alone = not self.reducer.zero and not self.reducer.apart     -- else it takes all ranks
+  local note = self.steps_done > 0 and alone and files:after_step(true, true)
+  if note then self.progress:note(note)
+  elseif files.saved_at == self.steps_done then
+    self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(
+      files.path, self.steps_done))
+  end
+  files:close()
+end
+
+local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
+
+--- The summary of a run in lines.
+function M.summary_text(self, s)
+  local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done",
+    counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }
+  if s.made > 0 then parts[2] = ("loss %.4f"):format(s.loss)
+  else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
+  if self.precision.scaled or s.scale ~= 1 then
+    parts[#parts + 1] = "scale " .. progress.scale_text(s.scale)
+  end
+  if self.reference then
+    local share = self.reference.seconds / math.max(machine.clock() - self.began, 1e-9)
+    parts[#parts + 1] = ("%s (%.0f %% of the time)"):format(tostring(self.reference), 100 * share)
+  end
+  local lines = { table.concat(parts, ", ") }
+  if self.policy_errors > 0 then
+    lines[2] = ("the policy failed in %s of this run"):format(counted(self.policy_errors, "step"))
+  end
+  for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
+  if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
+  if s.path then
+    local resumes = s.stopped == "interrupted" and "   (resume=auto goes on from here)" or ""
+    lines[#lines + 1] = "run: " .. s.path .. resumes
+  end
+  return table.concat(lines, "\n")
+end
+
+--- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts.
+--- Returns a summary: { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s,
+--- stopped = reason or nil, path }.
+function M.run(self)
+  local files, policy = self.run_files, self.policy
+  self.progress = progress.new { total = self.steps, json = self.log == "json",
+    quiet = self.log == "quiet" or self.reducer.rank > 0,
+    unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
+  local problem = policies.unusable(policy, #self.groups.groups)   -- its own, or a checkpoint's
+  if problem then M_ffi.raise("trainer: %s", problem) end
+  files:reopen()
+  self.control:open()
+  local before = C.eng_interrupt_policy(1)
+  for _, line in ipairs(files.notes) do self.progress:note(line) end
+  files.notes = {}
+  if self.reducer:text() then self.progress:note(self.reducer:text()) end
+  self.model:train()
+  check(C.eng_step_end())   -- ends what was computed before the run, or in a loop left by break
+  local first = self.steps_done
+  local last = { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0 }
+
+  local good, message = xpcall(function() steps(self, last) end, function(m)
+    return type(m) == "string" and debug.traceback(m, 2) or m
+  end)
+  self.progress:finish()
+  self.control:close()
+  C.eng_interrupt_policy(before)
+  if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
+  if not good then
+    rescue(self, message)
+    error(message, 0)
+  end
+  files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
+  files:close()
+  local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped,
+    retries = self.retries, loss = last.loss, scale = last.scale, tokens_per_s = last.speed,
+    stopped = last.stopped, path = files.path, rows = self.rows, made = self.steps_done - first,
+    references = self.reference and self.reference.count,
+    reference_s = self.reference and self.reference.seconds }
+  self.progress:note(M.summary_text(self, summary))
+  return summary
+end
+
+return M

@@ -1,0 +1,64 @@
+-- What mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
+-- update is made, and the policy reads the record one step later, so nothing can depend on the
+-- policy's verdict within its own step:
+--   - a policy's scale is in force two steps after the backward pass it was decided on, not one;
+--     overflows are skipped at once all the same;
+--   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
+--   - clip and lr_mul are those of the last verdict, one step old;
+--   - the learning rate follows the updates known so far and counts the one in flight as applied.
+-- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
+-- Called by trainer.lua, at the start and for every policy that is swapped in.
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+
+local M = {}
+
+M.MOST_LOSSES = 64   -- micro-batches whose losses the core reads together with the statistics
+
+--- Why a policy cannot be in force in this mode, or nil. groups: how many may have a scale.
+function M.policy_refusal(trainer, policy)
+  if trainer.delay == 0 and not trainer.graph then return nil end
+  local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
+  if trainer.delay == 1 and bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then
+    return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; "
+      .. "hint: mode=sync"):format(policy.name)
+  end
+  if not trainer.groups:apart(policy) then return nil end
+  return ("%s: policy %s scales layers apart, which takes the record of the step itself; hint: %s")
+    :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
+end
+
+--- Why a trainer cannot work with its options, or nil.
+function M.refusal(trainer, options)
+  local problem = M.policy_refusal(trainer, trainer.policy)
+  if problem then return problem end
+  local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
+  if (lagged or trainer.graph) and sites and #sites.policies > 0 then
+    return ("%s: FP8 policies go by each step's amaxes, which waits for the device; hint: %s, "
+      .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
+      lagged and "mode=sync" or "graph=false")
+  end
+  if lagged and options.trap == "overflow" then
+    return "mode=lagged: trap runs an overflowed step again, which is over by the time it is "
+      .. "known; hint: mode=sync"
+  end
+  if trainer.graph and trainer.accumulate > 1 then
+    return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false"
+  end
+  if trainer.graph and trainer.reducer.many then
+    return "graph=true: several ranks reduce gradients inside the backward pass, which a captured "
+      .. "step cannot; hint: graph=false"
+  end
+  if lagged and trainer.accumulate > M.MOST_LOSSES then
+    return ("mode=lagged: expected accumulate of up to %d, got %d"):format(M.MOST_LOSSES,
+      trainer.accumulate)
+  end
+  if lagged and (trainer.reducer.zero or trainer.reducer.apart) then
+    return ("mode=lagged: %s, so no rank's device knows whether a step overflowed; hint: mode=sync")
+      :format(trainer.reducer.zero and "with ZeRO each rank holds a part of the gradients"
+        or "experts are held by some ranks alone")
+  end
+end
+
+return M

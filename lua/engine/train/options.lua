@@ -1,0 +1,114 @@
+-- The options of engine.trainer{ ... }: their names, what each must be, and messages for what is wrong.
+-- trainer.lua documents them for users and calls check().
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local reducer = require "engine.dist.reducer"
+local renamed = require "engine.base.renamed"
+
+local M = {}
+
+local function list_of(words)
+  local set = {}
+  for word in words:gmatch("%S+") do set[word] = true end
+  return set
+end
+
+local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps clip
+  clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error stats_every
+  history config evaluate mode graph ref_every ref_layers shadow trap watch attach tensorboard
+  comm_dtype bucket zero rank_timeout]]
+
+local function want(condition, key, expected, got)
+  if condition then return end
+  error(("trainer: expected %s as %s, got %s"):format(key, expected, M_ffi.value_text(got)), 0)
+end
+
+local function callable(v)
+  local meta = type(v) == "table" and getmetatable(v)
+  return type(v) == "function" or (meta and meta.__call ~= nil)
+end
+
+local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 end
+local function not_negative(v) return type(v) == "number" and v >= 0 end
+local function is(kind) return function(v) return type(v) == kind end end
+local function one_of(words)
+  local set = list_of(words)
+  return function(v) return set[v] == true end
+end
+local function any_of(...)
+  local tests = { ... }
+  return function(v)
+    for _, test in ipairs(tests) do
+      if test(v) then return true end
+    end
+    return false
+  end
+end
+
+-- name, what it must be, a test; options that are nil are not tested. Checked in this order.
+local OPTIONAL = {
+  { "accumulate", "a whole number of 1 or more", whole },
+  { "clip", "a number (0: none)", not_negative },
+  { "clip_value", "a number (0: none)", not_negative },
+  { "checkpoint_every", "a whole number of steps (0: at the end)",
+    function(v) return v == 0 or whole(v) end },
+  { "keep", "a whole number of 1 or more", whole },
+  { "stats_every", "a whole number of 1 or more", whole },
+  { "ref_every", "a whole number of 1 or more", whole },
+  { "ref_layers", "a pattern of parameter names", is "string" },
+  { "on_step", "a function", is "function" },
+  { "evaluate", "{ data = a loader, every = steps }",
+    function(v) return type(v) == "table" and type(v.data) == "table" and whole(v.every) end },
+  { "log", "line, json or quiet", one_of "line json quiet" },
+  { "graph", "true or false", is "boolean" },
+  { "mode", "sync or lagged", one_of "sync lagged" },
+  { "on_policy_error", "hold or stop", one_of "hold stop" },
+  { "schedule", "one of engine.schedule or a function(updates)", callable },
+  { "trap", "overflow, or nothing",
+    function(v) return v == false or v == "" or v == "overflow" end },
+  { "shadow", "a list of policies", any_of(is "string", is "table") },
+  { "tensorboard", "true, false or a directory", any_of(is "boolean", is "string") },
+  { "policy_options", "a table", is "table" },
+  { "run", "a name or a path", is "string" },
+  { "loss", "a function(model, batch)", callable },
+  { "resume", "'auto', a path, or false", any_of(is "string", is "boolean") },
+}
+
+--- Options as a table of our own, with the names of 0.1 replaced by today's.
+function M.current(given)
+  local o = {}
+  for key, value in pairs(given) do o[key] = value end
+  if o.wire ~= nil then
+    renamed("the trainer's option 'wire'", "'comm_dtype'")
+    if o.comm_dtype == nil then o.comm_dtype = o.wire end
+    o.wire = nil
+  end
+  return o
+end
+
+--- Raises an error that names the first option that cannot be.
+function M.check(o)
+  for key in pairs(o) do
+    if not KNOWN[key] then
+      local names = {}
+      for name in pairs(KNOWN) do names[#names + 1] = name end
+      error(("trainer: unknown option '%s'%s"):format(tostring(key),
+        nearest.hint(tostring(key), names)), 0)
+    end
+  end
+  want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
+  want(type(o.data) == "table" and o.data.next, "data", "a loader with next()", o.data)
+  want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim",
+    o.optimizer)
+  want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)
+  for _, option in ipairs(OPTIONAL) do
+    local key, expected, test = option[1], option[2], option[3]
+    want(o[key] == nil or test(o[key]), key, expected, o[key])
+  end
+  want(o.loss ~= nil or o.model.loss, "loss",
+    "a function(model, batch), for this model has no loss of its own", o.loss)
+  local key, expected = reducer.wrong(o)
+  if key then want(false, key, expected, o[key]) end
+end
+
+return M
