@@ -21,14 +21,12 @@ end
 
 -- The folders from the bottom up: a file sees its own folder and those before it.
 local CORE = { "base", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist", "store", "policy", "main" }
-<<<<<<< HEAD
 local CUDA = {
   "runtime", "kernel", "pointwise", "rows", "gemm", "quantized", "attention", "parameters",
 }
-local LUA = { "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "cli" }
-=======
-local LUA = { "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "docs", "cli" }
->>>>>>> fdce5fa (docs: a reference generated from headers, tables and comments)
+local LUA = {
+  "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "docs", "cli",
+}
 
 -- Folders without a cycle between their files.
 local ACYCLIC = { "base", "tensor", "device", "dist", "store", "policy" }
