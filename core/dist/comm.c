@@ -41,7 +41,8 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
     if (all[r].color != color) continue;
     int place = 0;                                // of rank r among those of its color
     for (int q = 0; q < parent->size; q++)
-      if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r))) place++;
+      if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r)))
+        place++;
     part->of_world[place] = comm_of_world(parent, r);
     if (r == parent->rank) part->rank = place;
     part->size++;
@@ -54,7 +55,8 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
 static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
 {
   comm_watch_mark before = comm_watch("the making of a group");
-  eng_status status = parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
+  eng_status status =
+    parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
   comm_watched(before);
   if (status != ENG_OK || color < 0) return status;
   int32_t own = comm_world.rank;
@@ -66,13 +68,18 @@ static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 {
   *out = NULL;
-  if (color < -1) return error_set(ENG_ERR_VALUE, "split: expected a color of 0 or more, or -1 for none, got %d", color);
+  if (color < -1)
+    return error_set(ENG_ERR_VALUE,
+                     "split of a group: expected a color of 0 or more, or -1 for none, got %d",
+                     color);
   eng_comm *part = calloc(1, sizeof *part);
   if (!part) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
   part->transport = parent->transport;
   part->size = 1;
   eng_status status = ENG_OK;
-  if (parent->transport) status = parent->transport->split ? split_by_transport(part, parent, color, key) : split_by_numbers(part, parent, color, key);
+  if (parent->transport)
+    status = parent->transport->split ? split_by_transport(part, parent, color, key)
+                                      : split_by_numbers(part, parent, color, key);
   if (status != ENG_OK || color < 0) eng_comm_free(part);
   else *out = part;
   return status;
@@ -81,7 +88,8 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 void eng_comm_free(eng_comm *comm)
 {
   if (!comm || comm == &comm_world) return;
-  if (comm->group && comm_world.transport && comm->transport->free) comm->transport->free(comm->group);
+  if (comm->group && comm_world.transport && comm->transport->free)
+    comm->transport->free(comm->group);
   free(comm->of_world);
   free(comm);
 }
@@ -100,7 +108,7 @@ static double larger(double a, double b)
   return f64_is_nan(a) || f64_is_nan(b) ? f64_from(0x7FF8000000000000ull) : a > b ? a : b;
 }
 
-/// out = low op high, elementwise; out may be one of them.
+/// out = low op high, elementwise. `out` may be one of the inputs.
 static void combine(void *out, const void *low, const void *high, int64_t n, int dtype, int op)
 {
 #define COMBINE(type, sum, most) { \
@@ -116,11 +124,15 @@ static void combine(void *out, const void *low, const void *high, int64_t n, int
 static eng_status check_type(int dtype, int op)
 {
   if (dtype != ENG_f32 && dtype != ENG_f64 && dtype != ENG_i64)
-    return error_set(ENG_ERR_DTYPE, "reduction over ranks: expected f32, f64 or i64, got %s", eng_dtype_name(dtype));
-  return op == ENG_SUM || op == ENG_MAX ? ENG_OK : error_set(ENG_ERR_VALUE, "reduction over ranks: there is no operation number %d", op);
+    return error_set(ENG_ERR_DTYPE, "reduction over ranks: expected f32, f64 or i64, got %s",
+                     eng_dtype_name(dtype));
+  return op == ENG_SUM || op == ENG_MAX
+           ? ENG_OK
+           : error_set(ENG_ERR_VALUE, "reduction over ranks: there is no operation number %d", op);
 }
 
-/// out[i] = the reduction of in[k][i] over k, in the order of ranks. `out` may be one of the inputs.
+/// out[i] = the reduction of in[k][i] over k, in the order of comm.h. `out` may be one of the
+/// inputs.
 static void combine_all(void *out, const void *const *in, int n, int64_t count, int dtype, int op)
 {
   int size = eng_dtype_size(dtype), p = largest_power(n);
@@ -128,7 +140,7 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
   for (int64_t from = 0; from < count; from += PIECE) {
     int64_t m = count - from < PIECE ? count - from : PIECE, at = from * size;
     int level[LEVELS], depth = 0;
-    for (int k = 0; k < p; k++) {      // a counter in binary: equal neighbours merge
+    for (int k = 0; k < p; k++) {      // a binary counter: equal neighbours merge
       const char *low = (const char *)in[k] + at;
       if (k + p < n) combine(room[depth], low, (const char *)in[k + p] + at, m, dtype, op);
       else memcpy(room[depth], low, (size_t)(m * size));
@@ -146,16 +158,16 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
 
 enum { FOLD, DOUBLE, UNFOLD, PIECES, ROUND, DONE };
 
-/// An all-reduce on its way.
+/// An all-reduce in progress.
 struct eng_comm_request {
   eng_comm *comm;
-  char     *data, *room;      // room: what comes in
+  char     *data, *room;      // room: the incoming data
   int64_t   count;
   int32_t   dtype, op, tag;
-  int32_t   n_sums;           // of mixed reductions of f64: the first are summed, the others maxima; else -1
+  int32_t   n_sums;  // mixed f64 reductions: the first n_sums are summed, the rest maxima; else -1
   int32_t   phase, distance;  // of recursive doubling
   int64_t   piece;            // elements a rank reduces
-  void     *exchange;         // NULL: none under way
+  void     *exchange;         // NULL: none in flight
   const char *what;
 };
 
@@ -167,7 +179,8 @@ static void combine_own(eng_comm_request *r, const void *low, const void *high)
   }
   int64_t n = r->n_sums, at = n * (int64_t)sizeof(double);
   combine(r->data, low, high, n, ENG_f64, ENG_SUM);
-  combine(r->data + at, (const char *)low + at, (const char *)high + at, r->count - n, ENG_f64, ENG_MAX);
+  combine(r->data + at, (const char *)low + at, (const char *)high + at, r->count - n, ENG_f64,
+          ENG_MAX);
 }
 
 static int64_t piece_of(const eng_comm_request *r, int rank)
@@ -181,11 +194,12 @@ static eng_status start_messages(eng_comm_request *r, const comm_message *messag
   return r->comm->transport->start(&r->exchange, r->comm->group, messages, n, r->tag);
 }
 
-/// Starts what the phase begins with; moves on where this rank has nothing to do in it.
+/// Starts the messages of the current phase; skips phases in which this rank takes no part.
 static eng_status enter(eng_comm_request *r)
 {
   const eng_comm *c = r->comm;
-  int size = eng_dtype_size(r->dtype), p = largest_power(c->size), extra = c->size - p, rank = c->rank, n = 0;
+  int size = eng_dtype_size(r->dtype), p = largest_power(c->size), extra = c->size - p,
+      rank = c->rank, n = 0;
   int64_t bytes = r->count * size;
   comm_message m[2];
   comm_message *many = NULL;
@@ -216,14 +230,18 @@ static eng_status enter(eng_comm_request *r)
     case PIECES:
     case ROUND:
       many = calloc(2 * (size_t)c->size, sizeof *many);
-      if (!many) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+      if (!many)
+        return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
       for (int peer = 0; peer < c->size; peer++) {
         if (peer == rank) continue;
         int64_t own = piece_of(r, rank) * size, other = piece_of(r, peer) * size;
-        char *own_data = r->data + r->piece * rank * size, *other_data = r->data + r->piece * peer * size;
+        char *own_data = r->data + r->piece * rank * size,
+             *other_data = r->data + r->piece * peer * size;
         bool first = r->phase == PIECES;
         if (other > 0) many[n++] = (comm_message){other_data, other, peer, first};
-        if (own > 0) many[n++] = (comm_message){first ? r->room + r->piece * peer * size : own_data, own, peer, !first};
+        if (own > 0)
+          many[n++] =
+            (comm_message){first ? r->room + r->piece * peer * size : own_data, own, peer, !first};
       }
       status = n > 0 ? start_messages(r, many, n) : ENG_OK;
       free(many);
@@ -234,7 +252,7 @@ static eng_status enter(eng_comm_request *r)
   }
 }
 
-/// After a phase's exchange: computes, and enters the next one.
+/// Computes after a phase's exchange and enters the next phase.
 static eng_status advance(eng_comm_request *r)
 {
   const eng_comm *c = r->comm;
@@ -252,7 +270,8 @@ static eng_status advance(eng_comm_request *r)
     break;
   case PIECES: {
     const void **in = calloc((size_t)c->size, sizeof *in);
-    if (!in) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+    if (!in)
+      return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
     char *own = r->data + r->piece * c->rank * size;
     for (int k = 0; k < c->size; k++) in[k] = k == c->rank ? own : r->room + r->piece * k * size;
     combine_all(own, in, c->size, piece_of(r, c->rank), r->dtype, r->op);
@@ -278,7 +297,9 @@ static eng_status begin(eng_comm_request *r)
   r->piece = (r->count + c->size - 1) / c->size;
   r->phase = small ? FOLD : PIECES;
   r->room = malloc((size_t)(small ? bytes : r->piece * c->size * eng_dtype_size(r->dtype)));
-  if (!r->room) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks", (long long)bytes);
+  if (!r->room)
+    return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks",
+                     (long long)bytes);
   return enter(r);
 }
 
@@ -316,27 +337,46 @@ static eng_status run(eng_comm_request *r)
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op)
 {
   ENG_TRY(check_type(dtype, op));
-  eng_comm_request r = {.comm = comm, .data = data, .count = count, .dtype = dtype, .op = op, .n_sums = -1, .what = "a reduction"};
+  eng_comm_request r = {.comm = comm,
+                        .data = data,
+                        .count = count,
+                        .dtype = dtype,
+                        .op = op,
+                        .n_sums = -1,
+                        .what = "a reduction"};
   ENG_TRY(begin(&r));
   return run(&r);
 }
 
-eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima, const char *what)
+eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
+                            const char *what)
 {
-  eng_comm_request r = {.comm = comm, .data = (char *)values, .count = n_sums + n_maxima, .dtype = ENG_f64, .n_sums = n_sums, .what = what};
+  eng_comm_request r = {.comm = comm,
+                        .data = (char *)values,
+                        .count = n_sums + n_maxima,
+                        .dtype = ENG_f64,
+                        .n_sums = n_sums,
+                        .what = what};
   ENG_TRY(begin(&r));
   return run(&r);
 }
 
-eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data, int64_t count, int dtype, int op)
+eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
+                                     int64_t count, int dtype, int op)
 {
   *out = NULL;
   ENG_TRY(check_type(dtype, op));
   eng_comm_request *r = calloc(1, sizeof *r);
   if (!r) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over ranks");
-  *r = (eng_comm_request){.comm = comm, .data = data, .count = count, .dtype = dtype, .op = op, .n_sums = -1, .what = "a reduction"};
+  *r = (eng_comm_request){.comm = comm,
+                          .data = data,
+                          .count = count,
+                          .dtype = dtype,
+                          .op = op,
+                          .n_sums = -1,
+                          .what = "a reduction"};
   eng_status status = begin(r);
-  // Where messages have no tags, phases of two requests would meet in different orders.
+  // Without message tags the phases of two requests could meet in different orders.
   if (status == ENG_OK && comm->transport && comm->transport->ordered) status = run(r);
   if (status != ENG_OK) {
     free(r->room);
@@ -354,7 +394,8 @@ eng_status eng_comm_wait(eng_comm_request *r)
   return status;
 }
 
-eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count, int dtype, int op)
+eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count,
+                                   int dtype, int op)
 {
   ENG_TRY(check_type(dtype, op));
   int n = comm->size, k = 0, size = eng_dtype_size(dtype);
@@ -363,7 +404,9 @@ eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, 
   char *room = malloc((size_t)(bytes * n) + 1);
   const void **in = calloc((size_t)n, sizeof *in);
   comm_message *m = calloc(2 * (size_t)n, sizeof *m);
-  eng_status status = room && in && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", n);
+  eng_status status =
+    room && in && m ? ENG_OK
+                    : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", n);
   for (int peer = 0; status == ENG_OK && peer < n; peer++) {
     in[peer] = peer == comm->rank ? from + bytes * peer : room + bytes * peer;
     if (peer == comm->rank || bytes == 0) continue;
@@ -383,7 +426,13 @@ eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, 
 eng_status eng_comm_barrier(eng_comm *comm)
 {
   double nothing = 0;
-  eng_comm_request r = {.comm = comm, .data = (char *)&nothing, .count = 1, .dtype = ENG_f64, .op = ENG_SUM, .n_sums = -1, .what = "a barrier"};
+  eng_comm_request r = {.comm = comm,
+                        .data = (char *)&nothing,
+                        .count = 1,
+                        .dtype = ENG_f64,
+                        .op = ENG_SUM,
+                        .n_sums = -1,
+                        .what = "a barrier"};
   ENG_TRY(begin(&r));
   return run(&r);
 }
@@ -391,15 +440,16 @@ eng_status eng_comm_barrier(eng_comm *comm)
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root)
 {
   enum { PART = 1 << 24 };
-  int n = comm->size, place = (comm->rank - root + n) % n;     // the root's is 0
-  if (root < 0 || root >= n) return error_set(ENG_ERR_VALUE, "broadcast: there is no rank %d among %d", root, n);
+  int n = comm->size, place = (comm->rank - root + n) % n;     // the root has place 0
+  if (root < 0 || root >= n)
+    return error_set(ENG_ERR_VALUE, "broadcast: there is no rank %d among %d", root, n);
   if (n == 1) return ENG_OK;
   int tag = comm_tag(comm);
   for (int64_t at = 0; at < bytes; at += PART) {
     int64_t part = bytes - at < PART ? bytes - at : PART;
     int reach = 1;
     while (reach < n) reach *= 2;
-    // In round d the places below d, which have it, send to those d further on.
+    // In round d the places below d, which have the data, send to those d further on.
     for (int d = 1; d < reach; d *= 2) {
       comm_message m = {(char *)data + at, part, 0, place < d};
       if (place < d ? place + d >= n : place >= 2 * d) continue;
@@ -415,15 +465,19 @@ eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, i
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (comm->size == 1 || x->count == 0) return ENG_OK;
-  if (!tensor_contiguous(x)) return error_set(ENG_ERR_SHAPE, "broadcast over ranks: expected a contiguous tensor, got %s", tensor_text(x));
+  if (!tensor_contiguous(x))
+    return error_set(ENG_ERR_SHAPE, "broadcast over ranks: expected a contiguous tensor, got %s",
+                     tensor_text(x));
   int64_t bytes = x->count * eng_dtype_size(x->dtype);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) return eng_comm_broadcast(comm, x->data, bytes, root);
   char *host = malloc((size_t)bytes);
   if (!host) return error_set(ENG_ERR_MEMORY, "out of memory to send %s", tensor_text(x));
-  eng_status status = comm->rank == root ? transfer_to_host(host, x->store->space, x->data, bytes) : ENG_OK;
+  eng_status status =
+    comm->rank == root ? transfer_to_host(host, x->store->space, x->data, bytes) : ENG_OK;
   if (status == ENG_OK) status = eng_comm_broadcast(comm, host, bytes, root);
-  if (status == ENG_OK && comm->rank != root) status = transfer_from_host(x->store->space, x->data, host, bytes);
+  if (status == ENG_OK && comm->rank != root)
+    status = transfer_from_host(x->store->space, x->data, host, bytes);
   free(host);
   return status;
 }

@@ -1,16 +1,17 @@
 // Ranks: groups of processes that work on one job, behind one interface. A transport moves bytes:
 // MPI's is a plug-in library (comm_mpi.c), NCCL's (comm_nccl.c) serves where there is no MPI, and a
 // process that runs alone has none. All collective operations (comm.c) are made of messages between
-// two ranks, so that a sum has one order whatever the transport, message size or algorithm.
-// Data on the ranks' cards goes from card to card over NCCL where possible, else through the host.
+// two ranks, so that a sum has one order whatever the transport, message size or algorithm. Data on
+// the ranks' cards goes from card to card over NCCL where possible, else through the host.
 //
 // The order of a sum over ranks 0..n-1: with p the largest power of two <= n, first x[i] + x[i+p]
 // for i < n - p, then pairs of neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3))
 // for four ranks.
 //
 // From the bottom up: comm_wait.c (waiting), comm.c (collectives), comm_nccl.c (cards), comm_pack.c
-// (comm dtypes); comm_buckets.c, comm_cards.c, comm_gradients.c, comm_parallel.c (gradients); world.c
-// (start and end). Called by Lua through engine.h. Everything below backend.h knows nothing of ranks.
+// (comm dtypes); comm_buckets.c, comm_cards.c, comm_gradients.c, comm_parallel.c (gradients);
+// world.c (start and end). Called by Lua through engine.h. Everything below backend.h knows nothing
+// of ranks.
 #ifndef ENG_COMM_H
 #define ENG_COMM_H
 
@@ -35,8 +36,8 @@ typedef struct comm_transport {
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
   /// Whether all messages are done; the exchange then no longer exists. Never waits.
   eng_status (*test)(bool *done, void *exchange);
-  /// Whether a message with that tag has arrived that no receive has matched. Never waits. NULL: the
-  /// transport cannot receive out of turn.
+  /// Whether a message with that tag has arrived that no receive has matched. Never waits. NULL:
+  /// the transport cannot receive out of turn.
   bool (*knocked)(void *group, int tag);
   /// Makes the group of the ranks that give the same color, ordered by key and rank. Every rank of
   /// the parent calls it. NULL: a group is its ranks' world numbers, int32_t (eng_comm.of_world).
@@ -66,7 +67,7 @@ struct eng_comm {
   void   *group;
   int32_t rank, size;
   int32_t next_tag;
-  int32_t *of_world;                 // [size] the ranks' world numbers; NULL: the group is the world
+  int32_t *of_world;  // [size] the ranks' world numbers; NULL: the group is the world
 };
 
 /// The world number of a group's rank.
@@ -93,10 +94,11 @@ eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, in
 /// `work` runs repeatedly while comm_wait waits: other ranks may need its progress before they come
 /// to what this rank waits for (gradient buckets, while backward exchanges tokens). NULL: nothing.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
-/// One turn of a caller's own wait, which began at `since` (eng_clock): yields the core, and ends the
-/// job as comm_wait does. Errors: INTERRUPTED, on a second Ctrl-C.
+/// One turn of a caller's own wait, which began at `since` (eng_clock): yields the core, and ends
+/// the job as comm_wait does. Errors: INTERRUPTED, on a second Ctrl-C.
 eng_status comm_pause(double since, const char *what);
-/// The same for a loop that tests often; yields in every 2000th call. `spins` and `since` start at 0.
+/// The same for a loop that tests often; yields in every 2000th call. `spins` and `since` start at
+/// 0.
 eng_status comm_idle(int *spins, double *since, const char *what);
 /// Between comm_watch and comm_watched the process may be in a library call that has no timeout. If
 /// that takes longer than the timeout, a thread ends the job and prints that this rank waits at
@@ -140,8 +142,8 @@ typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STRE
 eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted);
 /// The result of the last comm_cards_meet, without asking other ranks.
 bool comm_cards(void);
-/// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before the
-/// first meeting.
+/// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
+/// the first meeting.
 const char *comm_cards_text(void);
 /// The stream as the device knows it.
 void *comm_stream_of(comm_stream stream);

@@ -1,14 +1,12 @@
-// Which gradients travel together: the buckets of a parameter set whose gradients are reduced over ranks, how each is cut into the ranks'
-// pieces, and the memory they go through. See engine.h (eng_parallel) for the contract; comm_gradients.c takes the buckets through a step.
+// The layout of gradients in buckets: which gradients travel together, how each bucket is cut into
+// the ranks' pieces, and in which order buckets are sent. engine.h (eng_parallel) has the contract.
 //
-// The members of a set are gathered into buckets, last ones first, as backward completes them. A rank's piece of every bucket is what it
-// sums, what it computes statistics of and, with ZeRO-1, what it updates.
+// Members are put into buckets last ones first, as backward completes them. A rank's piece of each
+// bucket is the part it sums, computes statistics of and, with ZeRO, updates.
 //
-// Memory: what is under way lies in one block that holds a few buckets (`messages_pool`); where there is no room a bucket waits until
-// messages have arrived. So that ranks do not wait for each other's, all send their buckets in one order. With ZeRO-2 what backward
-// writes comes out of a pool as well, a room for each gradient that has begun.
-//
-// Owns the buckets and their memory, and the set's `own`.
+// All ranks send their buckets in one order, so that they do not wait for each other's memory.
+// Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c and
+// comm_predict.c.
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -16,17 +14,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from, int64_t *at)
+int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
+                       int64_t *at)
 {
-  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = b->at[k], last = first + p->set->member[b->member[k]].value->count;
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = b->at[k],
+          last = first + p->set->member[b->member[k]].value->count;
   int64_t low = first > begin ? first : begin, high = last < end ? last : end;
   *from = low - first;
   *at = low - begin;
   return high > low ? high - low : 0;
 }
 
-/// Members in the order backward completes them, cut into buckets of one format each: those of all ranks, then those that stand apart, so
-/// that buckets of one group have the same numbers on all its ranks.
+/// Puts members into buckets of one dtype each, in the order in which backward completes them.
+/// Members of all ranks and members held apart go into separate buckets, so that the buckets of one
+/// group have the same numbers on all its ranks.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;
@@ -46,7 +47,8 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
       b->member = calloc((size_t)i + 1, sizeof *b->member);
       b->at = calloc((size_t)i + 2, sizeof *b->at);
       b->anyone = calloc((size_t)i + 1, sizeof *b->anyone);
-      if (!b->member || !b->at || !b->anyone) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+      if (!b->member || !b->at || !b->anyone)
+        return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
     }
     bucket *b = &p->buckets[open[dtype]];
     b->member[b->n] = i;
@@ -58,24 +60,30 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
   return ENG_OK;
 }
 
-/// Where the pieces of a bucket begin: near equal shares. A share that ends between two places where a cut may be goes up or down as the
-/// bucket's number has it, so that where shares are smaller than that other ranks get a piece of each bucket.
+/// Cuts a bucket into pieces of nearly equal size. A share that ends between two allowed positions
+/// is moved up or down depending on the bucket's number. Where shares are smaller than that
+/// distance, a different rank then gets the piece in each bucket.
 static void cut(bucket *b, int number, int ranks)
 {
-  enum { STEP = 4096, PARTS = 1024 };    // STEP: what gradstats sums at a time
-  int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;      // of the way between two places; 633 / 1024: the golden section
+  enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
+  // fraction of the way between two positions; 633 / 1024: the golden section
+  int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;
   int64_t total = b->at[b->n];
   for (int rank = 0, k = 0; rank <= ranks; rank++) {
     int64_t ideal = total / ranks * rank + total % ranks * rank / ranks;
     while (k < b->n - 1 && b->at[k + 1] <= ideal) k++;
-    int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k], down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
-    b->cut[rank] = rank == ranks ? total : b->at[k] + ((inside - down) * PARTS <= (up - down) * most_down ? down : up);
+    int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k],
+            down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
+    b->cut[rank] = rank == ranks
+                     ? total
+                     : b->at[k] + ((inside - down) * PARTS <= (up - down) * most_down ? down : up);
   }
 }
 
 static int64_t message_bytes(const bucket *b, int rank)
 {
-  return (comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + b->n + COMM_ALIGN - 1) / COMM_ALIGN * COMM_ALIGN;
+  return (comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + b->n + COMM_ALIGN - 1) /
+         COMM_ALIGN * COMM_ALIGN;
 }
 
 eng_status bucket_cut(bucket *b, int number)
@@ -83,12 +91,17 @@ eng_status bucket_cut(bucket *b, int number)
   int ranks = b->comm->size;
   b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
   b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
-  if (!b->cut || !b->begin) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!b->cut || !b->begin)
+    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   cut(b, number, ranks);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
-    if (bytes > COMM_LARGEST) return error_set(ENG_ERR_VALUE, "a bucket of gradients would send %lld bytes at once; hint: a smaller bucket", (long long)bytes);
+    if (bytes > COMM_LARGEST)
+      return error_set(
+        ENG_ERR_VALUE,
+        "a bucket of gradients would send %lld bytes in one message; hint: a smaller bucket",
+        (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
   b->bytes = message_bytes(b, b->comm->rank);
@@ -97,7 +110,8 @@ eng_status bucket_cut(bucket *b, int number)
   return ENG_OK;
 }
 
-// Messages of the largest bucket and three ordinary ones, or the next largest, at once; a room as large as any ordinary bucket's.
+// Bounds the block for messages: the largest bucket plus three ordinary ones or the next largest. A
+// room is as large as any ordinary bucket's.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
@@ -118,8 +132,9 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
   *room_block = room;
 }
 
-/// The order in which buckets go out: those first whose lowest member comes last in the set, as backward completes them. Buckets of ranks that
-/// hold the same parameters have the same members, so that any two ranks send those they have in common in one order.
+/// Sets the order in which buckets are sent: by their lowest member, the last one in the set first,
+/// as backward completes them. Ranks that hold the same parameters have the same members in a
+/// bucket, so any two ranks send the buckets they share in one order.
 static eng_status set_order(eng_parallel *p)
 {
   p->order = calloc((size_t)p->n_buckets + 1, sizeof *p->order);
@@ -142,7 +157,8 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
   size_t n = (size_t)p->set->n + 1;
   p->buckets = calloc(n, sizeof *p->buckets);
   p->bucket_of = calloc(n, sizeof *p->bucket_of);
-  if (!p->buckets || !p->bucket_of) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!p->buckets || !p->bucket_of)
+    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, false));
   if (p->holders) ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, true));
   return set_order(p);
@@ -150,9 +166,15 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
 
 eng_status buckets_check(const eng_parallel_options *options)
 {
-  if (options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", options->comm_dtype);
-  if (options->zero < 0 || options->zero > 2) return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
-  if (options->bucket < 1) return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld", (long long)options->bucket);
+  if (options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES)
+    return error_set(ENG_ERR_VALUE,
+                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)",
+                     options->comm_dtype);
+  if (options->zero < 0 || options->zero > 2)
+    return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
+  if (options->bucket < 1)
+    return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld",
+                     (long long)options->bucket);
   return ENG_OK;
 }
 

@@ -1,8 +1,11 @@
-// A bucket's way where gradients lie on cards that talk to each other (comm_nccl.c): the same pieces, formats and order of sums as in
-// comm_gradients.c, which calls it, made by the device (backend.h: wire_pack, wire_sum, wire_unpack). What backward wrote is packed in order with
-// it; messages, sums and what becomes of them are asked for at once, on the gradients' stream, so that the host waits for nothing until the end.
+// Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
+// Pieces, comm dtypes and the order of sums are those of comm_gradients.c, which calls this file;
+// the device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing follows backward in
+// the device's order. Messages, sums and unpacking are enqueued at once on the gradients' stream,
+// so that the host does not wait until the end of the pass.
 //
-// What each rank brought is told by a message of the host's at the end of a pass. The tables that the device reads lie behind a bucket's messages.
+// At the end of a pass a host message exchanges what each rank brought. The tables that the device
+// reads follow a bucket's messages in memory.
 // Owns the flags on the card and the tables' copies on the host.
 #include "comm_gradients.h"
 
@@ -14,10 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// What is sent for one bucket, in this order: the pieces to add up, then the runs to pack and those to unpack.
+/// The table of one bucket, in this order: the pieces to sum, the runs to pack, the runs to unpack.
 typedef struct table_size { int64_t terms, runs, bytes; } table_size;
 
-/// Member k begins or ends in a piece, or a piece in it: one run more each.
+/// A run begins where member k begins or ends in a piece, or a piece in a member.
 static table_size table_of(const bucket *b)
 {
   table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
@@ -27,7 +30,8 @@ static table_size table_of(const bucket *b)
 
 static int64_t aligned(int64_t bytes) { return (bytes + COMM_ALIGN - 1) / COMM_ALIGN * COMM_ALIGN; }
 
-int64_t cards_bytes(const bucket *b) { return b->begin[b->comm->size] + b->in_bytes + aligned(b->packed) + table_of(b).bytes; }
+int64_t cards_bytes(const bucket *b)
+{ return b->begin[b->comm->size] + b->in_bytes + aligned(b->packed) + table_of(b).bytes; }
 
 eng_status cards_new(eng_parallel *p)
 {
@@ -40,15 +44,18 @@ eng_status cards_new(eng_parallel *p)
   p->own_flags = calloc((size_t)n + 1, sizeof *p->own_flags);
   p->told = calloc((size_t)p->comm->size, (size_t)n + 1);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
-  if (!p->table || !p->own_flags || !p->told) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!p->table || !p->own_flags || !p->told)
+    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
   return p->flags ? ENG_OK : ENG_ERR_MEMORY;
 }
 
 void cards_free(eng_parallel *p)
 {
-  if (p->flags && p->under_way == 0) arena_free_in(p->set->space, ARENA_MESSAGE, p->flags, p->flags_bytes);
-  for (int k = 0; p->cards && k < p->n_buckets; k++) backend_of_space(p->set->space)->stream_forget(p->buckets[k].mark);
+  if (p->flags && p->under_way == 0)
+    arena_free_in(p->set->space, ARENA_MESSAGE, p->flags, p->flags_bytes);
+  for (int k = 0; p->cards && k < p->n_buckets; k++)
+    backend_of_space(p->set->space)->stream_forget(p->buckets[k].mark);
   free(p->table);
   free(p->own_flags);
   free(p->told);
@@ -62,13 +69,16 @@ eng_status cards_begin(eng_parallel *p)
 
 // ------------------------------------------------------------------ tables
 
-/// Where elements from `at` on lie in a packed piece of `count`.
+/// The position of element `at` in a packed piece of `count` elements.
 static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
 {
-  return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype), .scales = b->comm_dtype == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK : NULL};
+  return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype),
+                    .scales = b->comm_dtype == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK
+                                                        : NULL};
 }
 
-/// Every member's parts of the pieces to each rank. Gives their number, the longest one's elements in `longest`.
+/// Lists each member's parts of the pieces for every rank. Returns their number; `longest` becomes
+/// the element count of the longest.
 static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b)
 {
   int n_runs = 0;
@@ -94,7 +104,7 @@ static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b
   return n_runs;
 }
 
-/// Every member's parts of the sums that come back here.
+/// Lists each member's parts of the sums that return to this rank.
 static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b)
 {
   int n_runs = 0, own = b->comm->rank;
@@ -104,7 +114,8 @@ static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, co
     for (int rank = 0; rank < b->comm->size; rank++) {
       int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
       if (n == 0 || (p->zero && rank != own)) continue;
-      wire_run run = run_at(b, rank == own ? b->sum : b->in + b->begin[rank], bucket_piece(b, rank), at);
+      wire_run run =
+        run_at(b, rank == own ? b->sum : b->in + b->begin[rank], bucket_piece(b, rank), at);
       run.n = n;
       if (p->zero == 2) {
         run.numbers = p->set->gradients->part[i]->data;
@@ -117,7 +128,7 @@ static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, co
   return n_runs;
 }
 
-// ------------------------------------------------------------------ the way
+// ------------------------------------------------------------------ in a step
 
 static eng_status exchange(eng_parallel *p, const bucket *b, int n)
 {
@@ -135,7 +146,8 @@ eng_status cards_send(eng_parallel *p, bucket *b)
   char *there = b->sum + aligned(b->packed);
   const void **terms = (const void **)p->table;
   wire_run *out = (wire_run *)(terms + t.terms), *back = out + t.runs;
-  for (int rank = 0; rank < ranks; rank++) terms[rank] = rank == own ? b->out + b->begin[own] : b->in + b->bytes * rank;
+  for (int rank = 0; rank < ranks; rank++)
+    terms[rank] = rank == own ? b->out + b->begin[own] : b->in + b->bytes * rank;
   int n_out = runs_out(out, &longest, p, b), n_back = runs_back(back, &longest_back, p, b);
   ENG_TRY(card->move(there, p->table, t.bytes, COPY_TO_DEVICE));
   const wire_run *out_there = (const wire_run *)(there + t.terms * (int64_t)sizeof(void *));
@@ -150,17 +162,20 @@ eng_status cards_send(eng_parallel *p, bucket *b)
     p->facts.messages++;
   }
   ENG_TRY(exchange(p, b, n));
-  ENG_TRY(card->wire_sum(stream, b->sum, (const void *const *)there, ranks, bucket_piece(b, own), b->comm_dtype, (float)p->comm->size));
+  ENG_TRY(card->wire_sum(stream, b->sum, (const void *const *)there, ranks, bucket_piece(b, own),
+                         b->comm_dtype, (float)p->comm->size));
   n = 0;
   for (int peer = 0; p->zero == 0 && peer < ranks; peer++) {
     if (peer == own) continue;
     p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
-    p->messages[n++] = (comm_message){b->in + b->begin[peer], comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer)), peer, false};
+    p->messages[n++] = (comm_message){
+      b->in + b->begin[peer], comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer)), peer, false};
     p->facts.bytes += b->packed;
     p->facts.messages += b->packed > 0;
   }
   ENG_TRY(exchange(p, b, n));
-  ENG_TRY(card->wire_unpack(stream, out_there + t.runs, n_back, longest_back, b->comm_dtype, b->dtype));
+  ENG_TRY(
+    card->wire_unpack(stream, out_there + t.runs, n_back, longest_back, b->comm_dtype, b->dtype));
   return card->stream_mark(&b->mark, stream);
 }
 
@@ -174,10 +189,12 @@ eng_status cards_tell(eng_parallel *p)
   int64_t n = p->set->n;
   uint8_t *own = p->told + (int64_t)p->comm->rank * n;
   void *stream = comm_stream_of(STREAM_GRADIENTS);
-  ENG_TRY(backend_of_space(p->set->space)->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
+  ENG_TRY(backend_of_space(p->set->space)
+            ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
   for (int i = 0; i < n; i++) {
     uint32_t flags = p->own_flags[i];
-    own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);     // as comm_gradients.c tells it
+    // the same rule as in comm_gradients.c
+    own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
   }
   return eng_comm_all_gather(p->comm, p->told, own, n);
 }

@@ -1,10 +1,12 @@
-// Rows of tensors between ranks, each to the one that its place says: what a mixture of experts does with tokens whose experts other ranks
-// hold (lua/engine/nn/moe.lua). See engine.h for the contract.
+// Exchanges rows of tensors between ranks: a mixture of experts sends each token to the rank that
+// holds its expert (lua/engine/nn/moe.lua). engine.h has the contract.
 //
-// Rows travel in a wire's format, FP8 in blocks along a row, so that what a row becomes does not depend on its neighbours. Rows that a
-// rank has for itself are rounded alike: results do not depend on which rank holds which expert. Where the tensors have the wire's format
-// and lie in host memory, messages go from and into them directly; those on cards that talk to each other go from card to card, packed there.
-// Owns buffers for the other cases, which grow and stay.
+// Rows travel in a comm dtype, FP8 in blocks along a row, so that a row's result does not depend on
+// its neighbours. Rows that stay on their own rank are rounded in the same way, so that results do
+// not depend on which rank holds which expert. Where the tensors have the comm dtype and are in
+// host memory, messages use their memory directly; rows on cards that exchange messages are packed
+// on the card.
+// Owns the buffers of the other cases, which only grow.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -17,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OUT, IN, HOST, ROOM, BUFFERS };     // messages; a tensor brought to the host; f32 of some rows
+enum { OUT, IN, HOST, ROOM, BUFFERS };  // messages; a tensor copied to the host; some rows as f32
 
 static struct { void *memory; int64_t bytes; } buffer[BUFFERS];
 
@@ -27,13 +29,17 @@ static eng_status reserve(int which, int64_t bytes)
   free(buffer[which].memory);
   buffer[which].memory = malloc((size_t)bytes);
   buffer[which].bytes = buffer[which].memory ? bytes : 0;
-  return buffer[which].memory ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes of rows between ranks", (long long)bytes);
+  return buffer[which].memory
+           ? ENG_OK
+           : error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes of rows between ranks",
+                       (long long)bytes);
 }
 
 // ------------------------------------------------------------------ formats
 
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
-static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }     // scales are aligned behind them
+// the scales behind them are aligned
+static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }
 
 static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
 {
@@ -41,13 +47,15 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
-/// Rows as codes and scales, or back. Where rows are whole blocks, all are one run of them.
+/// Converts rows to codes and scales, and back. Rows of whole blocks form one run.
 static void encode(char *message, const float *x, int64_t rows, int64_t columns)
 {
   float *scales = (float *)(message + codes_bytes(rows, columns));
   bool run = columns % WIRE_BLOCK == 0;
   int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
-  for (int64_t r = 0; r < n; r++) wire_e4m3_encode((uint8_t *)message + r * each, scales + r * blocks_of(columns), x + r * each, each);
+  for (int64_t r = 0; r < n; r++)
+    wire_e4m3_encode((uint8_t *)message + r * each, scales + r * blocks_of(columns), x + r * each,
+                     each);
 }
 
 static void decode(float *x, const char *message, int64_t rows, int64_t columns)
@@ -55,10 +63,13 @@ static void decode(float *x, const char *message, int64_t rows, int64_t columns)
   const float *scales = (const float *)(message + codes_bytes(rows, columns));
   bool run = columns % WIRE_BLOCK == 0;
   int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
-  for (int64_t r = 0; r < n; r++) wire_e4m3_decode(x + r * each, (const uint8_t *)message + r * each, scales + r * blocks_of(columns), each);
+  for (int64_t r = 0; r < n; r++)
+    wire_e4m3_decode(x + r * each, (const uint8_t *)message + r * each,
+                     scales + r * blocks_of(columns), each);
 }
 
-static eng_status unpack_rows(void *to, int dtype, const char *message, int comm_dtype, int64_t rows, int64_t columns)
+static eng_status unpack_rows(void *to, int dtype, const char *message, int comm_dtype,
+                              int64_t rows, int64_t columns)
 {
   if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, message, comm_dtype, rows * columns);
   if (dtype == ENG_f32) {
@@ -69,8 +80,9 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int comm
   return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
 }
 
-/// Adds what packing did to rows in ROOM, as f32, to the facts.
-static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype, int64_t rows, int64_t columns)
+/// Adds the signal and the error of packing the rows in ROOM (f32) to the facts.
+static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype,
+                          int64_t rows, int64_t columns)
 {
   const float *x = buffer[ROOM].memory;
   float *back = (float *)buffer[ROOM].memory + rows * columns;
@@ -85,9 +97,11 @@ static eng_status measure(eng_exchange_facts *facts, const char *message, int co
   return ENG_OK;
 }
 
-static eng_status pack_rows(char *message, int comm_dtype, const void *from, int dtype, int64_t rows, int64_t columns, eng_exchange_facts *facts)
+static eng_status pack_rows(char *message, int comm_dtype, const void *from, int dtype,
+                            int64_t rows, int64_t columns, eng_exchange_facts *facts)
 {
-  if (comm_dtype == ENG_e4m3 || facts) ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
+  if (comm_dtype == ENG_e4m3 || facts)
+    ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
   if (comm_dtype == ENG_e4m3) encode(message, buffer[ROOM].memory, rows, columns);
   else ENG_TRY(comm_cast(message, comm_dtype, from, dtype, rows * columns));
   return facts ? measure(facts, message, comm_dtype, rows, columns) : ENG_OK;
@@ -99,7 +113,7 @@ typedef struct exchange {
   eng_comm *comm;
   tensor   *to, *from;
   const int64_t *send, *receive;
-  int64_t  columns, largest;         // of a peer's rows, either way
+  int64_t  columns, largest;         // rows of one peer, in either direction
   int      comm_dtype;
 } exchange;
 
@@ -107,25 +121,34 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
 {
   int64_t sum = 0;
   if (x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype))
-    return error_set(ENG_ERR_SHAPE, "rows between ranks: expected contiguous rows of floating-point numbers, got %s", tensor_text(x));
+    return error_set(
+      ENG_ERR_SHAPE,
+      "rows between ranks: expected contiguous rows of floating-point numbers, got %s",
+      tensor_text(x));
   for (int peer = 0; peer < e->comm->size; peer++) {
-    if (rows[peer] < 0) return error_set(ENG_ERR_VALUE, "rows between ranks: expected 0 or more rows, got %lld", (long long)rows[peer]);
+    if (rows[peer] < 0)
+      return error_set(ENG_ERR_VALUE, "rows between ranks: expected 0 or more rows, got %lld",
+                       (long long)rows[peer]);
     sum += rows[peer];
     if (rows[peer] > e->largest) e->largest = rows[peer];
   }
   if (sum == x->shape[0]) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "rows between ranks: %lld rows are to be %s, got %s", (long long)sum, what, tensor_text(x));
+  return error_set(ENG_ERR_SHAPE, "rows between ranks: expected %lld rows to be %s, got %s",
+                   (long long)sum, what, tensor_text(x));
 }
 
-/// Messages to and from every other rank: `out` and `in` hold them one after the other, in host memory or, `cards`, in that of the ranks' cards.
+/// Sends to and receives from every other rank. `out` and `in` hold the messages one after the
+/// other, in host memory or, with `cards`, in the memory of the ranks' cards.
 static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
 {
   static const char what[] = "the exchange of rows among experts";
   int n = 0;
   comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
-  eng_status status = m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  eng_status status =
+    m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
   for (int peer = 0; status == ENG_OK && peer < e->comm->size; peer++) {
-    int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns), got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
+    int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns),
+            got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     if (peer == e->comm->rank) {
       if (cards && sent > 0) status = transfer_inside(SPACE_CUDA, in, out, sent);
       else if (sent > 0) memcpy(in, out, (size_t)sent);
@@ -138,10 +161,12 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
     in += got;
   }
   if (cards) {
-    if (status == ENG_OK) status = backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS));
+    if (status == ENG_OK)
+      status = backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS));
     if (status == ENG_OK) status = comm_stream_exchange(STREAM_ROWS, e->comm, m, n, what);
     if (status == ENG_OK) status = comm_stream_wait(STREAM_ROWS, what);
-  } else if (status == ENG_OK && n > 0) status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
+  } else if (status == ENG_OK && n > 0)
+    status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
   free(m);
   return status;
 }
@@ -149,13 +174,14 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
 static int64_t all_bytes(const exchange *e, const int64_t *rows)
 {
   int64_t bytes = 0;
-  for (int peer = 0; peer < e->comm->size; peer++) bytes += rows_bytes(e->comm_dtype, rows[peer], e->columns);
+  for (int peer = 0; peer < e->comm->size; peer++)
+    bytes += rows_bytes(e->comm_dtype, rows[peer], e->columns);
   return bytes;
 }
 
 // ------------------------------------------------------------------ between cards
 
-/// On the card: messages out and in, and what the device is told of their rows.
+/// On the card: outgoing messages, incoming messages, and the device's table of runs.
 enum { THERE_OUT, THERE_IN, THERE_TABLE, THERE_BUFFERS };
 static struct { char *memory; int64_t bytes; } there[THERE_BUFFERS];
 
@@ -169,14 +195,18 @@ static eng_status reserve_there(int which, int64_t bytes)
   return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
 }
 
-/// The runs of a tensor's rows and their messages: FP8 rows that are not whole blocks are one run each. Gives their number; NULL counts.
-static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x, const int64_t *rows, char *message)
+/// Lists the runs of a tensor's rows and their messages; FP8 rows that are not whole blocks are one
+/// run each. Returns their number; with runs == NULL it only counts.
+static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
+                         const int64_t *rows, char *message)
 {
   char *numbers = x->data;
   int64_t n_runs = 0, size = eng_dtype_size(x->dtype), columns = e->columns;
   *longest = 0;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    int64_t n = rows[peer], pieces = n == 0 ? 0 : e->comm_dtype == ENG_e4m3 && columns % WIRE_BLOCK ? n : 1;
+    int64_t n = rows[peer], pieces = n == 0                                              ? 0
+                                     : e->comm_dtype == ENG_e4m3 && columns % WIRE_BLOCK ? n
+                                                                                         : 1;
     int64_t each = pieces ? n / pieces * columns : 0;
     char *scales = message + codes_bytes(n, columns);
     for (int64_t r = 0; r < pieces; r++) {
@@ -196,7 +226,8 @@ static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, co
 static eng_status run_between_cards(exchange *e)
 {
   const backend *card = backend_of_space(SPACE_CUDA);
-  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL), n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
+  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL),
+                               n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
   int64_t bytes = (n_out + n_in) * (int64_t)sizeof(wire_run), flags = (int64_t)sizeof(uint32_t);
   ENG_TRY(reserve_there(THERE_OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve_there(THERE_IN, all_bytes(e, e->receive)));
@@ -206,14 +237,20 @@ static eng_status run_between_cards(exchange *e)
   list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
   list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
   const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
-  uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);       // inf and nan of rows are seen in what is made of them
+  // not read: inf and nan in rows show in the results
+  uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
-  if (n_out > 0) ENG_TRY(card->wire_pack(NULL, told, (int)n_out, longest, e->comm_dtype, e->from->dtype, unwanted));
+  if (n_out > 0)
+    ENG_TRY(
+      card->wire_pack(NULL, told, (int)n_out, longest, e->comm_dtype, e->from->dtype, unwanted));
   ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
-  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->comm_dtype, e->to->dtype) : ENG_OK;
+  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->comm_dtype,
+                                      e->to->dtype)
+                  : ENG_OK;
 }
 
-/// What packing does to the rows that are sent, found on the host; and the bytes that go to others.
+/// Measures on the host what packing does to the rows that are sent, and counts the bytes sent to
+/// other ranks.
 static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
 {
   int64_t size = eng_dtype_size(e->from->dtype);
@@ -223,7 +260,8 @@ static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
   ENG_TRY(transfer_to_host(buffer[HOST].memory, SPACE_CUDA, e->from->data, e->from->count * size));
   const char *from = buffer[HOST].memory;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(buffer[OUT].memory, e->comm_dtype, from, e->from->dtype, e->send[peer], e->columns, facts));
+    ENG_TRY(pack_rows(buffer[OUT].memory, e->comm_dtype, from, e->from->dtype, e->send[peer],
+                      e->columns, facts));
     if (peer != e->comm->rank) facts->bytes += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
     from += e->send[peer] * e->columns * size;
   }
@@ -237,7 +275,8 @@ static eng_status run(exchange *e, eng_exchange_facts *facts)
   if (direct) return send_all(e, e->from->data, e->to->data, facts, false);
   if (comm_cards() && space == SPACE_CUDA && dtype != ENG_f64) {
     if (facts) ENG_TRY(measure_all(e, facts));
-    return e->comm_dtype == dtype ? send_all(e, e->from->data, e->to->data, NULL, true) : run_between_cards(e);
+    return e->comm_dtype == dtype ? send_all(e, e->from->data, e->to->data, NULL, true)
+                                  : run_between_cards(e);
   }
   ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
@@ -245,8 +284,10 @@ static eng_status run(exchange *e, eng_exchange_facts *facts)
   int64_t host = (e->from->count > e->to->count ? e->from->count : e->to->count) * size;
   if (!here) ENG_TRY(reserve(HOST, host));
   const char *from = here ? e->from->data : buffer[HOST].memory;
-  char *to = here ? e->to->data : buffer[HOST].memory, *out = buffer[OUT].memory, *in = buffer[IN].memory;
-  if (!here) ENG_TRY(transfer_to_host(buffer[HOST].memory, space, e->from->data, e->from->count * size));
+  char *to = here ? e->to->data : buffer[HOST].memory, *out = buffer[OUT].memory,
+       *in = buffer[IN].memory;
+  if (!here)
+    ENG_TRY(transfer_to_host(buffer[HOST].memory, space, e->from->data, e->from->count * size));
   for (int peer = 0; peer < e->comm->size; peer++) {
     ENG_TRY(pack_rows(out, e->comm_dtype, from, dtype, e->send[peer], e->columns, facts));
     out += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
@@ -258,27 +299,40 @@ static eng_status run(exchange *e, eng_exchange_facts *facts)
     in += rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     to += e->receive[peer] * e->columns * size;
   }
-  return here ? ENG_OK : transfer_from_host(space, e->to->data, buffer[HOST].memory, e->to->count * size);
+  return here ? ENG_OK
+              : transfer_from_host(space, e->to->data, buffer[HOST].memory, e->to->count * size);
 }
 
-eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm, const int64_t *send, const int64_t *receive, int comm_dtype,
+eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,
+                                  const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts)
 {
   exchange e = {.comm = comm, .send = send, .receive = receive};
   ENG_TRY(tensor_get(&e.to, to));
   ENG_TRY(tensor_get(&e.from, from));
-  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
+  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
+    return error_set(ENG_ERR_VALUE,
+                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
-  if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] || e.to->store->space != e.from->store->space || e.to->store == e.from->store)
-    return error_set(ENG_ERR_SHAPE, "rows between ranks: expected rows of one kind in two tensors, got %s and %s", tensor_text(e.from), tensor_text(e.to));
+  if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||
+      e.to->store->space != e.from->store->space || e.to->store == e.from->store)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "rows between ranks: expected two tensors of one dtype, width and device, got %s and %s",
+      tensor_text(e.from), tensor_text(e.to));
   if (send[comm->rank] != receive[comm->rank])
-    return error_set(ENG_ERR_VALUE, "rows between ranks: %lld of them are for this rank itself, and %lld to come", (long long)send[comm->rank],
-                     (long long)receive[comm->rank]);
+    return error_set(
+      ENG_ERR_VALUE,
+      "rows between ranks: this rank sends %lld rows to itself, but expects %lld from itself",
+      (long long)send[comm->rank], (long long)receive[comm->rank]);
   e.columns = e.from->shape[1];
   e.comm_dtype = comm_dtype_of(comm_dtype, e.from->dtype);
   if (rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST)
-    return error_set(ENG_ERR_VALUE, "rows between ranks: %lld rows for one of them are too much for a message; hint: smaller batches", (long long)e.largest);
+    return error_set(ENG_ERR_VALUE,
+                     "rows between ranks: %lld rows for one rank exceed the largest message "
+                     "(1 GiB); hint: smaller batches",
+                     (long long)e.largest);
   e.to->store->writes++;
   return run(&e, facts);
 }

@@ -1,13 +1,17 @@
-// Gradients reduced over ranks while backward goes on: a bucket's way in a step. See engine.h (eng_parallel) for the contract; comm_buckets.c
-// makes the buckets.
+// Reduces gradients over ranks while backward runs: the buckets' part in a training step. engine.h
+// (eng_parallel) has the contract; comm_buckets.c defines the buckets.
 //
-// A bucket whose members are complete goes out when its turn comes: to every rank the piece it sums, with a byte for each member that says whether this rank
-// had a gradient for it and what was wrong with it, so that everybody knows which rank brought the inf. The sums come back (without ZeRO)
-// in the same format. Both exchanges move on whenever backward has finished an operation, and where it waits for memory.
+// A bucket whose members are complete is sent in its turn: each rank receives the piece it sums,
+// with one byte for each member that says whether the sender had a gradient and whether it was inf
+// or nan, so that every rank knows which rank brought the inf. Without ZeRO the sums return in the
+// same comm dtype. Both exchanges advance whenever backward has finished an operation, and while it
+// waits for memory.
 //
-// With ZeRO-2 backward writes into a bucket's room, which is given back when it was packed, and the sums are added to the own pieces.
+// With ZeRO-2 backward writes each gradient into a room that is released once the gradient is
+// packed, and the sums are added to the own pieces.
 //
-// Gradients on cards that talk to each other go from card to card (comm_cards.c); others that are not in host memory through a buffer there.
+// Gradients on cards that exchange messages directly take comm_cards.c's path; other gradients on a
+// device pass through a host buffer.
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -18,18 +22,19 @@
 
 #include <string.h>
 
-// ------------------------------------------------------------------ a bucket's way
+// ------------------------------------------------------------------ sending and summing
 
-/// The member's gradient in host memory.
+/// Gets the member's gradient in host memory.
 static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
 {
   *values = gradient->data;
   if (gradient->store->space == SPACE_HOST) return ENG_OK;
   *values = p->raw;
-  return transfer_to_host(p->raw, gradient->store->space, gradient->data, gradient->count * eng_dtype_size(gradient->dtype));
+  return transfer_to_host(p->raw, gradient->store->space, gradient->data,
+                          gradient->count * eng_dtype_size(gradient->dtype));
 }
 
-/// What pads member k, from element `from` of the bucket on, is zero.
+/// Zeroes the padding of member k, from element `from` of the bucket on.
 static void clear_padding(bucket *b, int k, int64_t from)
 {
   int64_t size = eng_dtype_size(b->comm_dtype);
@@ -56,23 +61,33 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
     char *piece = b->out + b->begin[rank];
     int64_t count = bucket_piece(b, rank);
     if (values) {
-      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n, p->values));
-      if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) && wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF) flags |= WIRE_OVERFLOW;
+      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at,
+                        (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n,
+                        p->values));
+      if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) &&
+          wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF)
+        flags |= WIRE_OVERFLOW;
     } else if (b->comm_dtype == ENG_e4m3) {
       memset(p->values, 0, (size_t)n * sizeof *p->values);
       ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, p->values, ENG_f32, n, NULL));
-    } else memset(piece + at * eng_dtype_size(b->comm_dtype), 0, (size_t)(n * eng_dtype_size(b->comm_dtype)));
+    } else
+      memset(piece + at * eng_dtype_size(b->comm_dtype), 0,
+             (size_t)(n * eng_dtype_size(b->comm_dtype)));
   }
   clear_padding(b, k, b->at[k] + member->value->count);
-  for (int rank = 0; rank < ranks; rank++) b->out[b->begin[rank] + comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + k] = (char)flags;
+  for (int rank = 0; rank < ranks; rank++)
+    b->out[b->begin[rank] + comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + k] =
+      (char)flags;
   return ENG_OK;
 }
 
-static int tag_of(const eng_parallel *p, const bucket *b) { return COMM_TAG_BUCKET + (int)(b - p->buckets); }
+static int tag_of(const eng_parallel *p, const bucket *b)
+{ return COMM_TAG_BUCKET + (int)(b - p->buckets); }
 
 static eng_status progress(eng_parallel *p);
 
-/// Memory for a bucket that goes out: where others have it, backward waits until their messages are through.
+/// Takes memory for a bucket to send. While other buckets hold it, backward waits for their
+/// messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
   double began = 0, since = 0;
@@ -98,7 +113,7 @@ static void give_memory(eng_parallel *p, bucket *b)
   b->out = b->in = b->sum = NULL;
 }
 
-/// ZeRO-2: what backward wrote of member i is not needed any more.
+/// ZeRO-2: releases the room of member i's gradient.
 static void leave_room(eng_parallel *p, int i)
 {
   parameter *member = &p->set->member[i];
@@ -109,7 +124,7 @@ static void leave_room(eng_parallel *p, int i)
   place->data = place->store->memory = NULL;
 }
 
-/// All members are complete: the pieces go out.
+/// Sends the pieces of a bucket whose members are all complete.
 static eng_status send_out(eng_parallel *p, bucket *b)
 {
   if (p->first == 0) p->first = eng_clock();
@@ -118,12 +133,14 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     b->state = BUCKET_OUT;
     p->under_way++;
     ENG_TRY(cards_send(p, b));
-    for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);      // what backward writes there next comes after the packing
+    // the device packs before it writes there again
+    for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }
-  for (int rank = 0; rank < b->comm->size; rank++) {      // no byte of a message is of something else
+  for (int rank = 0; rank < b->comm->size; rank++) {      // messages have no uninitialized bytes
     int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
-    memset(b->out + b->begin[rank] + packed, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
+    memset(b->out + b->begin[rank] + packed, 0,
+           (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
   }
   for (int k = 0; k < b->n; k++) {
     ENG_TRY(pack_member(p, b, k));
@@ -141,13 +158,17 @@ static eng_status send_out(eng_parallel *p, bucket *b)
   memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
   b->state = BUCKET_OUT;
   p->under_way++;
-  return b->comm->transport && n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+  return b->comm->transport && n > 0
+           ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b))
+           : ENG_OK;
 }
 
 /// The number among all ranks of a bucket's rank.
-static int among_all(const eng_parallel *p, const bucket *b, int rank) { return b->comm == p->comm ? rank : p->holder[rank]; }
+static int among_all(const eng_parallel *p, const bucket *b, int rank)
+{ return b->comm == p->comm ? rank : p->holder[rank]; }
 
-/// Everybody's pieces are here: the sum, rounded to the wire's format as the others will see it.
+/// Sums the pieces of all ranks; the sum is rounded to the comm dtype, as the other ranks will see
+/// it.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
@@ -168,7 +189,8 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
   return comm_pack(b->sum, b->comm_dtype, own, 0, p->values, ENG_f32, own, NULL);
 }
 
-static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank, const char *piece)
+static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank,
+                                 const char *piece)
 {
   int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
   if (n == 0) return ENG_OK;
@@ -176,23 +198,27 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   int64_t size = eng_dtype_size(b->dtype);
   char *to = (char *)gradient->data + from * size;
   bool here = gradient->store->space == SPACE_HOST;
-  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->comm_dtype, bucket_piece(b, rank), at, p->values));
+  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->comm_dtype, bucket_piece(b, rank),
+                      at, p->values));
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
-/// ZeRO-2: this rank's part of member k's sum, written into its piece or, after earlier passes of the step, added to what stands there: in
-/// f32, each sum rounded to the gradient's format.
+/// ZeRO-2: writes this rank's part of member k's sum into its piece or, after earlier passes of the
+/// step, adds it there: in f32, each sum rounded to the gradient's dtype.
 static eng_status write_piece(eng_parallel *p, bucket *b, int k)
 {
   enum { SOME = 1024 };
   float term[SOME], sum[SOME];
   int i = b->member[k];
   const tensor *piece = p->set->gradients->part[i];
-  int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at), size = eng_dtype_size(b->dtype);
+  int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at),
+                    size = eng_dtype_size(b->dtype);
   if (n == 0) return ENG_OK;
   bool here = p->set->space == SPACE_HOST, adds = p->had[i];
-  char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;      // values has room for all ranks' pieces
-  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank), at, p->values));
+  // `values` has room for all ranks' pieces
+  char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;
+  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
+                      at, p->values));
   if (adds && !here) ENG_TRY(transfer_to_host(to, p->set->space, piece->data, n * size));
   for (int64_t done = 0; adds && done < n; done += SOME) {
     int64_t some = n - done < SOME ? n - done : SOME;
@@ -204,7 +230,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
 }
 
-/// The sums, the own one or all, become gradients.
+/// Writes the sums, only the own one or all, into the gradients.
 static eng_status take_sums(eng_parallel *p, bucket *b)
 {
   for (int k = 0; k < b->n; k++) {
@@ -227,7 +253,7 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-/// Where cards talk: what came of a pass's buckets, once all are done.
+/// Cards: reads what each rank brought in a pass, once all buckets are done.
 static eng_status take_told(eng_parallel *p)
 {
   int64_t n = p->set->n;
@@ -237,13 +263,14 @@ static eng_status take_told(eng_parallel *p)
   for (int i = 0; i < n; i++) {
     const bucket *b = &p->buckets[p->bucket_of[i]];
     bool anyone = p->zero == 2 && p->had[i];
-    for (int rank = 0; rank < b->comm->size; rank++) anyone = anyone || p->told[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
+    for (int rank = 0; rank < b->comm->size; rank++)
+      anyone = anyone || p->told[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
     if (anyone || p->zero == 2) p->set->member[i].has_gradient = anyone;
   }
   return ENG_OK;
 }
 
-/// Everybody's sums to everybody; they arrive where the terms were.
+/// Sends every rank's sums to all ranks; they arrive in the memory of the terms.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;
@@ -256,10 +283,12 @@ static eng_status send_back(eng_parallel *p, bucket *b)
     p->facts.messages += b->packed > 0;
   }
   b->state = BUCKET_BACK;
-  return n > 0 ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b)) : ENG_OK;
+  return n > 0
+           ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b))
+           : ENG_OK;
 }
 
-/// Takes a bucket as far as it comes without waiting.
+/// Advances a bucket as far as possible without waiting.
 static eng_status move_on(eng_parallel *p, bucket *b)
 {
   bool done = false;
@@ -283,7 +312,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ in step with backward
+// ------------------------------------------------------------------ beside backward
 
 static eng_status progress(eng_parallel *p)
 {
@@ -291,10 +320,11 @@ static eng_status progress(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Sends the buckets that are complete, up to the first in order that is not.
+/// Sends complete buckets in order, up to the first one that is not complete.
 static eng_status send_complete(eng_parallel *p)
 {
-  while (p->next < p->n_buckets && p->buckets[p->order[p->next]].left == 0) ENG_TRY(send_out(p, &p->buckets[p->order[p->next++]]));
+  while (p->next < p->n_buckets && p->buckets[p->order[p->next]].left == 0)
+    ENG_TRY(send_out(p, &p->buckets[p->order[p->next++]]));
   return ENG_OK;
 }
 
@@ -306,7 +336,7 @@ static void note_complete(eng_parallel *p, int index)
   if (p->alone && p->zero == 2) leave_room(p, index);
 }
 
-/// What this pass does not reach is complete before it begins.
+/// Members that this pass does not reach are complete before it begins.
 static eng_status pass_begins(void *data)
 {
   eng_parallel *p = data;
@@ -325,7 +355,7 @@ static eng_status member_complete(void *data, parameter *member)
 
 static eng_status between_operations(void *data) { return progress(data); }
 
-/// ZeRO-2: a gradient is to be written.
+/// ZeRO-2: provides the memory for a gradient that backward is about to write.
 static eng_status member_begins(void *data, parameter *member)
 {
   eng_parallel *p = data;
@@ -341,13 +371,17 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
 {
   eng_params *set = p->set;
   if (set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
-  if (p->broken) return error_set(ENG_ERR_STATE, "a step failed while gradients were on their way between ranks: this process cannot train on");
-  if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has begun already");
-  if (pass == ENG_PASS_MORE && p->zero < 2) return error_set(ENG_ERR_STATE, "gradients are reduced once a step but with zero=2");
+  if (p->broken)
+    return error_set(ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
+                                    "this process cannot continue training");
+  if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun");
+  if (pass == ENG_PASS_MORE && p->zero < 2)
+    return error_set(ENG_ERR_STATE, "gradients are reduced once a step unless zero=2");
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
     if (set->gradient_dtype[b->member[0]] != b->dtype)
-      return error_set(ENG_ERR_STATE, "the gradients' formats changed after they were shared out among ranks");
+      return error_set(ENG_ERR_STATE,
+                       "the gradients' dtypes changed after they were divided among ranks");
     b->state = BUCKET_FILLS;
     b->left = b->n;
   }
@@ -367,14 +401,16 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
   comm_meanwhile(between_operations, p);
-  backward_set_watch(&(backward_watch){pass_begins, member_complete, between_operations, p->zero == 2 ? member_begins : NULL, p});
+  tape_set_watch(&(tape_watch){pass_begins, member_complete, between_operations,
+                               p->zero == 2 ? member_begins : NULL, p});
   return ENG_OK;
 }
 
-/// ZeRO-2: what backward wrote and nobody sent is forgotten.
+/// ZeRO-2: drops gradients that were written and not sent.
 static void leave_rooms(eng_parallel *p)
 {
-  for (int k = 0; p->zero == 2 && !p->set->freed && k < p->n_buckets; k++) {      // of a freed set members have no sizes any more
+  // members of a freed set have no sizes
+  for (int k = 0; p->zero == 2 && !p->set->freed && k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
     for (int m = 0; b->state == BUCKET_FILLS && m < b->n; m++) leave_room(p, b->member[m]);
   }
@@ -393,7 +429,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
   }
   for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = 0;
   ENG_TRY(send_complete(p));
-  // Whatever comes first is treated first; only where nothing comes does this rank wait, for the oldest.
+  // Handles whatever arrives first; waits for the oldest exchange only when nothing arrives.
   while (p->under_way > 0) {
     int before = p->under_way, oldest = -1;
     for (int k = 0; k < p->n_buckets; k++) {
@@ -458,7 +494,8 @@ eng_status eng_parallel_reference(eng_parallel *p)
     } else memset(sum, 0, (size_t)count * sizeof *sum);
     for (int64_t k = 0; k < count; k++) sum[k] /= (float)p->comm->size;
     ENG_TRY(eng_comm_all_reduce(p->buckets[p->bucket_of[i]].comm, sum, count, ENG_f32, ENG_SUM));
-    ENG_TRY(transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
+    ENG_TRY(
+      transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
     member->has_gradient = true;
   }
   return ENG_OK;

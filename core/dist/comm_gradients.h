@@ -53,9 +53,9 @@ struct eng_parallel {
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
   uint8_t    *told;           //   [ranks][set->n] what each rank brought in this pass
   int64_t     flags_bytes;
-  tensor    **place;          // ZeRO-2: [set->n] each gradient as backward writes it; data NULL: not
+  tensor    **place;  // ZeRO-2: [set->n] each gradient as backward writes it; data NULL: not
                               // begun, or packed already
-  bool       *had;            // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
+  bool       *had;  // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] as reported by the tape
   uint8_t    *brought;        // [ranks][set->n] in the last reduction

@@ -1,5 +1,7 @@
-// The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. Messages between two ranks, groups, and the end of
-// a job; what is made of them stands in comm.c. Of MPI it takes little, so that any implementation will do.
+// The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It provides
+// messages between two ranks, groups, and the end of a job; comm.c builds the collectives on these.
+// It uses few functions of MPI, so that any implementation works.
+// Called by world.c, which loads it.
 #include "comm.h"
 
 #include <mpi.h>
@@ -7,13 +9,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// Messages under way. Kept in a list when done, so that a step allocates nothing after the first.
+/// Messages in flight. A finished one returns to a list, so that a step allocates nothing after the
+/// first.
 typedef struct exchange {
   struct exchange *next;
   MPI_Comm     comm;
   int          n, capacity;
   MPI_Request *request;
-  MPI_Status  *status;      // of each request: what went wrong stands there
+  MPI_Status  *status;      // of each request, with its error
 } exchange;
 
 static const comm_host *core;
@@ -26,7 +29,9 @@ static eng_status failed(const char *what, int code)
   MPI_Error_string(code, reason, &length);
   MPI_Error_class(code, &class);
   snprintf(text, sizeof text, "ranks: %s: %.*s%s", what, length, reason,
-           class == MPI_ERR_TRUNCATE ? "; hint: the ranks do not do the same: another script, model or setting on one of them?" : "");
+           class == MPI_ERR_TRUNCATE ? "; hint: the ranks run different calls; is the script, "
+                                       "model or setting different on one of them?"
+                                     : "");
   return core->error(ENG_ERR_LIBRARY, text);
 }
 
@@ -64,14 +69,16 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   e->comm = *(MPI_Comm *)group;
   e->n = 0;
-  // Receives first: what arrives then finds its place.
+  // Receives first, so that an arriving message has its memory.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
       const comm_message *m = &messages[i];
       if (m->send != (pass == 1)) continue;
-      int code = m->bytes > COMM_LARGEST ? MPI_ERR_COUNT
-               : m->send ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n])
-                         : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n]);
+      int code =
+        m->bytes > COMM_LARGEST ? MPI_ERR_COUNT
+        : m->send
+          ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n])
+          : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n]);
       if (code != MPI_SUCCESS) return failed(m->send ? "sending" : "receiving", code);
       e->n++;
     }
@@ -86,7 +93,8 @@ static eng_status test(bool *done, void *under_way)
   int code = MPI_Testall(e->n, e->request, &flag, e->status);
   *done = flag != 0;
   for (int i = 0; code == MPI_ERR_IN_STATUS && i < e->n; i++)
-    if (e->status[i].MPI_ERROR != MPI_SUCCESS && e->status[i].MPI_ERROR != MPI_ERR_PENDING) code = e->status[i].MPI_ERROR;
+    if (e->status[i].MPI_ERROR != MPI_SUCCESS && e->status[i].MPI_ERROR != MPI_ERR_PENDING)
+      code = e->status[i].MPI_ERROR;
   if (code != MPI_SUCCESS) return failed("a message", code);
   if (flag) give(e);
   return ENG_OK;
@@ -95,7 +103,9 @@ static eng_status test(bool *done, void *under_way)
 static bool knocked(void *group, int tag)
 {
   int flag = 0;
-  return MPI_Iprobe(MPI_ANY_SOURCE, tag, *(MPI_Comm *)group, &flag, MPI_STATUS_IGNORE) == MPI_SUCCESS && flag;
+  return MPI_Iprobe(MPI_ANY_SOURCE, tag, *(MPI_Comm *)group, &flag, MPI_STATUS_IGNORE) ==
+           MPI_SUCCESS &&
+         flag;
 }
 
 static eng_status split(void **out, int32_t *rank, int32_t *size, void *parent, int color, int key)
@@ -137,7 +147,8 @@ static const char *describe(void)
   int length = 0;
   MPI_Get_library_version(version, &length);
   version[strcspn(version, ",\n")] = 0;
-  snprintf(text, sizeof text, "%.160s, %d ranks, %d of them here", version, transport.size, transport.local_size);
+  snprintf(text, sizeof text, "%.160s, %d ranks, %d of them here", version, transport.size,
+           transport.local_size);
   return text;
 }
 
@@ -149,7 +160,7 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
   MPI_Initialized(&there);
   if (!there) code = MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
   if (code != MPI_SUCCESS) {
-    failed("starting MPI", code);
+    failed("MPI cannot start", code);
     return NULL;
   }
   MPI_Comm here;
@@ -161,7 +172,18 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
   MPI_Comm_split_type(everybody, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here);
   MPI_Comm_size(here, &local);
   MPI_Comm_free(&here);
-  transport = (comm_transport){.abi = COMM_ABI, .rank = rank, .size = size, .local_size = local, .world = &everybody, .start = start,
-    .test = test, .knocked = knocked, .split = split, .free = release, .abort = end_all, .finish = finish, .describe = describe};
+  transport = (comm_transport){.abi = COMM_ABI,
+                               .rank = rank,
+                               .size = size,
+                               .local_size = local,
+                               .world = &everybody,
+                               .start = start,
+                               .test = test,
+                               .knocked = knocked,
+                               .split = split,
+                               .free = release,
+                               .abort = end_all,
+                               .finish = finish,
+                               .describe = describe};
   return &transport;
 }

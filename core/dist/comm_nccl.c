@@ -1,11 +1,14 @@
-// NCCL: messages from card to card, and, where processes have no MPI between them, those of the host by way of the cards. The library is loaded
-// when it is first wanted; its streams are the device's streams (backend.h). Of NCCL it takes messages between two ranks alone: what is made of
-// them has the order of sums that comm.h says, as everywhere.
+// NCCL: messages from card to card and, where the processes have no MPI, host messages by way of
+// the cards. The library is loaded when it is first needed. Only its messages between two ranks are
+// used: sums are computed in the order of comm.h, as everywhere.
 //
-// A communicator of NCCL's has no tags: both sides must ask for the same messages in the same order. So there is one for each kind of work that
-// keeps an order of its own (comm_stream), over all ranks; groups are numbers of ranks in it. Ranks may ask two streams in different orders, which
-// NCCL bears as long as the kernels of all streams fit on a card at once: a stream runs one at a time, of at most 32 blocks (NCCL_MAX_CTAS).
-// Owns the library, the communicators and the memory that host messages pass through. Called by comm_start.c and comm_*.c.
+// NCCL's communicators have no tags: both sides must issue the same messages in the same order. So
+// each kind of work with an order of its own (comm_stream) has a communicator over all ranks and a
+// stream of the device (backend.h); groups are world ranks in it. Two ranks may issue work on two
+// streams in different orders. NCCL allows that as long as the kernels of all streams fit on a card
+// at once: each stream runs one kernel at a time, of at most 32 blocks (NCCL_MAX_CTAS).
+// Owns the library, the communicators and the staging memory of host messages. Called by world.c
+// and the other files of this folder.
 #define _GNU_SOURCE
 #include "comm_nccl.h"
 
@@ -28,8 +31,8 @@ static struct {
   int32_t        rank, size, local_size;
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
-  bool           talk;              // the cards do: as the last meeting found
-  char           how[640];          // and how, for people
+  bool           talk;              // the last meeting enabled card-to-card messages
+  char           how[640];          // the same as text for people
 } nccl;
 
 // ------------------------------------------------------------------ the library
@@ -38,28 +41,35 @@ static eng_status load(void)
 {
   static const char *const names[] = NCCL_NAMES;
   if (nccl.library) return ENG_OK;
-  const char *other = getenv("ENGINE_NCCL_LIBRARY"), *name = other && *other ? other : "libnccl.so.2";   // for specs: one that needs no card
+  // specs name a library that needs no card
+  const char *other = getenv("ENGINE_NCCL_LIBRARY"),
+             *name = other && *other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
-  if (!library) return error_set(ENG_ERR_LIBRARY, "there is no %s (%s)", name, other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
+  if (!library)
+    return error_set(ENG_ERR_LIBRARY, "there is no %s (%s)", name,
+                     other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
   union { void *object; void (*function)(void); } entry;
   void (**slot)(void) = (void (**)(void))&nccl.call;
-  _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot, "a name for every function");
+  _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot,
+                 "a name for every function");
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
     entry.object = dlsym(library, names[i]);
     if (!entry.object) {
       dlclose(library);
-      return error_set(ENG_ERR_LIBRARY, "%s has no %s; hint: NCCL %d.%d or later", name, names[i], NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
+      return error_set(ENG_ERR_LIBRARY, "%s has no %s; hint: NCCL %d.%d or later", name, names[i],
+                       NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
     }
     slot[i] = entry.function;
   }
   int version = 0;
   Dl_info info;
   nccl.call.get_version(&version);
-  snprintf(nccl.text, sizeof nccl.text, "%d.%d.%d, %.512s", version / 10000, version / 100 % 100, version % 100,
-           dladdr(entry.object, &info) && info.dli_fname ? info.dli_fname : name);
+  snprintf(nccl.text, sizeof nccl.text, "%d.%d.%d, %.512s", version / 10000, version / 100 % 100,
+           version % 100, dladdr(entry.object, &info) && info.dli_fname ? info.dli_fname : name);
   if (version < NCCL_OLDEST || version >= 30000) {
     dlclose(library);
-    return error_set(ENG_ERR_LIBRARY, "NCCL %s: expected version %d.%d or a later 2", nccl.text, NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
+    return error_set(ENG_ERR_LIBRARY, "NCCL %s: expected version %d.%d or a later 2.x", nccl.text,
+                     NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
   }
   nccl.library = library;
   return ENG_OK;
@@ -76,8 +86,12 @@ eng_status eng_comm_nccl(const char **text)
 static eng_status failed(nccl_result result, const char *what, nccl_comm comm)
 {
   const char *more = nccl.call.last_error(comm);
-  return error_set(ENG_ERR_LIBRARY, "nccl: %s: %s%s%s%s", what, nccl.call.error_string(result), more && more[0] ? ": " : "", more ? more : "",
-                   result == NCCL_REMOTE_ERROR ? "; another rank is gone" : "; hint: NCCL_DEBUG=WARN says more, ENGINE_NCCL=off with MPI goes through the host");
+  return error_set(
+    ENG_ERR_LIBRARY, "nccl: %s: %s%s%s%s", what, nccl.call.error_string(result),
+    more && more[0] ? ": " : "", more ? more : "",
+    result == NCCL_REMOTE_ERROR
+      ? "; another rank has died"
+      : "; hint: NCCL_DEBUG=WARN says more, ENGINE_NCCL=off with MPI goes through the host");
 }
 
 static eng_status card_of_process(void)
@@ -86,7 +100,7 @@ static eng_status card_of_process(void)
   return nccl.card ? ENG_OK : ENG_ERR_DEVICE;
 }
 
-/// A stream's communicator has come up, or could not.
+/// Opens a stream after its communicator has come up; reports the error where it has not.
 static eng_status open_stream(comm_stream stream, nccl_result result, const char *what)
 {
   if (result != NCCL_SUCCESS) return failed(result, what, NULL);
@@ -95,13 +109,16 @@ static eng_status open_stream(comm_stream stream, nccl_result result, const char
 
 static eng_status open_first(comm_stream stream, nccl_id id)
 {
-  return open_stream(stream, nccl.call.init_rank(&nccl.comm[stream], nccl.size, id, nccl.rank), "the cards' meeting");
+  return open_stream(stream, nccl.call.init_rank(&nccl.comm[stream], nccl.size, id, nccl.rank),
+                     "the cards' meeting");
 }
 
 static eng_status open_another(comm_stream stream, comm_stream first)
 {
   if (nccl.comm[stream]) return ENG_OK;
-  return open_stream(stream, nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[stream], NULL), "another group of all cards");
+  return open_stream(stream,
+                     nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[stream], NULL),
+                     "another group of all cards");
 }
 
 void comm_streams_end(bool well)
@@ -118,17 +135,20 @@ void comm_streams_end(bool well)
 
 void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 
-/// Messages of a group whose ranks have these numbers in the world (NULL: the same).
-static eng_status exchange(comm_stream stream, const int32_t *of_world, const comm_message *messages, int n, const char *what)
+/// Enqueues messages of a group with these world ranks (NULL: the world).
+static eng_status exchange(comm_stream stream, const int32_t *of_world,
+                           const comm_message *messages, int n, const char *what)
 {
-  comm_watch_mark before = comm_watch(what);        // it waits where two ranks meet for the first time
+  comm_watch_mark before = comm_watch(what);  // blocks when two ranks connect for the first time
   nccl_result result = nccl.call.group_start();
   for (int i = 0; i < n && result == NCCL_SUCCESS; i++) {
     const comm_message *m = &messages[i];
     int peer = of_world ? of_world[m->peer] : m->peer;
     if (m->bytes == 0) continue;
-    result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[stream], nccl.stream[stream])
-                     : nccl.call.receive(m->memory, (size_t)m->bytes, NCCL_BYTES, peer, nccl.comm[stream], nccl.stream[stream]);
+    result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer,
+                                      nccl.comm[stream], nccl.stream[stream])
+                     : nccl.call.receive(m->memory, (size_t)m->bytes, NCCL_BYTES, peer,
+                                         nccl.comm[stream], nccl.stream[stream]);
   }
   nccl_result end = nccl.call.group_end();
   comm_watched(before);
@@ -136,12 +156,13 @@ static eng_status exchange(comm_stream stream, const int32_t *of_world, const co
   return result == NCCL_SUCCESS ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
 
-eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm, const comm_message *messages, int n, const char *what)
+eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
+                                const comm_message *messages, int n, const char *what)
 {
   return exchange(stream, comm->of_world, messages, n, what);
 }
 
-/// Whether a stream is done; what NCCL noticed meanwhile is an error. Never waits.
+/// Whether a stream is idle. An error that NCCL noticed meanwhile is returned. Never waits.
 static eng_status stream_done(bool *done, comm_stream stream, const char *what)
 {
   nccl_result noticed = NCCL_SUCCESS;
@@ -150,7 +171,8 @@ static eng_status stream_done(bool *done, comm_stream stream, const char *what)
   nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));        // a rank that has sent everything may end meanwhile
+  // a rank that has sent everything may have ended
+  ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
 
@@ -169,11 +191,11 @@ eng_status comm_stream_wait(comm_stream stream, const char *what)
 
 typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 
-/// What a rank tells the others before they decide.
+/// What each rank reports before they decide.
 typedef struct card_note {
   int32_t wish, wanted, can;
-  char    card[96];               // its name, that no other card has
-  char    why[156];               // it cannot
+  char    card[96];               // its unique name
+  char    why[156];               // the reason why it cannot
 } card_note;
 
 static nccl_wish wish_of_process(void)
@@ -192,7 +214,8 @@ static void write_note(card_note *note, bool wanted)
   else snprintf(note->why, sizeof note->why, "%s", eng_error_message());
 }
 
-/// The same on every rank: whether NCCL can be had, else why not. `any`: something lies on a card at all; `must`: somebody insists.
+/// Decides, with the same result on every rank, whether NCCL can be used; `why` is the reason if
+/// not. `any`: some rank's data is on a card; `must`: some rank requires NCCL.
 static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
 {
   const card_note *first = NULL;
@@ -204,14 +227,15 @@ static bool decide(char *why, size_t size, bool *any, bool *must, const card_not
   for (int r = 0; r < n && !first; r++) {
     const card_note *a = &notes[r];
     first = a;
-    if (a->wish == WISH_UNKNOWN) snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off", r);
+    if (a->wish == WISH_UNKNOWN)
+      snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off", r);
     else if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
-    else if (!a->wanted) snprintf(why, size, "on rank %d it lies in host memory", r);
+    else if (!a->wanted) snprintf(why, size, "the data of rank %d is in host memory", r);
     else if (!a->can) snprintf(why, size, "rank %d: %s", r, a->why);
     else first = NULL;
     for (int q = 0; q < r && !first; q++)
       if (strcmp(notes[q].card, a->card) == 0) {
-        snprintf(why, size, "ranks %d and %d have one card, which NCCL refuses", q, r);
+        snprintf(why, size, "ranks %d and %d share one card, which NCCL refuses", q, r);
         first = a;
       }
   }
@@ -238,7 +262,8 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   char why[320] = "";
   bool any, must;
   *cards = nccl.talk = false;
-  if (!everybody->transport || !everybody->transport->test) return ENG_OK;       // alone, or a rehearsal (comm_predict.c)
+  // alone, or a rehearsal (comm_predict.c)
+  if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
   if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
   write_note(&own, wanted);
@@ -247,10 +272,17 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   free(notes);
   if (status != ENG_OK) return status;
   if (!can && must && wish_of_process() == WISH_UNKNOWN) return error_set(ENG_ERR_VALUE, "%s", why);
-  if (!can && must) return error_set(ENG_ERR_LIBRARY, "NCCL is asked for (ENGINE_NCCL=on) and cannot be had: %s; hint: ENGINE_NCCL=auto", why);
+  if (!can && must)
+    return error_set(
+      ENG_ERR_LIBRARY,
+      "NCCL is required (ENGINE_NCCL=on) but not available: %s; hint: ENGINE_NCCL=auto", why);
   if (!can && nccl.comm[STREAM_HOST] && everybody->size > 1)
-    return error_set(ENG_ERR_LIBRARY, "there is NCCL alone between these processes, and what they have cannot go over it: %s; hint: device=cuda on every "
-                     "rank; or start them with mpirun, or srun --mpi=pmix", why);
+    return error_set(
+      ENG_ERR_LIBRARY,
+      "these processes are connected by NCCL alone, which cannot carry this data: %s; "
+      "hint: device=cuda on every rank; or start them with mpirun, or srun "
+      "--mpi=pmix",
+      why);
   if (!can) {
     snprintf(nccl.how, sizeof nccl.how, any ? "through the host: %s" : "", why);
     return ENG_OK;
@@ -259,7 +291,8 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
   status = open_streams(everybody);
   comm_watched(before);
   if (status != ENG_OK) return status;
-  snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s", (int)strcspn(nccl.text, ","), nccl.text);
+  snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s",
+           (int)strcspn(nccl.text, ","), nccl.text);
   *cards = nccl.talk = true;
   return ENG_OK;
 }
@@ -267,13 +300,16 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
 bool comm_cards(void) { return nccl.talk; }
 const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
-// ------------------------------------------------------------------ host messages by way of the cards
+// ------------------------------------------------------------------ host messages by way of the
+// cards
 
-/// Messages under way, with a place on the card for each. Kept when done, so that a step allocates nothing after the first.
+
+/// Messages in flight with a staging buffer on the card. A finished one is reused, so that a step
+/// allocates nothing after the first.
 typedef struct staged {
   struct staged *next;
   int           n, capacity;
-  comm_message *host, *there;        // [n] in host memory, on the card
+  comm_message *host, *there;        // [n] in host memory; on the card
   char         *memory;              // on the card
   int64_t       bytes;
 } staged;
@@ -296,7 +332,10 @@ static eng_status staged_room(staged *s, int n, int64_t bytes)
     if (s->memory) nccl.card->memory.give(s->memory, s->bytes);
     s->memory = nccl.card->memory.take(bytes);
     s->bytes = s->memory ? bytes : 0;
-    if (!s->memory) return error_set(ENG_ERR_MEMORY, "ranks: out of the card's memory for messages of %lld bytes", (long long)bytes);
+    if (!s->memory)
+      return error_set(ENG_ERR_MEMORY,
+                       "ranks: out of memory on the card for messages of %lld bytes",
+                       (long long)bytes);
   }
   return ENG_OK;
 }
@@ -309,7 +348,8 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   *out = NULL;
   if (!s) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   spare = s->next;
-  for (int i = 0; i < n; i++) bytes += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
+  for (int i = 0; i < n; i++)
+    bytes += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
   eng_status status = staged_room(s, n, bytes);
   char *at = s->memory;
   for (int i = 0; i < n && status == ENG_OK; i++) {
@@ -317,7 +357,8 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
     s->there[i].memory = at;
     at += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
     if (messages[i].send && messages[i].bytes > 0)
-      status = nccl.card->stream_move(nccl.stream[STREAM_HOST], s->there[i].memory, messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
+      status = nccl.card->stream_move(nccl.stream[STREAM_HOST], s->there[i].memory,
+                                      messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
   }
   s->n = n;
   if (status == ENG_OK) status = exchange(STREAM_HOST, group, s->there, n, "a message");
@@ -336,7 +377,8 @@ static eng_status test(bool *done, void *under_way)
   if (!*done) return ENG_OK;
   for (int i = 0; i < s->n; i++)
     if (!s->host[i].send && s->host[i].bytes > 0)
-      ENG_TRY(nccl.card->stream_move(nccl.stream[STREAM_HOST], s->host[i].memory, s->there[i].memory, s->host[i].bytes, COPY_TO_HOST));
+      ENG_TRY(nccl.card->stream_move(nccl.stream[STREAM_HOST], s->host[i].memory,
+                                     s->there[i].memory, s->host[i].bytes, COPY_TO_HOST));
   s->next = spare;
   spare = s;
   return ENG_OK;
@@ -353,12 +395,13 @@ static void finish(void) {}
 static const char *describe(void)
 {
   static char text[128];
-  snprintf(text, sizeof text, "NCCL %.*s without MPI, %d rank%s, %d of them here", (int)strcspn(nccl.text, ","), nccl.text, nccl.size,
-           nccl.size > 1 ? "s" : "", nccl.local_size);
+  snprintf(text, sizeof text, "NCCL %.*s without MPI, %d rank%s, %d of them here",
+           (int)strcspn(nccl.text, ","), nccl.text, nccl.size, nccl.size > 1 ? "s" : "",
+           nccl.local_size);
   return text;
 }
 
-/// Ranks whose machine has this one's name.
+/// Counts the ranks whose machine has this machine's name.
 static eng_status count_local(void)
 {
   enum { NAME = 64 };
@@ -366,7 +409,8 @@ static eng_status count_local(void)
   gethostname(own, sizeof own - 1);
   char *names = calloc((size_t)nccl.size, NAME);
   comm_message *m = calloc(2 * (size_t)nccl.size, sizeof *m);
-  eng_status status = names && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
+  eng_status status =
+    names && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
   int n = 0;
   void *letters;
   bool done = false;
@@ -376,9 +420,11 @@ static eng_status count_local(void)
     m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
   }
   if (status == ENG_OK) status = start(&letters, NULL, m, n, 0);
-  while (status == ENG_OK && !done) status = test(&done, letters);          // comm_load's caller watches
+  // the caller in world.c watches the time
+  while (status == ENG_OK && !done) status = test(&done, letters);
   nccl.local_size = 1;
-  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++) nccl.local_size += peer != nccl.rank && strcmp(names + (size_t)peer * NAME, own) == 0;
+  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++)
+    nccl.local_size += peer != nccl.rank && strcmp(names + (size_t)peer * NAME, own) == 0;
   free(names);
   free(m);
   return status;
@@ -390,7 +436,8 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   nccl_id id = {{0}};
   *out = NULL;
   if (wish_of_process() == WISH_OFF)
-    return error_set(ENG_ERR_LIBRARY, "ENGINE_NCCL=off, and there is nothing else between these processes; hint: mpirun, or srun --mpi=pmix");
+    return error_set(ENG_ERR_LIBRARY, "ENGINE_NCCL=off, but these processes have no other "
+                                      "connection; hint: mpirun, or srun --mpi=pmix");
   ENG_TRY(load());
   ENG_TRY(card_of_process());
   nccl.rank = rank;
@@ -398,12 +445,21 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   bool ours = where && !getenv("NCCL_COMM_ID");
   if (ours) setenv("NCCL_COMM_ID", where, 1);
   nccl_result result = nccl.call.get_unique_id(&id);
-  eng_status status = result == NCCL_SUCCESS ? open_first(STREAM_HOST, id) : failed(result, "the place to meet", NULL);
+  eng_status status = result == NCCL_SUCCESS ? open_first(STREAM_HOST, id)
+                                             : failed(result, "the place to meet", NULL);
   if (ours) unsetenv("NCCL_COMM_ID");
   ENG_TRY(status);
   ENG_TRY(count_local());
-  transport = (comm_transport){.abi = COMM_ABI, .rank = rank, .size = size, .local_size = nccl.local_size, .start = start, .test = test, .ordered = true,
-    .abort = end_all, .finish = finish, .describe = describe};
+  transport = (comm_transport){.abi = COMM_ABI,
+                               .rank = rank,
+                               .size = size,
+                               .local_size = nccl.local_size,
+                               .start = start,
+                               .test = test,
+                               .ordered = true,
+                               .abort = end_all,
+                               .finish = finish,
+                               .describe = describe};
   *out = &transport;
   return ENG_OK;
 }

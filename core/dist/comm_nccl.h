@@ -1,5 +1,7 @@
-// What this engine takes of NCCL, which is loaded at run time (comm_nccl.c): the types and numbers of nccl.h, so that building needs no CUDA.
-// cuda/runtime/nccl_check.c holds them against nccl.h where that is; spec/cuda/fake_nccl.c is a stand-in with these functions.
+// The part of NCCL's interface that this engine uses, with the types and numbers of nccl.h: NCCL is
+// loaded at run time (comm_nccl.c), and building needs no CUDA. cuda/runtime/nccl_check.c compares
+// it with nccl.h where that is installed; spec/cuda/fake_nccl.c implements these functions for
+// specs.
 #ifndef ENG_COMM_NCCL_H
 #define ENG_COMM_NCCL_H
 
@@ -9,8 +11,8 @@ typedef struct ncclComm *nccl_comm;
 typedef struct nccl_id { char bytes[128]; } nccl_id;
 
 enum { NCCL_SUCCESS = 0, NCCL_REMOTE_ERROR = 6, NCCL_IN_PROGRESS = 7 };    // of ncclResult_t
-enum { NCCL_BYTES = 1 };                                                  // of ncclDataType_t: ncclUint8
-enum { NCCL_OLDEST = 21800 };                                             // the version that ncclCommSplit came with
+enum { NCCL_BYTES = 1 };  // of ncclDataType_t: ncclUint8
+enum { NCCL_OLDEST = 21800 };  // the version that introduced ncclCommSplit
 
 typedef unsigned nccl_result;
 typedef struct nccl_calls {
@@ -25,12 +27,17 @@ typedef struct nccl_calls {
   const char *(*last_error)(nccl_comm comm);
   nccl_result (*group_start)(void);
   nccl_result (*group_end)(void);
-  nccl_result (*send)(const void *memory, size_t count, unsigned type, int peer, nccl_comm comm, void *stream);
-  nccl_result (*receive)(void *memory, size_t count, unsigned type, int peer, nccl_comm comm, void *stream);
+  nccl_result (*send)(const void *memory, size_t count, unsigned type, int peer, nccl_comm comm,
+                      void *stream);
+  nccl_result (*receive)(void *memory, size_t count, unsigned type, int peer, nccl_comm comm,
+                         void *stream);
 } nccl_calls;
 
-/// Their names in the library, in this order.
-#define NCCL_NAMES { "ncclGetVersion", "ncclGetUniqueId", "ncclCommInitRank", "ncclCommSplit", "ncclCommDestroy", "ncclCommAbort", \
-  "ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv" }
+/// Their names in the library, in the same order.
+#define NCCL_NAMES                                                                                 \
+  {"ncclGetVersion",   "ncclGetUniqueId", "ncclCommInitRank",      "ncclCommSplit",                \
+   "ncclCommDestroy",  "ncclCommAbort",   "ncclCommGetAsyncError", "ncclGetErrorString",           \
+   "ncclGetLastError", "ncclGroupStart",  "ncclGroupEnd",          "ncclSend",                     \
+   "ncclRecv"}
 
 #endif

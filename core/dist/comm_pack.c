@@ -1,5 +1,6 @@
-// The formats numbers have on their way between ranks: f32, bf16, f16, or e4m3 in blocks with a power of two each. See comm.h.
-// Called by comm_gradients.c and comm_experts.c.
+// Numbers in a comm dtype, the format of messages between ranks: f32, bf16, f16, or e4m3 in blocks
+// with one power of two each. See comm.h. Called by comm_gradients.c, comm_experts.c, comm_reduce.c
+// and the fake card of the specs.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -11,7 +12,10 @@
 
 int comm_dtype_of(int comm_dtype, int own)
 {
-  static const int32_t of[] = {[ENG_COMM_F32] = ENG_f32, [ENG_COMM_BF16] = ENG_bf16, [ENG_COMM_F16] = ENG_f16, [ENG_COMM_FP8] = ENG_e4m3};
+  static const int32_t of[] = {[ENG_COMM_F32] = ENG_f32,
+                               [ENG_COMM_BF16] = ENG_bf16,
+                               [ENG_COMM_F16] = ENG_f16,
+                               [ENG_COMM_FP8] = ENG_e4m3};
   return comm_dtype == ENG_COMM_OWN ? own : of[comm_dtype];
 }
 
@@ -30,16 +34,36 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
     memcpy(to, from, (size_t)(n * eng_dtype_size(to_dtype)));
     return ENG_OK;
   }
-  storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST}, b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
-  tensor x = {.data = (void *)from, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = from_dtype, .store = &a, .live = true, .node = -1};
-  tensor y = {.data = to, .count = n, .ndim = 1, .shape = {n}, .stride = {1}, .dtype = to_dtype, .store = &b, .live = true, .node = -1};
-  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
+  storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST},
+          b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
+  tensor x = {.data = (void *)from,
+              .count = n,
+              .ndim = 1,
+              .shape = {n},
+              .stride = {1},
+              .dtype = from_dtype,
+              .store = &a,
+              .live = true,
+              .node = -1};
+  tensor y = {.data = to,
+              .count = n,
+              .ndim = 1,
+              .shape = {n},
+              .stride = {1},
+              .dtype = to_dtype,
+              .store = &b,
+              .live = true,
+              .node = -1};
+  op_call call = {
+    .op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
   return backend_cpu()->kernel[ENG_OP_cast](&call);
 }
 
-eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from, int dtype, int64_t n, float *room)
+eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
+                     int dtype, int64_t n, float *room)
 {
-  if (comm_dtype != ENG_e4m3) return comm_cast(piece + at * eng_dtype_size(comm_dtype), comm_dtype, from, dtype, n);
+  if (comm_dtype != ENG_e4m3)
+    return comm_cast(piece + at * eng_dtype_size(comm_dtype), comm_dtype, from, dtype, n);
   if (dtype != ENG_f32) {
     ENG_TRY(comm_cast(room, ENG_f32, from, dtype, n));
     from = room;
@@ -48,16 +72,21 @@ eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, con
   return ENG_OK;
 }
 
-eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype, int64_t count, int64_t at, float *room)
+eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype,
+                       int64_t count, int64_t at, float *room)
 {
-  if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, piece + at * eng_dtype_size(comm_dtype), comm_dtype, n);
-  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at, (const float *)(piece + count) + at / WIRE_BLOCK, n);
+  if (comm_dtype != ENG_e4m3)
+    return comm_cast(to, dtype, piece + at * eng_dtype_size(comm_dtype), comm_dtype, n);
+  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at,
+                   (const float *)(piece + count) + at / WIRE_BLOCK, n);
   return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, n);
 }
 
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
-  if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
+  if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES)
+    return error_set(ENG_ERR_VALUE,
+                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)", comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);

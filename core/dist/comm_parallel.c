@@ -17,11 +17,14 @@ static eng_status make_pools(eng_parallel *p, int64_t limit)
 {
   int64_t messages, room;
   buckets_bounds(&messages, &room, p, limit);
-  p->messages_pool = (pool){.space = p->cards ? p->set->space : SPACE_HOST, .arena = ARENA_MESSAGE, .block_bytes = messages, .most_blocks = 1};
+  p->messages_pool = (pool){.space = p->cards ? p->set->space : SPACE_HOST,
+                            .arena = ARENA_MESSAGE,
+                            .block_bytes = messages,
+                            .most_blocks = 1};
   p->rooms = (pool){.space = p->set->space, .arena = ARENA_GRADIENT, .block_bytes = room};
   if (messages == 0) return ENG_OK;
   void *piece;
-  ENG_TRY(pool_take(&piece, &p->messages_pool, 1));     // the block is there from now on, or this fails
+  ENG_TRY(pool_take(&piece, &p->messages_pool, 1));     // allocates the block now, or fails
   pool_give(&p->messages_pool, piece, 1);
   return ENG_OK;
 }
@@ -53,7 +56,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
   p->terms = calloc((size_t)size, sizeof *p->terms);
   p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
-  if (p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST)) return ENG_OK;
+  if (p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST))
+    return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
 }
 
@@ -64,12 +68,12 @@ void eng_parallel_free(eng_parallel *p)
   buckets_free(p);
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
-  if (p->under_way == 0) {      // else messages still come and go there
+  if (p->under_way == 0) {      // else messages in flight still use it
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
   }
   pool_free(&p->rooms);
-  if (!p->zero) {      // with ZeRO the set stays shared out: its moments are
+  if (!p->zero) {      // with ZeRO the set stays divided, because its moments are
     free(p->set->own);
     p->set->own = NULL;
   }
@@ -87,16 +91,18 @@ void eng_parallel_free(eng_parallel *p)
   free(p);
 }
 
-/// ZeRO-2: of the gradients only the own pieces stay.
+/// ZeRO-2: keeps only the own pieces of the gradients.
 static eng_status divide(eng_parallel *p)
 {
   eng_params *set = p->set;
   p->place = calloc((size_t)set->n + 1, sizeof *p->place);
   p->had = calloc((size_t)set->n + 1, sizeof *p->had);
-  if (!p->place || !p->had) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!p->place || !p->had)
+    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
-    ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim, value->shape));
+    ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim,
+                        value->shape));
   }
   flat_buffer *own;
   ENG_TRY(flat_new_own(&own, ARENA_GRADIENT, set, set->gradient_dtype));
@@ -104,7 +110,7 @@ static eng_status divide(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Which parameters stand apart, and who holds them.
+/// Finds which parameters are held apart, and by which ranks.
 static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *options)
 {
   if (!options->apart || !options->holders) return ENG_OK;
@@ -115,11 +121,13 @@ static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *opti
   return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
 }
 
-eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm, const eng_parallel_options *options)
+eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
+                            const eng_parallel_options *options)
 {
   *out = NULL;
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (set->own) return error_set(ENG_ERR_STATE, "these parameters are shared out among ranks already");
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  if (set->own)
+    return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
   ENG_TRY(buckets_check(options));
   if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
   eng_parallel *p = calloc(1, sizeof *p);
@@ -131,7 +139,9 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   set->own = calloc(2 * n, sizeof *set->own);
   p->apart = calloc(n, sizeof *p->apart);
   p->complete = calloc(n, sizeof *p->complete);
-  eng_status status = set->own && p->apart && p->complete ? meet_holders(p, options) : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  eng_status status = set->own && p->apart && p->complete
+                        ? meet_holders(p, options)
+                        : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   if (status == ENG_OK) status = comm_cards_meet(&p->cards, comm, set->space == SPACE_CUDA);
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);

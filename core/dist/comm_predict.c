@@ -1,5 +1,6 @@
-// What a reduction of gradients would take on so many ranks, without them: the buckets of comm_buckets.c are made for a group that is not
-// there, and counted. See engine.h (eng_parallel_predict). Called by Lua (engine plan).
+// Predicts what a reduction of gradients would send and keep over a given number of ranks, without
+// these ranks: lays the buckets out for an imaginary group and counts. engine.h
+// (eng_parallel_predict) has the contract. Called by Lua (engine plan).
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -7,8 +8,9 @@
 
 #include <stdlib.h>
 
-/// Counts what bucket b sends, keeps and takes part in.
-static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p, bucket *b, int zero)
+/// Counts what bucket b sends and keeps on this rank.
+static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p,
+                               bucket *b, int zero)
 {
   ENG_TRY(bucket_cut(b, (int)(b - p->buckets)));
   int own = b->comm->rank, ranks = b->comm->size;
@@ -23,7 +25,8 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
   for (int k = 0; k < b->n; k++) {
     int64_t from, at, n = bucket_overlap(p, b, k, own, &from, &at);
     out->own += n;
-    out->gradients += params_part_bytes(zero == 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
+    out->gradients +=
+      params_part_bytes(zero == 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
     if (zero == 0 || n == 0) continue;
     out->weight_messages += others;
     out->weight_bytes += n * (int64_t)sizeof(float) * others;
@@ -34,22 +37,26 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
   return ENG_OK;
 }
 
-/// The parameter of the set that input k of an operation is, or reads as its low-precision copy; NULL: none.
+/// The parameter of the set that is input k of an operation, directly or as its low-precision copy;
+/// NULL: none.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;
   return member && member->set == p->set ? member : NULL;
 }
 
-/// Walks the tape as backward will: a gradient takes its room when it is first written, and leaves it when its bucket is complete and those
-/// before it have gone. Gives the bytes of the blocks that the rooms were in.
+/// Walks the tape as backward does: a gradient takes its room when it is first written, and
+/// releases it when its bucket is complete and the buckets before it have been sent. Counts the
+/// bytes of the blocks that hold the rooms.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();
   pool rooms = {.block_bytes = block_bytes, .imagined = true};
-  int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);      // operation that reads a member, the lowest
+  // the first operation on the tape that reads a member
+  int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);
   void **room = calloc((size_t)p->set->n + 1, sizeof *room);
-  eng_status status = first && room ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  eng_status status =
+    first && room ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
   for (int i = 0; status == ENG_OK && i < p->set->n; i++) first[i] = -1;
   for (int node = length - 1; status == ENG_OK && node >= 0; node--)
     for (int k = 0; k < tape_call(node)->n_in; k++) {
@@ -70,12 +77,13 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
     for (int k = 0; call && k < call->n_in; k++) {
       parameter *member = read_here(p, call, k);
       if (!member || first[member->index] != node) continue;
-      first[member->index] = -1;                                          // an operation may read it twice
+      first[member->index] = -1;  // an operation may read it twice
       p->buckets[p->bucket_of[member->index]].left--;
     }
     for (; next < p->n_buckets && p->buckets[p->order[next]].left == 0; next++) {
       const bucket *b = &p->buckets[p->order[next]];
-      for (int k = 0; k < b->n; k++) pool_give(&rooms, room[b->member[k]], member_room(p->set, b->member[k]));
+      for (int k = 0; k < b->n; k++)
+        pool_give(&rooms, room[b->member[k]], member_room(p->set, b->member[k]));
     }
   }
   *bytes = 0;
@@ -86,7 +94,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   return status;
 }
 
-/// The rank that sums most.
+/// Finds the rank that sums most.
 static eng_status busiest(int *rank, eng_parallel *p)
 {
   int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
@@ -106,25 +114,31 @@ static eng_status busiest(int *rank, eng_parallel *p)
   return status;
 }
 
-eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size, const eng_parallel_options *options)
+eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
+                                const eng_parallel_options *options)
 {
   *out = (eng_parallel_sizes){0};
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (size < 1 || rank < -1 || rank >= size) return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  if (size < 1 || rank < -1 || rank >= size)
+    return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
-  if (options->apart) return error_set(ENG_ERR_VALUE, "a prediction is for parameters that all ranks hold");
+  if (options->apart)
+    return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   eng_parallel p = {.set = set, .comm = &group};
   p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
-  eng_status status = p.apart ? buckets_fill(&p, options) : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  eng_status status = p.apart ? buckets_fill(&p, options)
+                              : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
   if (status == ENG_OK && rank < 0) status = busiest(&group.rank, &p);
   int64_t longest = 0, largest = 0, block = 0, room = 0;
-  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++) status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
+  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
+    status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
   if (status == ENG_OK && size > 1) {
     for (int i = 0; i < set->n; i++)
       if (set->member[i].value->count > largest) largest = set->member[i].value->count;
     buckets_bounds(&block, &room, &p, options->bucket);
-    out->under_way = block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
+    out->under_way =
+      block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
     if (options->zero == 2) status = count_rooms(&out->rooms, &p, room);
   }
   out->buckets = p.n_buckets;
@@ -135,22 +149,27 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 
 // ------------------------------------------------------------------ a rehearsal
 
-static eng_status start_nothing(void **exchange, void *group, const comm_message *messages, int n, int tag)
+static eng_status start_nothing(void **exchange, void *group, const comm_message *messages, int n,
+                                int tag)
 {
   (void)group, (void)messages, (void)n, (void)tag;
-  *exchange = NULL;        // it has arrived
+  *exchange = NULL;        // it has already arrived
   return ENG_OK;
 }
 
-eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size, const eng_parallel_options *options)
+eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
+                                 const eng_parallel_options *options)
 {
   static const comm_transport nowhere = {.start = start_nothing};
   *seconds = 0;
-  if (size < 2) return error_set(ENG_ERR_VALUE, "a reduction is rehearsed for 2 ranks or more, got %d", size);
-  if (options->apart) return error_set(ENG_ERR_VALUE, "a prediction is for parameters that all ranks hold");
+  if (size < 2)
+    return error_set(ENG_ERR_VALUE, "a rehearsal of a reduction: expected 2 ranks or more, got %d",
+                     size);
+  if (options->apart)
+    return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");
   eng_comm group = {.transport = &nowhere, .size = size};
   eng_parallel_options simple = *options;
-  simple.zero = options->zero > 0;      // the same work, and gradients stay whole
+  simple.zero = options->zero > 0;      // ZeRO-2 does the same work; gradients stay whole here
   eng_parallel *p;
   ENG_TRY(eng_parallel_new(&p, set, &group, &simple));
   eng_status status = ENG_OK;

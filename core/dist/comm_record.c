@@ -1,9 +1,10 @@
-// The step's record over all ranks, weights gathered: what belongs to a reduction of gradients
-// (comm_gradients.c) beside the gradients themselves.
+// The step's record over all ranks, and the gathering of updated weights.
 //
-// The record: each rank has the statistics of its own pieces. One message of numbers makes the same of it everywhere: sums of the
-// counts and squares of every tensor, of the histogram where one is wanted, and of what the caller adds; maxima of amax and of what the
-// caller adds. It is sent at every step, whatever happened.
+// Each rank has the statistics of its own pieces. One message reduces them to the same record on
+// every rank: sums of each tensor's counts and squares, of the histogram where it is needed, and of
+// the caller's numbers; maxima of amax and of the caller's numbers. It is sent at every step, also
+// after an overflow.
+// Called by Lua.
 #include "comm_gradients.h"
 
 #include "device/backend.h"
@@ -15,7 +16,8 @@
 
 enum { SUMS_OF_TENSOR = 6 };
 
-eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *p, double scale, unsigned needs, double *sums, int n_sums,
+eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *p,
+                              double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima)
 {
   eng_params *set = p->set;
@@ -25,7 +27,9 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
     free(p->numbers);
     p->numbers = malloc((size_t)most * sizeof *p->numbers);
     p->n_numbers = p->numbers ? most : 0;
-    if (!p->numbers) return error_set(ENG_ERR_MEMORY, "out of memory for the record of %lld parameters", (long long)n);
+    if (!p->numbers)
+      return error_set(ENG_ERR_MEMORY, "out of memory for the record of %lld parameters",
+                       (long long)n);
   }
   ENG_TRY(params_own_stats(stats, set, needs));
   double *at = p->numbers, total[ENG_HIST_BINS] = {0};
@@ -46,11 +50,12 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   for (int i = 0; i < n; i++) *at++ = stats[i].amax;
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
-  // Whether there are gradients of what stands apart, only its holders know.
+  // Only the holders of parameters held apart know whether these have gradients.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;
   double began = eng_clock();
-  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums, "the record of a step"));
+  ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums,
+                           "the record of a step"));
   p->facts.record = eng_clock() - began;
   at = p->numbers + all_sums + n + n_maxima;
   for (int i = 0; i < n; i++)
@@ -77,22 +82,25 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
 eng_status eng_parallel_tell_brought(eng_parallel *p)
 {
   if (!p->holders) return ENG_OK;
-  return eng_comm_all_gather(p->comm, p->brought, p->brought + (int64_t)p->comm->rank * p->set->n, p->set->n);
+  return eng_comm_all_gather(p->comm, p->brought, p->brought + (int64_t)p->comm->rank * p->set->n,
+                             p->set->n);
 }
 
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 {
-  for (int i = 0; i < p->set->n; i++) ENG_TRY(eng_comm_all_reduce(p->comm, stats[i].hist, ENG_HIST_BINS, ENG_i64, ENG_SUM));
+  for (int i = 0; i < p->set->n; i++)
+    ENG_TRY(eng_comm_all_reduce(p->comm, stats[i].hist, ENG_HIST_BINS, ENG_i64, ENG_SUM));
   return ENG_OK;
 }
 
 // ------------------------------------------------------------------ pieces of weights and moments
 
-/// For every rank r and member, elements [from, to) that r owns: the same cut as `own`, of any rank.
+/// The elements [from, to) of a member that rank `rank` owns: the cut behind `own`, for any rank.
 static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
 {
   const bucket *b = &p->buckets[p->bucket_of[index]];
-  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0, count = p->set->member[index].value->count;
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0,
+          count = p->set->member[index].value->count;
   for (int k = 0; k < b->n; k++)
     if (b->member[k] == index) first = b->at[k];
   int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
@@ -100,8 +108,9 @@ static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
   *to = low < high ? high - first : 0;
 }
 
-/// Everybody's pieces of member `index` to everybody who holds it. `host`: all its elements as f32 in host memory; or, where cards talk, in theirs,
-/// and the messages are asked for alone.
+/// Sends this rank's piece of member `index` to every rank that holds it, and receives theirs.
+/// `host`: all its elements as f32 in host memory. Between cards it is device memory, and the
+/// messages are only enqueued.
 static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
 {
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
@@ -112,13 +121,16 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
     if (peer == own) continue;
     owned(&a, &b, p, index, peer);
     if (to > from) {
-      p->messages[n++] = (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+      p->messages[n++] =
+        (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
       p->facts.weight_messages++;
       p->facts.weight_bytes += (to - from) * (int64_t)sizeof *host;
     }
-    if (b > a) p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
+    if (b > a)
+      p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
   }
-  return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what) : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
+  return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what)
+                  : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
 }
 
 static eng_status gather_between_cards(eng_parallel *p)
@@ -145,13 +157,15 @@ eng_status eng_parallel_gather(eng_parallel *p)
   }
   for (int i = 0; i < set->n; i++) {
     parameter *member = &set->member[i];
-    if (!member->has_gradient) continue;          // nobody updated it
+    if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
     int64_t bytes = member->value->count * (int64_t)sizeof(float);
     float *host = set->space == SPACE_HOST ? member->value->data : p->values;
-    if (set->space != SPACE_HOST) ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
+    if (set->space != SPACE_HOST)
+      ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
     ENG_TRY(round_pieces(p, i, host, "the updated weights"));
-    if (set->space != SPACE_HOST) ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
+    if (set->space != SPACE_HOST)
+      ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
   }
   p->facts.weights = eng_clock() - began;
   return eng_params_refresh(set);

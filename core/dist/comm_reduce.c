@@ -1,5 +1,7 @@
-// A gradient's way between ranks in one process: what several ranks' numbers become, by the same functions and kernels, in host memory or on a
-// card. It is what specs hold the card's kernels to the host's by. See engine.h (eng_comm_dtype_reduce).
+// The reduction of gradients within one process: packs, sums and unpacks the numbers of several
+// imaginary ranks with the functions and kernels of a real reduction, in host memory or on a card.
+// Specs compare the card's kernels with the host's through it. See engine.h
+// (eng_comm_dtype_reduce).
 #include "comm.h"
 
 #include "device/backend.h"
@@ -13,7 +15,7 @@
 typedef struct reduction {
   const tensor *out, *x;
   int      ranks, comm_dtype;
-  int64_t  n, count, bytes;          // numbers; with what pads them; of a packed piece
+  int64_t  n, count, bytes;          // numbers; with padding; bytes of a packed piece
   bool     add;
   int     *brought;
 } reduction;
@@ -22,20 +24,30 @@ static eng_status on_host(reduction *r)
 {
   int dtype = r->x->dtype, size = eng_dtype_size(dtype);
   char *piece = malloc((size_t)r->bytes + 1), *padded = calloc((size_t)r->count, (size_t)size);
-  float *values = malloc((size_t)(r->count * (r->ranks + 2)) * sizeof *values), *room = values + r->count * r->ranks, *before = room + r->count;
+  float *values = malloc((size_t)(r->count * (r->ranks + 2)) * sizeof *values),
+        *room = values + r->count * r->ranks, *before = room + r->count;
   const float **terms = calloc((size_t)r->ranks, sizeof *terms);
-  eng_status status = piece && padded && values && terms ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
+  eng_status status =
+    piece && padded && values && terms
+      ? ENG_OK
+      : error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
   for (int k = 0; status == ENG_OK && k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
     r->brought[k] = wire_flags(padded, dtype, r->n);
     status = comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room);
-    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->brought[k] & WIRE_INF) && wire_flags(piece, ENG_f16, r->n) & WIRE_INF) r->brought[k] |= WIRE_OVERFLOW;
+    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->brought[k] & WIRE_INF) &&
+        wire_flags(piece, ENG_f16, r->n) & WIRE_INF)
+      r->brought[k] |= WIRE_OVERFLOW;
     terms[k] = values + r->count * k;
-    if (status == ENG_OK) status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count, 0, NULL);
+    if (status == ENG_OK)
+      status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count,
+                           0, NULL);
   }
   if (status == ENG_OK) wire_sum(values, terms, r->ranks, r->count, (float)r->ranks);
-  if (status == ENG_OK) status = comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL);
-  if (status == ENG_OK) status = comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room);
+  if (status == ENG_OK)
+    status = comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL);
+  if (status == ENG_OK)
+    status = comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room);
   if (status == ENG_OK && r->add) {
     status = comm_cast(before, ENG_f32, r->out->data, dtype, r->n);
     if (status == ENG_OK) status = comm_cast(room, ENG_f32, padded, dtype, r->n);
@@ -53,51 +65,84 @@ static eng_status on_host(reduction *r)
 static eng_status on_card(reduction *r)
 {
   const backend *card = backend_of_space(r->x->store->space);
-  int64_t size = eng_dtype_size(r->x->dtype), packed = (r->bytes + 255) / 256 * 256, ranks = r->ranks;
-  int64_t terms_bytes = (ranks + 1) / 2 * 16, runs_bytes = (ranks + 1) * (int64_t)sizeof(wire_run), flags_bytes = ranks * (int64_t)sizeof(uint32_t);
+  int64_t size = eng_dtype_size(r->x->dtype), packed = (r->bytes + 255) / 256 * 256,
+          ranks = r->ranks;
+  int64_t terms_bytes = (ranks + 1) / 2 * 16, runs_bytes = (ranks + 1) * (int64_t)sizeof(wire_run),
+          flags_bytes = ranks * (int64_t)sizeof(uint32_t);
   int64_t bytes = (ranks + 1) * packed + terms_bytes + runs_bytes + flags_bytes;
-  if (!card->wire_pack) return error_set(ENG_ERR_DEVICE, "%s has no kernels for messages between ranks", card->name);
-  char *there = arena_alloc_in(r->x->store->space, ARENA_SCRATCH, bytes), *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
+  if (!card->wire_pack)
+    return error_set(ENG_ERR_DEVICE, "%s has no kernels for messages between ranks", card->name);
+  char *there = arena_alloc_in(r->x->store->space, ARENA_SCRATCH, bytes),
+       *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
   char *told = malloc((size_t)(terms_bytes + runs_bytes));
   uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
-  eng_status status = !there ? ENG_ERR_MEMORY : told && flags ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
+  eng_status status = !there ? ENG_ERR_MEMORY
+                      : told && flags
+                        ? ENG_OK
+                        : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
   if (status == ENG_OK) {
     const void **terms = (const void **)told;
     wire_run *runs = (wire_run *)(told + terms_bytes);
     for (int k = 0; k <= r->ranks; k++) {
       char *piece = there + packed * k;
       if (k < r->ranks) terms[k] = piece;
-      runs[k] = (wire_run){.packed = piece, .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL, .n = r->n, .slot = k,
-        .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
-        .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL : r->add ? WIRE_RUN_ADD : 0};
+      runs[k] =
+        (wire_run){.packed = piece,
+                   .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL,
+                   .n = r->n,
+                   .slot = k,
+                   .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
+                   .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL
+                          : r->add     ? WIRE_RUN_ADD
+                                       : 0};
     }
     status = card->move(table, told, terms_bytes + runs_bytes, COPY_TO_DEVICE);
   }
   const wire_run *runs = (const wire_run *)(table + terms_bytes);
   void *flags_there = table + terms_bytes + runs_bytes;
   if (status == ENG_OK) status = card->clear(flags_there, flags_bytes);
-  if (status == ENG_OK) status = card->wire_pack(NULL, runs, r->ranks, r->n, r->comm_dtype, r->x->dtype, flags_there);
-  if (status == ENG_OK) status = card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count, r->comm_dtype, (float)r->ranks);
-  if (status == ENG_OK) status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype);
+  if (status == ENG_OK)
+    status = card->wire_pack(NULL, runs, r->ranks, r->n, r->comm_dtype, r->x->dtype, flags_there);
+  if (status == ENG_OK)
+    status = card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count,
+                            r->comm_dtype, (float)r->ranks);
+  if (status == ENG_OK)
+    status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype);
   if (status == ENG_OK) status = card->move(flags, flags_there, flags_bytes, COPY_TO_HOST);
-  for (int k = 0; status == ENG_OK && k < r->ranks; k++) r->brought[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
+  for (int k = 0; status == ENG_OK && k < r->ranks; k++)
+    r->brought[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
   if (there) arena_free_in(r->x->store->space, ARENA_SCRATCH, there, bytes);
   free(told);
   free(flags);
   return status;
 }
 
-eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *handle, int comm_dtype, bool add)
+eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *handle,
+                                 int comm_dtype, bool add)
 {
   tensor *to, *x;
   ENG_TRY(tensor_get(&to, out));
   ENG_TRY(tensor_get(&x, handle));
-  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES) return error_set(ENG_ERR_VALUE, "there is no wire format number %d", comm_dtype);
-  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype)) return error_set(ENG_ERR_DTYPE, "numbers between ranks: expected f32, f16 or bf16, got %s", tensor_text(x));
-  if (x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 || to->count != x->shape[1] || to->dtype != x->dtype ||
-      to->store->space != x->store->space || !tensor_contiguous(x) || !tensor_contiguous(to))
-    return error_set(ENG_ERR_SHAPE, "numbers between ranks: expected [ranks x n] and [n] of one kind, got %s and %s", tensor_text(x), tensor_text(to));
-  reduction r = {.out = to, .x = x, .ranks = (int)x->shape[0], .comm_dtype = comm_dtype_of(comm_dtype, x->dtype), .n = x->shape[1], .add = add, .brought = brought};
+  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
+    return error_set(ENG_ERR_VALUE,
+                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)", comm_dtype);
+  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype))
+    return error_set(ENG_ERR_DTYPE, "numbers between ranks: expected f32, f16 or bf16, got %s",
+                     tensor_text(x));
+  if (x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 ||
+      to->count != x->shape[1] || to->dtype != x->dtype || to->store->space != x->store->space ||
+      !tensor_contiguous(x) || !tensor_contiguous(to))
+    return error_set(
+      ENG_ERR_SHAPE,
+      "numbers between ranks: expected [ranks x n] and [n] of one dtype and device, got %s and %s",
+      tensor_text(x), tensor_text(to));
+  reduction r = {.out = to,
+                 .x = x,
+                 .ranks = (int)x->shape[0],
+                 .comm_dtype = comm_dtype_of(comm_dtype, x->dtype),
+                 .n = x->shape[1],
+                 .add = add,
+                 .brought = brought};
   r.count = comm_padded(r.n);
   r.bytes = comm_packed_bytes(r.comm_dtype, r.count);
   to->store->writes++;

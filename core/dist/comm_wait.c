@@ -126,11 +126,13 @@ static void report_missing(const char *notes, const char *what)
       if (at < sizeof names - 16)
         at += (size_t)snprintf(names + at, sizeof names - at, "%s%d", at ? ", " : "", r);
     } else if (to < sizeof waits - NOTE)
-      to += (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
+      to +=
+        (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
   }
   fflush(stdout);
   if (missing > 0)
-    fprintf(stderr, "engine: rank%s %s did not come to %s within %g s: died or hung. The job ends.\n",
+    fprintf(stderr,
+            "engine: rank%s %s did not come to %s within %g s: died or hung. The job ends.\n",
             missing > 1 ? "s" : "", names, what, patience);
   else
     fprintf(stderr, "engine: the ranks have waited %g s for each other at different places (%s). "
@@ -153,9 +155,10 @@ static void lost(const char *what)
     else sleep(2);
   } else {
     fflush(stdout);
-    fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
-            "one that printed no message). The job ends.\n", comm_world.rank, comm_world.size,
-            patience, what);
+    fprintf(stderr,
+            "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
+            "one that printed no message). The job ends.\n",
+            comm_world.rank, comm_world.size, patience, what);
     fflush(stderr);
   }
   t->abort(LOST_CODE);

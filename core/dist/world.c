@@ -22,10 +22,10 @@
 
 typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
 
-/// The variables in which each launcher gives a process's number and the number of processes; `also`
-/// must be set, too. SLURM's are those of a job step: a batch script has none. Many programs set
-/// torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID shows that it is torchrun,
-/// which srun itself may have started.
+/// The variables in which each launcher gives a process's number and the number of processes;
+/// `also` must be set, too. SLURM's are those of a job step: a batch script has none. Many programs
+/// set torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID shows that it is
+/// torchrun, which srun itself may have started.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
   {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},
@@ -46,7 +46,8 @@ typedef struct launch {
 
 static bool is_set(const char *name, bool nccl)
 {
-  // With NCCL_COMM_ID the address is not needed; with ENGINE_RANKS=nccl load_nccl reports it missing.
+  // With NCCL_COMM_ID the address is not needed; with ENGINE_RANKS=nccl load_nccl reports it
+  // missing.
   if (strcmp(name, MEETING_ADDRESS) == 0 && (nccl || getenv("NCCL_COMM_ID"))) return true;
   return getenv(name) != NULL;
 }
@@ -70,8 +71,10 @@ static void find_launcher(launch *found, bool nccl)
     int rank, size;
     if (!r || !n || (launchers[i].also && !is_set(launchers[i].also, nccl))) continue;
     if (!read_number(&size, n, 1, MOST) || !read_number(&rank, r, 0, size - 1)) {
-      snprintf(found->wrong, sizeof found->wrong, "%s=%.60s %s=%.60s: expected the number of "
-               "processes, and a rank from 0 to one less", launchers[i].size, n, launchers[i].rank, r);
+      snprintf(found->wrong, sizeof found->wrong,
+               "%s=%.60s %s=%.60s: expected the number of "
+               "processes, and a rank from 0 to one less",
+               launchers[i].size, n, launchers[i].rank, r);
     } else if (!found->name || size > 1) {
       found->rank = rank;
       found->size = size;
@@ -96,7 +99,8 @@ static launch launched(void)
   bool mpi = asked && strcmp(asked, "mpi") == 0, nccl = asked && strcmp(asked, "nccl") == 0;
   find_launcher(&found, nccl);
   if (asked && *asked && !mpi && !nccl)
-    snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl", asked);
+    snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl",
+             asked);
   else if (found.name) found.wrong[0] = 0;
   if (found.wrong[0]) {         // training alone would be a different job
     found.kind = START_WRONG;
@@ -129,8 +133,10 @@ static eng_status meeting_place(const char **out)
   *out = NULL;
   if (getenv("NCCL_COMM_ID") || !address || !*address) return ENG_OK;
   if (port && !read_number(&number, port, 1, 65534))
-    return error_set(ENG_ERR_VALUE, "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'", port);
-  snprintf(place, sizeof place, strchr(address, ':') ? "[%.255s]:%d" : "%.255s:%d", address, number + 1);
+    return error_set(ENG_ERR_VALUE, "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'",
+                     port);
+  snprintf(place, sizeof place, strchr(address, ':') ? "[%.255s]:%d" : "%.255s:%d", address,
+           number + 1);
   *out = place;
   return ENG_OK;
 }
@@ -140,18 +146,22 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   const char *where = NULL;
   if (l->size > 1) ENG_TRY(meeting_place(&where));
   if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
-    return error_set(ENG_ERR_LIBRARY, "%s started %d processes over NCCL without an address to meet "
-                     "at; hint: MASTER_ADDR=the machine of rank 0", l->name, l->size);
+    return error_set(ENG_ERR_LIBRARY,
+                     "%s started %d processes over NCCL without an address to meet "
+                     "at; hint: MASTER_ADDR=the machine of rank 0",
+                     l->name, l->size);
   eng_status status = comm_nccl_world(out, l->rank, l->size, where);
   if (status == ENG_OK) return ENG_OK;
   char reason[1024];
   snprintf(reason, sizeof reason, "%s", eng_error_message());
   char *hint = strstr(reason, "; hint:");
   if (hint) *hint = 0;
-  return error_set(status, "%s started %d process%s without MPI, which meet over NCCL and need a card "
-                   "each: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
-                   "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
-                   l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
+  return error_set(
+    status,
+    "%s started %d process%s without MPI, which meet over NCCL and need a card "
+    "each: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
+    "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
+    l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
 }
 
 // ------------------------------------------------------------------ MPI
@@ -172,24 +182,31 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
   char *slash = strrchr(path, '/');
   strcpy(slash ? slash + 1 : path, "libengine_mpi.so");
   if (access(path, R_OK) != 0)
-    return error_set(ENG_ERR_LIBRARY, "%s started %d processes, but this build has no MPI: there is no "
+    return error_set(ENG_ERR_LIBRARY,
+                     "%s started %d processes, but this build has no MPI: there is no "
                      "%s; hint: apt-get install libopenmpi-dev openmpi-bin, then make",
                      l->name, l->size, path);
   void *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);     // Open MPI's plug-ins use its symbols
   if (!library)
-    return error_set(ENG_ERR_LIBRARY, "ranks: cannot load %s: %s; hint: run make with the MPI of this "
-                     "machine", path, dlerror());
+    return error_set(ENG_ERR_LIBRARY,
+                     "ranks: cannot load %s: %s; hint: run make with the MPI of this "
+                     "machine",
+                     path, dlerror());
   union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
   if (!entry.object)
-    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: make", path);
-  error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: make", path);
+    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: make",
+                     path);
+  error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: make",
+            path);
   const comm_transport *transport = entry.function(&host);
   if (!transport) return ENG_ERR_LIBRARY;
   if (transport->size != l->size && l->size > 1)
-    return error_set(ENG_ERR_LIBRARY, "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
-                     "or the mpirun of this MPI; with a card for each process, MASTER_ADDR=the machine "
-                     "of rank 0 lets them meet over NCCL",
-                     l->name, l->size, transport->describe(), transport->size);
+    return error_set(
+      ENG_ERR_LIBRARY,
+      "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
+      "or the mpirun of this MPI; with a card for each process, MASTER_ADDR=the machine "
+      "of rank 0 lets them meet over NCCL",
+      l->name, l->size, transport->describe(), transport->size);
   *out = transport;
   return ENG_OK;
 }
@@ -203,8 +220,8 @@ static void at_exit(int code, void *nothing)
   eng_comm_end(code);
 }
 
-// Libraries below a transport set signal handlers when they start: UCX, which Open MPI 5 uses, takes
-// SIGHUP and SIGBUS. The process keeps the handlers that it had before.
+// Libraries below a transport set signal handlers when they start: UCX, which Open MPI 5 uses,
+// takes SIGHUP and SIGBUS. The process keeps the handlers that it had before.
 static const int kept_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGALRM, SIGBUS};
 enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
 
@@ -213,8 +230,8 @@ static eng_status load(const comm_transport **out, const launch *l)
 {
   *out = NULL;
   if (l->kind == START_WRONG)
-    return error_set(ENG_ERR_VALUE, "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone",
-                     l->wrong);
+    return error_set(ENG_ERR_VALUE,
+                     "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone", l->wrong);
   struct sigaction handlers[KEPT_SIGNALS];
   for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], NULL, &handlers[i]);
   comm_watch_mark before = comm_watch("the start of the job");
@@ -232,7 +249,8 @@ static eng_status read_timeout(void)
   char *end;
   double seconds = strtod(text, &end);
   if (!(seconds > 0 && seconds < 1e9) || *end)
-    return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'", text);
+    return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'",
+                     text);
   eng_comm_timeout(seconds);
   return ENG_OK;
 }
@@ -276,7 +294,8 @@ const char *eng_comm_text(void)
   static char text[1024];
   const char *cards = comm_cards_text(), *world = "one rank";
   if (comm_world.transport) world = comm_world.transport->describe();
-  snprintf(text, sizeof text, "%s%s%s", world, cards ? "; data on cards goes " : "", cards ? cards : "");
+  snprintf(text, sizeof text, "%s%s%s", world, cards ? "; data on cards goes " : "",
+           cards ? cards : "");
   return text;
 }
 

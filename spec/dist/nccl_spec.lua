@@ -116,7 +116,7 @@ describe("NCCL", function()
       end
       for environment, expected in pairs {
         [""] = "from card to card over NCCL 2.28.9", ["ENGINE_NCCL=off"] = "through the host: ENGINE_NCCL=off",
-        ["FAKE_CARD=same"] = "through the host: ranks 0 and 1 have one card, which NCCL refuses",
+        ["FAKE_CARD=same"] = "through the host: ranks 0 and 1 share one card, which NCCL refuses",
         ["ENGINE_NCCL_LIBRARY=/none.so"] = "through the host: rank 0: there is no /none.so",
         ["FAKE_NCCL_VERSION=21703"] = "through the host: rank 0: NCCL 2.17.3, ",
       } do
@@ -126,7 +126,7 @@ describe("NCCL", function()
         if environment:find("=same") then
           said, code = text("ENGINE_NCCL=on " .. environment)
           assert.are_not.equal(0, code)
-          assert.matches("NCCL is asked for (ENGINE_NCCL=on) and cannot be had: " .. expected:gsub("through the host: ", ""), said, 1, true)
+          assert.matches("NCCL is required (ENGINE_NCCL=on) but not available: " .. expected:gsub("through the host: ", ""), said, 1, true)
         end
       end
       assert.matches("ENGINE_NCCL on rank 0: expected auto, on or off", (text("ENGINE_NCCL=yes")), 1, true)
@@ -168,7 +168,7 @@ describe("NCCL", function()
       assert.matches("; hint: mpirun -np 2 engine SCRIPT", line, 1, true)
     end
     local result = start.nccl(2, JOB, { "device=cpu" }, { folder = folder })
-    assert.matches("there is NCCL alone between these processes, and what they have cannot go over it: on rank 0 it lies in host memory", result.err, 1, true)
+    assert.matches("these processes are connected by NCCL alone, which cannot carry this data: the data of rank 0 is in host memory", result.err, 1, true)
     for environment, expected in pairs {
       ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] = "2 processes over NCCL without an address to meet at; hint: MASTER_ADDR=",
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR", ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",

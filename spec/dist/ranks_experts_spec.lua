@@ -56,7 +56,7 @@ describe("rows between ranks", function()
       ["expected 0 or more rows, got -1"] = function() return try(engine.zeros(3, 4), x, -1, 3) end,
       ["expected rows of one kind"] = function() return try(engine.zeros(3, 5), x, 3, 3) end,
       ["expected contiguous rows"] = function() return try(x:transpose(), engine.zeros(4, 3), 4, 4) end,
-      ["no wire format number 9"] = function() return try(engine.zeros(3, 4), x, 3, 3, 9) end,
+      ["no comm dtype number 9"] = function() return try(engine.zeros(3, 4), x, 3, 3, 9) end,
     } do
       assert.are_not.equal(0, status())
       assert.matches(message, M_ffi.message(), 1, true)
