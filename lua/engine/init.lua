@@ -1,5 +1,5 @@
--- The Lua front: `local engine = require "engine"`. Tensors and steps are here at once; the larger
--- parts (nn, optim, trainer, data ...) load when they are first named.
+-- The Lua front: `local engine = require "engine"`. Tensors and steps load at once; the larger
+-- parts (nn, optim, trainer, data ...) load at first use.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local autograd = require "engine.tensor.autograd"
@@ -7,13 +7,14 @@ local nearest = require "engine.base.nearest"
 
 local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
 
--- A history draws itself with views.lua of the folder above, which loads with the first picture.
+-- Histories draw themselves with report/views.lua, which loads with the first picture.
 local history = require("engine.run.history").methods
 for _, picture in ipairs { "plot", "heatmap", "tensor" } do
   history[picture] = function(...) return require("engine.report.views")[picture](...) end
 end
 
--- Modules of version 0.1 lay in one folder: `require "engine.history"` finds engine.run.history and warns once.
+-- In version 0.1 all modules were in one folder: `require "engine.history"` finds
+-- engine.run.history and warns once.
 local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
 table.insert(package.loaders, function(name)
   local module = name:match("^engine%.([%w_]+)$")
@@ -28,15 +29,19 @@ end)
 
 local engine = { version = M_ffi.version }
 
--- Of several processes on one job (ranks.lua) one speaks.
+-- Of several ranks (dist/ranks.lua) only rank 0 prints.
 local launched_rank, launched_size = M_ffi.new("int[1]"), M_ffi.new("int[1]")
-if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 then _G.print = function() end end
+if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 then
+  _G.print = function() end
+end
 
-for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "from_memory", "concat", "stack",
+for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
+  "from_memory", "concat", "stack",
   "attention", "cross_entropy", "mse", "is_tensor" } do
   engine[name] = tensor[name]
 end
-for _, name in ipairs { "matmul", "linear", "mlp_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "swiglu",
+for _, name in ipairs { "matmul", "linear", "mlp_gelu", "layer_norm", "rms_norm", "add_layer_norm",
+  "add_rms_norm", "swiglu",
   "where", "maximum", "minimum", "dropout", "gelu", "relu",
   "silu", "softmax", "log_softmax", "exp", "log", "tanh", "sigmoid", "log_sigmoid" } do
   engine[name] = tensor.methods[name]
@@ -45,17 +50,20 @@ engine.no_grad, engine.scope, engine.custom = autograd.no_grad, autograd.scope, 
 
 -- ------------------------------------------------------------------ steps
 
---- Opens a step: what is made from now on lives until end_step().
+--- Opens a step: tensors made from now on live until end_step().
 function engine.begin_step() check(C.eng_step_begin()) end
 
---- Ends the step: its tensors become stale and their memory is used again.
+--- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
-local loop_is_open = false   -- a step that engine.steps opened and did not end: the loop was left by break or an error
+-- true from begin_step until the loop's next turn; still true if break or an error left the loop
+local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
 function engine.steps(n)
-  if type(n) ~= "number" then raise("steps: expected a number of steps, got %s", M_ffi.value_text(n)) end
+  if type(n) ~= "number" then
+    raise("steps: expected a number of steps, got %s", M_ffi.value_text(n))
+  end
   local turn = 0
   return function()
     if loop_is_open then check(C.eng_step_end()) end
@@ -68,7 +76,7 @@ function engine.steps(n)
   end
 end
 
---- Number of the step now, from 0.
+--- The number of the current step, from 0.
 function engine.step_count() return tonumber(C.eng_step_count()) end
 
 -- ------------------------------------------------------------------ machine
@@ -81,46 +89,56 @@ function engine.seed(seed)
   C.eng_seed(seed)
 end
 
---- Sets the number of threads (nil only asks); returns the number in force.
+--- Sets the number of threads (nil: no change); returns the number in use.
 function engine.threads(n)
   if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > 4096) then
-    raise("threads: expected a whole number of 0 to 4096 (0: as it is), got %s", M_ffi.value_text(n))
+    raise("threads: expected a whole number of 0 to 4096 (0: as it is), got %s",
+      M_ffi.value_text(n))
   end
   return C.eng_threads(n or 0)
 end
 
---- Chooses the device by name (nil only asks); returns the name in force.
+--- Chooses the device by name (nil: no change); returns the name of the current device.
 function engine.device(name)
-  if name ~= nil and type(name) ~= "string" then raise("device: expected a name, got %s", M_ffi.value_text(name)) end
+  if name ~= nil and type(name) ~= "string" then
+    raise("device: expected a name, got %s", M_ffi.value_text(name))
+  end
   if name then check(C.eng_device_set(name)) end
   return M_ffi.string(C.eng_device_name())
 end
 
---- Waits until the device has done everything it was asked, and raises what went wrong there. Only timings need it.
+--- Waits until the device has finished all work, and raises errors from it. Only timings need this.
 function engine.synchronize() check(C.eng_synchronize()) end
 
 local MIB, MEMORY = 2 ^ 20, { limit = true }
 local memory_meta = {
   __tostring = function(rows)
-    local lines = { ("%-16s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB", "reserved MiB", "requests") }
+    local lines = { ("%-16s %12s %12s %12s %8s"):format("memory", "used MiB", "peak MiB",
+      "reserved MiB", "requests") }
     for _, row in ipairs(rows) do
-      lines[#lines + 1] = ("%-16s %12.1f %12.1f %12.1f %8d"):format(row.name, row.used / MIB, row.peak / MIB, row.reserved / MIB, row.allocations)
+      lines[#lines + 1] = ("%-16s %12.1f %12.1f %12.1f %8d"):format(row.name, row.used / MIB,
+        row.peak / MIB, row.reserved / MIB, row.allocations)
     end
     return table.concat(lines, "\n")
   end,
 }
 
---- Bytes by purpose: a list of { name, used, peak, reserved, allocations }, also reachable by name. memory{ limit = bytes } sets a limit.
+--- Bytes by purpose: a list of { name, used, peak, reserved, allocations }, also indexed by name.
+--- memory{ limit = bytes } sets a limit.
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
-    if type(limit) ~= "number" or not (limit >= 0) then raise("memory: expected limit as a number of bytes (0: none), got %s", M_ffi.value_text(limit)) end
+    if type(limit) ~= "number" or not (limit >= 0) then
+      raise("memory: expected limit as a number of bytes (0: none), got %s",
+        M_ffi.value_text(limit))
+    end
     C.eng_memory_limit(math.min(limit, 2 ^ 62))
   end
   local rows = M_ffi.new("eng_memory_row[16]")
   local list = {}
   for i = 0, C.eng_memory(rows, 16) - 1 do
-    local row = { name = M_ffi.string(rows[i].name), used = tonumber(rows[i].used), peak = tonumber(rows[i].peak),
+    local row = { name = M_ffi.string(rows[i].name), used = tonumber(rows[i].used),
+      peak = tonumber(rows[i].peak),
       reserved = tonumber(rows[i].reserved), allocations = tonumber(rows[i].allocations) }
     list[#list + 1], list[row.name] = row, row
   end

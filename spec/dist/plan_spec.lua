@@ -101,13 +101,13 @@ describe("a plan", function()
       return result.out
     end
     local out = printed "zero=2"
-    assert.matches("\nmessages are those of gradients; not hidden counts the updated weights, too", out, 1, true)
+    assert.matches("\nmessages: those of gradients. not hidden: also counts the updated weights", out, 1, true)
     local bucket, less, now, one = out:match("\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of (%S+ %S+) %(zero=1: (%S+ [^)]+)%) on 8 ranks")
     assert.matches("\n      8 +" .. now:gsub("%.", "%%."), out)
     assert.matches("\n      8 +" .. less:gsub("%.", "%%."), printed("zero=2", "bucket=" .. bucket))
     assert.matches("\n      8 +" .. one:gsub("%.", "%%."), printed "zero=1")
     assert.is_nil(printed("bucket=0.02"):find("would take", 1, true))
-    assert.is_nil(printed("zero=0"):find("not hidden counts", 1, true))
+    assert.is_nil(printed("zero=0"):find("not hidden: also counts", 1, true))
   end)
 
   it("says what is wrong with what it is given", function()

@@ -198,7 +198,7 @@ describe("an FP8 recipe", function()
     -- what a slip of the pen would do in silence
     refused({ high = { "^head", "^blcks%.1" } }, "fp8: high: the pattern '^blcks%.1' means no layer of this model; linear layers: 1")
     refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } }, "fp8: layers[2]: the pattern 'blcks' means no layer of this model")
-    refused({ policy = "dynamic" }, "fp8: policy: policy dynamic chooses a loss scale, not what FP8 layers do; hint: fp8_delayed, fp8_fallback, or a file")
+    refused({ policy = "dynamic" }, "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: fp8_delayed, fp8_fallback, or a file")
     refused({ policy = "fp8_delayd" }, "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
   end)
   it("tells shapes that it cannot take", with_gradient(function()

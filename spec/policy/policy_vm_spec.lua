@@ -695,7 +695,7 @@ describe("policies by name", function()
     assert.truthy(why:find("there is no policy 'dynmic'; did you mean 'dynamic'?", 1, true))
     good, why = pcall(engine.policy.load, "fp8_delayed")
     assert.falsy(good)
-    assert.truthy(why:find("policy fp8_delayed goes by FP8 layers and chooses no loss scale; hint: precision = { base", 1, true))
+    assert.truthy(why:find("policy fp8_delayed works on FP8 layers and chooses no loss scale; hint: precision = { base", 1, true))
   end)
 
   it("or a file", function()

@@ -424,7 +424,7 @@ describe("a DeepSpeed configuration", function()
     for text, got in pairs { ["-1"] = "-1", ['"inf"'] = "inf", ['"nan"'] = "nan", ["true"] = "true", ["[1]"] = "a table" } do
       fails(block("true", text), "^ds.json:5: fp16.loss_scale: expected .*, got " .. got:gsub("%p", "%%%0") .. "$")
     end
-    fails(block("true", "0"):gsub(": 8,", ": 8"), "^ds.json:3: no JSON: ")
+    fails(block("true", "0"):gsub(": 8,", ": 8"), "^ds.json:3: not JSON: ")
     fails(block("1", "0"), "^ds.json:4: fp16.enabled: expected true or false, got 1$")
     fails(block("true", "0"):gsub('hysteresis": 2', 'hysteresis": 0'), "^ds.json: policies/deepspeed.lua: hysteresis = 0 never counts down to 1")
     fails(block("true", "0"):gsub('power": 8', 'power": 2000'), "^ds.json:6: fp16.initial_scale_power: expected a power of two")

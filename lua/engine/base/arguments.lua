@@ -1,22 +1,23 @@
--- Arguments of tensor functions: what they must be, and one clear line when they are not.
--- Called by tensor.lua and create.lua.
+-- Checks of the arguments of tensor functions, with one clear line for each mistake. Called by
+-- tensor/ and by every function that takes a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
+  M_ffi.value_text
 local Tensor = M_ffi.Tensor
 
 local M = {}
 
 local info_buffer = ffi.new("eng_tensor_info")
 
---- Whether x is a tensor handle.
+--- True for a tensor handle.
 function M.is_tensor(x)
   return ffi.istype(Tensor, x)
 end
 local is_tensor = M.is_tensor
 
---- What x is; holds until the next call.
+--- The eng_tensor_info of x; valid until the next call.
 function M.info(x)
   check(C.eng_info(info_buffer, x))
   return info_buffer
@@ -29,54 +30,68 @@ function M.shape_table(what)
   return shape
 end
 
---- shape as text, "[64 x 768]"
+--- A shape as text: "[64 x 768]".
 function M.shape_text(shape)
   return "[" .. table.concat(shape, " x ") .. "]"
 end
 
---- x must be a tensor; `name` is the operation's.
+--- Raises unless x is a tensor; `name` is the operation's.
 function M.want(x, name)
   if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
 end
 
 function M.want_number(v, name, what)
-  if type(v) ~= "number" then raise("%s: expected %s as a number, got %s", name, what, value_text(v)) end
+  if type(v) ~= "number" then
+    raise("%s: expected %s as a number, got %s", name, what, value_text(v))
+  end
   return v
 end
 
 function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
-    raise("%s: expected %s as a whole number%s, got %s", name, what, least and (" of %d or more"):format(least) or "", value_text(v))
+    raise("%s: expected %s as a whole number%s, got %s", name, what,
+      least and (" of %d or more"):format(least) or "", value_text(v))
   end
-  if v > 2 ^ 53 or v < -2 ^ 53 then raise("%s: expected %s within +-2^53, got %s", name, what, value_text(v)) end
+  if v > 2 ^ 53 or v < -2 ^ 53 then
+    raise("%s: expected %s within +-2^53, got %s", name, what, value_text(v))
+  end
   return v
 end
 
 --- An array on Lua's heap with room for `count` numbers.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
-  if not good then raise("%s: %.0f elements are more than Lua can hold; hint: a slice of the tensor", name, count) end
+  if not good then
+    raise("%s: %.0f elements are more than Lua can hold; hint: a slice of the tensor", name, count)
+  end
   return values
 end
 
---- Dimension d of x (from 1, negative from the end) counted from 0; and the info of x.
+--- Dimension d of x (from 1, negative from the end) counted from 0, and the info of x.
 function M.dimension(x, d, name)
   local what = M.info(x)
   M.want_whole(d, name, "a dimension")
   local k = d < 0 and d + what.ndim or d - 1
   if k < 0 or k >= what.ndim then
-    raise("%s: there is no dimension %d in %s; dimensions count from 1, or from -1 backward", name, d, M.shape_text(M.shape_table(what)))
+    raise("%s: there is no dimension %d in %s; dimensions count from 1, or from -1 backward", name,
+      d, M.shape_text(M.shape_table(what)))
   end
   return k, what
 end
 
---- A table of options whose every name must be known.
+--- Checks that every key of a table of options is a key of `known`, and returns the options ({} for
+--- nil).
 local NO_OPTIONS = {}
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
-  if type(options) ~= "table" then raise("%s: expected a table of options, got %s", name, value_text(options)) end
+  if type(options) ~= "table" then
+    raise("%s: expected a table of options, got %s", name, value_text(options))
+  end
   for key in pairs(options) do
-    if known[key] == nil then raise("%s: unknown option '%s'%s", name, tostring(key), nearest.choices(key, known, "options")) end
+    if known[key] == nil then
+      raise("%s: unknown option '%s'%s", name, tostring(key),
+        nearest.choices(key, known, "options"))
+    end
   end
   return options
 end

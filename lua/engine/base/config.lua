@@ -1,21 +1,28 @@
 -- A script's settings: every field of a table of defaults can be given on the command line.
 --
---   local cfg = engine.config({ lr = 3e-4, steps = 1000, precision = "fp16", model = { width = 384 } },
---                             { lr = "peak learning rate", ["model.width"] = "features per token",
---                               precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, steps = "to make" },
---                             { count = "steps model.width", positive = "lr" })
+--   local cfg = engine.config(
+--     { lr = 3e-4, steps = 1000, model = { width = 384 }, precision = "fp16" },
+--     { lr = "peak learning rate", ["model.width"] = "features per token", steps = "to make",
+--       precision = { "recipe", choices = { "fp32", "bf16", "fp16" } } },
+--     { count = "steps model.width", positive = "lr" })
 --
---   engine train.lua lr=1e-3 steps=2^12 model.width=512     fields; nested ones with dots
---   engine train.lua config=small.lua lr=1e-3               a file first, then a field; the later one wins
---   engine train.lua help                                   every field, its default and its text
+--   engine train.lua lr=1e-3 steps=2^12 model.width=512   fields; nested ones with dots
+--   engine train.lua config=small.lua lr=1e-3             a file, then a field; the later one wins
+--   engine train.lua help                                 every field, its default and its text
 --
--- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean (true or
--- false), string, or a list (a,b,c). A field without a default: config.optional "number". Fields that hold
--- functions or other values are left alone. A config file is a Lua file returning a table, or a JSON object.
+-- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean
+-- (true or false), string, or a list (a,b,c). A field without a default: config.optional "number".
+-- Fields that hold functions or other values are left alone. A config file is a Lua file that
+-- returns a table, or a JSON object.
 --
--- The third table names the fields of each range, so that a wrong value is told before anything was computed: count (whole, 1 or more),
--- natural (whole, 0 or more), positive, not_negative, share (0 to 1), part (a share above 0), file (one that is there), output (a file in a
--- folder that is there), folder (there or not yet), policy (one that can be loaded); the default is always good. A list with choices holds one of them or more.
+-- The third table names the fields of each range. A value out of range is an error before the
+-- script computes anything:
+--   count       a whole number of 1 or more         natural       a whole number of 0 or more
+--   positive    above 0                             not_negative  0 or more
+--   share       0 to 1                              part          above 0, up to 1
+--   file        an existing file                    output        a file in an existing folder
+--   folder      a folder, or nothing yet            policy        a policy that loads
+-- A default is always accepted. A list with choices holds one or more of them.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
@@ -23,16 +30,17 @@ local show = require "engine.base.show"
 
 local config = {}
 
--- An error that is the user's, not the script's: shown without a traceback by the engine binary.
+-- A user's error: the engine binary shows it without a traceback.
 local usage_error = { __tostring = function(e) return e.message end }
 usage_error.__index = usage_error
 usage_error.traceback = false
 
-local optional = {}          -- marks a field of a type without a default
+local optional = {}          -- marks a field without a default
 
 -- A field that is nil unless given: config.optional "number", "boolean", "string" or "list".
 function config.optional(type_name)
-  assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name], "config.optional: expected number, boolean, string or list")
+  assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name],
+    "config.optional: expected number, boolean, string or list")
   return setmetatable({ type = type_name }, optional)
 end
 
@@ -40,14 +48,16 @@ local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end
 
---- Ends the script with a line about its arguments, without a traceback: for what a script checks itself.
+--- Ends the script with one line about its arguments, without a traceback. For checks of the
+--- script's own.
 config.fail = fail
 
 local function is_list(value)
   return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
 end
 
--- Kind of a default: number, boolean, string, list, table (nested fields), or nil for what cannot be set.
+-- Kind of a default: number, boolean, string, list, table (nested fields), or nil for what cannot
+-- be set.
 local function kind_of(default)
   local t = type(default)
   if t == "number" or t == "boolean" or t == "string" then return t end
@@ -109,7 +119,8 @@ local function assign(result, name, value)
   at[name:match("[^.]+$")] = value
 end
 
-local booleans = { ["true"] = true, yes = true, on = true, ["1"] = true, ["false"] = false, no = false, off = false, ["0"] = false }
+local booleans = { ["true"] = true, yes = true, on = true, ["1"] = true, ["false"] = false,
+  no = false, off = false, ["0"] = false }
 
 local function value_text(value)
   if type(value) == "number" then return show.exact(value) end
@@ -121,12 +132,17 @@ end
 
 local function to_number(name, text, where)
   local value, why = expression(text)
-  if not value then fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got '%s' (%s)", where, name, text, why) end
-  if value ~= value then fail("%s%s: expected a number, got '%s', which is NaN", where, name, text) end
+  if not value then
+    fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got '%s' (%s)", where, name,
+      text, why)
+  end
+  if value ~= value then
+    fail("%s%s: expected a number, got '%s', which is NaN", where, name, text)
+  end
   return value
 end
 
--- The value of a field from the text of the command line.
+-- The value of a field from the text on the command line.
 local function from_text(name, field, text)
   if field.kind == "number" then return to_number(name, text, "") end
   if field.kind == "boolean" then
@@ -142,16 +158,22 @@ local function from_text(name, field, text)
   return list
 end
 
--- The value of a field from a config file, where it has a type already.
+-- The value of a field from a config file, where it already has a type.
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
-    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value), value_text(value))
+    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value),
+      value_text(value))
   end
-  if field.kind == "number" and value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
+  if field.kind == "number" and value ~= value then
+    fail("%s%s: expected a number, got NaN", where, name)
+  end
   if field.kind == "list" then
     for i, item in ipairs(value) do
-      if type(item) ~= field.element then fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i, type(item)) end
+      if type(item) ~= field.element then
+        fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i,
+          type(item))
+      end
     end
     return copy(value)
   end
@@ -161,7 +183,8 @@ end
 local function finite(x) return x > -math.huge and x < math.huge end
 local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 
--- kind -> what a number must be, and whether it is; for texts a function that gives what is wrong.
+-- kind -> the description and the test of a number; for texts `problem`, a function that returns
+-- what is wrong.
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
@@ -175,8 +198,11 @@ local RANGES = {
   end },
   output = { problem = function(name)
     local folder = name:match("^(.*)/[^/]*$") or "."
-    if files.is_folder(name) then return ("expected a file to write, '%s' is a folder"):format(name) end
-    return not files.is_folder(folder == "" and "/" or folder) and ("there is no folder '%s' to write into"):format(folder) or nil
+    if files.is_folder(name) then
+      return ("expected a file to write, '%s' is a folder"):format(name)
+    end
+    return not files.is_folder(folder == "" and "/" or folder)
+      and ("there is no folder '%s' to write into"):format(folder) or nil
   end },
   folder = { problem = function(name)
     return files.is_file(name) and ("expected a folder, '%s' is a file"):format(name) or nil
@@ -192,7 +218,9 @@ local function ranges_of(kinds, fields)
   for kind, names in pairs(kinds or {}) do
     if not RANGES[kind] then error("config: there is no range '" .. tostring(kind) .. "'", 0) end
     for name in names:gmatch("%S+") do
-      if not fields[name] then error(("config: %s: there is no field '%s'"):format(kind, name), 0) end
+      if not fields[name] then
+        error(("config: %s: there is no field '%s'"):format(kind, name), 0)
+      end
       ranges[name] = RANGES[kind]
     end
   end
@@ -205,14 +233,16 @@ local function check_choice(name, value, choices)
   end
   local texts = {}
   for i, choice in ipairs(choices) do texts[i] = tostring(choice) end
-  fail("%s: expected one of %s, got '%s'%s", name, table.concat(texts, ", "), tostring(value), nearest.hint(tostring(value), texts))
+  fail("%s: expected one of %s, got '%s'%s", name, table.concat(texts, ", "), tostring(value),
+    nearest.hint(tostring(value), texts))
 end
 
 -- rules: { docs =, ranges = }
 local function check(name, value, field, rules)
   local range, doc = rules.ranges[name], rules.docs[name]
   if range and range.problem then
-    local list, default = field.kind == "list" and value or { value }, field.kind == "list" and field.default or { field.default }
+    local list, default = field.kind == "list" and value or { value }, field.kind == "list"
+      and field.default or { field.default }
     if #list == 0 then fail("%s: expected at least one", name) end
     for i, item in ipairs(list) do
       local problem = item ~= default[i] and range.problem(item)
@@ -223,7 +253,9 @@ local function check(name, value, field, rules)
   end
   local choices = type(doc) == "table" and doc.choices
   if choices and field.kind == "list" then
-    if #value == 0 then fail("%s: expected one or more of %s", name, table.concat(choices, ", ")) end
+    if #value == 0 then
+      fail("%s: expected one or more of %s", name, table.concat(choices, ", "))
+    end
     for _, item in ipairs(value) do check_choice(name, item, choices) end
   elseif choices then
     check_choice(name, value, choices)
@@ -241,13 +273,18 @@ local function read_file(path)
     result = value
   else
     local chunk, syntax_error = loadstring(text, "@" .. path)
-    if not chunk or text:byte(1) == 27 then fail("%s", syntax_error or (path .. ": a Lua source file expected, got bytecode")) end
-    setfenv(chunk, { math = math, pairs = pairs, ipairs = ipairs, tonumber = tonumber, tostring = tostring })
+    if not chunk or text:byte(1) == 27 then
+      fail("%s", syntax_error or (path .. ": expected Lua source, got bytecode"))
+    end
+    setfenv(chunk, { math = math, pairs = pairs, ipairs = ipairs, tonumber = tonumber,
+      tostring = tostring })
     local ok, value = pcall(chunk)
     if not ok then fail("%s", tostring(value)) end
     result = value
   end
-  if type(result) ~= "table" then fail("%s: expected a table of fields, got a %s", path, type(result)) end
+  if type(result) ~= "table" then
+    fail("%s: expected a table of fields, got a %s", path, type(result))
+  end
   return result
 end
 
@@ -261,7 +298,7 @@ local function apply_file(result, fields, rules, path)
       local nested = false
       for other in pairs(fields) do nested = nested or other:sub(1, #name + 1) == name .. "." end
       if field then
-        if type(value) ~= "userdata" then            -- JSON's null: as if not given
+        if type(value) ~= "userdata" then            -- JSON's null: as if the field were absent
           assign(result, name, check(name, from_file(name, field, value, where), field, rules))
         end
       elseif nested and type(value) == "table" then
@@ -276,15 +313,16 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
--- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges `kinds`. The error of a bad
--- argument is an object that tostring() turns into text.
+-- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges
+-- `kinds`. A bad argument raises an object that tostring() turns into text.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
   local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
   for _, argument in ipairs(args) do
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then
-      fail("expected name=value, got '%s'; fields: %s", argument, table.concat(names_of(fields), ", "))
+      fail("expected name=value, got '%s'; fields: %s", argument,
+        table.concat(names_of(fields), ", "))
     end
     local field = fields[name] or fields[(name:gsub("-", "_"))]
     if field then
@@ -307,10 +345,12 @@ function config.flatten(values)
   return list
 end
 
--- The fields as lines of name=value, as the command line takes them.
+-- The fields as lines of name=value, in the form the command line takes.
 function config.format(values)
   local lines = {}
-  for i, pair in ipairs(config.flatten(values)) do lines[i] = pair[1] .. "=" .. value_text(pair[2]) end
+  for i, pair in ipairs(config.flatten(values)) do
+    lines[i] = pair[1] .. "=" .. value_text(pair[2])
+  end
   return table.concat(lines, "\n")
 end
 
@@ -330,12 +370,16 @@ function config.help(defaults, docs, script)
     rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
     width, default_width = math.max(width, #name), math.max(default_width, #rows[#rows][3])
   end
-  if not fields.device then rows[#rows + 1] = { "device", "string", "cpu", "where to compute: cpu, cuda, auto (cuda where there is a card), reference" } end
+  if not fields.device then
+    rows[#rows + 1] = { "device", "string", "cpu",
+      "where to compute: cpu, cuda, auto (cuda if there is a card), reference" }
+  end
   rows[#rows + 1] = { "config", "file", "-", "a .lua or .json file with any of these fields" }
   default_width = math.min(default_width, 24)
   local lines = { ("usage: engine %s [name=value ...]"):format(script or "script.lua"), "" }
   for _, row in ipairs(rows) do
-    local line = ("  %-" .. width .. "s  %-7s  %-" .. default_width .. "s  %s"):format(row[1], row[2], row[3], row[4])
+    local line = ("  %-" .. width .. "s  %-7s  %-" .. default_width .. "s  %s"):format(row[1],
+      row[2], row[3], row[4])
     lines[#lines + 1] = (line:gsub("%s+$", ""))
   end
   return table.concat(lines, "\n")
@@ -359,7 +403,8 @@ local function choose_device(defaults, args)
   return rest
 end
 
--- engine.config(defaults, docs, kinds): reads the script's own arguments; `help` prints the fields and ends.
+-- engine.config(defaults, docs, kinds): reads the script's own arguments; `help` prints the fields
+-- and exits.
 local function from_command_line(_, defaults, docs, kinds)
   local args = rawget(_G, "arg") or {}
   for _, argument in ipairs(args) do

@@ -3,10 +3,11 @@
 local constants = { inf = math.huge, pi = math.pi }
 
 local function fail(what, text, position)
-  error({ ("%s expected %s"):format(what, position > #text and "at the end" or ("at '" .. text:sub(position) .. "'")) }, 0)
+  error({ ("%s expected %s"):format(what, position > #text and "at the end"
+    or ("at '" .. text:sub(position) .. "'")) }, 0)
 end
 
--- Each rule takes the text and a position and gives a value and the position behind it.
+-- Each rule takes the text and a position, and returns a value and the position after it.
 local sum
 
 local function atom(text, position, depth)
@@ -57,7 +58,9 @@ local function product(text, position, depth)
     if not sign then return value, position end
     local right
     right, position = unary(text, text:match("^%s*()", position + 1), depth)
-    if sign == "*" then value = value * right elseif sign == "/" then value = value / right else value = value % right end
+    if sign == "*" then
+      value = value * right
+    elseif sign == "/" then value = value / right else value = value % right end
   end
 end
 

@@ -1,27 +1,33 @@
--- The border to the core: the only file that names ffi.load. It finds the library and the
--- declarations the build made from core/engine.h, checks that both are of one build, and turns
--- status codes into Lua errors.
+-- The boundary to the core: the only file that calls ffi.load. It finds the library and the
+-- declarations that the build made from core/engine.h, checks that both come from one build, and
+-- turns status codes into Lua errors.
 local ffi = require "ffi"
 
 local M = { ffi = ffi }
 
--- lua/engine, the folder of all modules: this file is in its base/.
+-- lua/engine, the folder of all modules; this file is in its base/.
 local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
 M.home = home
 
 -- Written by `make install`: { library = folder, share = folder }.
 local installed, place = pcall(require, "engine.base.place")
---- Folders that may hold policies/ and examples/: the tree, beside share/lua/5.1, where `make install` put them.
+--- Folders that may hold policies/ and examples/: the tree, beside share/lua/5.1, where `make
+--- install` put them.
 M.shares = { home .. "/../..", home .. "/../../../engine", installed and place.share or nil }
 
---- Folders that may hold libengine.so and cdef.h: beside the binary's own library, in the tree, installed.
+--- Folders that may hold libengine.so and cdef.h: beside the binary's own library, in the tree,
+--- installed.
 local function places()
   local list = {}
-  local host = package.preload["engine.host"] and require "engine.host" or package.loaded["engine.host"]
-  if type(host) == "table" and host.library then list[#list + 1] = host.library:match("^(.*)/[^/]*$") end
+  local host = package.preload["engine.host"] and require "engine.host"
+    or package.loaded["engine.host"]
+  if type(host) == "table" and host.library then
+    list[#list + 1] = host.library:match("^(.*)/[^/]*$")
+  end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
   -- the tree; `make install`; LuaRocks
-  for _, relative in ipairs { "/../../build", "/../../../../lib/engine", "/../../../../lib/lua/5.1/engine" } do
+  for _, relative in ipairs { "/../../build", "/../../../../lib/engine",
+    "/../../../../lib/lua/5.1/engine" } do
     list[#list + 1] = home .. relative
   end
   if installed then list[#list + 1] = place.library end
@@ -38,15 +44,16 @@ end
 
 local function load_library()
   local tried = {}
-  for _, place in ipairs(places()) do
-    local declarations = read(place .. "/cdef.h")
+  for _, folder in ipairs(places()) do
+    local declarations = read(folder .. "/cdef.h")
     if declarations then
       ffi.cdef(declarations)
-      return ffi.load(place .. "/libengine.so"), place
+      return ffi.load(folder .. "/libengine.so"), folder
     end
-    tried[#tried + 1] = "  " .. place
+    tried[#tried + 1] = "  " .. folder
   end
-  error("the engine's library was not found; looked in\n" .. table.concat(tried, "\n") .. "\nhint: run make, or set ENGINE_LIBRARY_DIR", 0)
+  error("the engine's library was not found; looked in\n" .. table.concat(tried, "\n") ..
+    "\nhint: run make, or set ENGINE_LIBRARY_DIR", 0)
 end
 
 local C, library_dir = load_library()
@@ -54,38 +61,41 @@ M.C = C
 M.library_dir = library_dir
 
 if C.eng_abi_size() ~= ffi.sizeof("eng_op_call") then
-  error(("libengine.so in %s and its cdef.h are of different builds; hint: make clean && make"):format(library_dir), 0)
+  error(("libengine.so in %s and its cdef.h come from different builds; hint: make clean && " ..
+    "make"):format(library_dir), 0)
 end
 
 M.version = ffi.string(C.eng_version())
 M.new = ffi.new
 M.string = ffi.string
 
---- The text of the last error.
+--- The text of the last error in the core.
 function M.message()
   return ffi.string(C.eng_error_message())
 end
 
---- Raises an error, formatted when there are arguments, at the script's line that called into the engine, however deep
---- below the mistake was seen.
+--- Raises an error, formatted if there are arguments. The error names the script's line that called
+--- into the engine, however deep in the engine it was found.
 function M.raise(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   for level = 2, 200 do
     local frame = debug.getinfo(level, "S")
     if not frame then break end
-    if frame.what ~= "C" and frame.source:sub(2, #home + 2) ~= home .. "/" then error(message, level) end
+    if frame.what ~= "C" and frame.source:sub(2, #home + 2) ~= home .. "/" then
+      error(message, level)
+    end
   end
   error(message, 0)
 end
 
---- Raises the core's error text unless status is 0; `bare`: without a line.
+--- Raises the core's error text unless status is 0; `bare`: without the line of the script.
 function M.check(status, bare)
   if status == 0 then return end
   if bare then error(M.message(), 0) end
   M.raise(M.message())
 end
 
---- What a value is, for messages: "'text'", "5", "a table", "nothing".
+--- A value as text, for messages: "'text'", "5", "a table", "nothing".
 function M.value_text(v)
   if v == nil then return "nothing" end
   if type(v) == "string" then return "'" .. v .. "'" end
@@ -102,20 +112,22 @@ for number = 0, C.ENG_DTYPE_COUNT - 1 do
   M.dtype[name], M.dtype_name[number] = number, name
 end
 
---- The number of a dtype given by name; raises with the list of names, and of `devices` where one of those would do, too.
+--- The number of a dtype by name. Raises with the list of dtypes, and of `devices` where a device
+--- name is also allowed.
 function M.dtype_number(name, devices)
   local number = M.dtype[name]
   if not number then
     local names = {}
     for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
-    M.raise("there is no dtype%s '%s'; dtypes: %s%s", devices and " or device" or "", tostring(name), table.concat(names, " "),
+    M.raise("there is no dtype%s '%s'; dtypes: %s%s", devices and " or device" or "",
+      tostring(name), table.concat(names, " "),
       devices and "; devices: " .. devices or "")
   end
   return number
 end
 
 M.op = {}          -- "matmul" -> number
-M.op_names = {}    -- in order of ops.def
+M.op_names = {}    -- in the order of ops.def
 for number = 0, C.ENG_OP_COUNT - 1 do
   local name = ffi.string(C.eng_op_name(number))
   M.op[name], M.op_names[number + 1] = number, name
@@ -123,12 +135,12 @@ end
 
 M.Tensor = ffi.typeof("eng_tensor")
 
--- One call structure serves every operation: the core copies what it keeps.
+-- One call structure serves every operation; the core copies what it keeps.
 local call = ffi.new("eng_op_call")
 M.call = call
 
---- Runs the operation in M.call, whose inputs and attributes the caller has set, and returns its first
---- outputs as new handles (up to three).
+--- Runs the operation in M.call, whose inputs and attributes the caller has set. Returns its
+--- outputs (up to three) as new handles.
 function M.run_call()
   local status = C.eng_run(call)
   if status ~= 0 then M.raise(M.message()) end
@@ -140,13 +152,14 @@ function M.run_call()
   return first, second, Tensor(call.out[2])
 end
 
---- Runs any operation by name: inputs are tensors (false for an absent one), ints and floats its attributes as ops.def
---- gives them. Returns its outputs; an absent output is nil.
+--- Runs any operation by name. inputs: tensors, false for an absent one; ints and floats:
+--- attributes as ops.def gives them. Returns the outputs; an absent output is nil.
 function M.run(name, inputs, ints, floats, n_out)
   local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
   ints, floats = ints or {}, floats or {}
   if #inputs > C.ENG_OP_INPUTS or #ints > C.ENG_OP_INTS or #floats > C.ENG_OP_FLOATS then
-    M.raise("%s: expected up to %d inputs, %d ints and %d floats, got %d, %d and %d", name, tonumber(C.ENG_OP_INPUTS), tonumber(C.ENG_OP_INTS),
+    M.raise("%s: expected up to %d inputs, %d ints and %d floats, got %d, %d and %d", name,
+      tonumber(C.ENG_OP_INPUTS), tonumber(C.ENG_OP_INTS),
       tonumber(C.ENG_OP_FLOATS), #inputs, #ints, #floats)
   end
   ffi.fill(call, ffi.sizeof(call))

@@ -1,4 +1,4 @@
--- Small files, and the names in a folder. Large files are mapped by the core (engine.data, safetensors).
+-- Small files, and the names in a folder. The core maps large files (engine.data, safetensors).
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
@@ -13,7 +13,8 @@ function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER 
 local LARGEST = 2 ^ 20
 local REFUSED = { [C.ENG_FILE_FOLDER] = "a folder", [C.ENG_FILE_OTHER] = "not a regular file" }
 
---- The text of a file of up to 1 MiB; nil and the reason. Refuses pipes and devices, which could block or never end.
+--- The text of a file of up to 1 MiB; nil and the reason. Refuses pipes and devices, which could
+--- block or never end.
 function file.read(path)
   local kind = REFUSED[C.eng_file_kind(path)]
   if kind then return nil, path .. ": is " .. kind end
@@ -34,7 +35,9 @@ function file.write(path, text)
   if not target then error("cannot write " .. tostring(why), 0) end
   local good, problem = target:write(text)
   local closed = path == "-" and target:flush() or path ~= "-" and target:close()
-  if not good or not closed then error(("cannot write %s: %s"):format(path, tostring(problem or "is the disk full?")), 0) end
+  if not good or not closed then
+    error(("cannot write %s: %s"):format(path, tostring(problem or "is the disk full?")), 0)
+  end
 end
 
 --- The names in a folder, sorted by bytes; nil and the reason.

@@ -4,25 +4,30 @@ local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
 local FIRST, BINS = C.ENG_HIST_FIRST, C.ENG_HIST_BINS
 
-local formats = { first = FIRST, last = FIRST + BINS - 1 }      -- exponents of the histogram's first and last bin
+-- exponents of the histogram's first and last bin
+local formats = { first = FIRST, last = FIRST + BINS - 1 }
 
 local made = {}
 
---- What a format represents, or nil for an unknown name: largest (the largest finite number), limit (the smallest magnitude
---- that rounds to inf), top and normal (exponents of the largest finite and of the smallest normal numbers), zero (the
---- exponent of the largest magnitude that rounds to zero), exponent_bits, fraction_bits, bias, signed.
+--- What a format represents, or nil for an unknown name: largest (the largest finite number), limit
+--- (the smallest magnitude that rounds to inf), top and normal (exponents of the largest finite and
+--- of the smallest normal numbers), zero (the exponent of the largest magnitude that rounds to
+--- zero), exponent_bits, fraction_bits, bias, signed.
 function formats.of(name)
   if made[name] then return made[name] end
   local f = M_ffi.new "eng_format"
   if type(name) ~= "string" or not C.eng_format_get(f, name) then return nil end
   local _, exponent = math.frexp(f.smallest)
-  made[name] = { name = name, largest = f.largest, limit = f.overflow, top = f.max_exponent, normal = f.min_exponent,
-    zero = exponent - 2, exponent_bits = f.exponent_bits, fraction_bits = f.fraction_bits, bias = f.bias,
+  made[name] = { name = name, largest = f.largest, limit = f.overflow, top = f.max_exponent,
+    normal = f.min_exponent,
+    zero = exponent - 2, exponent_bits = f.exponent_bits, fraction_bits = f.fraction_bits,
+    bias = f.bias,
     signed = f.is_signed ~= 0 }
   return made[name]
 end
 
---- Adds the bins of a histogram to { [exponent] = count }, where a count is of numbers with floor(log2|g|) = exponent.
+--- Adds the bins of a histogram to { [exponent] = count }, where a count is of numbers with
+--- floor(log2|g|) = exponent.
 function formats.add_histogram(counts, bins)
   for b = 0, BINS - 1 do
     if bins[b] ~= 0 then counts[b + FIRST] = (counts[b + FIRST] or 0) + tonumber(bins[b]) end

@@ -1,9 +1,9 @@
--- Plain Lua data as JSON and back, exactly: what decode returns equals what encode was given, numbers to
--- the last bit. For checkpoints; other people's JSON goes to lua-cjson directly.
+-- Plain Lua data as JSON and back, exactly: decode returns what encode was given, numbers to the
+-- last bit. For checkpoints and histories; JSON of other programs goes to lua-cjson directly.
 --
--- What JSON lacks is written as an object of one key: { "$number": "inf" } (also "-inf", "nan"),
--- { "$int64": "..." }, { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for strings that are
--- not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than strings.
+-- What JSON lacks is written as an object with one key: { "$number": "inf" } (also "-inf", "nan"),
+-- { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for strings
+-- that are not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than strings.
 local ffi = require "ffi"
 local cjson = require "cjson"
 local show = require "engine.base.show"
@@ -14,9 +14,10 @@ local function number_text(x)
   return x - x ~= 0 and '{"$number":"' .. show.exact(x) .. '"}' or show.exact(x)
 end
 
-local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t" }
+local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
+  ["\r"] = "\\r", ["\t"] = "\\t" }
 
--- Whether s is UTF-8, without overlong forms and surrogates.
+-- True for UTF-8 without overlong forms and surrogates.
 local function is_utf8(s)
   if not s:find("[\128-\255]") then return true end
   local i, n = 1, #s
@@ -25,8 +26,11 @@ local function is_utf8(s)
     if c < 0x80 then
       i = i + 1
     else
-      local length = c >= 0xC2 and c < 0xE0 and 2 or c >= 0xE0 and c < 0xF0 and 3 or c >= 0xF0 and c < 0xF5 and 4
-      if not length or not s:find("^" .. ("[\128-\191]"):rep(length - 1), i + 1) then return false end
+      local length = c >= 0xC2 and c < 0xE0 and 2 or c >= 0xE0 and c < 0xF0 and 3 or c >= 0xF0
+        and c < 0xF5 and 4
+      if not length or not s:find("^" .. ("[\128-\191]"):rep(length - 1), i + 1) then
+        return false
+      end
       local second = s:byte(i + 1)
       if c == 0xE0 and second < 0xA0 or c == 0xED and second > 0x9F then return false end
       if c == 0xF0 and second < 0x90 or c == 0xF4 and second > 0x8F then return false end
@@ -40,7 +44,8 @@ local function string_text(s)
   if not is_utf8(s) then
     return '{"$bytes":"' .. s:gsub(".", function(c) return ("%02x"):format(c:byte()) end) .. '"}'
   end
-  return '"' .. s:gsub('[%z\1-\31"\\\127]', function(c) return escapes[c] or ("\\u%04x"):format(c:byte()) end) .. '"'
+  return '"' .. s:gsub('[%z\1-\31"\\\127]',
+    function(c) return escapes[c] or ("\\u%04x"):format(c:byte()) end) .. '"'
 end
 
 local encode_value
@@ -81,14 +86,18 @@ local function encode_table(t, path, above)
   else
     for key in pairs(t) do
       local kind = type(key)
-      if kind ~= "string" and kind ~= "number" and kind ~= "boolean" then error(("%s: a %s cannot be a key"):format(path, kind), 0) end
+      if kind ~= "string" and kind ~= "number" and kind ~= "boolean" then
+        error(("%s: a %s cannot be a key"):format(path, kind), 0)
+      end
     end
     local keys, plain = sorted_keys(t)
     for i, key in ipairs(keys) do
       local value = encode_value(t[key], path .. "." .. tostring(key), above)
-      parts[i] = plain and string_text(key) .. ":" .. value or "[" .. encode_value(key, path, above) .. "," .. value .. "]"
+      parts[i] = plain and string_text(key) .. ":" .. value or "[" ..
+        encode_value(key, path, above) .. "," .. value .. "]"
     end
-    text = plain and "{" .. table.concat(parts, ",") .. "}" or '{"$pairs":[' .. table.concat(parts, ",") .. "]}"
+    text = plain and "{" .. table.concat(parts, ",") .. "}" or '{"$pairs":[' ..
+      table.concat(parts, ",") .. "]}"
   end
   above[t] = nil
   return text
@@ -101,18 +110,23 @@ function encode_value(value, path, above)
   if kind == "boolean" then return tostring(value) end
   if kind == "table" then return encode_table(value, path, above) end
   if kind == "cdata" then
-    if ffi.istype("int64_t", value) then return '{"$int64":"' .. tostring(value):gsub("LL$", "") .. '"}' end
-    if ffi.istype("uint64_t", value) then return '{"$uint64":"' .. tostring(value):gsub("ULL$", "") .. '"}' end
+    if ffi.istype("int64_t", value) then
+      return '{"$int64":"' .. tostring(value):gsub("LL$", "") .. '"}'
+    end
+    if ffi.istype("uint64_t", value) then
+      return '{"$uint64":"' .. tostring(value):gsub("ULL$", "") .. '"}'
+    end
   end
   error(("%s: expected numbers, strings, booleans and tables, got a %s"):format(path, kind), 0)
 end
 
---- Plain data as JSON text. `name` stands for the value in messages: "state.policy: ... got a function".
+--- Plain data as JSON text. `name` names the value in messages: "state.policy: ... got a function".
 function M.encode(value, name)
   return encode_value(value, name or "value", {})
 end
 
--- Digits to a 64-bit number; sign separate, so that -2^63 needs no negation.
+-- A 64-bit number from its digits; the sign is applied last, because -2^63 has no positive
+-- counterpart.
 local function integer(text, kind)
   local negative, digits = text:match("^(%-?)(%d+)$")
   if not digits then error("malformed 64-bit number '" .. text .. "'", 0) end
@@ -131,7 +145,9 @@ local tags = {
   end,
   ["$int64"] = function(text) return integer(text, "$int64") end,
   ["$uint64"] = function(text) return integer(text, "$uint64") end,
-  ["$bytes"] = function(text) return (text:gsub("%x%x", function(hex) return string.char(tonumber(hex, 16)) end)) end,
+  ["$bytes"] = function(text)
+    return (text:gsub("%x%x", function(hex) return string.char(tonumber(hex, 16)) end))
+  end,
   ["$pairs"] = function(list)
     local t = {}
     for _, entry in ipairs(list) do t[restore(entry[1])] = restore(entry[2]) end
@@ -152,7 +168,7 @@ end
 local strict = cjson.new()
 strict.decode_invalid_numbers(false)
 
---- The data behind JSON text; raises what is wrong with it.
+--- The data that JSON text encodes; raises what is wrong with it.
 function M.decode(text)
   return restore(strict.decode(text))
 end

@@ -4,14 +4,14 @@ local C = require("engine.base.ffi").C
 
 local machine = {}
 
--- Seconds on a wall clock that never goes back.
+-- Seconds on a clock that never goes back.
 function machine.clock()
   return C.eng_clock()
 end
 
 local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 
--- Columns and rows of the terminal behind a file descriptor (1: stdout); nil when it is none.
+-- Columns and rows of the terminal behind a file descriptor (1: stdout); nil if it is no terminal.
 function machine.terminal(fd)
   if not C.eng_terminal(columns, rows, fd) then return nil end
   return columns[0], rows[0]
@@ -21,7 +21,7 @@ local function text(pointer)
   return pointer ~= nil and ffi.string(pointer) or nil
 end
 
--- "onednn", "sqlite", "openmp"
+-- The version of "onednn", "sqlite" or "openmp".
 function machine.library_version(name)
   return text(C.eng_library_version(name))
 end
@@ -33,20 +33,20 @@ function machine.gpus()
 end
 
 function machine.device() return text(C.eng_device_name()) end
--- Puts a device in force; false and the reason where there is none.
+-- Switches to a device; false and the reason if that fails.
 function machine.try_device(name)
   if C.eng_device_set(name) == 0 then return true end
   return false, text(C.eng_error_message())
 end
 
--- The NCCL that ranks with cards would use: its version and file; or nil and what is missing.
+-- The NCCL that ranks with cards would use: its version and file; or nil and the reason.
 function machine.nccl()
   local found = ffi.new("const char *[1]")
   if C.eng_comm_nccl(found) == 0 then return text(found[0]) end
   return nil, text(C.eng_error_message())
 end
 
--- One line about the device in force.
+-- One line about the current device.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
 --- How bf16 products are made: "AMX", "pairs" or "f32" (core/engine.h).

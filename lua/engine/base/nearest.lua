@@ -1,8 +1,9 @@
--- Suggestions for misspelt names, for error messages. `names` is a list, or a table whose keys are the names.
+-- Suggestions for misspelt names, for error messages. `names` is a list, or a table whose keys are
+-- the names.
 --   nearest("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
---   nearest.hint("lrr", { "lr", "batch" })            -> "; did you mean 'lr'?", or "" when none is near
+--   nearest.hint("lrr", { "lr", "batch" })       -> "; did you mean 'lr'?", or "" when none is near
 --   nearest.choices("lrr", { lr = 1, batch = 2 }, "options")
---                                                     -> "; did you mean 'lr'?; options: batch lr"
+--                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
 --- The keys of a table as a sorted list of texts.
@@ -17,13 +18,14 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
---- The nearest name, or nil when none is near (eng_nearest in core/engine.h says how near).
+--- The nearest name, or nil when none is near (see eng_nearest in core/engine.h).
 function nearest.find(name, names)
   local found, M_ffi = pcall(require, "engine.base.ffi")
-  if not found then return nil end                       -- `engine doctor` and typing errors work without the library
+  if not found then return nil end  -- `engine doctor` and typing errors work without the library
   local list, texts = list_of(names), {}
   for i, candidate in ipairs(list) do texts[i] = tostring(candidate) end
-  return list[M_ffi.C.eng_nearest(tostring(name), M_ffi.new("const char *[?]", #texts + 1, texts), #texts) + 1]
+  local C, array = M_ffi.C, M_ffi.new("const char *[?]", #texts + 1, texts)
+  return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
 function nearest.hint(name, names)
@@ -31,7 +33,7 @@ function nearest.hint(name, names)
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
---- The hint and all the names; `what` they are: "options".
+--- The hint and all the names; `what`: the noun for them, such as "options".
 function nearest.choices(name, names, what)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
@@ -45,4 +47,5 @@ function nearest.guard(module, what)
   end })
 end
 
-return setmetatable(nearest, { __call = function(_, name, names) return nearest.find(name, names) end })
+return setmetatable(nearest, { __call = function(_, name, names) return nearest.find(name,
+  names) end })

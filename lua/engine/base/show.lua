@@ -1,4 +1,4 @@
--- Numbers and tables as text: exactly, for files and messages that are read back, and rounded, for people.
+-- Numbers and tables as text: exact for files and messages that are read back, rounded for people.
 local show = {}
 
 --- A number in as many digits as it takes to read the same double back; "inf", "-inf", "nan".
@@ -15,8 +15,8 @@ function show.exact(x)
   return ("%.17g"):format(x)
 end
 
---- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and
---- "nan", which Python's float() takes. nil is null.
+--- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings
+--- "inf", "-inf" and "nan", which Python's float() takes. nil is null.
 function show.json_number(x)
   if x == nil then return "null" end
   return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
@@ -26,7 +26,8 @@ end
 function show.grouped(n)
   local text = ("%.0f"):format(n)
   local sign, digits = text:match("^(%-?)(%d+)$")
-  return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "") or text
+  return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "")
+    or text
 end
 
 --- A share as "0 %", "<0.01 %" or "12.3 %".

@@ -1,5 +1,6 @@
--- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` talk to it over its socket
--- (run/control.lua); `history` reads the file. A finished run has its history alone.
+-- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` talk to
+-- it over its socket (run/control.lua); `history` reads the file. A finished run has its history
+-- alone.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -57,7 +58,8 @@ local function waiting_text(path)
   local why = "it answers between two steps"
   if state == "T" then why = ("process %d is stopped; kill -CONT %d wakes it"):format(pid, pid)
   elseif pid then why = ("process %d is in a long step, or hangs"):format(pid) end
-  return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. The history can be read meanwhile: " ..
+  return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. The history can " ..
+    "be read meanwhile: " ..
     "engine attach %s -e 'print(history)'\n"):format(PATIENCE, why, path)
 end
 
@@ -76,7 +78,8 @@ end
 
 local ENDED = "the run has ended; its history can still be read"
 
---- Sends a request and waits for the reply; Ctrl-C ends the wait. nil and a message when there is no good reply.
+--- Sends a request and waits for the reply; Ctrl-C ends the wait. nil and a message when there is
+--- no good reply.
 function Link:ask(request)
   self.asked = self.asked + 1
   request.id = self.asked
@@ -85,7 +88,8 @@ function Link:ask(request)
   if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
   local status = C.eng_attach_send(self.handle, text, #text)
   while status == 0 do
-    status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)          -- a request for many steps takes long
+    -- a request for many steps takes long
+    status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)
     local reply = status == 0 and json.decode(ffi.string(line[0], length[0]))
     -- Replies with an older id belong to requests that Ctrl-C gave up.
     if reply and (reply.id == nil or reply.id == request.id) then
@@ -93,21 +97,26 @@ function Link:ask(request)
       return nil, reply.error
     end
   end
-  if status == C.ENG_ERR_INTERRUPTED then return nil, "given up: the run has not answered yet; it does so between two steps" end
+  if status == C.ENG_ERR_INTERRUPTED then
+    return nil, "given up: the run has not answered yet; it does so between two steps"
+  end
   self.gone = true
   return nil, ENDED
 end
 
 local function status_text(s)
-  local parts = { ("%s: step %d of %d%s"):format(s.run or "?", s.step, s.steps, s.paused and ", paused" or ""),
-    ("%d updates, %d skipped"):format(s.updates, s.skipped), ("loss %.4f"):format(s.loss), ("lr %.4g"):format(s.lr),
+  local parts = { ("%s: step %d of %d%s"):format(s.run or "?", s.step, s.steps,
+    s.paused and ", paused" or ""),
+    ("%d updates, %d skipped"):format(s.updates, s.skipped), ("loss %.4f"):format(s.loss),
+    ("lr %.4g"):format(s.lr),
     ("scale %s"):format(show.scale(s.scale)), ("policy %s"):format(s.policy) }
   return table.concat(parts, ", ") .. (s.shadows and "\n" .. s.shadows or "")
 end
 
 -- ------------------------------------------------------------------ what the REPL has
 
--- The objects `run` and `policy`, whose methods ask the run. Without a link every method raises `why`.
+-- The objects `run` and `policy`, whose methods ask the run. Without a link every method raises
+-- `why`.
 local function objects(link, why)
   local function ask(request)
     if not link then error(why, 0) end
@@ -122,7 +131,8 @@ local function objects(link, why)
   local function object(name, methods, text)
     local known = nearest.keys(methods)
     setmetatable(methods, { __index = function(_, key)
-      error(("%s has no '%s'%s"):format(name, tostring(key), nearest.choices(key, known, "methods")), 0)
+      error(("%s has no '%s'%s"):format(name, tostring(key),
+        nearest.choices(key, known, "methods")), 0)
     end })
     return setmetatable({}, { __index = methods, __tostring = function()
       if not link then return why end
@@ -132,7 +142,9 @@ local function objects(link, why)
   end
   local function stays(given) return type(given) == "table" and given.stay or nil end
   local run = object("run", {
-    status = function() return setmetatable(ask({ ["do"] = "status" }).status, { __tostring = status_text }) end,
+    status = function()
+      return setmetatable(ask({ ["do"] = "status" }).status, { __tostring = status_text })
+    end,
     pause = function(_, given) say { ["do"] = "pause", stay = stays(given) } end,
     resume = function() say { ["do"] = "resume" } end,
     step = function(_, n, given) say { ["do"] = "step", n = n, stay = stays(given) } end,
@@ -145,7 +157,8 @@ local function objects(link, why)
       if type(file) ~= "string" then
         error("swap: expected the name or the file of a policy, got " .. M_ffi.value_text(file), 0)
       end
-      local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:") or file:find("%.json$")
+      local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:")
+        or file:find("%.json$")
       say { ["do"] = "swap", file = is_path and absolute(file) or file, options = policy_options }
     end,
     undo = function() say { ["do"] = "undo" } end,
@@ -154,17 +167,23 @@ local function objects(link, why)
   return run, policy
 end
 
--- Opens a run: { run, policy, history, live } and a line about it; raises when there is no such run.
+-- Opens a run: { run, policy, history, live } and a line about it; raises when there is no such
+-- run.
 local function open(name)
   local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
-  if not require("engine.base.file").is_folder(path) then options.fail("there is no run %s", path) end
+  if not require("engine.base.file").is_folder(path) then
+    options.fail("there is no run %s", path)
+  end
   local link, problem, status = connect(path)
   local good, history = pcall(require("engine.run.history").open, path)
   if not good and not link then error(history, 0) end
-  local why = status == C.ENG_ERR_STATE and ("%s is not running: its history can be read, nothing can be changed"):format(path)
-    or ("%s cannot be reached (%s): its history can be read, nothing can be changed"):format(path, tostring(problem))
+  local why = status == C.ENG_ERR_STATE
+    and ("%s is not running: its history can be read, nothing can be changed"):format(path)
+    or ("%s cannot be reached (%s): its history can be read, nothing can be changed"):format(path,
+      tostring(problem))
   local run, policy = objects(link, why)
-  return { run = run, policy = policy, history = good and history or nil, live = link ~= nil }, link and "attached to " .. path or why
+  return { run = run, policy = policy, history = good and history or nil, live = link ~= nil },
+    link and "attached to " .. path or why
 end
 
 -- Runs a -e argument and prints its results.
@@ -190,16 +209,20 @@ local function main(given)
   rawset(_G, "engine", require "engine")
   for _, code in ipairs(given.e) do
     execute(code)
-    if C.eng_interrupted() > 0 then return 1 end         -- print(run) reports the interrupt and returns
+    if C.eng_interrupted() > 0 then return 1 end  -- print(run) reports the interrupt and returns
   end
   if #given.e > 0 then return 0 end
   print(text)
-  if opened.live then print(tostring(opened.run)) elseif opened.history then print(tostring(opened.history)) end
-  require("engine.host").settle()              -- a Ctrl-C that ended the wait for that line must end nothing else
+  if opened.live then
+    print(tostring(opened.run))
+  elseif opened.history then print(tostring(opened.history)) end
+  -- a Ctrl-C that ended the wait for that line must end nothing else
+  require("engine.host").settle()
   require("engine.cli.repl")()
   return 0
 end
 
 return options.command {
-  name = "attach", doc = "a REPL on a running or finished run", help = help, options = { e = "texts" }, main = main,
+  name = "attach", doc = "a REPL on a running or finished run", help = help,
+  options = { e = "texts" }, main = main,
 }

@@ -1,5 +1,5 @@
--- engine doctor: what this machine offers and what is missing. Each line is ok, missing or note, with what to do about
--- it. The exit code is 1 when something is missing that the engine needs.
+-- engine doctor: what this machine offers and what is missing. Each line is ok, missing or note,
+-- with what to do about it. The exit code is 1 when something is missing that the engine needs.
 local host = require "engine.host"
 
 -- The first line a command prints, or nil.
@@ -10,7 +10,8 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
--- All of a file of /proc, "" without one. base/file.lua needs the engine's library, which doctor works without.
+-- All of a file of /proc, "" without one. base/file.lua needs the engine's library, which doctor
+-- works without.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -21,7 +22,9 @@ end
 local needed_missing = false
 
 local function line(state, what, text)
-  if text then print(("%-8s %-14s %s"):format(state, what, text)) else print(("%-8s %s"):format(state, what)) end
+  if text then
+    print(("%-8s %-14s %s"):format(state, what, text))
+  else print(("%-8s %s"):format(state, what)) end
 end
 
 local function need(found, what, text, advice)
@@ -37,11 +40,13 @@ local function cpu()
   local model = info:match("model name%s*:%s*([^\n]+)") or output("uname -m") or "unknown"
   local threads = 0
   for _ in info:gmatch("processor%s*:") do threads = threads + 1 end
-  line("ok", "CPU", ("%s, %s usable"):format(model, thread_text(tonumber(output("nproc")) or threads)))
+  line("ok", "CPU", ("%s, %s usable"):format(model,
+    thread_text(tonumber(output("nproc")) or threads)))
 
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
-  for _, pair in ipairs { { "avx2", "AVX2" }, { "f16c", "F16C" }, { "avx512f", "AVX-512" }, { "avx512_bf16", "AVX-512 BF16" },
+  for _, pair in ipairs { { "avx2", "AVX2" }, { "f16c", "F16C" }, { "avx512f", "AVX-512" },
+    { "avx512_bf16", "AVX-512 BF16" },
                           { "avx512_fp16", "AVX-512 FP16" }, { "amx_bf16", "AMX BF16" },
                           { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
     if flags:find(" " .. pair[1] .. " ", 1, true) then sets[#sets + 1] = pair[2] end
@@ -51,20 +56,29 @@ end
 
 local function memory()
   local info = contents("/proc/meminfo")
-  local total, free = tonumber(info:match("MemTotal:%s*(%d+)")), tonumber(info:match("MemAvailable:%s*(%d+)"))
-  if total then line("ok", "memory", ("%.1f GiB, %.1f GiB available"):format(total / 2 ^ 20, (free or 0) / 2 ^ 20)) end
+  local total, free = tonumber(info:match("MemTotal:%s*(%d+)")),
+    tonumber(info:match("MemAvailable:%s*(%d+)"))
+  if total then
+    line("ok", "memory", ("%.1f GiB, %.1f GiB available"):format(total / 2 ^ 20,
+      (free or 0) / 2 ^ 20))
+  end
 end
 
-local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 count as zero",
+local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 " ..
+  "count as zero",
   pairs = "in pairs, on AVX-512 BF16: twice as fast as f32; subnormal bf16 count as zero",
   f32 = "in f32: as fast as f32, and subnormals are kept" }
 
 local function library()
   local ok, result = pcall(require, "engine.base.ffi")
-  if not ok then return need(false, "engine library", nil, "cannot be used: " .. tostring(result):match("[^\n]*")) end
+  if not ok then
+    return need(false, "engine library", nil, "cannot be used: " ..
+      tostring(result):match("[^\n]*"))
+  end
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
   local machine = require "engine.base.machine"
-  line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(), machine.isa(),
+  line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(),
+    machine.isa(),
     thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
@@ -117,11 +131,13 @@ local function programs()
     local nccl, why = machine.nccl()
     local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or
       "used where there are cards"
-    line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why .. "; between cards, gradients go through the host")
+    line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
+      "; between cards, gradients go through the host")
   end
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
-    print(("\nTo install what is missing: %sapt-get install %s"):format(sudo, table.concat(missing, " ")))
+    print(("\nTo install what is missing: %sapt-get install %s"):format(sudo,
+      table.concat(missing, " ")))
   end
 end
 

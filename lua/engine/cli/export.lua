@@ -6,7 +6,7 @@ usage: engine export RUN [--csv FILE] [--jsonl FILE] [--tensorboard FOLDER [--ev
 
 Writes a recorded run in the formats of other tools. FILE may be - for standard output.
 
-  engine export a --csv a.csv                 a line for each step; pandas.read_csv reads it as it is
+  engine export a --csv a.csv                 a line for each step, for pandas.read_csv
   engine export a --jsonl - | head            an object for each step; "inf" and "nan" are strings
   engine export a --tensorboard tb/a          event files: numbers, histograms of the layers'
                                               gradients, policies, settings and events as text
@@ -30,7 +30,9 @@ return options.run_command {
     if given.jsonl then done(export.jsonl(history, given.jsonl), given.jsonl) end
     if given.tensorboard then
       local every = given.every or 1
-      if every % 1 ~= 0 or every < 1 then options.fail("--every: expected a whole number of 1 or more, got %g", every) end
+      if every % 1 ~= 0 or every < 1 then
+        options.fail("--every: expected a whole number of 1 or more, got %g", every)
+      end
       done(export.tensorboard(history, given.tensorboard, { every = every }))
     end
     return 0

@@ -1,7 +1,8 @@
 -- engine help [NAME], engine --help; engine help --html FOLDER, engine help --types FILE
 
 -- The subcommands in the order of this help.
-local names = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay", "report",
+local names = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay",
+  "report",
   "runs", "tune", "version" }
 
 local text = [==[
@@ -42,7 +43,8 @@ local function commands()
   local list = {}
   for i, name in ipairs(names) do
     local module = require("engine.cli." .. name)
-    list[i] = { name = name, doc = module.doc, help = module.help, where = ("lua/engine/cli/%s.lua:1"):format(name) }
+    list[i] = { name = name, doc = module.doc, help = module.help,
+      where = ("lua/engine/cli/%s.lua:1"):format(name) }
   end
   return list
 end
@@ -62,9 +64,12 @@ local function listing(title, entries)
   local lines = { title }
   for i = 1, math.min(#entries, MOST_LISTED) do
     local summary = require("engine.docs.source").summary(entries[i].text)
-    lines[#lines + 1] = (("  %-26s %s"):format(entries[i].name, summary):sub(1, 100):gsub("%s+$", ""))
+    lines[#lines + 1] = (("  %-26s %s"):format(entries[i].name, summary):sub(1, 100):gsub("%s+$",
+      ""))
   end
-  if #entries > MOST_LISTED then lines[#lines + 1] = ("  ... and %d more"):format(#entries - MOST_LISTED) end
+  if #entries > MOST_LISTED then
+    lines[#lines + 1] = ("  ... and %d more"):format(#entries - MOST_LISTED)
+  end
   return table.concat(lines, "\n")
 end
 
@@ -77,7 +82,8 @@ local function show(name)
     return 1
   end
   if #found > MOST_SHOWN then
-    print(listing(("'%s' is the name of %d things; ask for one of them in full:"):format(name, #found), found))
+    print(listing(("'%s' is the name of %d things; ask for one of them in full:"):format(name,
+      #found), found))
     return 0
   end
   for i, entry in ipairs(found) do
@@ -88,7 +94,8 @@ local function show(name)
   return 0
 end
 
-local help = { doc = "this text, or that of a command, a function, a policy, ...: engine help NAME", help = usage, commands = names }
+local help = { doc = "this text, or that of a command, a function, a policy, ...: engine help NAME",
+  help = usage, commands = names }
 
 -- --html or --types
 local function write(switch, target)

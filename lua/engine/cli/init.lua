@@ -1,10 +1,11 @@
--- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module engine.cli.NAME that gives
--- { doc = "one line", help = text or nil, main = function(...) return exit_code end }; options.lua makes most of them.
--- To add one, write the module and name it in help.lua. Called by main.c.
+-- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module
+-- engine.cli.NAME that gives { doc = "one line", help = text or nil, main = function(...) return
+-- exit_code end }; options.lua makes most of them. To add one, write the module and name it in
+-- help.lua. Called by main.c.
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 
-local cli = {}
+local cli = { commands = help.commands }
 
 function cli.run(name, ...)
   for _, command in ipairs(help.commands) do

@@ -1,12 +1,14 @@
--- The command line of the subcommands: words, --name value or --name=value, switches, and policies with their options.
+-- The command line of the subcommands: words, --name value or --name=value, switches, and policies
+-- with their options.
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
--- Kinds: "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts" (may be repeated), "switch".
--- With policies = true the command takes --policy FILE name=value ... into given.policies = { { source, options } ... }.
--- Settings of training scripts (name=value) are read by base/config.lua.
+-- Kinds: "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts" (may be repeated),
+-- "switch". With policies = true the command takes --policy FILE name=value ... into given.policies
+-- = { { source, options } ... }. Settings of training scripts (name=value) are read by
+-- base/config.lua.
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 
@@ -40,16 +42,20 @@ local function unknown(word, spec)
   if spec.policies then names[#names + 1] = "policy" end
   for i, name in ipairs(names) do names[i] = dashed(name) end
   table.sort(names)
-  fail("no option '%s'%s", word, #names == 0 and "; this command has none" or nearest.choices(word, names, "options"))
+  fail("no option '%s'%s", word, #names == 0 and "; this command has none" or nearest.choices(word,
+    names, "options"))
 end
 
--- A word without a dash: an option of the policy before it, a policy file, or one of the command's words.
+-- A word without a dash: an option of the policy before it, a policy file, or one of the command's
+-- words.
 local function plain_word(word, given, spec)
   if spec.word and spec.word(word, given) then return end
   local policies = given.policies
   local name, value = word:match("^([%a_][%w_]*)=(.*)$")
   if policies and name then
-    if #policies == 0 then fail("'%s' stands before any --policy FILE, whose option it could be", word) end
+    if #policies == 0 then
+      fail("'%s' stands before any --policy FILE, whose option it could be", word)
+    end
     policies[#policies].options[name] = value
   elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then
     policies[#policies + 1] = { source = word, options = {} }
@@ -90,7 +96,8 @@ function M.parse(words, spec)
   return given
 end
 
---- A command that cli.run can start: { doc, help, main }. An error becomes one line and the exit code 1.
+--- A command that cli.run can start: { doc, help, main }. An error becomes one line and the exit
+--- code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
@@ -101,11 +108,14 @@ function M.command(spec)
   end }
 end
 
---- A command on one run: spec.main is called with the given options, the history and the run's path.
+--- A command on one run: spec.main is called with the given options, the history and the run's
+--- path.
 function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)
-    if #given.words ~= 1 then fail("expected one run, got %d; engine help %s says more", #given.words, spec.name) end
+    if #given.words ~= 1 then
+      fail("expected one run, got %d; engine help %s says more", #given.words, spec.name)
+    end
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)
     if #history:query("SELECT 1 FROM steps LIMIT 1") == 0 then fail("%s has no steps", path) end

@@ -1,5 +1,6 @@
--- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. The model of costs is in
--- dist/plan.lua, the measurements in plan_measure.lua; here are the command line and the tables.
+-- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. The model
+-- of costs is in dist/plan.lua, the measurements in plan_measure.lua; here are the command line and
+-- the tables.
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"
@@ -13,8 +14,8 @@ Predicts what the script's training would cost on 1 to `ranks` ranks: the memory
 share of a step spent on messages, and the time of the overflow record. The script runs up to its
 trainer, of which a few steps are timed. Other settings go to the script.
 
-  engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9    # messages of 2 us, 25 GB/s a rank
-  engine plan examples/gpt.lua zero=2 measure=1,2,4                  # beside such jobs, measured here
+  engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s
+  engine plan examples/gpt.lua zero=2 measure=1,2,4                # beside jobs measured here
 
 alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
              two processes, where mpirun is installed
@@ -26,15 +27,18 @@ writes), moments, and messages in flight. Then come times: all gradient messages
 step's messages that is not hidden, which is what the backward pass does not overlap and, with
 zero=1 or 2, the updated weights sent after it; the record; and the whole step.
 
-measure      also runs the job with these numbers of ranks on this machine, one thread for each rank,
-             and prints the prediction for this machine beside the measurement. Ranks that share a
-             machine slow each other down: the prediction starts from steps timed with every core at
-             work and waits for the slowest; messages overlap nothing, because the cores that compute
-             copy them; and ranks beyond the number of cores take turns]==]
+measure      also runs the job with these numbers of ranks on this machine, one thread for each
+             rank, and prints the prediction for this machine beside the measurement. Ranks on one
+             machine slow each other down: the prediction starts from steps timed with every core
+             at work and waits for the slowest; messages overlap nothing, because the cores that
+             compute copy them; and ranks beyond the number of cores take turns]==]
 
--- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank it starts.
-local OWN = { ranks = config.optional "number", alpha = config.optional "number", beta = config.optional "number",
-  step = config.optional "number", comm_dtype = config.optional "string", zero = config.optional "number",
+-- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank
+-- it starts.
+local OWN = { ranks = config.optional "number", alpha = config.optional "number",
+  beta = config.optional "number",
+  step = config.optional "number", comm_dtype = config.optional "string",
+  zero = config.optional "number",
   bucket = config.optional "number", measure = config.optional "list" }
 local RANGES = { positive = "alpha beta step" }
 local MIB = 2 ^ 20
@@ -42,53 +46,62 @@ local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
 
 local function time_text(s)
   if s == 0 then return "-" end
-  return s < 1e-3 and ("%.1f us"):format(s * 1e6) or s < 1 and ("%.2f ms"):format(s * 1e3) or ("%.2f s"):format(s)
+  return s < 1e-3 and ("%.1f us"):format(s * 1e6) or s < 1 and ("%.2f ms"):format(s * 1e3)
+    or ("%.2f s"):format(s)
 end
 local function bytes_text(b)
   if b < MIB then return ("%.1f KiB"):format(b / 1024) end
   return b < 2 ^ 30 and ("%.1f MiB"):format(b / MIB) or ("%.2f GiB"):format(b / 2 ^ 30)
 end
 
--- A line about a smaller bucket that would save a tenth of a rank's memory or more, and a MiB, on `ranks` ranks: halved as long as that helps.
--- nil: none.
+-- One line about a smaller bucket that would save a tenth of a rank's memory or more, and at least
+-- a MiB, on `ranks` ranks. Halves the bucket as long as that helps. nil if none would.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
     local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero }
-    local other = setmetatable({ zero = o.zero or 0, sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
+    local other = setmetatable({ zero = o.zero or 0,
+      sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
   end
   if ranks == 1 then return nil end
   local bucket = options.bucket or require("engine.dist.reducer").BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
-  while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end           -- all in one bucket, as before
+  -- larger buckets hold everything, as this one does
+  while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end
   while found > 1 / 64 do
     local half = with(found / 2)
     if half.memory.all > 0.95 * best.memory.all then break end
     found, best = found / 2, half
   end
   if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
-  return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f times the messages"):format(found, bytes_text(best.memory.all),
-    bytes_text(now.memory.all), job.zero == 2 and (" (zero=1: %s)"):format(bytes_text(with(bucket, 1).memory.all)) or "", ranks,
+  return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f " ..
+    "times the messages"):format(found, bytes_text(best.memory.all),
+    bytes_text(now.memory.all), job.zero == 2
+    and (" (zero=1: %s)"):format(bytes_text(with(bucket, 1).memory.all)) or "", ranks,
     best.sent.messages / now.sent.messages)
 end
 
 local function padded(n, to) return math.ceil(n / to) * to end
 
--- What is to be planned: plan.predict's job, of this process's trainer.
+-- The job for plan.predict, from this process's trainer.
 local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
-  local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0, histogram = records, accumulate = trainer.accumulate,
-    comm_dtype = options.comm_dtype or "own", zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
+  local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0,
+    histogram = records, accumulate = trainer.accumulate,
+    comm_dtype = options.comm_dtype or "own", zero = options.zero or 0,
+    model = tostring(trainer.model._class), step = step }
   local bytes, moments = M_ffi.new("int64_t[4]"), ({ sgd = 0, lion = 1 })[optimizer.name] or 2
   C.eng_params_bytes(bytes, optimizer.params)
-  job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]), tonumber(bytes[2])
+  job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]),
+    tonumber(bytes[2])
   for _, p in ipairs(list) do
     job.parameters = job.parameters + p.tensor.count
-    job.moment_bytes = job.moment_bytes + moments * padded(p.tensor.count * (trainer.precision.moments == "bf16" and 2 or 4), 64)
+    job.moment_bytes = job.moment_bytes + moments *
+      padded(p.tensor.count * (trainer.precision.moments == "bf16" and 2 or 4), 64)
   end
-  -- Which gradients ZeRO-2 has in memory at one time, the operations of a step tell.
+  -- The operations of a step tell which gradients ZeRO-2 holds at the same time.
   if job.zero == 2 then
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer.data:next())
@@ -111,7 +124,8 @@ local function counts_of(texts)
   for i, text in ipairs(texts) do
     local n = tonumber(text)
     if not n or n < 1 or n > 64 or n % 1 ~= 0 then
-      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(table.concat(texts, ",")), 0)
+      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(
+        table.concat(texts, ",")), 0)
     end
     counts[i] = n
   end
@@ -128,13 +142,17 @@ local function read(words)
       renamed("engine plan's setting 'wire'", "'comm_dtype'")
       name, word = "comm_dtype", word:gsub("^wire", "comm_dtype")
     end
-    if name == "role" then role = word:match("=(.*)") else table.insert(name and OWN[name] and own or settings, word) end
+    if name == "role" then
+      role = word:match("=(.*)")
+    else table.insert(name and OWN[name] and own or settings, word) end
   end
   local given = config.parse(OWN, own, nil, RANGES)
   given.role = role
   local key, expected = reducer.wrong { comm_dtype = given.comm_dtype, zero = given.zero,
     bucket = given.bucket }
-  if key then error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0) end
+  if key then
+    error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0)
+  end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
   if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then
@@ -150,32 +168,38 @@ local function off(predicted, measured)
   return measured == 0 and "" or ("%+.1f %%"):format(100 * (predicted / measured - 1))
 end
 
--- Jobs of so many ranks, and for each what was predicted and what rank 0 told.
+-- Runs the job on each of given.measure ranks, and prints the predictions beside what rank 0
+-- measured.
 local function compare(job, cost, given, script, settings)
   local plan, measure = require "engine.dist.plan", require "engine.cli.plan_measure"
   local cores = require("engine.base.ffi").C.eng_comm_threads()
   local one = measure.alone(1, script, settings, given)[1]
-  local here = setmetatable({ step = one.step, handling = one.handling, sizes = job.sizes_of_first }, { __index = job })
-  local costs = { alpha = cost.alpha, beta = cost.beta, cores = cores, slowed = 1, times = one.times }
+  local here = setmetatable({ step = one.step, handling = one.handling,
+    sizes = job.sizes_of_first }, { __index = job })
+  local costs = { alpha = cost.alpha, beta = cost.beta, cores = cores, slowed = 1,
+    times = one.times }
   if cores > 1 then
     local all, crowd = 0, measure.alone(cores, script, settings, given)
     for _, told in ipairs(crowd) do all = all + told.step / cores end
     costs.slowed, costs.times = math.max(1, all / one.step), crowd[1].times
   end
-  print(("\nthis machine: %d cores, ranks of one thread; own step %s, %.2f times that with a process on every core; packing and adding up %s"):format(cores,
+  print(("\nthis machine: %d cores, one thread for each rank; own step %s, %.2f times that with " ..
+    "a process on every core; packing and adding up %s"):format(cores,
     time_text(one.step), costs.slowed, time_text(one.handling)))
   for _, n in ipairs(given.measure) do
     local p = plan.predict(here, costs, n)
     local m = n == 1 and one or measure.job(n, script, settings, given)[1]
-    print(("\n%-22s %14s %14s %10s"):format(n == 1 and "1 rank" or n .. " ranks", "predicted", "measured", "off by"))
+    print(("\n%-22s %14s %14s %10s"):format(n == 1 and "1 rank" or n .. " ranks", "predicted",
+      "measured", "off by"))
     local function row(name, predicted, measured, text)
       if predicted == 0 and measured == 0 then return end
-      print(("%-22s %14s %14s %10s"):format("  " .. name, text(predicted), text(measured), off(predicted, measured)))
+      print(("%-22s %14s %14s %10s"):format("  " .. name, text(predicted), text(measured),
+        off(predicted, measured)))
     end
     row("step", p.step, m.step, time_text)
-    row("waited after backward", p.waited, m.waited + m.held, time_text)
+    row("wait after backward", p.waited, m.waited + m.held, time_text)
     row("record", p.record, m.record, time_text)
-    row("weights sent round", p.weights, m.weights, time_text)
+    row("sending weights", p.weights, m.weights, time_text)
     row("messages sent", p.sent.messages, m.messages, tostring)
     row("bytes sent", p.sent.bytes, m.bytes, bytes_text)
     row("memory: weights", p.memory.weights, m.memory_parameters, bytes_text)
@@ -184,7 +208,8 @@ local function compare(job, cost, given, script, settings)
     row("memory: messages", p.memory.messages, m.memory_messages, bytes_text)
   end
   if math.max(unpack(given.measure)) > cores then
-    print(("\nmore than %d ranks take turns on the cores; how they do is the system's business"):format(cores))
+    print(("\nmore than %d ranks take turns on the cores, in an order that the system " ..
+      "chooses"):format(cores))
   end
 end
 
@@ -192,21 +217,32 @@ end
 
 local function table_of(job, cost, source, given)
   local plan = require "engine.dist.plan"
-  print(("%s: %d parameters in %d tensors, gradients %s, comm dtype %s%s"):format(job.model, job.parameters, job.tensors,
+  print(("%s: %d parameters in %d tensors, gradients %s, comm dtype %s%s"):format(job.model,
+    job.parameters, job.tensors,
     bytes_text(job.gradient_bytes), job.comm_dtype, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
-  print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step), time_text(cost.alpha), 1e-9 / cost.beta, source))
+  print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step),
+    time_text(cost.alpha), 1e-9 / cost.beta, source))
   local form = "%7s  %11s  %11s  %11s  %11s  %9s  %10s  %9s  %9s  %10s"
-  print(form:format("ranks", "memory", "gradients", "moments", "of messages", "messages", "not hidden", "record", "step", "efficiency"))
+  print(form:format("ranks", "memory", "gradients", "moments", "of messages", "messages",
+    "not hidden", "record", "step", "efficiency"))
   local x, y = {}, {}
   for i, ranks in ipairs(plan.counts(given.ranks)) do
     local p = plan.predict(job, cost, ranks)
-    print(form:format(ranks, bytes_text(p.memory.all), bytes_text(p.memory.gradients), bytes_text(p.memory.moments), bytes_text(p.memory.messages),
-      time_text(p.messages), time_text(p.exposed + p.weights), time_text(p.record), time_text(p.step), ("%.1f %%"):format(100 * p.efficiency)))
+    print(form:format(ranks, bytes_text(p.memory.all), bytes_text(p.memory.gradients),
+      bytes_text(p.memory.moments), bytes_text(p.memory.messages),
+      time_text(p.messages), time_text(p.exposed + p.weights), time_text(p.record),
+      time_text(p.step), ("%.1f %%"):format(100 * p.efficiency)))
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency
   end
-  if job.zero > 0 then print("\nmessages are those of gradients; not hidden counts the updated weights, too, which go round after the update") end
+  if job.zero > 0 then
+    print("\nmessages: those of gradients. not hidden: also counts the updated weights, which " ..
+      "are sent after the update")
+  end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
-  if #x > 2 then print("\n" .. require("engine.report.plot").draw { title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 }) end
+  if #x > 2 then
+    print("\n" .. require("engine.report.plot").draw {
+      title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 })
+  end
 end
 
 local function main(script, ...)
@@ -221,18 +257,22 @@ local function main(script, ...)
     local trainer, options, records = measure.trainer(script, settings, given)
     local wanted = require("engine.dist.plan").counts(given.ranks)
     local step = given.step or measure.step(trainer)
-    local job, cost, source = job_of(trainer, options, records, wanted, given.measure, step), { alpha = given.alpha, beta = given.beta }, "given"
+    local job, cost, source = job_of(trainer, options, records, wanted, given.measure, step),
+      { alpha = given.alpha, beta = given.beta }, "given"
     if not (cost.alpha and cost.beta) then
       local alpha, beta = measure.messages()
-      source = alpha and "measured between two processes here" or "assumed, for there is no mpirun to measure with"
-      cost.alpha, cost.beta = cost.alpha or alpha or FALLBACK.alpha, cost.beta or beta or FALLBACK.beta
+      source = alpha and "measured between two processes here"
+        or "assumed: there is no mpirun to measure with"
+      cost.alpha, cost.beta = cost.alpha or alpha or FALLBACK.alpha, cost.beta or beta
+        or FALLBACK.beta
     end
     table_of(job, cost, source, given)
     if given.measure then compare(job, cost, given, script, settings) end
   end, ...)
   if good then return 0 end
   local unknown = tostring(problem):match("config: no field '([^']+)'")
-  local own = unknown and "\nas a setting of engine plan" .. nearest.choices(unknown, OWN, "its settings") or ""
+  local own = unknown and "\nas a setting of engine plan" .. nearest.choices(unknown, OWN,
+    "its settings") or ""
   io.stderr:write("engine plan: " .. tostring(problem):gsub("^config: ", "") .. own .. "\n")
   return 1
 end

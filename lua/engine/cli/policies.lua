@@ -7,24 +7,26 @@ return options.command {
   help = [==[
 usage: engine policies
 
-Lists the policies that come with the engine: the name, what it decides, and what it does.
-A loss-scale policy chooses the loss scale of each step; an fp8 policy chooses what FP8 layers do.
+Lists the policies that come with the engine, with what each does: those that choose the loss scale
+of each step, and those that choose the scales and formats of FP8 layers.
 
   engine train.lua policy=dynamic:growth_interval=500     train with one
   engine replay runs/a --policy dynamic                   what it would have done on a recorded run
 
-policies/README.md says how to write one. A file of your own is named with its path: policy=./mine.lua]==],
+policies/README.md explains how to write one. Name your own file by its path: policy=./mine.lua]==],
   main = function(given)
     if #given.words > 0 then options.fail("expected no arguments, got '%s'", given.words[1]) end
     local policy = require "engine.policy.policy"
-    local rows = { { "policy", "decides", "what it does" } }
     for _, kind in ipairs { "scale", "fp8" } do
-      for _, name in ipairs(policy.names(kind)) do
-        rows[#rows + 1] = { name, kind == "fp8" and "fp8" or "loss scale", (policy.load(name, nil, kind).doc:gsub("%s+", " ")) }
+      local rows = {}
+      for i, name in ipairs(policy.names(kind)) do
+        rows[i] = { "  " .. name, (policy.load(name, nil, kind).doc:gsub("%s+", " ")) }
       end
+      print((kind == "fp8" and "\nfor FP8 layers:\n" or "for the loss scale:\n") ..
+        show.table(rows, { true, true }))
     end
-    print(show.table(rows, { true, true, true }))
-    print("\nnext: engine replay RUN --policy NAME shows what one would have done; policy=NAME trains with it")
+    print("\nnext: engine replay RUN --policy NAME shows what one would have done; policy=NAME " ..
+      "trains with it")
     return 0
   end,
 }

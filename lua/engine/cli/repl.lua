@@ -1,9 +1,9 @@
--- The REPL: `engine` on a terminal, and `engine -i script.lua`. Expressions print by themselves, `_` is the
--- last result, an unfinished line goes on, Tab completes globals and fields, Ctrl-C drops the line or stops
--- what runs, Ctrl-D leaves. A `local` at the start of an entry is made global, so that lines pasted from a
--- script keep working on the next line. `bits` shows a number in every format; after a run `history` is that
--- run's. History of lines: ~/.engine_history.
--- Called by main.c; reads lines through engine.host.
+-- The REPL: `engine` on a terminal, and `engine -i script.lua`. An expression prints its value, `_`
+-- is the last result, an unfinished entry continues on the next line, Tab completes globals and
+-- fields, Ctrl-C drops the line or stops the running entry, Ctrl-D leaves. A `local` at the start
+-- of an entry becomes global, so that lines pasted from a script keep working on the next line.
+-- `bits` shows a number in every format; after a run `history` is the history of that run. Lines
+-- are saved in ~/.engine_history. Called by main.c; reads lines through engine.host.
 local host = require "engine.host"
 
 local repl = {}
@@ -30,38 +30,49 @@ local function sorted_keys(t, length)
   return keys
 end
 
--- A value as people read it: strings quoted, plain tables by their contents, others by tostring().
+-- A value for people: strings quoted, plain tables by their contents, other values by tostring().
 local function show(value, indent, depth, seen)
   if type(value) == "string" then return ("%q"):format(value):gsub("\\\n", "\\n") end
   local meta = debug.getmetatable(value)
-  if type(value) == "cdata" and depth > 1 then return (tostring(value):gsub("\n.*", "")) end    -- a tensor inside a table: its first line
-  if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value] or depth > MOST_DEPTH then
+  -- a tensor inside a table: its first line
+  if type(value) == "cdata" and depth > 1 then return (tostring(value):gsub("\n.*", "")) end
+  if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value]
+    or depth > MOST_DEPTH then
     return tostring(value)
   end
   seen[value] = true
   local parts, length, size = {}, #value, 0
-  for i = 1, math.min(length, MOST_ENTRIES) do parts[i] = show(value[i], indent .. "  ", depth + 1, seen) end
-  if length > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(length - MOST_ENTRIES) end
+  for i = 1, math.min(length, MOST_ENTRIES) do
+    parts[i] = show(value[i], indent .. "  ", depth + 1, seen)
+  end
+  if length > MOST_ENTRIES then
+    parts[#parts + 1] = ("... %d more"):format(length - MOST_ENTRIES)
+  end
   local keys = sorted_keys(value, length)
   for i = 1, math.min(#keys, MOST_ENTRIES) do
-    parts[#parts + 1] = key_text(keys[i]) .. " = " .. show(value[keys[i]], indent .. "  ", depth + 1, seen)
+    parts[#parts + 1] = key_text(keys[i]) .. " = " .. show(value[keys[i]], indent .. "  ",
+      depth + 1, seen)
   end
   if #keys > MOST_ENTRIES then parts[#parts + 1] = ("... %d more"):format(#keys - MOST_ENTRIES) end
   seen[value] = nil
   if #parts == 0 then return "{}" end
   for _, part in ipairs(parts) do size = size + #part + 2 end
-  if size < 90 and not table.concat(parts):find("\n") then return "{ " .. table.concat(parts, ", ") .. " }" end
-  return "{\n" .. indent .. "  " .. table.concat(parts, ",\n" .. indent .. "  ") .. "\n" .. indent .. "}"
+  if size < 90 and not table.concat(parts):find("\n") then
+    return "{ " .. table.concat(parts, ", ") .. " }"
+  end
+  return "{\n" .. indent .. "  " .. table.concat(parts, ",\n" .. indent .. "  ") .. "\n" ..
+    indent .. "}"
 end
 
--- A text of several lines, as h:why() gives, is shown as it is.
+-- A text of several lines, such as h:why() returns, is shown unquoted.
 function repl.show(value)
   if type(value) == "string" and value:find("\n", 1, true) then return value end
   local ok, text = pcall(show, value, "", 1, {})
   return ok and text or tostring(value)
 end
 
---- All that an entry gave. nil and a message, as functions say why there is nothing: the message as it is.
+--- All results of an entry. nil and a message, which is how functions report failure, show the
+--- message alone.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
   if n == 2 and nothing == nil and type(message) == "string" then return message end
@@ -72,7 +83,8 @@ end
 
 -- ------------------------------------------------------------------ completion
 
-local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function", "goto", "if", "in", "local",
+local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function",
+  "goto", "if", "in", "local",
                    "nil", "not", "or", "repeat", "return", "then", "true", "until", "while" }
 
 local function each_key(t, visit)
@@ -81,8 +93,8 @@ local function each_key(t, visit)
   end
 end
 
--- Calls visit(name, value) for the string keys of a value and of what its metatable leads to. Where
--- __index is a function, as in modules, the tables that it looks into are its upvalues.
+-- Calls visit(name, value) for the string keys of a value and of the tables its metatable leads to.
+-- Where __index is a function, as in modules, it looks into the function's upvalues.
 local function each_name(value, visit)
   if type(value) == "cdata" then
     local tensor = package.loaded["engine.tensor.tensor"]
@@ -100,7 +112,10 @@ local function each_name(value, visit)
       for i = 1, 20 do
         local name, upvalue = debug.getupvalue(value, i)
         if not name then break end
-        if type(upvalue) == "table" and debug.getmetatable(upvalue) == nil or name:match("^[Cc]lass$") then each_key(upvalue, visit) end
+        if type(upvalue) == "table" and debug.getmetatable(upvalue) == nil
+          or name:match("^[Cc]lass$") then
+          each_key(upvalue, visit)
+        end
       end
       return
     end
@@ -110,7 +125,7 @@ end
 
 local function index(value, name) return value[name] end
 
--- The value of `a.b.c`; nil when there is none.
+-- The value of `a.b.c`; nil when any part is missing.
 local function resolve(path)
   local value = _G
   for name in path:gmatch("[%a_][%w_]*") do
@@ -138,13 +153,15 @@ local function columns_text(names)
   local lines = {}
   for i = 1, #names, per_line do
     local cells = {}
-    for j = i, math.min(#names, i + per_line - 1) do cells[#cells + 1] = names[j] .. (" "):rep(width - #names[j]) end
+    for j = i, math.min(#names, i + per_line - 1) do
+      cells[#cells + 1] = names[j] .. (" "):rep(width - #names[j])
+    end
     lines[#lines + 1] = (table.concat(cells):gsub("%s+$", ""))
   end
   return table.concat(lines, "\n")
 end
 
--- The names in a folder that begin with `start`, folders with a slash.
+-- The names in a folder that begin with `start`; folders end with a slash.
 local function paths(folder, start)
   local files, list = require "engine.base.file", {}
   for _, name in ipairs(files.names(folder == "" and "." or folder) or {}) do
@@ -155,7 +172,7 @@ local function paths(folder, start)
   return list
 end
 
--- What to insert, and what to list, of candidates that all begin with `start`.
+-- The text to insert, and the candidates to list, for names that all begin with `start`.
 local function offered(names, start)
   if #names == 0 then return nil end
   table.sort(names)
@@ -165,7 +182,7 @@ local function offered(names, start)
   return nil, columns_text(names)
 end
 
--- Whether a line ends inside a text, and that text up to there.
+-- The beginning of the string literal that is still open at the end of a line, or nil.
 local function open_text(line)
   local quote, from
   local i = 1
@@ -180,7 +197,8 @@ local function open_text(line)
   return quote and line:sub(from) or nil
 end
 
--- What Tab inserts after `before`, and the candidates to list: names, or inside quotes files.
+-- The text that Tab inserts after `before`, and the candidates to list: names, or files inside
+-- quotes.
 function repl.complete(before)
   local inside = open_text(before)
   if inside then
@@ -195,7 +213,8 @@ function repl.complete(before)
   local seen, names = {}, {}
   local function visit(name, value)
     if name:sub(1, #start) == start and not seen[name] and name:match("^[%a_][%w_]*$")
-       and not (start == "" and name:sub(1, 1) == "_") and (separator ~= ":" or type(value) == "function") then
+       and not (start == "" and name:sub(1, 1) == "_")
+       and (separator ~= ":" or type(value) == "function") then
       seen[name] = true
       names[#names + 1] = name
     end
@@ -209,7 +228,7 @@ end
 
 -- ------------------------------------------------------------------ reading and running
 
--- The chunk of an entry; nil and "more" when it is unfinished, nil and a message when it is wrong.
+-- The chunk of an entry; nil and "more" when it is unfinished; nil and a message when it is wrong.
 function repl.compile(text)
   local chunk = loadstring("return " .. text:gsub("^%s*=", "", 1), "=stdin")
   if chunk then return chunk end
@@ -225,11 +244,13 @@ end
 local function traceback(problem)
   if type(problem) ~= "string" then
     local meta = debug.getmetatable(problem)
-    if not (type(meta) == "table" and meta.__tostring) then return "error object of type " .. type(problem) end
+    if not (type(meta) == "table" and meta.__tostring) then
+      return "error object of type " .. type(problem)
+    end
     problem = tostring(problem)
   end
   local trace = debug.traceback(problem, 2)
-  trace = trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", "")      -- the REPL's own frames say nothing
+  trace = trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", "")      -- drop the REPL's own frames
   return host.trim(trace)
 end
 
@@ -246,7 +267,7 @@ local function finish(ok, ...)
   print(repl.show_all(...))
 end
 
--- Reads one whole entry. nil: the end. "": nothing to run.
+-- Reads one whole entry. nil: end of input. "": nothing to run.
 local function read_entry()
   local text
   while true do
@@ -259,18 +280,22 @@ local function read_entry()
   end
 end
 
--- Words that people try, as long as they are no globals.
+-- Words that people try. A global of the same name hides them.
 local words = {
-  help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
-    "Ctrl-C drops the line or stops what runs, Ctrl-D leaves. The library's parts are listed in lua/README.md.\n" ..
-    "bits(0.1) shows a number in every format; h = engine.history.open 'runs/NAME' asks a run: h:plot 'loss', h:why(812), h:heatmap().",
+  help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab " ..
+  "completes: engine. <Tab>, tensor: <Tab>.\n" ..
+  "Ctrl-C drops the line or stops the entry, Ctrl-D leaves. lua/README.md lists the parts.\n" ..
+  "bits(0.1) shows a number in every format; h = engine.history.open 'runs/NAME'\n" ..
+  "reads a run: h:plot 'loss', h:why(812), h:heatmap().",
   exit = false, quit = false,
 }
 
--- The globals that a REPL has beside a script's: never over one that is there.
+-- Sets the globals `bits` and `history`, unless the script has its own.
 local function provide()
   local engine = package.loaded["engine"]
-  if engine and rawget(_G, "bits") == nil then rawset(_G, "bits", function(x) return engine.bits(x) end) end
+  if engine and rawget(_G, "bits") == nil then
+    rawset(_G, "bits", function(x) return engine.bits(x) end)
+  end
   local files = package.loaded["engine.run.run"]
   local path = files and files.latest
   if path and path ~= repl.offered then
@@ -281,7 +306,7 @@ local function provide()
     if not good then return end
     repl.history = history
     rawset(_G, "history", history)
-    if host.edited then print(("`history` is that of %s"):format(path)) end
+    if host.edited then print(("`history` is the history of %s"):format(path)) end
   end
 end
 
@@ -298,7 +323,8 @@ local function run()
     end
   end
   if host.edited then
-    print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(host.version, host.luajit))
+    print(("engine %s on %s. Tab completes, Ctrl-D leaves; `engine` holds the library."):format(
+      host.version, host.luajit))
   end
   provide()
   for text in read_entry do
@@ -310,7 +336,8 @@ local function run()
       if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
       local chunk, problem = repl.compile(text)
       if chunk then
-        jit.off(chunk)                     -- Ctrl-C cannot stop a compiled loop; what the entry calls is compiled as ever
+        -- Ctrl-C cannot stop a compiled loop; functions that the entry calls are compiled as usual
+        jit.off(chunk)
         finish(xpcall(chunk, traceback))
         provide()
       else

@@ -28,12 +28,17 @@ of the recorded run, also after steps that the replayed policy would have skippe
 
 --json prints {"policies":[{"name","file","options","scales","actions","skipped","stopped_at",
 "reason"}]}: scales and actions after each step; stopped_at counts steps from 1, as log=json does.
-On a run it adds "verdicts" (exact or bound), "underflow", "mass_lost", "mean_log2_scale", "recover".]==]
+On a run it adds "verdicts" (exact or bound), "underflow", "mass_lost", "mean_log2_scale" and
+"recover".]==]
 
 local function main(given)
   local traces = given.words
-  if #traces == 0 then options.fail("expected a trace: a run or a string of verdicts; engine help replay says more") end
-  if #traces > 1 then options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2]) end
+  if #traces == 0 then
+    options.fail("expected a trace: a run or a string of verdicts; engine help replay says more")
+  end
+  if #traces > 1 then
+    options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2])
+  end
   if #given.policies == 0 then options.fail("expected --policy FILE") end
   local replay = require "engine.run.replay"
   local trace = replay.trace(traces[1])
@@ -45,8 +50,12 @@ local function main(given)
   end
   print(replay.table(results))
   for _, r in ipairs(results) do
-    if not r.marks and r.steps <= 500 then print(("%s: %s"):format(r.name, replay.runs_of(r.scales))) end
-    if r.stopped_at then print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason)) end
+    if not r.marks and r.steps <= 500 then
+      print(("%s: %s"):format(r.name, replay.runs_of(r.scales)))
+    end
+    if r.stopped_at then
+      print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason))
+    end
     if r.failures > 0 then
       print(("%s failed in %d of %d steps: %s"):format(r.name, r.failures, r.steps, r.failure))
     end
@@ -55,6 +64,7 @@ local function main(given)
 end
 
 return options.command {
-  name = "replay", doc = "what policies would have done on a recorded run or a string of verdicts", help = help,
+  name = "replay", doc = "what policies would have done on a recorded run or a string of verdicts",
+  help = help,
   options = { json = "switch" }, policies = true, main = main,
 }

@@ -14,7 +14,8 @@ without an update, the policy, when the run began, how long it took and how it e
 
 next: engine plot RUN, engine report RUN, engine attach RUN, engine replay RUN --policy FILE]==]
 
-local HEAD = { "run", "steps", "loss", "scale", "skipped", "policy", "precision", "began", "took", "ended" }
+local HEAD = { "run", "steps", "loss", "scale", "skipped", "policy", "precision", "began", "took",
+  "ended" }
 local LEFT = { true, false, false, false, false, true, true, true, false, true, true }
 
 local function loss_text(x)
@@ -23,7 +24,8 @@ end
 
 local function ended_text(run)
   if run.how == "running" then
-    return ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1), show.grouped(run.steps or 0))
+    return ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
+      show.grouped(run.steps or 0))
   end
   return #run.ended > 60 and run.ended:sub(1, 57) .. "..." or run.ended
 end
@@ -32,16 +34,21 @@ local function row_of(run)
   local began = run.created and os.date("%Y-%m-%d %H:%M", run.created) or "-"
   if run.problem then return { run.name, "-", "-", "-", "-", "-", "-", began, "-", run.problem } end
   local precision = run.precision or "-"
-  if run.rows == 0 then return { run.name, "0", "-", "-", "-", "-", precision, began, "-", "no steps" } end
+  if run.rows == 0 then
+    return { run.name, "0", "-", "-", "-", "-", precision, began, "-", "no steps" }
+  end
   return { run.name, show.grouped(run.rows), loss_text(run.loss), show.scale(run.scale),
-    ("%s (%s)"):format(show.grouped(run.skipped), show.percent(run.skipped, run.rows)), run.policy or "-", precision, began,
+    ("%s (%s)"):format(show.grouped(run.skipped), show.percent(run.skipped, run.rows)), run.policy
+    or "-", precision, began,
     show.duration(run.seconds), ended_text(run) }
 end
 
 local function main(given)
   if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
   local dir = given.words[1] or "runs"
-  if given.words[1] and not require("engine.base.file").is_folder(dir) then options.fail("there is no folder %s", dir) end
+  if given.words[1] and not require("engine.base.file").is_folder(dir) then
+    options.fail("there is no folder %s", dir)
+  end
   local list = require("engine.run.runs").list(dir)
   if given.json then
     for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end
@@ -56,10 +63,11 @@ local function main(given)
     rows[i + 1] = row_of(run)
     several = several or (run.ranks or 1) > 1
   end
-  if several then                                -- a column before the last, where any run had several ranks
+  if several then  -- a column before the last, where any run had several ranks
     table.insert(rows[1], #HEAD, "ranks")
     for i, run in ipairs(list) do
-      local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks, run.zero, run.comm_dtype)
+      local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks,
+        run.zero, run.comm_dtype)
       table.insert(rows[i + 1], #HEAD, job or "1 rank")
     end
   end
@@ -68,6 +76,7 @@ local function main(given)
 end
 
 return options.command {
-  name = "runs", doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended", help = help,
+  name = "runs", doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended",
+  help = help,
   options = { json = "switch" }, main = main,
 }

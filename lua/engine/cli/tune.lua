@@ -1,4 +1,5 @@
--- engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...] [--objective NAME] [--json]
+-- engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...] [--objective
+-- NAME] [--json]
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local options = require "engine.cli.options"
@@ -25,13 +26,19 @@ same call gives the same answer.
 The gradients are those of the recorded runs. The effect of a setting on the training itself needs a
 new run to measure.]==]
 
-local function percent(x) return x == math.huge and "refused" or x == 0 and "0 %" or ("%.3g %%"):format(100 * x) end
+local function percent(x)
+  return x == math.huge and "refused" or x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
+end
 
 local function row_json(row)
   local parts = {}
-  for i, name in ipairs(nearest.keys(row.options)) do parts[i] = json.encode(name) .. ":" .. json.encode(row.options[name]) end
-  return ('{"options":{%s},"cost":%s,"skipped":%d,"steps":%d,"underflow":%s,"mass_lost":%s}'):format(
-    table.concat(parts, ","), row.cost == math.huge and "null" or json.encode(row.cost), row.skipped, row.steps,
+  for i, name in ipairs(nearest.keys(row.options)) do
+    parts[i] = json.encode(name) .. ":" .. json.encode(row.options[name])
+  end
+  local form = '{"options":{%s},"cost":%s,"skipped":%d,"steps":%d,"underflow":%s,"mass_lost":%s}'
+  return form:format(
+    table.concat(parts, ","), row.cost == math.huge and "null" or json.encode(row.cost),
+    row.skipped, row.steps,
     json.encode(row.underflow), json.encode(row.mass_lost))
 end
 
@@ -45,7 +52,8 @@ local function print_result(result, source)
   if not has_default then shown[#shown + 1] = result.default end
   local lines = {}
   for i, row in ipairs(shown) do
-    lines[i] = { "", row.text == "" and "the policy's own" or row.text, "lost " .. percent(row.cost),
+    lines[i] = { "", row.text == "" and "the policy's own" or row.text,
+      "lost " .. percent(row.cost),
       ("skipped %d of %d"):format(row.skipped, row.steps),
       ("underflow %s%s"):format(percent(row.underflow), row.stopped and "  (stops)" or "") }
   end
@@ -53,10 +61,12 @@ local function print_result(result, source)
   print(("%d settings tried"):format(result.evaluations))
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
   if best == result.default then
-    print("no setting is better than the policy's own" .. (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
+    print("no setting is better than the policy's own" ..
+      (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
   else
     if ties > 1 then
-      print(("%d of the %d settings tried cost the same; this is the first one tried"):format(ties, #result.rows))
+      print(("%d of the %d settings tried cost the same; this is the first one tried"):format(ties,
+        #result.rows))
     end
     print(("best: policy=%s:%s"):format(source, best.text))
   end
@@ -64,15 +74,19 @@ end
 
 local function main(given)
   if #given.words == 0 then options.fail("expected runs; engine help tune says more") end
-  if #given.policies ~= 1 then options.fail("expected one --policy FILE, got %d", #given.policies) end
+  if #given.policies ~= 1 then
+    options.fail("expected one --policy FILE, got %d", #given.policies)
+  end
   if #given.over == 0 then options.fail("expected --over name=from..to") end
   local policy = given.policies[1]
-  local result = require("engine.run.tune") { runs = given.words, policy = policy.source, options = policy.options,
+  local result = require("engine.run.tune") { runs = given.words, policy = policy.source,
+    options = policy.options,
     over = given.over, objective = given.objective }
   if given.json then
     local rows = {}
     for i, row in ipairs(result.rows) do rows[i] = row_json(row) end
-    print(('{"objective":%s,"evaluations":%d,"best":%s,"default":%s,"rows":[%s]}'):format(json.encode(result.objective),
+    print(('{"objective":%s,"evaluations":%d,"best":%s,"default":%s,"rows":[%s]}'):format(
+      json.encode(result.objective),
       result.evaluations, row_json(result.best), row_json(result.default), table.concat(rows, ",")))
   else
     print_result(result, policy.source)
@@ -81,11 +95,14 @@ local function main(given)
 end
 
 return options.command {
-  name = "tune", doc = "the options of a policy that would have lost least on recorded runs", help = help,
+  name = "tune", doc = "the options of a policy that would have lost least on recorded runs",
+  help = help,
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
-  -- "--over a=1..2 b=3..4": a range belongs to --over wherever it stands; name=a,b,c does after the first range.
+  -- "--over a=1..2 b=3..4": a range belongs to --over wherever it stands; name=a,b,c does after the
+  -- first range.
   word = function(word, given)
-    local is_range = word:find("^[%a_][%w_]*=.*%.%.") or #given.over > 0 and word:find("^[%a_][%w_]*=[^=]*,")
+    local is_range = word:find("^[%a_][%w_]*=.*%.%.") or #given.over > 0
+      and word:find("^[%a_][%w_]*=[^=]*,")
     if is_range then given.over[#given.over + 1] = word end
     return is_range
   end,

@@ -1,7 +1,8 @@
--- Data loaders: `engine.data`. A loader gives batches of tensors of the current step and can say and take back its place:
+-- Data loaders: `engine.data`. A loader yields batches of tensors for the current step; its
+-- position can be saved and restored:
 --   local data = engine.data.text { path = "input.txt", batch = 8, context = 256 }
---   local batch = data:next()          batch.x [8 x 256] i32, batch.y [8 x 256] i32, batch.tokens 2048
---   local place = data:state()         data:restore(place)
+--   local batch = data:next()       batch.x [8 x 256] i32, batch.y [8 x 256] i32, batch.tokens 2048
+--   local place = data:state()      data:restore(place)
 -- Files are mapped, not read: a loader costs no memory beyond a batch.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
@@ -9,34 +10,44 @@ local order = require "engine.data.order"
 local read_named = require("engine.base.arguments").read_named
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
+  M_ffi.value_text
 
 local M = {}
 local NEEDED = {}   -- an option without a default
 
 -- ------------------------------------------------------------------ options and files
 
--- known: option -> default, or NEEDED. An option has the type of its default, where that is a number or a boolean.
+-- known: option -> default, or NEEDED. Numbers and booleans are checked against the type of the
+-- default.
 local function options_of(name, given, known)
   local o = {}
   for key, value in pairs(known) do
     if value ~= NEEDED then o[key] = value end
   end
-  for key, value in pairs(read_named(given or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known)) do o[key] = value end
+  for key, value in pairs(read_named(given
+    or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known)) do
+    o[key] = value
+  end
   for _, key in ipairs { "batch", "context", "seed" } do
     local v, least = o[key], key == "seed" and 0 or 1
     if known[key] and (type(v) ~= "number" or v < least or v % 1 ~= 0) then
-      raise("data.%s: expected %s as a whole number of %d or more, got %s", name, key, least, value_text(v))
+      raise("data.%s: expected %s as a whole number of %d or more, got %s", name, key, least,
+        value_text(v))
     end
   end
   for _, key in ipairs { "shuffle", "classes" } do
-    if known[key] ~= nil and type(o[key]) ~= "boolean" then raise("data.%s: expected %s as true or false, got %s", name, key, value_text(o[key])) end
+    if known[key] ~= nil and type(o[key]) ~= "boolean" then
+      raise("data.%s: expected %s as true or false, got %s", name, key, value_text(o[key]))
+    end
   end
   return o
 end
 
 local function map(path, what)
-  if type(path) ~= "string" then raise("data.%s: expected the path of a file, got %s", what, value_text(path)) end
+  if type(path) ~= "string" then
+    raise("data.%s: expected the path of a file, got %s", what, value_text(path))
+  end
   local mapping = ffi.new("eng_mapping")
   check(C.eng_file_map(mapping, path))
   return ffi.gc(mapping, C.eng_file_unmap)
@@ -47,34 +58,36 @@ end
 local Loader = {}
 Loader.__index = Loader
 
---- The next batch, as tensors of the step.
+--- The next batch, as tensors of the current step.
 function Loader:next()
   local batch = self.read(self, self.at)
   self.at = self.at + 1
   return batch
 end
 
---- Passes over n batches.
+--- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- What must be the same for a place to mean the same batches.
+-- Fields that must be equal for a position to mean the same batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
---- Where the loader stands, as plain data.
+--- The loader's position, as plain data.
 function Loader:state()
   local state = { at = self.at }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
   return state
 end
 
---- Goes back (or on) to a place. A loader of other data, another batch size or order refuses: the batches would not be the same.
+--- Moves to a saved position. Refuses a position saved with other data, another batch size or
+--- another order.
 function Loader:restore(state)
   if type(state) ~= "table" or type(state.at) ~= "number" or state.at < 0 or state.at % 1 ~= 0 then
-    raise("data: expected a place as state() gives it, got %s", value_text(state))
+    raise("data: expected a position from state(), got %s", value_text(state))
   end
   for _, key in ipairs(IDENTITY) do
     if state[key] ~= self[key] then
-      raise("data: this place was saved with %s %s, the loader has %s; the batches would not be the same", key, tostring(state[key]), tostring(self[key]))
+      raise("data: this position was saved with %s %s, the loader has %s; the batches would differ",
+        key, tostring(state[key]), tostring(self[key]))
     end
   end
   self.at = state.at
@@ -84,7 +97,8 @@ end
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
 
 function Loader:__tostring()
-  return ("%s: %d examples, batch %d, %s, at batch %d (epoch %.2f)"):format(self.text or self.kind, self.examples, self.batch,
+  return ("%s: %d examples, batch %d, %s, at batch %d (epoch %.2f)"):format(self.text or self.kind,
+    self.examples, self.batch,
     self.shuffle and "shuffled" or "in order", self.at, self.at / self:batches_per_epoch())
 end
 
@@ -104,19 +118,22 @@ end
 
 -- ------------------------------------------------------------------ windows of tokens
 
-local OF_STEP = { keep = false }   -- a batch goes with the step, also where none is open
+local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
 
--- Windows of T+1 tokens from `tokens` (a pointer, n of them). Shuffled, each epoch cuts the file at another offset and
--- visits the pieces in another order; in order, step i row b starts at token (i*B + b)*T, starting over when the next
--- batch would not fit, as llm.c's loader does.
+-- Windows of T+1 tokens from `tokens` (a pointer, n of them). Shuffled: each epoch cuts the file at
+-- another offset and visits the pieces in another order. In order: step i row b starts at token
+-- (i*B + b)*T, from the beginning again when the next batch would not fit, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
-  if n < T + 1 then raise("data.%s: %d tokens are too few for a context of %d: it takes %d", kind, n, T, T + 1) end
+  if n < T + 1 then
+    raise("data.%s: %d tokens are too few for a context of %d: it takes %d", kind, n, T, T + 1)
+  end
   local pieces = math.floor((n - 1) / T)
-  local slack = n - 1 - pieces * T                     -- tokens left over, among which an epoch may begin
+  local slack = n - 1 - pieces * T  -- spare tokens: an epoch may start at any of them
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
   return loader {
-    kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces, keep = keep, tokens = n,
+    kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces,
+    keep = keep, tokens = n,
     text = ("%s: %d tokens in windows of %d"):format(kind, n, T),
     read = function(self, at)
       for b = 0, B - 1 do
@@ -125,15 +142,18 @@ local function windows(o, kind, tokens, n, keep)
         local source, row = tokens + start, b * T
         for t = 0, T - 1 do x[row + t], y[row + t] = source[t], source[t + 1] end
       end
-      return { x = tensor.from_memory(x, "i32", { B, T }, OF_STEP), y = tensor.from_memory(y, "i32", { B, T }, OF_STEP), tokens = B * T }
+      return { x = tensor.from_memory(x, "i32", { B, T }, OF_STEP),
+        y = tensor.from_memory(y, "i32", { B, T }, OF_STEP), tokens = B * T }
     end,
   }
 end
 
---- Text as bytes: tokens 0..255. path: a file, or a list of files read one after the other; or text = a string.
---- from, to: the share of the text to use (0, 1), e.g. to = 0.9 for training and from = 0.9 for evaluation.
+--- Text as bytes: tokens 0..255. path: a file, or a list of files read one after the other; or text
+--- = a string. from, to: the share of the text to use (0 to 1), e.g. to = 0.9 for training and from
+--- = 0.9 for evaluation.
 function M.text(given)
-  local o = options_of("text", given, { path = false, text = false, batch = 8, context = 128, shuffle = true, seed = 1234, from = 0, to = 1 })
+  local o = options_of("text", given, { path = false, text = false, batch = 8, context = 128,
+    shuffle = true, seed = 1234, from = 0, to = 1 })
   local pointer, size, keep
   if type(o.text) == "string" then
     keep, pointer, size = o.text, ffi.cast("const uint8_t *", o.text), #o.text
@@ -151,8 +171,10 @@ function M.text(given)
   else
     raise("data.text: expected path = a file or a list of files, or text = a string")
   end
-  if type(o.from) ~= "number" or type(o.to) ~= "number" or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
-    raise("data.text: expected 0 <= from < to <= 1, got %s and %s", value_text(o.from), value_text(o.to))
+  if type(o.from) ~= "number" or type(o.to) ~= "number"
+    or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
+    raise("data.text: expected 0 <= from < to <= 1, got %s and %s", value_text(o.from),
+      value_text(o.to))
   end
   local first, last = math.floor(size * o.from), math.floor(size * o.to)
   return windows(o, "text", pointer + first, last - first, keep)
@@ -162,9 +184,14 @@ local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
 
 --- A .bin file of uint16 tokens: bare as nanoGPT writes it, or with llm.c's header of 256 int32.
 function M.tokens(given)
-  local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true, seed = 1234, vocab = false })
-  if type(o.path) ~= "string" then raise("data.tokens: expected path = a .bin file of uint16 tokens, got %s", value_text(o.path)) end
-  if o.vocab and (type(o.vocab) ~= "number" or o.vocab < 1) then raise("data.tokens: expected vocab as a number of tokens, got %s", value_text(o.vocab)) end
+  local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
+    seed = 1234, vocab = false })
+  if type(o.path) ~= "string" then
+    raise("data.tokens: expected path = a .bin file of uint16 tokens, got %s", value_text(o.path))
+  end
+  if o.vocab and (type(o.vocab) ~= "number" or o.vocab < 1) then
+    raise("data.tokens: expected vocab as a number of tokens, got %s", value_text(o.vocab))
+  end
   local keep = map(o.path, "tokens")
   local bytes, base = tonumber(keep.size), ffi.cast("const uint8_t *", keep.data)
   local offset = 0
@@ -173,19 +200,27 @@ function M.tokens(given)
   end
   if bytes >= 1024 and ffi.cast("const int32_t *", base)[0] == LLMC_MAGIC then
     local header = ffi.cast("const int32_t *", base)
-    if header[1] ~= 1 then raise("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)", o.path, header[1]) end
+    if header[1] ~= 1 then
+      raise("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)", o.path,
+        header[1])
+    end
     offset = 1024
     if header[2] * 2 + 1024 ~= bytes then
-      raise("data.tokens: the header of %s names %d tokens, the file holds %d%s", o.path, header[2], (bytes - 1024) / 2,
+      raise("data.tokens: the header of %s names %d tokens, the file holds %d%s", o.path, header[2],
+        (bytes - 1024) / 2,
         header[2] * 2 + 1024 > bytes and "; hint: it is truncated" or "")
     end
   end
-  if (bytes - offset) % 2 ~= 0 then raise("data.tokens: %s has an odd number of bytes (%d): these are no uint16 tokens", o.path, bytes) end
+  if (bytes - offset) % 2 ~= 0 then
+    raise("data.tokens: %s has an odd number of bytes (%d): these are not uint16 tokens", o.path,
+      bytes)
+  end
   local tokens, n = ffi.cast("const uint16_t *", base + offset), (bytes - offset) / 2
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then
-        raise("data.tokens: token %d at place %d of %s is past the vocabulary of %d", tokens[i], i, o.path, o.vocab)
+        raise("data.tokens: token %d at place %d of %s is past the vocabulary of %d", tokens[i], i,
+          o.path, o.vocab)
       end
     end
   end
@@ -203,28 +238,38 @@ local function rows(o, kind, x, y, n)
   local bx, by = ffi.new("double[?]", B * width), ffi.new("double[?]", B * y_width)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
-    kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width, text = ("%s: %d rows of %d"):format(kind, n, width),
+    kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width,
+    text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do
         local i = example(self, at, b)
         for k = 0, width - 1 do bx[b * width + k] = x.get(i * width + k) end
         for k = 0, y_width - 1 do by[b * y_width + k] = y.get(i * y_width + k) end
       end
-      return { x = tensor.from_memory(bx, "f64", { B, unpack(x.shape) }, x_options), y = tensor.from_memory(by, "f64", { B, unpack(y.shape) }, y_options),
+      return { x = tensor.from_memory(bx, "f64", { B, unpack(x.shape) }, x_options),
+        y = tensor.from_memory(by, "f64", { B, unpack(y.shape) }, y_options),
         tokens = B }
     end,
   }
 end
 
---- Tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }; a batch has their dtypes and the shapes of their rows.
+--- Tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }. A batch has their dtypes
+--- and row shapes.
 function M.tensors(given)
-  local o = options_of("tensors", given, { x = NEEDED, y = NEEDED, batch = 32, shuffle = true, seed = 1234 })
+  local o = options_of("tensors", given, { x = NEEDED, y = NEEDED, batch = 32, shuffle = true,
+    seed = 1234 })
   local sides, n = {}, nil
   for _, key in ipairs { "x", "y" } do
     local side = o[key]
-    if not tensor.is_tensor(side) then raise("data.tensors: expected %s as a tensor, got %s", key, value_text(side)) end
-    if side.ndim < 1 then raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape)) end
-    if n and side:size(1) ~= n then raise("data.tensors: x has %d rows, y has %d", n, side:size(1)) end
+    if not tensor.is_tensor(side) then
+      raise("data.tensors: expected %s as a tensor, got %s", key, value_text(side))
+    end
+    if side.ndim < 1 then
+      raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape))
+    end
+    if n and side:size(1) ~= n then
+      raise("data.tensors: x has %d rows, y has %d", n, side:size(1))
+    end
     n = side:size(1)
     local values, shape = side:read("f64"), side.shape
     table.remove(shape, 1)
@@ -233,12 +278,17 @@ function M.tensors(given)
   return rows(o, "tensors", sides.x, sides.y, n)
 end
 
---- A CSV file of numbers. target: the column (name or number from 1) that becomes y, the last by default; classes = true makes y i64.
---- A first line that is no numbers names the columns.
+--- A CSV file of numbers. target: the column (name, or number from 1) that becomes y, by default
+--- the last; classes = true makes y i64. A first line with non-numbers names the columns.
 function M.csv(given)
-  local o = options_of("csv", given, { path = NEEDED, target = false, classes = false, separator = ",", batch = 32, shuffle = true, seed = 1234 })
-  if type(o.path) ~= "string" then raise("data.csv: expected the path of a file, got %s", value_text(o.path)) end
-  if type(o.separator) ~= "string" or #o.separator ~= 1 then raise("data.csv: expected separator as one character, got %s", value_text(o.separator)) end
+  local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
+    separator = ",", batch = 32, shuffle = true, seed = 1234 })
+  if type(o.path) ~= "string" then
+    raise("data.csv: expected the path of a file, got %s", value_text(o.path))
+  end
+  if type(o.separator) ~= "string" or #o.separator ~= 1 then
+    raise("data.csv: expected separator as one character, got %s", value_text(o.separator))
+  end
   local file, message = io.open(o.path, "r")
   if not file then raise("data.csv: %s", message) end
   local values, names, columns, n, line_number = {}, nil, nil, 0, 0
@@ -252,14 +302,18 @@ function M.csv(given)
         cells[#cells + 1] = cell:match('^%s*"?(.-)"?%s*$')
       end
       columns = columns or #cells
-      if #cells ~= columns then raise("data.csv: %s:%d has %d columns, expected %d", o.path, line_number, #cells, columns) end
+      if #cells ~= columns then
+        raise("data.csv: %s:%d has %d columns, expected %d", o.path, line_number, #cells, columns)
+      end
       local numbers, bad = {}, nil
       for i, cell in ipairs(cells) do
         numbers[i] = tonumber(cell)
         if not numbers[i] and not bad then bad = i end
       end
       if bad and not names and n == 0 then names = cells
-      elseif bad then raise("data.csv: %s:%d column %d is no number: '%s'", o.path, line_number, bad, cells[bad])
+      elseif bad then
+        raise("data.csv: %s:%d column %d is not a number: '%s'", o.path, line_number, bad,
+          cells[bad])
       else
         for i = 1, columns do values[n * columns + i] = numbers[i] end
         n = n + 1
@@ -272,23 +326,31 @@ function M.csv(given)
   if type(target) == "string" then
     local found
     for i, name in ipairs(names or {}) do if name == target then found = i end end
-    if not found then raise("data.csv: %s has no column '%s'%s", o.path, target, nearest.hint(target, names or {})) end
+    if not found then
+      raise("data.csv: %s has no column '%s'%s", o.path, target, nearest.hint(target, names or {}))
+    end
     target = found
   end
   if type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns then
     raise("data.csv: there is no column %s among the %d of %s", tostring(target), columns, o.path)
   end
-  if columns < 2 then raise("data.csv: %s has one column; expected features and a target", o.path) end
+  if columns < 2 then
+    raise("data.csv: %s has one column; expected features and a target", o.path)
+  end
   for r = 0, o.classes and n - 1 or -1 do
     local class = values[r * columns + target]
-    if class % 1 ~= 0 or class < 0 then raise("data.csv: row %d of %s has the class %s, expected a whole number of 0 or more", r + 1, o.path, class) end
+    if class % 1 ~= 0 or class < 0 then
+      raise("data.csv: row %d of %s has the class %s, expected a whole number of 0 or more", r + 1,
+        o.path, class)
+    end
   end
   local width = columns - 1
   local self = rows(o, "csv", { get = function(i)
     local r, k = math.floor(i / width), i % width + 1
     return values[r * columns + (k >= target and k + 1 or k)]
   end, shape = { width }, dtype = "f32" },
-    { get = function(i) return values[i * columns + target] end, shape = {}, dtype = o.classes and "i64" or "f32" }, n)
+    { get = function(i) return values[i * columns + target] end, shape = {},
+      dtype = o.classes and "i64" or "f32" }, n)
   self.columns = names
   return self
 end
@@ -299,7 +361,7 @@ local function idx(path, what, ndim)
   local keep = map(path, "idx")
   local bytes, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   if size < 4 + 4 * ndim or bytes[0] ~= 0 or bytes[1] ~= 0 or bytes[2] ~= 8 or bytes[3] ~= ndim then
-    raise("data.idx: %s is no idx file of %s (unsigned bytes, %d dimensions)", path, what, ndim)
+    raise("data.idx: %s is not an idx file of %s (unsigned bytes, %d dimensions)", path, what, ndim)
   end
   local shape, count = {}, 1
   for d = 1, ndim do
@@ -308,18 +370,23 @@ local function idx(path, what, ndim)
     count = count * shape[d]
   end
   if size ~= 4 + 4 * ndim + count then
-    raise("data.idx: %s should hold %d bytes after its header, it holds %d", path, count, size - 4 - 4 * ndim)
+    raise("data.idx: %s should hold %d bytes after its header, it holds %d", path, count,
+      size - 4 - 4 * ndim)
   end
   return bytes + 4 + 4 * ndim, shape, keep
 end
 
 --- Images and labels in idx files: x [B x rows*columns] f32 in 0..1, y [B] i64.
 function M.idx(given)
-  local o = options_of("idx", given, { images = NEEDED, labels = NEEDED, batch = 32, shuffle = true, seed = 1234 })
+  local o = options_of("idx", given, { images = NEEDED, labels = NEEDED, batch = 32, shuffle = true,
+    seed = 1234 })
   local pixels, shape, keep1 = idx(o.images, "images", 3)
   local labels, label_shape, keep2 = idx(o.labels, "labels", 1)
-  if label_shape[1] ~= shape[1] then raise("data.idx: %d images but %d labels", shape[1], label_shape[1]) end
-  local self = rows(o, "idx", { get = function(i) return pixels[i] / 255 end, shape = { shape[2] * shape[3] }, dtype = "f32" },
+  if label_shape[1] ~= shape[1] then
+    raise("data.idx: %d images but %d labels", shape[1], label_shape[1])
+  end
+  local self = rows(o, "idx", { get = function(i) return pixels[i] / 255 end,
+    shape = { shape[2] * shape[3] }, dtype = "f32" },
     { get = function(i) return labels[i] end, shape = {}, dtype = "i64" }, shape[1])
   self.keep = { keep1, keep2 }
   return self

@@ -1,20 +1,26 @@
--- Loss scalers as classes, for those who come from elsewhere. A class runs in the script's own Lua state,
--- without the sandbox, and is chosen by the name it was registered under:
+-- Loss scalers as classes, in the style of other frameworks. A class runs in the script's own Lua
+-- state, without the sandbox, and is chosen by the name it is registered under:
 --
 --   local Careful = {}
 --   Careful.__index = Careful
---   function Careful.new(options) return setmetatable({ s = options.init_scale or 2^16 }, Careful) end
+--   function Careful.new(options)
+--     return setmetatable({ s = options.init_scale or 2^16 }, Careful)
+--   end
 --   function Careful:get_scale() return self.s end
 --   function Careful:update(overflow, record) self.s = overflow and self.s / 4 or self.s end
 --   engine.register_loss_scaler("careful", Careful)
 --   engine.trainer{ policy = "careful", ... }
 --
--- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record. Optional:
---   needs = { "hist", "tensors" }  which statistics beside amax and norm: zeros underflow hist norm_ref, and tensors, after which update's
---                                third argument is { name = eng_tensor_stats }, magnitudes as stored (times record.scale); else nil
---   scale_loss(loss)             used by engine.scaler in place of seeding backward with the scale
---   unscale_gradients(optimizer) used by engine.scaler in place of its own unscaling
---   state_dict(), load_state_dict(state)   without them the object's fields are saved, which must be plain data
+-- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record.
+-- Optional:
+--   needs = { "hist", "tensors" }   statistics beside amax and norm: zeros underflow hist norm_ref
+--                                   tensors. With tensors, update's third argument is
+--                                   { name = eng_tensor_stats }, magnitudes as stored (times
+--                                   record.scale); otherwise it is nil
+--   scale_loss(loss)                engine.scaler calls it instead of seeding backward
+--   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
+--   state_dict()                    without them the object's fields are saved; they must be plain
+--   load_state_dict(state)          data
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -23,15 +29,19 @@ local ffi, C = M_ffi.ffi, M_ffi.C
 
 local M = {}
 
-local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NEED_ZEROS, underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
+local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NEED_ZEROS,
+  underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
   tensors = C.ENG_NEED_TENSORS, norm_ref = C.ENG_NEED_NORM_REF }
 
-local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients", "state_dict", "load_state_dict" }
+local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients", "state_dict",
+  "load_state_dict" }
 
--- What a class asks for, as bits. nil and what is wrong where that is no list of known statistics.
+-- The statistics a class asks for, as bits; nil and a message for an unknown one.
 local function needs_of(class)
   local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
-  if class.needs ~= nil and type(class.needs) ~= "table" then return nil, ("expected a list of statistics, got a %s"):format(type(class.needs)) end
+  if class.needs ~= nil and type(class.needs) ~= "table" then
+    return nil, ("expected a list of statistics, got a %s"):format(type(class.needs))
+  end
   for _, name in ipairs(class.needs or {}) do
     if not NEEDS[name] then
       return nil, ("there is no statistic %s%s"):format(M_ffi.value_text(name),
@@ -45,20 +55,25 @@ end
 --- Raises unless `class` can serve as a loss scaler.
 function M.check(name, class, level)
   level = (level or 1) + 1
-  if type(class) ~= "table" then error(("register_loss_scaler '%s': expected a class (a table), got a %s"):format(name, type(class)), level) end
+  if type(class) ~= "table" then
+    error(("register_loss_scaler '%s': expected a class (a table), got a %s"):format(name,
+      type(class)), level)
+  end
   for _, method in ipairs { "get_scale", "update" } do
     if type(class[method]) ~= "function" then
       local names = {}
       for key, value in pairs(class) do
         if type(value) == "function" then names[#names + 1] = key end
       end
-      error(("register_loss_scaler '%s': the class has no method %s%s"):format(name, method, nearest.hint(method, names)), level)
+      error(("register_loss_scaler '%s': the class has no method %s%s"):format(name, method,
+        nearest.hint(method, names)), level)
     end
   end
   for _, method in ipairs(METHODS) do
     local value = class[method]
     if value ~= nil and type(value) ~= "function" then
-      error(("register_loss_scaler '%s': %s must be a function, got a %s"):format(name, method, type(value)), level)
+      error(("register_loss_scaler '%s': %s must be a function, got a %s"):format(name, method,
+        type(value)), level)
     end
   end
   local bits, wrong = needs_of(class)
@@ -73,15 +88,16 @@ local function is_scale(x) return type(x) == "number" and x > 0 and x < math.hug
 local function scale_of(self)
   local scale = self.object:get_scale()
   if not is_scale(scale) then
-    error(("loss scaler '%s': get_scale() gave %s; expected a positive finite number"):format(self.name, tostring(scale)), 0)
+    error(("loss scaler '%s': get_scale() gave %s; expected a positive finite number"):format(
+      self.name, tostring(scale)), 0)
   end
   return scale
 end
 
 function ClassPolicy:scale() return self.last end
 
---- The same as a policy's decide: an error in the class, or a scale that is none, fails the verdict and the last
---- good scale holds. What the class changed before the error stays changed.
+--- As a policy's decide: an error in the class, or an invalid scale, fails the verdict, and the
+--- last good scale holds. Changes that the class made before the error stay.
 function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0
@@ -92,7 +108,10 @@ function ClassPolicy:decide(record, stats)
     return scale_of(self)
   end)
   if good then
-    if result ~= self.last then v.reason = ("%s: scale %.10g -> %.10g"):format(overflow and "overflow" or "update", self.last, result) end
+    if result ~= self.last then
+      v.reason = ("%s: scale %.10g -> %.10g"):format(overflow and "overflow" or "update", self.last,
+        result)
+    end
     self.last = result
   else
     self.failed = self.failed + 1
@@ -113,13 +132,15 @@ function ClassPolicy:save()
     state = {}
     for key, value in pairs(object) do state[key] = value end
   end
-  return json.encode({ class = self.name, scale = self.last, failures = self.failed, state = state }, "loss scaler " .. self.name)
+  return json.encode({ class = self.name, scale = self.last, failures = self.failed,
+    state = state }, "loss scaler " .. self.name)
 end
 
 function ClassPolicy:restore(text)
   local saved = json.decode(text)
-  if type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table" or not is_scale(saved.scale) then
-    error(("loss scaler '%s': this is no state it saved"):format(self.name), 2)
+  if type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
+    or not is_scale(saved.scale) then
+    error(("loss scaler '%s': this is not a state it saved"):format(self.name), 2)
   end
   local object = self.object
   if object.load_state_dict then
@@ -140,7 +161,8 @@ function ClassPolicy:reset()
   self.last, self.failed = scale_of(self), 0
 end
 
---- Takes over the other's scale where the class has a method set_scale; else it starts with its own.
+--- Takes over the old policy's scale if the class has a method set_scale; otherwise starts with its
+--- own.
 function ClassPolicy:take_over(old)
   self:reset()
   if self.object.set_scale then
@@ -149,12 +171,14 @@ function ClassPolicy:take_over(old)
   end
 end
 
---- The names of the tensors whose statistics follow.
+--- The names of the tensors, in the order of decide's statistics.
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
--- Statistics per tensor by name, or nil: the same table as long as they stand in the same place.
+-- Statistics per tensor by name, or nil. Returns the same table as long as the array is the same.
 function ClassPolicy:by_name(stats)
-  if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then return nil end
+  if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
+    return nil
+  end
   if self.array ~= stats then
     self.array, self.table = stats, {}
     for i, name in ipairs(self.names) do self.table[name] = stats[i - 1] end
@@ -162,7 +186,7 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- Signals are the script's own business.
+-- A class reads the script's own variables, so signals and groups do not reach it.
 function ClassPolicy:signal() end
 function ClassPolicy:group_scale() return self.last end
 
@@ -170,21 +194,26 @@ function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)
 end
 
---- A policy object around a fresh instance: made by class.new(options), or by taking the class as prototype and
---- the options as fields.
+--- A policy object around a new instance, made by class.new(options), or with the class as
+--- prototype and the options as fields.
 function M.new(name, class, options)
   local function make()
     local copy = {}
     for key, value in pairs(options or {}) do copy[key] = value end
     if class.new then
       local object = class.new(copy)
-      if type(object) ~= "table" then error(("loss scaler '%s': new(options) gave a %s; expected an object"):format(name, type(object)), 0) end
+      if type(object) ~= "table" then
+        error(("loss scaler '%s': new(options) gave a %s; expected an object"):format(name,
+          type(object)), 0)
+      end
       return object
     end
     return setmetatable(copy, { __index = class })
   end
-  local self = setmetatable({ name = name, doc = class.doc or "", file = name, options = options or {}, is_class = true,
-    needs = needs_of(class), make = make, failed = 0, verdict = ffi.new("eng_verdict") }, ClassPolicy)
+  local self = setmetatable({ name = name, doc = class.doc or "", file = name,
+    options = options or {}, is_class = true,
+    needs = needs_of(class), make = make, failed = 0, verdict = ffi.new("eng_verdict") },
+    ClassPolicy)
   self:reset()
   return self
 end

@@ -1,83 +1,101 @@
--- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with the keys of its fp16 block as
--- options. Called by policy.lua.
+-- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with
+-- the keys of its fp16 block as options. Called by policy.lua.
 --
--- Which policy it is: static with loss_scale where that is not 0; static with 1 where fp16 is not enabled (or bf16 is);
--- deepspeed_fused where zero_optimization.stage is 0, for DeepSpeed then leaves hysteresis alone; deepspeed otherwise, also
--- for a bare fp16 block. "auto", which is for transformers to fill in, counts as not given, and a block that does not say
--- `enabled` as enabled: who names it as the policy wants it.
+-- The policy is static with loss_scale if that is not 0; static with 1 if fp16 is not enabled (or
+-- bf16 is); deepspeed_fused if zero_optimization.stage is 0, because DeepSpeed then ignores
+-- hysteresis; otherwise, and for a bare fp16 block, deepspeed. "auto", a placeholder that
+-- transformers fills in, counts as absent. A block without `enabled` counts as enabled, since the
+-- user chose it as the policy.
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 
 local M = {}
 
--- key of the block -> option of the policy deepspeed; false: says nothing about the scale.
+-- key of the block -> option of the policy deepspeed; false: the key does not affect the scale.
 local KEYS = {
   enabled = false, auto_cast = false, fp16_master_weights_and_grads = false, loss_scale = false,
-  initial_scale_power = "init_scale", loss_scale_window = "scale_window", scale_window = "scale_window", hysteresis = "hysteresis",
-  consecutive_hysteresis = "consecutive_hysteresis", min_loss_scale = "min_scale", min_scale = "min_scale",
+  initial_scale_power = "init_scale", loss_scale_window = "scale_window",
+  scale_window = "scale_window", hysteresis = "hysteresis",
+  consecutive_hysteresis = "consecutive_hysteresis", min_loss_scale = "min_scale",
+  min_scale = "min_scale",
   raise_error_at_min_scale = "raise_error_at_min_scale",
 }
-local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true, consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies that a block has no key for; they may stand beside its keys.
+local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
+  consecutive_hysteresis = true, raise_error_at_min_scale = true }
+-- Options of the policies without a key in the block; they may appear beside its keys.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end
 
--- The number or boolean a key holds; nil when it holds nothing or "auto". `where(key)` leads a message.
+-- The number or boolean of a key; nil when it is absent or "auto". `where(key)` is the prefix of a
+-- message.
 local function read(block, key, where)
   local value = block[key]
   if is_null(value) or value == "auto" then return nil end
   if BOOLEAN[key] then
     if value == "true" or value == "false" then value = value == "true" end
-    if type(value) ~= "boolean" then error(("%sfp16.%s: expected true or false, got %s"):format(where(key), key, tostring(value)), 0) end
+    if type(value) ~= "boolean" then
+      error(("%sfp16.%s: expected true or false, got %s"):format(where(key), key, tostring(value)),
+        0)
+    end
     return value
   end
   local number = type(value) == "string" and expression(value) or value
   if type(number) ~= "number" or number - number ~= 0 then
-    error(("%sfp16.%s: expected a number, got %s"):format(where(key), key, type(value) == "table" and "a table" or tostring(value)), 0)
+    error(("%sfp16.%s: expected a number, got %s"):format(where(key), key,
+      type(value) == "table" and "a table" or tostring(value)), 0)
   end
   return number
 end
 
---- The policy and the options that an fp16 block asks for. `stage`: of ZeRO, nil when not said; `where(key)` gives what leads a
---- message about a key.
+--- The policy and the options that an fp16 block asks for. `stage`: ZeRO's stage, nil if unknown;
+--- `where(key)`: the prefix of a message about a key.
 function M.translate(block, stage, where)
   where = where or function() return "" end
   local keys = nearest.keys(block)
   for _, key in ipairs(keys) do
     if KEYS[key] == nil and not OWN[key] then
-      error(("%sfp16 has no key '%s'%s"):format(where(key), key, nearest.choices(key, KEYS, "keys")), 0)
+      error(("%sfp16 has no key '%s'%s"):format(where(key), key,
+        nearest.choices(key, KEYS, "keys")), 0)
     end
   end
   if read(block, "enabled", where) == false then return "static", { loss_scale = 1 } end
   local fixed = read(block, "loss_scale", where) or 0
-  if fixed < 0 then error(("%sfp16.loss_scale: expected 0 (dynamic) or a positive number, got %g"):format(where "loss_scale", fixed), 0) end
+  if fixed < 0 then
+    error(("%sfp16.loss_scale: expected 0 (dynamic) or a positive number, got %g"):format(
+      where "loss_scale", fixed), 0)
+  end
   if fixed ~= 0 then return "static", { loss_scale = fixed } end
 
   local options = {}
   for _, key in ipairs(keys) do
     local option, value = KEYS[key], nil
-    if option then value = read(block, key, where) elseif OWN[key] then option, value = key, block[key] end
+    if option then
+      value = read(block, key, where)
+    elseif OWN[key] then option, value = key, block[key] end
     if option and value ~= nil then
       if key == "initial_scale_power" then
         if value < 0 or value > 1023 then
-          error(("%sfp16.initial_scale_power: expected a power of two from 0 to 1023, got %g"):format(where(key), value), 0)
+          error(("%sfp16.initial_scale_power: expected a power of two from 0 to 1023, got " ..
+            "%g"):format(where(key), value), 0)
         end
         value = 2 ^ value
       end
       if options[option] ~= nil and options[option] ~= value then
-        error(("%sfp16 says %s twice, as two of %s"):format(where(key), option, "loss_scale_window and scale_window, or min_loss_scale and min_scale"), 0)
+        error(("%sfp16 gives %s twice, by two of %s"):format(where(key), option,
+          "loss_scale_window and scale_window, or min_loss_scale and min_scale"), 0)
       end
       options[option] = value
     end
   end
   if stage ~= 0 then return "deepspeed", options end
-  options.hysteresis, options.consecutive_hysteresis, options.raise_error_at_min_scale = nil, nil, nil
+  options.hysteresis, options.consecutive_hysteresis, options.raise_error_at_min_scale = nil, nil,
+    nil
   return "deepspeed_fused", options
 end
 
--- "file:line: " of the first place where a JSON text names a key.
+-- "file:line: " of the first mention of a key in a JSON text.
 local function place_of(text, path, key)
   local at = text:find('"' .. key:gsub("%p", "%%%0") .. '"%s*:')
   if not at then return path .. ": " end
@@ -85,7 +103,7 @@ local function place_of(text, path, key)
   return ("%s:%d: "):format(path, lines + 1)
 end
 
--- The block with `changes` in place of what it says.
+-- The block with `changes` applied.
 local function changed(block, changes)
   local result = {}
   for key, value in pairs(block) do result[key] = value end
@@ -98,19 +116,25 @@ local function changed(block, changes)
   return result
 end
 
---- The policy and the options of a decoded DeepSpeed configuration: all of it, or its fp16 block alone. `changes`: keys in place of
---- the block's own; `where` and `path` lead messages.
+--- The policy and the options of a decoded DeepSpeed configuration: all of it, or its fp16 block
+--- alone. `changes`: keys that replace the block's own; `where` and `path`: prefixes of messages.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
-  if type(config) ~= "table" then error(lead .. "expected a DeepSpeed configuration, an object", 0) end
-  if not is_null(config.fp16) and type(config.fp16) ~= "table" then error(where "fp16" .. "fp16: expected an object", 0) end
+  if type(config) ~= "table" then
+    error(lead .. "expected a DeepSpeed configuration, an object", 0)
+  end
+  if not is_null(config.fp16) and type(config.fp16) ~= "table" then
+    error(where "fp16" .. "fp16: expected an object", 0)
+  end
   local block, zero, bf16 = config.fp16, config.zero_optimization, config.bf16 or config.bfloat16
   local stage = type(zero) == "table" and (tonumber(zero.stage) or 0) or nil
   if is_null(block) then
-    if next(changes) == nil and type(bf16) == "table" and bf16.enabled == true then return "static", { loss_scale = 1 } end
+    if next(changes) == nil and type(bf16) == "table" and bf16.enabled == true then
+      return "static", { loss_scale = 1 }
+    end
     local known = false
     for key in pairs(config) do known = known or KEYS[key] ~= nil end
-    if not known then error(lead .. "it has no fp16 block", 0) end
+    if not known then error(lead .. "expected an fp16 block", 0) end
     block = config
   elseif type(bf16) == "table" and bf16.enabled == true and block.enabled ~= true then
     return "static", { loss_scale = 1 }
@@ -118,7 +142,7 @@ function M.from_table(config, changes, where, path)
   return M.translate(changed(block, changes), stage, where)
 end
 
---- Reads a DeepSpeed JSON: the name of the policy and its options.
+--- Reads a DeepSpeed JSON; returns the name of the policy and its options.
 function M.read(path, changes)
   local text, why = require("engine.base.file").read(path)
   if not text then error("policy: " .. why, 0) end
@@ -127,12 +151,13 @@ function M.read(path, changes)
   if config == nil then
     local at = tonumber(problem:match("at character (%d+)"))
     local _, lines = text:sub(1, at or 0):gsub("\n", "")
-    error(("%s:%d: no JSON: %s"):format(path, lines + 1, problem), 0)
+    error(("%s:%d: not JSON: %s"):format(path, lines + 1, problem), 0)
   end
   return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
 end
 
---- Whether options given to the policy deepspeed speak the block's language: some key that the policy does not have itself.
+--- True if options for the policy deepspeed use a key of the fp16 block that the policy itself does
+--- not have.
 function M.is_block(options)
   for key in pairs(options) do
     if KEYS[key] ~= nil and KEYS[key] ~= key then return true end

@@ -1,8 +1,9 @@
--- Groups of parameters, and scaling them apart. A group is a layer: "blocks.3" for "blocks.3.attn.qkv.weight"; a module can also
--- declare itself one (nn.moe does so for each expert). A policy sees them as record.groups and may answer with
--- scales = { ["blocks.3"] = s }: the gradients inside that layer, and the signal that runs backward through it, then carry s in place
--- of the loss scale. What flows from layer to layer is multiplied by the ratio of their scales, once (core/autograd/tape.c).
--- Used by trainer.lua and scaler.lua.
+-- Groups of parameters, and their separate loss scales. A group is a layer: "blocks.3" for
+-- "blocks.3.attn.qkv.weight"; a module can also declare itself a group (nn.moe does so for each
+-- expert). A policy sees the groups as record.groups and may answer scales = { ["blocks.3"] = s }.
+-- The gradients inside that layer, and the signal that runs backward through it, then carry s
+-- instead of the global loss scale; between two layers the signal is multiplied once by the ratio
+-- of their scales (core/autograd/tape.c). Used by trainer.lua and scaler.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -12,7 +13,7 @@ local M = {}
 local Groups = {}
 Groups.__index = Groups
 
---- Modules by path, and the paths of those that are groups by their own word.
+--- Modules by path, and the paths of the modules that declare themselves groups.
 local function modules_of(model)
   local at, declared = {}, {}
   if not (model and model.apply) then return at, declared end
@@ -20,7 +21,7 @@ local function modules_of(model)
     at[path] = module
     if rawget(module, "_group") then declared[#declared + 1] = path end
   end)
-  table.sort(declared, function(a, b) return #a > #b end)    -- the innermost first
+  table.sort(declared, function(a, b) return #a > #b end)    -- innermost first
   return at, declared
 end
 
@@ -31,7 +32,8 @@ local function group_name(name, declared)
   return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)")
 end
 
---- The parameters' names, the group of each (its number), and the groups' names. `model`: where modules may declare themselves.
+--- The parameters' names, the number of each one's group, and the groups' names. `model`: its
+--- modules may declare themselves.
 function M.of(list, model)
   local _, declared = modules_of(model)
   local names, group_of, groups, index = {}, {}, {}, {}
@@ -46,21 +48,22 @@ function M.of(list, model)
   return names, group_of, groups
 end
 
---- The groups of a list of parameters { name = }, and the modules of `model` (or nil) that they are. `sets`: the parameter sets
---- that the list is made of, in order, as { params =, n = }.
+--- The groups of a list of parameters { name = } and their modules in `model` (or nil). `sets`: the
+--- parameter sets that make up the list, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
-  local self = setmetatable({ modules = {}, sets = sets, scaled = false, carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
+  local self = setmetatable({ modules = {}, sets = sets, scaled = false,
+    carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
-    self.modules[i] = at[group] or false                     -- false: a parameter of the model itself
-    if at[group] then rawset(at[group], "_carry", nil) end   -- what an earlier trainer left
+    self.modules[i] = at[group] or false  -- false: a parameter of the model itself
+    if at[group] then rawset(at[group], "_carry", nil) end   -- set by an earlier trainer
   end
   for _, set in ipairs(sets) do check(C.eng_params_carry(set.params, nil)) end
   return self
 end
 
---- Whether the policy gives some group a scale of its own.
+--- True if the policy gives some group a scale of its own.
 function Groups:apart(policy)
   local scale = policy:scale()
   for i = 1, #self.groups do
@@ -69,8 +72,8 @@ function Groups:apart(policy)
   return false
 end
 
---- From the next forward pass on, every group carries the scale the policy wants for it beside the common one. Costs nothing to
---- speak of while all are alike.
+--- From the next forward pass on, every group carries the scale that the policy chose for it. Costs
+--- almost nothing while all scales are equal.
 function Groups:apply(policy)
   local scale, apart = policy:scale(), self:apart(policy)
   if not apart and not self.scaled then return end

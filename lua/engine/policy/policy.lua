@@ -1,7 +1,8 @@
 -- Loss-scaling policies: sandboxed Lua files that choose the next loss scale from a step's record
--- (policies/README.md is their contract), and classes a script registers itself (engine.class_scaler).
---   local p = engine.policy.load("dynamic", { growth_interval = 500 })   -- or a path: "my/policy.lua"
---   local verdict = p:decide(record)                                     -- an eng_verdict
+-- (policies/README.md is the contract), and classes that a script registers itself
+-- (class_scaler.lua).
+--   local p = engine.policy.load("dynamic", { growth_interval = 500 })   -- or "my/policy.lua"
+--   local verdict = p:decide(record)                                  -- an eng_verdict
 --   local text = p:save(); p:restore(text)
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
@@ -20,13 +21,14 @@ for number = 0, C.ENG_ACTIONS - 1 do ACTIONS[number] = ffi.string(C.eng_action_n
 --- "step", "skip", "retry" or "stop".
 function verdict_methods.what(v) return ACTIONS[v.action] end
 
---- The reason as text, "" when none was given.
+--- The reason as text, "" if the policy gave none.
 function verdict_methods.why(v) return ffi.string(v.reason) end
 
 ffi.metatype("eng_verdict", {
   __index = verdict_methods,
   __tostring = function(v)
-    local text = ("%s, scale %.10g"):format(v.failed ~= 0 and "failed, " .. v:what() or v:what(), v.scale)
+    local text = ("%s, scale %.10g"):format(v.failed ~= 0 and "failed, " .. v:what() or v:what(),
+      v.scale)
     if v.clip > 0 then text = text .. (", clip %g"):format(v.clip) end
     if v.lr_mul ~= 1 then text = text .. (", lr x%g"):format(v.lr_mul) end
     local why = v:why()
@@ -42,11 +44,11 @@ Policy.__index = Policy
 --- The loss scale of the next step.
 function Policy:scale() return C.eng_policy_scale(self.handle) end
 
---- Sets the scale; counters stay.
+--- Sets the scale; counters keep their values.
 function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
---- Asks the policy about a step: an eng_record and, for a policy that needs them, the statistics per tensor
---- (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
+--- Asks the policy about a step: an eng_record and, if the policy needs them, the statistics per
+--- tensor (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
 function Policy:decide(record, stats)
   local status = C.eng_policy_decide(self.verdict, self.handle, record, stats)
   if status ~= 0 then error(M_ffi.message(), 2) end
@@ -61,16 +63,20 @@ function Policy:save()
   return ffi.string(out_text[0], out_bytes[0])
 end
 
---- Takes back what save() gave; on an error nothing changes.
+--- Restores what save() returned; on an error nothing changes.
 function Policy:restore(text)
-  if type(text) ~= "string" then error("policy " .. self.name .. ": restore expects the text that save() gave, got a " .. type(text), 2) end
+  if type(text) ~= "string" then
+    error("policy " .. self.name .. ": restore expects the text that save() gave, got a " ..
+      type(text), 2)
+  end
   check(C.eng_policy_restore(self.handle, text, #text))
 end
 
---- Starts afresh.
+--- Returns to the initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over from another policy (a Policy, or a registered class, of which the scale is taken).
+--- Takes over from another policy (a Policy, or a registered class, of which only the scale is
+--- taken).
 function Policy:take_over(old)
   if old.handle then
     check(C.eng_policy_migrate(self.handle, old.handle))
@@ -80,38 +86,42 @@ function Policy:take_over(old)
   end
 end
 
---- Names the tensors that decide's `stats` speak of: names, group of each (1-based, or nil), names of groups. `scalable`:
---- the caller scales groups separately, so the policy may.
+--- Names the tensors of decide's `stats`: their names, the group of each (from 1, or nil), the
+--- groups' names. `scalable`: the caller can scale groups separately, so the policy may ask for it.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
-  local c_names, c_groups = ffi.new("const char *[?]", #names + 1), ffi.new("const char *[?]", #groups + 1)
+  local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
+    ffi.new("const char *[?]", #groups + 1)
   local c_group_of = ffi.new("int32_t[?]", #names + 1)
   for i, name in ipairs(names) do
     c_names[i - 1] = name
     c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1
   end
   for i, name in ipairs(groups) do c_groups[i - 1] = name end
-  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups, scalable or false))
+  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups,
+    scalable or false))
 end
 
---- The scale the last verdict gives group i (from 1).
+--- The scale that the last verdict gives group i (from 1).
 function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
 
---- Publishes record.signals[name]; it holds until set again.
+--- Publishes record.signals[name]; the value holds until it is set again.
 function Policy:signal(name, value)
-  if type(value) ~= "number" then error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2) end
+  if type(value) ~= "number" then
+    error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2)
+  end
   check(C.eng_policy_signal(self.handle, name, value))
 end
 
 local info = ffi.new("eng_policy_info")
 
---- Decisions that failed since the start.
+--- Failed decisions since the start.
 function Policy:failures()
   C.eng_policy_describe(info, self.handle)
   return tonumber(info.failures)
 end
 
---- A short name of its source, as histories have it: 8 hexadecimal digits.
+--- A short name of its source, as in histories: 8 hexadecimal digits.
 function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
 
 function Policy:__tostring()
@@ -120,7 +130,8 @@ function Policy:__tostring()
     local value, preset = self.options[name], self.defaults[name]
     if value ~= preset then options[#options + 1] = ("%s=%s"):format(name, tostring(value)) end
   end
-  return ("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(), #options > 0 and ", " or "", table.concat(options, " "))
+  return ("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(),
+    #options > 0 and ", " or "", table.concat(options, " "))
 end
 
 -- ------------------------------------------------------------------ loading
@@ -128,7 +139,8 @@ end
 local folders = {}
 for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
---- Names of the policies that come with the engine, sorted: those that choose a loss scale, or of a kind "fp8" (fp8_*).
+--- Names of the policies that come with the engine, sorted. kind: "fp8" for FP8 policies (fp8_*),
+--- otherwise those that choose a loss scale.
 function M.names(kind)
   local names = {}
   for _, folder in ipairs(folders) do
@@ -155,7 +167,8 @@ local function find(name, kind)
   local names = M.names(kind)
   for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
   table.sort(names)
-  error(("there is no %spolicy '%s'%s; hint: a file of your own is named with its path, as ./mine.lua"):format(
+  error(("there is no %spolicy '%s'%s; hint: a file of your own is named with its path, as " ..
+    "./mine.lua"):format(
     kind == "fp8" and "FP8 " or "", name, nearest.choices(name, names, "policies")), 0)
 end
 
@@ -163,45 +176,58 @@ local function option_text(name, value)
   local kind = type(value)
   if kind == "number" then return show.exact(value) end
   if kind == "string" or kind == "boolean" then return tostring(value) end
-  error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(tostring(name), kind), 0)
+  error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(
+    tostring(name), kind), 0)
 end
 
 local function compile(source, file, options, path)
   local names = nearest.keys(options)
   local n = #names
-  local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1), ffi.new("const char *[?]", n + 1)
+  local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1),
+    ffi.new("const char *[?]", n + 1)
   for i, name in ipairs(names) do
     values[i] = option_text(name, options[name])
     c_names[i - 1], c_values[i - 1] = name, values[i]
   end
   local out = ffi.new("eng_policy *[1]")
-  if C.eng_policy_load(out, source, #source, file, c_names, c_values, n) ~= 0 then error(M_ffi.message(), 0) end
+  if C.eng_policy_load(out, source, #source, file, c_names, c_values, n) ~= 0 then
+    error(M_ffi.message(), 0)
+  end
   local handle = ffi.gc(out[0], C.eng_policy_free)
   if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
   C.eng_policy_describe(info, handle)
-  local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc), file = file, source = source,
-    path = path, given = options, needs = info.needs, fp8 = info.fp8, options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
+  local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc),
+    file = file, source = source,
+    path = path, given = options, needs = info.needs, fp8 = info.fp8, options = {}, defaults = {},
+    option_names = {}, verdict = ffi.new("eng_verdict") }
   local option = ffi.new("eng_policy_option")
   local function typed(text)
     text = ffi.string(text)
     if option.type == C.ENG_OPTION_BOOLEAN then return text == "true" end
-    if option.type == C.ENG_OPTION_NUMBER then return tonumber(text) or ({ inf = math.huge, ["-inf"] = -math.huge })[text] or 0 / 0 end
+    if option.type == C.ENG_OPTION_NUMBER then
+      return tonumber(text) or ({ inf = math.huge, ["-inf"] = -math.huge })[text] or 0 / 0
+    end
     return text
   end
   for i = 0, info.options - 1 do
     check(C.eng_policy_option_get(option, handle, i))
     local name = ffi.string(option.name)
-    self.option_names[i + 1], self.options[name], self.defaults[name] = name, typed(option.value), typed(option.preset)
+    self.option_names[i + 1], self.options[name], self.defaults[name] = name, typed(option.value),
+      typed(option.preset)
   end
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the scales a policy, or a class, asks for next, or nil: one that float32 gradients cannot carry with all their bits, or whose
---- inverse they cannot, would ruin the weights without a sign. groups: how many may have a scale of their own.
+--- What is wrong with the next scales of a policy or a class, or nil. A scale that float32 cannot
+--- carry with all its bits, or whose inverse it cannot, would ruin the weights silently. groups:
+--- how many groups may have scales of their own.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
-    if not M.usable(scale) then return ("policy %s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(policy.name, scale, M.USABLE) end
+    if not M.usable(scale) then
+      return ("policy %s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(
+        policy.name, scale, M.USABLE)
+    end
   end
 end
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
@@ -210,21 +236,24 @@ M.USABLE = "scales from 2^-126 to 3.4e38"
 --- Classes registered by name (engine.register_loss_scaler).
 M.classes = {}
 
---- Registers a class-style loss scaler under a name; see engine.class_scaler for what a class may have.
+--- Registers a loss scaler class under a name; class_scaler.lua describes classes.
 function M.register(name, class)
   if type(name) ~= "string" or not name:find("^[%w_%-]+$") then
-    error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " .. tostring(name), 2)
+    error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " ..
+      tostring(name), 2)
   end
   require("engine.policy.class_scaler").check(name, class, 2)
   for _, folder in ipairs(folders) do
     if files.exists(folder .. "/" .. name .. ".lua") then
-      error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(name), 2)
+      error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(
+        name), 2)
     end
   end
   M.classes[name] = class
 end
 
---- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic" and the options with these in place, as text.
+--- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic" and the options with these added, as
+--- text.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
   if not name then return source, options end
@@ -232,13 +261,17 @@ local function with_settings(source, options)
   for key, value in pairs(options) do all[key] = value end
   for setting in settings:gmatch("[^,]+") do
     local key, value = setting:match("^([%a_][%w_]*)=(.*)$")
-    if not key then error(("policy %s: expected name=value after the colon, separated by commas, got '%s'"):format(name, setting), 0) end
+    if not key then
+      error(("policy %s: expected name=value after the colon, separated by commas, got " ..
+        "'%s'"):format(name, setting), 0)
+    end
     all[key] = value
   end
   return name, all
 end
 
--- Options of a class, which has no defaults to read a text by: numbers and booleans where a text is one.
+-- Options of a class. A class has no defaults that tell types, so texts that look like numbers or
+-- booleans are converted.
 local function values_of(options)
   local all = {}
   for key, value in pairs(options) do
@@ -251,29 +284,39 @@ local function values_of(options)
   return all
 end
 
---- Loads a policy: the name of a shipped policy or of a registered class, a path, { source = text, file = name, path = where it
---- stands }, or a DeepSpeed configuration, as a .json file or { fp16 = { ... } }. A name or a path may bring options: "dynamic:growth_interval=500".
---- options: values for the policy's options, as they are or as text; those of `deepspeed` may be keys of DeepSpeed's fp16
---- block. A policy object comes back as it is. kind: "fp8" for one that goes by FP8 layers (fp8_sites.lua), else it is to choose a loss scale.
+--- Loads a policy. source: the name of a shipped policy or of a registered class, a path, { source
+--- = text, file = name, path = of the file }, or a DeepSpeed configuration, as a .json file or {
+--- fp16 = { ... } }. A name or a path may carry options: "dynamic:growth_interval=500". A policy
+--- object is returned as it is. options: values for the policy's options, also as text; for
+--- `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
+--- (fp8_sites.lua), nil for one that chooses a loss scale.
 function M.load(source, options, kind)
   options = options or {}
   local good, result = pcall(function()
     if type(source) == "table" and source.decide and source.scale then return source end
-    if type(source) == "table" and type(source.source) == "string" then return compile(source.source, source.file or "policy", options, source.path) end
+    if type(source) == "table" and type(source.source) == "string" then
+      return compile(source.source, source.file or "policy", options, source.path)
+    end
     local json
     if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
-      source, options = require("engine.policy.deepspeed_config").from_table(source, options, function() return "policy: " end)
+      source, options = require("engine.policy.deepspeed_config").from_table(source, options,
+        function() return "policy: " end)
     end
-    if type(source) ~= "string" then error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0) end
+    if type(source) ~= "string" then
+      error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0)
+    end
     source, options = with_settings(source, options)
     if source:find("%.json$") then
       json = source
       source, options = require("engine.policy.deepspeed_config").read(json, options)
-    elseif source == "deepspeed" and require("engine.policy.deepspeed_config").is_block(options) then
+    elseif source == "deepspeed" and require("engine.policy.deepspeed_config").is_block(
+      options) then
       source, options = require("engine.policy.deepspeed_config").translate(options)
     end
     local class = M.classes[source]
-    if class then return require("engine.policy.class_scaler").new(source, class, values_of(options)) end
+    if class then
+      return require("engine.policy.class_scaler").new(source, class, values_of(options))
+    end
     local text, file, path = find(source, kind)
     local made, self = pcall(compile, text, file, options, path)
     if not made then error(json and json .. ": " .. self or self, 0) end
@@ -282,10 +325,12 @@ function M.load(source, options, kind)
   end)
   if not good then error(result, 2) end
   if (result.fp8 or false) ~= (kind == "fp8") then
-    local wrong = "policy %s goes by FP8 layers and chooses no loss scale; hint: precision = { base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
+    local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..
+      "base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
     if kind == "fp8" then
-      wrong = "policy %s chooses a loss scale, not what FP8 layers do; hint: " .. table.concat(M.names("fp8"), ", ") ..
-        ", or a file of yours that says kind = \"fp8\""
+      wrong = "policy %s chooses a loss scale and does not work on FP8 layers; hint: " ..
+        table.concat(M.names("fp8"), ", ") ..
+        ", or a file of your own with kind = \"fp8\""
     end
     error(wrong:format(result.name, result.name), 2)
   end
@@ -298,7 +343,8 @@ require("engine.base.config").ranges.policy = { problem = function(name)
   return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
 end }
 
---- Limits of policies loaded from now on; a field left out stays: memory (bytes), instructions, seconds.
+--- Limits of policies loaded from now on: memory (bytes), instructions, seconds. An absent field
+--- keeps its limit.
 function M.limits(limits)
   C.eng_policy_limits(limits.memory or 0, limits.instructions or 0, limits.seconds or 0)
 end

@@ -1,2 +1,3 @@
--- Numbers that a script publishes for policies, by name: engine.signal(name, value). Read by the trainer at each step.
+-- Numbers that a script publishes for policies, by name: engine.signal(name, value). The trainer
+-- reads them at each step.
 return {}

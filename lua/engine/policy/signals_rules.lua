@@ -1,2 +1,3 @@
--- How signals (signals.lua) of several ranks become one number, by name: "mean", "max" or "sum".
+-- How the values of a signal on several ranks become one number, by its name: "mean", "max" or
+-- "sum".
 return {}

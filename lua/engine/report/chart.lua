@@ -1,9 +1,11 @@
--- Curves as SVG: panels under each other on one axis of steps. The same panels stand in the report, where a script adds hover values, and in
--- a file of their own (`engine plot --svg`).
---   chart.panel { id =, title =, c = curves.read(...), series = { { name = "loss", column = "loss", colour = 1 } }, log = 2, height = 180,
---                 limits = { { 65504, "f16 ends" } }, events = { { step, kind } }, steps = true }
--- A series is a line of mean values in a band from least to largest; `points` in place of a column: { { step, value } ... }, each holding until
--- the next. Colours are CSS variables --c1 .. --c6. Called by report.lua and cli/plot.lua.
+-- Curves as SVG: panels below each other on one axis of steps. The same panels are in the report,
+-- where a script adds hover values, and in a file of their own (`engine plot --svg`).
+--   chart.body { title =, c = curves.read(...),
+--     series = { { name = "loss", column = "loss", colour = 1 } },
+--     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, events = { { step, kind } } }
+-- A series is a line of mean values in a band from least to largest. `points` instead of a column:
+-- { { step, value } ... }, each holding until the next. Colours are CSS variables --c1 .. --c6.
+-- Called by report.lua and cli/plot.lua.
 local show = require "engine.base.show"
 
 local M = {}
@@ -12,13 +14,17 @@ local WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 92, 14, 10, 24
 M.width, M.left, M.right = WIDTH, LEFT, RIGHT
 
 local function escape(text)
-  return (tostring(text):gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&quot;", ["'"] = "&#39;" }))
+  return (tostring(text):gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
+    ['"'] = "&quot;", ["'"] = "&#39;" }))
 end
 M.escape = escape
 
-local SUPERSCRIPT = { ["-"] = "⁻", ["0"] = "⁰", ["1"] = "¹", ["2"] = "²", ["3"] = "³", ["4"] = "⁴", ["5"] = "⁵", ["6"] = "⁶", ["7"] = "⁷",
+local SUPERSCRIPT = { ["-"] = "⁻", ["0"] = "⁰", ["1"] = "¹", ["2"] = "²", ["3"] = "³", ["4"] = "⁴",
+  ["5"] = "⁵", ["6"] = "⁶", ["7"] = "⁷",
   ["8"] = "⁸", ["9"] = "⁹" }
-local function power(base, exponent) return base .. (("%d"):format(exponent):gsub(".", SUPERSCRIPT)) end
+local function power(base, exponent)
+  return base .. (("%d"):format(exponent):gsub(".", SUPERSCRIPT))
+end
 M.power = power
 
 --- 1234567 -> "1,234,567"; 0.00012 -> "1.2×10⁻⁴"; 0.25 -> "0.25".
@@ -35,7 +41,7 @@ function M.number(x)
   return size >= 1000 and show.grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
 end
 
--- 65536 -> "65,536", larger powers of two as such.
+-- 65536 -> "65,536"; larger powers of two as 2ⁿ.
 function M.scale(x)
   if x and x > 0 and x < math.huge then
     local mantissa, exponent = math.frexp(x)
@@ -52,10 +58,10 @@ local function round_step(span, n)
   end
 end
 
--- Ticks { value, text } of an axis from low to high, in logarithms when log.
+-- Ticks { value, text } of an axis from low to high, which are logarithms if `log` is their base.
 local function ticks(low, high, log, n)
   local list = {}
-  if log and high - low < 1.2 then                       -- less than a power: numbers themselves
+  if log and high - low < 1.2 then  -- less than one power: ticks at the numbers themselves
     for _, t in ipairs(ticks(log ^ low, log ^ high, nil, n)) do
       if t[1] > 0 then list[#list + 1] = { math.log(t[1]) / math.log(log), t[2] } end
     end
@@ -68,7 +74,8 @@ local function ticks(low, high, log, n)
     local v = math.abs(value) < step * 1e-9 and 0 or value
     local text
     if log then text = power(tostring(log), v)
-    elseif math.max(math.abs(low), math.abs(high)) < 1e-3 or math.abs(v) >= 1e6 then text = M.number(tonumber(("%.3g"):format(v)))
+    elseif math.max(math.abs(low), math.abs(high)) < 1e-3 or math.abs(v) >= 1e6 then
+      text = M.number(tonumber(("%.3g"):format(v)))
     else text = v % 1 == 0 and M.number(v) or ("%." .. math.min(digits, 6) .. "f"):format(v) end
     list[#list + 1] = { v, text }
     value = value + step
@@ -83,28 +90,36 @@ function M.axis(c)
   local first, last = c.first or 0, c.last or 1
   if last <= first then last = first + 1 end
   local span = WIDTH - LEFT - RIGHT
-  return { first = first, last = last, place = function(step) return LEFT + math.max(0, math.min(1, (step - first) / (last - first))) * span end }
+  return { first = first, last = last,
+    place = function(step) return LEFT + math.max(0, math.min(1, (step - first) / (last - first))) *
+    span end }
 end
 
---- Lines and numbers under a panel whose plot ends at y.
+--- Lines and numbers below a panel that ends at y.
 function M.x_axis(axis, top, y)
   local out = {}
   for _, t in ipairs(ticks(axis.first, axis.last, nil, 8)) do
     local x = f(axis.place(t[1]))
     if t[1] % 1 == 0 then
-      out[#out + 1] = ('<path class="grid" d="M%s %sV%s"/><text class="tick" x="%s" y="%s" text-anchor="middle">%s</text>'):format(x, f(top), f(y),
+      out[#out + 1] = ('<path class="grid" d="M%s %sV%s"/><text class="tick" x="%s" y="%s" ' ..
+        'text-anchor="middle">%s</text>'):format(x, f(top), f(y),
         x, f(y + 16), t[2])
     end
   end
   return table.concat(out)
 end
 
--- Low, mean and high of a series by picture column, in the units of the axis; nil where there is nothing.
+-- Low, mean and high of a series by picture column, in the units of the axis; nil for a column
+-- without values.
 local function values_of(c, series, log)
   local v = c[series.column]
-  local function put(x) return x and (not log or x > 0) and (log and math.log(x) / math.log(log) or x) or nil end
+  local function put(x)
+    return x and (not log or x > 0) and (log and math.log(x) / math.log(log) or x) or nil
+  end
   local list = {}
-  for i = 1, #c.x do list[i] = { put(v.min[i]) or put(v.mean[i]), put(v.mean[i]), put(v.max[i]) } end
+  for i = 1, #c.x do
+    list[i] = { put(v.min[i]) or put(v.mean[i]), put(v.mean[i]), put(v.max[i]) }
+  end
   return list
 end
 
@@ -119,7 +134,10 @@ local function line_path(c, list, axis, place, hold)
         if y ~= before then line[#line + 1] = "H" .. x .. "V" .. y
         elseif not list[i + 1] or not list[i + 1][2] then line[#line + 1] = "H" .. x end
       else line[#line + 1] = "L" .. x .. " " .. y end
-      if not (list[i + 1] and list[i + 1][2]) and not (i > 1 and list[i - 1][2]) then line[#line + 1] = "h.01" end     -- alone: a dot
+      -- a single point: draw a dot
+      if not (list[i + 1] and list[i + 1][2]) and not (i > 1 and list[i - 1][2]) then
+        line[#line + 1] = "h.01"
+      end
       started, before = true, y
     else
       started = false
@@ -138,7 +156,9 @@ local function band_path(c, list, axis, place)
       table.insert(down, 1, x .. " " .. f(place(list[i][1])))
       i = i + 1
     end
-    if #up > 1 then paths[#paths + 1] = "M" .. table.concat(up, "L") .. "L" .. table.concat(down, "L") .. "Z" end
+    if #up > 1 then
+      paths[#paths + 1] = "M" .. table.concat(up, "L") .. "L" .. table.concat(down, "L") .. "Z"
+    end
     i = i + 1
   end
   return table.concat(paths)
@@ -176,7 +196,9 @@ local function range_of(o, lists)
   local had = high
   for _, limit in ipairs(o.limits or {}) do
     local value = o.log and math.log(limit[1]) / math.log(o.log) or limit[1]
-    if value > low and value < had + (o.log and 6 or (had - low)) then high = math.max(high, value) end
+    if value > low and value < had + (o.log and 6 or (had - low)) then
+      high = math.max(high, value)
+    end
   end
   local margin = (high - low) * 0.06
   if margin == 0 then margin = o.log and 1 or math.max(math.abs(low) * 0.1, 1e-9) end
@@ -184,7 +206,8 @@ local function range_of(o, lists)
   return low - margin, high + margin
 end
 
---- The inside of a panel, its height, and what a script needs to know of it: { low, high, top, bottom, log }; nil when there is nothing to draw.
+--- The content of a panel, its height, and the data that the report's script needs: { low, high,
+--- top, bottom, log }. nil when there is nothing to draw.
 function M.body(o)
   local c, axis = o.c, o.axis or M.axis(o.c)
   local lists = {}
@@ -197,27 +220,35 @@ function M.body(o)
   local out = { M.x_axis(axis, top, bottom) }
   for _, t in ipairs(ticks(low, high, o.log, math.max(2, math.floor((bottom - top) / 34)))) do
     local y = f(place(t[1]))
-    out[#out + 1] = ('<path class="grid" d="M%d %sH%d"/><text class="tick" x="%d" y="%s" text-anchor="end">%s</text>'):format(LEFT, y, WIDTH - RIGHT, LEFT - 8,
+    out[#out + 1] = ('<path class="grid" d="M%d %sH%d"/><text class="tick" x="%d" y="%s" ' ..
+      'text-anchor="end">%s</text>'):format(LEFT, y, WIDTH - RIGHT, LEFT - 8,
       f(place(t[1]) + 4), t[2])
   end
   for _, limit in ipairs(o.limits or {}) do
     local value = o.log and math.log(limit[1]) / math.log(o.log) or limit[1]
     if value >= low and value <= high then
       local y = place(value)
-      out[#out + 1] = ('<path class="limit" d="M%d %sH%d"/><text class="limit" x="%d" y="%s" text-anchor="end">%s</text>'):format(LEFT, f(y),
+      out[#out + 1] = ('<path class="limit" d="M%d %sH%d"/><text class="limit" x="%d" y="%s" ' ..
+        'text-anchor="end">%s</text>'):format(LEFT, f(y),
         WIDTH - RIGHT, WIDTH - RIGHT - 4, f(y - 4), escape(limit[2]))
     end
   end
   for _, e in ipairs(o.events or {}) do
-    out[#out + 1] = ('<path class="event" d="M%s %dV%d"><title>%s</title></path>'):format(f(axis.place(e[1])), top, bottom, escape(e[2]))
+    out[#out + 1] = ('<path class="event" d="M%s %dV%d"><title>%s</title></path>'):format(
+      f(axis.place(e[1])), top, bottom, escape(e[2]))
   end
   for i, s in ipairs(o.series) do
     local style = ('style="--s:var(--c%d)"'):format(s.colour or i)
     if s.points then
-      out[#out + 1] = ('<path class="line thin" %s d="%s"/>'):format(style, points_path(s.points, axis, place, o.log))
+      out[#out + 1] = ('<path class="line thin" %s d="%s"/>'):format(style,
+        points_path(s.points, axis, place, o.log))
     else
-      if c.width > 1 then out[#out + 1] = ('<path class="band" %s d="%s"/>'):format(style, band_path(c, lists[i], axis, place)) end
-      out[#out + 1] = ('<path class="line" %s d="%s"/>'):format(style, line_path(c, lists[i], axis, place, o.hold and c.width == 1))
+      if c.width > 1 then
+        out[#out + 1] = ('<path class="band" %s d="%s"/>'):format(style,
+          band_path(c, lists[i], axis, place))
+      end
+      out[#out + 1] = ('<path class="line" %s d="%s"/>'):format(style,
+        line_path(c, lists[i], axis, place, o.hold and c.width == 1))
     end
   end
   if marked then
@@ -225,42 +256,54 @@ function M.body(o)
     for i, x in ipairs(o.marks) do d[i] = ("M%s %dv7"):format(f(axis.place(x)), bottom - 7) end
     out[#out + 1] = ('<path class="mark" d="%s"/>'):format(table.concat(d))
   end
-  out[#out + 1] = ('<path class="frame" d="M%d %dV%dH%d"/>'):format(LEFT, top, bottom, WIDTH - RIGHT)
-  return table.concat(out), bottom + BOTTOM, { low = low, high = high, top = top, bottom = bottom, log = o.log }
+  out[#out + 1] = ('<path class="frame" d="M%d %dV%dH%d"/>'):format(LEFT, top, bottom,
+    WIDTH - RIGHT)
+  return table.concat(out), bottom + BOTTOM, { low = low, high = high, top = top, bottom = bottom,
+    log = o.log }
 end
 
---- Looks of what body() draws; the variables' values are the page's.
+--- CSS for what body() draws; the page defines the variables.
 M.style = [[
 .grid{stroke:var(--grid);stroke-width:1;fill:none}.frame{stroke:var(--axis);fill:none}
 .tick{fill:var(--muted);font:11.5px var(--sans);font-variant-numeric:tabular-nums}
-.line{fill:none;stroke:var(--s);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
+.line{fill:none;stroke:var(--s);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round;
+vector-effect:non-scaling-stroke}
 .line.thin{stroke-width:1.2;opacity:.8}
 .band{fill:var(--s);opacity:.2}
 .mark{stroke:var(--bad);stroke-width:1.6;fill:none}
 .event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:4 3;fill:none}
 path.limit{stroke:var(--bad);stroke-width:1;stroke-dasharray:2 4;fill:none}
-text.limit{fill:var(--bad);font:11px var(--sans);paint-order:stroke;stroke:var(--card,var(--back));stroke-width:3px;stroke-linejoin:round}]]
+text.limit{fill:var(--bad);font:11px var(--sans);paint-order:stroke;stroke:var(--card,var(--back));
+stroke-width:3px;stroke-linejoin:round}]]
 
-M.light = [[--back:#fff;--text:#1d2433;--muted:#667085;--grid:#eceff4;--axis:#c3cad6;--bad:#d92d20;--event:#7a5af8;
+M.light = [[--back:#fff;--text:#1d2433;--muted:#667085;--grid:#eceff4;--axis:#c3cad6;--bad:#d92d20;
+--event:#7a5af8;
 --c1:#1f6feb;--c2:#e8590c;--c3:#0f9960;--c4:#a832a4;--c5:#b58900;--c6:#4b5563]]
-M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#475066;--bad:#ff6b5e;--event:#a594ff;
+M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#475066;
+--bad:#ff6b5e;--event:#a594ff;
 --c1:#5aa2ff;--c2:#ff9155;--c3:#3ccf91;--c4:#e07be0;--c5:#e5c453;--c6:#a0aabb]]
 
---- A whole SVG file of several panels; title above.
+--- A whole SVG file of several panels, with a title.
 function M.file(title, panels)
   local out, y = {}, 44
   for _, o in ipairs(panels) do
     local body, height = M.body(o)
     if body then
-      out[#out + 1] = ('<text class="title" x="%d" y="%d">%s</text><g transform="translate(0 %d)">%s</g>'):format(LEFT, y + 14, escape(o.title), y + 20, body)
+      out[#out + 1] = ('<text class="title" x="%d" y="%d">%s</text><g transform="translate(0 ' ..
+        '%d)">%s</g>'):format(LEFT, y + 14, escape(o.title), y + 20, body)
       y = y + 20 + height + 12
     end
   end
-  return ([[<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d" font-family="system-ui,sans-serif">
-<style>:root{--sans:system-ui,"Segoe UI",Roboto,sans-serif;%s}@media(prefers-color-scheme:dark){:root{%s}}
-.back{fill:var(--back)}.title{fill:var(--text);font:600 13px var(--sans)}.head{fill:var(--text);font:600 18px var(--sans)}
-%s</style><rect class="back" width="100%%" height="100%%"/><text class="head" x="%d" y="28">%s</text>%s</svg>
-]]):format(WIDTH, y, WIDTH, y, M.light:gsub("\n", ""), M.dark:gsub("\n", ""), M.style, LEFT, escape(title), table.concat(out))
+  return ([[<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d"
+ font-family="system-ui,sans-serif">
+<style>:root{--sans:system-ui,"Segoe UI",Roboto,sans-serif;%s}
+@media(prefers-color-scheme:dark){:root{%s}}
+.back{fill:var(--back)}.title{fill:var(--text);font:600 13px var(--sans)}.head{fill:var(--text);
+font:600 18px var(--sans)}
+%s</style><rect class="back" width="100%%" height="100%%"/>
+<text class="head" x="%d" y="28">%s</text>%s</svg>
+]]):format(WIDTH, y, WIDTH, y, M.light:gsub("\n", ""), M.dark:gsub("\n", ""), M.style, LEFT,
+    escape(title), table.concat(out))
 end
 
 return M

@@ -1,22 +1,30 @@
--- A recorded run in the formats of other tools: CSV and JSON Lines, a step a line, and TensorBoard's event files. Called by `engine export`.
+-- A recorded run in the formats of other tools: CSV and JSON Lines with a line for each step, and
+-- TensorBoard's event files. Called by `engine export`.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
+local history = require "engine.run.history"
 
 local M = {}
 
--- In the file's order. `kind`: r real (NULL was NaN), o real that may be missing, i whole, b boolean, t text.
+-- In the order of the file. Kinds: r real (NULL was NaN), o optional real, i whole, b boolean, t
+-- text.
 local COLUMNS = {
-  { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" }, { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },
-  { "overflow", "b" }, { "inf", "i" }, { "nan", "i" }, { "count", "i" }, { "zeros", "i" }, { "underflow", "i" }, { "amax", "r" }, { "norm", "r" },
-  { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" }, { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" },
+  { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" },
+  { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },
+  { "overflow", "b" }, { "inf", "i" }, { "nan", "i" }, { "count", "i" }, { "zeros", "i" },
+  { "underflow", "i" }, { "amax", "r" }, { "norm", "r" },
+  { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" },
+  { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" },
   { "tokens", "r" },
 }
 
--- Calls visit(row, signals) for each step, oldest first; first_bad is a parameter's name, or nil; signals: those in force, by name.
+-- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, or nil;
+-- signals: current values by name.
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
-  local sql = "SELECT " .. table.concat(parts, ", "):gsub("s.first_bad", "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
+  local sql = "SELECT " .. table.concat(parts, ", "):gsub("s.first_bad",
+    "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
     " FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad ORDER BY s.step, s.attempt"
   local n, signals_at = 0, h:signals_at()
   for row in h:each(sql) do
@@ -26,15 +34,19 @@ local function each_step(h, visit)
   return n
 end
 
--- What an FP8 layer's meters are called in a file.
-local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max" }
+-- The meters of an FP8 layer, by their names in a file.
+local METERS = { unpack(history.meters, 1, 8) }             -- without count
 
--- FP8 meters: the names "layer:role" in the model's order, and a function that gives { [name] = row } of a step, nil where none were taken.
+-- FP8 meters: the names "layer:role" in the model's order, and a function that returns { [name] =
+-- row } for a step, or nil for a step without meters.
 local function fp8_of(h)
-  if #h:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return {}, function() end end
+  if not h:has "fp8" then return {}, function() end end
   local names, looked = {}, {}
-  for r in h:each([[SELECT site, role, (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8
-    GROUP BY site, role ORDER BY place, site, role]]) do names[#names + 1] = r.site .. ":" .. r.role end
+  for r in h:each([[SELECT site, role, (SELECT id FROM parameters p
+      WHERE p.name = site || '.weight') AS place FROM fp8
+    GROUP BY site, role ORDER BY place, site, role]]) do
+    names[#names + 1] = r.site .. ":" .. r.role
+  end
   for r in h:each("SELECT DISTINCT step FROM fp8") do looked[r.step] = true end
   return names, function(step)
     if not looked[step] then return nil end
@@ -55,7 +67,9 @@ local function to_file(path, write)
   end)
   local good, message
   if path == "-" then good, message = file:flush() else good, message = file:close() end
-  if problem or not good then error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0) end
+  if problem or not good then
+    error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0)
+  end
   return count
 end
 
@@ -63,8 +77,9 @@ local function csv_text(text)
   return text:find('[,"\r\n]') and '"' .. text:gsub('"', '""') .. '"' or text
 end
 
---- CSV (RFC 4180), a header and a line for each step. nan, inf and -inf as Python and pandas read them; what is missing is empty. A
---- signal is a column signals.NAME; a meter of an FP8 layer fp8.LAYER:ROLE.NAME, filled in the steps that were looked at.
+--- CSV (RFC 4180): a header and a line for each step. nan, inf and -inf as Python and pandas read
+--- them; a missing value is empty. A signal is a column signals.NAME; a meter of an FP8 layer is a
+--- column fp8.LAYER:ROLE.NAME, filled at the steps that measured it.
 function M.csv(h, path)
   return to_file(path, function(put)
     local names = {}
@@ -73,7 +88,9 @@ function M.csv(h, path)
     for _, signal in ipairs(signals) do names[#names + 1] = csv_text("signals." .. signal.name) end
     local sites, meters_at = fp8_of(h)
     for _, site in ipairs(sites) do
-      for _, meter in ipairs(METERS) do names[#names + 1] = csv_text(("fp8.%s.%s"):format(site, meter)) end
+      for _, meter in ipairs(METERS) do
+        names[#names + 1] = csv_text(("fp8.%s.%s"):format(site, meter))
+      end
     end
     put(table.concat(names, ",") .. "\n")
     return each_step(h, function(row, held)
@@ -84,19 +101,24 @@ function M.csv(h, path)
         elseif type(value) == "number" then cells[i] = show.exact(value)
         else cells[i] = csv_text(tostring(value)) end
       end
-      for _, signal in ipairs(signals) do cells[#cells + 1] = held[signal.name] and show.exact(held[signal.name]) or "" end
+      for _, signal in ipairs(signals) do
+        cells[#cells + 1] = held[signal.name] and show.exact(held[signal.name]) or ""
+      end
       local meters = meters_at(row.step)
       for _, site in ipairs(sites) do
         local of = meters and meters[site]
-        for _, meter in ipairs(METERS) do cells[#cells + 1] = of and of[meter] and show.exact(of[meter]) or "" end
+        for _, meter in ipairs(METERS) do
+          cells[#cells + 1] = of and of[meter] and show.exact(of[meter]) or ""
+        end
       end
       put(table.concat(cells, ",") .. "\n")
     end)
   end)
 end
 
---- JSON Lines: an object a step. JSON has no inf and nan: they are strings, as in log=json; what is missing is null. "signals" holds what
---- the script had published, if anything; "fp8" the meters of a step that was looked at, by "layer:role".
+--- JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a missing
+--- value is null. "signals" holds the script's current signals, if any; "fp8" the meters of a
+--- measured step, by "layer:role".
 function M.jsonl(h, path)
   local sites, meters_at = fp8_of(h)
   return to_file(path, function(put)
@@ -112,14 +134,23 @@ function M.jsonl(h, path)
         else text = json.encode(value) end
         parts[i] = ('"%s":%s'):format(column[1], text)
       end
-      for name, value in pairs(held) do signals[#signals + 1] = json.encode(name) .. ":" .. show.json_number(value) end
+      for name, value in pairs(held) do
+        signals[#signals + 1] = json.encode(name) .. ":" .. show.json_number(value)
+      end
       table.sort(signals)
-      if #signals > 0 then parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}" end
+      if #signals > 0 then
+        parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}"
+      end
       local meters, list = meters_at(row.step), {}
       for _, site in ipairs(meters and sites or {}) do
         local of, fields = meters[site], {}
-        for _, meter in ipairs(of and METERS or {}) do fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and show.json_number(of[meter]) or "null") end
-        if of then list[#list + 1] = json.encode(site) .. ":{" .. table.concat(fields, ",") .. "}" end
+        for _, meter in ipairs(of and METERS or {}) do
+          fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and show.json_number(of[meter])
+            or "null")
+        end
+        if of then
+          list[#list + 1] = json.encode(site) .. ":{" .. table.concat(fields, ",") .. "}"
+        end
       end
       if #list > 0 then parts[#parts + 1] = '"fp8":{' .. table.concat(list, ",") .. "}" end
       put("{" .. table.concat(parts, ",") .. "}\n")
@@ -127,10 +158,11 @@ function M.jsonl(h, path)
   end)
 end
 
-local HISTOGRAMS = 200           -- of each layer, at most
+local HISTOGRAMS = 200           -- for each layer, at most
 
---- Event files for TensorBoard: numbers of each step (every one, or each `every`-th and all overflows), histograms of the layers' stored gradients
---- where statistics were recorded, policies, settings and events as text. Gives the number of steps.
+--- Event files for TensorBoard: numbers of each step (or of each `every`-th and all overflows),
+--- histograms of the layers' stored gradients for the steps with statistics, and policies, settings
+--- and events as text. Returns the number of steps and the path.
 function M.tensorboard(h, dir, options)
   local every = options and options.every or 1
   local tensorboard, layers = require "engine.run.tensorboard", require "engine.report.layers"
@@ -144,31 +176,44 @@ function M.tensorboard(h, dir, options)
     if row.step % every ~= 0 and row.overflow == 0 then return end
     n = n + 1
     local values = {
-      { "train/loss", row.loss or nan }, { "train/learning_rate", row.lr or nan }, { "scaling/scale", row.scale or nan },
-      { "scaling/log2_scale", row.scale and math.log(row.scale) / log2 or nan }, { "scaling/overflow", row.overflow },
-      { "scaling/skipped", row.action ~= "step" and 1 or 0 }, { "gradients/norm", row.norm or nan }, { "gradients/amax", row.amax or nan },
-      { "gradients/norm_ref", row.norm_ref }, { "gradients/underflow", row.count > 0 and row.underflow / row.count or nil },
-      { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds or nil },
+      { "train/loss", row.loss or nan }, { "train/learning_rate", row.lr or nan },
+      { "scaling/scale", row.scale or nan },
+      { "scaling/log2_scale", row.scale and math.log(row.scale) / log2 or nan },
+      { "scaling/overflow", row.overflow },
+      { "scaling/skipped", row.action ~= "step" and 1 or 0 }, { "gradients/norm", row.norm or nan },
+      { "gradients/amax", row.amax or nan },
+      { "gradients/norm_ref", row.norm_ref },
+      { "gradients/underflow", row.count > 0 and row.underflow / row.count or nil },
+      { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds
+        or nil },
     }
     for name, value in pairs(held) do values[#values + 1] = { "signals/" .. name, value } end
     for name, of in pairs(meters_at(row.step) or {}) do
-      for _, meter in ipairs { "snr", "underflow", "overflow" } do values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), of[meter] } end
+      for _, meter in ipairs { "snr", "underflow", "overflow" } do
+        values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), of[meter] }
+      end
     end
     w:scalars(row.step, values, began + (row.elapsed or 0))
   end)
   local _, names = layers.rows(h, {})
   layers.each(h, { points = HISTOGRAMS }, function(step, hists)
-    for k, s in pairs(hists) do w:histogram(step, "stored_gradients/" .. names[k], s.hist, s, began) end
+    for k, s in pairs(hists) do
+      w:histogram(step, "stored_gradients/" .. names[k], s.hist, s, began)
+    end
   end)
   for _, policy in ipairs(h:policies()) do
-    w:text(0, ("policy/%s %s"):format(policy.name, policy.hash), (("\n" .. policy.source):gsub("\n", "\n    ")), began)
+    w:text(0, ("policy/%s %s"):format(policy.name, policy.hash),
+      (("\n" .. policy.source):gsub("\n", "\n    ")), began)
   end
   local lines = { "| setting | value |", "| --- | --- |" }
   for _, setting in ipairs(h:query("SELECT key, value FROM config ORDER BY key")) do
-    lines[#lines + 1] = ("| %s | %s |"):format(setting.key, (tostring(setting.value):gsub("[|\n]", " ")))
+    lines[#lines + 1] = ("| %s | %s |"):format(setting.key,
+      (tostring(setting.value):gsub("[|\n]", " ")))
   end
   if #lines > 2 then w:text(0, "settings", table.concat(lines, "\n"), began) end
-  for _, event in ipairs(h:query("SELECT step, time, kind, text FROM events WHERE kind NOT IN ('overflow', 'checkpoint') ORDER BY id LIMIT 1000")) do
+  for _, event in ipairs(h:query(
+    [[SELECT step, time, kind, text FROM events
+    WHERE kind NOT IN ('overflow', 'checkpoint') ORDER BY id LIMIT 1000]])) do
     w:text(event.step, "events/" .. event.kind, event.text or "", event.time)
   end
   local path = w.path

@@ -1,4 +1,4 @@
--- Curves as PNG through gnuplot, a program of its own that need not be there. Called by cli/plot.lua.
+-- Curves as PNG through gnuplot, a program that may not be installed. Called by cli/plot.lua.
 local show = require "engine.base.show"
 local curves = require "engine.run.curves"
 
@@ -6,10 +6,12 @@ local M = {}
 local exact = show.exact
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
--- A text in gnuplot's own quotes, where '' stands for one.
-local function plain(text) return "'" .. tostring(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'" end
+-- A text in gnuplot's own quotes, where '' is a quote.
+local function plain(text)
+  return "'" .. tostring(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
+end
 
---- Whether gnuplot can be run.
+--- True if gnuplot is installed.
 function M.installed()
   local pipe = io.popen("command -v gnuplot 2>/dev/null")
   local found = pipe and pipe:read("*l")
@@ -17,10 +19,12 @@ function M.installed()
   return found ~= nil and found ~= ""
 end
 
---- Writes a PNG of what curves.read gave. options: width, height (dots), log (as history:plot). Raises when gnuplot is missing or fails.
+--- Writes a PNG of curves.read's result. options: width, height (dots), log (as in history:plot).
+--- Raises when gnuplot is missing or fails.
 function M.png(path, title, c, names, options)
   if not M.installed() then
-    error("--png draws through gnuplot, which is not installed; hint: apt-get install gnuplot-nox, or --svg, which needs nothing", 0)
+    error("--png draws through gnuplot, which is not installed; hint: apt-get install " ..
+      "gnuplot-nox, or --svg, which needs nothing", 0)
   end
   local width, height = options.width or 1200, options.height or 120 + 260 * #names
   local log_file = os.tmpname()
@@ -29,7 +33,8 @@ function M.png(path, title, c, names, options)
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)
   say("set output %s", plain(path))
   say("set multiplot layout %d,1 title %s noenhanced font 'sans,14'", #names, plain(title))
-  say("set grid lc rgb '#e6e9ef'; set border 3 lc rgb '#98a2b3'; set tics nomirror; set key off; set lmargin 10; " ..
+  say("set grid lc rgb '#e6e9ef'; set border 3 lc rgb '#98a2b3'; set tics nomirror; set key " ..
+    "off; set lmargin 10; " ..
     "set style fill transparent solid 0.25 noborder")
   for _, name in ipairs(names) do
     local metric, v = curves.metric(name), c[name]
@@ -49,14 +54,17 @@ function M.png(path, title, c, names, options)
     end
     say("-1 -1\nEOD")
     say("set title %s noenhanced", plain(metric.title))
-    say("unset logscale y; set xrange [%s:%s]; set autoscale y; set format y %s; set format x '%%.0f'", exact(c.first),
+    say("unset logscale y; set xrange [%s:%s]; set autoscale y; set format y %s; set format x " ..
+      "'%%.0f'", exact(c.first),
       exact(math.max(c.last, c.first + 1)),
       log == 2 and "'2^{%L}'" or log and "'%g'" or "'%g'")
     if log then say("set logscale y %d", log) end
     say("set y2range [0:1]; unset y2tics")
     if any then
-      say("plot $data using 1:2:4 with filledcurves lc rgb '#1f6feb', $data using 1:3 with %s lw 1.5 lc rgb '#1f6feb', " ..
-        "$marks using 1:2 axes x1y2 with points pt 2 ps 0.6 lc rgb '#d92d20'", c.width == 1 and name == "scale" and "steps" or "lines")
+      say("plot $data using 1:2:4 with filledcurves lc rgb '#1f6feb', $data using 1:3 with %s " ..
+        "lw 1.5 lc rgb '#1f6feb', " ..
+        "$marks using 1:2 axes x1y2 with points pt 2 ps 0.6 lc rgb '#d92d20'", c.width == 1
+        and name == "scale" and "steps" or "lines")
     else
       say("set label 1 'nothing to draw' at graph 0.5,0.5 center; plot [][0:1] -1; unset label 1")
     end
@@ -70,7 +78,10 @@ function M.png(path, title, c, names, options)
   local written = io.open(path, "rb")
   local size = written and written:seek("end") or 0
   if written then written:close() end
-  if size == 0 then error(("gnuplot did not write %s: %s"):format(path, said:match("%S[^\n]*") or "no reason given"), 0) end
+  if size == 0 then
+    error(("gnuplot did not write %s: %s"):format(path, said:match("%S[^\n]*")
+      or "no reason given"), 0)
+  end
   return size
 end
 

@@ -1,22 +1,26 @@
--- A table of numbers as shades, in the terminal: colours where it shows them, else characters.
---   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } }, columns = n, wide = 1, axis = { [3] = "2^-14" },
---                     legend = "low ... high" })
--- A cell is 0 to 1, nil (nothing known), or "bad" (inf or nan). axis: texts under columns. Used by views.lua.
+-- A table of numbers as shades in the terminal, in colour where the terminal has it, otherwise as
+-- characters.
+--   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
+--     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true })
+-- A cell is 0 to 1, nil (unknown), or "bad" (inf or nan). axis: texts below columns. Used by
+-- views.lua.
 local M = {}
 
 local SHADES = { " ", "·", "░", "▒", "▓", "█" }
 local ASCII = { " ", ".", ":", "-", "=", "+", "*", "#", "%", "@" }
-local RAMP = { 17, 18, 19, 25, 31, 37, 36, 35, 34, 70, 106, 142, 178, 214, 208, 202, 196 }      -- of the 256 colours, cold to hot
+-- of the 256 colours, cold to hot
+local RAMP = { 17, 18, 19, 25, 31, 37, 36, 35, 34, 70, 106, 142, 178, 214, 208, 202, 196 }
 local BAD = 201
 
 local function clamp(v) return math.max(0, math.min(1, v)) end
 
---- "colour", "shades" or "ascii": what this terminal can show.
+--- "colour", "shades" or "ascii": the best this terminal can show.
 function M.style()
   local term = os.getenv("TERM") or ""
   if term == "dumb" or term == "linux" then return "ascii" end
   local good, machine = pcall(require, "engine.base.machine")
-  return good and machine.terminal(1) and not os.getenv("NO_COLOR") and term:find("256") and "colour" or "shades"
+  return good and machine.terminal(1) and not os.getenv("NO_COLOR") and term:find("256")
+    and "colour" or "shades"
 end
 
 local function cell_text(value, style, wide)
@@ -24,10 +28,12 @@ local function cell_text(value, style, wide)
     if value == nil then return (" "):rep(wide) end
     local bad = value == "bad"
     local colour = bad and BAD or RAMP[1 + math.floor(clamp(value) * (#RAMP - 1) + 0.5)]
-    return ("\27[48;5;%d%sm%s\27[0m"):format(colour, bad and ";38;5;231" or "", bad and "!" .. (" "):rep(wide - 1) or (" "):rep(wide))
+    return ("\27[48;5;%d%sm%s\27[0m"):format(colour, bad and ";38;5;231" or "", bad and "!" ..
+      (" "):rep(wide - 1) or (" "):rep(wide))
   end
   local list = style == "ascii" and ASCII or SHADES
-  local text = value == nil and " " or value == "bad" and "!" or list[1 + math.ceil(clamp(value) * (#list - 1))]
+  local text = value == nil and " " or value == "bad" and "!"
+    or list[1 + math.ceil(clamp(value) * (#list - 1))]
   return text:rep(wide)
 end
 
@@ -38,7 +44,7 @@ local function ramp_text(style)
   return table.concat(parts)
 end
 
--- The texts under the columns, as many as do not touch each other, and a row of ticks over them.
+-- A row of ticks, and below it the texts of the columns, as many as fit without touching.
 local function axis_lines(options, margin)
   local total = options.columns * options.wide
   local ticks, texts, taken = {}, {}, 0
@@ -71,13 +77,16 @@ function M.draw(options)
     local parts = {}
     for i = 1, options.columns do parts[i] = cell_text(row.cells[i], style, options.wide) end
     local label = #row.label > width and "..." .. row.label:sub(-(width - 3)) or row.label
-    lines[#lines + 1] = (("%" .. width .. "s %s%s%s %s"):format(label, style == "ascii" and "|" or "▏", table.concat(parts),
+    lines[#lines + 1] = (("%" .. width .. "s %s%s%s %s"):format(label, style == "ascii" and "|"
+      or "▏", table.concat(parts),
       style == "ascii" and "|" or "▕", row.note or ""):gsub(" +$", ""))
   end
-  for _, line in ipairs(axis_lines({ columns = options.columns, wide = options.wide, axis = options.axis or {}, style = style }, (" "):rep(width + 2))) do
+  for _, line in ipairs(axis_lines({ columns = options.columns, wide = options.wide,
+    axis = options.axis or {}, style = style }, (" "):rep(width + 2))) do
     lines[#lines + 1] = line
   end
-  lines[#lines + 1] = (" "):rep(width + 2) .. options.low .. " " .. ramp_text(style) .. " " .. options.high ..
+  lines[#lines + 1] = (" "):rep(width + 2) .. options.low .. " " .. ramp_text(style) .. " " ..
+    options.high ..
     (options.bad and "    " .. cell_text("bad", style, 1) .. " inf or nan" or "")
   return table.concat(lines, "\n")
 end

@@ -1,16 +1,17 @@
--- Curves in the terminal, drawn with braille dots (2 x 4 to a character).
+-- Curves in the terminal, drawn with braille dots (2 x 4 for each character).
 --
 --   local plot = require "engine.report.plot"
 --   print(plot.draw { title = "loss", y = losses })
---   print(plot.draw { title = "loss scale", x = steps, y = scales, log = 2, marks = overflow_steps, mark_name = "overflow" })
+--   print(plot.draw { title = "loss scale", x = steps, y = scales, log = 2, marks = overflow_steps,
+--     mark_name = "overflow" })
 --
---   x, y     lists of numbers of one length; x is 1, 2, 3 ... when absent
---   low      a list: each x has a stroke from low to y, for what changes much within a column
+--   x, y     lists of numbers of equal length; x is 1, 2, 3 ... by default
+--   low      a list: each x gets a stroke from low to y, for values that vary within a column
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
---   marks    x values to be marked below the curve; mark_count when that is more than these
---   width, height   in characters; the width of the terminal and 12 when absent
---   ascii    true: * instead of braille (by itself where TERM is linux or dumb)
--- Inf and NaN have no place on an axis: they are left out and counted in the title.
+--   marks    x values to mark below the curve; mark_count if there were more
+--   width, height   in characters; by default the width of the terminal, and 12
+--   ascii    true: * instead of braille (default where TERM is linux or dumb)
+-- Inf and NaN do not fit on an axis: they are left out and counted in the title.
 local plot = {}
 
 local FIRST_BRAILLE = 0x2800
@@ -19,7 +20,8 @@ local dots = { [0] = { [0] = 0x01, 0x02, 0x04, 0x40 }, { [0] = 0x08, 0x10, 0x20,
 
 local function braille(bits)
   local code = FIRST_BRAILLE + bits
-  return string.char(0xE0 + math.floor(code / 4096), 0x80 + math.floor(code / 64) % 64, 0x80 + code % 64)
+  return string.char(0xE0 + math.floor(code / 4096), 0x80 + math.floor(code / 64) % 64,
+    0x80 + code % 64)
 end
 
 local function finite(x)
@@ -64,12 +66,15 @@ local function points_of(options)
     local x = options.x and options.x[i] or i
     if finite(value) and finite(x) and (not log or value > 0) then
       local low = options.low and options.low[i]
-      local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low or nil }
+      local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low
+        or nil }
       up = not up
-      if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end           -- up one stroke, down the next
+      -- alternately up and down, so that strokes join
+      if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end
       for k = 1, #ends do
         local v = log and math.log(ends[k]) / log or ends[k]
-        points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }     -- so that high - low is finite
+        -- keeps high - low finite
+        points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }
       end
     else
       left_out = left_out + 1
@@ -107,7 +112,8 @@ local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
     if last_x then                                     -- a straight line of dots
       local steps = math.max(math.abs(px - last_x), math.abs(py - last_y))
       for i = 1, steps do
-        set(math.floor(last_x + (px - last_x) * i / steps + 0.5), math.floor(last_y + (py - last_y) * i / steps + 0.5))
+        set(math.floor(last_x + (px - last_x) * i / steps + 0.5),
+          math.floor(last_y + (py - last_y) * i / steps + 0.5))
       end
     end
     set(px, py)
@@ -148,7 +154,7 @@ local function y_labels(rows, y_low, y_high, log)
   return labels, width
 end
 
--- Steps are written out: 1000000, not 1e6.
+-- Steps are written in full: 1000000, not 1e6.
 local function x_text(x, span)
   if span >= 10 and math.abs(x) < 1e10 then return ("%.0f"):format(x) end
   return number_text(x)
@@ -156,7 +162,8 @@ end
 
 local function x_axis(columns, x_low, x_high)
   local span = x_high - x_low
-  local left, right, middle = x_text(x_low, span), x_text(x_high, span), x_text((x_low + x_high) / 2, span)
+  local left, right, middle = x_text(x_low, span), x_text(x_high, span),
+    x_text((x_low + x_high) / 2, span)
   local gap = columns - #left - #right - #middle
   if gap < 4 then return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right end
   local before = math.floor(columns / 2 - #middle / 2) - #left
@@ -170,7 +177,8 @@ local function mark_row(marks, columns, x_low, x_high, ascii)
   local any = false
   for _, x in ipairs(marks) do
     if x >= x_low and x <= x_high then
-      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = ascii and "x" or "×"
+      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = ascii and "x"
+        or "×"
       any = true
     end
   end
@@ -179,7 +187,7 @@ end
 
 plot.number_text = number_text
 
--- The plot as text, without a line end.
+-- The plot as text, without a final newline.
 function plot.draw(options)
   local ascii = options.ascii
   if ascii == nil then ascii = os.getenv("TERM") == "linux" or os.getenv("TERM") == "dumb" end
@@ -187,13 +195,16 @@ function plot.draw(options)
   local title = options.title or ""
   if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
   if left_out > 0 then
-    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y, options.log and " or not positive" or "")
+    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,
+      options.log and " or not positive" or "")
   end
   if #points == 0 then return title .. "\n  (nothing to draw)" end
 
   local x_low, x_high = range_of(points, 1)
-  x_low, x_high = math.min(options.x_low or x_low, x_low), math.max(options.x_high or x_high, x_high)
-  for _, x in ipairs(left_out > 0 and options.x or {}) do          -- the axis spans what was left out, too
+  x_low, x_high = math.min(options.x_low or x_low, x_low),
+    math.max(options.x_high or x_high, x_high)
+  -- the axis also spans the points left out
+  for _, x in ipairs(left_out > 0 and options.x or {}) do
     if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
   end
   local y_low, y_high = range_of(points, 2)
@@ -211,7 +222,8 @@ function plot.draw(options)
   local lines = { title }
   local tick, bar = ascii and "+" or "┤", ascii and "|" or "│"
   for row = 1, rows do
-    lines[#lines + 1] = ("%" .. label_width .. "s %s%s"):format(labels[row] or "", labels[row] and tick or bar, row_text(grid[row], columns, ascii))
+    lines[#lines + 1] = ("%" .. label_width .. "s %s%s"):format(labels[row] or "",
+      labels[row] and tick or bar, row_text(grid[row], columns, ascii))
   end
   local margin = (" "):rep(label_width + 1)
   lines[#lines + 1] = margin .. (ascii and "+" or "└") .. (ascii and "-" or "─"):rep(columns)
@@ -219,29 +231,35 @@ function plot.draw(options)
   if marked then
     lines[#lines + 1] = margin .. " " .. marked
     lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
-    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") .. (options.mark_name or "marked") .. " (" .. (options.mark_count or #options.marks) .. ")"
+    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") ..
+      (options.mark_name or "marked") .. " (" .. (options.mark_count or #options.marks) .. ")"
   else
     lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
   end
   return table.concat(lines, "\n")
 end
 
--- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each; rows.overflows: how many there were, where the
--- rows do not hold all.
+-- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each;
+-- rows.overflows: their total, if the rows hold only some of the steps.
 function plot.run(rows, options)
-  if type(rows) ~= "table" then error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2) end
+  if type(rows) ~= "table" then
+    error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2)
+  end
   options = options or {}
   local x, loss, scale, marks = {}, {}, {}, {}
   for i, row in ipairs(rows) do
     x[i], loss[i], scale[i] = row.step, row.loss or 0 / 0, row.scale or 0 / 0
     if row.overflow and row.overflow ~= 0 then marks[#marks + 1] = row.step end
   end
-  local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""         -- a resumed run; some count from 1
-  local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width, height = options.height or 10, ascii = options.ascii } }
+  -- a resumed run; some runs count from 1
+  local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""
+  local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width,
+    height = options.height or 10, ascii = options.ascii } }
   local low, high = math.huge, -math.huge
   for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
-    parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks, mark_count = rows.overflows, mark_name = "overflow",
+    parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks,
+      mark_count = rows.overflows, mark_name = "overflow",
                            width = options.width, height = 8, ascii = options.ascii }
   end
   return table.concat(parts, "\n\n")

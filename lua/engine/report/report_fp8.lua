@@ -1,13 +1,14 @@
--- The report's part on FP8 layers: their meters (fp8_sites.lua) over the steps that were looked at, as a heat map of SNR, and a table of those
--- that lost most. Called by report.lua, which draws.
+-- The report's part on FP8 layers: their meters (fp8_sites.lua) over the measured steps, as a heat
+-- map of SNR, and a table of the layers that lost most. report.lua draws them.
 local M = {}
 
 local COLUMNS, WORST = 160, 12
 
---- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = { [column] = row } }, steps = the step each column
---- shows, starts = where it starts, worst = rows by their lowest SNR, low, high = dB }; nil where there are none.
+--- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
+--- [column] = row } }, steps = the step that each column shows, starts = where it starts, worst =
+--- rows by their lowest SNR, low, high = dB }. nil without meters.
 function M.read(h, axis)
-  if #h:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return nil end
+  if not h:has "fp8" then return nil end
   local width = math.max(1, math.ceil((axis.last - axis.first + 1) / COLUMNS))
   local m = { rows = {}, steps = {}, starts = {}, low = math.huge, high = -math.huge, looks = 0 }
   local column_of, row_of, before = {}, {}, nil
@@ -20,10 +21,12 @@ function M.read(h, axis)
     end
   end
   if m.looks == 0 then return nil end
-  -- x of all layers, as the model has them, then w, then dy
-  for r in h:each([[SELECT site, role, count(*) AS looks, min(snr) AS least, max(underflow) AS underflow, max(overflow) AS overflow,
+  -- x of all layers in the model's order, then w, then dy
+  for r in h:each([[SELECT site, role, count(*) AS looks, min(snr) AS least,
+      max(underflow) AS underflow, max(overflow) AS overflow,
       min(scale_min) AS scale_min, max(scale_max) AS scale_max,
-      (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8 GROUP BY site, role
+      (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8
+          GROUP BY site, role
       ORDER BY CASE role WHEN 'x' THEN 0 WHEN 'w' THEN 1 ELSE 2 END, place, site]]) do
     r.name, r.cells = r.site .. " " .. r.role, {}
     m.rows[#m.rows + 1], row_of[r.name] = r, r
@@ -33,7 +36,9 @@ function M.read(h, axis)
     row.last = r
     if r.snr and r.snr == row.least and not row.least_at then row.least_at = r.step end
     if column then row.cells[column] = r end
-    if r.snr and r.snr - r.snr == 0 then m.low, m.high = math.min(m.low, r.snr), math.max(m.high, r.snr) end
+    if r.snr and r.snr - r.snr == 0 then
+      m.low, m.high = math.min(m.low, r.snr), math.max(m.high, r.snr)
+    end
   end
   m.low, m.high = m.low < m.high and math.floor(m.low) or m.low - 1, math.ceil(m.high)
   if m.low == math.huge then m.low, m.high = 0, 1 end

@@ -1,46 +1,62 @@
--- The parts of the report that do not change: its looks and the script that shows values under the pointer. See report.lua.
+-- The constant parts of the report: its style sheet, and the script that shows values under the
+-- pointer. Used by report.lua.
 local M = {}
 
 M.style = [[
-:root{color-scheme:light dark;--sans:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif;
+:root{color-scheme:light dark;--sans:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",
+sans-serif;
 --mono:ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 *{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--text);font:15px/1.55 var(--sans);-webkit-font-smoothing:antialiased}
+body{margin:0;background:var(--page);color:var(--text);font:15px/1.55 var(--sans);
+-webkit-font-smoothing:antialiased}
 main{max-width:1120px;margin:0 auto;padding:36px 24px 64px}
 header{display:flex;align-items:flex-start;gap:16px;margin-bottom:8px}
 header div{flex:1;min-width:0}
 h1{font-size:26px;line-height:1.2;letter-spacing:-.015em;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:16px;letter-spacing:-.005em;margin:0 0 2px}
-.badge{display:inline-block;font:600 12px/1 var(--sans);padding:5px 9px;border-radius:99px;vertical-align:4px;margin-left:10px;white-space:nowrap;
+.badge{display:inline-block;font:600 12px/1 var(--sans);padding:5px 9px;border-radius:99px;
+vertical-align:4px;margin-left:10px;white-space:nowrap;
 letter-spacing:0}
 .badge.good{background:var(--good-soft);color:var(--good)}
-.badge.bad{background:var(--bad-soft);color:var(--bad)}.badge.live{background:var(--live-soft);color:var(--live)}
+.badge.bad{background:var(--bad-soft);color:var(--bad)}.badge.live{background:var(--live-soft);
+color:var(--live)}
 .sub{color:var(--muted);margin:0}
 .lead{font-size:16.5px;line-height:1.6;margin:18px 0 24px;max-width:76ch}
-button{font:500 13px var(--sans);color:var(--muted);background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:6px 11px;cursor:pointer}
+button{font:500 13px var(--sans);color:var(--muted);background:var(--card);
+border:1px solid var(--edge);border-radius:8px;padding:6px 11px;cursor:pointer}
 button:hover{color:var(--text)}
-button[aria-pressed=true]{color:var(--text);border-color:var(--c1);box-shadow:inset 0 0 0 1px var(--c1)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:12px;margin:0 0 20px}
+button[aria-pressed=true]{color:var(--text);border-color:var(--c1);
+box-shadow:inset 0 0 0 1px var(--c1)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:12px;
+margin:0 0 20px}
 .tile{background:var(--card);border:1px solid var(--edge);border-radius:12px;padding:12px 16px}
-.tile b{display:block;font-size:22px;font-weight:640;letter-spacing:-.02em;line-height:1.25;font-variant-numeric:tabular-nums}
+.tile b{display:block;font-size:22px;font-weight:640;letter-spacing:-.02em;line-height:1.25;
+font-variant-numeric:tabular-nums}
 .tile span{color:var(--muted);font-size:13px}
 .tile b+span{font-size:12.5px;font-variant-numeric:tabular-nums}
-.key{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:8px;vertical-align:middle;background:var(--s)}
+.key{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:8px;
+vertical-align:middle;background:var(--s)}
 .legend sup{font-size:.75em;line-height:0}
-section{background:var(--card);border:1px solid var(--edge);border-radius:14px;padding:18px 20px 12px;margin:0 0 16px}
+section{background:var(--card);border:1px solid var(--edge);border-radius:14px;
+padding:18px 20px 12px;margin:0 0 16px}
 section>p{color:var(--muted);margin:0 0 8px;font-size:13.5px;max-width:92ch}
 svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
 svg.heat path{shape-rendering:crispEdges}
 .label{fill:var(--text);font:12px var(--sans)}
 .cross{stroke:var(--muted);stroke-width:1;pointer-events:none;visibility:hidden}
 .cell{fill:none;stroke:var(--text);stroke-width:1.5;pointer-events:none;visibility:hidden}
-.legend{display:flex;flex-wrap:wrap;gap:6px 18px;font-size:13px;color:var(--muted);margin:2px 0 6px;align-items:center}
-.legend i{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle;background:var(--s)}
-.legend i.tall{width:3px;height:12px}.legend i.dash{background:none;border-left:2px dashed var(--s);height:13px;width:0}
+.legend{display:flex;flex-wrap:wrap;gap:6px 18px;font-size:13px;color:var(--muted);margin:2px 0 6px;
+align-items:center}
+.legend i{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:6px;
+vertical-align:middle;background:var(--s)}
+.legend i.tall{width:3px;height:12px}.legend i.dash{background:none;border-left:2px dashed var(--s);
+height:13px;width:0}
 .legend i.box{width:12px;height:12px;border-radius:3px}
-.ramp{display:inline-flex;height:12px;border-radius:3px;overflow:hidden;vertical-align:middle;margin:0 8px}.ramp u{width:7px;height:12px}
+.ramp{display:inline-flex;height:12px;border-radius:3px;overflow:hidden;vertical-align:middle;
+margin:0 8px}.ramp u{width:7px;height:12px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
-th{text-align:left;font-weight:600;color:var(--muted);font-size:12.5px;padding:6px 14px 6px 0;border-bottom:1px solid var(--edge);white-space:nowrap}
+th{text-align:left;font-weight:600;color:var(--muted);font-size:12.5px;padding:6px 14px 6px 0;
+border-bottom:1px solid var(--edge);white-space:nowrap}
 td{padding:6px 14px 6px 0;border-bottom:1px solid var(--grid);vertical-align:top}
 tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right}
@@ -51,24 +67,31 @@ td.n,th.n{text-align:right}
 .bar{height:8px;margin-top:6px;border-radius:4px;background:var(--bad);min-width:2px;opacity:.75}
 code{overflow-wrap:anywhere}
 code,pre{font-family:var(--mono);font-size:12.5px}
-pre{margin:6px 0 10px;padding:14px 16px;background:var(--page);border:1px solid var(--edge);border-radius:10px;overflow:auto;line-height:1.5;max-height:560px}
+pre{margin:6px 0 10px;padding:14px 16px;background:var(--page);border:1px solid var(--edge);
+border-radius:10px;overflow:auto;line-height:1.5;max-height:560px}
 .k{color:var(--c4)}.s{color:var(--c3)}.c{color:var(--muted);font-style:italic}.u{color:var(--c1)}
 details summary{cursor:pointer;padding:4px 0;font-weight:600}
 details summary span{color:var(--muted);font-weight:400}
-#tip{position:fixed;z-index:9;pointer-events:none;background:var(--tip);color:var(--tip-text);border-radius:10px;padding:9px 12px;font:12.5px/1.5 var(--sans);
-box-shadow:0 6px 24px rgb(0 0 0/.22);max-width:340px;opacity:0;transition:opacity .08s;font-variant-numeric:tabular-nums}
+#tip{position:fixed;z-index:9;pointer-events:none;background:var(--tip);color:var(--tip-text);
+border-radius:10px;padding:9px 12px;font:12.5px/1.5 var(--sans);
+box-shadow:0 6px 24px rgb(0 0 0/.22);max-width:340px;opacity:0;transition:opacity .08s;
+font-variant-numeric:tabular-nums}
 #tip.on{opacity:1}
-#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}#tip sup{font-size:.72em;line-height:0}
-#tip td{border:0;padding:0 0 0 14px;text-align:right}#tip td:first-child{padding:0;text-align:left;opacity:.75}
+#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}#tip sup{font-size:.72em;
+line-height:0}
+#tip td{border:0;padding:0 0 0 14px;text-align:right}#tip td:first-child{padding:0;text-align:left;
+opacity:.75}
 #tip em{font-style:normal;color:var(--tip-bad);font-weight:600}
 footer{color:var(--muted);font-size:13px;margin-top:28px}
 @media print{button{display:none}body{background:#fff}section,.tile{break-inside:avoid}}
 ]]
 
-M.light = "--page:#f5f6f8;--card:#fff;--edge:#e3e7ee;--good:#067647;--good-soft:#dcf5e7;--bad-soft:#fde4e1;--live:#175cd3;--live-soft:#deebff;" ..
-  "--tip:#1d2433;--tip-text:#f5f7fa;--tip-bad:#ff9a8f;--none:#eef0f4;"
-M.dark = "--page:#0b0e13;--card:#131820;--edge:#252d3a;--good:#4cd79b;--good-soft:#10301f;--bad-soft:#3b1714;--live:#84b6ff;--live-soft:#14284a;" ..
-  "--tip:#e9edf4;--tip-text:#151a23;--tip-bad:#c3261a;--none:#1b212c;"
+M.light = "--page:#f5f6f8;--card:#fff;--edge:#e3e7ee;--good:#067647;--good-soft:#dcf5e7;" ..
+  "--bad-soft:#fde4e1;--live:#175cd3;--live-soft:#deebff;--tip:#1d2433;" ..
+  "--tip-text:#f5f7fa;--tip-bad:#ff9a8f;--none:#eef0f4;"
+M.dark = "--page:#0b0e13;--card:#131820;--edge:#252d3a;--good:#4cd79b;--good-soft:#10301f;" ..
+  "--bad-soft:#3b1714;--live:#84b6ff;--live-soft:#14284a;--tip:#e9edf4;" ..
+  "--tip-text:#151a23;--tip-bad:#c3261a;--none:#1b212c;"
 
 M.script = [[
 (function(){
@@ -81,11 +104,14 @@ function num(x){
   if(typeof x==="string")return x;
   var a=Math.abs(x);
   if(x%1===0&&a<1e12)return x.toLocaleString("en-US");
-  if(a>=1e6||a<1e-3){var p=x.toExponential(2).split("e");return parseFloat(p[0])+"×"+power("10",+p[1])}
+  if(a>=1e6||a<1e-3){var p=x.toExponential(2).split("e");
+  return parseFloat(p[0])+"×"+power("10",+p[1])}
   return a>=1000?Math.round(x).toLocaleString("en-US"):String(parseFloat(x.toPrecision(4)))
 }
-function scale(x){var e=Math.log2(x);return Math.abs(e-Math.round(e))<1e-9&&Math.abs(e)>13?power("2",Math.round(e)):num(x)}
-function percent(x){if(x===null)return"–";x*=100;return x===0?"0 %":x<0.01?"<0.01 %":parseFloat(x.toPrecision(3))+" %"}
+function scale(x){var e=Math.log2(x);return Math.abs(e-Math.round(e))<1e-9&&
+Math.abs(e)>13?power("2",Math.round(e)):num(x)}
+function percent(x){if(x===null)return"–";x*=100;
+return x===0?"0 %":x<0.01?"<0.01 %":parseFloat(x.toPrecision(3))+" %"}
 var show={loss:num,scale:scale,stored:num,amax:num,norm:num,lr:num,underflow:percent,zeros:percent};
 function range(c,i,how){
   if(c.mean[i]===null)return"–";
@@ -100,21 +126,26 @@ function place(ev){
   if(y+h>innerHeight-8)y=Math.max(8,ev.clientY-h-18);
   tip.style.left=Math.max(8,x)+"px";tip.style.top=y+"px"
 }
-function hide(){tip.classList.remove("on");crosses.forEach(function(c){c.style.visibility="hidden"})}
-function inside(svg,ev){var m=svg.getScreenCTM().inverse();return new DOMPoint(ev.clientX,ev.clientY).matrixTransform(m)}
+function hide(){tip.classList.remove("on");crosses.forEach(function(c){
+c.style.visibility="hidden"})}
+function inside(svg,ev){var m=svg.getScreenCTM().inverse();
+return new DOMPoint(ev.clientX,ev.clientY).matrixTransform(m)}
 function near(x){
   var s=D.first+(x-D.left)/(D.right-D.left)*(D.last-D.first),lo=0,hi=D.x.length-1;
   while(lo<hi){var m=(lo+hi)>>1;if(D.x[m]<s)lo=m+1;else hi=m}
   return lo>0&&s-D.x[lo-1]<D.x[lo]-s?lo-1:lo
 }
 function px(step){return D.left+(step-D.first)/(D.last-D.first)*(D.right-D.left)}
-function holding(list,step){var v=null;for(var i=0;i<list.length&&list[i][0]<=step;i++)v=list[i];return v}
-var panels=[].slice.call(document.querySelectorAll("svg.panel")),crosses=panels.map(function(p){return p.querySelector(".cross")});
+function holding(list,step){var v=null;for(var i=0;i<list.length&&list[i][0]<=step;i++)v=list[i];
+return v}
+var panels=[].slice.call(document.querySelectorAll("svg.panel")),crosses=panels.map(function(p){
+return p.querySelector(".cross")});
 panels.forEach(function(svg){
   svg.addEventListener("pointermove",function(ev){
     var p=inside(svg,ev);
     if(p.x<D.left-6||p.x>D.right+6)return hide();
-    var i=near(p.x),own=svg.dataset.column,text="<b>"+steps(D.step[i],Math.min(D.step[i]+D.width-1,D.last))+"</b><table>";
+    var i=near(p.x),own=svg.dataset.column,text="<b>"+steps(D.step[i],Math.min(D.step[i]+D.width-1,
+    D.last))+"</b><table>";
     D.names.forEach(function(n){
       var v=range(D.columns[n],i,show[n]||num);
       text+=row(n===own?"<b>"+D.titles[n]+"</b>":D.titles[n],n===own?"<b>"+v+"</b>":v)
@@ -124,11 +155,13 @@ panels.forEach(function(svg){
       var v=holding(s.points,D.step[i]+D.width-1);
       if(v)text+="<div>"+s.name+": "+scale(v[1])+(v[2]!=="step"?" · "+v[2]:"")+"</div>"
     });
-    if(D.overflows[i])text+="<div><em>"+(D.width>1?D.overflows[i]+" overflow"+(D.overflows[i]>1?"s":""):"overflow")+"</em></div>";
+    if(D.overflows[i])text+="<div><em>"+(D.width>1?D.overflows[i]+" overflow"+
+    (D.overflows[i]>1?"s":""):"overflow")+"</em></div>";
     D.events.forEach(function(e){if(Math.abs(px(e[0])-px(D.x[i]))<4)text+="<div>"+e[1]+"</div>"});
     tip.innerHTML=text;place(ev);
     var x=px(D.x[i]);
-    crosses.forEach(function(c){c.setAttribute("x1",x);c.setAttribute("x2",x);c.style.visibility="visible"})
+    crosses.forEach(function(c){c.setAttribute("x1",x);c.setAttribute("x2",x);
+    c.style.visibility="visible"})
   });
   svg.addEventListener("pointerleave",hide)
 });
@@ -138,17 +171,21 @@ panels.forEach(function(svg){
     var p=inside(svg,ev),r=Math.floor((p.y-h.top)/h.row),c=-1,i;
     for(i=0;i<h.x.length-1;i++)if(p.x>=h.x[i]&&p.x<h.x[i+1]){c=i;break}
     if(r<0||r>=h.rows||c<0){tip.classList.remove("on");cell.style.visibility="hidden";return}
-    var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,c):svg.dataset.heat==="fp8"?meter(h,r,c):share(h,r,c);
+    var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,
+    c):svg.dataset.heat==="fp8"?meter(h,r,c):share(h,r,c);
     tip.innerHTML=t;place(ev);
-    cell.setAttribute("x",h.x[c]);cell.setAttribute("width",h.x[c+1]-h.x[c]);cell.setAttribute("y",h.top+r*h.row);cell.setAttribute("height",h.row);
+    cell.setAttribute("x",h.x[c]);cell.setAttribute("width",h.x[c+1]-h.x[c]);
+    cell.setAttribute("y",h.top+r*h.row);cell.setAttribute("height",h.row);
     cell.style.visibility="visible"
   });
-  svg.addEventListener("pointerleave",function(){tip.classList.remove("on");cell.style.visibility="hidden"})
+  svg.addEventListener("pointerleave",function(){tip.classList.remove("on");
+  cell.style.visibility="hidden"})
 });
 function layer(h,r,c){
   var v=h.cells[r][c],t="<b>"+h.names[r]+"</b>";
   if(!v)return t+"<div>nothing recorded</div>";
-  t+="<table>"+row("step",num(v[0]))+row("largest, as stored",v[1]===null?"0":num(+Math.pow(2,v[1]).toPrecision(4))+" = 2<sup>"+v[1].toFixed(1)+"</sup>");
+  t+="<table>"+row("step",num(v[0]))+row("largest, as stored",v[1]===null?"0":num(+Math.pow(2,
+  v[1]).toPrecision(4))+" = 2<sup>"+v[1].toFixed(1)+"</sup>");
   if(v[1]!==null)t+=row("below "+D.format+"'s top",(h.limit-v[1]).toFixed(1)+" bits");
   t+="</table>";
   return v[2]?t+"<div><em>inf or nan: "+num(v[2])+" elements</em></div>":t
@@ -156,20 +193,26 @@ function layer(h,r,c){
 function meter(h,r,c){
   var v=h.cells[r][c],t="<b>"+h.names[r]+"</b>";
   if(!v)return t+"<div>not in FP8 here</div>";
-  return t+"<table>"+row("step",num(v[0]))+row("signal to noise",v[1]===null?"–":num(v[1])+" dB")+row("became zero",percent(v[2]))+row("clipped",percent(v[3]))+
+  return t+"<table>"+row("step",num(v[0]))+row("signal to noise",v[1]===null?"–":num(v[1])+" dB")+
+  row("became zero",percent(v[2]))+row("clipped",percent(v[3]))+
     row("largest",num(v[4]))+row("scale",v[5]===v[6]?num(v[5]):num(v[5])+" … "+num(v[6]))+"</table>"
 }
 function share(h,r,c){
   var n=h.cells[r][c],e=h.least+c;
-  return"<b>"+h.names[r]+"</b><div>"+percent(n)+" of its nonzero gradients<br>have magnitudes 2"+"<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"+
+  return"<b>"+h.names[r]+"</b><div>"+percent(n)+" of its nonzero gradients<br>have magnitudes 2"+
+  "<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"+
     (e<h.normal?"<div>below the smallest normal number</div>":"")
 }
 function exponent(h,r,c){
   var e=h.most-r,n=h.cells[c]?h.cells[c][e-h.least]:null;
-  return"<b>step "+num(h.steps[c])+"</b><div>"+percent(n||0)+" of the nonzero gradients<br>have magnitudes 2<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"
+  return"<b>step "+num(h.steps[c])+"</b><div>"+percent(n||0)+
+  " of the nonzero gradients<br>have magnitudes 2<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"
 }
 var root=document.documentElement,button=document.getElementById("theme");
-function dark(){return root.dataset.theme?root.dataset.theme==="dark":matchMedia("(prefers-color-scheme: dark)").matches}
+function dark(){
+  return root.dataset.theme?
+    root.dataset.theme==="dark":matchMedia("(prefers-color-scheme: dark)").matches
+}
 function label(){button.textContent=dark()?"Light":"Dark"}
 button.addEventListener("click",function(){root.dataset.theme=dark()?"light":"dark";label()});
 label()

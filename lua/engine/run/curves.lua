@@ -1,9 +1,11 @@
--- Numbers of a run over its steps, as many as a picture has columns: least, largest and mean value of each column. A run of a million
--- steps costs what its blocks cost (core/store/history_writer.c sums up 256 steps in a row of `blocks`); only what has no block yet, and
--- numbers that blocks do not hold, come from `steps`, by SQL, column by column of the picture.
+-- Numbers of a run over its steps, at the resolution of a picture: the least, largest and mean
+-- value of each column. A run of a million steps costs no more than its blocks:
+-- core/store/history_writer.c sums 256 consecutive steps into a row of `blocks`. Only the newest
+-- steps, and numbers that blocks lack, are read from `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
---   c.x[i], c.width, c.rows[i], c.overflows[i], c.skipped[i]      column i: its middle, steps a column, rows, overflows, steps without update
---   c.loss.min[i], .max[i], .mean[i]                              nil where no value of the column is finite
+--   c.x[i], c.width                          the middle of column i, and steps in a column
+--   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
+--   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
 -- Used by history.lua, the reports and the exports.
 local nearest = require "engine.base.nearest"
 
@@ -11,16 +13,20 @@ local M = {}
 
 local BLOCK = 256                    -- steps, as in core/store/history.h
 
--- What can be drawn: its SQL, whether blocks hold it (`summed`), the logarithm of its axis, and what it is.
+-- What can be drawn: its SQL, whether blocks hold it (`summed`), the base of its logarithmic axis,
+-- and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
   { "lr", sql = "lr", summed = true, title = "learning rate" },
   { "amax", sql = "amax", summed = true, log = 10, title = "largest gradient" },
-  { "stored", sql = "amax * scale", summed = true, log = 2, title = "largest gradient as stored (times the scale)" },
+  { "stored", sql = "amax * scale", summed = true, log = 2,
+    title = "largest gradient as stored (times the scale)" },
   { "norm", sql = "norm", summed = true, log = 10, title = "gradient norm" },
-  { "underflow", sql = "1.0 * underflow / count", summed = true, log = 10, title = "share of gradients below the smallest normal number" },
-  { "zeros", sql = "1.0 * zeros / count", summed = true, log = 10, title = "share of gradients that are zero" },
+  { "underflow", sql = "1.0 * underflow / count", summed = true, log = 10,
+    title = "share of gradients below the smallest normal number" },
+  { "zeros", sql = "1.0 * zeros / count", summed = true, log = 10,
+    title = "share of gradients that are zero" },
   { "next_scale", finite = true, sql = "next_scale", log = 2, title = "loss scale decided" },
   { "norm_ref", sql = "norm_ref", log = 10, title = "gradient norm in f32" },
   { "inf", finite = true, sql = "inf", title = "infinite gradients" },
@@ -37,19 +43,24 @@ end
 M.names = names
 
 -- A signal's value at each step: a row of `signals` holds until the next.
-local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER BY g.step DESC LIMIT 1)"
+local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER " ..
+  "BY g.step DESC LIMIT 1)"
 
---- { sql, title, log } of a number by its name; raises with the nearest one. "signals.NAME" is what the script published as NAME.
+--- { sql, title, log } of a number by its name; raises with the nearest name. "signals.NAME" is the
+--- signal NAME of the script.
 function M.metric(name)
   if by_name[name] then return by_name[name] end
   local signal = type(name) == "string" and name:match("^signals%.(.+)$")
-  if signal then return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal, title = "signal " .. signal } end
-  local hint = nearest.hint(tostring(name), names)
-  error(("no number of the history is called '%s'%s there are %s"):format(tostring(name), hint ~= "" and hint .. " In all" or ";",
-    table.concat(names, ", ")), 0)
+  if signal then
+    return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal,
+      title = "signal " .. signal }
+  end
+  error(("no number of the history is called '%s'%s"):format(tostring(name),
+    nearest.choices(name, names, "numbers")), 0)
 end
 
---- The base of a number's axis, or nil for a linear one. log: true, false, a base, or nil for the number's own.
+--- The base of a number's axis, or nil for a linear one. log: true, false, a base, or nil for the
+--- number's own.
 function M.log_of(metric, log)
   if log == nil then return metric.log end
   if log == true then return metric.log or 10 end
@@ -65,62 +76,74 @@ function M.marks(c)
   return marks, count
 end
 
--- Raises where the run has no such signal.
+-- Raises if the run has no such signal.
 local function need_signal(h, name)
   local known = {}
   for i, signal in ipairs(h:signals()) do
     known[i] = signal.name
     if signal.name == name then return end
   end
-  error(("the run published no signal '%s'%s"):format(name, #known == 0 and "; a script does with engine.signal(name, value)"
-    or nearest.hint(name, known) .. "; there " .. (#known == 1 and "is " or "are ") .. table.concat(known, ", ")), 0)
+  error(("the run published no signal '%s'%s"):format(name,
+    #known == 0 and "; engine.signal(name, value) publishes one"
+    or nearest.choices(name, known, "signals")), 0)
 end
-
-local function has_blocks(h) return h:query("SELECT count(*) AS n FROM sqlite_master WHERE name = 'blocks'")[1].n > 0 end
 
 -- The first step without a block.
 local function blocks_end(h)
-  if not has_blocks(h) then return 0 end
+  if not h:has "blocks" then return 0 end
   return ((h:query("SELECT max(block) AS last FROM blocks")[1].last or -1) + 1) * BLOCK
 end
 
-local TOTALS = [[sum(overflow) AS overflows, sum(action <> 'step') AS skipped, sum(policy_failed) AS failed, sum(tokens) AS tokens,
+local TOTALS = [[sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
+    sum(policy_failed) AS failed, sum(tokens) AS tokens,
   max(elapsed) AS seconds FROM steps]]
 
---- Of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }; rows 0: it has no steps.
+--- Totals of the run: { rows, first, last, overflows, skipped, failed, tokens, seconds }; rows is 0
+--- without steps.
 function M.totals(h)
   local done = blocks_end(h)
-  local a = done > 0 and h:query([[SELECT sum(rows) AS rows, min(first) AS first, max(last) AS last, sum(overflows) AS overflows,
-    sum(skipped) AS skipped, sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds FROM blocks]])[1] or {}
-  local b = h:query("SELECT count(*) AS rows, min(step) AS first, max(step) AS last, " .. TOTALS .. " WHERE step >= ?", done)[1]
-  local sum = { first = a.first or b.first, last = b.last or a.last, seconds = math.max(a.seconds or 0, b.seconds or 0) }
-  for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do sum[key] = (a[key] or 0) + (b[key] or 0) end
+  local a = done > 0 and h:query([[SELECT sum(rows) AS rows, min(first) AS first, max(last) AS last,
+      sum(overflows) AS overflows,
+    sum(skipped) AS skipped, sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds
+        FROM blocks]])[1] or {}
+  local b = h:query("SELECT count(*) AS rows, min(step) AS first, max(step) AS last, " .. TOTALS ..
+    " WHERE step >= ?", done)[1]
+  local sum = { first = a.first or b.first, last = b.last or a.last,
+    seconds = math.max(a.seconds or 0, b.seconds or 0) }
+  for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
+    sum[key] = (a[key] or 0) + (b[key] or 0)
+  end
   return sum
 end
 
--- SQL of a number where it is finite; `finite` marks those that always are, which is quicker.
+-- SQL of a number where it is finite; `finite` marks numbers that always are, which is faster.
 local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- The sums of a column of steps: names of the result are those of a block. `counts`: with overflows, skipped steps and so on.
+-- SQL that sums a column of steps under the names that a block uses. `counts`: also overflows,
+-- skipped steps and so on.
 local function direct_sql(wanted, counts)
-  local parts = { "SELECT count(*) AS rows" .. (counts and ", " .. TOTALS:gsub(" FROM steps$", "") or "") }
+  local parts = { "SELECT count(*) AS rows" .. (counts and ", " .. TOTALS:gsub(" FROM steps$", "")
+    or "") }
   for i, metric in ipairs(wanted) do
     local f = finite(metric)
-    parts[#parts + 1] = (", count(%s) AS n%d, min(%s) AS low%d, max(%s) AS high%d, total(%s) AS sum%d"):format(f, i, f, i, f, i, f, i)
+    parts[#parts + 1] = (", count(%s) AS n%d, min(%s) AS low%d, max(%s) AS high%d, total(%s) AS " ..
+      "sum%d"):format(f, i, f, i, f, i, f, i)
   end
   parts[#parts + 1] = " FROM steps WHERE step >= ? AND step < ?"
   return table.concat(parts)
 end
 
--- The same of many blocks, by picture column.
+-- The same for many blocks, by picture column.
 local function blocks_sql(wanted)
-  local parts = { [[SELECT (block - ?) / ? AS at, sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped, sum(failed) AS failed,
+  local parts = { [[SELECT (block - ?) / ? AS at, sum(rows) AS rows, sum(overflows) AS overflows,
+      sum(skipped) AS skipped, sum(failed) AS failed,
     sum(tokens) AS tokens, max(seconds) AS seconds]] }
   for i, metric in ipairs(wanted) do
     local n = metric[1]
-    parts[#parts + 1] = (", sum(%s_n) AS n%d, min(%s_min) AS low%d, max(%s_max) AS high%d, sum(%s_sum) AS sum%d"):format(n, i, n, i, n, i, n, i)
+    parts[#parts + 1] = (", sum(%s_n) AS n%d, min(%s_min) AS low%d, max(%s_max) AS high%d, " ..
+      "sum(%s_sum) AS sum%d"):format(n, i, n, i, n, i, n, i)
   end
   parts[#parts + 1] = " FROM blocks WHERE block >= ? AND block < ? GROUP BY at"
   return table.concat(parts)
@@ -128,7 +151,9 @@ end
 
 local function merge(cell, row, wanted)
   cell.rows = (cell.rows or 0) + row.rows
-  for _, key in ipairs { "overflows", "skipped", "failed", "tokens" } do cell[key] = (cell[key] or 0) + (row[key] or 0) end
+  for _, key in ipairs { "overflows", "skipped", "failed", "tokens" } do
+    cell[key] = (cell[key] or 0) + (row[key] or 0)
+  end
   cell.seconds = math.max(cell.seconds or 0, row.seconds or 0)
   for i, metric in ipairs(wanted) do
     if row["n" .. i] > 0 then
@@ -140,12 +165,14 @@ local function merge(cell, row, wanted)
   end
 end
 
--- Cells of picture columns 0 .. n - 1 of `width` steps from `start`; before step `done` there are blocks for them.
+-- Fills the cells of picture columns 0 .. n - 1 of `width` steps from `start`; steps before `done`
+-- have blocks.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then
     local first = start / BLOCK
-    for row in h:each(blocks_sql(wanted), first, width / BLOCK, first, math.ceil(by_blocks / BLOCK)) do
+    for row in h:each(blocks_sql(wanted), first, width / BLOCK, first,
+      math.ceil(by_blocks / BLOCK)) do
       if row.at < n then
         cells[row.at] = cells[row.at] or {}
         merge(cells[row.at], row, wanted)
@@ -163,8 +190,9 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- See above. options: from, to (steps; the whole run), points (240: most columns). Where a column is wider than a block, columns begin at
---- multiples of 256 steps, so the first may reach back a little before `from`.
+--- See the top of the file. options: from, to (steps; default: the whole run), points (240: most
+--- columns). If a column is wider than a block, columns begin at multiples of 256 steps, so the
+--- first may begin a little before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other = {}, {}
@@ -173,11 +201,13 @@ function M.read(h, wanted_names, options)
     if metric.signal then need_signal(h, metric.signal) end
     table.insert(metric.summed and summed or other, metric)
   end
-  local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {}, overflows = {}, skipped = {}, failed = {}, tokens = {}, seconds = {} }
-  for _, name in ipairs(wanted_names) do result[name] = { min = {}, max = {}, mean = {}, n = {} } end
-  local range = h:query("SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM steps) AS last")[1]
-  if not range.first then return result end
-  local first, last = math.max(range.first, options.from or range.first), math.min(range.last, options.to or range.last)
+  local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {},
+    overflows = {}, skipped = {}, failed = {}, tokens = {}, seconds = {} }
+  for _, name in ipairs(wanted_names) do
+    result[name] = { min = {}, max = {}, mean = {}, n = {} }
+  end
+  local first, last = h:range(options.from, options.to)
+  if not first then return result end
   if first > last then return result end
   local done = blocks_end(h)
   local width, start = math.max(1, math.ceil((last - first + 1) / (options.points or 240))), first
@@ -199,7 +229,9 @@ function M.read(h, wanted_names, options)
       local i = #result.x + 1
       result.first_step[i] = start + at * width
       result.x[i] = (result.first_step[i] + math.min(result.first_step[i] + width - 1, last)) / 2
-      for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens", "seconds" } do result[key][i] = cell[key] end
+      for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens", "seconds" } do
+        result[key][i] = cell[key]
+      end
       for _, name in ipairs(wanted_names) do
         local v, to = cell[name] or (more[at] and more[at][name]), result[name]
         if v then to.min[i], to.max[i], to.mean[i], to.n[i] = v.min, v.max, v.sum / v.n, v.n end

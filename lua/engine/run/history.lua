@@ -1,16 +1,16 @@
--- The history of a run: one row a step, statistics per tensor, events, policies, settings, in
--- runs/<name>/history.db. Anyone can read it while the run writes it.
+-- The history of a run in runs/<name>/history.db: a row for each step, statistics per tensor,
+-- events, policies, settings. Other processes can read it while the run writes.
 --
---   local h = engine.history.open("runs/a")        also: open("runs/a/history.db")
---   print(h)                                       what it holds
---   print(h:last(20))                              rows are tables: row.step, row.loss, row.scale, row.action ...
---   print(h:why(412))                              what happened at step 412, in words
---   print(h:plot("loss"))                          a curve; h:plot("amax", { log = true }), h:plot { "loss", "scale" }
---   print(h:heatmap())                             each layer's gradients by exponent; h:heatmap { by = "time" }
---   print(h:tensor("blocks.3.attn.qkv.weight"))    the gradients of one parameter
+--   local h = engine.history.open("runs/a")      also: open("runs/a/history.db")
+--   print(h)                                     a summary
+--   print(h:last(20))                            rows are tables: row.step, row.loss, row.scale ...
+--   print(h:why(412))                            what happened at step 412, in words
+--   print(h:plot("loss"))                        a curve; h:plot("amax", { log = true })
+--   print(h:heatmap())                           each layer's gradients by exponent
+--   print(h:tensor("blocks.3.attn.qkv.weight"))  the gradients of one parameter
 --   for row in h:each("SELECT step, loss FROM steps WHERE scale < ?", 1024) do ... end
 --
--- A run opens it with { write = true } and appends; appending costs about a microsecond, since a thread of
+-- A run opens it with { write = true } and appends, which costs about a microsecond: a thread of
 -- the core does the writing.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
@@ -24,36 +24,42 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local History = {}           -- methods for reading; report/views.lua adds plot, heatmap and tensor
+local History = {}           -- methods for reading; init.lua adds plot, heatmap and tensor
 History.__index = History
 M.methods = History
 
-local Writing = setmetatable({}, { __index = History })      -- and to be written, by the run itself
+-- methods for writing, used by the run itself
+local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- Whoever opened it for reading has no such methods to be offered (Tab), and is told when one is called.
+-- A history opened for reading does not offer the methods for writing (Tab), and calling one
+-- returns an error.
 local function refused(key)
-  return rawget(Writing, key) and function(h) return nil, ("history %s: was opened for reading"):format(h.path) end or nil
+  return rawget(Writing, key) and function(h)
+    return nil, ("history %s: was opened for reading"):format(h.path)
+  end or nil
 end
 setmetatable(History, { __index = function(_, key) return refused(key) end })
 
 -- ------------------------------------------------------------------ opening
 
---- Opens the history of a run's directory or a database file; options.write: to append, made when missing.
+--- Opens the history of a run's directory, or a database file. options.write: open for appending;
+--- created when missing.
 function M.open(path, options)
   local write = options and options.write or false
   local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
   check(C.eng_history_open(out, file, write))
-  return setmetatable({ path = file, writing = write, handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
+  return setmetatable({ path = file, writing = write,
+    handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
 end
 
 local function handle(h, level)
   return h.handle or error(("history %s is closed"):format(h.path), (level or 2) + 1)
 end
 
---- Commits what was appended and closes.
+--- Commits all rows and closes.
 function History:close()
   local open = self.handle
   self.handle = nil
@@ -62,14 +68,14 @@ end
 
 -- ------------------------------------------------------------------ appending
 
--- Appending never stops a run. A failure (disk full) comes back once as nil and a message; rows then wait
--- in memory until there is room.
+-- Appending never stops a run. The first failure (disk full) is returned as nil and a message; rows
+-- then wait in memory until there is space.
 local function told(status)
   if status == 0 then return true end
   return nil, M_ffi.message()
 end
 
---- One step: eng_record and eng_verdict as the core has them, and the tokens it trained on.
+--- One step: the core's eng_record and eng_verdict, and the number of tokens trained on.
 function Writing:append(record, verdict, tokens)
   return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
 end
@@ -84,45 +90,58 @@ function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
---- What a shadow would have decided at a step; a row holds until the next of that name.
-function Writing:append_shadow(step, name, verdict) return told(C.eng_history_shadow(handle(self), step, name, verdict)) end
+--- A shadow's verdict at a step; it holds until the next row of the same name.
+function Writing:append_shadow(step, name, verdict)
+  return told(C.eng_history_shadow(handle(self), step, name, verdict))
+end
 
---- A number that the script published; a row holds until the next of that name.
-function Writing:append_signal(step, name, value) return told(C.eng_history_signal(handle(self), step, name, value)) end
+--- A value the script published; it holds until the next row of the same name.
+function Writing:append_signal(step, name, value)
+  return told(C.eng_history_signal(handle(self), step, name, value))
+end
 
-local METERS = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max", "count" }
+M.meters = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max",
+  "count" }
 local meter_values = ffi.new("double[9]")
 
 --- Meters of FP8 layers (fp8_sites.lua) of a step.
 function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
-    for i, name in ipairs(METERS) do meter_values[i - 1] = row[name] end
-    local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role, meter_values))
+    for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] end
+    local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role,
+      meter_values))
     if not good then return nil, message end
   end
   return true
 end
 
---- Remembers a fact of the run, or a setting.
-function Writing:set_meta(key, value) return told(C.eng_history_text(handle(self), "meta", key, tostring(value))) end
-function Writing:set_config(key, value) return told(C.eng_history_text(handle(self), "config", key, tostring(value))) end
+--- Stores a fact of the run, or a setting.
+function Writing:set_meta(key, value)
+  return told(C.eng_history_text(handle(self), "meta", key, tostring(value)))
+end
+function Writing:set_config(key, value)
+  return told(C.eng_history_text(handle(self), "config", key, tostring(value)))
+end
 
-function Writing:add_policy(hash, name, source) return told(C.eng_history_policy(handle(self), hash, name, source)) end
+function Writing:add_policy(hash, name, source)
+  return told(C.eng_history_policy(handle(self), hash, name, source))
+end
 
 --- The model's parameters in order: a list of { name = ..., shape = { ... } }.
 function Writing:set_parameters(list)
   for i, p in ipairs(list) do
     local shape = ffi.new("int64_t[6]", p.shape)
-    local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape, shape))
+    local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape,
+      shape))
     if not good then return nil, message end
   end
   return true
 end
 
---- The run goes on at `step`: recorded rows from there on are dropped, and an event 'resumed' is noted.
+--- The run continues at `step`: drops the recorded rows from there on, and adds an event 'resumed'.
 function Writing:resume(step) return told(C.eng_history_resume(handle(self), step)) end
 
---- Waits until everything appended is committed.
+--- Waits until all rows are committed.
 function Writing:flush() return told(C.eng_history_flush(handle(self))) end
 
 -- ------------------------------------------------------------------ reading
@@ -153,17 +172,21 @@ local function bind(q, index, value, level)
   elseif kind == "number" then
     check(C.eng_query_bind_double(q, index, value))
   elseif kind ~= "nil" then
-    error(("query: expected numbers, strings and booleans for the parameters, got a %s"):format(kind), level + 1)
+    error(("query: expected numbers, strings and booleans for the parameters, got a %s"):format(
+      kind), level + 1)
   end
 end
 
--- An iterator over rows, each a new table that `make` finishes, and the names of the columns.
+-- An iterator over rows, each a new table passed through `make`, and the names of the columns.
 local function each(h, level, make, sql, ...)
   local out = ffi.new("eng_query *[1]")
   check(C.eng_query_open(out, handle(h, level + 1), sql))
   local q = ffi.gc(out[0], C.eng_query_close)
   local wanted, given = C.eng_query_parameters(q), select("#", ...)
-  if wanted ~= given then error(("query: the statement has %d parameters, got %d values"):format(wanted, given), level + 1) end
+  if wanted ~= given then
+    error(("query: the statement has %d parameters, got %d values"):format(wanted, given),
+      level + 1)
+  end
   for i = 1, given do bind(q, i - 1, (select(i, ...)), level + 1) end
   local names = {}
   for i = 1, C.eng_query_columns(q) do names[i] = ffi.string(C.eng_query_name(q, i - 1)) end
@@ -192,11 +215,14 @@ local function one(h, sql, ...)
 end
 
 local function short(value)
-  if type(value) == "number" then return (value % 1 == 0 and math.abs(value) < 1e15 and "%.0f" or "%.6g"):format(value) end
+  if type(value) == "number" then
+    return (value % 1 == 0 and math.abs(value) < 1e15 and "%.0f" or "%.6g"):format(value)
+  end
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table of columns: texts to the left, numbers to the right, texts cut at 60 but in the last column.
+-- Rows as a table of columns: texts to the left, numbers to the right; texts are cut at 60 except
+-- in the last column.
 local function table_text(rows, columns)
   local list, left = { columns }, {}
   for i, row in ipairs(rows) do
@@ -220,25 +246,43 @@ end
 --- Rows of any SELECT as tables by column name; values for `?` follow. NULL is nil.
 function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
 
---- The same one row at a time, for large results.
+--- The same, one row at a time, for large results.
 function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
+
+--- True if the file has this table: old histories lack shadows, signals, fp8 and blocks.
+function History:has(name)
+  return one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = ?", name).n > 0
+end
+
+--- The first and the last recorded step, within from..to if given; nil without steps.
+function History:range(from, to)
+  local row = one(self, "SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM " ..
+    "steps) AS last")
+  if row.first then
+    return math.max(row.first, from or row.first), math.min(row.last, to or row.last)
+  end
+end
 
 local NAN = 0 / 0
 local step_meta = {}
-local reals = { "loss", "lr", "scale", "next_scale", "amax", "norm", "clip", "lr_mul", "elapsed", "tokens" }
-local wholes = { attempt = 1, updates = 0, inf = 0, nan = 0, count = 0, zeros = 0, underflow = 0, first_bad = -1 }
+local reals = { "loss", "lr", "scale", "next_scale", "amax", "norm", "clip", "lr_mul", "elapsed",
+  "tokens" }
+local wholes = { attempt = 1, updates = 0, inf = 0, nan = 0, count = 0, zeros = 0, underflow = 0,
+  first_bad = -1 }
 
 function step_meta.__tostring(row)
   local parts = { ("step %d  loss %.4f  scale %g"):format(row.step, row.loss, row.scale) }
   if row.next_scale ~= row.scale then parts[1] = parts[1] .. (" -> %g"):format(row.next_scale) end
   parts[2] = row.action ~= "step" and row.action or nil
-  if row.overflow then parts[#parts + 1] = ("overflow (%d inf, %d nan)"):format(row.inf, row.nan) end
+  if row.overflow then
+    parts[#parts + 1] = ("overflow (%d inf, %d nan)"):format(row.inf, row.nan)
+  end
   parts[#parts + 1] = row.reason
   return table.concat(parts, "  ")
 end
 
--- NaN is stored as NULL; norm_ref stays nil, for most steps have none. A file that somebody else wrote into may hold anything: what is no
--- number counts as none.
+-- NaN is stored as NULL. norm_ref stays nil, because most steps have none. The file may come from
+-- anywhere, so a column that holds no number reads as missing.
 local function step_row(row)
   for _, name in ipairs(reals) do
     if type(row[name]) ~= "number" then row[name] = NAN end
@@ -252,32 +296,40 @@ local function step_row(row)
   return setmetatable(row, step_meta)
 end
 
-local STEP_COLUMNS = "step, attempt, updates, loss, lr, scale, next_scale, action, overflow, inf, nan, count, zeros, underflow, amax, norm, " ..
+local STEP_COLUMNS = "step, attempt, updates, loss, lr, scale, next_scale, action, overflow, " ..
+  "inf, nan, count, zeros, underflow, amax, norm, " ..
   "norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens"
-local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action", "inf", "nan", "amax", "norm", "reason" }
+local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action", "inf", "nan",
+  "amax", "norm", "reason" }
 
 local function select_steps(h, rest, ...)
-  return collect(each(h, 3, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...), SHOWN)
+  return collect(each(h, 3, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...),
+    SHOWN)
 end
 
 --- The rows of steps from..to (both included; nil: no limit).
 function History:steps(from, to)
-  return select_steps(self, "WHERE step BETWEEN ? AND ? ORDER BY step, attempt", from or 0, to or 2 ^ 53 - 1)
+  return select_steps(self, "WHERE step BETWEEN ? AND ? ORDER BY step, attempt", from or 0,
+    to or 2 ^ 53 - 1)
 end
 
 --- The last n rows (20), oldest first.
 function History:last(n)
   local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n or 20)
-  for i = 1, math.floor(#rows / 2) do rows[i], rows[#rows + 1 - i] = rows[#rows + 1 - i], rows[i] end
+  for i = 1, math.floor(#rows / 2) do
+    rows[i], rows[#rows + 1 - i] = rows[#rows + 1 - i], rows[i]
+  end
   return rows
 end
 
---- The steps whose gradients held inf or nan.
+--- The steps with inf or nan in the gradients.
 function History:overflows() return select_steps(self, "WHERE overflow ORDER BY step, attempt") end
 
---- Events, oldest first, of one kind or all: { step, time, kind, text, data }.
+--- Events, oldest first, of one kind or of all kinds: { step, time, kind, text, data }.
 function History:events(kind)
-  return collect(each(self, 2, nil, "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind, kind),
+  return collect(each(self, 2, nil,
+    "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind,
+    kind),
     { "step", "kind", "text" })
 end
 
@@ -288,57 +340,71 @@ local function pairs_of(h, name)
   return t
 end
 
---- Facts of the run, and its settings, as text by name.
+--- Facts of the run, and its settings, as texts by name.
 function History:meta() return pairs_of(self, "meta") end
 function History:config() return pairs_of(self, "config") end
 
 --- The policies the run has used: { hash, name, source }.
-function History:policies() return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" }) end
-
--- Histories from before shadows have no table of theirs.
-local function has_shadows(h) return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows'").n > 0 end
-
--- The shadows' names, one look-up each.
-local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
-  UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names WHERE names.name IS NOT NULL)]]
-
---- The shadows of the run: { name, skipped, failed, scale, action }: steps each would have skipped, those in which it failed, and
---- its last verdict.
-function History:shadows()
-  if not has_shadows(self) then return setmetatable({}, { __tostring = function() return "(no shadows)" end }) end
-  -- Looks at verdicts other than a step and at the last ones: a shadow whose scale moves has a row for every step.
-  return collect(each(self, 2, nil, NAMES .. [[
-    , others AS (SELECT name, action, failed, coalesce((SELECT min(step) FROM shadows t WHERE t.name = s.name AND t.step > s.step),
-           (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s WHERE action <> 'step' OR failed)
-    SELECT name, (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND action <> 'step') AS skipped,
-           (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND failed) AS failed,
-           (SELECT scale FROM shadows s WHERE s.name = names.name ORDER BY step DESC LIMIT 1) AS scale,
-           (SELECT action FROM shadows s WHERE s.name = names.name ORDER BY step DESC LIMIT 1) AS action
-    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "failed", "scale", "action" })
+function History:policies()
+  return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
---- Where a shadow's verdict changed: { step, scale, action, failed, reason }, each holding until the next.
+-- The shadows' names, with one index lookup for each.
+local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
+  UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
+      WHERE names.name IS NOT NULL)]]
+
+--- The shadows of the run: { name, skipped, failed, scale, action }: the steps each would have
+--- skipped, the steps at which it failed, and its last verdict.
+function History:shadows()
+  if not self:has "shadows" then
+    return setmetatable({}, { __tostring = function() return "(no shadows)" end })
+  end
+  -- Reads only the verdicts other than `step`, and the last ones: a shadow whose scale moves has a
+  -- row for every step.
+  return collect(each(self, 2, nil, NAMES .. [[
+    , others AS (SELECT name, action, failed, coalesce((SELECT min(step) FROM shadows t
+        WHERE t.name = s.name AND t.step > s.step),
+           (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s
+               WHERE action <> 'step' OR failed)
+    SELECT name, (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name
+        AND action <> 'step') AS skipped,
+           (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name
+               AND failed) AS failed,
+           (SELECT scale FROM shadows s WHERE s.name = names.name
+               ORDER BY step DESC LIMIT 1) AS scale,
+           (SELECT action FROM shadows s WHERE s.name = names.name
+               ORDER BY step DESC LIMIT 1) AS action
+    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "failed", "scale",
+        "action" })
+end
+
+--- Where a shadow's verdict changed: { step, scale, action, failed, reason }, each holding until
+--- the next.
 function History:shadow(name)
-  if not has_shadows(self) then return {} end
-  return collect(each(self, 2, nil, "SELECT step, scale, action, failed, reason FROM shadows WHERE name = ? ORDER BY step", name),
+  if not self:has "shadows" then return {} end
+  return collect(each(self, 2, nil,
+    "SELECT step, scale, action, failed, reason FROM shadows WHERE name = ? ORDER BY step", name),
     { "step", "scale", "action", "failed", "reason" })
 end
 
--- Histories from before signals have no table of theirs.
-local function has_signals(h) return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'signals'").n > 0 end
-
 --- The numbers the script published (engine.signal): { name, changes, least, most, last }.
 function History:signals()
-  if not has_signals(self) then return setmetatable({}, { __tostring = function() return "(no signals)" end }) end
-  return collect(each(self, 2, nil, [[SELECT name, count(*) AS changes, min(value) AS least, max(value) AS most,
-    (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last FROM signals s GROUP BY name ORDER BY name]]),
+  if not self:has "signals" then
+    return setmetatable({}, { __tostring = function() return "(no signals)" end })
+  end
+  return collect(each(self, 2, nil, [[SELECT name, count(*) AS changes, min(value) AS least,
+      max(value) AS most,
+    (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last
+        FROM signals s GROUP BY name ORDER BY name]]),
     { "name", "changes", "least", "most", "last" })
 end
 
---- A function that gives { name = value }, the signals in force at a step; to be asked for steps that never go down.
+--- Returns a function from a step to { name = value }, the signals in force then. Call it with
+--- steps that never decrease.
 function History:signals_at()
   local held = {}
-  if not has_signals(self) then return function() return held end end
+  if not self:has "signals" then return function() return held end end
   local next_row = each(self, 2, nil, "SELECT step, name, value FROM signals ORDER BY step, name")
   local row = next_row()
   return function(step)
@@ -352,13 +418,16 @@ end
 
 --- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
 function History:parameters()
-  return collect(each(self, 2, nil, "SELECT id, name, shape FROM parameters ORDER BY id"), { "id", "name", "shape" })
+  return collect(each(self, 2, nil, "SELECT id, name, shape FROM parameters ORDER BY id"),
+    { "id", "name", "shape" })
 end
 
 -- ------------------------------------------------------------------ statistics
 
 local function unpack_stats(blob)
-  if type(blob) ~= "string" then error("the history is damaged: statistics of a step are no bytes", 0) end
+  if type(blob) ~= "string" then
+    error("the history is damaged: the statistics of a step are not a blob", 0)
+  end
   local n = ffi.new("int[1]")
   check(C.eng_history_unpack(n, nil, 0, blob, #blob))
   local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))
@@ -366,67 +435,89 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- Why there are no meters: of FP8 at all, of such a layer, or at that step.
+-- The reason why there are no meters: for any FP8 layer, for this layer, or at this step.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
   for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do
     sites[#sites + 1] = row.site
   end
   if #sites == 0 then
-    return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision or "not known",
-      (h:meta().precision or ""):find("fp8", 1, true) and ", and no step was looked at yet" or "; a recipe such as fp8_block has some")
+    return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision
+      or "not known",
+      (h:meta().precision or ""):find("fp8", 1, true) and ", and no step was measured yet"
+        or "; a recipe such as fp8_block has meters")
   end
   local known = false
   for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end
   if not known then
-    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site, nearest.hint(site, sites),
-      table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12 and (" and %d more"):format(#sites - 12) or "")
+    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site,
+      nearest.hint(site, sites),
+      table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12
+      and (" and %d more"):format(#sites - 12) or "")
   end
-  for row in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step LIMIT 8") do steps[#steps + 1] = row.step end
-  return ("FP8 layers were not looked at in step %s; they were at %s%s"):format(tostring(step), table.concat(steps, ", "), #steps == 8 and " ..." or "")
+  for row in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step LIMIT 8") do
+    steps[#steps + 1] = row.step
+  end
+  return ("FP8 layers were not measured at step %s; measured steps: %s%s"):format(tostring(step),
+    table.concat(steps, ", "), #steps == 8 and " ..." or "")
 end
 
 local fp8_meta = { __tostring = function(rows)
   if #rows == 0 then return rows.problem end
-  local lines = { ("%6s  %-28s %-4s %8s %10s %10s %11s %11s %9s"):format("step", "layer", "role", "SNR dB", "underflow", "overflow", "amax", "scale",
+  local lines = { ("%6s  %-28s %-4s %8s %10s %10s %11s %11s %9s"):format("step", "layer", "role",
+    "SNR dB", "underflow", "overflow", "amax", "scale",
     "binades") }
   for _, r in ipairs(rows) do
     local range = r.least and r.least > 0 and math.log(r.amax / r.least) / math.log(2) or 0
-    lines[#lines + 1] = ("%6d  %-28s %-4s %8s %9.3g%% %9.3g%% %11.4g %11.4g %9.1f"):format(r.step, r.site, r.role, r.snr and ("%.1f"):format(r.snr) or "-",
+    lines[#lines + 1] = ("%6d  %-28s %-4s %8s %9.3g%% %9.3g%% %11.4g %11.4g %9.1f"):format(r.step,
+      r.site, r.role, r.snr and ("%.1f"):format(r.snr) or "-",
       100 * r.underflow, 100 * r.overflow, r.amax, r.scale_max, range)
   end
-  lines[#lines + 1] = "SNR: what was quantized over what rounding changed; underflow: became 0; overflow: past the format's largest number;\n" ..
-    "amax: before scaling, dy's without the loss scale; scale: a number is its code times this, the largest of its blocks;\n" ..
-    "binades: powers of two between the least number and amax"
+  lines[#lines + 1] = "SNR: the power of the values over the power of their rounding errors\n" ..
+    "underflow: rounded to 0; overflow: past the format's largest number\n" ..
+    "amax: before scaling; that of dy without the loss scale\n" ..
+    "scale: value over code, in the block where it is largest\n" ..
+    "binades: powers of two from the smallest nonzero value to amax"
   return table.concat(lines, "\n")
 end }
 
---- Meters of FP8 layers whose path begins with `site` (all), of one step where `step` is given: rows { step, site, role, snr, underflow,
---- overflow, zeros, amax, least, scale_min, scale_max, count }; printed, they are a table. Without rows, `problem` says why.
+--- Meters of the FP8 layers whose path begins with `site` (default: all), of all measured steps or
+--- of `step`: rows { step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min,
+--- scale_max, count }, which print as a table. Without rows, `problem` gives the reason.
 function History:fp8(site, step)
-  if type(site or "") ~= "string" then error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2) end
-  if #self:query("SELECT 1 FROM sqlite_master WHERE name = 'fp8'") == 0 then return setmetatable({ problem = no_fp8(self) }, fp8_meta) end
+  if type(site or "") ~= "string" then
+    error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2)
+  end
+  if not self:has "fp8" then return setmetatable({ problem = no_fp8(self) }, fp8_meta) end
   site = site or ""
-  local where = " FROM fp8 WHERE substr(site, 1, ?) = ?" .. (step and " AND step = ?" or "") .. " ORDER BY step, site, role"
-  local rows = step and self:query("SELECT *" .. where, #site, site, step) or self:query("SELECT *" .. where, #site, site)
+  local where = " FROM fp8 WHERE substr(site, 1, ?) = ?" .. (step and " AND step = ?" or "") ..
+    " ORDER BY step, site, role"
+  local rows = step and self:query("SELECT *" .. where, #site, site, step)
+    or self:query("SELECT *" .. where, #site, site)
   if #rows == 0 then rows.problem = no_fp8(self, site, step) end
   return setmetatable(rows, fp8_meta)
 end
 
---- Statistics per tensor of a step, nil when none were recorded then: a list of { name, count, inf, nan, zeros,
---- underflow, amax, norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is times the loss scale
---- and times `carry` where layers are scaled apart; norm_ref nil where no reference backward came by.
+--- Statistics per tensor of a step: a list of { name, count, inf, nan, zeros, underflow, amax,
+--- norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is times the
+--- loss scale, and times `carry` where layers are scaled separately. norm_ref is nil without a
+--- reference backward. nil and a message when the step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
-  if not row then return nil, ("no statistics are recorded for step %s; history:tensor(NAME) lists those there are"):format(tostring(step)) end
+  if not row then
+    return nil, ("no statistics are recorded for step %s; history:tensor(NAME) lists the " ..
+      "recorded steps"):format(tostring(step))
+  end
   local stats, n = unpack_stats(row.stats)
   local names = {}
   for p in each(self, 2, nil, "SELECT id, name FROM parameters") do names[p.id] = p.name end
   local rows = {}
   for i = 0, n - 1 do
     local s = stats[i]
-    rows[i + 1] = { name = names[i] or tostring(i), count = tonumber(s.count), inf = tonumber(s.inf), nan = tonumber(s.nan),
-      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax, norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
+    rows[i + 1] = { name = names[i] or tostring(i), count = tonumber(s.count),
+      inf = tonumber(s.inf), nan = tonumber(s.nan),
+      zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax,
+      norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
       carry = s.carry > 0 and s.carry or 1, norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
@@ -448,32 +539,36 @@ function History:totals() return curves.totals(self) end
 local outcomes = {
   step = "the weights were updated",
   skip = "skipped, the weights did not change",
-  retry = "to be tried again on the same batch, the weights did not change",
+  retry = "retried on the same batch, the weights did not change",
   stop = "the policy ended the run",
 }
 
--- A magnitude as people write it.
+-- A magnitude in plain digits.
 local function plain(x) return (x >= 1e4 and x < 1e9 and "%.0f" or "%.4g"):format(x) end
-local function percent(part, whole) return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none" end
+local function percent(part, whole)
+  return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none"
+end
 
 local function parameter_name(h, id)
   local row = one(h, "SELECT name, shape FROM parameters WHERE id = ?", id)
   return row and ("%s %s"):format(row.name, row.shape) or "parameter " .. id
 end
 
-local MOST_TENSORS = 10   -- named one by one
+local MOST_TENSORS = 10   -- tensors listed by name
 
 local function say_gradients(h, row, say)
   if row.overflow then
     say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
       row.first_bad >= 0 and ", first in " .. parameter_name(h, row.first_bad) or "")
   else
-    say("All %d gradients were finite; %s were zero, %s subnormal.", row.count, percent(row.zeros, row.count), percent(row.underflow, row.count))
+    say("All %d gradients were finite; %s were zero, %s subnormal.", row.count,
+      percent(row.zeros, row.count), percent(row.underflow, row.count))
   end
   if row.amax == row.amax and row.amax > 0 then
     local format = formats.of(h:meta().gradients) or formats.of "f16"
-    say("The largest finite one was %s, which is %s by the loss scale%s; their norm was %s.", plain(row.amax),
-      plain(row.amax * row.scale), format.top < 64 and (" (%s reaches %g)"):format(format.name, format.largest) or "",
+    say("The largest finite one was %s, stored as %s%s; their norm was %s.", plain(row.amax),
+      plain(row.amax * row.scale), format.top < 64
+      and (" (the largest %s is %g)"):format(format.name, format.largest) or "",
       plain(row.norm))
   end
   local tensors = row.overflow and h:tensors(row.step)
@@ -482,63 +577,83 @@ local function say_gradients(h, row, say)
     local t = tensors[i]
     if t.inf + t.nan > 0 then
       bad = bad + 1
-      if bad <= MOST_TENSORS then say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count) end
+      if bad <= MOST_TENSORS then
+        say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count)
+      end
     end
   end
-  if bad > MOST_TENSORS then say("  and %d tensors more: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step) end
+  if bad > MOST_TENSORS then
+    say("  and %d tensors more: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step)
+  end
 end
 
 local function say_context(h, row, say)
-  local before = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND overflow", row.step).step
-  local first = one(h, "SELECT min(step) AS step FROM steps").step
+  local before = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND overflow",
+    row.step).step
+  local first = h:range()
   if before == row.step - 1 and row.overflow then
-    local good = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND NOT overflow", row.step).step
-    say("It is overflow number %d in a row.", row.step - (good or first - 1))
+    local good = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND NOT overflow",
+      row.step).step
+    say("This is overflow number %d in a row.", row.step - (good or first - 1))
   elseif before then
-    say("The overflow before it was at step %d, %d steps earlier.", before, row.step - before)
+    say("The previous overflow was at step %d, %d steps earlier.", before, row.step - before)
   else
-    say("No overflow is recorded before it (from step %d on).", first)
+    say("No earlier overflow is recorded (since step %d).", first)
   end
-  local last = one(h, "SELECT loss FROM steps WHERE step < ? ORDER BY step DESC, attempt DESC LIMIT 1", row.step)
-  say("The loss was %.6g%s.", row.loss, last and last.loss and (", %.6g the step before"):format(last.loss) or "")
+  local last = one(h, "SELECT loss FROM steps WHERE step < ? ORDER BY step DESC, attempt DESC " ..
+    "LIMIT 1", row.step)
+  say("The loss was %.6g%s.", row.loss,
+    last and last.loss and (", %.6g at the step before"):format(last.loss) or "")
 end
 
--- The policy in force at a step, as the events tell it; nil in histories from before they did.
+-- The policy in force at a step, from the events; nil in histories too old to have them.
 local function policy_at(h, step)
-  local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? ORDER BY id DESC LIMIT 1", step)
+  local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? " ..
+    "ORDER BY id DESC LIMIT 1", step)
   local good, data = pcall(json.decode, event and event.data or "")
   local policy = good and type(data) == "table" and (data.to or data)
-  return policy and policy.name and policy.name .. (policy.options and " (" .. policy.options .. ")" or "")
+  return policy and policy.name and policy.name .. (policy.options and " (" .. policy.options ..
+    ")" or "")
 end
 
 local function say_policy(h, row, say)
   local change
   if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
-  else change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale, row.next_scale / row.scale) end
+  else
+    change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale,
+      row.next_scale / row.scale)
+  end
   local name = policy_at(h, row.step)
-  say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason or " and gave no reason")
-  if row.policy_failed then say("It failed at this step; its last good verdict stood in.") end
+  say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
+    or " and gave no reason")
+  if row.policy_failed then say("It failed at this step; its last good verdict was used.") end
   if row.clip > 0 then say("It asked to clip the gradient norm at %g.", row.clip) end
-  if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then say("It asked for %g times the learning rate.", row.lr_mul) end
+  if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
+    say("It asked for %g times the learning rate.", row.lr_mul)
+  end
 end
 
--- What the shadows would have done; a row of theirs holds until the next.
+-- The shadows' verdicts; a row holds until the next.
 local function say_shadows(h, row, say)
-  if not has_shadows(h) then return end
-  for name in each(h, 3, nil, NAMES .. " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
-    local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
+  if not h:has "shadows" then return end
+  for name in each(h, 3, nil, NAMES ..
+    " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
+    local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND " ..
+      "step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
     if shadow then
       say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
-        ("would have chosen %s and a loss scale of %g"):format(shadow.action, tonumber(shadow.scale) or NAN))
+        ("would have chosen %s and a loss scale of %g"):format(shadow.action, tonumber(shadow.scale)
+          or NAN))
     end
   end
 end
 
 local function say_signals(h, row, say)
-  if not has_signals(h) then return end
+  if not h:has "signals" then return end
   local parts = {}
   for _, signal in ipairs(h:signals()) do
-    local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step DESC LIMIT 1", signal.name, row.step)
+    local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step " ..
+      "DESC LIMIT 1", signal.name, row.step)
     if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
   end
   if #parts > 0 then say("Signals of the script: %s.", table.concat(parts, ", ")) end
@@ -546,17 +661,21 @@ end
 
 --- What happened at a step, in words.
 function History:why(step)
-  if type(step) ~= "number" then error("why: expected the number of a step, got " .. tostring(step), 2) end
+  if type(step) ~= "number" then
+    error("why: expected the number of a step, got " .. tostring(step), 2)
+  end
   local rows = select_steps(self, "WHERE step = ? ORDER BY attempt", step)
   local lines = {}
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
   if #rows == 0 then
-    local range = one(self, "SELECT min(step) AS first, max(step) AS last FROM steps")
-    if not range.first then return show.text "the history has no steps" end
-    return show.text(("step %g is not recorded: the history has steps %d to %d"):format(step, range.first, range.last))
+    local first, last = self:range()
+    if not first then return show.text "the history has no steps" end
+    return show.text(("step %g is not recorded: the history has steps %d to %d"):format(step, first,
+      last))
   end
   for _, row in ipairs(rows) do
-    say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates, row.attempt > 1 and ", attempt " .. row.attempt or "",
+    say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates,
+      row.attempt > 1 and ", attempt " .. row.attempt or "",
       row.elapsed, outcomes[row.action] or row.action)
     say_gradients(self, row, say)
     say_policy(self, row, say)
@@ -564,7 +683,8 @@ function History:why(step)
     say_signals(self, row, say)
     say_context(self, row, say)
   end
-  for event in each(self, 2, nil, "SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do
+  for event in each(self, 2, nil, "SELECT kind, text FROM events WHERE step = ? ORDER BY id",
+    step) do
     say("Event %s: %s", event.kind, event.text or "")
   end
   return table.concat(lines, "\n")
@@ -575,7 +695,8 @@ function History:__tostring()
   local sums = self:totals()
   if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
   local last = self:last(1)[1]
-  return ("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(self.path, sums.rows, sums.first, sums.last,
+  return ("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(self.path,
+    sums.rows, sums.first, sums.last,
     sums.overflows, sums.overflows == 1 and "" or "s", sums.skipped, tostring(last))
 end
 

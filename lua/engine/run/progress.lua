@@ -1,27 +1,29 @@
--- What a run shows while it runs. On a terminal one line that is rewritten, at most ten times a
--- second; into a file or a pipe a plain line now and then; with json one object a step on stdout.
+-- The display of a running job. On a terminal, one line that is rewritten at most ten times a
+-- second; in a file or a pipe, a plain line every few seconds; with json, one object for each step
+-- on stdout.
 --
 --   local progress = require("engine.run.progress").new { total = 1000, json = cfg.log == "json" }
---   progress:update { step = 12, updates = 11, loss = 3.2, lr = 3e-4, scale = 65536, skipped = 1, overflow = false,
---                     amax = 0.3, norm = 1.2, tokens_per_s = 12000 }
---   progress:note("checkpoint runs/a/00012")     a line of its own, between
+--   progress:update { step = 12, updates = 11, loss = 3.2, lr = 3e-4, scale = 65536, skipped = 1,
+--                     overflow = false, amax = 0.3, norm = 1.2, tokens_per_s = 12000 }
+--   progress:note("checkpoint runs/a/00012")     a separate line
 --   progress:finish()
 --
--- In json an object has exactly these fields, in this order. `step` counts attempts, `updates` applied
--- ones, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
--- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float() takes); a
--- field that nobody gave is null. Numbers have as many digits as it takes to read the same double back.
+-- A json object has exactly these fields, in this order. `step` counts attempts, `updates` applied
+-- steps, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
+-- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float() takes);
+-- a missing field is null. Numbers have as many digits as it takes to read the same double back.
 local show = require "engine.base.show"
 
 local progress = {}
 progress.__index = progress
 
-local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm", "tokens_per_s" }
+local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax",
+  "norm", "tokens_per_s" }
 
 local REWRITE_SECONDS = 0.1       -- between two rewrites on a terminal
 local PLAIN_SECONDS = 5           -- between two plain lines
 
--- One step as a JSON object, without a line end.
+-- One step as a JSON object, without a newline.
 function progress.json(row)
   local parts = {}
   for i, field in ipairs(json_fields) do
@@ -36,13 +38,16 @@ function progress.json(row)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
-progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale, show.duration
+progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
+  show.duration
 
--- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects on stdout and nothing else there;
--- quiet: nothing at all. Tests give stream, columns (false: no terminal) and clock.
+-- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
+-- on stdout and nothing else there; quiet: no output. Specs set stream, columns (false: no
+-- terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
-  self.total = options.total and options.total > 0 and options.total < math.huge and options.total or nil
+  self.total = options.total and options.total > 0 and options.total < math.huge and options.total
+    or nil
   self.json_mode, self.quiet = options.json or false, options.quiet or false
   self.stream = options.stream or io.stdout
   self.clock = options.clock or require("engine.base.machine").clock
@@ -55,19 +60,21 @@ function progress.new(options)
   return self
 end
 
---- The run is to have another number of steps.
+--- Sets the number of steps of the run.
 function progress:expect(total) self.total = total end
 
 -- Columns of the terminal, or false.
 function progress:columns()
   if self.fixed_columns ~= nil then return self.fixed_columns end
-  if require("engine.dist.ranks").size() > 1 then return false end        -- mpirun gives ranks a terminal where it has a file itself
+  -- mpirun gives ranks a terminal even if its own output is a file
+  if require("engine.dist.ranks").size() > 1 then return false end
   return require("engine.base.machine").terminal(1) or false
 end
 
 function progress:line(row, now)
   local parts = {}
-  parts[1] = self.total and ("step %d/%d"):format(row.step, self.total) or ("step %d"):format(row.step)
+  parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)
+    or ("step %d"):format(row.step)
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
   if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
@@ -115,7 +122,7 @@ function progress:update(row)
   self.shown_at, self.pending = now, false
 end
 
--- A line of text that stays. In json mode it goes to stderr, so that stdout holds objects alone.
+-- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects.
 function progress:note(text)
   if self.quiet then return end
   if self.json_mode then
@@ -130,7 +137,7 @@ function progress:note(text)
   self.stream:flush()
 end
 
--- Shows the last step, however it ended, and leaves the line.
+-- Shows the last step and ends the line.
 function progress:finish()
   if self.quiet or self.json_mode or not self.last then return end
   if self.pending then

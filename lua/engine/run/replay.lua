@@ -1,8 +1,8 @@
--- What a policy would have done: on a string of verdicts, or on a recorded run.
---   local trace = engine.replay.trace("4. x 2. 3x")                 -- or "runs/a"
+-- What a policy would have done on a string of verdicts, or on a recorded run.
+--   local trace = engine.replay.trace("4. x 2. 3x")             -- or "runs/a"
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
---   r.scales, r.actions, r.skipped, r.stopped_at ...                -- print(engine.replay.table { r })
--- The subcommand stands in cli/replay.lua; what a recorded step would have been at another scale in trace.lua.
+--   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
+-- The subcommand is cli/replay.lua. trace.lua reconstructs the record of a step at another scale.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -13,7 +13,8 @@ local ffi = M_ffi.ffi
 
 local M = { trace = trace_of.open }
 
--- Steps until the scale is back where a backoff found it: mean over the backoffs, and how many never came back.
+-- Steps from a backoff until the scale is back at its value before: the mean over the backoffs, and
+-- the number that never came back.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial
@@ -27,24 +28,28 @@ local function recovery(scales, initial)
   return times > 0 and sum / times or nil, open and 1 or 0
 end
 
---- Replays a policy (a name, a path, or a policy; options as engine.policy.load takes them) on a trace. Gives
----   name, file, options            the policy
----   scales[i], actions[i]          the scale after step i, and "step", "skip", "retry" or "stop"
----   marks[i]                       on a run: "exact" or "bound" (trace.lua says when)
----   skipped                        steps without an update
----   stopped_at, reason             where the policy stopped the run, counted from 1, and why; nil when it did not
----   steps, mean_log2_scale, recover (mean steps until the scale is back), unrecovered, failures, failure (the first reason)
----   underflow, mass_lost           on a run: mean shares of nonzero elements below the smallest normal number, and of gradient
----                                  mass lost to underflow, in the steps with an update
----   costs                          what did not reach the weights, by step, all of it in a step without update: { elements = the share
----                                  that underflows, mass = the share of mass lost, skipped = none }
+--- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
+--- Returns
+---   name, file, options    the policy
+---   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry" or "stop"
+---   marks[i]               on a run: "exact" or "bound" (explained in trace.lua)
+---   skipped                steps without an update
+---   stopped_at, reason     the step, counted from 1, at which the policy stopped the run; or nil
+---   steps, mean_log2_scale, failures, failure (the first reason)
+---   recover, unrecovered   mean steps until the scale is back; backoffs it never recovered from
+---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
+---                          below the smallest normal number; mean share of gradient mass lost
+---   costs                  mean share that did not reach the weights, all of it at a step without
+---                          update: { elements = that underflow, mass = lost, skipped = steps }
 function M.run(trace, source, options)
   local loaded, policy = pcall(require("engine.policy.policy").load, source, options)
   if not loaded then error(policy, 0) end
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}
-  local result = { name = policy.name, file = policy.config or policy.file, options = policy.options, option_names = policy.option_names,
-    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, exact = 0, failures = 0, initial = policy:scale() }
+  local result = { name = policy.name, file = policy.config or policy.file,
+    options = policy.options, option_names = policy.option_names,
+    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, exact = 0,
+    failures = 0, initial = policy:scale() }
   if trace.names then
     result.marks = marks
     policy:tensors(require("engine.policy.groups").of(trace.names))
@@ -55,7 +60,9 @@ function M.run(trace, source, options)
     local scale = policy:scale()
     local exact, share, mass, stats = trace:at(record, i, scale, needs)
     record.updates = updates
-    for name, value in pairs(trace.signals and trace.signals[i] or {}) do policy:signal(name, value) end
+    for name, value in pairs(trace.signals and trace.signals[i] or {}) do
+      policy:signal(name, value)
+    end
     local verdict = policy:decide(record, stats)
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action
@@ -81,8 +88,9 @@ function M.run(trace, source, options)
   result.mean_log2_scale = logs / #scales
   result.recover, result.unrecovered = recovery(scales, result.initial)
   if applied > 0 then result.underflow, result.mass_lost = elements / applied, masses / applied end
-  local without = result.skipped + trace.n - #scales       -- a stopped run makes no steps any more
-  result.costs = { elements = (without + elements) / trace.n, mass = (without + masses) / trace.n, skipped = without / trace.n }
+  local without = result.skipped + trace.n - #scales       -- a stopped run makes no further steps
+  result.costs = { elements = (without + elements) / trace.n, mass = (without + masses) / trace.n,
+    skipped = without / trace.n }
   return result
 end
 
@@ -101,13 +109,14 @@ function M.runs_of(list)
   return table.concat(words, " ")
 end
 
--- The options that are not the file's defaults: "growth_interval=500".
+-- The options that differ from the file's defaults: "growth_interval=500".
 local function changed(r)
   local words = {}
   for _, name in ipairs(r.option_names or {}) do
     local value, preset = r.options[name], r.defaults[name]
     if value ~= preset and (value == value or preset == preset) then
-      words[#words + 1] = name .. "=" .. (type(value) == "number" and ("%.10g"):format(value) or tostring(value))
+      words[#words + 1] = name .. "=" .. (type(value) == "number" and ("%.10g"):format(value)
+        or tostring(value))
     end
   end
   return table.concat(words, " ")
@@ -142,7 +151,8 @@ function M.table(results)
       for i, r in ipairs(results) do
         rows[i + 1] = rows[i + 1] or {}
         -- A policy that failed at every step has no figures.
-        rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped" and "failed" or "-"
+        rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped"
+          and "failed" or "-"
       end
     end
   end
@@ -161,16 +171,22 @@ local function value_text(value)
   return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
 end
 
---- Results as JSON: {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}; on a run each has
---- "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost", "mean_log2_scale" and "recover" besides; one that failed has
---- "failures", how often, and "failure", why.
+--- Results as JSON:
+--- {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}. On
+--- a run each also has "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost",
+--- "mean_log2_scale" and "recover". A policy that failed has "failures", their number, and
+--- "failure", the first reason.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
     local options = {}
-    for k, name in ipairs(nearest.keys(r.options or {})) do options[k] = json.encode(name) .. ":" .. value_text(r.options[name]) end
-    local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file), '"options":{' .. table.concat(options, ",") .. "}",
-      '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' .. value_text(r.skipped),
+    for k, name in ipairs(nearest.keys(r.options or {})) do
+      options[k] = json.encode(name) .. ":" .. value_text(r.options[name])
+    end
+    local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file),
+      '"options":{' .. table.concat(options, ",") .. "}",
+      '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' ..
+      value_text(r.skipped),
       '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }
     if r.failures > 0 then
       parts[#parts + 1] = '"failures":' .. r.failures
@@ -178,7 +194,9 @@ function M.json(results)
     end
     if r.marks then
       parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
-      for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key]) end
+      for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do
+        parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key])
+      end
     end
     objects[i] = "{" .. table.concat(parts, ",") .. "}"
   end

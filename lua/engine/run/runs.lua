@@ -1,28 +1,33 @@
--- The runs of a folder: what each is, how far it came and how it ended. Used by `engine runs` and the report.
+-- The runs of a folder: their settings, their progress and how they ended. Used by `engine runs`
+-- and the report.
 local files = require "engine.base.file"
 
 local M = {}
 
---- The directory (or history file) of a run by its path or its name under runs/; raises with the nearest name.
+--- The directory (or history file) of a run, from its path or its name under runs/. Raises with the
+--- nearest name.
 function M.find(text)
   if files.is_file(text) or files.exists(text .. "/history.db") then return text end
   if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
   local known = files.names "runs"
-  error(("there is no run '%s'%s"):format(text, require("engine.base.nearest").hint(text, known or {})), 0)
+  error(("there is no run '%s'%s"):format(text, require("engine.base.nearest").hint(text,
+    known or {})), 0)
 end
 
 -- Seconds since 1970 of "2026-11-20T19:47:26Z".
 local function seconds_of(stamp)
   local y, mo, d, h, mi, s = tostring(stamp):match("^(%d+)-(%d+)-(%d+)T(%d+):(%d+):(%d+)Z")
   if not y then return nil end
-  local fields = { year = tonumber(y), month = tonumber(mo), day = tonumber(d), hour = tonumber(h), min = tonumber(mi), sec = tonumber(s), isdst = false }
+  local fields = { year = tonumber(y), month = tonumber(mo), day = tonumber(d), hour = tonumber(h),
+    min = tonumber(mi), sec = tonumber(s), isdst = false }
   local as_local = os.time(fields)
   local utc = os.date("!*t", as_local)
   utc.isdst = false
   return as_local + (as_local - os.time(utc))
 end
 
---- The process that holds a run's directory and its state as /proc has it ("T": stopped by a signal); nil where there is none, or a zombie.
+--- The process that holds a run's directory, and its state from /proc ("T": stopped by a signal);
+--- nil if there is no such process, or a zombie.
 function M.holder(path)
   local file = io.open(path .. "/lock")
   local pid = file and file:read("*n")
@@ -36,7 +41,8 @@ end
 
 --- How a run ended: "finished", "stopped: why", "error: why", "running", or "broken off".
 function M.ending(h, path, last)
-  local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', 'stopped', 'error', 'resumed') ORDER BY id DESC LIMIT 1")[1]
+  local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
+    "'stopped', 'error', 'resumed') ORDER BY id DESC LIMIT 1")[1]
   if event and event.kind ~= "resumed" and event.step > last then
     local why = event.text and event.text ~= "" and ": " .. event.text:match("^[^\n]*") or ""
     return event.kind .. why, event.kind
@@ -48,7 +54,8 @@ end
 
 --- The name of the policy in force at the end of a history, or nil.
 function M.policy_of(h)
-  local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT max(id) FROM events WHERE kind = 'resumed'), 0) " ..
+  local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
+    "max(id) FROM events WHERE kind = 'resumed'), 0) " ..
     "ORDER BY id DESC LIMIT 1")[1]
   local good, data = pcall(require("engine.base.json").decode, swap and swap.data or "")
   if good and type(data) == "table" and type(data.to) == "table" then return data.to.name end
@@ -56,8 +63,10 @@ function M.policy_of(h)
   return h:meta().policy or policies[1] and policies[1].name
 end
 
---- Of a run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss, scale, overflows, skipped, tokens, seconds,
---- policy, precision, device, ranks, zero, comm_dtype, steps (wanted), ended, how (finished, stopped, error, running, broken), problem (nothing else then) }.
+--- A run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss,
+--- scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks, zero, comm_dtype,
+--- steps (requested), ended, how (finished, stopped, error, running, broken), problem (then nothing
+--- else) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -65,14 +74,17 @@ function M.info(path, history)
     local h = history or require("engine.run.history").open(path)
     local meta = h:meta()
     info.created = seconds_of(meta.created)
-    info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device, meta.optimizer, meta.schedule
+    info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device,
+      meta.optimizer, meta.schedule
     info.ranks, info.zero = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0
     info.comm_dtype = meta.comm_dtype or meta.wire or "own"   -- wire: version 0.1
-    info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps), meta.engine
+    info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
+      meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
     if info.rows > 0 then
       local last = h:last(1)[1]
-      info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0), last.loss, last.next_scale
+      info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0),
+        last.loss, last.next_scale
       info.policy = M.policy_of(h)
       info.ended, info.how = M.ending(h, path, info.last)
     end
@@ -82,7 +94,7 @@ function M.info(path, history)
   return info
 end
 
---- The runs of a folder ("runs"), the newest last.
+--- The runs of a folder (default "runs"), newest last.
 function M.list(dir)
   dir = dir or "runs"
   local list = {}

@@ -1,11 +1,13 @@
--- TensorBoard event files, written by hand: TFRecord frames (length, payload, masked CRC-32C of each) around protobuf messages Event and
--- Summary, as tensorflow/core/util/event.proto and framework/summary.proto define them.
+-- TensorBoard event files: TFRecord frames (length, payload, masked CRC-32C of each) around
+-- protobuf messages Event and Summary, as tensorflow/core/util/event.proto and
+-- framework/summary.proto define them.
 --   local w = tensorboard.open("runs/a/tensorboard")
 --   w:scalars(step, { ["train/loss"] = 2.5, ... })            w:scalars(step, list, wall_time)
---   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements, as history:tensors() has them
+--   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements
 --   w:text(0, "policy", source)
 --   w:close()
--- Used by the trainer (live) and `engine export`. A reader sees what was flushed; a file cut off in a frame is read up to it.
+-- Used by the trainer (live) and `engine export`. A reader sees what was flushed, and reads a
+-- truncated file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 
@@ -37,7 +39,7 @@ local function u64_bytes(x)
   return ffi.string(cast.bytes, 8)
 end
 
--- A whole number of 0 to 2^53 as a protobuf varint.
+-- A whole number from 0 to 2^53 as a protobuf varint.
 local function varint(x)
   local parts = {}
   while x >= 128 do
@@ -57,7 +59,7 @@ local function int_field(field, x) return key(field, VARINT) .. varint(x) end
 
 local function masked_crc(text)
   local crc = C.eng_crc32c(0, text, #text)
-  -- rotated right by 15 bits, plus a constant: a CRC of data that holds CRCs would be a weak one
+  -- rotated right by 15 bits plus a constant, because a CRC of data that contains CRCs is weak
   local rotated = bit.bor(bit.rshift(crc, 15), bit.lshift(crc, 17))
   return u32_bytes((rotated + 0xa282ead8) % 2 ^ 32)
 end
@@ -71,17 +73,20 @@ end
 -- ------------------------------------------------------------------ messages
 
 local function event(wall_time, step, field, message)
-  return M.frame(double_field(1, wall_time) .. int_field(2, math.max(0, step)) .. bytes_field(field, message))
+  return M.frame(double_field(1, wall_time) .. int_field(2, math.max(0, step)) ..
+    bytes_field(field, message))
 end
 
 local FILE_VERSION, SUMMARY, SESSION_LOG = 3, 5, 7             -- fields of Event
 local SESSION_START = 1
 
 -- Summary.Value of one number.
-local function scalar_value(tag, x) return bytes_field(1, bytes_field(1, tag) .. float_field(2, x)) end
+local function scalar_value(tag, x)
+  return bytes_field(1, bytes_field(1, tag) .. float_field(2, x))
+end
 
---- HistogramProto from exponents: a bucket for each binade, on both sides of zero since the counts know no sign, and one for what is zero.
---- s: { count, zeros, amax, norm } as stored.
+--- HistogramProto from exponents: a bucket for each binade, on both sides of zero because the
+--- counts have no sign, and one for zero. s: { count, zeros, amax, norm } as stored.
 function M.histogram_proto(hist, s)
   local least, most = math.huge, -math.huge
   for e, n in pairs(hist) do
@@ -92,7 +97,9 @@ function M.histogram_proto(hist, s)
     limits[#limits + 1], counts[#counts + 1] = double_bytes(limit), double_bytes(n)
     num = num + n
   end
-  if (s.zeros or 0) > 0 or least > most then put(least <= most and 2 ^ least or 2 ^ -149, s.zeros or 0) end
+  if (s.zeros or 0) > 0 or least > most then
+    put(least <= most and 2 ^ least or 2 ^ -149, s.zeros or 0)
+  end
   if least <= most then
     if (s.zeros or 0) == 0 then put(2 ^ least, 0) end
     for e = least, most do
@@ -102,15 +109,16 @@ function M.histogram_proto(hist, s)
     end
   end
   local low = (s.zeros or 0) > 0 and 0 or least <= most and 2 ^ least or 0
-  return double_field(1, low) .. double_field(2, s.amax or 0) .. double_field(3, num) .. double_field(4, sum) .. double_field(5, (s.norm or 0) ^ 2) ..
+  return double_field(1, low) .. double_field(2, s.amax or 0) .. double_field(3, num) ..
+    double_field(4, sum) .. double_field(5, (s.norm or 0) ^ 2) ..
     bytes_field(6, table.concat(limits)) .. bytes_field(7, table.concat(counts))
 end
 
 -- ------------------------------------------------------------------ writing
 
-local count = 0                                                -- of files of this process: names must differ
+local count = 0  -- number of files this process has opened: names must differ
 
---- Opens a new event file in a directory, made when missing.
+--- Opens a new event file in a directory, which is created if missing.
 function M.open(dir, wall_time)
   M_ffi.check(C.eng_file_mkdir(dir))
   count = count + 1
@@ -121,18 +129,22 @@ function M.open(dir, wall_time)
   local file, why = io.open(path, "wb")
   if not file then error("tensorboard: cannot write " .. tostring(why), 0) end
   local self = setmetatable({ path = path, file = file }, Writer)
-  self:put(M.frame(double_field(1, wall_time or os.time()) .. bytes_field(FILE_VERSION, "brain.Event:2")))
+  self:put(M.frame(double_field(1, wall_time or os.time()) ..
+    bytes_field(FILE_VERSION, "brain.Event:2")))
   return self
 end
 
--- A full disk is told once, as the history does; the run goes on.
+-- A full disk is reported once, as the history does; the run continues.
 function Writer:put(bytes)
   local good, why = self.file:write(bytes)
-  if not good and not self.trouble then self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why)) end
+  if not good and not self.trouble then
+    self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why))
+  end
   return good
 end
 
---- Numbers of a step: a list of { tag, number } or a table by tag. Those that are nil are left out; NaN and infinities are kept.
+--- Numbers of a step: a list of { tag, number }, or a table by tag. nil is left out; NaN and
+--- infinities are kept.
 function Writer:scalars(step, values, wall_time)
   local parts = {}
   if values[1] then
@@ -145,20 +157,24 @@ function Writer:scalars(step, values, wall_time)
     table.sort(tags)
     for i, tag in ipairs(tags) do parts[i] = scalar_value(tag, values[tag]) end
   end
-  if #parts > 0 then return self:put(event(wall_time or os.time(), step, SUMMARY, table.concat(parts))) end
+  if #parts > 0 then
+    return self:put(event(wall_time or os.time(), step, SUMMARY, table.concat(parts)))
+  end
 end
 
 --- One histogram from exponent counts; s: { count, zeros, amax, norm }.
 function Writer:histogram(step, tag, hist, s, wall_time)
-  return self:put(event(wall_time or os.time(), step, SUMMARY, bytes_field(1, bytes_field(1, tag) .. bytes_field(5, M.histogram_proto(hist, s)))))
+  return self:put(event(wall_time or os.time(), step, SUMMARY,
+    bytes_field(1, bytes_field(1, tag) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
---- A text, shown in TensorBoard's text tab (Markdown; four spaces before each line make it code).
+--- A text for TensorBoard's text tab (Markdown; four spaces before each line make it code).
 function Writer:text(step, tag, text, wall_time)
-  local dim = bytes_field(2, int_field(1, 1))                                  -- TensorShapeProto.Dim { size = 1 }
+  local dim = bytes_field(2, int_field(1, 1))  -- TensorShapeProto.Dim { size = 1 }
   local tensor = int_field(1, 7) .. bytes_field(2, dim) .. bytes_field(8, text)   -- DT_STRING
-  local metadata = bytes_field(1, bytes_field(1, "text"))                      -- PluginData.plugin_name
-  return self:put(event(wall_time or os.time(), step, SUMMARY, bytes_field(1, bytes_field(1, tag) .. bytes_field(8, tensor) .. bytes_field(9, metadata))))
+  local metadata = bytes_field(1, bytes_field(1, "text"))  -- PluginData.plugin_name
+  return self:put(event(wall_time or os.time(), step, SUMMARY,
+    bytes_field(1, bytes_field(1, tag) .. bytes_field(8, tensor) .. bytes_field(9, metadata))))
 end
 
 function Writer:flush() self.file:flush() end
@@ -175,31 +191,39 @@ Live.__index = Live
 
 local FLUSH_SECONDS = 2
 
---- Writes the steps of a run as they are made. run.lua calls it. list: the parameters, in order; first: the step it begins at, which makes
---- a reader forget what an earlier file of the directory has from there on.
+--- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order;
+--- first: the first step, which makes a reader drop what an earlier file of the directory has from
+--- there on.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
-  local self = setmetatable({ writer = M.open(dir), n = #list, group_of = group_of, groups = groups, flushed = 0,
+  local self = setmetatable({ writer = M.open(dir), n = #list, group_of = group_of, groups = groups,
+    flushed = 0,
     clock = require("engine.base.machine").clock }, Live)
   self.base = os.time() - self.clock()
-  if first > 0 then self.writer:put(event(os.time(), first, SESSION_LOG, int_field(1, SESSION_START))) end
+  if first > 0 then
+    self.writer:put(event(os.time(), first, SESSION_LOG, int_field(1, SESSION_START)))
+  end
   return self
 end
 
 local function known(x) return x == x and x or nil end
 
---- A record and a verdict of the core, and the signals their policy saw.
+--- The core's record and verdict of a step, and the signals their policy saw.
 function Live:step(record, verdict, tokens, signals)
   local now = self.base + self.clock()
   local step = tonumber(record.step)
   local seconds = self.before and record.elapsed - self.before or 0
   self.before = record.elapsed
   local values = {
-    { "train/loss", record.loss }, { "train/learning_rate", record.lr }, { "scaling/scale", record.scale },
-    { "scaling/log2_scale", math.log(record.scale) / math.log(2) }, { "scaling/overflow", record.overflow ~= 0 and 1 or 0 },
+    { "train/loss", record.loss }, { "train/learning_rate", record.lr },
+    { "scaling/scale", record.scale },
+    { "scaling/log2_scale", math.log(record.scale) / math.log(2) },
+    { "scaling/overflow", record.overflow ~= 0 and 1 or 0 },
     { "scaling/skipped", verdict.action ~= C.ENG_ACTION_STEP and 1 or 0 },
-    { "gradients/norm", record.norm }, { "gradients/amax", record.amax }, { "gradients/norm_ref", known(record.norm_ref) },
-    { "gradients/underflow", record.count > 0 and tonumber(record.underflow) / tonumber(record.count) or nil },
+    { "gradients/norm", record.norm }, { "gradients/amax", record.amax },
+    { "gradients/norm_ref", known(record.norm_ref) },
+    { "gradients/underflow", record.count > 0
+      and tonumber(record.underflow) / tonumber(record.count) or nil },
     { "speed/tokens_per_s", seconds > 0 and tokens > 0 and tokens / seconds or nil },
   }
   for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
@@ -210,7 +234,7 @@ function Live:step(record, verdict, tokens, signals)
   end
 end
 
---- Statistics per tensor of a step, as the core has them: a histogram for each layer.
+--- The core's statistics per tensor of a step, as a histogram for each layer.
 function Live:tensors(step, stats)
   local hists = {}
   for i = 1, self.n do
@@ -218,18 +242,20 @@ function Live:tensors(step, stats)
     local h = hists[g] or { zeros = 0, amax = 0, squares = 0, bins = {} }
     hists[g] = h
     local s = stats[i - 1]
-    h.zeros, h.amax, h.squares = h.zeros + tonumber(s.zeros), math.max(h.amax, s.amax), h.squares + s.sum_squares
+    h.zeros, h.amax, h.squares = h.zeros + tonumber(s.zeros), math.max(h.amax, s.amax),
+      h.squares + s.sum_squares
     formats.add_histogram(h.bins, s.hist)
   end
   for g, h in pairs(hists) do
-    self.writer:histogram(step, "stored_gradients/" .. self.groups[g], h.bins, { zeros = h.zeros, amax = h.amax, norm = math.sqrt(h.squares) })
+    self.writer:histogram(step, "stored_gradients/" .. self.groups[g], h.bins,
+      { zeros = h.zeros, amax = h.amax, norm = math.sqrt(h.squares) })
   end
 end
 
 function Live:text(step, tag, text) self.writer:text(step, tag, text) end
 function Live:close() self.writer:close() end
 
---- A failure to write, once.
+--- A message about the first failed write, once.
 function Live:trouble()
   local trouble = self.writer.trouble
   if trouble and not self.told then

@@ -1,7 +1,9 @@
--- Searches the options of a policy on recorded runs: replays it with each setting and keeps the one that loses least.
--- First a grid over the ranges, then, three times, a finer one around the best. Deterministic; nothing is trained.
---   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic", over = { "growth_interval=100..5000" } }
--- The subcommand stands in cli/tune.lua.
+-- Searches the options of a policy on recorded runs: replays the runs with each setting and keeps
+-- the setting that loses least. First a grid over the ranges, then three times a finer grid around
+-- the best. Deterministic; trains nothing.
+--   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
+--     over = { "growth_interval=100..5000" } }
+-- The subcommand is cli/tune.lua.
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -11,14 +13,15 @@ local C = require("engine.base.ffi").C
 
 local M = {}
 
---- What "lost" means: a step without an update loses everything; an applied one ...
+--- What "lost" means for each objective.
 M.objectives = {
-  elements = "share of gradient elements lost: all of a step without an update, else those that underflow",
+  elements = "share of gradient elements lost: all of a step without an update, else those that " ..
+  "underflow",
   mass = "share of gradient mass lost: all of a step without an update, else what underflow takes",
   skipped = "share of steps without an update",
 }
 
-local GRID = { 17, 7, 5, 4, 3 }   -- points a range by number of ranges
+local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
 -- "growth_interval=100..5000" -> { name, from, to, log, whole } or { name, values }.
@@ -27,7 +30,8 @@ local function read_range(text, policy)
   if not name then error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0) end
   local preset = policy.defaults[name]
   if preset == nil then
-    error(("policy '%s' has no option '%s'%s"):format(policy.name, name, nearest.hint(name, policy.option_names)), 0)
+    error(("policy '%s' has no option '%s'%s"):format(policy.name, name,
+      nearest.hint(name, policy.option_names)), 0)
   end
   local from_text, to_text = range:match("^(.-)%.%.(.+)$")
   if not from_text then
@@ -35,27 +39,35 @@ local function read_range(text, policy)
     for word in range:gmatch("[^,]+") do
       local value = type(preset) == "number" and expression(word) or word
       if type(preset) == "number" and type(value) ~= "number" then
-        error(("over '%s': expected numbers, as %s=100..5000 or %s=1,2,4, got '%s'"):format(text, name, name, word), 0)
+        error(("over '%s': expected numbers, as %s=100..5000 or %s=1,2,4, got '%s'"):format(text,
+          name, name, word), 0)
       end
       values[#values + 1] = value
     end
-    if #values == 0 then error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0) end
+    if #values == 0 then
+      error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
+    end
     return { name = name, values = values }
   end
   local from, to = expression(from_text), expression(to_text)
-  if type(preset) ~= "number" then error(("over '%s': %s is a %s; expected values as %s=a,b"):format(text, name, type(preset), name), 0) end
+  if type(preset) ~= "number" then
+    error(("over '%s': %s is a %s; expected values as %s=a,b"):format(text, name, type(preset),
+      name), 0)
+  end
   if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
     error(("over '%s': expected two numbers, the smaller one first, as 100..5000"):format(text), 0)
   end
-  -- Factors such as 0.5 are no counts even where their range has whole ends.
+  -- A factor such as 0.5 is not a count, even if its range has whole ends.
   local whole = preset % 1 == 0 and from % 1 == 0 and to % 1 == 0
-  -- Loss scales are powers of two as a rule: a range between two of them goes by powers.
+  -- Loss scales are usually powers of two: a range between two powers steps by powers.
   local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
-  local powers = is_power(from) and is_power(to) and preset > 0 and math.frexp(preset) == 0.5 and name:find("scal")
-  return { name = name, from = from, to = to, log = from > 0, whole = whole and not powers, powers = powers ~= nil and powers ~= false }
+  local powers = is_power(from) and is_power(to) and preset > 0 and math.frexp(preset) == 0.5
+    and name:find("scal")
+  return { name = name, from = from, to = to, log = from > 0, whole = whole and not powers,
+    powers = powers ~= nil and powers ~= false }
 end
 
--- n points from a to b, as the range goes, without repetitions.
+-- n points from a to b, spaced as the range asks, without repetitions.
 local function points(range, a, b, n)
   if range.values then return range.values end
   local list = {}
@@ -84,27 +96,32 @@ local function each_setting(ranges, lists, f)
   go(1)
 end
 
-local function value_text(value) return type(value) == "number" and show.exact(value) or tostring(value) end
+local function value_text(value)
+  return type(value) == "number" and show.exact(value) or tostring(value)
+end
 
 --- Searches. Options:
----   runs        traces, or what names them (engine.replay.trace)
----   policy      name or path; options: settings that stay
+---   runs        traces, or texts for engine.replay.trace
+---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
----   objective   "elements" (the default), "mass" or "skipped": what engine.tune.objectives says
---- Gives { best = row, default = row, rows = all of them, the best first, objective =, evaluations = }; a row has `options` (those
---- searched), `cost`, `skipped`, `steps`, `underflow`, `stopped`. Among equal costs the one with the earlier place wins.
+---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
+--- Returns { best = row, default = row, rows = all, best first, objective =, evaluations = }. A row
+--- has `options` (the searched ones), `cost`, `skipped`, `steps`, `underflow`, `stopped`. Among
+--- equal costs the first one tried wins.
 local function search(o)
   local objective = o.objective or "elements"
   if not M.objectives[objective] then
     local names = { "elements", "mass", "skipped" }
     local hint = nearest.hint(objective, names)
-    error(("there is no objective '%s'%s The objectives are %s"):format(tostring(objective), hint ~= "" and hint or ".", table.concat(names, " ")), 0)
+    error(("there is no objective '%s'%s The objectives are %s"):format(tostring(objective),
+      hint ~= "" and hint or ".", table.concat(names, " ")), 0)
   end
   local traces = {}
   for i, run in ipairs(o.runs) do
     traces[i] = type(run) == "string" and replay.trace(run) or run
     if not traces[i].names and objective ~= "skipped" then
-      error(("'%s' has verdicts and no gradients: the only objective there is --objective skipped"):format(traces[i].name), 0)
+      error(("'%s' has verdicts and no gradients; its only objective is --objective " ..
+        "skipped"):format(traces[i].name), 0)
     end
   end
   if #traces == 0 then error("expected at least one run", 0) end
@@ -129,26 +146,31 @@ local function search(o)
     end
     local key = table.concat(words, ",")
     if seen[key] then return seen[key] end
-    local row = { options = {}, text = key, cost = 0, skipped = 0, steps = 0, underflow = 0, mass_lost = 0, place = #rows + 1 }
+    local row = { options = {}, text = key, cost = 0, skipped = 0, steps = 0, underflow = 0,
+      mass_lost = 0, place = #rows + 1 }
     for name, value in pairs(setting) do row.options[name] = value end
     local total = 0
     for _, trace in ipairs(traces) do
       local good, r = pcall(replay.run, trace, o.policy, options)
       if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
-      if good and r.failures == r.steps then good, r = false, ("%s failed at every step: %s"):format(r.name, r.failure) end
+      if good and r.failures == r.steps then
+        good, r = false, ("%s failed at every step: %s"):format(r.name, r.failure)
+      end
       if not good then
         refused = refused or r
-        row.cost = math.huge                               -- a combination that the policy refuses
+        row.cost = math.huge                               -- the policy refuses this combination
         break
       end
       total = total + trace.n
       row.cost = row.cost + r.costs[objective] * trace.n
       row.skipped, row.steps = row.skipped + r.skipped, row.steps + r.steps
-      row.underflow, row.mass_lost = row.underflow + (r.underflow or 0) * trace.n, row.mass_lost + (r.mass_lost or 0) * trace.n
+      row.underflow, row.mass_lost = row.underflow + (r.underflow or 0) * trace.n,
+        row.mass_lost + (r.mass_lost or 0) * trace.n
       if r.stopped_at then row.stopped = true end
     end
     if row.cost < math.huge then
-      row.cost, row.underflow, row.mass_lost = row.cost / total, row.underflow / total, row.mass_lost / total
+      row.cost, row.underflow, row.mass_lost = row.cost / total, row.underflow / total,
+        row.mass_lost / total
     end
     rows[#rows + 1], seen[key] = row, row
     return row
@@ -164,7 +186,9 @@ local function search(o)
 
   local default = evaluate {}
   local lists = {}
-  for k, range in ipairs(ranges) do lists[k] = points(range, range.from, range.to, GRID[math.min(#ranges, #GRID)]) end
+  for k, range in ipairs(ranges) do
+    lists[k] = points(range, range.from, range.to, GRID[math.min(#ranges, #GRID)])
+  end
   each_setting(ranges, lists, evaluate)
   for _ = 1, REFINEMENTS do
     local centre = best()
@@ -176,7 +200,9 @@ local function search(o)
         if x == value then at = i end
       end
       if range.values then finer[k] = { value }
-      else finer[k] = points(range, list[math.max(1, at - 1)], list[math.min(#list, at + 1)], FINER) end
+      else
+        finer[k] = points(range, list[math.max(1, at - 1)], list[math.min(#list, at + 1)], FINER)
+      end
     end
     each_setting(ranges, finer, evaluate)
     lists = finer
@@ -187,7 +213,8 @@ local function search(o)
     if a.cost ~= b.cost then return a.cost < b.cost end
     return a.place < b.place
   end)
-  return { best = rows[1], default = default, rows = rows, objective = objective, evaluations = #rows, policy = policy }
+  return { best = rows[1], default = default, rows = rows, objective = objective,
+    evaluations = #rows, policy = policy }
 end
 
 return setmetatable(M, { __call = function(_, o)
