@@ -13,7 +13,7 @@
 
 fake_card card;
 
-// ------------------------------------------------------------------ what kernels see of the core and the device
+// ------------------------------------------------------------------ the core and the device
 
 eng_status error_set(eng_status status, const char *format, ...)
 {
@@ -42,7 +42,7 @@ void *arena_alloc(arena_id id, int64_t bytes)
 {
   (void)id;
   if (card.room && card.scratch_bytes + bytes > card.room) {
-    error_set(ENG_ERR_MEMORY, "no room for %ld bytes", (long)bytes);
+    error_set(ENG_ERR_MEMORY, "out of scratch memory for %ld bytes", (long)bytes);
     return NULL;
   }
   card.scratch_bytes += bytes;
@@ -72,7 +72,7 @@ eng_status cuda_status(cudaError_t result, const char *what)
            error_set(ENG_ERR_DEVICE, "cuda: error %d in %s", (int)result, what);
 }
 
-/// What the kernels contiguous and cast do.
+/// Does the work of the kernels contiguous and cast.
 static eng_status copy(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -191,7 +191,7 @@ eng_status gemm_finish(const gemm_product *p, const gemm_matrix *sum)
   return ENG_OK;
 }
 
-/// fp8_plain.cu: only that it was called.
+/// In place of fp8_plain.cu: only records the call.
 eng_status fp8_plain(const op_call *call)
 {
   (void)call;

@@ -1,5 +1,6 @@
-// cuBLASLt on the host, with plain loops, checked for what the real one refuses. What it offers and how long that takes: card.h. Used by the
-// host logic's program (card.c, gemm_host.c, gemm_fp8_host.c) and by the emulated card (emulator/).
+// cuBLASLt on the host, with plain loops and checks for what the real one refuses. card.h sets what
+// it offers and how long that takes. Used by the tests of host logic (card.c, gemm_host.c,
+// gemm_fp8_host.c) and by the emulated card (emulator/).
 #include "card.h"
 
 #include "runtime/device.h"
@@ -241,7 +242,7 @@ static int dtype_of(cudaDataType_t type)
                                   ENG_e5m2;
 }
 
-/// The scale of element (i, k) of an FP8 factor, laid out as the manual of cuBLAS tells.
+/// The scale of element (i, k) of an FP8 factor, laid out as in cuBLAS's manual.
 static float scale_of(const layout *x, const product *p, int side, int64_t i, int64_t k)
 {
   int64_t outer = x->columns, L = (x->rows + 127) / 128;
@@ -275,7 +276,7 @@ static bool is_gelu(const product *p)
          p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || p->epilogue == CUBLASLT_EPILOGUE_DGELU;
 }
 
-/// What a real cublasLtMatmul refuses.
+/// Checks for everything that a real cublasLtMatmul refuses.
 static void check_product(const product *p, const layout *a, const layout *b, const layout *c)
 {
   int ta = dtype_of(a->type), tb = dtype_of(b->type), tc = dtype_of(c->type);
@@ -310,7 +311,7 @@ static void check_product(const product *p, const layout *a, const layout *b, co
   }
 }
 
-/// What comes after the sum for element (i, j) of D.
+/// The epilogue for element (i, j) of D.
 static double after(const product *p, int tc, int64_t i, int64_t j, double sum)
 {
   bool bias =
@@ -334,7 +335,7 @@ static void sum_columns(const product *p, const layout *b, const void *B, int tc
   }
 }
 
-/// A call as its stream will come to it.
+/// A call, kept until its stream reaches it.
 typedef struct asked {
   product p;
   layout a, b, c;
@@ -344,14 +345,15 @@ typedef struct asked {
   bool adds;
 } asked;
 
-/// A scale for every row, or every 128 numbers of one.
+/// Whether there is a scale for every row, or for every 128 numbers of one.
 static bool has_rows(const product *p, int side)
 {
   return p->mode[side] == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F ||
          p->mode[side] == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
 }
 
-/// Sum (i, j) of two FP8 factors in Hopper's tensor cores: anew every 128 steps but in the fast way. K is contiguous in both.
+/// Sum (i, j) of two FP8 factors in Hopper's tensor cores: a new sum every 128 steps except in fast
+/// mode. K is contiguous in both.
 static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_t inner)
 {
   const uint8_t *a = (const uint8_t *)x->A + z * x->a.stride + i * x->a.ld,
@@ -361,7 +363,8 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
   const int64_t every = x->p.fast ? inner : 128;
   const bool blocks = x->p.mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ||
                       x->p.mode[1] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
-  // Which scale is multiplied first is not known of the real one; here as the formula has it (cuda/quantized/fp8_plain.cu), whose b is A.
+  // Real cuBLASLt does not document which scale is multiplied first; here it is as in the formula
+  // (cuda/quantized/fp8_plain.cu), whose b is A.
   const bool a_first = has_rows(&x->p, 0) && !has_rows(&x->p, 1);
   float total = 0, sum = 0;
   for (int64_t at = 0; at < inner; at += every) {
@@ -397,7 +400,8 @@ static void run(const void *what)
   const layout *a = &x->a, *b = &x->b, *c = &x->c;
   const int64_t inner = p->op[0] == CUBLAS_OP_T ? a->rows : a->columns;
   const int tc = dtype_of(c->type);
-  memset(x->workspace, 0xFF, x->workspace_bytes);   // it must be there now, and nobody else's
+  // it must exist now, and belong to this product alone
+  memset(x->workspace, 0xFF, x->workspace_bytes);
   const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3,
              whole = card.sample == 1 && !hopper;
   if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_columns(p, b, x->B, tc, c->columns, inner);

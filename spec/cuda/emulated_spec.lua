@@ -1,126 +1,153 @@
--- What can only be seen on the emulated card (emulator/): machines that cannot serve, how often the host waits, kernels whose result would depend
--- on the order of threads or on work that nobody waited for. Run by spec/cuda/run.lua; nothing here on a real card.
+-- What only the emulated card (emulator/) shows: machines that cannot serve, how often the host
+-- waits, and kernels whose result would depend on the order of threads or on missing waits. Run by
+-- spec/cuda/run.lua; skipped on a real card.
 local helper = require "spec.helper"
 
 local PLUGIN = os.getenv("ENGINE_CUDA_PLUGIN") or ""
 if not os.getenv("ENGINE_TEST_DEVICE") or not PLUGIN:find("emulated_card", 1, true) then return end
 
 local MPIRUN = "mpirun --allow-run-as-root --oversubscribe"
-local JOB = "examples/gpt.lua device=cuda layers=1 width=32 heads=2 batch=2 context=16 sample=0 log=json "
+local JOB = "examples/gpt.lua device=cuda layers=1 width=32 heads=2 batch=2 context=16 sample=0 " ..
+  "log=json "
 
---- Runs the engine with settings of the card and other variables.
+--- Runs the engine with settings of the emulated card and other variables.
 local function engine(settings, arguments, variables)
-  return helper.shell(("env -u ENGINE_TEST_DEVICE ENGINE_EMULATED_CARD=%s %s %s %s 2>&1"):format(settings, variables or "", helper.engine, arguments))
+  return helper.shell(("env -u ENGINE_TEST_DEVICE ENGINE_EMULATED_CARD=%s %s %s %s 2>&1")
+    :format(settings, variables or "", helper.engine, arguments))
 end
 
---- Losses and norms of a job, as text: equal text, equal bits.
+--- Losses and norms of a job as text: equal text means equal bits.
 local function numbers(settings, arguments, variables)
   local ran = engine(settings, JOB .. arguments, variables)
   assert(ran.code == 0, ran.out)
   local lines = {}
-  for loss, norm in ran.out:gmatch('"loss":([^,]+),.-"norm":([^,]+)') do lines[#lines + 1] = loss .. " " .. norm end
+  for loss, norm in ran.out:gmatch('"loss":([^,]+),.-"norm":([^,]+)') do
+    lines[#lines + 1] = loss .. " " .. norm
+  end
   assert(#lines > 0, ran.out)
   return table.concat(lines, "\n")
 end
 
 local function refused(ran, ...)
   assert.equal(1, ran.code)
-  for _, text in ipairs { ... } do assert(ran.out:find(text, 1, true), "expected '" .. text .. "' in\n" .. ran.out) end
+  for _, text in ipairs { ... } do
+    assert(ran.out:find(text, 1, true), "expected '" .. text .. "' in\n" .. ran.out)
+  end
   assert.falsy(ran.out:find("traceback", 1, true))
 end
 
 describe("a machine that cannot serve", function()
-  it("has no driver, too old a one, no card, or too old a card: a line each", function()
-    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"), "there is no NVIDIA driver on this machine; hint: device=cpu")
-    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"), "the driver supports CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
-    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"), "no device", "CUDA_VISIBLE_DEVICES may hide devices")
+  it("has no driver, too old a driver, no card, or too old a card: one line each", function()
+    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"),
+      "there is no NVIDIA driver on this machine; hint: device=cpu")
+    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"),
+      "the driver supports CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
+    refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"),
+      "no device", "CUDA_VISIBLE_DEVICES may hide devices")
     refused(engine("sm=75", JOB), "has compute capability 7.5, the kernels need 8.0 or later")
   end)
 
-  it("has too little memory: the arenas and what to change", function()
-    refused(engine("memory=150", JOB .. "width=256 layers=4 heads=4 batch=32 context=128 steps=2"), "out of memory: the cuda", "arena needs", "the card has 150.0 MiB",
-      "cuda parameters", "cuda step", "hint: a smaller batch or context, accumulate=N")
+  it("has too little memory: prints the arenas and what to change", function()
+    local large = "width=256 layers=4 heads=4 batch=32 context=128 steps=2"
+    refused(engine("memory=150", JOB .. large), "out of memory: the cuda", "arena needs",
+      "the card has 150.0 MiB", "cuda parameters", "cuda step",
+      "hint: a smaller batch or context, accumulate=N")
   end)
 
-  it("has room for small products and no more: algorithms that want no workspace", function()
-    for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- a sum of 1200 x 1200 in four parts wants 23 MB
-      local ran = engine("memory=" .. memory, ([[-e 'local e = require "engine" e.device("cuda") local x = e.ones(%d, 4)
-        print(x:matmul(x:transpose()):sum():item())']]):format(n))
+  it("has memory for small products only: takes algorithms without a workspace", function()
+    for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- 1200 x 1200 in four parts wants 23 MB
+      local script = [[-e 'local e = require "engine" e.device("cuda") local x = e.ones(%d, 4)
+        print(x:matmul(x:transpose()):sum():item())']]
+      local ran = engine("memory=" .. memory, script:format(n))
       assert(ran.code == 0 and ran.out == ("%d\n"):format(4 * n * n), ran.out)
     end
   end)
 
-  it("has little pinned memory: what is sent goes in more turns", function()
-    local send = [[-e 'local e = require "engine" e.seed(3) local small, large = e.rand(1000), e.rand(5000000)
-      small:to("cuda") local there = large:to("cuda"):to("cpu") print((there - large):abs():max():item())']]
-    for _, pinned in ipairs { 5, 20, 200 } do   -- 4 segments of 1 MiB, of 4, and as many as wanted
+  it("has little pinned memory: copies go in more pieces", function()
+    local send = [[-e 'local e = require "engine" e.seed(3)
+      local small, large = e.rand(1000), e.rand(5000000)
+      small:to("cuda") local there = large:to("cuda"):to("cpu")
+      print((there - large):abs():max():item())']]
+    for _, pinned in ipairs { 5, 20, 200 } do   -- segments of 1 MiB, of 4 MiB, and of any size
       local ran = engine("pinned=" .. pinned, send)
       assert(ran.code == 0 and ran.out == "0\n", pinned .. ": " .. ran.out)
     end
   end)
 
-  it("is started with a rank that is none", function()
+  it("gets an invalid local rank", function()
     for _, rank in ipairs { "-1", "one" } do
-      refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank), "LOCAL_RANK: expected the number of this rank on its machine, from 0, got " .. rank)
+      refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank),
+        "LOCAL_RANK: expected the number of this rank on its machine, from 0, got " .. rank)
     end
   end)
 
-  it("has no tensor cores for a recipe: an error, and the formula where it is asked for", function()
-    refused(engine("sm=80", JOB .. "precision=fp8_delayed"), "blocks.1.attn.qkv: forward: this card (emulated card, sm_80) has no tensor cores for FP8",
+  it("lacks tensor cores for a recipe: an error, and the formula on request", function()
+    refused(engine("sm=80", JOB .. "precision=fp8_delayed"),
+      "blocks.1.attn.qkv: forward: this card (emulated card, sm_80) has no tensor cores for FP8",
       "compute capability 8.9", "ENGINE_FP8_FORMULA=1")
     refused(engine("sm=89", JOB .. "precision=fp8_block"), "scales by row or block", "fp8_current")
-    assert.equal(numbers("sm=90", "steps=2 precision=fp8_block", "ENGINE_FP8_FORMULA=1"), numbers("sm=80", "steps=2 precision=fp8_block", "ENGINE_FP8_FORMULA=1"))
+    local job, formula = "steps=2 precision=fp8_block", "ENGINE_FP8_FORMULA=1"
+    assert.equal(numbers("sm=90", job, formula), numbers("sm=80", job, formula))
   end)
 end)
 
 describe("the host", function()
-  --- The waits of a job of 12 steps, from the trace: how many things stood behind each record that was waited for, and how often each step waited
-  --- for something else.
+  -- The waits of a job of 12 steps, from the trace: how many tasks followed each awaited record,
+  -- and how often each step waited for anything else.
   local function waits(arguments, job)
     local trace = helper.folder() .. "/trace"
     local ran = engine("trace=" .. trace, (job or JOB) .. " steps=12 " .. arguments)
     assert(ran.code == 0, ran.out)
     local behind, others = {}, { 0 }
     for line in io.lines(trace) do
-      local n = line:match("^wait event, (%d+) things behind it")
+      local n = line:match("^wait event, (%d+) tasks after it")
       if n then behind[#behind + 1] = tonumber(n)
       elseif line:find("launch read_gradients", 1, true) then others[#others + 1] = 0
-      elseif line == "wait stream" or line:find("pageable", 1, true) then others[#others] = others[#others] + 1 end
+      elseif line == "wait stream" or line:find("pageable", 1, true) then
+        others[#others] = others[#others] + 1
+      end
     end
-    if not job then assert.equal(12, #behind) end   -- where a step waits for its stream, its record is there already
+    if not job then assert.equal(12, #behind) end   -- a record that is ready needs no wait
     return behind, others
   end
   local NONE = { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
-  it("waits for the card once a step: for the record", function()
+  it("waits for the card once a step, for the record", function()
     for _, precision in ipairs { "fp32", "fp16" } do
       local _, others = waits("precision=" .. precision)
       assert.same(NONE, others)
     end
   end)
 
-  it("waits for nothing else in FP8, but for meters in a step that is looked at, and for what delayed scaling goes by", function()
-    for precision, each in pairs { fp8_block = 0, fp8_current = 0, fp8_delayed = 2 } do   -- delayed: a copy, complete when the stream is
+  -- Delayed scaling copies amaxes in each step, when the stream is done; a step with meters reads
+  -- the rest after its record, which others[2] counts.
+  it("in FP8 waits for nothing else but meters and the amaxes of delayed scaling", function()
+    for precision, each in pairs { fp8_block = 0, fp8_current = 0, fp8_delayed = 2 } do
       local _, others = waits("precision=" .. precision)
-      assert(others[1] > 2, "the first step is looked at")                            -- and reads the rest behind its record, in others[2]
-      for i = 2, 12 do assert.equal(i == 2 and others[2] or each, others[i], precision .. ", step " .. i) end
+      assert(others[1] > 2, "the first step has meters")
+      for i = 2, 12 do
+        assert.equal(i == 2 and others[2] or each, others[i], precision .. ", step " .. i)
+      end
     end
   end)
 
-  it("never waits for the step that it asked for in lagged mode", function()
+  it("in lagged mode never waits for the step just queued", function()
     local behind, others = waits("mode=lagged")
     assert.same(NONE, others)
-    for i = 1, 11 do assert(behind[i] > 50, "step " .. i .. ": " .. behind[i]) end   -- the next step stands behind its record; the last has none
+    -- the next step is queued after the record; the last step has none after it
+    for i = 1, 11 do assert(behind[i] > 50, "step " .. i .. ": " .. behind[i]) end
   end)
 
-  it("nor with an optimizer whose first update is a special one, once that was made", function()
+  it("does not wait for an optimizer whose first update is special, after that update", function()
     local folder = helper.folder()
     local job = helper.write(folder .. "/job.lua", [[
       local engine = require "engine"
       local cfg = engine.config { steps = 12 }
       local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
-      engine.trainer { model = model, data = engine.data.text { text = ("some text "):rep(50), batch = 2, context = 16 }, steps = cfg.steps, log = "quiet",
-        mode = "lagged", optimizer = engine.optim.sgd(model, { lr = 1e-3, momentum = 0.9, dampening = 0.5 }) }:run()]])
+      engine.trainer { model = model, steps = cfg.steps, log = "quiet", mode = "lagged",
+        data = engine.data.text { text = ("some text "):rep(50), batch = 2, context = 16 },
+        optimizer = engine.optim.sgd(model, { lr = 1e-3, momentum = 0.9, dampening = 0.5 }),
+      }:run()]])
     local _, others = waits("device=cuda", job)
     for i = 4, 12 do assert.equal(0, others[i], "step " .. i) end
     helper.remove(folder)
@@ -128,39 +155,51 @@ describe("the host", function()
 
   it("never waits for a captured step", function()
     local behind, others = waits("mode=lagged graph=true")
-    others[13] = others[13] - 1                                                       -- when the graph is given back
+    others[13] = others[13] - 1   -- when the graph is freed
     assert.same(NONE, others)
     for i = 1, 11 do assert(behind[i] > 10, "step " .. i .. ": " .. behind[i]) end
   end)
 end)
 
 describe("kernels", function()
-  it("compute the same bits whatever the order of threads, and when nobody waits", function()
-    for _, job in ipairs { "precision=fp32 dropout=0.1", "precision=fp16 accumulate=2", "precision=fp8_block", "precision=bf16 mode=lagged graph=true" } do
+  it("compute the same bits for any order of threads, and without waits", function()
+    for _, job in ipairs { "precision=fp32 dropout=0.1", "precision=fp16 accumulate=2",
+      "precision=fp8_block", "precision=bf16 mode=lagged graph=true" } do
       local want = numbers("order=forwards", "steps=3 " .. job)
-      for _, settings in ipairs { "order=backwards", "order=shuffled,run=early" } do assert.equal(want, numbers(settings, "steps=3 " .. job)) end
+      for _, settings in ipairs { "order=backwards", "order=shuffled,run=early" } do
+        assert.equal(want, numbers(settings, "steps=3 " .. job))
+      end
     end
   end)
 
-  it("are alone with the card's memory: the host looks at none of it", function()
+  it("have the card's memory to themselves: the host never accesses it", function()
     assert.equal(numbers("closed=0", "steps=2"), numbers("closed=1", "steps=2"))
   end)
 
-  it("give the same on cards that differ in what they can", function()
-    local want, got = numbers("sm=90", "steps=3 precision=fp32"), numbers("sm=80", "steps=3 precision=fp32")
+  it("give the same bits on cards with different capabilities", function()
+    local job = "steps=3 precision=fp32"
+    local want, got = numbers("sm=90", job), numbers("sm=80", job)
     assert.equal(want, got)
   end)
 
-  if helper.shell("command -v mpirun").code == 0 then it("of several ranks on one card train as one rank does on the batches of all", function()
-    local alone = {}
-    for loss in numbers("sm=90", "steps=3 precision=fp32 accumulate=2"):gmatch("(%S+) %S+") do alone[#alone + 1] = tonumber(loss) end
+  local has_mpi = helper.shell("command -v mpirun").code == 0
+  local on_ranks = has_mpi and it or pending
+  on_ranks("of several ranks on one card train like one rank on all batches", function()
+    local alone, job = {}, "steps=3 precision=fp32"
+    for loss in numbers("sm=90", job .. " accumulate=2"):gmatch("(%S+) %S+") do
+      alone[#alone + 1] = tonumber(loss)
+    end
     for _, how in ipairs { "zero=0", "zero=1", "zero=2" } do
-      local ran = helper.shell(("env -u ENGINE_TEST_DEVICE FAKE_CARD=one %s -n 2 %s %s steps=3 precision=fp32 %s 2>&1"):format(MPIRUN, helper.engine, JOB, how))
+      local command = "env -u ENGINE_TEST_DEVICE FAKE_CARD=one %s -n 2 %s %s %s %s 2>&1"
+      local ran = helper.shell(command:format(MPIRUN, helper.engine, JOB, job, how))
       assert(ran.code == 0, ran.out)
       local losses = {}
       for loss in ran.out:gmatch('"loss":([^,]+)') do losses[#losses + 1] = tonumber(loss) end
       assert.equal(#alone, #losses)
-      for i, want in ipairs(alone) do assert(math.abs(losses[i] - want) < 1e-5, ("%s: step %d: %s, expected %s"):format(how, i, losses[i], want)) end
+      for i, want in ipairs(alone) do
+        local close = math.abs(losses[i] - want) < 1e-5
+        assert(close, ("%s: step %d: %s, expected %s"):format(how, i, losses[i], want))
+      end
     end
-  end) end
+  end)
 end)

@@ -1,4 +1,5 @@
-// What the stand-ins for a card (fake_card.c) and for NCCL (fake_nccl.c) share: lanes, which NCCL takes for streams, and the card's name.
+// Shared by the fake card (fake_card.c) and the fake NCCL (fake_nccl.c): streams, and the card's
+// name.
 #ifndef FAKE_H
 #define FAKE_H
 
@@ -7,7 +8,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/// Something a lane has to do. `run` gives 1 when it is done, after which the task is freed, 0 when it must be asked again, -1 on failure.
+/// A task of a stream. `run` returns 1 when the task is done (it is then freed), 0 to be called
+/// again, -1 on failure.
 typedef struct fake_task {
   struct fake_task *next;
   int (*run)(struct fake_task *task);
@@ -33,7 +35,7 @@ static inline void fake_lane_push(fake_lane *lane, fake_task *task, int (*run)(f
   lane->asked++;
 }
 
-/// Each process has a card of its own, or the one named by FAKE_CARD.
+/// Each process has its own card, or the one named by FAKE_CARD.
 static inline const char *fake_identity(void)
 {
   static char text[64];

@@ -1,7 +1,8 @@
-// A card for machines without one: a plug-in like libengine_cuda.so whose "device memory" is host memory that nobody may touch outside of
-// a kernel or a copy (PROT_NONE: a core that looks into it crashes there and then), and whose kernels are the CPU's. What
-// it tests is the core's side: memory spaces, copies, lagged statistics, lanes between ranks (fake_nccl.c). Loaded by ENGINE_CUDA_PLUGIN; built by the Makefile; run
-// by spec/device/fake_card_spec.lua.
+// A card for machines without one: a plug-in like libengine_cuda.so whose kernels are the CPU's and
+// whose "device memory" is host memory, inaccessible (PROT_NONE) outside kernels and copies, so a
+// core that reads it crashes on the spot. It tests the core's side: memory spaces, copies, lagged
+// statistics, streams between ranks (with fake_nccl.c). Loaded by ENGINE_CUDA_PLUGIN; built by the
+// Makefile; used by spec/device/fake_card_spec.lua.
 #include "fake.h"
 
 #include "device/backend.h"
@@ -67,16 +68,17 @@ static bool on_card(const void *memory)
   return false;
 }
 
-// ---- captured steps: a list of what was asked for
+// ---- captured steps: a list of operations and copies
 
 typedef struct act {
   struct act *next;
-  op_call  call;             // an operation, whose tensors are copies below
+  op_call  call;             // an operation; its tensors are copied below
   tensor   tensors[ENG_OP_INPUTS + ENG_OP_OUTPUTS];
   void    *to;               // or a copy, or zeros
   void    *from;
   int64_t  bytes;
-  int      what;             // 0 operation, 1 copy inside, 2 copy of `from`, which is kept, 3 zeros
+  // 0: operation, 1: copy inside, 2: copy of `from`, which is kept, 3: zeros
+  int      what;
 } act;
 
 static act *acts, **last_act;
@@ -154,7 +156,7 @@ static eng_status move(void *to, const void *from, int64_t bytes, copy_direction
 {
   if (capturing && direction == COPY_TO_HOST)
     return error_set(ENG_ERR_STATE,
-                     "graph: a value is read back inside a captured step; hint: graph=false");
+                     "graph: a captured step reads a value back; hint: graph=false");
   bool fits =
     on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
   if (!fits)
@@ -208,7 +210,7 @@ static eng_status run(const op_call *call)
   return status;
 }
 
-// ---- passes over all parameters, lagged ones too
+// ---- passes over all parameters, lagged ones included
 
 static struct {
   int64_t ticket;
@@ -231,7 +233,7 @@ static eng_status gradstats_start(int64_t *ticket, const param_span *spans, int 
                                   tensor *const *loss, int n_loss)
 {
   if (n > MOST_TENSORS) return error_set(ENG_ERR_STATE, "fake card: no room for statistics");
-  int slot = (int)(tickets % RING);   // the oldest's: here nobody has as many under way
+  int slot = (int)(tickets % RING);   // replaces the oldest; no spec has this many in flight
   ENG_TRY(gradstats(spans, n, needs | ENG_NEED_NORM, ring[slot].stats));
   open_memory();
   for (int i = 0; i < n_loss; i++) ring[slot].loss[i] = *(const float *)loss[i]->data;
@@ -252,7 +254,7 @@ static eng_status gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n
   int slot = (int)((ticket - 1) % RING);
   if (!stats) return ENG_OK;
   if (ring[slot].ticket != ticket)
-    return error_set(ENG_ERR_STATE, "fake card: there are no statistics with ticket %lld any more",
+    return error_set(ENG_ERR_STATE, "fake card: the statistics with ticket %lld are gone",
                      (long long)ticket);
   memcpy(stats, ring[slot].stats, (size_t)n * sizeof *stats);
   memcpy(loss, ring[slot].loss, (size_t)n_loss * sizeof *loss);
@@ -287,20 +289,20 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
   return status;
 }
 
-// ---- lanes: what is asked for is done when somebody asks whether it is done, and not before: as late as a card might
+// ---- streams: a task runs only when the host asks whether it is done: as late as on any card
 
 static eng_status lane_new(void **out)
 {
   fake_lane *lane = calloc(1, sizeof *lane);
-  if (!lane) return error_set(ENG_ERR_MEMORY, "fake card: no room for a lane");
+  if (!lane) return error_set(ENG_ERR_MEMORY, "fake card: out of memory for a stream");
   *lane = (fake_lane){.last = NULL, .open = open_memory, .close = close_memory, .on_card = on_card};
   *out = lane;
   return ENG_OK;
 }
 
-static eng_status lane_follow(void *lane)      // the device itself is never behind
+static eng_status lane_follow(void *lane)      // the device itself is always done
 {
-  return lane ? ENG_OK : error_set(ENG_ERR_STATE, "fake card: no lane");
+  return lane ? ENG_OK : error_set(ENG_ERR_STATE, "fake card: no stream");
 }
 
 static eng_status lane_done(bool *done, void *data)
@@ -317,7 +319,7 @@ static eng_status lane_done(bool *done, void *data)
   close_memory();
   *done = !lane->first;
   return ran < 0 ?
-           error_set(ENG_ERR_DEVICE, "fake card: a task of a lane failed: %s", lane->first->what) :
+           error_set(ENG_ERR_DEVICE, "fake card: a stream's task failed: %s", lane->first->what) :
            ENG_OK;
 }
 
@@ -326,7 +328,7 @@ typedef struct lane_place { fake_lane *lane; long asked; } lane_place;
 static eng_status lane_mark(void **mark, void *lane)
 {
   lane_place *place = *mark ? *mark : calloc(1, sizeof *place);
-  if (!place) return error_set(ENG_ERR_MEMORY, "fake card: no room for a mark");
+  if (!place) return error_set(ENG_ERR_MEMORY, "fake card: out of memory for a mark");
   *place = (lane_place){lane, ((fake_lane *)lane)->asked};
   *mark = place;
   return ENG_OK;
@@ -358,13 +360,13 @@ static eng_status lane_move(void *data, void *to, const void *from, int64_t byte
   fake_lane *lane = data;
   if (direction == COPY_TO_HOST) {
     if (lane->first)
-      return error_set(ENG_ERR_STATE, "fake card: a copy to the host from a lane that is not done");
+      return error_set(ENG_ERR_STATE, "fake card: a copy to the host from an unfinished stream");
     return move(to, from, bytes, direction);
   }
   if (direction != COPY_TO_DEVICE || !on_card(to))
-    return error_set(ENG_ERR_DEVICE, "fake card: a lane's copy between memory of the wrong kinds");
+    return error_set(ENG_ERR_DEVICE, "fake card: a stream's copy between wrong kinds of memory");
   copy_task *c = malloc(sizeof *c + (size_t)bytes);
-  if (!c) return error_set(ENG_ERR_MEMORY, "fake card: no room for a copy");
+  if (!c) return error_set(ENG_ERR_MEMORY, "fake card: out of memory for a copy");
   c->to = to;
   c->bytes = bytes;
   memcpy(c->from, from, (size_t)bytes);
@@ -388,7 +390,8 @@ typedef struct wire_task {
 static int64_t scales_bytes(int64_t n)
 { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
 
-/// A run's numbers as the functions of comm_pack.c want them: codes and scales in one piece, whose length is a multiple of four.
+/// A run's numbers in the form of comm_pack.c: codes and scales in one piece, whose length is a
+/// multiple of four.
 static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
 {
   int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);
@@ -404,7 +407,7 @@ static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
     memset((char *)r->packed + r->n * eng_dtype_size(wire), 0,
            (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
   if (r->scales) memcpy(r->scales, piece + padded, (size_t)scales_bytes(r->n));
-  // one by one: finite and then inf
+  // element by element: finite before, inf after
   for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {
     if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 &&
         wire_flags(piece + i * 2, ENG_f16, 1))
@@ -478,7 +481,7 @@ static eng_status push_wire(void *lane, wire_task what, int (*run)(fake_task *),
       (what.terms && !on_card(what.terms)) || (what.out && !on_card(what.out)))
     return error_set(ENG_ERR_DEVICE, "fake card: %s from a table that is not in its memory", name);
   wire_task *t = malloc(sizeof *t);
-  if (!t) return error_set(ENG_ERR_MEMORY, "fake card: no room for %s", name);
+  if (!t) return error_set(ENG_ERR_MEMORY, "fake card: out of memory for %s", name);
   *t = what;
   if (lane) fake_lane_push(lane, &t->task, run, name);
   else {                                  // in order with everything else: now

@@ -1,9 +1,12 @@
-// A stand-in for NCCL on machines without cards: the functions of core/dist/comm_nccl.h over memory that the processes of one machine share.
-// It keeps to what NCCL promises and to no more: messages between two ranks of a communicator arrive in the order they were asked for, those of a
-// group go side by side, nothing is done before its lane comes to it. It refuses what NCCL refuses (two ranks on one card, a size that differs
-// between the two sides of a message, memory that is not the card's), and waits without end where NCCL does. Loaded by ENGINE_NCCL_LIBRARY.
+// A stand-in for NCCL on machines without cards: the functions of core/dist/comm_nccl.h over memory
+// shared by the processes of one machine. It guarantees what NCCL guarantees, no more: messages
+// between two ranks of a communicator arrive in order, those of a group run concurrently, and
+// nothing runs before its stream reaches it. It refuses what NCCL refuses (two ranks on one card,
+// sizes that differ between the two sides of a message, memory outside the card) and hangs where
+// NCCL hangs. Loaded by ENGINE_NCCL_LIBRARY.
 //
-// Processes meet in a file in FAKE_NCCL_FOLDER (or /dev/shm), named by the id; with NCCL_COMM_ID by that. FAKE_NCCL_VERSION is told as the version.
+// Processes meet in a file in FAKE_NCCL_FOLDER (or /dev/shm), named by the id, or by NCCL_COMM_ID
+// if set. FAKE_NCCL_VERSION sets the reported version.
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -28,7 +31,7 @@ enum {
   INVALID_ARGUMENT = 4
 };
 
-/// Bytes from one rank to another: `head` were written, `tail` read.
+/// Bytes from one rank to another: `head` written, `tail` read.
 typedef struct ring {
   _Atomic uint64_t head, tail;
   char data[RING];
@@ -92,7 +95,7 @@ EXPORT unsigned ncclGetUniqueId(nccl_id *id)
   return NCCL_SUCCESS;
 }
 
-/// Everybody comes, however long that takes.
+/// Waits for all ranks, however long that takes.
 static unsigned meet(nccl_comm *out, const char *name, int rank, int size)
 {
   const char *folder = getenv("FAKE_NCCL_FOLDER");
@@ -147,7 +150,7 @@ EXPORT unsigned ncclCommDestroy(nccl_comm comm)
 
 EXPORT unsigned ncclCommAbort(nccl_comm comm) { return ncclCommDestroy(comm); }
 
-/// A process that is gone, or a corpse that nobody has buried yet.
+/// Whether a process has ended, zombies included.
 static bool dead(int pid)
 {
   char path[64], state = 0;
@@ -173,7 +176,8 @@ typedef struct message {
   nccl_comm comm;
   fake_lane *lane;
   char     *memory;
-  uint64_t  bytes, at;                // at: of the size's eight bytes, then of the memory
+  // at: position in the eight bytes of the size, then in the memory
+  uint64_t  bytes, at;
   int       peer;
   bool      send, done;
 } message;
@@ -187,7 +191,7 @@ typedef struct group_task {
 static message *waiting;
 static int n_waiting, capacity, depth;
 
-/// Moves up to `bytes` bytes of a message; gives how many.
+/// Moves up to `bytes` bytes of a message; returns how many.
 static uint64_t write_ring(ring *r, const char *from, uint64_t bytes)
 {
   uint64_t head = atomic_load(&r->head), room = RING - (head - atomic_load(&r->tail)),
@@ -206,7 +210,7 @@ static uint64_t read_ring(ring *r, char *to, uint64_t bytes)
   return n;
 }
 
-/// As far as it goes; false when the other side has another size in mind.
+/// Advances as far as possible; false when the other side expects another size.
 static bool move_on(message *m)
 {
   struct ncclComm *c = m->comm;
@@ -236,7 +240,7 @@ static int run_group(fake_task *task)
   bool all = true;
   for (int i = 0; i < g->n; i++) {
     message *m = &g->messages[i];
-    bool before = false;              // one to or from the same rank that is not through
+    bool before = false;              // an earlier message with the same rank is unfinished
     for (int k = 0; k < i && !before; k++)
       before =
         !g->messages[k].done && g->messages[k].send == m->send && g->messages[k].peer == m->peer;
@@ -255,11 +259,11 @@ static unsigned add(void *memory, size_t bytes, unsigned type, int peer, nccl_co
 {
   fake_lane *lane = stream;
   if (!comm || !lane || type != NCCL_BYTES || peer < 0 || peer >= comm->size)
-    return refuse(INVALID_ARGUMENT, "a message that cannot be", "");
+    return refuse(INVALID_ARGUMENT, "invalid message", "");
   if (!lane->on_card(memory) || !lane->on_card((char *)memory + bytes - 1))
     return refuse(INVALID_ARGUMENT, "memory that is not the card's", "");
   if (depth == 0)
-    return refuse(INVALID_USAGE, "a message outside of a group, which would wait for itself", "");
+    return refuse(INVALID_USAGE, "a message to its own rank outside of a group would hang", "");
   if (n_waiting == capacity) {
     capacity = 2 * capacity + 16;
     waiting = realloc(waiting, (size_t)capacity * sizeof *waiting);
@@ -296,7 +300,7 @@ EXPORT unsigned ncclGroupEnd(void)
   n_waiting = 0;
   for (int i = 0; i < g->n; i++)
     if (g->messages[i].lane != g->messages[0].lane)
-      return refuse(INVALID_USAGE, "a group on two lanes", "");
+      return refuse(INVALID_USAGE, "a group on two streams", "");
   fake_lane_push(g->messages[0].lane, &g->task, run_group, "messages");
   return NCCL_SUCCESS;
 }

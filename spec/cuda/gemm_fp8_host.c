@@ -1,4 +1,5 @@
-// FP8's parts of gemm_host.c: layouts of operands and scales as cuBLASLt reads them, what it cannot do, factors given transposed or ragged.
+// FP8's part of gemm_host.c: layouts of operands and scales as cuBLASLt reads them, refusals,
+// transposed and ragged factors.
 #include "gemm_host.h"
 
 #include "gemm/gemm_fp8.h"
@@ -20,7 +21,7 @@ static double fp8_decoded(uint8_t code, int format)   // the few codes used: 0, 
   return code & 0x80 ? -value : value;
 }
 
-/// A random operand, [rows x inner] of it real, the rest zeros.
+/// A random operand; [rows x inner] of it is data, the rest zeros.
 static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scaling)
 {
   fp8_operand x = {
@@ -69,7 +70,7 @@ static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_
       want[i * n + j] = sum;
     }
   CHECK(fp8_product(&result, &x, &w, false) == ENG_OK, "%s", card.error);
-  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch leaked", card.scratch_bytes);
   for (int64_t i = 0; i < m * n; i++) {
     double got = element_get(y.data, dtype, i), off = got > want[i] ? got - want[i] : want[i] - got,
            size = want[i] < 0 ? -want[i] : want[i];
@@ -121,7 +122,7 @@ void fp8_products(void)
         CHECK(fp8_scale_at(&s, rows - 1, inner - 1) < s.count, "the last scale");
         free(seen);
       }
-  // What cannot be done says the whole of it.
+  // The error names the whole product.
   fp8_operand x = fp8_random(32, 64, ENG_e4m3, FP8_VEC128),
               w = fp8_random(48, 64, ENG_e4m3, FP8_BLK128), t = w, u = x, z;
   float out[32 * 48];
@@ -149,7 +150,8 @@ void fp8_products(void)
 
 // ------------------------------------------------------------------ fp8_matmul
 
-/// A factor [outer x K] in blocks, given as it is or transposed, without padding: bytes and scales as quantize makes them.
+/// A factor [outer x K] in blocks, as is or transposed, without padding: bytes and scales as
+/// quantize makes them.
 static void fp8_factor(tensor *q, tensor *scale, int64_t outer, int64_t k, bool along_k,
                        int64_t block_rows, int64_t block_columns)
 {
@@ -203,14 +205,15 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
     }
   card.plain = 0;
   CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == 0 && !card.last_fast, "%s", card.error);
-  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch leaked", card.scratch_bytes);
   for (int64_t i = 0; i < m * n; i++) {
     double got = element_get(y.data, ENG_f32, place(&y, i));
     CHECK(got == want[i],
           "fp8_matmul [%lld x %lld], K %lld, transposed %d %d: element %lld is %g, expected %g",
           (long long)m, (long long)n, (long long)k, ta, tb, (long long)i, got, want[i]);
   }
-  // Others than the tensor cores' sums are the formula's; with scales by tensor no promotion is the fast way.
+  // Other accumulators than the tensor cores' take the formula. With scales by tensor, no promotion
+  // is the fast mode.
   for (int model = ENG_ACCUMULATE_FP32; model < ENG_ACCUMULATORS; model++)
     for (int promotion = 0; promotion <= 256; promotion += 32) {
       bool blocks = blocks_a[1] == 128,

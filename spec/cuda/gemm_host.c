@@ -1,5 +1,6 @@
-// The host logic of the CUDA device's products, run against a card that is none (card.h): layouts from strides, choices of
-// algorithms and their file; FP8's parts are gemm_fp8_host.c. Called by spec/cuda/gemm_spec.lua with the part's name and a folder.
+// Tests the host logic of the CUDA device's products against a fake card (card.h): layouts from
+// strides, choices of algorithms and their file. FP8's part is gemm_fp8_host.c. Called by
+// spec/cuda/gemm_spec.lua with a part's name and a folder.
 #include "gemm_host.h"
 
 #include "gemm/gemm_cache.h"
@@ -72,7 +73,7 @@ int64_t place(const tensor *x, int64_t index)
   return at;
 }
 
-/// The product element by element, from the definition in ops.def, into `want` (row-major).
+/// Computes the product into `want` (row-major), element by element from the definition in ops.def.
 static void expect(double *want, const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0], *bias = call->in[2];
@@ -112,7 +113,7 @@ static void try_call(op_call *call, const char *what)
   card.error[0] = 0;
   eng_status status = (call->op == ENG_OP_linear ? cuda_linear : cuda_matmul)(call);
   CHECK(status == ENG_OK, "%s: %s", what, card.error);
-  CHECK(card.scratch_bytes == 0, "%s: %ld bytes of scratch are kept", what, card.scratch_bytes);
+  CHECK(card.scratch_bytes == 0, "%s: %ld bytes of scratch leaked", what, card.scratch_bytes);
   for (int64_t i = 0; i < y->count; i += card.sample) {
     double got = element_get(y->data, y->dtype, place(y, i));
     CHECK(got == want[i], "%s: element %lld is %g, expected %g", what, (long long)i, got, want[i]);
@@ -195,9 +196,10 @@ static void products(void)
   for (int i = 0; i < 4000; i++) random_linear(i);
   int through = card.matmuls, plain = card.plain;
   CHECK(through > 15000 && card.finished > 500,
-        "%d products went through cuBLASLt, %d by ourselves", through, plain);
+        "%d products went through cuBLASLt, %d through gemm_plain", through, plain);
 
-  // Rows that a batch of x makes: one product, not one for each; heads that lie between tokens: one batch a token block.
+  // Batch rows of x become rows of one product. Heads between tokens become one batch per token
+  // block.
   int64_t shape_x[] = {3, 5, 8}, shape_w[] = {8, 4}, shape_y[] = {3, 5, 4};
   tensor x = make(ENG_bf16, 3, shape_x, 0, false), w = make(ENG_bf16, 2, shape_w, 0, false),
          y = make(ENG_bf16, 3, shape_y, 0, false);
@@ -206,7 +208,8 @@ static void products(void)
   try_call(&call, "rows of a batch");
   CHECK(card.matmuls == 1 && card.plain == 0, "%d launches", card.matmuls);
 
-  // What cuBLASLt knows no algorithm for is computed all the same; the refusal is remembered.
+  // A product that cuBLASLt has no algorithm for is computed all the same; the refusal is
+  // remembered.
   card.offered = 0;
   card.heuristics = card.plain = 0;
   for (int i = 0; i < 2; i++) {
@@ -225,7 +228,7 @@ static void products(void)
         card.plain);
 }
 
-/// A batch that is refused in its middle is finished without doing anything twice.
+/// A batch refused midway is finished without doing anything twice.
 static void refused_late(void)
 {
   card.offered = 4;
@@ -236,7 +239,7 @@ static void refused_late(void)
     random_matmul(i);
     finished += card.matmuls > before && card.plain > plain;
   }
-  CHECK(finished > 30, "%d were refused after they had begun", finished);
+  CHECK(finished > 30, "%d were refused midway", finished);
 }
 
 /// A bias that cuBLASLt does not add is added after the product.
@@ -245,14 +248,14 @@ static void bias_apart(void)
   card.offered = 4;
   card.no_bias = true;
   for (int i = 0; i < 200; i++) random_linear(i);
-  // K = 0 is ours
-  CHECK(card.plain < 60 && card.finished > 60, "%d by ourselves, %d finished", card.plain,
+  // gemm_plain does K = 0
+  CHECK(card.plain < 60 && card.finished > 60, "%d by gemm_plain, %d finished", card.plain,
         card.finished);
 }
 
-// ------------------------------------------------------------------ with a GELU, its slope, column sums
+// ------------------------------------------------------------------ fused operations
 
-/// Element `at` of x is `want` within a rounding or two of x's format at the magnitude `size`.
+/// Element `at` of x is `want`, within a rounding or two of x's format at the magnitude `size`.
 static void expect_near(const tensor *x, int64_t at, double want, double size, const char *what,
                         int number)
 {
@@ -303,7 +306,7 @@ static void random_mlp_gelu(int number)
     for (int64_t j = 0; j < hidden; j++) {
       double sum = first ? element_get(b1.data, dtype, j) : 0;
       for (int64_t k = 0; k < width; k++) sum += at_row(&x, i, k) * at_row(&up, j, k);
-      // small whole numbers: exact
+      // small integers: exact
       expect_near(&u, i * hidden + j, sum, 0, "u of mlp_gelu", number);
       expect_near(&h, i * hidden + j, gelu_of(sum), sum < 0 ? -sum : sum, "h of mlp_gelu", number);
     }
@@ -391,7 +394,7 @@ static void random_fused(int count)
   }
 }
 
-/// linear_grad of a size that is worth a search: whether the column sums came with the product.
+/// Runs linear_grad at a size worth a search; whether the column sums were fused with the product.
 static bool sums_come_along(int64_t k)
 {
   card.sample = 1024;
@@ -419,7 +422,7 @@ static void fused(void)
   random_fused(2000);
 }
 
-/// What cuBLASLt does not know goes apart, whether it is asked or not.
+/// What cuBLASLt does not support runs separately, whether fusing is on or off.
 static void fused_refused(void)
 {
   card.offered = 4;
@@ -427,22 +430,22 @@ static void fused_refused(void)
   random_fused(500);
 }
 
-/// What takes longer in one kernel than in two goes apart; that is timed once.
+/// What takes longer fused than as two kernels runs separately; it is timed once.
 static void fused_search(void)
 {
   enum { K = 16384 };
   card.offered = 4;
   card.epilogue_time = 0.001f;
   CHECK(sums_come_along(K) && card.synchronizations > 0,
-        "the sums go apart though that takes longer");
+        "the sums run separately though that takes longer");
   card.epilogue_time = 0.5f;
-  CHECK(!sums_come_along(K + 8), "the sums come along though that takes longer");
+  CHECK(!sums_come_along(K + 8), "the sums are fused though that takes longer");
   card.synchronizations = 0;
   card.epilogue_time = 0;
   CHECK(!sums_come_along(K + 8) && card.synchronizations == 0, "the choice is not kept");
 }
 
-/// The next run: what was chosen is in the file.
+/// The next run finds the choice in the file.
 static void fused_again(void)
 {
   enum { K = 16384 };
@@ -454,7 +457,7 @@ static void fused_again(void)
 
 // ------------------------------------------------------------------ choices
 
-/// y += a b with sizes big enough to be worth a search; its algorithm.
+/// y += a b at a size worth a search; returns its algorithm.
 static int search_one(int64_t k)
 {
   card.sample = 1024;
@@ -472,7 +475,8 @@ static void set_times(float first, float second, float third, float fourth)
   card.time[0] = first, card.time[1] = second, card.time[2] = third, card.time[3] = fourth;
 }
 
-/// First run: the fastest is searched and kept. Algorithm 1 would be fastest but adds parts up in place.
+/// First run: the fastest algorithm is searched and kept. Algorithm 1 would be fastest but adds
+/// parts in place.
 static void search_first(void)
 {
   enum { K = 16384 };
@@ -488,20 +492,21 @@ static void search_first(void)
         card.last_algorithm);
   set_times(0.202f, 0.1f, 0.2f, 0.3f);   // within 2 %: the earlier one
   CHECK(search_one(K + 1) == 0, "algorithm %d", card.last_algorithm);
-  CHECK(card.memory == kept, "%ld pieces of memory stay", card.memory - kept);
+  CHECK(card.memory == kept, "%ld pieces of memory leaked", card.memory - kept);
   card.capturing = true;                 // no timing inside a graph
   card.synchronizations = 0;
   set_times(0.5f, 0.5f, 0.1f, 0.5f);
   CHECK(search_one(K + 2) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
   card.capturing = false;
-  card.no_memory = true;                 // no room to time what adds: the first will do
+  // no memory to time an accumulating product: takes the first
+  card.no_memory = true;
   CHECK(search_one(K + 3) == 0, "algorithm %d", card.last_algorithm);
   card.no_memory = false;
   CHECK(search_one(8) == 0, "too small to search: %d", card.last_algorithm);
 }
 
-/// Second run: the file's choice without timing, although others are faster now. Where the file names what is not offered
-/// (algorithm 3 is gone): searched anew.
+/// Second run: takes the file's choice without timing, although others are faster now. Where the
+/// file names an algorithm that is not offered (algorithm 3 is gone), it searches again.
 static void search_again(void)
 {
   enum { K = 16384 };
@@ -524,10 +529,11 @@ static void search_off(void)
   card.offered = 4;
   set_times(0.5f, 0.1f, 0.3f, 0.2f);
   CHECK(search_one(16384) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
-  CHECK(gemm_cache_path()[0] == 0, "a file was looked for: %s", gemm_cache_path());
+  CHECK(gemm_cache_path()[0] == 0, "it looked for a file: %s", gemm_cache_path());
 }
 
-/// What algorithms want beside the operands: no launch takes more, and where there is less memory another algorithm does it.
+/// Workspaces: no launch takes more than is allowed, and when memory is short another algorithm
+/// runs.
 static void workspaces(void)
 {
   enum { C = 64 * 64 /* elements */, SEARCHED = 20480, SMALL = 8 };
@@ -546,19 +552,20 @@ static void workspaces(void)
   int64_t shape[] = {64, 64};
   tensor x = make(ENG_f32, 2, shape, 0, false), y = make(ENG_f32, 2, shape, 0, false);
   op_call call = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&x, &x}, .out = {&y}};
-  // Nothing is small enough.
+  // No algorithm's workspace fits.
   for (int i = 2; i < CARD_ALGORITHMS; i++) card.workspace[i] = 1;
   card.room = C - 1;
   card.error[0] = 0;
-  CHECK(cuda_matmul(&call) == ENG_ERR_MEMORY && strstr(card.error, "no room"), "'%s'", card.error);
+  CHECK(cuda_matmul(&call) == ENG_ERR_MEMORY && strstr(card.error, "out of scratch"), "'%s'",
+        card.error);
   card.room = 0;
   CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "it does not recover: %s",
         card.error);
-  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch are kept", card.scratch_bytes);
+  CHECK(card.scratch_bytes == 0, "%ld bytes of scratch leaked", card.scratch_bytes);
   forget_tensors();
 }
 
-/// The next run: the file names an algorithm that there is no room for.
+/// The next run: the file names an algorithm whose workspace does not fit.
 static void workspaces_again(void)
 {
   enum { K = 20480 };
@@ -586,7 +593,7 @@ static void file(const char *folder)
   int n = gemm_line_write(line, &p, &c);
   CHECK(n == (int)strlen(line) && gemm_line_read(line, &q, &d), "%s", line);
   CHECK(memcmp(&p, &q, sizeof p) == 0 && memcmp(&c, &d, sizeof c) == 0, "%s", line);
-  for (int i = 0; i < n; i++) {   // cut short anywhere, or with any byte changed to another kind
+  for (int i = 0; i < n; i++) {   // truncated anywhere, or with any byte changed to another kind
     memcpy(text, line, (size_t)n + 1);
     text[i] = 0;
     CHECK(!gemm_line_read(text, &q, &d), "a line of %d bytes: %s", i, text);
@@ -598,13 +605,13 @@ static void file(const char *folder)
     CHECK(!gemm_line_read(text, &q, &d), "byte %d changed: %s", i, text);
   }
   gemm_problem wide;
-  memset(&wide, 0x80, sizeof wide);   // the longest line there can be fits
+  memset(&wide, 0x80, sizeof wide);   // the longest possible line fits
   gemm_choice wide_choice;
   memset(&wide_choice, 0x80, sizeof wide_choice);
   CHECK(gemm_line_write(text, &wide, &wide_choice) < GEMM_LINE - 1, "%zu", strlen(text));
   CHECK(!gemm_line_read(text, &q, &d), "numbers of 19 digits");
 
-  // Kept, found again; damage between is passed over; the later of two lines holds.
+  // Kept and found again; damage in between is skipped; the later of two lines counts.
   char path[4200], home[4100];
   snprintf(home, sizeof home, "%s/deep/er", folder);
   setenv("ENGINE_CACHE", home, 1);
@@ -639,10 +646,10 @@ static void file(const char *folder)
   CHECK(gemm_cache_keep(gemm_cache_entry(&p), &c), "%s", path);
   gemm_cache_clear();
   gemm_cache_open("NVIDIA H200 / x", 130100);
-  CHECK(gemm_cache_entry(&p)->chosen, "what follows a line cut short is lost");
+  CHECK(gemm_cache_entry(&p)->chosen, "the line after a truncated one is lost");
   gemm_cache_clear();
 
-  // nobody at its other end: passed over, not waited for
+  // a pipe without a writer: skipped, not waited for
   snprintf(path, sizeof path, "%s/cublaslt-pipe-1.txt", home);
   CHECK(mkfifo(path, 0600) == 0, "%s", path);
   alarm(20);

@@ -1,16 +1,19 @@
--- The host logic of the CUDA device's products, without a GPU: the real files of cuda/ compiled with a card that is none
--- (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. CUDA's headers are enough.
+-- The host logic of the CUDA device's products, without a GPU: files of cuda/ compiled against a
+-- fake card (spec/cuda/card.c), which computes on the host and refuses what cuBLASLt would. Needs
+-- only CUDA's headers.
 local helper = require "spec.helper"
 
-local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c spec/cuda/gemm_fp8_host.c " ..
-  "cuda/gemm/gemm_layout.c cuda/gemm/gemm_cache.c cuda/gemm/gemm_lt.c cuda/gemm/gemm.c cuda/gemm/gemm_fused.c " ..
-  "cuda/gemm/gemm_fp8.c cuda/quantized/fp8_matmul.c"
+local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c " ..
+  "spec/cuda/gemm_fp8_host.c cuda/gemm/gemm_layout.c cuda/gemm/gemm_cache.c cuda/gemm/gemm_lt.c " ..
+  "cuda/gemm/gemm.c cuda/gemm/gemm_fused.c cuda/gemm/gemm_fp8.c cuda/quantized/fp8_matmul.c"
 
 --- A folder with CUDA's headers, or nil.
 local function headers()
-  local places = { os.getenv("CUDA_HOME") or "", "/usr/local/cuda", (helper.shell("command -v nvcc").out:gsub("/bin/nvcc%s*$", "")) }
+  local places = { os.getenv("CUDA_HOME") or "", "/usr/local/cuda",
+    (helper.shell("command -v nvcc").out:gsub("/bin/nvcc%s*$", "")) }
   for _, place in ipairs(places) do
-    if place ~= "" and helper.read(place .. "/include/cublasLt.h") then return place .. "/include" end
+    local include = place .. "/include"
+    if place ~= "" and helper.read(include .. "/cublasLt.h") then return include end
   end
 end
 
@@ -25,35 +28,52 @@ describe("matrix products on the CUDA device, host side", function()
   setup(function()
     folder = helper.folder()
     program = folder .. "/gemm_host"
-    local result = helper.shell(("gcc -std=gnu17 -O2 -fopenmp -Wall -Wextra -Werror -Icore -Icuda -Ispec/cuda -I%s -o %s %s -lm"):format(include, program, SOURCES))
+    local compile = "gcc -std=gnu17 -O2 -fopenmp -Wall -Wextra -Werror -Icore -Icuda " ..
+      "-Ispec/cuda -I%s -o %s %s -lm"
+    local result = helper.shell(compile:format(include, program, SOURCES))
     assert.are.equal(0, result.code, result.err)
   end)
   teardown(function() helper.remove(folder) end)
 
   local function run(part, environment)
-    local result = helper.shell(("%s %s %s %s/cache"):format(environment or "", program, part, folder))
+    local command = ("%s %s %s %s/cache"):format(environment or "", program, part, folder)
+    local result = helper.shell(command)
     assert.are.equal("ok\n", result.out)
   end
 
-  it("equal the definition for any strides, formats, batches and transposes", function() run("products") end)
-  it("are finished where cuBLASLt refuses in the middle of a batch, nothing added twice", function() run("refused_late") end)
-  it("take the workspace that an algorithm wants, another algorithm where there is no room for it", function()
+  it("equal the definition for any strides, formats, batches and transposes", function()
+    run("products")
+  end)
+  it("finish a batch that cuBLASLt refuses midway, adding nothing twice", function()
+    run("refused_late")
+  end)
+  it("take an algorithm's workspace, or another algorithm when memory is short", function()
     run("workspaces")
     run("workspaces_again")
   end)
-  it("add a bias apart where cuBLASLt does not", function() run("bias") end)
-  it("make a GELU, its slope and column sums in one kernel", function() run("fused", "ENGINE_CUBLASLT_FUSE=1") end)
-  it("make them apart where cuBLASLt does not, or without ENGINE_CUBLASLT_FUSE=1", function()
+  it("add a bias separately where cuBLASLt does not", function() run("bias") end)
+  it("compute a GELU, its slope and column sums in one kernel", function()
+    run("fused", "ENGINE_CUBLASLT_FUSE=1")
+  end)
+  it("compute them separately where cuBLASLt does not, and by default", function()
     run("fused_refused", "ENGINE_CUBLASLT_FUSE=1")
     run("fused_refused")
   end)
-  it("make them apart where that is faster", function() run("fused_search", "ENGINE_CUBLASLT_FUSE=1") end)
-  it("make them the same way in the next run", function() run("fused_again", "ENGINE_CUBLASLT_FUSE=1") end)
+  it("compute them separately where that is faster", function()
+    run("fused_search", "ENGINE_CUBLASLT_FUSE=1")
+  end)
+  it("compute them the same way in the next run", function()
+    run("fused_again", "ENGINE_CUBLASLT_FUSE=1")
+  end)
   it("choose the fastest algorithm that adds in order, once", function() run("search") end)
   it("take the same algorithm in the next run", function() run("again") end)
   it("search again when the algorithm is no longer offered", function() run("gone") end)
-  it("take the heuristic's first with ENGINE_CUBLASLT_SEARCH=0", function() run("off", "ENGINE_CUBLASLT_SEARCH=0") end)
+  it("take the heuristic's first with ENGINE_CUBLASLT_SEARCH=0", function()
+    run("off", "ENGINE_CUBLASLT_SEARCH=0")
+  end)
   it("keep choices in a file that survives damage", function() run("file") end)
-  it("lay FP8 operands and scales out as cuBLASLt reads them, and say what it cannot do", function() run("fp8") end)
-  it("bring FP8 factors, given transposed or ragged, before the tensor cores", function() run("fp8_matmul") end)
+  it("lay out FP8 operands and scales, and explain refusals", function() run("fp8") end)
+  it("prepare transposed and ragged FP8 factors for the tensor cores", function()
+    run("fp8_matmul")
+  end)
 end)

@@ -1,5 +1,6 @@
--- Every check that needs an NVIDIA card (make test-gpu): the kernel specs with the card in the CPU's place, and the specs of this
--- folder. Says so and ends well where there is no card. ./engine spec/cuda/run.lua [busted options] [FILE...]
+-- Every check that needs an NVIDIA card (make test-gpu): the kernel specs on the card instead of
+-- the CPU, and the specs of this folder. Without a card it prints a line and succeeds. ./engine
+-- spec/cuda/run.lua [busted options] [FILE...]
 local engine = require "engine"
 local ffi = require "ffi"
 
@@ -17,8 +18,9 @@ ffi.C.setenv("ENGINE_TEST_DEVICE", "cuda", 1)
 local files = false
 for _, argument in ipairs(arg) do files = files or argument:find("_spec", 1, true) ~= nil end
 if not files then
-  for _, name in ipairs { "cpu/kernels", "cpu/optimizer_kernel", "params/gradstats", "cpu/lagged_kernel", "cpu/in_place", "cpu/wire_kernel",
-    "cpu/residual_norm", "cpu/attention_entropy", "cuda/fp8", "cuda/training", "cuda/emulated" } do
+  for _, name in ipairs { "cpu/kernels", "cpu/optimizer_kernel", "params/gradstats",
+    "cpu/lagged_kernel", "cpu/in_place", "cpu/wire_kernel", "cpu/residual_norm",
+    "cpu/attention_entropy", "cuda/fp8", "cuda/training", "cuda/emulated" } do
     arg[#arg + 1] = "spec/" .. name .. "_spec.lua"
   end
 end

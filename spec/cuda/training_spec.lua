@@ -1,4 +1,5 @@
--- The card trains as the CPU does: the same losses, overflows and scales under the same policy. Run by spec/cuda/run.lua alone.
+-- The card trains like the CPU: same losses, overflows and scales under the same policy. Run by
+-- spec/cuda/run.lua only.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 
@@ -8,16 +9,20 @@ if not CARD then return end
 local STEPS = tonumber(os.getenv("ENGINE_TEST_STEPS")) or 40   -- fewer on a slow card
 local TEXT = io.open("core/ops.def"):read("*a")
 
---- Trains a small GPT and gives the losses, scales and skipped steps, and the weights at the end.
+--- Trains a small GPT; returns the losses, scales, overflows, number of updates and the model.
 local function train(device, options)
   engine.device(device)
   engine.seed(7)
-  local model = engine.nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2, dropout = options.dropout or 0 }
+  local model = engine.nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2,
+    dropout = options.dropout or 0 }
   local losses, scales, overflows = {}, {}, {}
   local trainer = engine.trainer {
-    model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 }, steps = options.steps or STEPS, log = "quiet",
-    optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = options.lr or 1e-3, precision = options.precision }), clip = 1,
-    policy = options.policy, policy_options = options.policy_options, accumulate = options.accumulate,
+    model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 },
+    steps = options.steps or STEPS, log = "quiet", clip = 1,
+    optimizer = engine.optim[options.optimizer or "adamw"](model,
+      { lr = options.lr or 1e-3, precision = options.precision }),
+    policy = options.policy, policy_options = options.policy_options,
+    accumulate = options.accumulate,
     on_step = function(_, record)
       losses[#losses + 1], scales[#scales + 1] = record.loss, record.scale
       overflows[#overflows + 1] = record.overflow
@@ -25,13 +30,16 @@ local function train(device, options)
   }
   trainer:run()
   engine.device("cpu")
-  return { losses = losses, scales = scales, overflows = overflows, updates = trainer.updates, model = model }
+  return { losses = losses, scales = scales, overflows = overflows, updates = trainer.updates,
+    model = model }
 end
 
 local function same_within(a, b, limit)
   assert.equal(#a.losses, #b.losses)
   local worst = 0
-  for i = 1, #a.losses do worst = math.max(worst, math.abs(a.losses[i] - b.losses[i]) / math.abs(a.losses[i])) end
+  for i = 1, #a.losses do
+    worst = math.max(worst, math.abs(a.losses[i] - b.losses[i]) / math.abs(a.losses[i]))
+  end
   assert(worst <= limit, ("losses differ by %.3g, expected %.3g at most"):format(worst, limit))
   return worst
 end
@@ -39,20 +47,23 @@ end
 engine.device(CARD)
 local FP8 = M_ffi.C.eng_device_fp8()
 engine.device("cpu")
---- Whether the card's tensor cores can do a recipe.
-local function able(recipe) return FP8 >= ((recipe == "fp8_current" or recipe == "fp8_delayed") and 1 or 2) end
+--- Whether the card's tensor cores support a recipe.
+local function able(recipe)
+  return FP8 >= ((recipe == "fp8_current" or recipe == "fp8_delayed") and 1 or 2)
+end
 
 describe("training on the card", function()
   for _, case in ipairs { { "fp32", 2e-4 }, { "bf16", 2e-2 }, { "fp16", 5e-3 } } do
     it("follows the CPU's losses in " .. case[1], function()
-      same_within(train("cpu", { precision = case[1] }), train(CARD, { precision = case[1] }), case[2])
+      local options = { precision = case[1] }
+      same_within(train("cpu", options), train(CARD, options), case[2])
     end)
   end
 
-  -- on the card Hopper's accumulator multiplies, on the CPU f32 sums do: the recipes' `device`
+  -- the card uses Hopper's accumulator, the CPU sums in f32 (`device` in the recipes)
   for _, name in ipairs { "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block" } do
     it("follows the CPU's losses in " .. name, function()
-      if not able(name) then   -- said, not done slowly
+      if not able(name) then   -- an error, instead of running slowly
         local done, message = pcall(train, CARD, { precision = name })
         engine.device("cpu")
         assert(not done and tostring(message):find("no tensor cores for FP8", 1, true), message)
@@ -65,31 +76,34 @@ describe("training on the card", function()
   end
 
   it("overflows at the same steps and keeps the same scales", function()
-    local options = { precision = "fp16", policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 4 } }
+    local options = { precision = "fp16", policy = "dynamic",
+      policy_options = { init_scale = 2 ^ 24, growth_interval = 4 } }
     local a, b = train("cpu", options), train(CARD, options)
     assert.same(a.scales, b.scales)
     assert.same(a.overflows, b.overflows)
     assert.is_true(a.updates < #a.losses)
   end)
 
-  it("draws the same dropout masks, accumulates, runs every optimizer", function()
+  it("draws the same dropout masks, accumulates, and runs every optimizer", function()
     for _, name in ipairs { "sgd", "adam", "lion" } do
-      local options = { precision = "fp32", optimizer = name, dropout = 0.1, accumulate = 2, steps = 12, lr = name == "sgd" and 0.1 or 3e-4 }
+      local options = { precision = "fp32", optimizer = name, dropout = 0.1, accumulate = 2,
+        steps = 12, lr = name == "sgd" and 0.1 or 3e-4 }
       same_within(train("cpu", options), train(CARD, options), 1e-3)
     end
   end)
 
-  it("has its own records after a lagged run that was broken off", function()
+  it("reads its own record after an unfinished lagged run", function()
     engine.device(CARD)
     engine.seed(7)
     local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
     local optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp32" })
     local function trainer(mode, loss)
-      return engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 16, seed = 3 }, steps = 9, log = "quiet",
-        optimizer = optimizer, mode = mode, loss = loss }
+      return engine.trainer { model = model, steps = 9, log = "quiet", optimizer = optimizer,
+        data = engine.data.text { text = TEXT, batch = 2, context = 16, seed = 3 },
+        mode = mode, loss = loss }
     end
     local broken, want = trainer("lagged"), nil
-    for _ = 1, 2 do broken:step() end                       -- one record stays on its way
+    for _ = 1, 2 do broken:step() end   -- leaves one record in flight
     local record = trainer("sync", function(m, batch)
       local loss = m:loss(batch.x, batch.y)
       want = loss:item()
@@ -101,21 +115,27 @@ describe("training on the card", function()
   end)
 
   it("repeats bit for bit", function()
-    local a, b = train(CARD, { precision = "fp16", dropout = 0.1 }), train("cuda", { precision = "fp16", dropout = 0.1 })
+    local options = { precision = "fp16", dropout = 0.1 }
+    local a, b = train(CARD, options), train(CARD, options)
     assert.same(a.losses, b.losses)
   end)
 end)
 
 describe("SwiGLU in FP8 on the card", function()
-  -- Losses of a small Llama by step. Where every step is looked at, h is a tensor; elsewhere it becomes codes as it is computed.
+  -- Losses of a small Llama by step. With meters in every step (sample = 1) h is a tensor; without
+  -- them its FP8 codes are computed directly.
   local function losses(precision, options)
     engine.device(CARD)
     engine.seed(9)
-    local model, seen = engine.nn.llama { vocab = 256, context = 32, width = 64, heads = 2, kv_heads = 2, layers = 2, hidden = 272 }, {}
+    local model = engine.nn.llama { vocab = 256, context = 32, width = 64, heads = 2, kv_heads = 2,
+      layers = 2, hidden = 272 }
+    local seen = {}
     local trainer = engine.trainer {
-      model = model, data = engine.data.text { text = TEXT, batch = 3, context = 32, seed = 3 }, steps = options.steps or math.min(STEPS, 4),
-      log = "quiet", mode = options.mode, graph = options.graph, accumulate = options.accumulate,
-      optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = { base = precision, fp8 = { sample = options.sample } } }), clip = 1,
+      model = model, data = engine.data.text { text = TEXT, batch = 3, context = 32, seed = 3 },
+      steps = options.steps or math.min(STEPS, 4), clip = 1, log = "quiet",
+      mode = options.mode, graph = options.graph, accumulate = options.accumulate,
+      optimizer = engine.optim.adamw(model,
+        { lr = 1e-3, precision = { base = precision, fp8 = { sample = options.sample } } }),
       on_step = function(_, record) seen[#seen + 1] = record.loss end,
     }
     local good, message = pcall(trainer.run, trainer)
@@ -125,13 +145,15 @@ describe("SwiGLU in FP8 on the card", function()
   end
 
   for _, name in ipairs { "fp8_block", "fp8_rowwise", "fp8_current", "fp8_delayed" } do
-    if able(name) then it("gives the same losses at once and in two steps, with " .. name, function()
-      assert.same(losses(name, { sample = 1, accumulate = 2 }), (losses(name, { sample = 0, accumulate = 2 })))
+    if able(name) then it("gives the same losses fused and in two steps, with " .. name, function()
+      local apart = losses(name, { sample = 1, accumulate = 2 })
+      assert.same(apart, (losses(name, { sample = 0, accumulate = 2 })))
     end) end
   end
-  if able("fp8_block") then it("stands in a captured step", function()
+  if able("fp8_block") then it("works in a captured step", function()
     local plain = losses("fp8_block", { sample = 0, mode = "lagged", steps = 6 })
-    local graph, captured = losses("fp8_block", { sample = 0, mode = "lagged", graph = true, steps = 6 })
+    local graph, captured = losses("fp8_block",
+      { sample = 0, mode = "lagged", graph = true, steps = 6 })
     assert.is_true(captured)
     assert.same(plain, graph)
     assert.same(losses("fp8_block", { sample = 1, mode = "lagged", steps = 6 }), plain)
@@ -141,7 +163,7 @@ end)
 describe("tensors on the card", function()
   after_each(function() engine.device("cpu") end)
 
-  it("go there and come back", function()
+  it("are copied there and back", function()
     local x = engine.tensor({ { 1, 2.5, -3 }, { 0, 1e-40, 65504 } }, "f32")
     local there = x:to("cuda")
     assert.equal("cuda", there.device)
@@ -152,25 +174,27 @@ describe("tensors on the card", function()
     assert.truthy(tostring(there):find("cuda", 1, true))
   end)
 
-  it("are not mixed with others", function()
+  it("do not mix with tensors of another device", function()
     local x = engine.ones(3)
     engine.device("cuda")
     local good, message = pcall(function() return engine.ones(3) + x end)
     assert.is_false(good)
-    assert.truthy(tostring(message):find("is not in the memory of the device in force, cuda", 1, true))
+    assert.truthy(tostring(message)
+      :find("is not in the memory of the device in force, cuda", 1, true))
   end)
 
-  it("tell an index out of range when they are next waited for", function()
+  it("report an index out of range at the next wait", function()
     engine.device("cuda")
     local good, message = pcall(function()
       return engine.randn(4, 3):index_select(1, engine.tensor({ 0, 9 }, "i64")):sum():item()
     end)
     assert.is_false(good)
-    assert.truthy(tostring(message):find("index_select: expected indices in 0..3, got 9", 1, true))
+    assert.truthy(tostring(message)
+      :find("index_select: expected indices in 0..3, got 9", 1, true))
     assert.equal(3, engine.ones(3):sum():item())
   end)
 
-  it("say what to do when the memory is used up", function()
+  it("say what to do when memory runs out", function()
     engine.device("cuda")
     local good, message = pcall(engine.zeros, 2 ^ 20, 2 ^ 19)
     assert.is_false(good)
@@ -180,16 +204,19 @@ describe("tensors on the card", function()
 end)
 
 describe("a captured step", function()
-  --- Lagged training of a small GPT with and without a graph: losses by step.
+  --- Losses by step of a small GPT in lagged mode, with or without a graph; or the error.
   local function losses(graph, options)
     engine.device(CARD)
     engine.seed(9)
-    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout }
+    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
+      dropout = options.dropout }
     local seen = {}
     local trainer = engine.trainer {
-      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = options.steps or 24,
-      log = "quiet", mode = "lagged", optimizer = engine.optim.adamw(model, { lr = options.lr or 1e-3, precision = options.precision or "fp16" }),
-      clip = 1, graph = graph, loss = options.loss, policy = options.policy,
+      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
+      steps = options.steps or 24, log = "quiet", mode = "lagged", clip = 1,
+      optimizer = engine.optim.adamw(model,
+        { lr = options.lr or 1e-3, precision = options.precision or "fp16" }),
+      graph = graph, loss = options.loss, policy = options.policy,
       policy_options = not options.policy and { init_scale = 2 ^ 26, growth_interval = 4 } or nil,
       on_step = function(t, record)
         seen[#seen + 1] = { record.loss, record.scale, record.overflow }
@@ -202,7 +229,7 @@ describe("a captured step", function()
     return good and seen or tostring(message), captured
   end
 
-  it("computes what the step computes, overflows and scales included", function()
+  it("computes what the plain step computes, overflows and scales included", function()
     local plain = losses(false, {})
     local graph, captured = losses(true, {})
     assert.is_true(captured)
@@ -210,12 +237,15 @@ describe("a captured step", function()
     assert.same(plain, graph)
   end)
 
-  if able("fp8_block") then it("quantizes its weights in every launch, whatever was computed before the capture and between", function()
+  if able("fp8_block") then it("quantizes its weights in every launch", function()
+    -- also computes something before the capture and between launches
     local function look(t, step)
-      if step == 2 or step == 4 then engine.scope(function() return t:forward(t.data:next()):item() end) end
+      if step ~= 2 and step ~= 4 then return end
+      engine.scope(function() return t:forward(t.data:next()):item() end)
     end
     for _, precision in ipairs { "fp8_block", "fp8_current" } do
-      local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7, on_step = look }
+      local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7,
+        on_step = look }
       local plain = losses(false, options)
       local graph, captured = losses(true, options)
       assert.is_true(captured)
@@ -223,9 +253,11 @@ describe("a captured step", function()
     end
   end) end
 
-  --- Something large of the card's that only `held` knows of: made in a frame of its own, for slots of the stack keep what stood there alive.
+  -- Makes something large on the card that only `held` refers to. In a function of its own, because
+  -- stack slots keep their old values alive.
   local function garbage(held, what)
-    if what == "graph" then return losses(true, { steps = 6 }) end   -- its trainer, model and graph are nobody's now
+    -- nothing refers to its trainer, model and graph afterwards
+    if what == "graph" then return losses(true, { steps = 6 }) end
     engine.device(CARD)
     if what == "optimizer" then
       held[1] = engine.optim.adam(engine.nn.linear(1024, 1024), { lr = 1e-3 })
@@ -236,7 +268,7 @@ describe("a captured step", function()
     engine.device("cpu")
   end
 
-  it("outlives garbage that is collected while it is captured", function()
+  it("survives the collection of garbage during its capture", function()
     local plain = losses(false, { steps = 8 })
     for _, what in ipairs { "graph", "optimizer", "tensor" } do
       local held = {}
@@ -244,7 +276,7 @@ describe("a captured step", function()
       local seen = 0
       local graph, captured = losses(true, { steps = 8, loss = function(model, batch)
         seen = seen + 1
-        if seen == 4 then   -- the one that is captured; nothing stands on the tape yet
+        if seen == 4 then   -- the captured step; the tape is still empty
           if what == "tensor" then held[1]:free() end
           held[1] = nil
           collectgarbage()
@@ -258,21 +290,28 @@ describe("a captured step", function()
     end
   end)
 
-  it("has no place for an update or statistics of a script's own", function()
+  it("refuses an update or statistics by the script", function()
     engine.device(CARD)
     local own = engine.optim.sgd(engine.nn.linear(3, 3), { lr = 1 })
     engine.device("cpu")
-    for words, pass in pairs { ["gradient statistics"] = function() own:grad_norm() end, ["an optimizer's update"] = function() own:step() end } do
+    local passes = {
+      ["gradient statistics"] = function() own:grad_norm() end,
+      ["an optimizer's update"] = function() own:step() end,
+    }
+    for words, pass in pairs(passes) do
       local message = losses(true, { loss = function(model, batch)
         pass()
         return model:loss(batch.x, batch.y)
       end })
-      assert(tostring(message):find("graph: " .. words .. " cannot be part of a captured step; hint: graph=false", 1, true), message)
+      local expected = "graph: " .. words .. " cannot be part of a captured step; hint: graph=false"
+      assert(tostring(message):find(expected, 1, true), message)
     end
   end)
 
   it("refuses an operation that draws random numbers", function()
-    assert.truthy(losses(true, { dropout = 0.1 }):find("graph: an operation that draws random numbers cannot be part of a captured step; hint: graph=false", 1, true))
+    local expected = "graph: an operation that draws random numbers cannot be part of a " ..
+      "captured step; hint: graph=false"
+    assert.truthy(losses(true, { dropout = 0.1 }):find(expected, 1, true))
     local again = losses(true, {})
     assert(type(again) == "table", again)
   end)

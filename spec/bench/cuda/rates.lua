@@ -1,5 +1,6 @@
--- rates.lua [DEVICE [SIZE]]: how near the kernels come to the card's limits, on random data: products beside the datasheet's peak, passes over
--- memory beside a plain copy of the same run. SIZE scales the problems down for a trial on a CPU (1: as on the card).
+-- rates.lua [DEVICE [SIZE]]: how close the kernels come to the card's limits, on random data:
+-- products against the datasheet's peak, passes over memory against a plain copy in the same run.
+-- SIZE scales the problems down for a trial on a CPU (1: as on the card).
 local engine = require "engine"
 local machine = require "engine.base.machine"
 
@@ -10,7 +11,7 @@ print(machine.device_text())
 
 local REPEAT = tonumber(os.getenv("REPEAT")) or device == "cuda" and 20 or 2
 
---- Median seconds of f() over several runs, the device waited for.
+--- Median seconds of f() over several runs, including the wait for the device.
 local function seconds_of(f)
   local function once()
     f()
@@ -35,7 +36,8 @@ local function scaled(n) return math.max(64, math.floor(n * size / 64 + 0.5) * 6
 
 local row = scaled(2 ^ 16)
 local elements = row * scaled(2 ^ 12)
-local a, b = engine.zeros(elements / row, row, { dtype = "bf16", keep = true }), engine.zeros(elements / row, row, { dtype = "bf16", keep = true })
+local function zeros() return engine.zeros(elements / row, row, { dtype = "bf16", keep = true }) end
+local a, b = zeros(), zeros()
 a:copy(engine.randn(row))
 local copy = 4 * elements / seconds_of(function() b:copy(a) end)
 print(("copy of %d MiB: %.0f GB/s read and written"):format(2 * elements / 2 ^ 20, copy / 1e9))
@@ -45,7 +47,8 @@ local function memory_line(name, bytes, f)
   print(("%-44s %8.0f GB/s  %5.1f %% of the copy"):format(name, rate / 1e9, 100 * rate / copy))
 end
 
---- The mean of ten runs after a second of rest: what a card does before its power limit lowers its clocks, and what many published figures are.
+--- The mean of ten runs after a second of rest: the card's speed before its power limit lowers its
+-- clocks, as in many published figures.
 local function burst_of(f)
   engine.synchronize()
   if device == "cuda" and size == 1 then os.execute("sleep 1") end
@@ -59,7 +62,8 @@ end
 
 local function product_line(name, flops, f)
   local seconds, burst = seconds_of(f), burst_of(f)
-  print(("%-44s %8.1f TFLOP/s  %8.3f ms   ten after a rest %8.1f TFLOP/s"):format(name, flops / seconds / 1e12, 1e3 * seconds, flops / burst / 1e12))
+  print(("%-44s %8.1f TFLOP/s  %8.3f ms   ten after a rest %8.1f TFLOP/s")
+    :format(name, flops / seconds / 1e12, 1e3 * seconds, flops / burst / 1e12))
 end
 
 -- ------------------------------------------------------------------ products
@@ -67,16 +71,28 @@ end
 for _, dtype in ipairs { "bf16", "f16", "f32" } do
   local n = scaled(dtype == "f32" and 4096 or 8192)
   local x, w = engine.randn(n, n):to(dtype):keep(), engine.randn(n, n):to(dtype):keep()
-  product_line(("product %s %d^3"):format(dtype, n), 2 * n ^ 3, function() return x:matmul(w, false, true) end)
+  product_line(("product %s %d^3"):format(dtype, n), 2 * n ^ 3, function()
+    return x:matmul(w, false, true)
+  end)
 end
-do   -- FP8: one scale a tensor, as forward products of fp8_delayed and fp8_current have it (fast) and their gradients; by row; fp8_block's three
+do
+  -- FP8: a scale per tensor, as in forward products of fp8_delayed and fp8_current (fast) and in
+  -- their gradients; a scale per row; and the products of fp8_block
   local n, fp8 = math.max(128, scaled(8192)), engine.fp8
   local x, w = engine.randn(n, n):keep(), engine.randn(n, n):keep()
-  for _, case in ipairs { { "one scale, fast", "tensor", "tensor", 0 }, { "one scale", "tensor", "tensor", 128 }, { "a scale a row", "row", "row", 128 },
-    { "1 x 128 with 128 x 128", { 1, 128 }, { 128, 128 }, 128 }, { "1 x 128 with 1 x 128, f32", { 1, 128 }, { 1, 128 }, 128, "f32" } } do
-    local qx, qw = fp8.quantize(x, { block = case[2] }):keep(), fp8.quantize(w, { block = case[3] }):keep()
-    local how = { transpose_b = true, accumulator = "hopper", promotion = case[4], dtype = case[5] or "bf16" }
-    product_line(("product e4m3 %d^3, %s"):format(n, case[1]), 2 * n ^ 3, function() return fp8.matmul(qx, qw, how) end)
+  for _, case in ipairs {
+    { "one scale, fast", "tensor", "tensor", 0 }, { "one scale", "tensor", "tensor", 128 },
+    { "a scale a row", "row", "row", 128 },
+    { "1 x 128 with 128 x 128", { 1, 128 }, { 128, 128 }, 128 },
+    { "1 x 128 with 1 x 128, f32", { 1, 128 }, { 1, 128 }, 128, "f32" },
+  } do
+    local qx = fp8.quantize(x, { block = case[2] }):keep()
+    local qw = fp8.quantize(w, { block = case[3] }):keep()
+    local how = { transpose_b = true, accumulator = "hopper", promotion = case[4],
+      dtype = case[5] or "bf16" }
+    product_line(("product e4m3 %d^3, %s"):format(n, case[1]), 2 * n ^ 3, function()
+      return fp8.matmul(qx, qw, how)
+    end)
     qx:free()
     qw:free()
   end
@@ -86,21 +102,27 @@ do
   local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
   local q, k, v = heads(), heads(), heads()
   local flops = 4 * B * H * T * T * D / 2
-  product_line(("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D), flops, function() return engine.attention(q, k, v, { causal = true }) end)
-  product_line("  with entropies", flops, function() return engine.attention(q, k, v, { causal = true, entropy = true }) end)
+  local function attention() return engine.attention(q, k, v, { causal = true }) end
+  local name = ("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D)
+  product_line(name, flops, attention)
+  product_line("  with entropies", flops, function()
+    return engine.attention(q, k, v, { causal = true, entropy = true })
+  end)
   q:requires_grad(true) k:requires_grad(true) v:requires_grad(true)
   local dy = heads()
-  product_line("  with its gradient", 3.5 * flops, function() (engine.attention(q, k, v, { causal = true }) * dy):sum():backward() end)
+  product_line("  with its gradient", 3.5 * flops, function()
+    (attention() * dy):sum():backward()
+  end)
 end
 
--- ------------------------------------------------------------------ passes over all parameters, and kernels that memory limits
+-- ------------------------------------------------------------------ passes that memory limits
 
 local function parameters(count, precision)
   local model = engine.nn.linear(scaled(4096), scaled(count / 4096), { bias = false })
   return model, engine.optim.adamw(model, { lr = 1e-3, precision = precision })
 end
 
---- Gradients of random numbers, row by row the same.
+--- Random gradients, the same for every row.
 local function random_gradients(list, format)
   for _, w in ipairs(list) do
     ((w:to(format) * engine.randn(w.shape[#w.shape]):to(format)):sum()):backward()
@@ -108,7 +130,7 @@ local function random_gradients(list, format)
   end
 end
 
---- What the trainer asks a pass for: waited for at once (a norm alone, the default, with histograms), and on its way while others are.
+--- The trainer's passes: awaited at once (a norm alone, the default, with histograms), and lagged.
 local function statistics_lines(name, opt, bytes)
   local raw = require "engine.base.ffi"
   local ffi, C, check = raw.ffi, raw.C, raw.check
@@ -117,7 +139,9 @@ local function statistics_lines(name, opt, bytes)
   memory_line("gradient statistics, " .. name, bytes, function() opt:grad_norm() end)
   for k, text in ipairs { "  amax, norm, zeros, underflow", "  with histograms" } do
     local needs = k == 1 and default or default + C.ENG_NEED_HIST
-    memory_line(text, bytes, function() check(C.eng_params_stats(record, nil, opt.params, 1, needs)) end)
+    memory_line(text, bytes, function()
+      check(C.eng_params_stats(record, nil, opt.params, 1, needs))
+    end)
     local function fetch() check(C.eng_params_stats_fetch(record, nil, loss, opt.params, 1)) end
     memory_line(text .. ", lagged", bytes, function()
       if C.eng_params_stats_pending(opt.params) > 2 then fetch() end
@@ -133,7 +157,8 @@ for _, precision in ipairs { "bf16", "fp16" } do
   opt:zero_grad()
   random_gradients({ model.weight }, precision == "fp16" and "f16" or "bf16")
   statistics_lines(("%s, %d M"):format(precision, n / 1e6), opt, 2 * n)
-  memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n, function() opt:step { gradient_factor = 1e-3 } end)
+  memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n,
+    function() opt:step { gradient_factor = 1e-3 } end)
 end
 do   -- the 148 parameters of GPT-2
   local list, n = {}, 0
@@ -167,39 +192,67 @@ memory_line("gelu, bf16", 4 * h.count, function() return h:gelu("tanh") end)
 memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):contiguous() end)
 memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
 memory_line("sum of everything, bf16", 2 * h.count, function() return h:sum() end)
-do   -- what a step of GPT-2 does beside its products, 64 sequences of 1024
+do   -- a step of GPT-2 without its products, 64 sequences of 1024
   local raw = require "engine.base.ffi"
   local tokens, columns, vocab = scaled(65536), scaled(768), scaled(50304)
-  local x, dy = engine.randn(tokens, columns):to("bf16"):keep(), engine.randn(tokens, columns):to("bf16"):keep()
-  local gain, shift = engine.ones(columns, { keep = true }), engine.zeros(columns, { keep = true })
+  local function random(n) return engine.randn(tokens, n):to("bf16"):keep() end
+  local x, dy = random(columns), random(columns)
+  local gain = engine.ones(columns, { keep = true })
+  local shift = engine.zeros(columns, { keep = true })
   local _, mean, rstd = raw.run("layer_norm", { x, gain, shift }, {}, { 1e-5 }, 3)
   mean, rstd = mean:keep(), rstd:keep()
   local f32 = raw.dtype.f32
-  local narrow, wide = ("bf16 [%d x %d]"):format(tokens, columns), ("bf16 [%d x %d]"):format(tokens, 4 * columns)
-  memory_line("layer norm " .. narrow, 4 * x.count, function() return x:layer_norm(gain, shift) end)
-  memory_line("  its gradient", 6 * x.count, function() raw.run("layer_norm_grad", { x, gain, mean, rstd, dy }, { f32, 1 }, {}, 3) end)
+  local narrow = ("bf16 [%d x %d]"):format(tokens, columns)
+  local wide = ("bf16 [%d x %d]"):format(tokens, 4 * columns)
+  memory_line("layer norm " .. narrow, 4 * x.count, function()
+    return x:layer_norm(gain, shift)
+  end)
+  memory_line("  its gradient", 6 * x.count, function()
+    raw.run("layer_norm_grad", { x, gain, mean, rstd, dy }, { f32, 1 }, {}, 3)
+  end)
   memory_line("add " .. narrow, 6 * x.count, function() return x + dy end)
-  memory_line("layer norm of a residual " .. narrow, 8 * x.count, function() return x:add_layer_norm(dy, gain, shift) end)
-  memory_line("  its gradient", 8 * x.count, function() raw.run("add_layer_norm_grad", { x, gain, mean, rstd, dy, x }, { f32, 1 }, {}, 3) end)
-  memory_line("bias gradient " .. narrow, 2 * x.count, function() raw.run("bias_grad", { dy }, { f32, 0 }) end)
+  memory_line("layer norm of a residual " .. narrow, 8 * x.count, function()
+    return x:add_layer_norm(dy, gain, shift)
+  end)
+  memory_line("  its gradient", 8 * x.count, function()
+    raw.run("add_layer_norm_grad", { x, gain, mean, rstd, dy, x }, { f32, 1 }, {}, 3)
+  end)
+  memory_line("bias gradient " .. narrow, 2 * x.count, function()
+    raw.run("bias_grad", { dy }, { f32, 0 })
+  end)
   local ids = engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
-  memory_line("embedding gradient, bf16 to f32", 2 * x.count + 4 * vocab * columns, function() raw.run("embedding_grad", { dy, ids }, { vocab, f32, 0 }) end)
-  local hidden, dh = engine.randn(tokens, 4 * columns):to("bf16"):keep(), engine.randn(tokens, 4 * columns):to("bf16"):keep()
+  memory_line("embedding gradient, bf16 to f32", 2 * x.count + 4 * vocab * columns, function()
+    raw.run("embedding_grad", { dy, ids }, { vocab, f32, 0 })
+  end)
+  local hidden, dh = random(4 * columns), random(4 * columns)
   memory_line("gelu " .. wide, 4 * hidden.count, function() return hidden:gelu("tanh") end)
-  memory_line("  its gradient", 6 * hidden.count, function() raw.run("unary_grad", { hidden, dh }, { raw.op.gelu_tanh, raw.dtype.bf16 }) end)
-  memory_line("bias gradient " .. wide, 2 * hidden.count, function() raw.run("bias_grad", { dh }, { f32, 0 }) end)
+  memory_line("  its gradient", 6 * hidden.count, function()
+    raw.run("unary_grad", { hidden, dh }, { raw.op.gelu_tanh, raw.dtype.bf16 })
+  end)
+  memory_line("bias gradient " .. wide, 2 * hidden.count, function()
+    raw.run("bias_grad", { dh }, { f32, 0 })
+  end)
 end
 do
   local raw = require "engine.base.ffi"
-  local tokens, vocab = scaled(8192), scaled(50240) + 17   -- rows that begin anywhere
-  local logits, targets = engine.randn(tokens, vocab):to("bf16"):keep(), engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
+  local tokens, vocab = scaled(8192), scaled(50240) + 17   -- unaligned rows
+  local logits = engine.randn(tokens, vocab):to("bf16"):keep()
+  local targets = engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
   local _, lse = raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2)
   lse = lse:keep()
   local dloss = engine.full({}, 1024, { keep = true })
-  memory_line(("cross entropy, bf16, %d classes"):format(vocab), 2 * logits.count, function() raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2) end)
-  memory_line("  its gradient", 4 * logits.count, function() raw.run("cross_entropy_grad", { logits, targets, lse, dloss }, { -100, 1 }, { 0 }) end)
-  local function quantize(block_rows, block_columns, flags, rule)   -- rule 1 divides (deepseek), 2 multiplies (deepgemm)
-    return function() raw.run("quantize", { h, false }, { raw.dtype.e4m3, block_rows, block_columns, rule or 1, flags }, { -1, 0 }, 5) end
+  memory_line(("cross entropy, bf16, %d classes"):format(vocab), 2 * logits.count, function()
+    raw.run("cross_entropy", { logits, targets }, { -100, 1 }, { 0 }, 2)
+  end)
+  memory_line("  its gradient", 4 * logits.count, function()
+    raw.run("cross_entropy_grad", { logits, targets, lse, dloss }, { -100, 1 }, { 0 })
+  end)
+  -- rule 1 divides (deepseek), 2 multiplies (deepgemm)
+  local function quantize(block_rows, block_columns, flags, rule)
+    return function()
+      raw.run("quantize", { h, false },
+        { raw.dtype.e4m3, block_rows, block_columns, rule or 1, flags }, { -1, 0 }, 5)
+    end
   end
   memory_line("bf16 to e4m3, blocks 1 x 128", 3 * h.count, quantize(1, 128, 0))
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
@@ -210,7 +263,8 @@ do
     raw.run("swiglu_quantize", { h, up, false }, { raw.dtype.e4m3, 1, 128, 2, 0 }, { -1, 0 }, 5)
   end)
   memory_line("  in two steps", 9 * h.count, function()
-    raw.run("quantize", { raw.run("swiglu", { h, up }, {}, {}), false }, { raw.dtype.e4m3, 1, 128, 2, 0 }, { -1, 0 }, 5)
+    raw.run("quantize", { raw.run("swiglu", { h, up }, {}, {}), false },
+      { raw.dtype.e4m3, 1, 128, 2, 0 }, { -1, 0 }, 5)
   end)
   memory_line("bf16 to e4m3, one scale (two reads)", 5 * h.count, quantize(0, 0, 0))
 end

@@ -1,11 +1,13 @@
-# run.sh [FOLDER]: everything there is to see of the CUDA device, in one call of under ten minutes on an H200, one file per command. On a machine
-# with an NVIDIA card; for the comparison its python3 has PyTorch. PARTS chooses: specs, rates, step, fp8, and, not by themselves, more
-# (fp16 and fp32 steps) and sanitizer (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny sizes, to see that all of it runs.
-# Ends with 1 when a command failed or took too long, with 2 for a part that it does not know.
+# run.sh [FOLDER]: measures the whole CUDA device in under ten minutes on an H200, one file per
+# part. Needs an NVIDIA card and, for the comparison, a python3 with PyTorch. PARTS is a list of
+# specs, rates, step, fp8 (the default), and more (fp16 and fp32 steps) or sanitizer
+# (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny sizes, to check that
+# everything runs. Exits with 1 when a command failed or timed out, with 2 for an unknown part.
 out=${1:-build/bench-cuda}
 engine=${ENGINE:-./engine}
 here=$(dirname "$0")
-size=1 gpt2="12 768 12 50304 1024 64" large="24 2304 36 50304 1024 8" python=${PYTHON:-python3}   # layers width heads vocab context batch
+# layers width heads vocab context batch
+size=1 gpt2="12 768 12 50304 1024 64" large="24 2304 36 50304 1024 8" python=${PYTHON:-python3}
 if [ -n "$TRIAL" ]; then
   size=0.002 gpt2="1 64 1 128 64 2" large="1 128 2 128 64 2"
   export ENGINE_TEST_STEPS=2 WARM=1 STEPS=2 REPEAT=1
@@ -15,7 +17,7 @@ for part in $parts; do
   case $part in
   specs | rates | step | fp8 | more | sanitizer) ;;
   *)
-    echo "run.sh: there is no part '$part'; PARTS is a list of: specs rates step fp8 more sanitizer" >&2
+    echo "run.sh: unknown part '$part'; PARTS is a list of: specs rates step fp8 more sanitizer" >&2
     exit 2 ;;
   esac
 done
@@ -24,11 +26,15 @@ mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.total --format=csv >"$out/card.txt" 2>&1
 date -u +%Y-%m-%d >>"$out/card.txt"
 
-# say FILE SECONDS COMMAND...: its output into the file and to be seen; a command that takes longer is ended. Failures are noted in failed.txt.
+# say FILE SECONDS COMMAND...: shows the output and appends it to the file; ends the command after
+# SECONDS. Failures go to failed.txt.
 say() {
   file=$1 most=$2
   shift 2
-  { echo "# $*"; timeout -k 5 "$most" "$@" 2>&1 || echo "# ended with $?: $*" | tee -a "$out/failed.txt"; } | tee -a "$out/$file"
+  {
+    echo "# $*"
+    timeout -k 5 "$most" "$@" 2>&1 || echo "# ended with $?: $*" | tee -a "$out/failed.txt"
+  } | tee -a "$out/$file"
 }
 
 for part in $parts; do
@@ -44,7 +50,9 @@ for part in $parts; do
     say step.txt 40 env PROFILE=1 $engine "$here/step.lua" bf16 $gpt2 lagged
     say step.txt 100 $python "$here/torch_step.py" bf16 $gpt2 compile ;;
   fp8)   # at 1.6 B parameters
-    for precision in bf16 fp8_block fp8_current; do say fp8.txt 45 $engine "$here/step.lua" $precision $large lagged; done ;;
+    for precision in bf16 fp8_block fp8_current; do
+      say fp8.txt 45 $engine "$here/step.lua" $precision $large lagged
+    done ;;
   more)
     for precision in fp16 fp32; do
       [ $precision = fp32 ] && gpt2="12 768 12 50304 1024 16"
@@ -55,8 +63,10 @@ for part in $parts; do
     done ;;
   sanitizer)
     for tool in memcheck racecheck initcheck synccheck; do
-      say sanitizer.txt 280 env ENGINE_TEST_STEPS=2 compute-sanitizer --tool $tool $engine spec/cuda/run.lua spec/params/gradstats_spec.lua spec/cpu/optimizer_kernel_spec.lua \
-        spec/cpu/lagged_kernel_spec.lua spec/cpu/wire_kernel_spec.lua
+      say sanitizer.txt 280 env ENGINE_TEST_STEPS=2 compute-sanitizer --tool $tool \
+        $engine spec/cuda/run.lua spec/params/gradstats_spec.lua \
+        spec/cpu/optimizer_kernel_spec.lua spec/cpu/lagged_kernel_spec.lua \
+        spec/cpu/wire_kernel_spec.lua
     done ;;
   esac
 done

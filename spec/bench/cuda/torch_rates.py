@@ -1,4 +1,5 @@
-"""torch_rates.py: products and attention of PyTorch on the same card, timed as rates.lua times ours: sustained, and ten after a rest, on random data."""
+"""torch_rates.py: PyTorch's products and attention on the same card, timed as in rates.lua:
+sustained, and ten after a rest, on random data."""
 import time
 
 import torch
@@ -37,7 +38,8 @@ def burst_of(f):
 def line(name, flops, f):
     seconds, burst = seconds_of(f), burst_of(f)
     rest = f"ten after a rest {flops / burst / 1e12:8.1f} TFLOP/s"
-    print(f"{name:44s} {flops / seconds / 1e12:8.1f} TFLOP/s  {1e3 * seconds:8.3f} ms   {rest}", flush=True)
+    rate = f"{flops / seconds / 1e12:8.1f} TFLOP/s  {1e3 * seconds:8.3f} ms"
+    print(f"{name:44s} {rate}   {rest}", flush=True)
 
 
 def main():
@@ -48,14 +50,18 @@ def main():
     n = 8192
     a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
-    line(f"product e4m3 {n}^3, one scale, fast", 2 * n**3, lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    line(f"product e4m3 {n}^3, one scale, fast", 2 * n**3,
+         lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16,
+                                  use_fast_accum=True))
     B, T, H, D = 16, 2048, 16, 64
     q, k, v, dy = (torch.randn(B, H, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     flops = 4 * B * H * T * T * D / 2
-    line(f"attention bf16, B {B} T {T} H {H} D {D}, causal", flops, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    line(f"attention bf16, B {B} T {T} H {H} D {D}, causal", flops,
+         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     for x in (q, k, v):
         x.requires_grad_(True)
-    line("  with its gradient", 3.5 * flops, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy))
+    line("  with its gradient", 3.5 * flops,
+         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy))
 
 
 main()

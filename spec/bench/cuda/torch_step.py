@@ -1,5 +1,6 @@
-"""torch_step.py PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH VARIANT: the opponent on a card: the model of ../torch_step.py with autocast,
-scaled_dot_product_attention, fused AdamW and, for the variant compile, torch.compile. Prints the seconds of each step."""
+"""torch_step.py PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH VARIANT: PyTorch's step on a card:
+the model of ../torch_step.py with autocast, scaled_dot_product_attention, fused AdamW and, for the
+variant compile, torch.compile. Prints the median time of a step."""
 import sys
 import time
 from pathlib import Path
@@ -18,12 +19,13 @@ def main():
     with torch.device("cuda"):
         model = GPT(layers, width, heads, vocab, context).train()
     params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.ndim >= 2]}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p for p in params if p.ndim >= 2]},
+              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
     opt = torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.1, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     run = torch.compile(model) if variant == "compile" else model
-    x, y = torch.randint(0, vocab, (batch, context), device="cuda"), torch.randint(0, vocab, (batch, context), device="cuda")
+    x, y = (torch.randint(0, vocab, (batch, context), device="cuda") for _ in range(2))
 
     def step():
         opt.zero_grad(set_to_none=True)
@@ -52,8 +54,9 @@ def main():
     whole = (time.perf_counter() - start) / 20
     seconds.sort()
     median = min(seconds[len(seconds) // 2], whole)
-    print(f"torch {torch.__version__} {variant} {precision}: {1e3 * median:.2f} ms a step, {batch * context / median:.0f} tokens/s, "
-          f"loss {loss.item():.4f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+    print(f"torch {torch.__version__} {variant} {precision}: {1e3 * median:.2f} ms a step, "
+          f"{batch * context / median:.0f} tokens/s, loss {loss.item():.4f}, "
+          f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
 
 
 main()

@@ -1,4 +1,4 @@
-// Asynchronous copies of a thread by CUDA's own names, in the place of the toolkit's file.
+// Replaces the toolkit's file: a thread's asynchronous copies, under CUDA's own names.
 #ifndef EMULATOR_PIPELINE_H
 #define EMULATOR_PIPELINE_H
 

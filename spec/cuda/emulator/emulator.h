@@ -1,10 +1,11 @@
-// What a kernel sees when it runs on the host: its place in the grid, shared memory, barriers and what a warp does together. to_host.lua
-// rewrites cuda/*.cu and *.h so that they compile as C++ against this file, ptx.h, mma.h and wgmma.h of this folder; threads.cpp runs the
-// threads of a block, runtime.cpp is the CUDA run-time library. Included by every rewritten file. Owns nothing.
+// What a kernel sees when it runs on the host: its place in the grid, shared memory, barriers and
+// the functions of a warp. to_host.lua rewrites the sources of cuda/ so that they compile as C++
+// against this file and the headers in kernel/; threads.cpp runs the threads of a block;
+// runtime.cpp is the CUDA run-time library. Included by every rewritten file. Owns nothing.
 #ifndef EMULATOR_H
 #define EMULATOR_H
 
-#define EMULATED_CARD 1   // to_host.lua puts this name where cuda/ asks for __CUDACC__
+#define EMULATED_CARD 1   // to_host.lua writes this name for __CUDACC__
 
 #include <cuda_runtime.h>
 
@@ -26,7 +27,7 @@
 #define __grid_constant__
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
-#undef __shared__   // to_host.lua takes every use away
+#undef __shared__   // to_host.lua removes every use
 
 namespace emulator {
 
@@ -42,13 +43,13 @@ struct shape {
   }
 };
 
-/// Puts a kernel behind what its stream has to do. `body` runs one thread.
+/// Queues a kernel in its stream. `body` runs one thread.
 void launch_later(const char *name, const shape &at, std::function<void()> body);
 
-/// Puts work of a library's behind it.
+/// Queues a library's work in a stream.
 cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void()> work);
 
-/// K<<<at>>>(args): arguments are copied now, as a real launch does.
+/// K<<<at>>>(args): copies the arguments now, as a real launch does.
 template <class Body, class... Args>
 void launch(const char *name, const shape &at, Body body, const Args &...args)
 {
@@ -61,44 +62,45 @@ void launch(const char *name, const shape &at, Body body, const Args &...args)
 
 enum { WARP = 32, WARPGROUP = 128, MOST_THREADS = 1024 };
 
-struct copy_under_way { void *to; const void *from; uint32_t bytes; };   // from NULL: zeros
+struct copy_in_flight { void *to; const void *from; uint32_t bytes; };   // from NULL: zeros
 
 struct thread {
   uint3 index;
   int   number;                                // in its block
   int   state;
   void *stack;                                 // threads.cpp's
-  void *mine;                                  // what it brought to a meeting
+  void *mine;                                  // its contribution to an exchange
   uint32_t mask;
   void (*kind)(thread *const *, int);
-  // groups of asynchronous copies, the last one still open
-  std::vector<std::vector<copy_under_way>> copies;
+  // groups of asynchronous copies; the last one is still open
+  std::vector<std::vector<copy_in_flight>> copies;
 };
 
 struct block_state {
   uint3 index;
   dim3 threads, grid;
-  uint64_t serial;                             // another for every block that ever ran
+  uint64_t serial;                             // unique for every block that ever ran
 };
 
-extern thread *now;                            // the thread that runs
+extern thread *now;                            // the running thread
 extern block_state block;
 
-/// Waits until all threads of the warp that `mask` names and that have not returned are here with the same mask and kind; then kind(who,
-/// 32) runs once, who[lane] NULL for the others.
+/// Waits until all threads of the warp in `mask` that have not returned are here with the same mask
+/// and kind. Then kind(who, 32) runs once; who[lane] is NULL for the other lanes.
 void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine);
 /// The same for the four warps of a warpgroup.
 void meet_warpgroup(void (*kind)(thread *const *, int), void *mine);
-/// __syncthreads; whether any thread brought true.
+/// __syncthreads; returns whether any thread voted true.
 bool meet_block(bool vote);
-/// Ends the kernel with a line on stderr; later calls of the run-time library fail, as after a fault on a card.
+/// Ends the kernel with a message on stderr; later calls of the run-time library fail, as after a
+/// fault on a real card.
 [[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// ------------------------------------------------------------------ shared memory: a window of 256 KiB, NaN at the begin of a block
+// ---- shared memory: a window of 256 KiB, filled with NaN when a block begins
 
 void *take_shared(size_t bytes, size_t align);
 void *dynamic_shared(void);
-uint32_t shared_offset(const void *p);         // in the window: a shared address of 32 bits
+uint32_t shared_offset(const void *p);         // in the window: a 32-bit shared address
 void *shared_at(uint32_t offset, uint32_t bytes);
 
 template <class T> struct shared_variable {
@@ -114,17 +116,19 @@ template <class T> struct shared_variable {
   }
 };
 
-// ------------------------------------------------------------------ asynchronous copies: made when they are waited for
+// ------------------------------------------------------------------ asynchronous copies
+// A copy happens when it is waited for.
+
 
 void copy_start(void *to, const void *from, uint32_t bytes, bool there);
 void copy_close(void);
 void copy_finish(int left);
 
-// ------------------------------------------------------------------ what warps exchange
+// ------------------------------------------------------------------ exchanges within warps
 
 template <class T> struct letter { T sent, got; int from; };
 
-/// A lane whose `from` has returned or was not asked gets bits that are all ones.
+/// A lane whose `from` has returned, or is not in the mask, gets all-ones bits.
 template <class T> T exchange(uint32_t mask, T x, int from)
 {
   letter<T> mine = {x, x, from};
@@ -139,7 +143,7 @@ template <class T> T exchange(uint32_t mask, T x, int from)
   return mine.got;
 }
 
-/// Every lane gets op of all.
+/// Every lane gets op over all lanes.
 template <class T, class Op> T combine(uint32_t mask, T x, Op)
 {
   T mine = x;
@@ -218,7 +222,7 @@ template <class T>
 static inline T __reduce_add_sync(uint32_t mask, T x)
 { return emulator::combine(mask, x, emulator::adding()); }
 
-// One thread runs at a time, and is interrupted nowhere but where it waits.
+// Only one thread runs at a time, and it yields only where it waits.
 template <class T, class V>
 static inline T atomicAdd(T *to, V x)
 {

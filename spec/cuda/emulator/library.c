@@ -1,5 +1,6 @@
-// What cublaslt.c asks of a card: the emulated one offers one algorithm for everything, which wants a workspace as one does that makes a sum in
-// four parts, or another, which wants none, where that is too much; and sums FP8 as Hopper does.
+// How the emulated card configures cublaslt.c: one algorithm for every product, with the workspace
+// of a sum in four parts; another one without a workspace for when memory is short; and FP8 sums as
+// on Hopper.
 #include "../card.h"
 
 fake_card card = {.offered = 1, .sample = 1, .hopper = true, .workspace = {16}};

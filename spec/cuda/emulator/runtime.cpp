@@ -1,5 +1,6 @@
-// The CUDA run-time library, as far as cuda/ calls it, on the host. A stream is a list of things to do; with run=late nothing is done before
-// somebody waits, which shows who counts on work that nobody waited for. Owns streams, events, graphs, memory. Called by cuda/*.cu, cuda/*.c.
+// The part of the CUDA run-time library that cuda/ calls, on the host. A stream is a list of tasks.
+// With run=late a task runs only when the host waits for it, which exposes code that reads results
+// without waiting. Owns streams, events, graphs and memory. Called by the sources of cuda/.
 #include "runtime.h"
 #include "../fake.h"
 
@@ -70,7 +71,7 @@ static cudaError_t failed(cudaError_t error) { return last = error; }
 struct piece { size_t bytes, mapped; bool pinned; };
 static std::map<char *, piece> pieces;         // by address; device memory and pinned host memory
 static size_t device_bytes, pinned_bytes;
-static int opened;                             // levels of work under way
+static int opened;                             // depth of running work
 
 static const piece *piece_of(const void *p)
 {
@@ -97,7 +98,7 @@ static cudaError_t take(void **out, size_t bytes, bool is_pinned)
       (size_t)(is_pinned ? set().pinned : set().memory) << 20)
     return failed(cudaErrorMemoryAllocation);
   const size_t mapped = (bytes + 4095) / 4096 * 4096;
-  // a closed page behind it
+  // with an inaccessible page after it
   char *at = (char *)mmap(nullptr, mapped + 4096, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
@@ -124,7 +125,7 @@ static cudaError_t give(void *p, bool is_pinned)
   return cudaSuccess;
 }
 
-// ------------------------------------------------------------------ streams: lanes of ../fake.h, which the stand-in for NCCL knows, too
+// ---- streams: those of ../fake.h, which the fake NCCL also uses
 
 struct task {
   std::function<void()> run;
@@ -148,13 +149,13 @@ static void lane_closes(void) { if (--opened == 0) protect(PROT_NONE); }
 struct CUstream_st {
   fake_lane lane;
   emulator::recording *capture;
-  bool spoiled;                                // the capture met what cannot be captured
+  bool spoiled;                                // the capture met a call that cannot be captured
 };
 
 struct CUevent_st {
   CUstream_st *on;
-  long ticket;                                 // of `on`, when it was recorded
-  double time;                                 // milliseconds, when it was reached
+  long ticket;                                 // its position in `on` when recorded
+  double time;                                 // milliseconds when reached
 };
 
 struct CUgraph_st { emulator::recording tasks; };
@@ -171,7 +172,7 @@ static double milliseconds(void)
     .count();
 }
 
-/// Tries the next thing of a stream: 1 done, 0 it waits for other ranks.
+/// Tries the next task of a stream. 1: done, 0: it waits for other ranks.
 static int advance(CUstream_st *s)
 {
   fake_task *t = s->lane.first;
@@ -190,7 +191,7 @@ static int advance(CUstream_st *s)
   return 1;
 }
 
-/// Does what a stream was asked up to `ticket`.
+/// Runs a stream's tasks up to `ticket`.
 static void drain(CUstream_st *s, long ticket)
 {
   while (s->lane.done < ticket && sticky == cudaSuccess)
@@ -212,7 +213,8 @@ static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> 
   return sticky == cudaSuccess ? cudaSuccess : failed(sticky);
 }
 
-/// What a stream that is being captured refuses, and the capture with it.
+/// Whether a stream is being captured, which the current call does not allow; the capture is then
+/// lost.
 static bool spoils(CUstream_st *s)
 {
   if (!s->capture) return false;
@@ -245,8 +247,9 @@ cudaError_t work_later(const char *name, cudaStream_t stream, std::function<void
   return push(stream, name, std::move(work));
 }
 
-/// What the arenas hand out begins as NaN, and is open until it is given back: in order with the work that uses it. What a captured step asks
-/// for is open before it runs, and stays so (core/tensor/arena.c).
+/// Memory that the arenas hand out begins as NaN and is accessible until it is given back, in order
+/// with the work that uses it. Memory taken in a captured step becomes accessible before the step
+/// runs, and stays so (core/tensor/arena.c).
 extern "C" cudaStream_t cuda_stream(void);
 extern "C" void card_mark(void *memory, int64_t bytes, bool out)
 {
@@ -262,7 +265,7 @@ extern "C" void card_mark(void *memory, int64_t bytes, bool out)
   }, false);
 }
 
-/// For cublaslt.c: a call with a copy of its arguments.
+/// For cublaslt.c: queues a call with a copy of its arguments.
 extern "C" void card_later(void (*run)(const void *), const void *what, size_t bytes,
                            cudaStream_t stream)
 {
@@ -339,7 +342,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int)
   p->minor = set().capability % 10;
   p->multiProcessorCount = 3;
   p->totalGlobalMem = (size_t)set().memory << 20;
-  // several processes on one card, as spec/cuda/fake.h has it
+  // lets several processes share one card, as in spec/cuda/fake.h
   const char *name = getenv("FAKE_CARD");
   if (name) snprintf(p->uuid.bytes, sizeof p->uuid.bytes, "%.15s", name);
   else snprintf(p->uuid.bytes, sizeof p->uuid.bytes, "%d", (int)getpid());
@@ -365,7 +368,7 @@ cudaError_t cudaMallocHost(void **out, size_t bytes) { return take(out, bytes, t
 cudaError_t cudaFreeHost(void *p)                    { return give(p, true); }
 cudaError_t cudaFree(void *p)
 {
-  for (CUstream_st *s : streams) drain(s, s->lane.asked);   // as a real one waits
+  for (CUstream_st *s : streams) drain(s, s->lane.asked);   // as on a real card
   return give(p, false);
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all)
@@ -402,7 +405,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
                 pageable  ? "to pageable memory (waits)" :
                             "to the host");
   if (pageable && spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
-  if (to_device && pageable) {   // the source may change once this returns
+  if (to_device && pageable) {   // the source may change after this returns
     std::vector<char> kept((const char *)from, (const char *)from + bytes);
     return push(s, "copy to the card", [to, kept] { memcpy(to, kept.data(), kept.size()); });
   }
@@ -433,7 +436,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s)
   return sticky != cudaSuccess ? failed(sticky) : cudaSuccess;
 }
 
-/// Asking moves a stream on by one thing, so that who asks for ever is answered some day.
+/// A query advances a stream by one task, so that polling ends eventually.
 static cudaError_t ask(CUstream_st *s, long ticket)
 {
   ALIVE();
@@ -454,13 +457,14 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned)
 cudaError_t (cudaEventCreate)(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e)
 {
-  if (e->on) drain(e->on, e->ticket);   // its mark is still to be written
+  if (e->on) drain(e->on, e->ticket);   // its mark is not written yet
   delete e;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 {
-  if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);   // cuda/ captures one stream
+  // cuda/ captures only one stream
+  if (spoils(s)) return failed(cudaErrorStreamCaptureUnsupported);
   trace("mark", "");
   e->on = s;
   e->ticket = s->lane.asked + 1;
@@ -469,9 +473,9 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 cudaError_t cudaEventQuery(cudaEvent_t e) { return e->on ? ask(e->on, e->ticket) : cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
-  char text[80] = "event, reached before";
+  char text[80] = "event, already reached";
   if (e->on && e->on->lane.done < e->ticket)
-    snprintf(text, sizeof text, "event, %ld things behind it", e->on->lane.asked - e->ticket);
+    snprintf(text, sizeof text, "event, %ld tasks after it", e->on->lane.asked - e->ticket);
   trace("wait", text);
   ALIVE();
   if (e->on) {

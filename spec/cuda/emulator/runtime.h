@@ -1,10 +1,11 @@
-// What threads.cpp and runtime.cpp tell each other.
+// The interface between threads.cpp and runtime.cpp.
 #ifndef EMULATOR_RUNTIME_H
 #define EMULATOR_RUNTIME_H
 
 #include "emulator.h"
 
-// Under AddressSanitizer device memory that the arenas do not hand out, and shared memory beside a variable, are closed.
+// Under AddressSanitizer these are inaccessible: device memory that no arena has handed out, and
+// shared memory around variables.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
@@ -18,17 +19,18 @@ namespace emulator {
 
 enum { FORWARDS, BACKWARDS, SHUFFLED };
 
-/// ENGINE_EMULATED_CARD="name=value,..." in the environment.
+/// The settings of ENGINE_EMULATED_CARD="name=value,..." in the environment.
 struct settings {
   int  capability;   // sm=90: compute capability times ten
   int  order;        // order=forwards | backwards | shuffled: of blocks, warps and lanes
-  // run=late: a stream's work begins when somebody waits for it; run=early: at once
+  // run=late: a stream's work begins when the host waits for it; run=early: at once
   bool late;
   long memory;       // memory=2048: MiB
   long pinned;       // pinned=2048: MiB of pinned host memory
-  // closed=1: device memory is closed to the host but while a stream works (slow: a look into it ends the process there)
+  // closed=1: device memory is inaccessible to the host except while a stream works (slow; a stray
+  // access ends the process right there)
   bool closed;
-  // trace=FILE: a line for every call of the run-time library that launches, copies or waits
+  // trace=FILE: a line for every run-time call that launches, copies or waits
   const char *trace;
 };
 const settings &set(void);

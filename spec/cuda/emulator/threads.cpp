@@ -1,6 +1,7 @@
-// Runs the threads of a block on one thread of the host: each is a fiber that gives way where it waits for others, so a kernel behaves the
-// same every time. The order in which blocks, warps and lanes get their turn can be turned round (runtime.h), which shows what barriers miss.
-// Owns the fibers and shared memory. Called by runtime.cpp and, through emulator.h, by kernels.
+// Runs the threads of a block on one host thread. Each is a fiber that yields where it waits for
+// others, so a kernel behaves the same every time. The order of blocks, warps and lanes can be
+// changed (runtime.h), which exposes missing barriers. Owns the fibers and shared memory. Called by
+// runtime.cpp and, through emulator.h, by kernels.
 #include "runtime.h"
 #include "kernel/wgmma.h"
 
@@ -54,7 +55,7 @@ __asm__(".text\n"
         ".size emulator_switch, . - emulator_switch\n");
 #endif
 
-/// From a fiber to the scheduler or back; returns when `from` has its turn again.
+/// Switches from a fiber to the scheduler or back; returns when `from` runs again.
 static void switch_fibers(fiber *from, fiber *to)
 {
 #if defined(__SANITIZE_ADDRESS__)
@@ -82,21 +83,21 @@ static void fiber_main(void)
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &scheduler.bottom, &scheduler.size);
 #endif
-  for (;;) {   // a thread a round
+  for (;;) {   // one thread a round
     (*body)();
     now->state = RETURNED;
     give_way();
   }
 }
 
-/// Sets a fiber to its begin.
+/// Resets a fiber to its start.
 static void fiber_rewind(fiber *f)
 {
-  // what a thread that ended in the middle left closed
+  // a thread that ended early may have left this closed
   OPEN((char *)f->bottom + 4096, STACK - 4096);
 #if defined(__x86_64__)
   void **top = (void **)((char *)f->bottom + STACK);
-  *--top = nullptr;   // where fiber_main would return to
+  *--top = nullptr;   // the return address of fiber_main
   *--top = (void *)fiber_main;
   for (int i = 0; i < 6; i++) *--top = nullptr;
   f->sp = top;
@@ -142,8 +143,9 @@ static thread threads[MOST_THREADS];
 static int n_threads;
 static const char *kernel;
 static bool broken;
-static bool running;      // a thread, not the scheduler
-struct broken_block {};   // thrown where the scheduler itself meets for threads that are gone
+static bool running;      // in a thread, not in the scheduler
+// thrown when the scheduler completes an exchange for threads that have returned
+struct broken_block {};
 
 void fault(const char *format, ...)
 {
@@ -161,13 +163,15 @@ void fault(const char *format, ...)
   broken = true;
   if (!running) throw broken_block();
   give_way();
-  abort();   // nobody gives a broken block another turn
+  abort();   // a broken block never runs again
 }
 
-// Of each warp, as bits: threads that have not returned, and those that wait for others of their warp or warpgroup.
+// Per warp, as bits: threads that have not returned, and those waiting for others of their warp or
+// warpgroup.
 static uint32_t living[MOST_THREADS / WARP], arrived[MOST_THREADS / WARP];
 
-/// Whether all that were asked, of the warps `first` to `first + n - 1`, are here; then kind runs and they may go on.
+/// Whether all members of an exchange have arrived, in warps `first` to `first + n - 1`; then
+/// `kind` runs and releases them.
 static bool meet(int first, int n, uint32_t mask, int state, void (*kind)(thread *const *, int))
 {
   for (int w = first; w < first + n; w++)
@@ -178,7 +182,7 @@ static bool meet(int first, int n, uint32_t mask, int state, void (*kind)(thread
       const int i = w * WARP + __builtin_ctz(left);
       thread *t = &threads[i];
       if (t->state != state || t->kind != kind || t->mask != mask)
-        fault("threads of a warp meet for different things (masks %08x and %08x)", mask, t->mask);
+        fault("threads of a warp wait for different exchanges (%08x and %08x)", mask, t->mask);
       who[i - first * WARP] = t;
     }
   kind(who, n * WARP);
@@ -204,7 +208,7 @@ static void wait_for(int warps, int state, uint32_t mask, void (*kind)(thread *c
 
 void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine)
 {
-  if (!(mask >> lane() & 1)) fault("a lane that its own mask %08x does not name", mask);
+  if (!(mask >> lane() & 1)) fault("the mask %08x of a lane does not contain the lane", mask);
   wait_for(1, AT_WARP, mask, kind, mine);
 }
 
@@ -221,12 +225,12 @@ bool meet_block(bool vote)
   return voted;
 }
 
-/// The order of turns: a permutation of 0..n-1.
+/// The order of execution: a permutation of 0..n-1.
 static int turn(int i, int n, uint64_t salt)
 {
   if (set().order == FORWARDS) return i;
   if (set().order == BACKWARDS) return n - 1 - i;
-  // odd steps through a power of two, any start elsewhere
+  // odd steps for powers of two; for other sizes any starting point
   uint64_t step = (salt * 0x9E3779B97F4A7C15u >> 33) % (uint64_t)n;
   if ((n & (n - 1)) == 0) return (int)(((uint64_t)i * (2 * step + 1) + salt) % (uint64_t)n);
   return (int)(((uint64_t)i + step) % (uint64_t)n);
@@ -234,7 +238,7 @@ static int turn(int i, int n, uint64_t salt)
 
 static void run_block(size_t shared);
 
-/// Nobody can go on: either all wait at the barrier, or a kernel is wrong.
+/// No thread is ready: either all wait at the barrier, or the kernel is wrong.
 static void nobody_ready(void)
 {
   int returned = 0, waiting = 0;
@@ -249,7 +253,7 @@ static void nobody_ready(void)
       if (threads[i].state == AT_BLOCK) threads[i].state = READY;
     return;
   }
-  // Meetings whose missing members have returned meanwhile.
+  // exchanges whose missing members have returned in the meantime
   for (int i = 0; i < n_threads; i++) {
     thread *t = &threads[i];
     const int warps = t->state == AT_WARPGROUP ? WARPGROUP / WARP : 1;
@@ -260,7 +264,7 @@ static void nobody_ready(void)
   }
   broken = true;
   fprintf(stderr,
-          "emulated card: %s, block (%u, %u, %u): threads wait for each other for ever:", kernel,
+          "emulated card: %s, block (%u, %u, %u): deadlock, all threads wait:", kernel,
           block.index.x, block.index.y, block.index.z);
   static const char *const states[] = {"ready", "at a warp's exchange", "at a warpgroup's",
                                        "at __syncthreads", "returned"};
@@ -280,7 +284,7 @@ static void run_threads(void)
     for (int i = 0; i < warps && !broken; i++) {
       const int warp = turn(i, warps, block.serial);
       bool again = true;
-      while (again && !broken) {   // a warp goes on until all of it waits for others
+      while (again && !broken) {   // a warp runs until all its threads wait for others
         again = false;
         for (int j = 0; j < WARP && !broken; j++) {
           const int number = warp * WARP + turn(j, WARP, block.serial);
@@ -341,7 +345,7 @@ enum { WINDOW = 256 << 10, MOST_SHARED = 227 << 10 };
 alignas(1024) static unsigned char window[WINDOW];
 static size_t window_used, shared_taken;
 #if defined(__SANITIZE_ADDRESS__)
-enum { BETWEEN = 64 };   // variables stand apart
+enum { BETWEEN = 64 };   // distance between variables
 #else
 enum { BETWEEN = 0 };
 #endif
@@ -374,7 +378,7 @@ void *shared_at(uint32_t offset, uint32_t bytes)
   return window + offset;
 }
 
-// ------------------------------------------------------------------ asynchronous copies and products
+// ------------------------------------------------------------------ asynchronous work
 
 void copy_start(void *to, const void *from, uint32_t bytes, bool there)
 {
@@ -383,7 +387,7 @@ void copy_start(void *to, const void *from, uint32_t bytes, bool there)
   shared_offset(to);
   if (now->copies.empty()) now->copies.emplace_back();
   now->copies.back().push_back({to, there ? from : nullptr, bytes});
-  memset(to, 0xFF, bytes);   // until it is waited for
+  memset(to, 0xFF, bytes);   // until the copy is waited for
 }
 
 void copy_close(void)
@@ -392,11 +396,11 @@ void copy_close(void)
   now->copies.emplace_back();
 }
 
-/// Groups that were closed, but for the last `left`.
+/// Completes the closed groups, except the last `left`.
 void copy_finish(int left)
 {
   while ((int)now->copies.size() - 1 > left) {
-    for (const copy_under_way &c : now->copies.front()) {
+    for (const copy_in_flight &c : now->copies.front()) {
       if (c.from) memcpy(c.to, c.from, c.bytes);
       else memset(c.to, 0, c.bytes);
     }
@@ -405,7 +409,7 @@ void copy_finish(int left)
 }
 
 struct asked { product what; void (*run)(const product &); };
-// by warpgroup, as copies
+// in flight per warpgroup, like copies
 static std::vector<std::vector<asked>> products[MOST_THREADS / WARPGROUP];
 
 static std::vector<std::vector<asked>> &own_products(void)
@@ -458,7 +462,7 @@ static void run_block(size_t shared)
   for (int i = 0; i < n_threads && !broken; i++)
     for (const auto &group : threads[i].copies)
       if (!group.empty()) {
-        fprintf(stderr, "emulated card: %s: a thread returned with copies under way\n", kernel);
+        fprintf(stderr, "emulated card: %s: a thread returned with copies in flight\n", kernel);
         broken = true;
         break;
       }

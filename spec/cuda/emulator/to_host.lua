@@ -1,6 +1,8 @@
--- Rewrites a CUDA source file so that a C++ compiler takes it, line for line: luajit to_host.lua FROM TO
---   kernel<T><<<grid, block>>>(a, b)   ->   emulator::launch("kernel<T>", emulator::shape(grid, block), [=](auto... a_) { kernel<T>(a_...); }, a, b)
---   __shared__ float a[4], b[8];       ->   references to variables that a block has one of
+-- Rewrites a CUDA source file, line for line, so that a C++ compiler accepts it:
+-- luajit to_host.lua FROM TO
+--   kernel<T><<<grid, block>>>(a, b)   ->   emulator::launch("kernel<T>",
+--         emulator::shape(grid, block), [=](auto... a_) { kernel<T>(a_...); }, a, b)
+--   __shared__ float a[4], b[8];       ->   references to variables that exist once per block
 --   extern __shared__ T room[];        ->   a pointer to the launch's shared memory
 --   __CUDACC__                         ->   EMULATED_CARD
 local from, to = arg[1], arg[2]
@@ -64,12 +66,14 @@ text = text:gsub("__shared__%s+([^;]+);", function(declaration)
       if not d then break end
       dimensions, at = dimensions .. d, next_at
     end
-    made[#made + 1] = ("static emulator::shared_variable<%s%s> %s_shared; auto &%s = %s_shared.here();"):format(type, dimensions, name, name, name)
+    local shared = "static emulator::shared_variable<%s%s> %s_shared; auto &%s = %s_shared.here();"
+    made[#made + 1] = shared:format(type, dimensions, name, name, name)
     i = (names:match("^%s*,()", at)) or #names + 1
   end
   return table.concat(made, " ")
 end)
-if text:find("__shared__", 1, true) then fail(text:find("__shared__", 1, true), "a shared variable that is not understood") end
+local left = text:find("__shared__", 1, true)
+if left then fail(left, "a shared variable that this script cannot parse") end
 
 text = text:gsub("__CUDACC__", "EMULATED_CARD")
 text = ('#include "emulator.h"\n#line 1 "%s"\n'):format(from) .. text

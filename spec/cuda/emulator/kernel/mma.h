@@ -1,5 +1,6 @@
-// In the place of cuda/kernel/mma.h: what its instructions do. Copies arrive when they are waited for and not before; products sum in double and
-// round once, so they differ from a card in the last places.
+// Replaces cuda/kernel/mma.h with functions that do what its instructions do. Copies arrive when
+// they are waited for, not before. Products sum in double and round once, so they differ from a
+// card in the last places.
 #ifndef ENG_CUDA_MMA_H
 #define ENG_CUDA_MMA_H
 

@@ -1,4 +1,5 @@
-// In the place of cuda/kernel/ptx.h: what its instructions compute. Those that approximate are exact here, so they differ from a card in the last places.
+// Replaces cuda/kernel/ptx.h with functions that compute what its instructions do. Approximate
+// instructions are exact here, so they differ from a card in the last places.
 #ifndef ENG_CUDA_PTX_H
 #define ENG_CUDA_PTX_H
 

@@ -1,5 +1,6 @@
-// In the place of cuda/kernel/wgmma.h: what its instructions do. A product is made when it is waited for and reads its operands then, so that who
-// touches them too early is seen; sums in double, rounded once.
+// Replaces cuda/kernel/wgmma.h with functions that do what its instructions do. A product is
+// computed, and reads its operands, when it is waited for, which exposes kernels that change them
+// too early. Sums are in double, rounded once.
 #ifndef ENG_CUDA_WGMMA_H
 #define ENG_CUDA_WGMMA_H
 
@@ -13,7 +14,7 @@ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
 static inline void publish_shared() {}
 
 namespace emulator {
-/// A product under way: a warpgroup's registers, and where the operands in shared memory begin.
+/// A product in flight: a warpgroup's registers, and where the operands begin in shared memory.
 struct product {
   float *d[WARPGROUP];
   const uint32_t *a[WARPGROUP];   // NULL: from shared memory
@@ -22,8 +23,8 @@ struct product {
 };
 struct product_ask { float *d; const uint32_t *a; uint64_t from_a, from_b; bool add; };
 
-/// Element (row, column) of rows of 64 numbers, in the order of the 128-byte swizzle: the hardware exchanges the 16-byte pieces of an
-/// address by bits 7 to 9 of it.
+/// Element (row, column) of rows of 64 numbers in the order of the 128-byte swizzle: the hardware
+/// permutes the 16-byte pieces of an address by its bits 7 to 9.
 template <class T> double swizzled(uint32_t start, uint32_t row, uint32_t column)
 {
   uint32_t address = start + row / 8 * 1024 + row % 8 * 128 + column * 2;
@@ -77,7 +78,7 @@ template <class T, int N, bool TURNED> void ask_products(thread *const *who, int
     if (!who[l]) fault("wgmma: thread %d of the warpgroup is missing", l);
     const product_ask *one = (const product_ask *)who[l]->mine;
     if (one->from_a != p.from_a || one->from_b != p.from_b || one->add != p.add)
-      fault("wgmma: threads of a warpgroup name different operands");
+      fault("wgmma: threads of a warpgroup disagree on the operands");
     p.d[l] = one->d;
     p.a[l] = one->a;
   }

@@ -1,4 +1,4 @@
-// In the place of CUB's file: sorts of whole numbers by some of their bits, stable, as its contract says.
+// Replaces CUB's file: sorts integers by some of their bits; stable, as CUB's contract requires.
 #ifndef EMULATOR_RADIX_SORT_H
 #define EMULATOR_RADIX_SORT_H
 
