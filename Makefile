@@ -133,9 +133,10 @@ EMULATED_OBJECTS := $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.o) \
                  $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
 EMULATED_INCLUDE := -I$(BUILD)/emulated -I$(EMULATOR) -Icore -isystem $(CUDA_HOME)/include
 EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
+# Dependency files of an older build may name a header that is gone.
 $(BUILD)/emulated/%.h: cuda/%.h $(EMULATOR)/to_host.lua
 	@mkdir -p $(@D)
-	@luajit $(EMULATOR)/to_host.lua $< $@
+	@[ ! -e $< ] || luajit $(EMULATOR)/to_host.lua $< $@
 $(BUILD)/emulated/%.cpp: cuda/%.cu $(EMULATOR)/to_host.lua
 	@mkdir -p $(@D)
 	@luajit $(EMULATOR)/to_host.lua $< $@

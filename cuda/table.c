@@ -1,9 +1,11 @@
 // The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that
 // computes, and the passes over all parameters. eng_cuda_backend, the plug-in's one exported
 // function, hands the table to the core. This file is above all folders: it calls every one.
+#include "parameters/passes.h"
+#include "quantized/fp8_plain.h"
 #include "runtime/device.h"
 #include "runtime/host.h"
-#include "runtime/passes.h"
+#include "runtime/runtime.h"
 
 // An operation of ops.def without a kernel fails to link.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
@@ -47,13 +49,13 @@ static const backend device = {
   .graph_free = cuda_graph_free,
   .fp8 = cuda_fp8,
   .identity = cuda_identity,
-  .stream_new = cuda_lane_new,
-  .stream_follow = cuda_lane_follow,
-  .stream_done = cuda_lane_done,
-  .stream_mark = cuda_lane_mark,
-  .stream_reached = cuda_lane_reached,
-  .stream_forget = cuda_lane_forget,
-  .stream_move = cuda_lane_move,
+  .stream_new = cuda_stream_new,
+  .stream_follow = cuda_stream_follow,
+  .stream_done = cuda_stream_done,
+  .stream_mark = cuda_stream_mark,
+  .stream_reached = cuda_stream_reached,
+  .stream_forget = cuda_stream_forget,
+  .stream_move = cuda_stream_move,
   .wire_pack = cuda_wire_pack,
   .wire_unpack = cuda_wire_unpack,
   .wire_sum = cuda_wire_sum,

@@ -10,7 +10,8 @@
 //   counts   integers, so any order; histograms in shared memory, one bank per lane
 //
 // Owns the results on their way to the host. The slow twin is core/cpu/reference_optimizer.c.
-#include "runtime/passes.h"
+#include "passes.h"
+#include "runtime/runtime.h"
 #include "spans.h"
 
 #include <stdlib.h>

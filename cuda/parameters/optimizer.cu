@@ -8,7 +8,8 @@
 // What changes between updates (learning rate, factor, t) is a block of device memory, written from
 // a pinned ring before the launch. A lagged update decides on the card: `decide` reads the totals
 // of its statistics, counts t, and sets the block's factor.
-#include "runtime/passes.h"
+#include "passes.h"
+#include "runtime/runtime.h"
 #include "spans.h"
 
 #include <math.h>

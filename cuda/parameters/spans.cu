@@ -1,6 +1,6 @@
 // Tables and rings for the passes over all parameters; see spans.h. The passes own them.
 #include "spans.h"
-#include "runtime/passes.h"
+#include "runtime/runtime.h"
 
 #include <stdlib.h>
 #include <string.h>

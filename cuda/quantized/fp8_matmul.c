@@ -13,7 +13,6 @@
 #include "runtime/device.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_fp8.h"
-#include "runtime/passes.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 // between ranks. Owns the compute stream and the fault record. Called through the table (table.c)
 // and by every kernel file (device.h).
 #include "device.h"
-#include "passes.h"
+#include "runtime.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -202,7 +202,7 @@ eng_status cuda_clear(void *memory, int64_t bytes)
 
 // ---- streams for messages between ranks, beside the compute stream
 
-eng_status cuda_lane_new(void **out)
+eng_status cuda_stream_new(void **out)
 {
   int low = 0, high = 0;
   cudaStream_t stream = NULL;
@@ -214,12 +214,12 @@ eng_status cuda_lane_new(void **out)
   return ENG_OK;
 }
 
-eng_status cuda_lane_follow(void *lane)
+eng_status cuda_stream_follow(void *stream)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
   // waits for the event as just recorded; recording it again later changes nothing
-  CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)lane, card.reached, 0));
+  CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)stream, card.reached, 0));
   return ENG_OK;
 }
 
@@ -231,33 +231,33 @@ static eng_status answer(bool *done, cudaError_t result)
                                                 cuda_status(result, "messages between ranks");
 }
 
-eng_status cuda_lane_done(bool *done, void *lane)
-{ return answer(done, cudaStreamQuery((cudaStream_t)lane)); }
+eng_status cuda_stream_done(bool *done, void *stream)
+{ return answer(done, cudaStreamQuery((cudaStream_t)stream)); }
 
-eng_status cuda_lane_mark(void **mark, void *lane)
+eng_status cuda_stream_mark(void **mark, void *stream)
 {
   cudaEvent_t event = (cudaEvent_t)*mark;
   if (!event) CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   *mark = event;
-  CUDA_TRY(cudaEventRecord(event, (cudaStream_t)lane));
+  CUDA_TRY(cudaEventRecord(event, (cudaStream_t)stream));
   return ENG_OK;
 }
 
-eng_status cuda_lane_reached(bool *reached, void *mark)
+eng_status cuda_stream_reached(bool *reached, void *mark)
 { return answer(reached, cudaEventQuery((cudaEvent_t)mark)); }
 
-void cuda_lane_forget(void *mark)
+void cuda_stream_forget(void *mark)
 {
   if (mark) cudaEventDestroy((cudaEvent_t)mark);
 }
 
-eng_status cuda_lane_move(void *lane, void *to, const void *from, int64_t bytes,
+eng_status cuda_stream_move(void *stream, void *to, const void *from, int64_t bytes,
                           copy_direction direction)
 {
   cudaMemcpyKind kind = direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice :
                         direction == COPY_TO_HOST   ? cudaMemcpyDeviceToHost :
                                                       cudaMemcpyDeviceToDevice;
-  if (bytes > 0) CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind, (cudaStream_t)lane));
-  if (direction == COPY_TO_HOST) CUDA_TRY(cudaStreamSynchronize((cudaStream_t)lane));
+  if (bytes > 0) CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind, (cudaStream_t)stream));
+  if (direction == COPY_TO_HOST) CUDA_TRY(cudaStreamSynchronize((cudaStream_t)stream));
   return ENG_OK;
 }

@@ -3,7 +3,7 @@
 // capture (by a script's garbage collection, at any time) until its end, because freeing waits for
 // the stream. Called through the table (core/autograd/graph.c).
 #include "device.h"
-#include "passes.h"
+#include "runtime.h"
 
 #include <stdlib.h>
 #include <string.h>

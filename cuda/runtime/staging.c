@@ -3,7 +3,7 @@
 // through a ring of pinned segments, filled in turn; a segment is reused once the card has read it.
 // Owns that memory. Called by device.cu.
 #include "device.h"
-#include "passes.h"
+#include "runtime.h"
 
 #include <string.h>
 

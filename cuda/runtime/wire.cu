@@ -2,7 +2,7 @@
 // Bit for bit core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All of it is
 // bound by memory: a warp takes a block of 128 elements, each thread four neighbours.
 #include "device.h"
-#include "passes.h"
+#include "runtime.h"
 
 #include "base/fp8.h"
 #include "base/fp8_scale.h"
@@ -198,70 +198,73 @@ static unsigned across_of(int64_t longest)
 }
 
 template <class N, class W>
-static void launch(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest,
+static void launch(bool out, cudaStream_t on, const wire_run *runs, int n, int64_t longest,
                    uint32_t *flags)
 {
   dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
-  if (out) pack<N, W><<<grid, THREADS, 0, lane>>>(runs, n, flags);
-  else unpack<N, W><<<grid, THREADS, 0, lane>>>(runs, n);
+  if (out) pack<N, W><<<grid, THREADS, 0, on>>>(runs, n, flags);
+  else unpack<N, W><<<grid, THREADS, 0, on>>>(runs, n);
 }
 
+static eng_status refuse(int comm_dtype)
+{ return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", comm_dtype); }
+
 template <class N>
-static eng_status by_wire(bool out, cudaStream_t lane, const wire_run *runs, int n, int64_t longest,
-                          int wire, uint32_t *flags)
+static eng_status by_comm_dtype(bool out, cudaStream_t on, const wire_run *runs, int n,
+                                int64_t longest, int comm_dtype, uint32_t *flags)
 {
-  if (wire == ENG_f32) launch<N, float>(out, lane, runs, n, longest, flags);
-  else if (wire == ENG_f16) launch<N, f16_t>(out, lane, runs, n, longest, flags);
-  else if (wire == ENG_bf16) launch<N, bf16_t>(out, lane, runs, n, longest, flags);
-  else if (wire == ENG_e4m3) launch<N, e4m3_t>(out, lane, runs, n, longest, flags);
-  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", wire);
+  if (comm_dtype == ENG_f32) launch<N, float>(out, on, runs, n, longest, flags);
+  else if (comm_dtype == ENG_f16) launch<N, f16_t>(out, on, runs, n, longest, flags);
+  else if (comm_dtype == ENG_bf16) launch<N, bf16_t>(out, on, runs, n, longest, flags);
+  else if (comm_dtype == ENG_e4m3) launch<N, e4m3_t>(out, on, runs, n, longest, flags);
+  else return refuse(comm_dtype);
   CUDA_LAUNCHED("messages between ranks");
   return ENG_OK;
 }
 
-static cudaStream_t stream_of(void *lane) { return lane ? (cudaStream_t)lane : cuda_stream(); }
+static cudaStream_t stream_of(void *stream)
+{ return stream ? (cudaStream_t)stream : cuda_stream(); }
 
-static eng_status by_dtype(bool out, void *lane, const wire_run *runs, int n, int64_t longest,
-                           int wire, int dtype, uint32_t *flags)
+static eng_status by_dtype(bool out, void *stream, const wire_run *runs, int n, int64_t longest,
+                           int comm_dtype, int dtype, uint32_t *flags)
 {
-  cudaStream_t stream = stream_of(lane);
+  cudaStream_t on = stream_of(stream);
   if (n == 0) return ENG_OK;
-  if (dtype == ENG_f32) return by_wire<float>(out, stream, runs, n, longest, wire, flags);
-  if (dtype == ENG_f16) return by_wire<f16_t>(out, stream, runs, n, longest, wire, flags);
-  if (dtype == ENG_bf16) return by_wire<bf16_t>(out, stream, runs, n, longest, wire, flags);
+  if (dtype == ENG_f32) return by_comm_dtype<float>(out, on, runs, n, longest, comm_dtype, flags);
+  if (dtype == ENG_f16) return by_comm_dtype<f16_t>(out, on, runs, n, longest, comm_dtype, flags);
+  if (dtype == ENG_bf16) return by_comm_dtype<bf16_t>(out, on, runs, n, longest, comm_dtype, flags);
   return error_set(
     ENG_ERR_DTYPE,
     "cuda: messages between ranks are made of f32, f16 or bf16, got dtype number %d", dtype);
 }
 
-eng_status cuda_wire_pack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
-                          int dtype, uint32_t *flags)
-{
-  return by_dtype(true, lane, runs, n, longest, wire, dtype, flags);
-}
+eng_status cuda_wire_pack(void *stream, const wire_run *runs, int n, int64_t longest,
+                          int comm_dtype, int dtype, uint32_t *flags)
+{ return by_dtype(true, stream, runs, n, longest, comm_dtype, dtype, flags); }
 
-eng_status cuda_wire_unpack(void *lane, const wire_run *runs, int n, int64_t longest, int wire,
-                            int dtype)
-{
-  return by_dtype(false, lane, runs, n, longest, wire, dtype, NULL);
-}
+eng_status cuda_wire_unpack(void *stream, const wire_run *runs, int n, int64_t longest,
+                            int comm_dtype, int dtype)
+{ return by_dtype(false, stream, runs, n, longest, comm_dtype, dtype, NULL); }
 
-eng_status cuda_wire_sum(void *lane, void *out, const void *const *terms, int n, int64_t count,
-                         int wire, float share)
+template <class W>
+static void launch_sum(cudaStream_t on, void *out, const void *const *terms, int n, int64_t count,
+                       float share)
 {
-  cudaStream_t stream = stream_of(lane);
-  unsigned grid = across_of(count);
   int p = 1;
-  if (count == 0) return ENG_OK;
   while (2 * p <= n) p *= 2;
-  if (wire == ENG_f32) sum<<<grid, THREADS, 0, stream>>>((float *)out, terms, n, p, count, share);
-  else if (wire == ENG_f16)
-    sum<<<grid, THREADS, 0, stream>>>((f16_t *)out, terms, n, p, count, share);
-  else if (wire == ENG_bf16)
-    sum<<<grid, THREADS, 0, stream>>>((bf16_t *)out, terms, n, p, count, share);
-  else if (wire == ENG_e4m3)
-    sum<<<grid, THREADS, 0, stream>>>((e4m3_t *)out, terms, n, p, count, share);
-  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", wire);
+  sum<<<across_of(count), THREADS, 0, on>>>((W *)out, terms, n, p, count, share);
+}
+
+eng_status cuda_wire_sum(void *stream, void *out, const void *const *terms, int n, int64_t count,
+                         int comm_dtype, float share)
+{
+  cudaStream_t on = stream_of(stream);
+  if (count == 0) return ENG_OK;
+  if (comm_dtype == ENG_f32) launch_sum<float>(on, out, terms, n, count, share);
+  else if (comm_dtype == ENG_f16) launch_sum<f16_t>(on, out, terms, n, count, share);
+  else if (comm_dtype == ENG_bf16) launch_sum<bf16_t>(on, out, terms, n, count, share);
+  else if (comm_dtype == ENG_e4m3) launch_sum<e4m3_t>(on, out, terms, n, count, share);
+  else return refuse(comm_dtype);
   CUDA_LAUNCHED("the sum over ranks");
   return ENG_OK;
 }

@@ -1,0 +1,35 @@
+// The passes over all parameters: gradient statistics (gradstats.cu), updates and unscaling
+// (optimizer.cu). Contracts: backend.h. Called through the device's table.
+#ifndef ENG_CUDA_PASSES_H
+#define ENG_CUDA_PASSES_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "device/backend.h"
+
+// gradstats.cu
+eng_status cuda_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
+eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n, unsigned needs,
+                                tensor *const *loss, int n_loss);
+eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
+                                int n_loss);
+
+/// What a gradstats pass found, in device memory. For lagged updates.
+typedef struct cuda_step_total {
+  int64_t bad;            // inf and nan of all spans
+  double  sum_squares;    // of the finite gradients, divided by their span's `scale`
+} cuda_step_total;
+/// The totals of the pass with this ticket, fetched or not; NULL once a later pass has reused their
+/// place.
+const cuda_step_total *cuda_total_of(int64_t ticket);
+
+// optimizer.cu
+eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update);
+eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target,
+                        int *found_inf);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,58 @@
+// This folder's functions, as table.c lists them: memory and streams (device.cu), copies from
+// pageable memory (staging.c), messages between ranks (wire.cu), captured steps (graph.cu).
+// Contracts: backend.h.
+#ifndef ENG_CUDA_RUNTIME_H
+#define ENG_CUDA_RUNTIME_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "device/backend.h"
+
+// device.cu
+/// Opens the card: the first of CUDA_VISIBLE_DEVICES, or the local rank's.
+eng_status  cuda_open(void);
+void       *cuda_take(int64_t bytes);
+void        cuda_give(void *memory, int64_t bytes);
+int64_t     cuda_capacity(void);
+eng_status  cuda_move(void *to, const void *from, int64_t bytes, copy_direction direction);
+eng_status  cuda_clear(void *memory, int64_t bytes);
+eng_status  cuda_synchronize(void);
+const char *cuda_describe(void);
+const char *cuda_identity(void);
+eng_status  cuda_stream_new(void **stream);
+eng_status  cuda_stream_follow(void *stream);
+eng_status  cuda_stream_done(bool *done, void *stream);
+eng_status  cuda_stream_mark(void **mark, void *stream);
+eng_status  cuda_stream_reached(bool *reached, void *mark);
+void        cuda_stream_forget(void *mark);
+eng_status  cuda_stream_move(void *stream, void *to, const void *from, int64_t bytes,
+                             copy_direction direction);
+// staging.c
+/// Copies to the card without waiting. The caller may reuse `from` as soon as this returns.
+eng_status  cuda_stage(void *to, const void *from, int64_t bytes);
+// wire.cu
+eng_status  cuda_wire_pack(void *stream, const wire_run *runs, int n, int64_t longest,
+                           int comm_dtype, int dtype, uint32_t *flags);
+eng_status  cuda_wire_unpack(void *stream, const wire_run *runs, int n, int64_t longest,
+                             int comm_dtype, int dtype);
+eng_status  cuda_wire_sum(void *stream, void *out, const void *const *terms, int n, int64_t count,
+                          int comm_dtype, float share);
+// graph.cu
+eng_status  cuda_capture_begin(void);
+eng_status  cuda_capture_end(void **graph);
+eng_status  cuda_graph_launch(void *graph);
+void        cuda_graph_free(void *graph);
+/// Whether a step is being captured.
+bool        cuda_capturing(void);
+/// A copy of `bytes` in host memory that lives as long as the captured graph. The graph copies
+/// from it to the card.
+void       *cuda_capture_keep(const void *bytes, int64_t size);
+/// A capture forbids waiting for the stream. During one, this notes device memory to free when the
+/// capture ends and returns true; otherwise it returns false.
+bool        cuda_give_later(void *memory);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
