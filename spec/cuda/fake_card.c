@@ -8,6 +8,7 @@
 #include "device/backend.h"
 #include "dist/comm.h"
 #include "base/error.h"
+#include "base/numerics.h"
 #include "device/wire.h"
 #include "../../cuda/runtime/host.h"
 
@@ -23,7 +24,8 @@ static const int64_t CAPACITY = 1ll << 31;
 static struct { char *at; int64_t bytes; } pieces[MOST_PIECES];
 static int n_pieces;
 
-void backend_register(const char *name, const backend *(*get)(void)) { (void)name; (void)get; }   // for cpu.o
+// for cpu.o
+void backend_register(const char *name, const backend *(*get)(void)) { (void)name; (void)get; }
 static int64_t taken;
 
 static void protect(int mode)
