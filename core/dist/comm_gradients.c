@@ -401,8 +401,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
   comm_meanwhile(between_operations, p);
-  tape_set_watch(&(tape_watch){pass_begins, member_complete, between_operations,
-                               p->zero == 2 ? member_begins : NULL, p});
+  backward_set_watch(&(backward_watch){pass_begins, member_complete, between_operations,
+                                       p->zero == 2 ? member_begins : NULL, p});
   return ENG_OK;
 }
 
