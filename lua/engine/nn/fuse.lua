@@ -57,12 +57,10 @@ end
 --- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
 --- quantized as it is computed, unless modules are watched: a trap has to see the product itself.
 function M.swiglu_mlp(gate, up, down)
-  local site, y = rawget(down, "_fp8")
-  if site and is_unchanged(down, "linear") and not module.watched() then
-    y = gate:swiglu_linear(up, down.weight, rawget(down, "bias"), site)
-  else
-    y = M.last_use(down, gate:swiglu(up, site))
-  end
+  local site = rawget(down, "_fp8")
+  local as_codes = site and is_unchanged(down, "linear") and not module.watched()
+  local y = as_codes and gate:swiglu_linear(up, down.weight, rawget(down, "bias"), site)
+    or M.last_use(down, gate:swiglu(up, site))
   gate:done()
   up:done()
   return y

@@ -191,8 +191,10 @@ local function load(dir, options)
     fail("%s: expected model_type gpt2, got '%s'", path, tostring(fields.model_type))
   end
   local shape = options_of(fields, path)
-  local p = options.dropout
-  if p then shape.dropout, shape.embedding_dropout, shape.attention_dropout = p, p, p end
+  local drop = options.dropout
+  if drop then
+    shape.dropout, shape.embedding_dropout, shape.attention_dropout = drop, drop, drop
+  end
 
   local weights = dir .. "/model.safetensors"
   if C.eng_file_kind(weights) == 0 then

@@ -1,15 +1,15 @@
 -- backward(), switching recording off, and gradients written in Lua.
 --
--- A Lua gradient is pull-style: the core's backward pass stops at the node, Lua computes, the pass goes on. Nothing in C
--- ever calls into Lua.
+-- A Lua gradient is pull-style: the core's backward pass stops at the node, Lua computes the
+-- gradient, and the pass resumes. C never calls into Lua.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
 local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
 
 local M = {}
--- The Lua nodes on the tape: id -> { backward =, saved = }. Kept with the tensors, of which there is one module in a
--- process whatever a test runner unloads.
+-- The Lua nodes on the tape: id -> { backward =, saved = }. Stored in the tensor module, which
+-- exists once in a process even if a test runner unloads this file.
 tensor.lua_nodes = tensor.lua_nodes or { rules = {}, next_id = 0 }
 local nodes = tensor.lua_nodes
 
@@ -31,7 +31,8 @@ local function answer(rule)
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
-      error(("custom: backward must give the gradient of input %d as a tensor or nil, got %s"):format(k, M_ffi.value_text(dx[k])), 0)
+      local message = "custom: backward must return gradient %d as a tensor or nil, got %s"
+      error(message:format(k, M_ffi.value_text(dx[k])), 0)
     end
     if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
   end
@@ -39,25 +40,36 @@ end
 
 local OPTIONS = { scale = true, retain = true }
 
---- Gradients of a loss of one element; options: scale (1), retain.
+-- M.backward, below.
 local function backward(loss, options)
-  if not tensor.is_tensor(loss) then raise("backward: expected a tensor, got %s", M_ffi.value_text(loss)) end
+  if not tensor.is_tensor(loss) then
+    raise("backward: expected a tensor, got %s", M_ffi.value_text(loss))
+  end
   options = tensor.read_named(options, "backward", OPTIONS)
   local scale = options.scale or 1
-  if type(scale) ~= "number" then raise("backward: expected scale as a number, got %s", M_ffi.value_text(scale)) end
+  if type(scale) ~= "number" then
+    raise("backward: expected scale as a number, got %s", M_ffi.value_text(scale))
+  end
   check(C.eng_backward(loss, scale, options.retain or false))
   while true do
     local id = tonumber(C.eng_backward_pending())
     if id < 0 then break end
     local rule = nodes.rules[id]
-    if not rule then C.eng_backward_abort() raise("backward: the tape holds a Lua gradient of an aborted pass") end
+    if not rule then
+      C.eng_backward_abort()
+      raise("backward: the tape holds a Lua gradient of an aborted pass")
+    end
     finish(pcall(answer, rule))
     check(C.eng_backward_resume())
   end
   if not options.retain then nodes.rules = {} end
 end
 tensor.methods.backward = backward
-M.backward = backward
+
+--- Computes the gradients of a loss with one element into the `grad` of every leaf that requires
+--- one, added to what is there. Options: scale (1: the gradient's seed), retain (keeps the tape, so
+--- that backward can run again).
+function M.backward(loss, options) return backward(loss, options) end
 
 local function restore(before, good, ...)
   C.eng_grad_enabled(before)
@@ -65,7 +77,7 @@ local function restore(before, good, ...)
   return ...
 end
 
---- Runs f without recording and returns its results.
+--- Runs f(...) without recording and returns its results.
 function M.no_grad(f, ...)
   local before = C.eng_grad_enabled(false)
   return restore(before, pcall(f, ...))
@@ -90,9 +102,11 @@ end
 --- An operation with a gradient written in Lua:
 ---   local square = engine.custom { forward = function(saved, x) saved.x = x; return x * x end,
 ---                                  backward = function(saved, dy) return dy * saved.x * 2 end }
---- forward runs unrecorded; backward gets the gradients of its results and returns those of its inputs (nil: none).
+--- forward runs without recording and returns one or more tensors; backward gets the gradients of
+--- the results and returns those of the inputs (nil: none), each of its input's shape.
 function M.custom(rule)
-  if type(rule) ~= "table" or type(rule.forward) ~= "function" or type(rule.backward) ~= "function" then
+  if type(rule) ~= "table" or type(rule.forward) ~= "function"
+    or type(rule.backward) ~= "function" then
     raise("custom: expected { forward = function(saved, ...), backward = function(saved, ...) }")
   end
   return function(...)
@@ -101,19 +115,23 @@ function M.custom(rule)
       if tensor.is_tensor(x) then inputs[#inputs + 1] = x end
     end
     local results = { M.no_grad(rule.forward, saved, ...) }
-    if #results == 0 then raise("custom: forward must give back a tensor, got nothing") end
+    if #results == 0 then raise("custom: forward must return a tensor, got nothing") end
     for k, y in ipairs(results) do
-      if not tensor.is_tensor(y) then raise("custom: forward must give back tensors, got %s as result %d", M_ffi.value_text(y), k) end
+      if not tensor.is_tensor(y) then
+        raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
+      end
     end
-    local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)), M_ffi.new("eng_tensor[?]", math.max(#results, 1))
+    local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)),
+      M_ffi.new("eng_tensor[?]", math.max(#results, 1))
     for k, x in ipairs(inputs) do xs[k - 1] = x end
     for k, y in ipairs(results) do ys[k - 1] = y end
     nodes.next_id = nodes.next_id + 1
     local length = C.eng_tape_length()
-    if length == 0 then nodes.rules = {} end   -- of a tape that a step's end emptied
+    if length == 0 then nodes.rules = {} end   -- the step that they belong to ended
     check(C.eng_record_lua(nodes.next_id, xs, #inputs, ys, #results))
     if C.eng_tape_length() > length then
-      nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs, n_out = #results }
+      nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs,
+        n_out = #results }
     end
     return unpack(results)
   end

@@ -1,18 +1,20 @@
 -- A number in every format: what it becomes, how far that is from it, its neighbours, and its bits.
 --   print(engine.bits(15213.0))
---   engine.bits(0.1).f16.value, .error, .below, .above, .code        the same for programs
--- In the REPL it is called `bits`. Roundings are those of core/base/numerics.h: to nearest even, once, from the double; what is too large becomes
--- inf, or nan in e4m3, which has no inf. ue8m0, a format of scales, takes |x| and rounds down to a power of two.
+--   engine.bits(0.1).f16.value, .error, .below, .above, .code
+-- In the REPL it is called `bits`. Rounding is that of core/base/numerics.h: once, from the double,
+-- to nearest even; numbers that are too large become inf, or nan in e4m3, which has no inf. ue8m0,
+-- a format of scales, takes |x| and rounds down to a power of two.
 local M_ffi = require "engine.base.ffi"
+local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
-local formats = require "engine.base.formats"
-
 local FORMATS = {}
-for i, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do FORMATS[i] = formats.of(name) end
+for i, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do
+  FORMATS[i] = formats.of(name)
+end
 
 local cast = ffi.new "union { double d; uint64_t q; }"
 local cast32 = ffi.new "union { float f; uint32_t u; }"
@@ -46,7 +48,7 @@ end
 -- 2^n as uint64.
 local function power(n) return bit.lshift(1ULL, n) end
 
--- The next number of the format above (or below) a finite one; nil where there is none.
+-- The next number of the format above (or below) a finite one, or nil at the end of its range.
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then
@@ -64,7 +66,9 @@ end
 
 local function binary(code, from, count)
   local digits = {}
-  for i = from + count - 1, from, -1 do digits[#digits + 1] = bit.band(bit.rshift(code, i), 1ULL) == 1ULL and "1" or "0" end
+  for i = from + count - 1, from, -1 do
+    digits[#digits + 1] = bit.band(bit.rshift(code, i), 1ULL) == 1ULL and "1" or "0"
+  end
   return table.concat(digits)
 end
 
@@ -73,7 +77,8 @@ local function describe(format, x)
   local code = encode(format, x)
   local value = decode(format, code)
   local r = { name = format.name, code = code, value = value, largest = format.largest,
-    sign = format.signed and binary(code, e + m, 1) or "", exponent = binary(code, m, e), fraction = binary(code, 0, m) }
+    sign = format.signed and binary(code, e + m, 1) or "", exponent = binary(code, m, e),
+    fraction = binary(code, 0, m) }
   local target = not format.signed and math.abs(x) or x
   if x == x then r.error = value - target end
   if value - value == 0 then
@@ -87,7 +92,7 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- Shortest of 4 to 17 digits that reads back as the same double, or 9 of them.
+-- x in the fewest digits, from 4 to `most` (9), that read back as the same double.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end
@@ -108,7 +113,7 @@ local function error_text(r, x)
   if r.error == math.huge or r.error == -math.huge then return x - x ~= 0 and "" or "too large" end
   if r.value == 0 then return "lost" end
   if x == 0 then return ("%+.3g"):format(r.error) end
-  local note = r.name == "ue8m0" and ", rounded down" or ""       -- a scale that overflows nothing
+  local note = r.name == "ue8m0" and ", rounded down" or ""
   return ("%+.3g (%.2g %%%s)"):format(r.error, 100 * math.abs(r.error / x), note)
 end
 
@@ -125,7 +130,8 @@ local function table_text(result)
     local bits = ("%1s %s %s"):format(r.sign, r.exponent, r.fraction):gsub("%s+$", "")
     local most = r.name == "f64" and 17 or 9
     local value = text(r.value, most) .. (r.subnormal and " (subnormal)" or "")
-    rows[i + 1] = { r.name, value, error_text(r, result.x), text(r.below, most), text(r.above, most), hex(r), bits }
+    rows[i + 1] = { r.name, value, error_text(r, result.x), text(r.below, most),
+      text(r.above, most), hex(r), bits }
   end
   for _, row in ipairs(rows) do
     for c, cell in ipairs(row) do width[c] = math.max(width[c] or 0, #cell) end
@@ -142,15 +148,18 @@ local function table_text(result)
   local finite = result.x - result.x == 0 and result.x ~= 0
   if finite then
     local fraction, exponent = math.frexp(math.abs(result.x))
-    table.insert(lines, 1, ("%s = %s%s * 2^%d"):format(text(result.x, 17), result.x < 0 and "-" or "", text(2 * fraction, 17), exponent - 1))
+    table.insert(lines, 1, ("%s = %s%s * 2^%d"):format(text(result.x, 17),
+      result.x < 0 and "-" or "", text(2 * fraction, 17), exponent - 1))
   end
   return table.concat(lines, "\n")
 end
 
 local meta = { __tostring = table_text }
 
---- engine.bits(x): x a number, or its text ("0x1p-24", "inf"). A list of formats, also by name, each { name, code, value, error (value - x),
---- below, above, sign, exponent, fraction (texts of bits), power (of two), subnormal, largest }; prints as a table.
+--- engine.bits(x): a number in every format. x is a number or its text ("0x1p-24", "inf"). Returns
+--- a list of formats, also by name, each { name, code, value, error (value - x), below, above,
+--- sign, exponent, fraction (texts of bits), power (of two), subnormal, largest }; it prints as a
+--- table.
 function M.of(x)
   local number = tonumber(x)
   if not number then M_ffi.raise("bits: expected a number, got %s", M_ffi.value_text(x)) end

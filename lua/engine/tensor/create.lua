@@ -1,42 +1,51 @@
--- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. Inside a step they belong to the step,
--- outside they live until freed. Part of tensor.lua.
+-- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. Inside a
+-- step a tensor belongs to the step; outside it lives until freed. Part of tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C, check, raise, value_text, dtype_number = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text, M_ffi.dtype_number
-local Tensor = M_ffi.Tensor
-local info, want_number, want_whole, read_named = arguments.info, arguments.want_number, arguments.want_whole, arguments.read_named
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local value_text, dtype_number, Tensor = M_ffi.value_text, M_ffi.dtype_number, M_ffi.Tensor
+local info, read_named = arguments.info, arguments.read_named
+local want_number, want_whole = arguments.want_number, arguments.want_whole
 local AUTO, KEEP, STEP = C.ENG_AUTO, C.ENG_KEEP, C.ENG_STEP
 
 local M = {}
 
 local shape_buffer = ffi.new("int64_t[6]")
 
---- Shape arguments: new(2, 3), new{2, 3} -> count of dimensions, in shape_buffer; what follows the shape.
+-- Reads a shape, as in zeros(2, 3) or zeros { 2, 3 }, into shape_buffer. Returns the number of
+-- dimensions and the argument after the shape.
 local function read_shape(name, first, ...)
   local list, rest
   if type(first) == "table" then
     list, rest = first, ...
-    if #list == 0 and next(list) ~= nil then raise("%s: expected a shape first, got a table without numbers", name) end
+    if #list == 0 and next(list) ~= nil then
+      raise("%s: expected a shape first, got a table without numbers", name)
+    end
   else
     list = { first, ... }
     local last = list[#list]
     if type(last) ~= "number" then rest, list[#list] = last, nil end
   end
-  if #list > C.ENG_MAX_DIMS then raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list) end
+  if #list > C.ENG_MAX_DIMS then
+    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list)
+  end
   for i, v in ipairs(list) do shape_buffer[i - 1] = want_whole(v, name, "a dimension", 0) end
   return #list, rest
 end
 
 local OPTIONS = { dtype = true, keep = true, requires_grad = true }
 
---- options: a dtype name, or { dtype =, keep =, requires_grad = }. keep = true: lives until freed; false: belongs to the step
---- also where none is open; otherwise the step that is open decides.
+-- A tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep, requires_grad }.
+-- keep = true: lives until freed; false: belongs to a step even if none is open; nil: belongs to
+-- the open step, if there is one.
 local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options
   elseif options ~= nil then
-    if type(options) ~= "table" then raise("%s: expected options as a dtype name or a table, got %s", name, value_text(options)) end
+    if type(options) ~= "table" then
+      raise("%s: expected options as a dtype name or a table, got %s", name, value_text(options))
+    end
     read_named(options, name, OPTIONS)
     dtype, requires_grad = options.dtype or dtype, options.requires_grad
     if options.keep ~= nil then home = options.keep and KEEP or STEP end
@@ -47,31 +56,35 @@ local function make(name, ndim, options, preset)
   return x
 end
 
---- Every element of x; `name` is the function's, for messages.
+--- Sets every element of x to a number or a boolean; `name` names the function in errors.
 function M.fill_with(x, value, name)
   if type(value) == "boolean" then value = value and 1 or 0 end
   check(C.eng_fill(x, want_number(value, name, "the value")))
   return x
 end
 
---- engine.zeros(2, 3 [, "f16" | {dtype=, keep=, requires_grad=}]); the others likewise.
+--- engine.zeros(2, 3 [, options]) or engine.zeros({ 2, 3 } [, options]): a tensor of zeros.
+--- Options, as in all these functions: a dtype name, or { dtype = "f32", keep, requires_grad }.
+--- keep = true: the tensor lives until freed; false: it belongs to a step even if none is open;
+--- nil: to the open step, if there is one.
 function M.zeros(...)
   local ndim, options = read_shape("zeros", ...)
   return (make("zeros", ndim, options))
 end
 
+--- engine.ones(2, 3 [, options]): a tensor of ones.
 function M.ones(...)
   local ndim, options = read_shape("ones", ...)
   return (M.fill_with(make("ones", ndim, options), 1, "ones"))
 end
 
---- engine.full({2, 3}, 7)
+--- engine.full({ 2, 3 }, 7 [, options]): a tensor with every element set to a number.
 function M.full(shape, value, options)
   local ndim = read_shape("full", shape)
   return (M.fill_with(make("full", ndim, options), value, "full"))
 end
 
---- Uniform in [0, 1), from the engine's generator.
+--- engine.rand(2, 3 [, options]): uniform in [0, 1), from the engine's generator.
 function M.rand(...)
   local ndim, options = read_shape("rand", ...)
   local x = make("rand", ndim, options)
@@ -79,7 +92,7 @@ function M.rand(...)
   return x
 end
 
---- Normal with mean 0 and standard deviation 1.
+--- engine.randn(2, 3 [, options]): normal with mean 0 and standard deviation 1.
 function M.randn(...)
   local ndim, options = read_shape("randn", ...)
   local x = make("randn", ndim, options)
@@ -87,10 +100,13 @@ function M.randn(...)
   return x
 end
 
---- Whole numbers low, low+1, ... high-1 drawn uniformly, i64: engine.randint(0, 10, 2, 3).
+--- engine.randint(low, high, 2, 3 [, options]): whole numbers from low to high - 1, drawn
+--- uniformly; i64 unless options say otherwise.
 function M.randint(low, high, ...)
   want_whole(low, "randint", "the lower bound")
-  if want_whole(high, "randint", "the upper bound") <= low then raise("randint: expected low < high, got %d and %d", low, high) end
+  if want_whole(high, "randint", "the upper bound") <= low then
+    raise("randint: expected low < high, got %d and %d", low, high)
+  end
   local ndim, options = read_shape("randint", ...)
   local x = make("randint", ndim, options, "i64")
   local count = tonumber(info(x).count)
@@ -105,14 +121,18 @@ function M.randint(low, high, ...)
   return x
 end
 
---- start, start+step, ... up to and including stop (as Lua's for); i64 unless options say otherwise.
+--- engine.arange(start, stop [, step [, options]]): start, start + step, ... up to and including
+--- stop, as in Lua's for; i64 unless options say otherwise.
 function M.arange(start, stop, step, options)
   step = want_number(step or 1, "arange", "the step")
   want_number(start, "arange", "the first value")
   want_number(stop, "arange", "the last value")
-  if step == 0 then raise("arange: expected a step that is not 0") end
+  if step == 0 then raise("arange: expected a step other than 0, got 0") end
   local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
-  if not (count <= 2 ^ 53) then raise("arange: expected finite numbers, got %s to %s by %s", value_text(start), value_text(stop), value_text(step)) end
+  if not (count <= 2 ^ 53) then
+    raise("arange: expected finite numbers, got %s to %s by %s", value_text(start),
+      value_text(stop), value_text(step))
+  end
   shape_buffer[0] = count
   local x = make("arange", 1, options, "i64")
   local values = arguments.host_array("double[?]", count, "arange")
@@ -122,7 +142,8 @@ function M.arange(start, stop, step, options)
 end
 
 local function table_shape(value, shape, depth)
-  if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end   -- too deep, or a table that holds itself
+  -- The depth limit also ends the walk of a table that contains itself.
+  if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end
   if shape[depth] == nil then shape[depth] = #value end
   if #value > 0 then table_shape(value[1], shape, depth + 1) end
 end
@@ -130,23 +151,30 @@ end
 local function flatten(value, shape, depth, out, at)
   if depth > #shape then
     if type(value) == "boolean" then value = value and 1 or 0 end
-    if type(value) ~= "number" then raise("tensor: expected a number%s, got %s", depth == 1 and " or a table of numbers" or "", value_text(value)) end
+    if type(value) ~= "number" then
+      raise("tensor: expected a number%s, got %s", depth == 1 and " or a table of numbers" or "",
+        value_text(value))
+    end
     out[at] = value
     return at + 1
   end
   if type(value) ~= "table" or #value ~= shape[depth] then
-    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s", shape[depth], depth,
+    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s",
+      shape[depth], depth,
       type(value) == "table" and tostring(#value) or value_text(value))
   end
   for i = 1, #value do at = flatten(value[i], shape, depth + 1, out, at) end
   return at
 end
 
---- engine.tensor{{1, 2}, {3, 4}} or engine.tensor(5); options as above.
+--- engine.tensor({ { 1, 2 }, { 3, 4 } } [, options]) or engine.tensor(5): the numbers and booleans
+--- of a nested table, whose rows must have equal lengths.
 function M.tensor(value, options)
   local shape, count = {}, 1
   table_shape(value, shape, 1)
-  if #shape > C.ENG_MAX_DIMS then raise("tensor: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS), #shape) end
+  if #shape > C.ENG_MAX_DIMS then
+    raise("tensor: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS), #shape)
+  end
   for i, n in ipairs(shape) do count, shape_buffer[i - 1] = count * n, n end
   local values = ffi.new("double[?]", math.max(count, 1))
   flatten(value, shape, 1, values, 0)
@@ -155,9 +183,12 @@ function M.tensor(value, options)
   return x
 end
 
---- A tensor of `dtype` and `shape` filled from memory (a cdata pointer) in format `from`.
+--- A tensor filled from memory: `pointer` is a cdata pointer to row-major elements of the dtype
+--- `from` that fill `shape`. The result has that dtype unless options say otherwise.
 function M.from_memory(pointer, from, shape, options)
-  if type(pointer) ~= "cdata" then raise("from_memory: expected a pointer or an array of ffi.new, got %s", value_text(pointer)) end
+  if type(pointer) ~= "cdata" then
+    raise("from_memory: expected a pointer or an array of ffi.new, got %s", value_text(pointer))
+  end
   local ndim = read_shape("from_memory", shape)
   local x = make("from_memory", ndim, options, from)
   check(C.eng_write(x, pointer, dtype_number(from), info(x).count))

@@ -1,11 +1,12 @@
--- A tensor as text: what tostring gives. Never raises: a stale tensor says that it is one.
+-- A tensor as text, for tostring. Never raises: the text of a stale tensor is the error message.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 local huge = math.huge
-local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }   -- they hold neither inf nor nan
-local MOST = 2 ^ 26   -- elements worth a look at each
+-- dtypes without inf and nan
+local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }
+local MOST = 2 ^ 26   -- elements; larger tensors are not read
 local info_buffer = ffi.new("eng_tensor_info")
 
 local function number_text(v, dtype)
@@ -17,18 +18,21 @@ local function number_text(v, dtype)
   return ("%.4g"):format(v)
 end
 
---- What a person wants to see: dtype, shape, range, non-finite counts and a corner of the values.
+--- dtype, shape, device, range, counts of inf and nan, and the first rows and columns.
 return function(x)
   local status = C.eng_info(info_buffer, x)
   if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
   local shape, dtype = arguments.shape_table(info_buffer), M_ffi.dtype_name[info_buffer.dtype]
   local count, grad = tonumber(info_buffer.count), info_buffer.requires_grad ~= 0
-  local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device, grad and " requires_grad" or "")
+  local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device,
+    grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
   if count > MOST then return head .. " (too many elements to look at)" end
   local values = ffi.new("double[?]", count)
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))
-  if count == 1 and #shape == 0 then return ("%s: %s"):format(head, number_text(values[0], dtype)) end
+  if count == 1 and #shape == 0 then
+    return ("%s: %s"):format(head, number_text(values[0], dtype))
+  end
   local least, most, sum, finite, inf, nan = huge, -huge, 0, 0, 0, 0
   for i = 0, count - 1 do
     local v = values[i]
@@ -42,14 +46,17 @@ return function(x)
   end
   local lines = { head }
   if dtype ~= "bool" then
-    lines[1] = head .. (finite > 0 and ("  min %s max %s mean %s"):format(number_text(least), number_text(most), number_text(sum / finite)) or "")
+    lines[1] = head .. (finite > 0 and ("  min %s max %s mean %s"):format(number_text(least),
+      number_text(most), number_text(sum / finite)) or "")
       .. (WHOLE[dtype] and "" or ("  inf %d nan %d"):format(inf, nan))
   end
   local columns = shape[#shape]
   local rows = count / columns
   for r = 0, math.min(rows, 6) - 1 do
     local row = {}
-    for c = 0, math.min(columns, 8) - 1 do row[#row + 1] = ("%10s"):format(number_text(values[r * columns + c], dtype)) end
+    for c = 0, math.min(columns, 8) - 1 do
+      row[#row + 1] = ("%10s"):format(number_text(values[r * columns + c], dtype))
+    end
     lines[#lines + 1] = table.concat(row, " ") .. (columns > 8 and "  ..." or "")
   end
   if rows > 6 then lines[#lines + 1] = "       ..." end

@@ -1,44 +1,54 @@
--- FP8 by hand: matrices of e4m3, e5m2 or packed e5m6 codes with their scales, products of them with a chosen accumulator, and
--- single numbers in their bits. What the numbers mean stands in core/fp8*.h and, for the operations, in core/ops.def.
+-- FP8 by hand: matrices of e4m3, e5m2 or packed e5m6 codes with their scales, products of such
+-- matrices with a chosen accumulator, and single numbers as bits. core/base/fp8*.h defines the
+-- formats and scales, core/ops.def the operations.
 --
 --   local fp8 = engine.fp8
 --   local qx = fp8.quantize(x, { block = "1x128" })                     -- x [.. x K]
 --   local qw = fp8.quantize(w, { block = "128x128" })                   -- w [N x K]
---   local y = fp8.matmul(qx, qw, { transpose_b = true, accumulator = "hopper", promotion = 128, dtype = "bf16" })
+--   local y = fp8.matmul(qx, qw, { transpose_b = true, accumulator = "hopper", dtype = "bf16" })
 --   print(qx, fp8.bits(0.1, "e4m3"))
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 
-local ffi, C, check, raise, run, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.run, M_ffi.value_text
-local want, want_number, want_whole, read_named = arguments.want, arguments.want_number, arguments.want_whole, arguments.read_named
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local run, value_text, read_named = M_ffi.run, M_ffi.value_text, arguments.read_named
+local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
 
 local M = {}
 
-local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
+local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2,
+  e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
---- Scale rules by name, as their projects have them (core/base/fp8_scale.h).
-local RULES = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE, deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
+-- Scale rules, named after the projects they come from (core/base/fp8_scale.h).
+local RULES = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE,
+  deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
   torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
-local ACCUMULATORS = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT, hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }
+local ACCUMULATORS = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT,
+  hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }
 
 local function choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = {}
   for known in pairs(list) do names[#names + 1] = known end
   table.sort(names)
-  raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name), nearest.hint(tostring(name), names))
+  raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name),
+    nearest.hint(tostring(name), names))
 end
 
---- "tensor", "row", "column", "1x128", { 1, 128 } -> rows, columns, 0 standing for the whole side.
+-- "tensor", "row", "column", "1x128" or { 1, 128 } -> rows, columns; 0 is the whole side.
 local function read_block(block, where)
   if type(block) == "table" and #block == 2 then
-    return want_whole(block[1], where, "the rows of a block", 0), want_whole(block[2], where, "the columns of a block", 0)
+    return want_whole(block[1], where, "the rows of a block", 0),
+      want_whole(block[2], where, "the columns of a block", 0)
   end
   local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return tonumber(rows), tonumber(columns) end
   local named = type(block) == "string" and BLOCKS[block]
-  if not named then raise("%s: expected block as 'tensor', 'row', 'column', '1x128' or { rows, columns }, got %s", where, value_text(block)) end
+  if not named then
+    raise("%s: expected block as 'tensor', 'row', 'column', '1x128' or { rows, columns }, got %s",
+      where, value_text(block))
+  end
   return named[1], named[2]
 end
 
@@ -49,21 +59,24 @@ local Quantized = { __index = methods }
 
 local FLOATS = { f32 = true, f64 = true, f16 = true, bf16 = true }
 local function want_float(dtype, where)
-  if not FLOATS[dtype] then raise("%s: expected dtype bf16, f16, f32 or f64, got %s", where, value_text(dtype)) end
+  if not FLOATS[dtype] then
+    raise("%s: expected dtype bf16, f16, f32 or f64, got %s", where, value_text(dtype))
+  end
   return M_ffi.dtype_number(dtype)
 end
 
 local function quantized(fields) return setmetatable(fields, Quantized) end
 
---- The real numbers, code * scale, f32 unless another dtype is named.
+--- code * scale as a tensor of x's shape, f32 unless another float dtype is named.
 function methods.dequantize(x, dtype)
-  return run("dequantize", { x.q, x.scale }, { want_float(dtype or "f32", "dequantize"), x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
+  return run("dequantize", { x.q, x.scale }, { want_float(dtype or "f32", "dequantize"),
+    x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
 end
 
---- Bytes that codes and scales take.
+--- The bytes of codes and scales.
 function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x.scale.count * 4 end
 
---- A copy that outlives the step; keep() and free() as tensors have them.
+--- A copy that outlives the step, until :free().
 function methods.keep(x)
   local copy = {}
   for key, value in pairs(x) do copy[key] = value end
@@ -71,6 +84,7 @@ function methods.keep(x)
   copy.transposed = x.transposed and x.transposed:keep()
   return quantized(copy)
 end
+--- Frees a kept copy.
 function methods.free(x)
   x.q:free()
   x.scale:free()
@@ -80,17 +94,21 @@ end
 
 function Quantized.__tostring(x)
   local b = x.block
-  return ("%s %s in blocks of %s x %s (%s%s), %d bytes"):format(x.format, arguments.shape_text(x.shape), b[1] == 0 and "all" or b[1],
+  return ("%s %s in blocks of %s x %s (%s%s), %d bytes"):format(x.format,
+    arguments.shape_text(x.shape), b[1] == 0 and "all" or b[1],
     b[2] == 0 and "all" or b[2], x.rule, x.pow2 and ", powers of two" or "", x:bytes())
 end
 
-local QUANTIZE = { format = true, block = true, rule = true, pow2 = true, eps = true, margin = true, stochastic = true, transposed = true, factor = true }
+local QUANTIZE = { format = true, block = true, rule = true, pow2 = true, eps = true,
+  margin = true, stochastic = true, transposed = true, factor = true }
 
---- x [.. x K] as codes and scales. Options: format ("e4m3"), block ("tensor"; "row", "column", "1x128", "128x128", { rows, columns }),
---- rule ("transformer_engine"), pow2 (scales are powers of two), eps and margin (the rule's), stochastic (rounding at random),
---- transposed (also x transposed, quantized in the same blocks, from one pass: field `transposed`), factor (quantize with this
---- factor, per tensor, whatever the values: delayed scaling).
---- Fields: q, scale (what a code is multiplied by), amax (f32 []), shape, block, format, rule, pow2, transposed. No gradient passes.
+--- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
+--- ("e4m3", "e5m2", "e5m6"), block ("tensor", "row", "column", "1x128", "128x128", { rows, columns
+--- }), rule ("transformer_engine", "deepseek", "deepgemm", "torchao", "msamp"), pow2 (scales are
+--- powers of two), eps and margin (of the rule), stochastic (random rounding), transposed (also
+--- quantizes x transposed, in the same blocks and the same pass), factor (a fixed factor per
+--- tensor, as in delayed scaling). Fields of the result: q (codes), scale (the number that a code
+--- is multiplied by), amax (f32 []), shape, block, format, rule, pow2, transposed.
 function M.quantize(x, options)
   want(x, "fp8.quantize")
   options = read_named(options, "fp8.quantize", QUANTIZE)
@@ -98,36 +116,56 @@ function M.quantize(x, options)
   local rows, columns = read_block(options.block or "tensor", "fp8.quantize")
   local factor = options.factor
   if type(factor) == "number" then
-    if not (factor > 0 and factor < math.huge) then raise("fp8.quantize: expected factor as a positive finite number, got %g", factor) end
+    if not (factor > 0 and factor < math.huge) then
+      raise("fp8.quantize: expected factor as a positive finite number, got %g", factor)
+    end
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
-    if not require("engine.tensor.tensor").is_tensor(factor) then raise("fp8.quantize: expected factor as a number or a tensor of one, got %s", value_text(factor)) end
+    if not require("engine.tensor.tensor").is_tensor(factor) then
+      raise("fp8.quantize: expected factor as a number or a tensor of one, got %s",
+        value_text(factor))
+    end
   end
   local shape = x.shape
-  if shape[#shape] == 0 then raise("fp8.quantize: expected rows of 1 or more elements, got %s %s", x.dtype, arguments.shape_text(shape)) end
-  local flags = (options.stochastic and 2 or 0) + (options.pow2 and 4 or 0) + (options.transposed and 8 or 0)
-  local number, rule_number = choose(FORMATS, format, "fp8.quantize", "format"), choose(RULES, rule, "fp8.quantize", "rule")
-  local q, scale, amax, q_t, scale_t = run("quantize", { x, factor or false }, { number, rows, columns, rule_number, flags, 0, 0 },
-    { want_number(options.eps or -1, "fp8.quantize", "eps"), want_number(options.margin or 0, "fp8.quantize", "margin") }, 5)
+  if shape[#shape] == 0 then
+    raise("fp8.quantize: expected rows of 1 or more elements, got %s %s", x.dtype,
+      arguments.shape_text(shape))
+  end
+  local flags = (options.stochastic and 2 or 0) + (options.pow2 and 4 or 0)
+    + (options.transposed and 8 or 0)
+  local number, rule_number = choose(FORMATS, format, "fp8.quantize", "format"),
+    choose(RULES, rule, "fp8.quantize", "rule")
+  local q, scale, amax, q_t, scale_t = run("quantize", { x, factor or false },
+    { number, rows, columns, rule_number, flags, 0, 0 },
+    { want_number(options.eps or -1, "fp8.quantize", "eps"),
+      want_number(options.margin or 0, "fp8.quantize", "margin") }, 5)
   local pow2 = options.pow2 or rule == "msamp"
-  local y = { q = q, scale = scale, amax = amax, shape = shape, block = { rows, columns }, format = format, rule = rule, pow2 = pow2 }
+  local y = { q = q, scale = scale, amax = amax, shape = shape, block = { rows, columns },
+    format = format, rule = rule, pow2 = pow2 }
   if q_t then
-    y.transposed = quantized { q = q_t, scale = scale_t, amax = amax, shape = q_t.shape, block = y.block, format = format, rule = rule, pow2 = pow2 }
+    y.transposed = quantized { q = q_t, scale = scale_t, amax = amax, shape = q_t.shape,
+      block = y.block, format = format, rule = rule, pow2 = pow2 }
   end
   return quantized(y)
 end
 
-local MATMUL = { transpose_a = true, transpose_b = true, accumulator = true, promotion = true, dtype = true, bias = true, into = true, add = true }
+local MATMUL = { transpose_a = true, transpose_b = true, accumulator = true, promotion = true,
+  dtype = true, bias = true, into = true, add = true }
 
 local function want_quantized(x, name)
-  if getmetatable(x) ~= Quantized then raise("fp8.matmul: expected %s from fp8.quantize, got %s", name, value_text(x)) end
-  if x.format == "e5m6" then raise("fp8.matmul: %s is e5m6, which is for storing; hint: :dequantize()", name) end
+  if getmetatable(x) ~= Quantized then
+    raise("fp8.matmul: expected %s from fp8.quantize, got %s", name, value_text(x))
+  end
+  if x.format == "e5m6" then
+    raise("fp8.matmul: %s is e5m6, a storage format; hint: :dequantize()", name)
+  end
 end
 
---- a [M x K] times b [K x N], either given transposed -> y [M x N]. Options: transpose_a, transpose_b, accumulator ("fp32"; "exact",
---- "hopper", "e4m3"), promotion (steps of K after which the accumulator goes into f32, a multiple of 32; 128 unless said, 0: none),
---- dtype ("f32"), bias [N], into (a tensor that takes the result), add (adds to `into`). In blocks along K the accumulator
---- ends with each block whatever `promotion` says.
+--- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options: transpose_a,
+--- transpose_b, accumulator ("fp32", "exact", "hopper", "e4m3"), promotion (128: products along K
+--- after which the accumulator is added to f32, a multiple of 32; 0: never), dtype ("f32"), bias
+--- [N], into (a tensor for the result), add (adds to `into`). With blocks along K the accumulator
+--- is added to f32 after every block, whatever `promotion` is.
 function M.matmul(a, b, options)
   want_quantized(a, "a")
   want_quantized(b, "b")
@@ -135,8 +173,10 @@ function M.matmul(a, b, options)
   local qa, qb = a.q, b.q
   if #a.shape > 2 then qa = qa:view(-1, a.shape[#a.shape]) end
   if #b.shape > 2 then qb = qb:view(-1, b.shape[#b.shape]) end
-  local ints = { options.transpose_a and 1 or 0, options.transpose_b and 1 or 0, a.block[1], a.block[2], b.block[1], b.block[2],
-    options.dtype and want_float(options.dtype, "fp8.matmul") + 1 or 0, choose(ACCUMULATORS, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
+  local ints = { options.transpose_a and 1 or 0, options.transpose_b and 1 or 0, a.block[1],
+    a.block[2], b.block[1], b.block[2],
+    options.dtype and want_float(options.dtype, "fp8.matmul") + 1 or 0,
+      choose(ACCUMULATORS, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
     want_whole(options.promotion or 128, "fp8.matmul", "promotion", 0), options.add and 1 or 0 }
   local inputs = { qa, a.scale, qb, b.scale, options.bias or false }
   if not options.into then
@@ -157,26 +197,32 @@ end
 
 -- ------------------------------------------------------------------ single numbers
 
-local SMALL = { e4m3 = { 4, 3 }, e5m2 = { 5, 2 }, e5m6 = { 5, 6 }, e5m6_tilekernels = { 5, 6 }, ue8m0 = { 8, 0 }, f16 = { 5, 10 }, bf16 = { 8, 7 } }
+local SMALL = { e4m3 = { 4, 3 }, e5m2 = { 5, 2 }, e5m6 = { 5, 6 }, e5m6_tilekernels = { 5, 6 },
+  ue8m0 = { 8, 0 }, f16 = { 5, 10 }, bf16 = { 8, 7 } }
 local ENCODE = { saturate = true, up = true }
 
---- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, f16, bf16. Options: saturate; up (ue8m0: away from zero).
+--- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, f16, bf16.
+--- Options: saturate (numbers that are too large become the largest one), up (ue8m0: rounds away
+--- from zero).
 function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")
-  return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the number"), (options.saturate or options.up) and 1 or 0, 0))
+  return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the number"),
+    (options.saturate or options.up) and 1 or 0, 0))
 end
 
---- The number behind a code.
+--- The number that a code stands for.
 function M.decode(code, format)
   local parts = choose(SMALL, format, "fp8.decode", "format")
   local codes = 2 ^ (parts[1] + parts[2] + (format == "ue8m0" and 0 or 1))
-  if want_whole(code, "fp8.decode", "the code", 0) >= codes then raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code) end
+  if want_whole(code, "fp8.decode", "the code", 0) >= codes then
+    raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
+  end
   local value = C.eng_small_decode(format, want_whole(code, "fp8.decode", "the code", 0))
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end
 
---- A number in a format as people read it: "e4m3 0 0011 101  0x1d  0.1015625".
+--- A number in a format as text: "e4m3 0 0011 101  0x1d  0.1015625".
 function M.bits(value, format)
   format = format or "e4m3"
   local parts, code, text = choose(SMALL, format, "fp8.bits", "format"), M.encode(value, format), {}
@@ -185,7 +231,8 @@ function M.bits(value, format)
     text[#text + 1] = math.floor(code / 2 ^ k) % 2 == 1 and "1" or "0"
     if k == parts[2] + parts[1] or (k == parts[2] and k > 0) then text[#text + 1] = " " end
   end
-  return ("%s %s  0x%0" .. math.ceil(digits / 4) .. "x  %.9g"):format(format, table.concat(text), code, M.decode(code, format))
+  return ("%s %s  0x%0" .. math.ceil(digits / 4) .. "x  %.9g"):format(format, table.concat(text),
+    code, M.decode(code, format))
 end
 
 return M

@@ -1,5 +1,6 @@
--- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares what backward() computes with central
--- differences of the scalar sum(f(inputs) * w) for fixed random weights w.
+-- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares what
+-- backward() computes with central differences of the scalar sum(f(inputs) * w) for fixed random
+-- weights w.
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
@@ -16,11 +17,13 @@ local function weighted_sum(f, inputs, weights)
   return total
 end
 
---- Checks the gradients of f with respect to every f64 input. options: eps (1e-6), tolerance (1e-6, relative to 1 + |gradient|), at most
---- `samples` elements an input (64). Returns the largest error; raises with the place when it is too large.
+--- Checks the gradients of f with respect to every f64 input. Options: eps (1e-6), tolerance (1e-6,
+--- relative to 1 + |gradient|), samples (64: elements per input that are checked). Returns the
+--- largest error, or raises an error that names the element.
 function M.check(f, inputs, options)
   options = options or {}
-  local eps, tolerance, samples = options.eps or 1e-6, options.tolerance or 1e-6, options.samples or 64
+  local eps, tolerance, samples = options.eps or 1e-6, options.tolerance or 1e-6,
+    options.samples or 64
   local weights, worst = {}, 0
   for _, x in ipairs(inputs) do
     if x.dtype == "f64" then x:requires_grad(true) end
@@ -46,8 +49,8 @@ function M.check(f, inputs, options)
         local got = analytic[i] or 0
         local difference = math.abs(got - numeric) / (1 + math.abs(numeric))
         if not (difference <= tolerance) then
-          error(("gradcheck: input %d, element %d of %s: backward gives %.10g, finite differences %.10g"):format(k, i,
-            tensor.shape_text(shape), got, numeric), 2)
+          error(("gradcheck: input %d, element %d of %s: backward %.10g, finite differences %.10g")
+            :format(k, i, tensor.shape_text(shape), got, numeric), 2)
         end
         worst = math.max(worst, difference)
       end

@@ -1,7 +1,8 @@
--- Where the time of a piece of a program goes, by operation:
+-- Where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
--- Rows are kinds of calls (operation, formats, shapes), the most expensive first; what no kernel spent (tape, Lua, data)
--- stands as "outside kernels". tostring shows operations and then their kinds.
+-- Rows are kinds of calls (operation, dtypes, shapes), the most expensive first; time that no
+-- kernel spent (tape, Lua, data) is "outside kernels". tostring shows operations, then kinds of
+-- calls.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 
@@ -18,7 +19,8 @@ local function read_rows()
   local rows, list = M_ffi.new("eng_profile_row[?]", MAX_ROWS), {}
   for i = 0, C.eng_profile_rows(rows, MAX_ROWS) - 1 do
     local r = rows[i]
-    list[#list + 1] = { op = ffi.string(r.op), detail = ffi.string(r.detail), calls = tonumber(r.calls), seconds = r.seconds, bytes = r.bytes, flops = r.flops }
+    list[#list + 1] = { op = ffi.string(r.op), detail = ffi.string(r.detail),
+      calls = tonumber(r.calls), seconds = r.seconds, bytes = r.bytes, flops = r.flops }
   end
   return list
 end
@@ -28,7 +30,9 @@ local function by_seconds(a, b)
   return a.op .. (a.detail or "") < b.op .. (b.detail or "")
 end
 
---- engine.profile(f, ...): runs f and returns { seconds, rows = kinds of calls, operations = the same summed by operation }.
+--- engine.profile(f, ...): runs f(...) and returns { seconds, rows = kinds of calls, operations =
+--- the same summed by operation }; each row has op, calls, seconds, bytes and flops. Prints as a
+--- table.
 function M.run(f, ...)
   if type(f) ~= "function" then error("profile: expected a function, got " .. type(f), 2) end
   C.eng_profile(true)
@@ -46,18 +50,23 @@ function M.run(f, ...)
       sum = { op = r.op, calls = 0, seconds = 0, bytes = 0, flops = 0 }
       by_name[r.op], operations[#operations + 1] = sum, sum
     end
-    for _, key in ipairs { "calls", "seconds", "bytes", "flops" } do sum[key] = sum[key] + r[key] end
+    for _, key in ipairs { "calls", "seconds", "bytes", "flops" } do
+      sum[key] = sum[key] + r[key]
+    end
     inside = inside + r.seconds
   end
-  operations[#operations + 1] = { op = "(outside kernels)", calls = 1, seconds = math.max(0, seconds - inside), bytes = 0, flops = 0 }
+  operations[#operations + 1] = { op = "(outside kernels)", calls = 1,
+    seconds = math.max(0, seconds - inside), bytes = 0, flops = 0 }
   table.sort(rows, by_seconds)
   table.sort(operations, by_seconds)
   return setmetatable({ seconds = seconds, rows = rows, operations = operations }, Profile)
 end
 
 local function line(self, what, r)
-  local rate = r.flops > 0 and ("%7.1f GFLOP/s"):format(r.flops / r.seconds * 1e-9) or r.bytes > 0 and ("%7.1f GB/s"):format(r.bytes / r.seconds * 1e-9) or ""
-  return (("%-24s %7d %10.3f %6.1f%%  %s"):format(what, r.calls, r.seconds * 1e3, 100 * r.seconds / self.seconds, rate):gsub("%s+$", ""))
+  local rate = r.flops > 0 and ("%7.1f GFLOP/s"):format(r.flops / r.seconds * 1e-9)
+    or r.bytes > 0 and ("%7.1f GB/s"):format(r.bytes / r.seconds * 1e-9) or ""
+  return (("%-24s %7d %10.3f %6.1f%%  %s"):format(what, r.calls, r.seconds * 1e3,
+    100 * r.seconds / self.seconds, rate):gsub("%s+$", ""))
 end
 
 function Profile:__tostring()
@@ -71,7 +80,9 @@ function Profile:__tostring()
     shown = shown + 1
     lines[#lines + 1] = line(self, r.op, r) .. "   " .. r.detail
   end
-  if shown < #self.rows then lines[#lines + 1] = ("... and %d kinds of calls under 0.5 %% each"):format(#self.rows - shown) end
+  if shown < #self.rows then
+    lines[#lines + 1] = ("... and %d kinds of calls under 0.5 %% each"):format(#self.rows - shown)
+  end
   return table.concat(lines, "\n")
 end
 

@@ -1,14 +1,14 @@
--- safetensors files, the format Hugging Face keeps weights in.
+-- safetensors files, the format of Hugging Face's weights.
 --
---   local weights, metadata = engine.load("model.safetensors")      { name = tensor }, { key = text }
+--   local weights, metadata = engine.load("model.safetensors")    { name = tensor }, { key = text }
 --   engine.save("model.safetensors", weights, { format = "pt" })
 --
---   local file = safetensors.open("model.safetensors")              look before loading
---   print(file)                                                     names, dtypes, shapes
+--   local file = safetensors.open("model.safetensors")            reads the header alone
+--   print(file)                                                   names, dtypes, shapes
 --   local w = file:read("wte.weight")
 --   file:close()
 --
--- Loaded tensors live until tensor:free(). A file that breaks any rule of the format is refused whole.
+-- Loaded tensors live until tensor:free(). A file that violates the format is rejected as a whole.
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -24,16 +24,20 @@ local out_text = ffi.new("const char *[2]")
 local out_crc = ffi.new("uint32_t[1]")
 
 local function open(path)
-  if type(path) ~= "string" then error("expected the path of a safetensors file, got " .. type(path), 3) end
+  if type(path) ~= "string" then
+    error("expected the path of a safetensors file, got " .. type(path), 3)
+  end
   check(C.eng_safetensors_open(out_file, path))
-  local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {}, entries = {}, metadata = {} }
+  local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {},
+    entries = {}, metadata = {} }
   local entry = ffi.new("eng_safetensors_entry")
   for i = 0, tonumber(C.eng_safetensors_count(file.handle)) - 1 do
     check(C.eng_safetensors_get(entry, file.handle, i))
     local name, shape = ffi.string(entry.name), {}
     for d = 1, entry.ndim do shape[d] = tonumber(entry.shape[d - 1]) end
     file.names[i + 1] = name
-    file.entries[name] = { index = i, dtype = M_ffi.dtype_name[entry.dtype], shape = shape, bytes = tonumber(entry["end"] - entry.begin) }
+    file.entries[name] = { index = i, dtype = M_ffi.dtype_name[entry.dtype], shape = shape,
+      bytes = tonumber(entry["end"] - entry.begin) }
   end
   for i = 0, tonumber(C.eng_safetensors_metadata_count(file.handle)) - 1 do
     check(C.eng_safetensors_metadata(out_text, out_text + 1, file.handle, i))
@@ -42,14 +46,14 @@ local function open(path)
   return setmetatable(file, File)
 end
 
---- Opens a file and checks its header. The result has names (in file order), entries by name
---- ({ dtype, shape, bytes }) and metadata.
+--- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
+--- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
 function M.open(path)
-  local file = open(path)          -- no tail call: error levels count frames
+  local file = open(path)          -- not a tail call: error levels count frames
   return file
 end
 
---- One tensor by name, kept until freed.
+--- Reads one tensor by name; it lives until freed.
 function File:read(name)
   if not self.handle then error(("%s is closed"):format(self.path), 2) end
   local entry = self.entries[name]
@@ -59,6 +63,7 @@ function File:read(name)
   return x
 end
 
+--- Closes the file. Tensors that were read stay.
 function File:close()
   if self.handle then C.eng_safetensors_close(ffi.gc(self.handle, nil)) end
   self.handle = nil
@@ -70,11 +75,13 @@ function File:__tostring()
     local e = self.entries[name]
     lines[#lines + 1] = ("  %-48s %-4s [%s]"):format(name, e.dtype, table.concat(e.shape, " x "))
   end
-  for key, value in pairs(self.metadata) do lines[#lines + 1] = ("  metadata %s = %s"):format(key, value) end
+  for key, value in pairs(self.metadata) do
+    lines[#lines + 1] = ("  metadata %s = %s"):format(key, value)
+  end
   return table.concat(lines, "\n")
 end
 
---- All tensors of a file as { name = tensor }, and its metadata.
+--- All tensors of a file as { name = tensor }, and its metadata as { key = text }.
 function M.load(path)
   local file = open(path)
   local tensors = {}
@@ -91,16 +98,22 @@ function M.load(path)
   return tensors, file.metadata
 end
 
--- Wide elements first, so that each tensor begins at a multiple of its element size, then by name.
+-- The names, wide elements first, so that each tensor begins at a multiple of its element size.
 local function ordered(path, tensors)
   local names, width = {}, {}
   local info = ffi.new("eng_tensor_info")
   for name, x in pairs(tensors) do
-    if type(name) ~= "string" then error(("save %s: expected names that are strings, got %s"):format(path, tostring(name)), 3) end
-    if not ffi.istype(M_ffi.Tensor, x) then error(("save %s: expected a tensor for '%s', got %s"):format(path, name, type(x)), 3) end
+    if type(name) ~= "string" then
+      error(("save %s: expected names that are strings, got %s"):format(path, tostring(name)), 3)
+    end
+    if not ffi.istype(M_ffi.Tensor, x) then
+      error(("save %s: expected a tensor for '%s', got %s"):format(path, name, type(x)), 3)
+    end
     local status = C.eng_info(info, x)
     if status ~= 0 then error(("save %s: '%s': %s"):format(path, name, M_ffi.message()), 3) end
-    if name:find("%z") then error(("save %s: the name '%s' holds a NUL"):format(path, name:gsub("%z", "?")), 3) end
+    if name:find("%z") then
+      error(("save %s: the name '%s' holds a NUL"):format(path, name:gsub("%z", "?")), 3)
+    end
     names[#names + 1] = name
     width[name] = C.eng_dtype_size(info.dtype)
   end
@@ -115,21 +128,31 @@ local function fill(writer, path, names, tensors, metadata)
   local keys = {}
   for key, value in pairs(metadata or {}) do
     if type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z") then
-      error(("save %s: expected metadata of strings without NUL, got %s = %s"):format(path, tostring(key), tostring(value)), 0)
+      error(("save %s: expected metadata of strings without NUL, got %s = %s"):format(path,
+        tostring(key), tostring(value)), 0)
     end
     keys[#keys + 1] = key
   end
   table.sort(keys)
-  for _, key in ipairs(keys) do check(C.eng_safetensors_annotate(writer, key, metadata[key]), true) end
-  for _, name in ipairs(names) do check(C.eng_safetensors_add(writer, name, tensors[name]), true) end
+  for _, key in ipairs(keys) do
+    check(C.eng_safetensors_annotate(writer, key, metadata[key]), true)
+  end
+  for _, name in ipairs(names) do
+    check(C.eng_safetensors_add(writer, name, tensors[name]), true)
+  end
 end
 
---- Writes { name = tensor } and metadata { key = text }: beside, then renamed into place, so that the
---- old file stays whole when anything fails. Returns the CRC-32C of the file.
+--- Writes { name = tensor } and metadata { key = text } to a temporary file and renames it, so that
+--- a failure leaves the old file as it was. Returns the CRC-32C of the file.
 function M.save(path, tensors, metadata)
   if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
-  if type(tensors) ~= "table" then error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2) end
-  if tensors.parameters and tensors.state then error(("save %s: expected a table { name = tensor }, got a module; hint: model:state()"):format(path), 2) end
+  if type(tensors) ~= "table" then
+    error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2)
+  end
+  if tensors.parameters and tensors.state then
+    error(("save %s: expected a table { name = tensor }, got a module; hint: model:state()"):format(
+      path), 2)
+  end
   local names = ordered(path, tensors)
   check(C.eng_safetensors_begin(out_writer, path))
   local writer = out_writer[0]

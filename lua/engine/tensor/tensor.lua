@@ -1,8 +1,9 @@
--- Tensors in Lua: a small cdata {slot, generation} with the operations as methods. Nothing here holds
--- memory; a tensor made inside a step is gone at its end unless :keep() copies it.
+-- Tensors in Lua: a small cdata {slot, generation} with the operations as methods. A handle holds
+-- no memory; a tensor made inside a step ends with the step unless :keep() copies it.
 --
--- Counting follows Lua: dimensions and positions from 1, ranges inclusive, negative from the end
--- (dimension -1 is the last). The numbers inside index tensors (token ids, classes) are data and count from 0.
+-- Counting follows Lua: dimensions and positions start at 1, ranges are inclusive, and negative
+-- numbers count from the end (dimension -1 is the last). The numbers inside index tensors (token
+-- ids, classes) are data and count from 0.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local create = require "engine.tensor.create"
@@ -21,8 +22,12 @@ local want, want_number, want_whole = arguments.want, arguments.want_number, arg
 local dimension, read_named = arguments.dimension, arguments.read_named
 local fill = create.fill_with
 
-local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape_text, read_named = read_named, describe = describe }
-for _, name in ipairs { "zeros", "ones", "full", "rand", "randn", "randint", "arange", "tensor", "from_memory" } do M[name] = create[name] end
+local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape_text,
+  read_named = read_named, describe = describe }
+for _, name in ipairs { "zeros", "ones", "full", "rand", "randn", "randint", "arange", "tensor",
+  "from_memory" } do
+  M[name] = create[name]
+end
 local methods, getters = {}, {}
 
 -- ------------------------------------------------------------------ calling operations
@@ -42,24 +47,30 @@ end
 
 -- ------------------------------------------------------------------ what a tensor is
 
+--- The sizes as a list, such as { 64, 768 }.
 function getters.shape(x) return shape_table(info(x)) end
+--- The number of dimensions.
 function getters.ndim(x) return info(x).ndim end
+--- The number of elements.
 function getters.count(x) return tonumber(info(x).count) end
+--- The dtype's name: f32, f64, f16, bf16, e4m3, e5m2, u8, i8, i16, i32, i64 or bool.
 function getters.dtype(x) return dtype_name[info(x).dtype] end
+--- Whether no recorded operation made x.
 function getters.is_leaf(x) return info(x).is_leaf ~= 0 end
+--- Where the elements are: cpu, reference or cuda.
 function getters.device(x)
   if info(x).space == 1 then return "cuda" end
   local name = M_ffi.string(C.eng_device_name())
   return name == "cuda" and "cpu" or name
 end
---- The gradient after backward(), or nil.
+--- The gradient after backward(), of x's shape, or nil.
 function getters.grad(x)
   local g = Tensor()
   check(C.eng_gradient(g, x))
   if g.slot ~= 0 then return g end
 end
 
---- Size of dimension d, or all sizes.
+--- The size of dimension d; without d all sizes, as several results.
 function methods.size(x, d)
   if d == nil then
     local sizes = shape_table(info(x))
@@ -69,10 +80,11 @@ function methods.size(x, d)
   return tonumber(what.shape[k])
 end
 
+--- Whether the elements lie in memory in row-major order without gaps.
 function methods.is_contiguous(x) return info(x).contiguous ~= 0 end
 
 local item_buffer = ffi.new("double[1]")
---- The value of a tensor with one element.
+--- The value of a tensor with one element, as a number. Other sizes are an error.
 function methods.item(x)
   check(C.eng_item(item_buffer, x))
   return item_buffer[0]
@@ -85,7 +97,7 @@ local function nest(values, shape, depth, at)
   return list, at
 end
 
---- All elements as nested tables of numbers.
+--- All elements as nested tables of numbers; a tensor without dimensions is a number.
 function methods.totable(x)
   local what = info(x)
   local shape, count = shape_table(what), tonumber(what.count)
@@ -94,76 +106,93 @@ function methods.totable(x)
   return (nest(values, shape, 1, 0))
 end
 
---- Calls f with a pointer to the elements, row-major, in the tensor's own dtype, and their count; read only.
+local CTYPE = { f32 = "float", f64 = "double", f16 = "uint16_t", bf16 = "uint16_t", u8 = "uint8_t",
+  i8 = "int8_t", i16 = "int16_t", i32 = "int32_t", i64 = "int64_t", bool = "uint8_t",
+  e4m3 = "uint8_t", e5m2 = "uint8_t" }
+--- A copy of the elements, row-major, as a C array of `dtype` (the tensor's own unless given), and
+--- their count. f16 and bf16 come as uint16_t codes, e4m3 and e5m2 as uint8_t codes.
 function methods.read(x, dtype)
   local what = info(x)
   local count, number = tonumber(what.count), dtype and dtype_number(dtype) or what.dtype
-  local ctype = ({ f32 = "float", f64 = "double", f16 = "uint16_t", bf16 = "uint16_t", u8 = "uint8_t", i8 = "int8_t", i16 = "int16_t",
-    i32 = "int32_t", i64 = "int64_t", bool = "uint8_t", e4m3 = "uint8_t", e5m2 = "uint8_t" })[dtype_name[number]]
-  local values = arguments.host_array(ctype .. "[?]", count, "read")
+  local values = arguments.host_array(CTYPE[dtype_name[number]] .. "[?]", count, "read")
   check(C.eng_read(values, number, count, x))
   return values, count
 end
 
---- A copy that outlives the step; it is a leaf.
+--- A copy that outlives the step, until :free(); it is a leaf.
 function methods.keep(x)
   local y = Tensor()
   check(C.eng_keep(y, x))
   return y
 end
 
---- Frees a kept tensor.
+--- Frees a kept tensor; its handles are stale from then on.
 function methods.free(x) check(C.eng_free(x)) end
 
---- The caller does not use x again: its memory goes back at once, unless the backward pass reads it.
+--- Declares that x is not used again: its memory is freed at once, unless the backward pass needs
+--- it.
 function methods.done(x) check(C.eng_done(x)) end
 
+--- Makes backward() compute the gradient of x, or stops that with on = false; returns x.
 function methods.requires_grad(x, on)
   check(C.eng_requires_grad(x, on == nil and true or on))
   return x
 end
 
---- The same values, cut from the tape.
+--- A view of the same values without a gradient.
 function methods.detach(x)
   want(x, "detach")
-  local shape = shape_table(info(x))   -- before recording goes off: a stale handle raises here
+  local shape = shape_table(info(x))   -- a stale handle raises here, before recording goes off
   local before = C.eng_grad_enabled(false)
   local y = methods.view(x, shape)
   C.eng_grad_enabled(before)
   return y
 end
 
---- In place, not recorded: fill, copy from another tensor or nested table, random numbers.
+-- These five write in place and are not recorded.
+
+--- Sets every element to a number; returns x.
 function methods.fill(x, value) return (fill(x, value, "fill")) end
+--- Sets every element to 0; returns x.
 function methods.zero(x) return (fill(x, 0, "zero")) end
+--- Copies the elements of a tensor or a nested table of x's shape, converting the dtype; returns x.
 function methods.copy(x, source)
-  if not is_tensor(source) then source = M.tensor(source, { dtype = dtype_name[info(x).dtype], keep = false }) end
+  if not is_tensor(source) then
+    source = M.tensor(source, { dtype = dtype_name[info(x).dtype], keep = false })
+  end
   check(C.eng_copy(x, source))
   return x
 end
+--- Draws the elements uniformly from [low, high), [0, 1) unless given; returns x.
 function methods.uniform(x, low, high)
-  check(C.eng_uniform(x, want_number(low or 0, "uniform", "the lower bound"), want_number(high or 1, "uniform", "the upper bound")))
+  check(C.eng_uniform(x, want_number(low or 0, "uniform", "the lower bound"),
+    want_number(high or 1, "uniform", "the upper bound")))
   return x
 end
+--- Draws the elements from a normal distribution, mean 0 and std 1 unless given; returns x.
 function methods.normal(x, mean, std)
-  check(C.eng_normal(x, want_number(mean or 0, "normal", "the mean"), want_number(std or 1, "normal", "the standard deviation")))
+  check(C.eng_normal(x, want_number(mean or 0, "normal", "the mean"),
+    want_number(std or 1, "normal", "the standard deviation")))
   return x
 end
 
 -- ------------------------------------------------------------------ elementwise operations
 
-local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
+local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true,
+  [M_ffi.dtype.bf16] = true }
 local LOW = { [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
--- the integer dtypes a number may need, smallest first
-local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 }, { "i32", -2 ^ 31, 2 ^ 31 - 1 }, { "i64", -2 ^ 63, 2 ^ 63 - 1024 } }
+-- The integer dtypes a number may need, smallest first: name, lowest, highest.
+local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
+  { "i32", -2 ^ 31, 2 ^ 31 - 1 }, { "i64", -2 ^ 63, 2 ^ 63 - 1024 } }
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
---- The dtype in which a number stands beside a tensor of `dtype`. With floats the number takes theirs; an integer tensor keeps
---- its dtype for whole numbers that fit it, else the smallest integer dtype that holds the number, else f32.
+-- The dtype of a number that is combined with a tensor of `dtype`: that dtype for floats. For an
+-- integer tensor: its dtype if it holds the number, else the smallest integer dtype that does, else
+-- f32.
 local function dtype_beside(dtype, value)
-  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8 too, which arithmetic then refuses
-  if value % 1 ~= 0 then return M_ffi.dtype.f32 end   -- also inf and nan
+  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8 too: the operation refuses it
+  if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
   local range = RANGE[dtype]
   if value >= range[1] and value <= range[2] then return dtype end
   for _, row in ipairs(INTEGERS) do
@@ -179,7 +208,8 @@ local function scalar(value, dtype)
   return y
 end
 
---- A number as a tensor beside x. A number that f16 or bf16 would round comes as f32: second result true.
+-- A number as a tensor to combine with x. If f16 or bf16 would round it, it is f32 and the second
+-- result is true.
 local function scalar_beside(x, value)
   local dtype = info(x).dtype
   local y = scalar(value, dtype_beside(dtype, value))
@@ -189,8 +219,8 @@ local function scalar_beside(x, value)
   return scalar(value, M_ffi.dtype.f32), true
 end
 
---- A tensor with a tensor or a number. A number never widens a float result: where it had to stand in f32 beside an f16
---- tensor, the result is rounded back (but for comparisons, which are exact that way).
+-- Runs an operation on two tensors, or a tensor and a number. A number never widens a float result:
+-- if it had to be f32 beside f16 or bf16, the result is rounded back, except for comparisons.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then
@@ -210,7 +240,7 @@ local function is_float(x)
   return is_tensor(x) and FLOAT[info(x).dtype]
 end
 
--- y = x * factor + term in one pass, rounded once: what arithmetic of a float tensor with a number comes to
+-- y = x * factor + term in one pass, rounded once: arithmetic of a float tensor with a number.
 local function affine(x, factor, term)
   floats[0], floats[1] = factor, term
   return run1("affine", x)
@@ -240,6 +270,7 @@ local function pow(a, b)
   return run1("pow_scalar", a)
 end
 
+-- Elementwise, with broadcasting; b may be a number. Also as +, -, *, / and ^.
 methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
 for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
@@ -247,36 +278,46 @@ for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
-for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "log_sigmoid", "softplus",
+for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh",
+  "sigmoid", "log_sigmoid", "softplus",
   "relu", "silu", "contiguous", "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x) return run1(name, x) end
 end
 
---- gelu(x) is the erf form, gelu(x, "tanh") the tanh form (GPT-2's).
+--- GELU: gelu(x) is the erf form, gelu(x, "tanh") the tanh form, which GPT-2 uses.
 function methods.gelu(x, form)
-  if form ~= nil and form ~= "tanh" and form ~= "erf" then raise("gelu: expected 'erf' or 'tanh', got %s", value_text(form)) end
+  if form ~= nil and form ~= "tanh" and form ~= "erf" then
+    raise("gelu: expected 'erf' or 'tanh', got %s", value_text(form))
+  end
   return run1(form == "tanh" and "gelu_tanh" or "gelu", x)
 end
 
+--- x * x.
 function methods.square(x) return mul(x, x) end
 
---- silu(gate) * up; site: that of the FP8 layer that takes the result, or nil.
+--- silu(gate) * up, two tensors of one shape; site: of the FP8 layer that reads the result, or nil.
 function methods.swiglu(gate, up, site)
   if not site then return run2("swiglu", gate, up) end
   call.fp8_swiglu.site = site
   return (run2("fp8_swiglu", gate, up))
 end
 
+--- Elements below low become low, elements above high become high; nil: no limit.
 function methods.clamp(x, low, high)
   want(x, "clamp")
-  floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"), want_number(high or huge, "clamp", "the upper limit")
+  floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"),
+    want_number(high or huge, "clamp", "the upper limit")
   return run1("clamp", x)
 end
 
---- condition:where(a, b): a where true, else b; a and b may be numbers.
+--- condition:where(a, b): a where the condition holds, else b; a and b may be numbers.
 function methods.where(condition, a, b)
-  if type(a) == "number" then a = scalar(a, is_tensor(b) and dtype_beside(info(b).dtype, a) or M_ffi.dtype.f32) end
-  if type(b) == "number" then b = scalar(b, is_tensor(a) and dtype_beside(info(a).dtype, b) or M_ffi.dtype.f32) end
+  if type(a) == "number" then
+    a = scalar(a, is_tensor(b) and dtype_beside(info(b).dtype, a) or M_ffi.dtype.f32)
+  end
+  if type(b) == "number" then
+    b = scalar(b, is_tensor(a) and dtype_beside(info(a).dtype, b) or M_ffi.dtype.f32)
+  end
   want(condition, "where")
   want(a, "where")
   want(b, "where")
@@ -284,7 +325,7 @@ function methods.where(condition, a, b)
   return run_call()
 end
 
---- Zeroes elements with probability p and scales the others by 1/(1-p).
+--- Sets elements to zero with probability p and scales the others by 1 / (1 - p).
 function methods.dropout(x, p)
   want(x, "dropout")
   floats[0], ints[0], ints[1] = want_number(p, "dropout", "the probability"), 0, 0
@@ -295,9 +336,10 @@ local DEVICES = { cpu = true, cuda = true, reference = true }
 
 local CAST = { saturate = true, stochastic = true }
 
---- x in another dtype, x itself when it already has it; or a copy in the memory of another device, which is not recorded.
---- To e4m3 and e5m2 what is too large becomes NaN or Inf, as the format has it; options: saturate (the largest number
---- instead), stochastic (rounding at random, by distance).
+--- x in another dtype (x itself if it has that dtype), or a copy on another device (cpu, cuda,
+--- reference), which is not recorded. In e4m3 and e5m2 numbers that are too large become NaN and
+--- Inf; options: saturate (the largest number instead), stochastic (rounds up or down at random,
+--- with probability by distance).
 function methods.to(x, dtype, options)
   want(x, "to")
   if DEVICES[dtype] then
@@ -310,7 +352,9 @@ function methods.to(x, dtype, options)
   ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
   if options ~= nil then
     options = read_named(options, "to", CAST)
-    if dtype ~= "e4m3" and dtype ~= "e5m2" then raise("to: options belong to e4m3 and e5m2, got %s", value_text(dtype)) end
+    if dtype ~= "e4m3" and dtype ~= "e5m2" then
+      raise("to: options belong to e4m3 and e5m2, got %s", value_text(dtype))
+    end
     ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
   return run1("cast", x)
@@ -320,12 +364,15 @@ end
 
 local function shape_ints(name, ...)
   local list = type((...)) == "table" and (...) or { ... }
-  if #list > C.ENG_MAX_DIMS then raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list) end
+  if #list > C.ENG_MAX_DIMS then
+    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list)
+  end
   ints[0] = #list
   for i, v in ipairs(list) do ints[i] = want_whole(v, name, "a dimension") end
 end
 
---- x:view(2, -1) or x:view{2, -1}: the same elements in a new shape; one dimension may be -1.
+--- x:view(2, -1) or x:view { 2, -1 }: the same elements in a new shape; one dimension may be -1.
+--- Also called reshape; copies only if the layout requires it.
 function methods.view(x, ...)
   want(x, "view")
   shape_ints("view", ...)
@@ -343,49 +390,58 @@ function methods.permute(x, ...)
   return run1("permute", x)
 end
 
---- Swaps two dimensions; the last two by default.
+--- Swaps two dimensions, the last two unless given.
 function methods.transpose(x, a, b)
   want(x, "transpose")
   local n = info(x).ndim
-  if n < 2 and not a then raise("transpose: expected at least 2 dimensions, got %s", M.shape_text(shape_table(info(x)))) end
+  if n < 2 and not a then
+    raise("transpose: expected at least 2 dimensions, got %s", M.shape_text(shape_table(info(x))))
+  end
   a, b = dimension(x, a or -2, "transpose"), dimension(x, b or -1, "transpose")
   for d = 0, n - 1 do ints[d] = d end
   ints[a], ints[b] = b, a
   return run1("permute", x)
 end
 
+--- x:expand(2, 3): dimensions of size 1 repeated to the given sizes, without a copy.
 function methods.expand(x, ...)
   want(x, "expand")
   shape_ints("expand", ...)
   return run1("expand", x)
 end
 
---- Positions start..stop of dimension d, every step-th; inclusive, from 1, negative from the end, as in string.sub: what lies
---- past the end is not there, and a range that ends before it starts is empty.
+--- Positions start to stop of dimension d, every step-th. As in string.sub: inclusive, from 1,
+--- negative from the end, cut at the end; a range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
   local n = tonumber(what.shape[k])
-  start, stop = want_whole(start or 1, "slice", "the first position"), want_whole(stop or -1, "slice", "the last position")
+  start, stop = want_whole(start or 1, "slice", "the first position"),
+    want_whole(stop or -1, "slice", "the last position")
   if start == 0 then raise("slice: positions count from 1, or from -1 backward; got 0") end
   if start < 0 then start = math.max(start + n + 1, 1) end
   if stop < 0 then stop = stop + n + 1 end
-  ints[0], ints[1], ints[2], ints[3] = k, start - 1, math.max(stop, 0), want_whole(step or 1, "slice", "the step", 1)
+  ints[0], ints[1], ints[2], ints[3] = k, start - 1, math.max(stop, 0),
+    want_whole(step or 1, "slice", "the step", 1)
   return run1("slice", x)
 end
 
---- Position i of dimension d, without that dimension.
+--- Position i of dimension d; the result does not have that dimension.
 function methods.select(x, d, i)
   want(x, "select")
   local k, what = dimension(x, d, "select")
   local shape, n = shape_table(what), tonumber(what.shape[k])
   local at = want_whole(i, "select", "a position") < 0 and i + n + 1 or i
-  if at < 1 or at > n then raise("select: there is no position %d in dimension %d of %s; positions count from 1", i, k + 1, M.shape_text(shape)) end
+  if at < 1 or at > n then
+    raise("select: no position %d in dimension %d of %s; positions count from 1", i,
+      k + 1, M.shape_text(shape))
+  end
   table.remove(shape, k + 1)
   return methods.slice(x, d, at, at):view(shape)
 end
 
---- Parts of the given sizes along d (a number: parts of that size, the last may be smaller), as several results.
+--- Parts of the given sizes along dimension d (the last unless given), as several results. A
+--- number: parts of that size, of which the last may be smaller.
 function methods.split(x, sizes, d)
   want(x, "split")
   local k, what = dimension(x, d or -1, "split")
@@ -397,10 +453,15 @@ function methods.split(x, sizes, d)
   end
   local sum = 0
   for _, size in ipairs(sizes) do sum = sum + want_whole(size, "split", "the size of a part", 0) end
-  if sum ~= n then raise("split: the parts make %d, dimension %d of %s has %d", sum, k + 1, M.shape_text(shape_table(what)), n) end
-  if #sizes > C.ENG_OP_OUTPUTS then   -- more parts than one operation yields: slices do the same
+  if sum ~= n then
+    raise("split: the parts add up to %d, dimension %d of %s has %d", sum, k + 1,
+      M.shape_text(shape_table(what)), n)
+  end
+  if #sizes > C.ENG_OP_OUTPUTS then   -- more parts than an operation has outputs
     local parts, at = {}, 1
-    for i, size in ipairs(sizes) do parts[i], at = methods.slice(x, k + 1, at, at + size - 1), at + size end
+    for i, size in ipairs(sizes) do
+      parts[i], at = methods.slice(x, k + 1, at, at + size - 1), at + size
+    end
     return unpack(parts)
   end
   call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.split, 1, #sizes, x, k
@@ -411,18 +472,21 @@ function methods.split(x, sizes, d)
   return unpack(parts)
 end
 
---- n equal parts along d.
+--- n equal parts along dimension d (the last unless given), as several results.
 function methods.chunk(x, n, d)
   want(x, "chunk")
   want_whole(n, "chunk", "the number of parts", 1)
   local k, what = dimension(x, d or -1, "chunk")
   local size, sizes = tonumber(what.shape[k]), {}
-  if size % n ~= 0 then raise("chunk: dimension %d of %s does not divide into %d equal parts", k + 1, M.shape_text(shape_table(what)), n) end
+  if size % n ~= 0 then
+    raise("chunk: dimension %d of %s does not divide into %d equal parts", k + 1,
+      M.shape_text(shape_table(what)), n)
+  end
   for i = 1, n do sizes[i] = size / n end
   return methods.split(x, sizes, k + 1)
 end
 
---- Without the dimensions of size 1, or without dimension d if it is one.
+--- x without its dimensions of size 1, or without dimension d if its size is 1.
 function methods.squeeze(x, d)
   want(x, "squeeze")
   local k = d and dimension(x, d, "squeeze")
@@ -437,21 +501,28 @@ function methods.squeeze(x, d)
   return run1("reshape", x)
 end
 
---- With a new dimension of size 1 that becomes dimension d.
+--- x with a new dimension of size 1, which becomes dimension d.
 function methods.unsqueeze(x, d)
   want(x, "unsqueeze")
   local what = info(x)
   local n = what.ndim
   local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + n + 2 or d
-  if k < 1 or k > n + 1 then raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", n + 1, M.shape_text(shape_table(what)), d) end
-  if n == C.ENG_MAX_DIMS then raise("unsqueeze: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS) - 1, n) end
+  if k < 1 or k > n + 1 then
+    raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", n + 1,
+      M.shape_text(shape_table(what)), d)
+  end
+  if n == C.ENG_MAX_DIMS then
+    raise("unsqueeze: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS) - 1, n)
+  end
   for i = 1, n + 1 do ints[i] = i < k and what.shape[i - 1] or i > k and what.shape[i - 2] or 1 end
   ints[0] = n + 1
   return run1("reshape", x)
 end
 
 local function want_list(list, name)
-  if type(list) ~= "table" then raise("%s: expected a list of tensors, got %s", name, value_text(list)) end
+  if type(list) ~= "table" then
+    raise("%s: expected a list of tensors, got %s", name, value_text(list))
+  end
   if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
   for _, x in ipairs(list) do want(x, name) end
 end
@@ -460,9 +531,11 @@ end
 function M.concat(list, d)
   want_list(list, "concat")
   local k = dimension(list[1], d or 1, "concat")
-  while #list > C.ENG_OP_INPUTS do   -- more than one operation joins
+  while #list > C.ENG_OP_INPUTS do   -- more than one operation can join
     local joined, most = {}, tonumber(C.ENG_OP_INPUTS)
-    for i = 1, #list, most do joined[#joined + 1] = M.concat({ unpack(list, i, math.min(i + most - 1, #list)) }, k + 1) end
+    for i = 1, #list, most do
+      joined[#joined + 1] = M.concat({ unpack(list, i, math.min(i + most - 1, #list)) }, k + 1)
+    end
     list = joined
   end
   for i, x in ipairs(list) do inputs[i - 1] = x end
@@ -476,7 +549,9 @@ function M.stack(list, d)
   local raised, first = {}, M.shape_text(list[1].shape)
   for i, x in ipairs(list) do
     local shape = M.shape_text(x.shape)
-    if shape ~= first then raise("stack: expected tensors of one shape, got %s and %s", first, shape) end
+    if shape ~= first then
+      raise("stack: expected tensors of one shape, got %s and %s", first, shape)
+    end
     raised[i] = methods.unsqueeze(x, d or 1)
   end
   return M.concat(raised, d or 1)
@@ -485,7 +560,7 @@ end
 -- ------------------------------------------------------------------ picking
 
 for _, name in ipairs { "gather", "index_select" } do
-  --- x:gather(d, index), x:index_select(d, index): the numbers in index count from 0.
+  -- x:gather(d, index), x:index_select(d, index): the numbers in index count from 0.
   methods[name] = function(x, d, index)
     want(x, name)
     want(index, name)
@@ -494,18 +569,19 @@ for _, name in ipairs { "gather", "index_select" } do
   end
 end
 
---- weight:embedding(ids): rows of [V x C] by ids counted from 0.
+--- weight:embedding(ids): weight [V x C], ids [..] from 0 -> rows [.. x C]. Other ids are an error.
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
 
---- The k largest of the last dimension: values, indices from 0.
+--- The k largest elements of the last dimension, [.. x k], and their indices from 0.
 function methods.topk(x, k)
   want(x, "topk")
-  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x, want_whole(k, "topk", "k", 0)
+  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x,
+    want_whole(k, "topk", "k", 0)
   return run_call()
 end
 
 for _, name in ipairs { "argmax", "argmin" } do
-  --- Index (from 0) of the extreme of dimension d, the last by default.
+  -- x:argmax([d [, keepdim]]): the index (from 0) of the extreme along d, the last unless given.
   methods[name] = function(x, d, keepdim)
     want(x, name)
     ints[0], ints[1] = dimension(x, d or -1, name), keepdim and 1 or 0
@@ -516,25 +592,31 @@ end
 -- ------------------------------------------------------------------ reductions
 
 for _, name in ipairs { "sum", "mean", "max", "min" } do
-  --- x:sum(), x:sum(d), x:sum({d, e}), with keepdim as the second argument.
+  -- x:sum(), x:sum(d), x:sum({ d, e }), each with keepdim as the second argument.
   methods[name] = function(x, d, keepdim)
     want(x, name)
     local mask = 0
     if d == nil then mask = 2 ^ info(x).ndim - 1
     else
-      for _, k in ipairs(type(d) == "table" and d or { d }) do mask = bit.bor(mask, bit.lshift(1, (dimension(x, k, name)))) end
+      for _, k in ipairs(type(d) == "table" and d or { d }) do
+        mask = bit.bor(mask, bit.lshift(1, (dimension(x, k, name))))
+      end
     end
     ints[0], ints[1] = mask, keepdim and 1 or 0
     return run1(name, x)
   end
 end
 
---- Euclidean norm of all elements.
-function methods.norm(x) return methods.sum(mul(methods.to(x, info(x).dtype == M_ffi.dtype.f64 and "f64" or "f32"), x)):sqrt() end
+--- The Euclidean norm of all elements: f64 for f64, else f32.
+function methods.norm(x)
+  local wide = methods.to(x, info(x).dtype == M_ffi.dtype.f64 and "f64" or "f32")
+  return methods.sum(mul(wide, x)):sqrt()
+end
 
--- ------------------------------------------------------------------ products, norms, attention, losses
+-- ------------------------------------------------------------------ products, norms, losses
 
---- a:matmul(b [, transpose_a, transpose_b]); vectors are taken as one row or one column.
+--- a:matmul(b [, transpose_a, transpose_b]): a [.. x M x K], b [.. x K x N] -> [.. x M x N]. A
+--- vector a is one row, a vector b one column.
 function methods.matmul(a, b, transpose_a, transpose_b)
   want(a, "matmul")
   want(b, "matmul")
@@ -549,7 +631,7 @@ function methods.matmul(a, b, transpose_a, transpose_b)
   return run2("matmul", a, b)
 end
 
---- Runs an operation of several inputs; those in `optional` may be nil.
+-- Runs an operation of several inputs; those after the first `required` ones may be nil.
 local function run_many(name, n_out, required, ...)
   for k = 1, select("#", ...) do
     local x = select(k, ...)
@@ -560,46 +642,51 @@ local function run_many(name, n_out, required, ...)
   return run_call()
 end
 
---- x [.. x K], weight [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a layer
---- (fp8_sites.lua), or nil.
+--- x W^T + bias: x [.. x K], weight W [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a
+--- layer (fp8_sites.lua), or nil.
 function methods.linear(x, weight, bias, site)
   if not site then return run_many("linear", 1, 2, x, weight, bias) end
   call.fp8_linear.site = site
   return (run_many("fp8_linear", 1, 2, x, weight, bias))
 end
 
---- (silu(gate) * up) W^T + bias, weight W [N x K], bias [N] or nil: gate:swiglu(up, site) and linear of
---- the same site. In FP8 the values between them are written as codes only.
+--- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x N].
+--- Equal to gate:swiglu(up, site) and linear at the same FP8 site; the product is stored as codes
+--- only.
 function methods.swiglu_linear(gate, up, weight, bias, site)
   call.fp8_swiglu_linear.site = site or 0
   return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)
 end
 
---- x [.. x C] -> gelu(x W1^T + b1, "tanh") W2^T + b2 [.. x N]: up [H x C] and down [N x H], biases or nil. Like two linears with a GELU
---- between them, in fewer passes over memory.
+--- gelu(x W1^T + b1, "tanh") W2^T + b2: x [.. x C], up W1 [H x C], down W2 [N x H], biases [H] and
+--- [N] or nil -> [.. x N]. Equal to linear, gelu and linear, in fewer passes over memory.
 function methods.mlp_gelu(x, up, up_bias, down, down_bias)
   want(down, "mlp_gelu")
   return (run_many("mlp_gelu", 3, 2, x, up, up_bias, down, down_bias))
 end
 
+--- Layer norm over the last dimension: x [.. x C], weight and bias [C] or nil; eps 1e-5.
 function methods.layer_norm(x, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "layer_norm", "eps")
   return (run_many("layer_norm", 3, 1, x, weight, bias))
 end
 
+--- RMS norm over the last dimension: x [.. x C], weight [C] or nil; eps 1e-6.
 function methods.rms_norm(x, weight, eps)
   floats[0] = want_number(eps or 1e-6, "rms_norm", "eps")
   return (run_many("rms_norm", 2, 1, x, weight))
 end
 
---- A residual and its norm: (x + branch):layer_norm(weight, bias, eps), and x + branch. Bit for bit that, in one pass over memory.
+--- (x + branch):layer_norm(weight, bias, eps), and x + branch, in one pass over memory with the
+--- same bits. x and branch have one shape.
 function methods.add_layer_norm(x, branch, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "add_layer_norm", "eps")
   local y, sum = run_many("add_layer_norm", 4, 2, x, branch, weight, bias)
   return y, sum
 end
 
---- The same with rms_norm: (x + branch):rms_norm(weight, eps), and x + branch.
+--- (x + branch):rms_norm(weight, eps), and x + branch, in one pass over memory with the same bits.
+--- x and branch have one shape.
 function methods.add_rms_norm(x, branch, weight, eps)
   floats[0] = want_number(eps or 1e-6, "add_rms_norm", "eps")
   local y, sum = run_many("add_rms_norm", 3, 2, x, branch, weight)
@@ -608,14 +695,14 @@ end
 
 local ATTENTION = { causal = true, scale = true, entropy = true, site = true }
 
---- q [B x T x H x D], k, v [B x S x G x D] -> [B x T x H x D]; options: causal, scale, entropy, site (of
---- the FP8 layer that takes the result). With entropy=true a second result gives each row's attention
---- entropy in nats, [B x H x T].
+--- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
+--- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of each
+--- row's weights in nats, [B x H x T]), site (of the FP8 layer that reads the result).
 function M.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
-  a.causal, a.entropy, a.site = options.causal and 1 or 0, options.entropy and 1 or 0, options.site or 0
-  a.scale = want_number(options.scale or 0, "attention", "scale")
+  a.causal, a.entropy = options.causal and 1 or 0, options.entropy and 1 or 0
+  a.site, a.scale = options.site or 0, want_number(options.scale or 0, "attention", "scale")
   local y, _, entropy = run_many(name, 3, 3, q, k, v)
   if options.entropy then return y, entropy end
   return y
@@ -623,11 +710,13 @@ end
 
 local ROPE = { position = true, base = true, interleaved = true }
 
---- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, from 0), base, interleaved.
+--- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, 0), base
+--- (10000), interleaved (pairs of neighbours instead of halves).
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")
-  ints[0], ints[1], ints[2] = want_whole(options.position or 0, "rope", "position", 0), options.interleaved and 1 or 0, 0
+  ints[0], ints[1], ints[2] = want_whole(options.position or 0, "rope", "position", 0),
+    options.interleaved and 1 or 0, 0
   return run1("rope", x)
 end
 
@@ -635,17 +724,22 @@ local REDUCTION = { none = 0, mean = 1, sum = 2 }
 
 local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction = true }
 
---- logits [.. x V], targets [..] of class ids from 0; options: label_smoothing, ignore_index (-100), reduction "mean" | "sum" | "none".
+--- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
+--- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none".
 function M.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]
-  if not reduction then raise("cross_entropy: expected reduction mean, sum or none, got %s", value_text(options.reduction)) end
-  ints[0], ints[1] = want_whole(options.ignore_index or -100, "cross_entropy", "ignore_index"), reduction
+  if not reduction then
+    raise("cross_entropy: expected reduction mean, sum or none, got %s",
+      value_text(options.reduction))
+  end
+  ints[0], ints[1] = want_whole(options.ignore_index or -100, "cross_entropy", "ignore_index"),
+    reduction
   floats[0] = want_number(options.label_smoothing or 0, "cross_entropy", "label_smoothing")
   return (run_many("cross_entropy", 2, 2, logits, targets))
 end
 
---- mean of (a - b)^2
+--- The mean of (a - b)^2 for two tensors of one shape.
 function M.mse(a, b) return run2("mse", a, b) end
 
 -- ------------------------------------------------------------------ the metatype
@@ -653,7 +747,19 @@ function M.mse(a, b) return run2("mse", a, b) end
 M.methods, M.getters = methods, getters
 
 local function no_order(a, b)
-  raise("tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got %s and %s", value_text(a), value_text(b))
+  local hint = "a:lt(b), a:le(b), a:gt(b), a:ge(b)"
+  raise("tensors are compared element by element: %s; got %s and %s", hint, value_text(a),
+    value_text(b))
+end
+
+local function no_length(x)
+  raise("a tensor has no length; hint: a:size(1), a.ndim, a.count; this one is %s",
+    M.shape_text(x.shape))
+end
+
+local function no_assignment(_, key)
+  raise("a tensor's field '%s' cannot be set; hint: x:fill(), x:copy() write elements",
+    tostring(key))
 end
 
 ffi.metatype(Tensor, {
@@ -662,23 +768,27 @@ ffi.metatype(Tensor, {
     if method then return method end
     local getter = getters[key]
     if getter then return getter(x) end
-    if type(key) == "number" then raise("a tensor is not indexed by numbers; hint: x:select(1, %g), x:slice(1, %g, %g)", key, key, key) end
+    if type(key) == "number" then
+      raise("a tensor is not indexed by numbers; hint: x:select(1, %g), x:slice(1, %g, %g)", key,
+        key, key)
+    end
     local names = {}
     for name in pairs(methods) do names[#names + 1] = name end
     for name in pairs(getters) do names[#names + 1] = name end
     table.sort(names)
     raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), names))
   end,
-  __newindex = function(_, key) raise("a tensor's field '%s' cannot be set; hint: x:fill(), x:copy() write elements", tostring(key)) end,
+  __newindex = no_assignment,
   __tostring = describe,
   __concat = function(a, b) return tostring(a) .. tostring(b) end,
   __add = add, __sub = sub, __mul = mul, __div = div, __pow = pow,
   __unm = function(a) return run1("neg", a) end,
   __eq = function(a, b)   -- the same handle; values are compared by a:eq(b)
-    return is_tensor(a) and is_tensor(b) and tonumber(a.slot) == tonumber(b.slot) and tonumber(a.generation) == tonumber(b.generation)
+    return is_tensor(a) and is_tensor(b) and tonumber(a.slot) == tonumber(b.slot)
+      and tonumber(a.generation) == tonumber(b.generation)
   end,
   __lt = no_order, __le = no_order,
-  __len = function(a) raise("a tensor has no length; hint: a:size(1), a.ndim, a.count; this one is [%s]", table.concat(a.shape, " x ")) end,
+  __len = no_length,
 })
 
 return M
