@@ -1,10 +1,10 @@
--- Dynamic loss scaling as NVIDIA Apex's amp.LossScaler does it, number for number: doubles after scale_window good steps up to a
--- largest scale, halves at every overflow. The factor 2 is fixed there, whatever its scale_factor argument says. The
--- scale is a double.
--- Without min_loss_scale the original's scale becomes 0 at last; here the run stops instead.
+-- Dynamic loss scaling of NVIDIA Apex's amp.LossScaler, number for number: doubles after
+-- scale_window good steps up to a largest scale, and halves at every overflow. Apex fixes the
+-- factor at 2, whatever its scale_factor argument is. The scale is a double. Difference: without
+-- min_loss_scale Apex's scale finally becomes 0; here the run stops.
 return {
   name = "apex",
-  doc  = "Apex's amp.LossScaler: a window of good steps, a largest scale, optionally a smallest one.",
+  doc  = "Apex's amp.LossScaler: doubles after a window of good steps, up to a largest scale.",
 
   options = {
     init_scale     = 2^16,
@@ -19,7 +19,8 @@ return {
     check.not_negative(options, "min_loss_scale")
     local most = check.positive(options, "max_loss_scale")
     check.count(options, "scale_window")
-    check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = " .. most .. " and would be cut to it")
+    check.trap(options, init > most,
+      "init_scale = " .. init .. " is above max_loss_scale = " .. most .. " and would be cut to it")
     check.floor(options, "min_loss_scale", init > most and "max_loss_scale" or "init_scale")
     return { scale = math.min(most, init), unskipped = 0 }
   end,
@@ -35,6 +36,7 @@ return {
     state.unskipped = state.unskipped + 1
     if state.unskipped ~= options.scale_window then return scale end
     state.unskipped = 0
-    return grow(state, math.min(options.max_loss_scale, scale * 2), options.scale_window .. " good in a row")
+    return grow(state, math.min(options.max_loss_scale, scale * 2),
+      options.scale_window .. " good in a row")
   end,
 }

@@ -1,32 +1,41 @@
--- Chooses among four rules by what each cost while it was in charge: the share of gradients that lost bits, or the whole step when it
--- was skipped. All rules see every step; one decides for `period` steps, then the one with the lowest cost less a bonus for being
--- little known takes over. Costs are forgotten slowly, since training changes. Source: UCB1 (Auer et al., 2002), discounted.
+-- Chooses among four rules by their cost while in charge: the share of gradients that lost bits, or
+-- the whole step if it was skipped. All rules see every step. One decides for `period` steps; then
+-- the rule with the lowest cost minus an exploration bonus takes over. Costs are discounted,
+-- because training changes. Source: discounted UCB1 (Auer et al., 2002).
 local rules = {
   { name = "dynamic", next = function(s, r)
     s.good = r.overflow and 0 or (s.good or 0) + 1
     return r.overflow and s.scale / 2 or s.good % 500 == 0 and s.scale * 2 or s.scale
   end },
-  { name = "bold", next = function(s, r) return r.overflow and s.scale / 2 or r.amax > 0 and 40000 / r.amax or s.scale end },
-  { name = "careful", next = function(s, r) return r.overflow and s.scale / 2 or r.amax > 0 and 4096 / r.amax or s.scale end },
-  { name = "timid", next = function(s, r) return r.overflow and s.scale / 4 or r.amax > 0 and 256 / r.amax or s.scale end },
+  { name = "bold", next = function(s, r)
+    return r.overflow and s.scale / 2 or r.amax > 0 and 40000 / r.amax or s.scale
+  end },
+  { name = "careful", next = function(s, r)
+    return r.overflow and s.scale / 2 or r.amax > 0 and 4096 / r.amax or s.scale
+  end },
+  { name = "timid", next = function(s, r)
+    return r.overflow and s.scale / 4 or r.amax > 0 and 256 / r.amax or s.scale
+  end },
 }
 
 return {
   name = "bandit",
-  doc  = "Chooses among four scaling rules by the gradient mass each loses.",
+  doc  = "Chooses among four scaling rules by the share of gradients each of them loses.",
   needs = { "amax", "underflow", "zeros" },
 
   options = {
     init_scale = 2^14,
     period     = 25,      -- steps in charge
-    discount   = 0.95,    -- what a period remembers of those before
-    curiosity  = 0.02,    -- weight of the bonus
+    discount   = 0.95,    -- weight of earlier periods, per period
+    curiosity  = 0.02,    -- weight of the exploration bonus
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },
 
   init = function(options)
-    if not (options.period >= 1 and options.discount > 0 and options.discount <= 1) then error("expected period >= 1 and discount in (0, 1]", 0) end
+    if not (options.period >= 1 and options.discount > 0 and options.discount <= 1) then
+      error("expected period >= 1 and discount in (0, 1]", 0)
+    end
     local state = { scale = options.init_scale, arm = 1, left = options.period, arms = {} }
     for i = 1, #rules do state.arms[i] = { scale = options.init_scale, cost = 0, steps = 0 } end
     return state
@@ -35,11 +44,15 @@ return {
   decide = function(state, record, options)
     local kept = record.count - record.zeros
     local arm, total = state.arms[state.arm], 0
-    arm.cost, arm.steps = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0), arm.steps + 1
+    arm.cost = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0)
+    arm.steps = arm.steps + 1
     for i, a in ipairs(state.arms) do
-      if not record.overflow or i == state.arm or a.scale >= record.scale then    -- else: at its scale this might have been a good step
+      -- At a smaller scale an overflowed step might have been good: such a rule learns nothing.
+      if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
-        if i ~= 1 and not record.overflow then wanted = a.scale * math.max(0.5, math.min(2, wanted / a.scale))^0.2 end
+        if i ~= 1 and not record.overflow then
+          wanted = a.scale * math.max(0.5, math.min(2, wanted / a.scale))^0.2
+        end
         a.scale = math.max(options.min_scale, math.min(options.max_scale, wanted))
       end
       total = total + a.steps
@@ -49,7 +62,8 @@ return {
     if state.left <= 0 then
       local best, least = 1, math.huge
       for i, a in ipairs(state.arms) do
-        local worth = a.steps < 1 and -1 or a.cost / a.steps - options.curiosity * math.sqrt(math.log(total + 1) / a.steps)
+        local worth = a.steps < 1 and -1
+          or a.cost / a.steps - options.curiosity * math.sqrt(math.log(total + 1) / a.steps)
         if worth < least then best, least = i, worth end
         a.cost, a.steps = a.cost * options.discount, a.steps * options.discount
       end

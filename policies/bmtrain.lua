@@ -1,10 +1,10 @@
--- Dynamic loss scaling as BMTrain's OptimManager does it, number for number: grows after loss_scale_steps good steps in a row; an
--- overflow acts only above min_loss_scale, so that at the smallest scale it does not set the count of good steps back. The
--- scale is a double.
--- There the scale can reach infinity; here it keeps its last finite value, or, with strict=false, the run stops at that step.
+-- Dynamic loss scaling of BMTrain's OptimManager, number for number: grows after loss_scale_steps
+-- good steps in a row. An overflow acts only above min_loss_scale, so at the smallest scale it does
+-- not reset the count of good steps. The scale is a double. Difference: BMTrain's scale can reach
+-- infinity; here it keeps its last finite value, or with strict=false the run stops at that step.
 return {
   name = "bmtrain",
-  doc  = "BMTrain's OptimManager: a window of good steps, which an overflow at the smallest scale does not interrupt.",
+  doc  = "BMTrain's OptimManager: overflows at the smallest scale do not reset the window.",
 
   options = {
     loss_scale        = 2^20,   -- the first one; BMTrain has no default, its examples take this
@@ -19,7 +19,8 @@ return {
     check.factor(options, "loss_scale_factor")
     check.steps(options, "loss_scale_steps")
     check.count(options, "loss_scale_steps", "is no whole number of steps")
-    check.trap(options, options.min_loss_scale > init, "min_loss_scale = " .. options.min_loss_scale .. " is above loss_scale = " .. init
+    check.trap(options, options.min_loss_scale > init,
+      "min_loss_scale = " .. options.min_loss_scale .. " is above loss_scale = " .. init
       .. ", so the scale could never fall; lower min_loss_scale")
     return { scale = init, steps_since_last_scale = 0 }
   end,
@@ -27,13 +28,16 @@ return {
   decide = function(state, record, options)
     local scale = state.scale
     if record.overflow then
-      if scale <= options.min_loss_scale then return { scale = scale, reason = "overflow at the smallest scale " .. scale } end
+      if scale <= options.min_loss_scale then
+        return { scale = scale, reason = "overflow at the smallest scale " .. scale }
+      end
       state.steps_since_last_scale = 0
       return back_off(state, scale / options.loss_scale_factor)
     end
     state.steps_since_last_scale = state.steps_since_last_scale + 1
     if state.steps_since_last_scale < options.loss_scale_steps then return scale end
     state.steps_since_last_scale = 0
-    return grow(state, scale * options.loss_scale_factor, options.loss_scale_steps .. " good in a row", options)
+    return grow(state, scale * options.loss_scale_factor,
+      options.loss_scale_steps .. " good in a row", options)
   end,
 }

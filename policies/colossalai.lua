@@ -1,9 +1,10 @@
--- Dynamic loss scaling as ColossalAI's DynamicGradScaler does it, number for number: Megatron's, with an optional largest scale
--- and an optional smallest one. The scale is a float32. (The original forgets its counters in a checkpoint; here a
--- resumed run goes on as if it had not been interrupted.)
+-- Dynamic loss scaling of ColossalAI's DynamicGradScaler, number for number: Megatron's, with an
+-- optional largest and an optional smallest scale. The scale is a float32. Difference: ColossalAI
+-- loses its counters in a checkpoint; here a resumed run continues as if it had not been
+-- interrupted.
 return {
   name = "colossalai",
-  doc  = "ColossalAI's DynamicGradScaler: hysteresis refilled by growth, optional limits on both sides.",
+  doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional limits.",
 
   options = {
     initial_scale   = 2^16,
@@ -12,21 +13,25 @@ return {
     growth_interval = 1000,   -- good steps in a row
     min_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 1
     max_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 2^32
-    hysteresis      = 2,      -- overflows, from one growth to the next, until every one backs off
+    hysteresis      = 2,      -- overflows after a growth, from which each one backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 
   init = function(options)
     local scale = check.float32(options, "initial_scale")
     check.not_negative(options, "min_scale")
-    if not (options.max_scale >= 0) then error("max_scale must be 0 or a positive number, got " .. options.max_scale, 0) end
+    if not (options.max_scale >= 0) then
+      error("max_scale must be 0 or a positive number, got " .. options.max_scale, 0)
+    end
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
-    check.count(options, "hysteresis", "is no count of overflows; use 1 to back off at every overflow")
+    check.count(options, "hysteresis",
+      "is no count of overflows; use 1 to back off at every overflow")
     check.floor(options, "min_scale", "initial_scale")
-    check.trap(options, options.max_scale ~= 0 and options.max_scale < scale, "max_scale = " .. options.max_scale
-      .. " is below initial_scale = " .. scale .. ", so growth would lower the scale; raise max_scale")
+    check.trap(options, options.max_scale ~= 0 and options.max_scale < scale,
+      "max_scale = " .. options.max_scale .. " is below initial_scale = " .. scale
+      .. ", so growth would lower the scale; raise max_scale")
     return { scale = scale, growth_step = 0, hysteresis_step = 0 }
   end,
 
@@ -36,7 +41,8 @@ return {
       state.hysteresis_step = state.hysteresis_step + 1
       state.growth_step = 0
       if state.hysteresis_step < options.hysteresis then
-        return { scale = scale, reason = "overflow " .. state.hysteresis_step .. " of " .. options.hysteresis .. ", scale stays " .. scale }
+        return { scale = scale, reason = "overflow " .. state.hysteresis_step .. " of "
+          .. options.hysteresis .. ", scale stays " .. scale }
       end
       local smaller = math.f32(scale * math.f32(options.backoff_factor))
       if options.min_scale ~= 0 then smaller = math.max(smaller, math.f32(options.min_scale)) end

@@ -1,20 +1,21 @@
--- Dynamic loss scaling as DeepSpeed's DynamicLossScaler does it on the ZeRO path, number for number:
--- the first growth comes scale_window + 1 good steps after the start or an overflow, later ones every
--- scale_window; an overflow that hysteresis absorbs restarts the window, too.
--- Where the original raises an exception at the smallest scale, this asks for a clean stop and says what to do;
--- where its scale would reach infinity, this keeps the last finite one, or, with strict=false, stops at that step.
+-- Dynamic loss scaling of DeepSpeed's DynamicLossScaler on the ZeRO path, number for number: the
+-- first growth comes scale_window + 1 good steps after the start or an overflow, later ones every
+-- scale_window steps. An overflow that hysteresis absorbs also restarts the window. Differences:
+-- where DeepSpeed raises an exception at the smallest scale, the policy asks for a clean stop and
+-- says what to do; where its scale would reach infinity, it keeps the last finite one, or with
+-- strict=false stops the run at that step.
 return {
   name = "deepspeed",
-  doc  = "DeepSpeed's dynamic loss scale (ZeRO): hysteresis, a window of good steps, a smallest scale.",
+  doc  = "DeepSpeed's DynamicLossScaler (ZeRO): hysteresis, a window, a smallest scale.",
 
   options = {
     init_scale               = 2^16,    -- 2 ^ initial_scale_power
     scale_factor             = 2,
     scale_window             = 1000,    -- good steps
-    hysteresis               = 2,       -- overflows until the first backoff; DeepSpeed also calls it delayed_shift
-    consecutive_hysteresis   = false,   -- true: every good step refills the hysteresis; false: only growth does
+    hysteresis               = 2,       -- overflows until a backoff; also called delayed_shift
+    consecutive_hysteresis   = false,   -- true: every good step refills it; false: only growth
     min_scale                = 1,
-    raise_error_at_min_scale = true,    -- an overflow at min_scale stops the run; false: goes on at min_scale
+    raise_error_at_min_scale = true,    -- an overflow at min_scale stops the run; false: continues
     strict                   = true,    -- false: accept settings that are probably mistakes
   },
 
@@ -22,7 +23,9 @@ return {
     local init = check.positive(options, "init_scale", "min_scale")
     check.steps(options, "scale_window")
     check.factor(options, "scale_factor")
-    check.count(options, "hysteresis", "never counts down to 1, so the scale would never back off; use 1 to back off at every overflow")
+    check.count(options, "hysteresis",
+      "never counts down to 1, so the scale would never back off;"
+      .. " use 1 to back off at every overflow")
     check.floor(options, "min_scale", "init_scale")
     check.count(options, "scale_window", "is no whole number of steps")
     return { scale = init, iter = 0, last_overflow_iter = -1, hysteresis = options.hysteresis }
@@ -34,14 +37,17 @@ return {
       local verdict
       if options.hysteresis == 1 or state.hysteresis == 1 then
         if scale == options.min_scale and options.raise_error_at_min_scale then
-          return { scale = scale, action = "stop", reason = "overflow at the smallest loss scale " .. scale
-            .. ": the gradients are inf or nan for another reason than the scale; look at the first bad tensor,"
-            .. " the learning rate and the data, or set min_scale lower, or raise_error_at_min_scale=false" }
+          return { scale = scale, action = "stop",
+            reason = "overflow at the smallest loss scale " .. scale
+            .. ": the gradients are inf or nan for another reason than the scale; look at the first"
+            .. " bad tensor, the learning rate and the data, or set min_scale lower, or"
+            .. " raise_error_at_min_scale=false" }
         end
         verdict = back_off(state, math.max(scale / options.scale_factor, options.min_scale))
       else
         state.hysteresis = state.hysteresis - 1
-        verdict = { scale = scale, reason = "overflow: hysteresis " .. state.hysteresis + 1 .. " -> " .. state.hysteresis
+        verdict = { scale = scale,
+          reason = "overflow: hysteresis " .. state.hysteresis + 1 .. " -> " .. state.hysteresis
           .. ", scale stays " .. scale }
       end
       state.last_overflow_iter = state.iter
@@ -54,6 +60,7 @@ return {
     state.iter = state.iter + 1
     if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
     state.hysteresis = options.hysteresis
-    return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
+    return grow(state, scale * options.scale_factor,
+      "window of " .. options.scale_window .. " good", options)
   end,
 }

@@ -1,9 +1,10 @@
--- Dynamic loss scaling as DeepSpeed's FP16_Optimizer does it (fused and unfused, ZeRO stage 0), number for number: the window
--- of the ZeRO path, but no hysteresis, and an overflow at the smallest scale is skipped for ever. So one and the same JSON
--- gives other scales than `deepspeed`, which follows the ZeRO path.
+-- Dynamic loss scaling of DeepSpeed's FP16_Optimizer (fused and unfused, ZeRO stage 0), number for
+-- number: the window of the ZeRO path, but no hysteresis, and overflows at the smallest scale are
+-- skipped without limit. The same JSON therefore gives other scales than with `deepspeed`, which
+-- follows the ZeRO path.
 return {
   name = "deepspeed_fused",
-  doc  = "DeepSpeed's FP16_Optimizer (ZeRO stage 0): a window of good steps, a smallest scale, no hysteresis.",
+  doc  = "DeepSpeed's FP16_Optimizer (ZeRO stage 0): a window, a smallest scale, no hysteresis.",
 
   options = {
     init_scale   = 2^16,    -- 2 ^ initial_scale_power
@@ -32,6 +33,7 @@ return {
     local stable = state.iter - state.last_overflow_iter - 1
     state.iter = state.iter + 1
     if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
-    return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
+    return grow(state, scale * options.scale_factor,
+      "window of " .. options.scale_window .. " good", options)
   end,
 }

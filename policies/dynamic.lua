@@ -1,9 +1,9 @@
--- Dynamic loss scaling as PyTorch's GradScaler does it, number for number: the scale is a float32, the
--- count of good steps restarts at every overflow, growth that would reach infinity does not happen.
--- One step further than there: a scale that would underflow to zero, and stay zero for ever, stops the run.
+-- Dynamic loss scaling of PyTorch's GradScaler, number for number: the scale is a float32, every
+-- overflow restarts the count of good steps, and growth that would reach infinity does not happen.
+-- Difference: PyTorch's scale can underflow to zero and stay there; here the run stops.
 return {
   name = "dynamic",
-  doc  = "PyTorch's GradScaler: grow after growth_interval good steps in a row, back off on overflow.",
+  doc  = "PyTorch's GradScaler: grows after growth_interval good steps in a row.",
 
   options = {
     init_scale      = 2^16,

@@ -1,13 +1,15 @@
--- Low attention entropy means a confident model, whose gradients are small: a larger scale. The script publishes the mean entropy
--- of its attention rows, in nats:  engine.signal("attention_entropy", H).  scale = base * (1 + (1 - H) * gain), H kept within
--- [0.1, 2] and the factor above `least` (with gain 2 it would become negative at H = 2); base is a dynamic scale, for entropy knows
--- nothing of overflow. Source: the entropy-adaptive recipe in ms-swift's guides; no system is known to ship it.
+-- Low attention entropy means a confident model with small gradients, hence a larger scale. The
+-- script publishes the mean entropy of its attention rows in nats:
+-- engine.signal("attention_entropy", H). scale = base * (1 + (1 - H) * gain), with H clamped to
+-- [0.1, 2] and the factor to at least `least` (with gain 2 it would be negative at H = 2). base is
+-- a dynamic scale, because entropy does not show overflow. Source: the entropy-adaptive recipe in
+-- ms-swift's guides; no known system ships it.
 return {
   name = "entropy",
   doc  = "A dynamic scale times a factor that grows as attention entropy falls.",
 
   options = {
-    init_scale      = 2^13,   -- of the base
+    init_scale      = 2^13,   -- first base
     gain            = 2,
     least           = 0.25,   -- smallest factor
     low             = 0.1,    -- limits on the entropy, in nats
@@ -19,19 +21,23 @@ return {
   },
 
   init = function(options)
-    if not (options.least > 0 and options.high >= options.low and options.decay >= 0 and options.decay < 1) then
+    if not (options.least > 0 and options.high >= options.low and options.decay >= 0
+      and options.decay < 1) then
       error("expected least > 0, low <= high and decay in [0, 1)", 0)
     end
     return { scale = options.init_scale, base = options.init_scale, good = 0 }
   end,
 
-  migrate = function(old, _, options) return { scale = old.scale, base = old.scale or options.init_scale, good = 0 } end,
+  migrate = function(old, _, options)
+    return { scale = old.scale, base = old.scale or options.init_scale, good = 0 }
+  end,
 
   decide = function(state, record, options)
     local entropy = record.signals.attention_entropy
     if entropy and entropy == entropy then
       entropy = math.max(options.low, math.min(options.high, entropy))
-      state.entropy = state.entropy and options.decay * state.entropy + (1 - options.decay) * entropy or entropy
+      state.entropy = state.entropy
+        and options.decay * state.entropy + (1 - options.decay) * entropy or entropy
     end
     if record.overflow then
       state.base, state.good = state.base / 2, 0
@@ -40,7 +46,8 @@ return {
       if state.good % options.growth_interval == 0 then state.base = state.base * 2 end
     end
     state.base = math.max(options.min_scale, math.min(options.max_scale, state.base))
-    local factor = state.entropy and math.max(options.least, 1 + (1 - state.entropy) * options.gain) or 1
+    local factor = state.entropy
+      and math.max(options.least, 1 + (1 - state.entropy) * options.gain) or 1
     state.scale = math.max(options.min_scale, math.min(options.max_scale, state.base * factor))
     return { scale = state.scale, reason = record.overflow and "overflow" or nil }
   end,

@@ -1,8 +1,9 @@
--- Dynamic loss scaling as fairseq's DynamicLossScaler does it, number for number: an overflow backs off when the share of overflows
--- since the last change of scale reaches `tolerance`; growth comes at every scale_window-th step after an overflow. The scale
--- is a double.
--- Where the original raises "Minimum loss scale reached", with the scale as it was, the run stops. There the scale can reach
--- infinity; here it keeps its last finite value, or, with strict=false, the run stops at that step.
+-- Dynamic loss scaling of fairseq's DynamicLossScaler, number for number: an overflow backs off if
+-- the share of overflows since the last change of scale has reached `tolerance`; growth comes at
+-- every scale_window-th step after an overflow. The scale is a double. Differences: where fairseq
+-- raises "Minimum loss scale reached", with the scale unchanged, the run stops. Where its scale
+-- would reach infinity, it keeps the last finite value, or with strict=false the run stops at that
+-- step.
 return {
   name = "fairseq",
   doc  = "fairseq's DynamicLossScaler: tolerates a share of overflows, stops at a smallest scale.",
@@ -13,7 +14,7 @@ return {
     scale_window   = 2000,    -- good steps; fairseq's optimizer sets 2^14 / ranks / update_freq
     tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
     threshold      = 0,       -- the scale never falls below it; 0: none
-    min_loss_scale = 1e-4,    -- a scale that falls to it stops the run
+    min_loss_scale = 1e-4,    -- a scale that would fall to it stops the run
     strict         = true,    -- false: accept settings that are probably mistakes
   },
 
@@ -22,13 +23,18 @@ return {
     check.factor(options, "scale_factor")
     check.steps(options, "scale_window")
     check.not_negative(options, "threshold", "min_loss_scale")
-    if options.tolerance ~= options.tolerance then error("tolerance must be a share from 0 to 1, got nan", 0) end
+    if options.tolerance ~= options.tolerance then
+      error("tolerance must be a share from 0 to 1, got nan", 0)
+    end
     check.count(options, "scale_window", "is no whole number of steps")
-    check.trap(options, options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+    check.trap(options, options.tolerance < 0 or options.tolerance > 1,
+      "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
     check.floor(options, "threshold", "init_scale")
-    check.trap(options, options.min_loss_scale >= init, "min_loss_scale = " .. options.min_loss_scale .. " is not below init_scale = " .. init
+    check.trap(options, options.min_loss_scale >= init,
+      "min_loss_scale = " .. options.min_loss_scale .. " is not below init_scale = " .. init
       .. ", so the first overflow would stop the run")
-    return { scale = init, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
+    return { scale = init, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1,
+      overflows_since_rescale = 0 }
   end,
 
   decide = function(state, record, options)
@@ -38,7 +44,8 @@ return {
       if due then state.last_rescale_iter = state.iter end
       state.iter = state.iter + 1
       if not due then return scale end
-      return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
+      return grow(state, scale * options.scale_factor,
+        "window of " .. options.scale_window .. " good", options)
     end
 
     local since = state.iter - state.last_rescale_iter
@@ -51,13 +58,19 @@ return {
       state.overflows_since_rescale = 0
     end
     if state.scale <= options.min_loss_scale then
-      state.scale = scale                      -- the count of steps stays where it is, as in the original
-      return { scale = scale, action = "stop", reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "
-        .. options.min_loss_scale .. ": the gradients are inf or nan for another reason than the scale; look at the first bad"
-        .. " tensor, a smaller learning rate, clipping, or set threshold" }
+      -- The count of steps does not advance, as in fairseq.
+      state.scale = scale
+      return { scale = scale, action = "stop",
+        reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "
+          .. options.min_loss_scale .. ": the gradients are inf or nan for another reason than the"
+          .. " scale; look at the first bad tensor, a smaller learning rate, clipping, or set"
+          .. " threshold" }
     end
     state.iter = state.iter + 1
-    if state.scale < scale then return { scale = state.scale, reason = "overflow: scale " .. scale .. " -> " .. state.scale } end
-    return { scale = state.scale, reason = "overflow tolerated: " .. state.overflows_since_rescale .. " in " .. since .. " steps, scale stays " .. scale }
+    if state.scale < scale then
+      return { scale = state.scale, reason = "overflow: scale " .. scale .. " -> " .. state.scale }
+    end
+    return { scale = state.scale, reason = "overflow tolerated: " .. state.overflows_since_rescale
+      .. " in " .. since .. " steps, scale stays " .. scale }
   end,
 }

@@ -1,8 +1,9 @@
--- Backs off by four at the first overflow and comes back slowly: for fine-tuning of large models, where one overflow announces more.
--- Source: the QLoRA recipe for custom scalers in ms-swift's guides.
+-- Backs off by four at the first overflow and recovers slowly: for fine-tuning of large models,
+-- where one overflow announces more. Source: the QLoRA recipe for custom scalers in ms-swift's
+-- guides.
 return {
   name = "fast_backoff",
-  doc  = "x0.25 on the first overflow, x1.8 every 1500 good steps.",
+  doc  = "Quarters the scale at an overflow and grows by 1.8 every 1500 good steps.",
 
   options = {
     init_scale      = 2^16,
@@ -11,11 +12,12 @@ return {
     growth_interval = 1500,   -- good steps in a row
     min_scale       = 1,
     max_scale       = 2^24,
-    patience        = 50,     -- overflows in a row at the smallest scale, until the run is stopped
+    patience        = 50,     -- overflows in a row at the smallest scale that stop the run
   },
 
   init = function(options)
-    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1 and options.min_scale <= options.max_scale) then
+    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1
+      and options.min_scale <= options.max_scale) then
       error("expected backoff_factor in (0, 1), growth_factor > 1 and min_scale <= max_scale", 0)
     end
     return { scale = options.init_scale, good = 0, stuck = 0 }
@@ -30,9 +32,13 @@ return {
       if state.stuck >= options.patience then action = "stop" end
     else
       state.stuck, state.good = 0, state.good + 1
-      if state.good % options.growth_interval == 0 then state.scale = math.min(before * options.growth_factor, options.max_scale) end
+      if state.good % options.growth_interval == 0 then
+        state.scale = math.min(before * options.growth_factor, options.max_scale)
+      end
     end
-    return { scale = state.scale, action = action, reason = action and "gradients overflow at the smallest scale: look at the first bad tensor,"
-      .. " the learning rate, the data" or state.scale ~= before and ("scale %.6g -> %.6g"):format(before, state.scale) or nil }
+    return { scale = state.scale, action = action,
+      reason = action and "gradients overflow at the smallest scale: look at the first bad tensor,"
+        .. " the learning rate, the data"
+        or state.scale ~= before and ("scale %.6g -> %.6g"):format(before, state.scale) or nil }
   end,
 }

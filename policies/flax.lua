@@ -1,15 +1,16 @@
--- Dynamic loss scaling as flax's DynamicScale does it, number for number: it looks at its count of good steps before it counts the
--- step, so growth takes growth_interval + 1 of them. The scale is a float32; it grows up to the largest finite one, which
--- is no power of two, and never falls below minimum_scale.
+-- Dynamic loss scaling of flax's DynamicScale, number for number: it tests its count of good steps
+-- before it counts the step, so growth takes growth_interval + 1 steps. The scale is a float32; it
+-- grows up to the largest finite one, which is not a power of two, and never falls below
+-- minimum_scale.
 return {
   name = "flax",
-  doc  = "flax's DynamicScale: grow after growth_interval + 1 good steps in a row.",
+  doc  = "flax's DynamicScale: grows after growth_interval + 1 good steps in a row.",
 
   options = {
     scale           = 65536,      -- the first one
     growth_factor   = 2,
     backoff_factor  = 0.5,
-    growth_interval = 2000,       -- good steps in a row, less one
+    growth_interval = 2000,       -- good steps in a row, minus one
     minimum_scale   = 2^-126,     -- float32's smallest normal number
     strict          = true,       -- false: accept settings that are probably mistakes
   },
@@ -18,8 +19,10 @@ return {
     local scale = check.float32(options, "scale", "minimum_scale")
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
-    check.trap(options, not (options.growth_interval >= 0) or options.growth_interval ~= math.floor(options.growth_interval),
-      "growth_interval = " .. options.growth_interval .. " is never met by a whole number of steps, so the scale would never grow")
+    check.trap(options, not (options.growth_interval >= 0)
+      or options.growth_interval ~= math.floor(options.growth_interval),
+      "growth_interval = " .. options.growth_interval
+        .. " is never met by a whole number of steps, so the scale would never grow")
     check.floor(options, "minimum_scale", "scale")
     return { scale = scale, fin_steps = 0 }
   end,
@@ -28,7 +31,8 @@ return {
     local scale = state.scale
     if record.overflow then
       state.fin_steps = 0
-      return back_off(state, math.max(math.f32(scale * math.f32(options.backoff_factor)), math.f32(options.minimum_scale)))
+      return back_off(state, math.max(math.f32(scale * math.f32(options.backoff_factor)),
+        math.f32(options.minimum_scale)))
     end
     if state.fin_steps ~= options.growth_interval then
       state.fin_steps = state.fin_steps + 1
@@ -36,6 +40,7 @@ return {
     end
     state.fin_steps = 0
     local largest = (2 - 2^-23) * 2^127
-    return grow(state, math.min(math.f32(scale * math.f32(options.growth_factor)), largest), options.growth_interval + 1 .. " good in a row")
+    return grow(state, math.min(math.f32(scale * math.f32(options.growth_factor)), largest),
+      options.growth_interval + 1 .. " good in a row")
   end,
 }

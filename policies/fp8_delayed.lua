@@ -1,20 +1,26 @@
--- Delayed scaling of FP8, as Transformer Engine's DelayedScaling recipe has it (common/recipe/delayed_scaling.cu): a tensor is scaled by
--- the amaxes of the steps before, so that no pass over it comes first. The largest of the last `history` amaxes decides
--- (algorithm=max), or the last one alone (most_recent). Margin, format and rule are the recipe's; the scale is made from the amax there.
+-- Delayed scaling for FP8, as in Transformer Engine's DelayedScaling recipe
+-- (common/recipe/delayed_scaling.cu): a tensor is scaled by amaxes of earlier steps, which saves a
+-- pass over it. The amax that counts is the largest of the last `history` ones (algorithm=max) or
+-- the last one (most_recent). The recipe's margin, format and rule make the scale from it.
 --
--- An amax that is 0, inf or nan keeps the scale as it is, and here, on purpose, leaves no trace in the history: there, an inf from a
--- step that was skipped would hold the scale for as long as the history is. Amaxes of gradients come without the loss scale and
--- are scaled by the next one, so that a loss scale that moves does not look like a gradient that does. Before the first amax is known
--- a tensor is scaled by its own; there, by 1.
+-- An amax that is 0, inf or nan keeps the scale and, unlike in Transformer Engine, does not enter
+-- the history: there, an inf from a skipped step would hold the scale for the length of the
+-- history. Amaxes of gradients are without the loss scale, and the next loss scale is applied to
+-- them, so a moving loss scale does not look like a moving gradient. Before its first amax is known
+-- a tensor is scaled by its own amax; in Transformer Engine, by 1.
 return {
   name    = "fp8_delayed",
-  doc     = "Scales of FP8 tensors from the amaxes of the last steps.",
+  doc     = "Scales FP8 tensors by the amaxes of the last steps (delayed scaling).",
   kind    = "fp8",
   needs   = { "amax", "tensors" },
   options = { history = 1024, algorithm = "max" },
   init = function(options)
-    if options.history < 1 or options.history % 1 ~= 0 then error("history must be a whole number of 1 or more") end
-    if options.algorithm ~= "max" and options.algorithm ~= "most_recent" then error("algorithm is max or most_recent, not " .. options.algorithm) end
+    if options.history < 1 or options.history % 1 ~= 0 then
+      error("history must be a whole number of 1 or more")
+    end
+    if options.algorithm ~= "max" and options.algorithm ~= "most_recent" then
+      error("algorithm must be max or most_recent, got " .. options.algorithm)
+    end
     return { scale = 2^-126, step = 0, peaks = {} }
   end,
   decide = function(state, record, options)
@@ -22,7 +28,8 @@ return {
     state.step = now
     local scales = {}
     for name, t in pairs(record.tensors) do
-      -- peaks: { when, amax, when, amax .. } of those amaxes that can still become the largest of a window, falling
+      -- peaks: { step, amax, step, amax, ... }, falling: the amaxes that can still become the
+      -- largest of a window.
       local peaks, amax = state.peaks[name], t.amax
       if amax > 0 and not t.overflow then
         if not peaks or options.algorithm == "most_recent" then
@@ -45,6 +52,7 @@ return {
         scales[name] = peaks[2]
       end
     end
-    return { scale = 2^-126, scales = scales }     -- that of roles without a history, and nobody's amax
+    -- 2^-126 marks the roles without a history: no tensor has it as its amax.
+    return { scale = 2^-126, scales = scales }
   end,
 }

@@ -1,9 +1,11 @@
--- Layers that FP8 does not serve: one whose signal-to-noise ratio, or whose share of numbers lost to 0, leaves its band computes in
--- high precision for `pause` steps and is then tried again; each time it fails anew the pause is `grow` times longer, up to `longest`.
--- Goes by the meters, so by the steps in which the recipe looks (its `sample`). What is measured stands in every layer's three roles.
+-- Takes layers out of FP8 that it does not serve: a layer whose signal-to-noise ratio, share of
+-- numbers lost to 0 or share of clipped numbers leaves its band computes in high precision for
+-- `pause` steps and is then tried again. Each further failure makes the pause `grow` times longer,
+-- up to `longest`. Reads the meters of all three roles of a layer, so it acts only on steps that
+-- the recipe samples (its `sample`).
 return {
   name    = "fp8_fallback",
-  doc     = "Takes layers out of FP8 whose SNR or underflow leaves its band, and tries them again later.",
+  doc     = "Moves layers with low SNR or high underflow out of FP8 and retries them later.",
   kind    = "fp8",
   needs   = { "tensors", "underflow" },
   options = { snr = 20, underflow = 0.1, clipped = 0.01, pause = 200, grow = 2, longest = 10000 },
@@ -19,9 +21,12 @@ return {
       if t.measured and not (state.back[site] and state.back[site] > now) then
         local lost, clipped = t.underflow / t.measured, t.clipped / t.measured
         if t.snr < options.snr or lost > options.underflow or clipped > options.clipped then
-          local pause = math.min(state.pause[site] and state.pause[site] * options.grow or options.pause, options.longest)
+          local pause = math.min(state.pause[site] and state.pause[site] * options.grow
+            or options.pause, options.longest)
           state.pause[site], state.back[site] = pause, now + pause
-          why = why or string.format("%s to high precision: %.1f dB, %.2g of it lost to 0, %.2g clipped", name, t.snr, lost, clipped)
+          why = why or string.format(
+            "%s to high precision: %.1f dB, %.2g of it lost to 0, %.2g clipped", name, t.snr, lost,
+            clipped)
         end
       end
     end

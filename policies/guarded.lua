@@ -1,9 +1,10 @@
--- For losses with violent gradients, as DPO's log-sigmoid: x0.3 on overflow but never below 2^12, no growth for a while after five
--- bad steps in a row, and the gradient's norm is clipped at 1. `ahead` lowers the scale before a growing norm overflows.
--- Source: the DPO recipe for custom scalers in ms-swift's guides.
+-- For losses with violent gradients, such as DPO's log-sigmoid: x0.3 on overflow but never below
+-- 2^12, no growth for a while after five overflows in a row, and the gradient norm is clipped at 1.
+-- `ahead` lowers the scale before growing gradients overflow. Source: the DPO recipe for custom
+-- scalers in ms-swift's guides.
 return {
   name = "guarded",
-  doc  = "x0.3 with a floor on overflow, growth paused after bad rows, clipping; for DPO.",
+  doc  = "Backs off by 0.3 to a floor, pauses growth after repeated overflows, clips; for DPO.",
   needs = { "norm", "amax" },
 
   options = {
@@ -16,12 +17,14 @@ return {
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps
     clip            = 1,      -- largest norm of an update's gradient; inf: none
-    ahead           = 2^14,   -- the largest stored gradient that growth may lead to, and half of what is borne; inf: no limit
-    patience        = 50,     -- overflows in a row at the floor, until the run is stopped
+    -- growth keeps stored gradients below it, twice it backs off; inf: none
+    ahead           = 2^14,
+    patience        = 50,     -- overflows in a row at the floor that stop the run
   },
 
   init = function(options)
-    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1 and options.clip > 0) then
+    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1
+      and options.clip > 0) then
       error("expected backoff_factor in (0, 1), growth_factor > 1 and clip > 0", 0)
     end
     return { scale = options.init_scale, good = 0, bad = 0, pause = 0 }
@@ -32,17 +35,23 @@ return {
     state.pause = math.max(0, state.pause - 1)
     if record.overflow then
       state.good, state.bad = 0, state.bad + 1
-      if state.bad >= options.bad_row then state.pause, reason = options.pause, "bad steps in a row: growth pauses" end
+      if state.bad >= options.bad_row then
+        state.pause, reason = options.pause, "bad steps in a row: growth pauses"
+      end
       state.scale = math.max(before * options.backoff_factor, options.floor)
       if state.bad >= options.patience and before <= options.floor then
-        action, reason = "stop", "gradients overflow at the floor: look at the first bad tensor, the learning rate, the data"
+        action, reason = "stop",
+          "gradients overflow at the floor: look at the first bad tensor, the learning rate,"
+          .. " the data"
       end
     else
       state.good, state.bad = state.good + 1, 0
       local largest = record.amax * before
       if largest > 2 * options.ahead then
-        state.scale, state.good, reason = math.max(before / 2, options.floor), 0, "gradients grow: back off ahead"
-      elseif state.good % options.growth_interval == 0 and state.pause == 0 and largest * options.growth_factor <= options.ahead then
+        state.scale, state.good, reason = math.max(before / 2, options.floor), 0,
+          "gradients grow: back off ahead"
+      elseif state.good % options.growth_interval == 0 and state.pause == 0
+        and largest * options.growth_factor <= options.ahead then
         state.scale = math.min(before * options.growth_factor, options.max_scale)
       end
     end

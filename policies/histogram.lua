@@ -1,15 +1,16 @@
--- Two-bin histogram: gradients whose stored magnitude is above an eighth of fp16's range against those below. More than a share
--- `threshold` above: the scale halves; else it doubles; every `period` steps. Source: Graphcore PopART's automatic loss scaling,
--- which has neither limits nor a skip; both are here, and the doubling waits a while after an overflow.
+-- Two-bin histogram: gradients whose stored magnitude is above an eighth of fp16's range against
+-- those below. Every `period` steps the scale halves if more than a share `threshold` is above,
+-- else it doubles. Source: Graphcore PopART's automatic loss scaling. Differences: limits and a
+-- skip, which PopART does not have, and no doubling for `wait` steps after an overflow.
 return {
   name = "histogram",
-  doc  = "Halves or doubles by the share of gradients in the upper eighth of the format's range.",
+  doc  = "Halves or doubles the scale by the share of gradients in the top eighth of the range.",
   needs = { "hist" },
 
   options = {
     init_scale = 2^12,
     threshold  = 1e-7,    -- share of gradients that may be large
-    edge       = 13,      -- exponent from which a stored gradient is large: 2^13 is an eighth of 2^16
+    edge       = 13,      -- exponent of large stored gradients: 2^13 is an eighth of 2^16
     period     = 10,      -- steps between two decisions
     wait       = 100,     -- steps without growth after an overflow
     min_scale  = 2^-10,
@@ -34,8 +35,11 @@ return {
       state.steps, state.wait = state.steps + 1, math.max(0, state.wait - 1)
       if state.steps >= options.period then
         local share = state.above / math.max(1, state.above + state.below)
-        if share > options.threshold then state.scale, reason = state.scale / 2, ("%.3g of the gradients are large"):format(share)
-        elseif state.wait == 0 and state.below > 0 then state.scale = state.scale * 2 end
+        if share > options.threshold then
+          state.scale, reason = state.scale / 2, ("%.3g of the gradients are large"):format(share)
+        elseif state.wait == 0 and state.below > 0 then
+          state.scale = state.scale * 2
+        end
         state.above, state.below, state.steps = 0, 0, 0
       end
     end

@@ -1,9 +1,10 @@
--- Dynamic loss scaling as DeepMind's jmp.DynamicLossScale does it, number for number: the scale is a float32, a growth that would
--- reach infinity does not happen. (The original forgets min_loss_scale when it passes through a jit; here it holds.)
--- With min_loss_scale = 0 the original's scale becomes 0 at last; here the run stops instead.
+-- Dynamic loss scaling of DeepMind's jmp.DynamicLossScale, number for number: the scale is a
+-- float32, and growth that would reach infinity does not happen. Differences: jmp loses
+-- min_loss_scale when it passes through a jit; here it holds. With min_loss_scale = 0 jmp's scale
+-- finally becomes 0; here the run stops.
 return {
   name = "jmp",
-  doc  = "jmp.DynamicLossScale: grow after period good steps in a row, a smallest scale.",
+  doc  = "jmp.DynamicLossScale: grows after period good steps in a row, a smallest scale.",
 
   options = {
     loss_scale     = 2^15,   -- the first one; jmp has no default, its examples take this

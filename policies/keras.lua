@@ -1,10 +1,10 @@
--- Dynamic loss scaling as Keras 3's LossScaleOptimizer does it, number for number: doubles, halves, no smallest scale, no look at
--- infinity. The scale is a float32.
--- There the scale can become 0, or infinite, for ever; here the run stops before it becomes 0, and infinity is
--- left out (with strict=false the run stops there, too).
+-- Dynamic loss scaling of Keras 3's LossScaleOptimizer, number for number: doubles and halves
+-- without a smallest scale and without a check for infinity. The scale is a float32. Differences:
+-- in Keras the scale can become 0 or infinite for good; here the run stops before it becomes 0, and
+-- a growth to infinity does not happen (with strict=false the run stops at that step).
 return {
   name = "keras",
-  doc  = "Keras 3's LossScaleOptimizer: double after dynamic_growth_steps good steps in a row, halve on overflow.",
+  doc  = "Keras 3's LossScaleOptimizer: doubles after dynamic_growth_steps good steps, no limits.",
 
   options = {
     initial_scale        = 2^15,
@@ -29,6 +29,7 @@ return {
       return scale
     end
     state.step_counter = 0
-    return grow(state, math.f32(scale * 2), options.dynamic_growth_steps .. " good in a row", options)
+    return grow(state, math.f32(scale * 2), options.dynamic_growth_steps .. " good in a row",
+      options)
   end,
 }

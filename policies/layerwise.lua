@@ -1,9 +1,13 @@
--- A scale for each layer, on the signal that runs backward between layers, so that every layer's gradients use the whole of fp16's
--- range. Layers near the input, where gradients have become small, get larger scales. Scales are powers of two: going from layer to
--- layer rounds nothing. Each goes by the layer's recent peak, which is forgotten slowly, so that rare spikes keep their room.
--- Groups come in the model's order, and an infinity runs on toward the input: of those that show one only the last, nearest to the
--- loss, backs off; when that does not help, the layer after it, too, for it may have passed the infinity on without showing one.
--- Sources: Zhao et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
+-- A scale for each layer, applied to the signal that runs backward between layers, so that every
+-- layer's gradients use the whole range of fp16. Layers near the input, where gradients have become
+-- small, get larger scales. Scales are powers of two, so passing from layer to layer rounds
+-- nothing. Each scale follows the layer's recent peak, which decays slowly, so that rare spikes
+-- keep their headroom.
+--
+-- Groups come in the model's order, and an infinity propagates toward the input: of the groups that
+-- show one, only the last (nearest to the loss) backs off. If that does not help, the layer after
+-- it backs off too, because it may have passed the infinity on without showing one. Sources: Zhao
+-- et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
 return {
   name = "layerwise",
   doc  = "One scale per layer, each from that layer's largest gradient.",
@@ -12,14 +16,15 @@ return {
   options = {
     init_scale = 2^12,
     target     = 2^12,    -- the largest stored gradient of a layer, between target/4 and target
-    forget     = 0.005,   -- share of the octaves between a past peak and now that a step forgets
-    up         = 2^4,     -- most growth in a step
+    forget     = 0.005,   -- per step, the share of the octaves from the peak to amax that decays
+    up         = 2^4,     -- largest growth factor per step
     min_scale  = 2^-20,
     max_scale  = 2^60,
   },
 
   init = function(options)
-    if not (options.target > 0 and options.up > 1 and options.forget > 0 and options.forget <= 1) then
+    if not (options.target > 0 and options.up > 1 and options.forget > 0
+      and options.forget <= 1) then
       error("expected target > 0, up > 1 and forget in (0, 1]", 0)
     end
     return { scale = options.init_scale, layers = {}, row = 0 }
@@ -36,17 +41,21 @@ return {
         if group.overflow and not guilty then
           guilty, state.row = group.name, group.name == state.guilty and state.row + 1 or 1
           layer.peak = 4 * options.target / layer.scale
-        elseif not guilty and state.row >= 3 and record.groups[i - 1] and record.groups[i - 1].name == state.guilty then
+        elseif not guilty and state.row >= 3 and record.groups[i - 1]
+          and record.groups[i - 1].name == state.guilty then
           layer.scale = layer.scale / 4
         end
       elseif layer.peak > 0 then
-        local amax = group.amax > 0 and group.amax or smallest                     -- all zero: even the largest was lost
+        -- All zero: even the largest gradient was lost.
+        local amax = group.amax > 0 and group.amax or smallest
         layer.peak = math.max(amax, layer.peak * (amax / layer.peak)^options.forget)
       else layer.peak = group.amax end
-      local wanted = 2^math.floor(math.log(options.target / (layer.peak > 0 and layer.peak or smallest)) / math.log(2))
+      local peak = layer.peak > 0 and layer.peak or smallest
+      local wanted = 2^math.floor(math.log(options.target / peak) / math.log(2))
       if wanted < layer.scale then layer.scale = wanted
       elseif not record.overflow and wanted > 2 * layer.scale then
-        local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)   -- search near the neighbour's
+        -- A layer without gradients searches near its neighbour's scale.
+        local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)
         layer.scale = math.min(wanted, layer.scale * options.up, most)
       end
       layer.scale = math.max(options.min_scale, math.min(options.max_scale, layer.scale))
@@ -54,7 +63,9 @@ return {
       state.layers[group.name], scales[group.name] = layer, layer.scale
     end
     state.guilty = guilty
-    state.scale = last or state.scale                         -- what lies outside all layers, the loss, is scaled as the last one
-    return { scale = state.scale, scales = next(scales) and scales or nil, reason = guilty and "overflow: " .. guilty .. " backs off" or nil }
+    -- The loss lies outside all layers and has the last layer's scale.
+    state.scale = last or state.scale
+    return { scale = state.scale, scales = next(scales) and scales or nil,
+      reason = guilty and "overflow: " .. guilty .. " backs off" or nil }
   end,
 }

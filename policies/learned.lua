@@ -1,24 +1,26 @@
--- A learned scale: its logarithm is a parameter, moved step by step down the cost  lost share of gradients + price * overflow.
--- Lost bits push it up, overflow pushes it down by `price`, and a momentum smooths both; nothing else is assumed about the
--- gradients. Source: the "learned scale" of the field's surveys, here as on-line gradient descent with one parameter.
+-- A learned scale: its logarithm is a parameter that descends, step by step, on the cost  lost
+-- share of gradients + price * overflow. Lost bits push it up, an overflow pushes it down by
+-- `price`, and momentum smooths both; nothing else is assumed about the gradients. Source: the
+-- "learned scale" of the surveys, here as online gradient descent with one parameter.
 return {
   name = "learned",
-  doc  = "Moves log2(scale) by a small on-line rule from underflow and overflow counts.",
+  doc  = "Moves log2(scale) by a small online rule from underflow and overflow counts.",
   needs = { "underflow", "zeros", "amax" },
 
   options = {
     init_scale = 2^12,
-    rate       = 1,       -- octaves a step at full push
+    rate       = 1,       -- octaves per step at full push
     momentum   = 0.8,
     share      = 0.01,    -- share of subnormal gradients that pushes with half the force
-    price      = 5,       -- of an overflow, against a step with all gradients lost
-    edge       = 16384,   -- a largest stored gradient above this pushes down as far as it stands above
+    price      = 5,       -- of an overflow, relative to a step with all gradients lost
+    edge       = 16384,   -- a larger stored gradient pushes down by its octaves above the edge
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },
 
   init = function(options)
-    if not (options.rate > 0 and options.momentum >= 0 and options.momentum < 1 and options.share > 0) then
+    if not (options.rate > 0 and options.momentum >= 0 and options.momentum < 1
+      and options.share > 0) then
       error("expected rate > 0, momentum in [0, 1) and share > 0", 0)
     end
     return { scale = options.init_scale, speed = 0 }
@@ -28,12 +30,14 @@ return {
     local push = 0
     if record.overflow then
       push = -options.price
-      state.speed = math.min(state.speed, 0)                          -- what carried it up is over
+      state.speed = math.min(state.speed, 0)                          -- upward momentum ends
     elseif record.count > 0 then
       local kept = record.count - record.zeros
       local lost = kept > 0 and record.underflow / kept or 1
-      local high = record.amax > 0 and math.log(record.amax * record.scale / options.edge) / math.log(2) or 0
-      push = high > 0 and -math.min(1, high) or lost / (lost + options.share) * math.min(1, -high + (kept > 0 and 0 or 1))
+      local high = record.amax > 0
+        and math.log(record.amax * record.scale / options.edge) / math.log(2) or 0
+      push = high > 0 and -math.min(1, high)
+        or lost / (lost + options.share) * math.min(1, -high + (kept > 0 and 0 or 1))
     end
     state.speed = options.momentum * state.speed + (1 - options.momentum) * push
     local octaves = math.max(-2, math.min(1, options.rate * state.speed))

@@ -1,9 +1,10 @@
--- Log-max scaling: log2(amax) is taken for normal; the scale leaves room for mean + sigmas * deviation. Source: OpenSeq2Seq's
--- LogMax (Kuchaiev et al., 2018), with two things mended: there, an overflow counted as log2 = 65536 and pinned the scale at its
--- floor for thousands of steps; here it counts as what it proves, an amax past 65504 / scale. And amax = 0 teaches nothing.
+-- Log-max scaling: log2(amax) is modelled as normal, and the scale leaves room for mean + sigmas *
+-- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections: there an
+-- overflow counted as log2 = 65536 and pinned the scale at its floor for thousands of steps; here
+-- it counts as what it proves, an amax above 65504 / scale. And amax = 0 teaches nothing.
 return {
   name = "log_max",
-  doc  = "Takes log2(amax) for normal and leaves room for its mean plus some deviations.",
+  doc  = "Models log2(amax) as normal and leaves room for its mean plus some deviations.",
   needs = { "amax" },
 
   options = {
@@ -11,14 +12,15 @@ return {
     log_max    = 16,      -- log2 of the format's largest number
     beta1      = 0.99,    -- of the mean
     beta2      = 0.999,   -- of the square
-    sigmas     = 3.09,    -- one step in a thousand overflows
-    warmup     = 10,      -- steps to learn from before the scale moves up
+    sigmas     = 3.09,    -- one step in a thousand would overflow
+    warmup     = 10,      -- steps before the scale may grow
     min_scale  = 2^-10,
     max_scale  = 2^24,
   },
 
   init = function(options)
-    if not (options.beta1 >= 0 and options.beta1 < 1 and options.beta2 >= 0 and options.beta2 < 1) then
+    if not (options.beta1 >= 0 and options.beta1 < 1 and options.beta2 >= 0
+      and options.beta2 < 1) then
       error("expected beta1 and beta2 in [0, 1)", 0)
     end
     return { scale = options.init_scale, mean = 0, square = 0, weight1 = 0, weight2 = 0, seen = 0 }
@@ -26,17 +28,21 @@ return {
 
   decide = function(state, record, options)
     if not record.overflow and not (record.amax > 0) then return state.scale end
-    local x = record.overflow and options.log_max + 1 - math.log(record.scale) / math.log(2) or math.log(record.amax) / math.log(2)
+    local x = record.overflow and options.log_max + 1 - math.log(record.scale) / math.log(2)
+      or math.log(record.amax) / math.log(2)
     local b1, b2 = options.beta1, options.beta2
     state.mean, state.weight1 = b1 * state.mean + (1 - b1) * x, b1 * state.weight1 + (1 - b1)
-    state.square, state.weight2 = b2 * state.square + (1 - b2) * x * x, b2 * state.weight2 + (1 - b2)
+    state.square, state.weight2 = b2 * state.square + (1 - b2) * x * x,
+      b2 * state.weight2 + (1 - b2)
     state.seen = state.seen + 1
-    local mean = state.mean / state.weight1                                  -- the bias of a young mean taken out
+    -- Corrects the bias of the moving means' zero start.
+    local mean = state.mean / state.weight1
     local sigma = math.sqrt(math.max(0, state.square / state.weight2 - mean * mean))
     local scale = 2^(options.log_max - mean - options.sigmas * sigma)
     if record.overflow then scale = math.min(scale, state.scale / 2)
     elseif state.seen <= options.warmup then scale = math.min(scale, state.scale) end
     state.scale = math.max(options.min_scale, math.min(options.max_scale, scale))
-    return { scale = state.scale, reason = record.overflow and ("overflow: log2 amax %.1f +- %.1f"):format(mean, sigma) or nil }
+    return { scale = state.scale,
+      reason = record.overflow and ("overflow: log2 amax %.1f +- %.1f"):format(mean, sigma) or nil }
   end,
 }

@@ -1,6 +1,8 @@
--- Follows the learning rate's schedule. While the rate is high or rising, weights and with them gradients change fast: growth waits.
--- As the rate falls, gradients change slowly and become small: growth comes sooner, down to `least` steps. A jump of the rate
--- upward (a restart, a new stage) costs a precautionary step back. Source: an outlook of ms-swift's guides; no system ships it.
+-- Follows the learning rate's schedule. While the rate is high or rising, weights and gradients
+-- change fast, and growth waits. As the rate falls, gradients change slowly and become small, and
+-- growth comes sooner, down to every `least` steps. An upward jump of the rate (a restart, a new
+-- stage) lowers the scale as a precaution. Source: an outlook in ms-swift's guides; no known system
+-- ships it.
 return {
   name = "lr_coupled",
   doc  = "A dynamic scale whose growth interval shrinks with the learning rate.",
@@ -8,34 +10,38 @@ return {
   options = {
     init_scale      = 2^16,
     growth_interval = 2000,   -- good steps in a row at the highest rate seen
-    least           = 50,     -- and at rates near zero
-    jump            = 2,      -- the rate rises by this factor in one step: the scale halves
+    least           = 50,     -- good steps in a row at rates near zero
+    jump            = 2,      -- growth of the rate in one step that halves the scale
     min_scale       = 2^-10,
     max_scale       = 2^32,
   },
 
   init = function(options)
-    if not (options.growth_interval >= options.least and options.least >= 1 and options.jump > 1) then
+    if not (options.growth_interval >= options.least and options.least >= 1
+      and options.jump > 1) then
       error("expected growth_interval >= least >= 1 and jump > 1", 0)
     end
     return { scale = options.init_scale, good = 0, peak = 0, lr = 0 }
   end,
 
   decide = function(state, record, options)
-    local lr = record.lr > 0 and record.lr < math.huge and record.lr or state.lr      -- nan: unknown
+    -- A rate of nan is unknown.
+    local lr = record.lr > 0 and record.lr < math.huge and record.lr or state.lr
     local before, reason = state.scale, nil
     state.peak = math.max(state.peak, lr)
     local share = state.peak > 0 and lr / state.peak or 1
     local rising = lr > state.lr
     if record.overflow then
       state.scale, state.good, reason = before / 2, 0, "overflow"
-    elseif state.lr > 0 and state.updates and state.updates > 100 and lr > state.lr * options.jump then
+    elseif state.lr > 0 and state.updates and state.updates > 100
+      and lr > state.lr * options.jump then
       state.scale, state.good, reason = before / 2, 0, "the learning rate jumps"
     else
       state.good = state.good + 1
       local interval = math.max(options.least, options.growth_interval * share)
       if state.good >= interval and not rising then
-        state.scale, state.good, reason = before * 2, 0, ("%d good at %.2g of the highest rate"):format(interval, share)
+        state.scale, state.good, reason = before * 2, 0,
+          ("%d good at %.2g of the highest rate"):format(interval, share)
       end
     end
     state.lr, state.updates = lr, record.updates

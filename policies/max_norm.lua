@@ -1,16 +1,17 @@
--- The hybrid: max-value scaling every step, calibrated now and then by a reference backward in f32. Where the f32 norm says that
--- gradients are lost though the largest one stands at its target, the target rises (to `bold` at most); where they saturate, or
--- overflow, it falls. Source: the combination of max_value.lua and norm_ratio.lua.
+-- A hybrid: max-value scaling at every step, calibrated now and then by a reference backward pass
+-- in f32. If the f32 norm shows that gradients are lost although the largest one is at its target,
+-- the target rises (to `bold` at most); if gradients saturate or overflow, it falls. Source: the
+-- combination of max_value.lua and norm_ratio.lua.
 return {
   name = "max_norm",
-  doc  = "Max-value scaling whose target a reference f32 backward calibrates.",
+  doc  = "Max-value scaling whose target a reference backward in f32 calibrates.",
   needs = { "amax", "norm", "norm_ref" },
 
   options = {
     init_scale = 2^12,
     target     = 32768,
     bold       = 49152,   -- the highest target
-    ref_every  = 100,     -- steps between two reference backwards
+    ref_every  = 100,     -- steps between two reference passes
     high       = 1.05,    -- f32 norm / norm above: underflow
     low        = 0.95,    -- below: saturation
     decay      = 0.9,
@@ -19,7 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.bold >= options.target and options.high > options.low) then
+    if not (options.target > 0 and options.bold >= options.target
+      and options.high > options.low) then
       error("expected 0 < target <= bold and low < high", 0)
     end
     return { scale = options.init_scale, target = options.target }
@@ -27,7 +29,9 @@ return {
 
   decide = function(state, record, options)
     local scale, reason = state.scale, nil
-    local function aim(factor) state.target = math.max(2^-6, math.min(options.bold, state.target * factor)) end
+    local function aim(factor)
+      state.target = math.max(2^-6, math.min(options.bold, state.target * factor))
+    end
     if record.overflow then
       aim(0.5)
       scale, reason = scale / 2, ("overflow: target %.4g"):format(state.target)

@@ -1,10 +1,10 @@
--- Dynamic loss scaling as Megatron-LM's DynamicGradScaler does it, number for number: the scale is a float32, hysteresis
--- counts overflows and is refilled by growth alone, never by a good step.
--- There the scale reaches infinity when it grows for long enough; here it keeps its last finite value, or, with
--- strict=false, the run stops at that step.
+-- Dynamic loss scaling of Megatron-LM's DynamicGradScaler, number for number: the scale is a
+-- float32; hysteresis counts overflows and is refilled by growth alone, never by a good step.
+-- Difference: Megatron's scale reaches infinity if it grows for long enough; here it keeps its last
+-- finite value, or with strict=false the run stops at that step.
 return {
   name = "megatron",
-  doc  = "Megatron-LM's DynamicGradScaler: hysteresis refilled by growth, a smallest scale.",
+  doc  = "Megatron-LM's DynamicGradScaler: hysteresis that growth refills, a smallest scale.",
 
   options = {
     initial_scale   = 2^32,
@@ -12,7 +12,7 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row
-    hysteresis      = 2,      -- overflows, from one growth to the next, until every one backs off
+    hysteresis      = 2,      -- overflows after a growth, from which each one backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 
@@ -21,7 +21,8 @@ return {
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
-    check.count(options, "hysteresis", "is no count of overflows; use 1 to back off at every overflow")
+    check.count(options, "hysteresis",
+      "is no count of overflows; use 1 to back off at every overflow")
     check.floor(options, "min_scale", "initial_scale")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,
@@ -32,15 +33,18 @@ return {
       state.growth_tracker = 0
       state.hysteresis_tracker = state.hysteresis_tracker - 1
       if state.hysteresis_tracker > 0 then
-        return { scale = scale, reason = "overflow: hysteresis " .. state.hysteresis_tracker + 1 .. " -> "
+        return { scale = scale,
+          reason = "overflow: hysteresis " .. state.hysteresis_tracker + 1 .. " -> "
           .. state.hysteresis_tracker .. ", scale stays " .. scale }
       end
-      return back_off(state, math.max(math.f32(scale * math.f32(options.backoff_factor)), math.f32(options.min_scale)))
+      return back_off(state,
+        math.max(math.f32(scale * math.f32(options.backoff_factor)), math.f32(options.min_scale)))
     end
     state.growth_tracker = state.growth_tracker + 1
     if state.growth_tracker ~= options.growth_interval then return scale end
     state.growth_tracker = 0
     state.hysteresis_tracker = options.hysteresis
-    return grow(state, math.f32(scale * math.f32(options.growth_factor)), options.growth_interval .. " good in a row", options)
+    return grow(state, math.f32(scale * math.f32(options.growth_factor)),
+      options.growth_interval .. " good in a row", options)
   end,
 }

@@ -1,10 +1,11 @@
--- Dynamic loss scaling as metaseq's DynamicLossScaler (OPT) does it, number for number: fairseq's with a small first scale, and a
--- window that grows and shrinks with the scale. An overflow that would take the scale below min_loss_scale leaves it as it was
--- (the window shrinks all the same). The scale is a double.
--- There the scale can reach infinity; here it keeps its last finite value, or, with strict=false, the run stops at that step.
+-- Dynamic loss scaling of metaseq's DynamicLossScaler (OPT), number for number: fairseq's with a
+-- small first scale and a window that grows and shrinks with the scale. It never stops the run for
+-- a small scale: an overflow that would take the scale below min_loss_scale leaves it unchanged
+-- (the window shrinks all the same). The scale is a double. Difference: metaseq's scale can reach
+-- infinity; here it keeps its last finite value, or with strict=false the run stops at that step.
 return {
   name = "metaseq",
-  doc  = "metaseq's DynamicLossScaler: the window doubles and halves with the scale; never stops.",
+  doc  = "metaseq's DynamicLossScaler: the window doubles and halves with the scale.",
 
   options = {
     init_scale     = 4,
@@ -21,13 +22,18 @@ return {
     check.factor(options, "scale_factor")
     check.steps(options, "scale_window")
     check.not_negative(options, "threshold")
-    if options.tolerance ~= options.tolerance then error("tolerance must be a share from 0 to 1, got nan", 0) end
+    if options.tolerance ~= options.tolerance then
+      error("tolerance must be a share from 0 to 1, got nan", 0)
+    end
     check.count(options, "scale_window", "is no whole number of steps")
-    check.trap(options, options.tolerance < 0 or options.tolerance > 1, "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+    check.trap(options, options.tolerance < 0 or options.tolerance > 1,
+      "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
     check.floor(options, "threshold", "init_scale")
-    check.trap(options, options.min_loss_scale > init, "min_loss_scale = " .. options.min_loss_scale .. " is above init_scale = " .. init
+    check.trap(options, options.min_loss_scale > init,
+      "min_loss_scale = " .. options.min_loss_scale .. " is above init_scale = " .. init
       .. ", so the scale could never fall; lower min_loss_scale")
-    return { scale = init, window = options.scale_window, iter = 0, last_overflow_iter = -1, last_rescale_iter = -1, overflows_since_rescale = 0 }
+    return { scale = init, window = options.scale_window, iter = 0, last_overflow_iter = -1,
+      last_rescale_iter = -1, overflows_since_rescale = 0 }
   end,
 
   decide = function(state, record, options)
@@ -39,7 +45,8 @@ return {
       if not due then return scale end
       local window = state.window
       state.window = window * factor
-      return grow(state, scale * factor, "window of " .. window .. " good, the next of " .. state.window, options)
+      return grow(state, scale * factor,
+        "window of " .. window .. " good, the next of " .. state.window, options)
     end
 
     local since = state.iter - state.last_rescale_iter
@@ -54,8 +61,10 @@ return {
     if state.scale < options.min_loss_scale then state.scale = scale end
     state.iter = state.iter + 1
     if state.scale < scale then
-      return { scale = state.scale, reason = "overflow: scale " .. scale .. " -> " .. state.scale .. ", window " .. state.window }
+      return { scale = state.scale, reason = "overflow: scale " .. scale .. " -> " .. state.scale
+        .. ", window " .. state.window }
     end
-    return { scale = state.scale, reason = "overflow: scale stays " .. scale .. ", window " .. state.window }
+    return { scale = state.scale,
+      reason = "overflow: scale stays " .. scale .. ", window " .. state.window }
   end,
 }

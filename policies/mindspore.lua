@@ -1,10 +1,11 @@
--- Dynamic loss scaling as MindSpore's DynamicLossScaleManager does it, number for number: the scale is a double, never below 1, and
--- grows at every scale_window-th step after an overflow. After 1000 overflows in a row the original raises an exception;
--- here the run stops.
--- There the scale can reach infinity; here it keeps its last finite value, or, with strict=false, the run stops at that step.
+-- Dynamic loss scaling of MindSpore's DynamicLossScaleManager, number for number: the scale is a
+-- double, never below 1, and grows at every scale_window-th step after an overflow. Differences:
+-- after 1000 overflows in a row MindSpore raises an exception; here the run stops. MindSpore's
+-- scale can reach infinity; here it keeps its last finite value, or with strict=false the run stops
+-- at that step.
 return {
   name = "mindspore",
-  doc  = "MindSpore's DynamicLossScaleManager: a window of good steps, never below 1, gives up after 1000 overflows in a row.",
+  doc  = "MindSpore's DynamicLossScaleManager: never below 1, stops after 1000 overflows in a row.",
 
   options = {
     init_loss_scale = 2^24,
@@ -16,9 +17,11 @@ return {
   init = function(options)
     local init = check.positive(options, "init_loss_scale", "scale_factor")
     check.steps(options, "scale_window")
-    check.trap(options, options.scale_factor <= 1, "scale_factor = " .. options.scale_factor .. " would lower the scale after good steps")
+    check.trap(options, options.scale_factor <= 1,
+      "scale_factor = " .. options.scale_factor .. " would lower the scale after good steps")
     check.count(options, "scale_window", "is no whole number of steps")
-    check.trap(options, init < 1, "init_loss_scale = " .. init .. " is below 1, the smallest scale, so an overflow would raise it")
+    check.trap(options, init < 1, "init_loss_scale = " .. init
+      .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = init, cur_iter = 1, last_overflow_iter = 0, bad_step = 0 }
   end,
 
@@ -30,12 +33,14 @@ return {
       state.bad_step = state.bad_step + 1
       local verdict = back_off(state, math.max(scale * (1 / options.scale_factor), 1))
       if state.bad_step <= 1000 then return verdict end
-      state.cur_iter = iter                    -- as in the original, which raises here
-      return { scale = state.scale, action = "stop", reason = "more than 1000 overflows in a row: the gradients are inf or nan"
-        .. " for another reason than the scale (look at the first bad tensor, the learning rate, the data)" }
+      state.cur_iter = iter                    -- as in MindSpore, which raises here
+      return { scale = state.scale, action = "stop",
+        reason = "more than 1000 overflows in a row: the gradients are inf or nan for another"
+          .. " reason than the scale (look at the first bad tensor, the learning rate, the data)" }
     end
     state.bad_step = 0
     if (iter - state.last_overflow_iter) % options.scale_window ~= 0 then return scale end
-    return grow(state, scale * options.scale_factor, "window of " .. options.scale_window .. " good", options)
+    return grow(state, scale * options.scale_factor,
+      "window of " .. options.scale_window .. " good", options)
   end,
 }

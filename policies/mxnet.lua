@@ -1,9 +1,9 @@
--- Dynamic loss scaling as MXNet's amp LossScaler does it, number for number: what a step decides is applied one step late, because
--- the original looks at the gradients while the next step is already under way. The scale is a double.
--- Where the original's scale would become 0, the run stops.
+-- Dynamic loss scaling of MXNet's amp LossScaler, number for number: a decision takes effect one
+-- step late, because MXNet reads the gradients while the next step already runs. The scale is a
+-- double. Difference: where MXNet's scale would become 0, the run stops.
 return {
   name = "mxnet",
-  doc  = "MXNet's amp LossScaler: a window of good steps and a largest scale, applied one step late.",
+  doc  = "MXNet's amp LossScaler: a window and a largest scale, applied one step late.",
 
   options = {
     init_scale      = 2^16,
@@ -15,7 +15,8 @@ return {
   init = function(options)
     local init, most = check.positive(options, "init_scale", "max_loss_scale")
     check.count(options, "scale_seq_len")
-    check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = " .. most .. ", so growth would lower it")
+    check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = "
+      .. most .. ", so growth would lower it")
     return { scale = init, next_scale = init, unskipped = 0 }
   end,
 
@@ -30,12 +31,14 @@ return {
           .. " (look at the first bad tensor, the learning rate, the data)" }
       end
       state.next_scale = scale / 2
-      return { scale = scale, reason = "overflow: scale " .. scale .. " -> " .. state.next_scale .. " after the next step" }
+      return { scale = scale, reason = "overflow: scale " .. scale .. " -> " .. state.next_scale
+        .. " after the next step" }
     end
     state.unskipped = state.unskipped + 1
     if state.unskipped ~= options.scale_seq_len then return scale end
     state.unskipped = 0
     state.next_scale = math.min(options.max_loss_scale, scale * 2)
-    return { scale = scale, reason = options.scale_seq_len .. " good in a row: scale " .. scale .. " -> " .. state.next_scale .. " after the next step" }
+    return { scale = scale, reason = options.scale_seq_len .. " good in a row: scale " .. scale
+      .. " -> " .. state.next_scale .. " after the next step" }
   end,
 }

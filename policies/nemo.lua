@@ -1,17 +1,18 @@
--- Dynamic loss scaling as NeMo's GradScaler, and the Apex kernel update_scale_hysteresis under it, do it, number for number:
--- PyTorch's GradScaler behind a hysteresis that every good step refills. The scale is a float32.
--- Where the original's scale would become 0 for ever, the run stops. (The original's checkpoints lose the hysteresis
--- through a misspelt name; here a resumed run goes on as if it had not been interrupted.)
+-- Dynamic loss scaling of NeMo's GradScaler and of the Apex kernel update_scale_hysteresis below
+-- it, number for number: PyTorch's GradScaler behind a hysteresis that every good step refills. The
+-- scale is a float32. Differences: where NeMo's scale would become 0 for good, the run stops.
+-- NeMo's checkpoints lose the hysteresis through a misspelt name; here a resumed run continues as
+-- if it had not been interrupted.
 return {
   name = "nemo",
-  doc  = "NeMo's GradScaler: PyTorch's with hysteresis, refilled by every good step.",
+  doc  = "NeMo's GradScaler: PyTorch's with hysteresis that every good step refills.",
 
   options = {
     init_scale      = 2^16,
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 2000,   -- good steps in a row
-    hysteresis      = 1,      -- overflows in a row until one backs off
+    hysteresis      = 1,      -- overflows in a row, of which the last one backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 
@@ -20,7 +21,8 @@ return {
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
-    check.count(options, "hysteresis", "is no count of overflows; use 1 to back off at every overflow")
+    check.count(options, "hysteresis",
+      "is no count of overflows; use 1 to back off at every overflow")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,
 
@@ -30,7 +32,8 @@ return {
       state.growth_tracker = 0
       state.hysteresis_tracker = state.hysteresis_tracker - 1
       if state.hysteresis_tracker > 0 then
-        return { scale = scale, reason = "overflow: hysteresis " .. state.hysteresis_tracker + 1 .. " -> "
+        return { scale = scale,
+          reason = "overflow: hysteresis " .. state.hysteresis_tracker + 1 .. " -> "
           .. state.hysteresis_tracker .. ", scale stays " .. scale }
       end
       return back_off(state, math.f32(scale * options.backoff_factor))
@@ -39,6 +42,7 @@ return {
     state.growth_tracker = state.growth_tracker + 1
     if state.growth_tracker ~= options.growth_interval then return scale end
     state.growth_tracker = 0
-    return grow(state, math.f32(scale * options.growth_factor), options.growth_interval .. " good in a row")
+    return grow(state, math.f32(scale * options.growth_factor),
+      options.growth_interval .. " good in a row")
   end,
 }

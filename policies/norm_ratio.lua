@@ -1,17 +1,18 @@
--- Norm-ratio scaling: now and then the same batch also goes backward in f32. A true norm far above the low-precision one means that
--- gradients were lost to underflow (the scale grows), one far below that they saturated (it shrinks). Source: a rule of the field
--- without a reference implementation. ref_every says how often the second backward is paid for; ref_layers, a pattern of parameter
--- names, for which layers.
+-- Norm-ratio scaling: now and then the same batch also runs backward in f32. A true norm far above
+-- the low-precision one means that gradients were lost to underflow (the scale grows); one far
+-- below means that they saturated (it shrinks). Source: a rule of the field without a reference
+-- implementation. `ref_every` is the number of steps between reference passes; `ref_layers`, a
+-- pattern of parameter names, limits them to some layers.
 return {
   name = "norm_ratio",
-  doc  = "Compares the norm of an f32 backward on sampled steps with the low-precision norm.",
+  doc  = "Compares the gradient norm of an f32 backward on sampled steps with the stored one.",
   needs = { "norm", "norm_ref", "groups" },
 
   options = {
     init_scale = 2^12,
-    ref_every  = 50,      -- steps between two reference backwards
+    ref_every  = 50,      -- steps between two reference passes
     ref_layers = "",      -- "": all layers
-    high       = 8,       -- above: underflow; 1.05 for those who want the last gradient
+    high       = 8,       -- above: underflow; 1.05 reacts to the smallest loss
     low        = 0.125,   -- below: overflow
     decay      = 0.5,     -- of the moving mean of log2(ratio)
     growth     = 2,
@@ -21,7 +22,8 @@ return {
   },
 
   init = function(options)
-    if not (options.high > options.low and options.low > 0 and options.ref_every >= 1 and options.ref_every % 1 == 0) then
+    if not (options.high > options.low and options.low > 0 and options.ref_every >= 1
+      and options.ref_every % 1 == 0) then
       error("expected high > low > 0 and ref_every as a whole number of steps", 0)
     end
     return { scale = options.init_scale, log_ratio = 0 }
@@ -34,16 +36,21 @@ return {
     elseif record.norm_ref and record.norm_ref > 0 then
       local norm = record.norm
       if options.ref_layers ~= "" and record.groups then
-        local squares = 0                                         -- of the groups that the reference saw, tensor by tensor
-        for _, tensor in pairs(record.tensors) do squares = squares + (tensor.norm_ref and tensor.norm^2 or 0) end
+        -- The norms of the tensors that the reference pass covered.
+        local squares = 0
+        for _, tensor in pairs(record.tensors) do
+          squares = squares + (tensor.norm_ref and tensor.norm^2 or 0)
+        end
         norm = math.sqrt(squares)
       end
-      local log_ratio = norm > 0 and math.log(record.norm_ref / norm) / math.log(2) or 10     -- everything lost
+      -- Every gradient was lost.
+      local log_ratio = norm > 0 and math.log(record.norm_ref / norm) / math.log(2) or 10
       log_ratio = math.max(-10, math.min(10, log_ratio))
       state.log_ratio = options.decay * state.log_ratio + (1 - options.decay) * log_ratio
       local ratio = 2^state.log_ratio
       if ratio > options.high then state.scale, state.log_ratio = state.scale * options.growth, 0
-      elseif ratio < options.low then state.scale, state.log_ratio = state.scale * options.backoff, 0 end
+      elseif ratio < options.low then
+        state.scale, state.log_ratio = state.scale * options.backoff, 0 end
       reason = ("f32 norm / norm = %.4g"):format(2^log_ratio)
     end
     state.scale = math.max(options.min_scale, math.min(options.max_scale, state.scale))

@@ -1,8 +1,9 @@
--- Dynamic loss scaling as OpenSeq2Seq's BackoffScaler does it, number for number: starts at the largest scale, grows at every
--- step_window-th step after an overflow, stays between scale_min and scale_max. The scale is a float32.
+-- Dynamic loss scaling of OpenSeq2Seq's BackoffScaler, number for number: starts at the largest
+-- scale, grows at every step_window-th step after an overflow, and stays between scale_min and
+-- scale_max. The scale is a float32.
 return {
   name = "openseq2seq",
-  doc  = "OpenSeq2Seq's BackoffScaler: starts at the largest scale, a window of good steps, limits on both sides.",
+  doc  = "OpenSeq2Seq's BackoffScaler: starts at the largest scale, limits on both sides.",
 
   options = {
     scale_min   = 1,
@@ -29,6 +30,7 @@ return {
       return back_off(state, math.max(math.f32(scale / factor), math.f32(options.scale_min)))
     end
     if (iteration - state.last_overflow_iteration) % options.step_window ~= 0 then return scale end
-    return grow(state, math.min(math.f32(scale * factor), math.f32(options.scale_max)), "window of " .. options.step_window .. " good")
+    return grow(state, math.min(math.f32(scale * factor), math.f32(options.scale_max)),
+      "window of " .. options.step_window .. " good")
   end,
 }

@@ -1,19 +1,21 @@
--- Dynamic loss scaling as Paddle's GradScaler does it, number for number. Overflows count in a row: a good step sets the count
--- back. Paddle has two versions: that of dynamic graphs has no limits, that of static graphs (static_graph=true) never goes below 1
--- and keeps a scale whose growth would reach infinity. The scale is a float32.
--- Where the scale of dynamic graphs would become 0, the run stops; where it would become infinite, it keeps its last
--- finite value, or, with strict=false, the run stops at that step.
+-- Dynamic loss scaling of Paddle's GradScaler, number for number. It counts overflows in a row: a
+-- good step resets the count. Paddle has two versions: that of dynamic graphs has no limits; that
+-- of static graphs (static_graph=true) never goes below 1 and keeps a scale whose growth would
+-- reach infinity. The scale is a float32. Differences: where the scale of dynamic graphs would
+-- become 0, the run stops; where it would become infinite, it keeps its last finite value, or with
+-- strict=false the run stops at that step.
 return {
   name = "paddle",
-  doc  = "Paddle's GradScaler: back off after decr_every_n_nan_or_inf overflows in a row, grow after incr_every_n_steps good steps.",
+  doc  = "Paddle's GradScaler: backs off after decr_every_n_nan_or_inf overflows in a row.",
 
   options = {
     init_loss_scaling        = 2^15,
     incr_ratio               = 2,
     decr_ratio               = 0.5,
     incr_every_n_steps       = 1000,    -- good steps in a row
-    decr_every_n_nan_or_inf  = 2,       -- overflows in a row; other releases of Paddle: 2^16, 2000 and 1
-    use_dynamic_loss_scaling = true,    -- false: the first scale stays
+    -- overflows in a row; other releases of Paddle: 2^16, 2000 and 1
+    decr_every_n_nan_or_inf  = 2,
+    use_dynamic_loss_scaling = true,    -- false: the scale is constant
     static_graph             = false,
     strict                   = true,    -- false: accept settings that are probably mistakes
   },
@@ -23,9 +25,11 @@ return {
     check.factor(options, "incr_ratio")
     check.share(options, "decr_ratio")
     check.count(options, "incr_every_n_steps")
-    check.count(options, "decr_every_n_nan_or_inf", "is never met by a whole number of steps, so the scale would never back off")
+    check.count(options, "decr_every_n_nan_or_inf",
+      "is never met by a whole number of steps, so the scale would never back off")
     check.trap(options, options.static_graph and scale < 1,
-      "init_loss_scaling = " .. scale .. " is below 1, the smallest scale, so an overflow would raise it")
+      "init_loss_scaling = " .. scale
+        .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = scale, incr_count = 0, decr_count = 0 }
   end,
 
@@ -36,7 +40,8 @@ return {
       state.incr_count = 0
       state.decr_count = state.decr_count + 1
       if state.decr_count ~= options.decr_every_n_nan_or_inf then
-        return { scale = scale, reason = "overflow " .. state.decr_count .. " of " .. options.decr_every_n_nan_or_inf
+        return { scale = scale,
+          reason = "overflow " .. state.decr_count .. " of " .. options.decr_every_n_nan_or_inf
           .. " in a row, scale stays " .. scale }
       end
       state.decr_count = 0
@@ -48,7 +53,8 @@ return {
     state.incr_count = state.incr_count + 1
     if state.incr_count ~= options.incr_every_n_steps then return scale end
     state.incr_count = 0
-    return grow(state, math.f32(scale * math.f32(options.incr_ratio)), options.incr_every_n_steps .. " good in a row",
+    return grow(state, math.f32(scale * math.f32(options.incr_ratio)),
+      options.incr_every_n_steps .. " good in a row",
       not options.static_graph and options or nil)
   end,
 }

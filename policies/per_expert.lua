@@ -1,49 +1,62 @@
--- Mixtures of experts: each expert has a scale of its own, by its recent peak, all else the common one. A rarely chosen expert has small
--- gradients, a favourite large ones, and an expert that overflows costs itself range, not the whole model. Idle experts (no token
--- came) learn nothing. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups that nn.moe declares.
+-- Mixtures of experts: each expert has a scale that follows its recent peak; everything else has
+-- the common scale. A rarely chosen expert has small gradients, a popular one large gradients, and
+-- an expert that overflows loses range for itself alone, not for the whole model. Idle experts (no
+-- tokens) learn nothing. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the
+-- groups that nn.moe declares.
 return {
   name = "per_expert",
-  doc  = "One scale per expert, the others follow a dynamic one.",
+  doc  = "One scale per expert of a mixture; everything else follows a dynamic scale.",
   needs = { "groups", "amax" },
 
   options = {
     init_scale      = 2^14,
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
-    target          = 2^13,              -- an expert's largest stored gradient, between target/4 and target
-    forget          = 0.005,             -- share of the octaves between a past peak and now that a step forgets
-    growth_interval = 500,               -- of the common scale
+    -- an expert's largest stored gradient, between target/4 and target
+    target          = 2^13,
+    -- per step, the share of the octaves from the peak to amax that decays
+    forget          = 0.005,
+    growth_interval = 500,               -- good steps in a row, for the common scale
     min_scale       = 2^-20,
     max_scale       = 2^40,
   },
 
   init = function(options)
-    if not (options.target > 0 and options.forget > 0 and options.forget <= 1) then error("expected target > 0 and forget in (0, 1]", 0) end
+    if not (options.target > 0 and options.forget > 0 and options.forget <= 1) then
+      error("expected target > 0 and forget in (0, 1]", 0)
+    end
     return { scale = options.init_scale, good = 0, experts = {} }
   end,
 
   decide = function(state, record, options)
     local scales, guilty, others = {}, 0, false
-    local function limited(scale) return math.max(options.min_scale, math.min(options.max_scale, scale)) end
+    local function limited(scale)
+      return math.max(options.min_scale, math.min(options.max_scale, scale))
+    end
     for _, group in pairs(record.groups or {}) do
       if group.name:find(options.experts) then
         local expert = state.experts[group.name] or { scale = state.scale, peak = 0 }
         if group.overflow then expert.peak, guilty = 4 * options.target / expert.scale, guilty + 1
         elseif group.amax > 0 then
-          expert.peak = expert.peak > 0 and math.max(group.amax, expert.peak * (group.amax / expert.peak)^options.forget) or group.amax
+          expert.peak = expert.peak > 0 and math.max(group.amax,
+            expert.peak * (group.amax / expert.peak)^options.forget) or group.amax
         end
         if expert.peak > 0 then
           local wanted = 2^math.floor(math.log(options.target / expert.peak) / math.log(2))
-          if wanted < expert.scale or wanted > 2 * expert.scale then expert.scale = limited(math.min(wanted, expert.scale * 16)) end
+          if wanted < expert.scale or wanted > 2 * expert.scale then
+            expert.scale = limited(math.min(wanted, expert.scale * 16))
+          end
         end
         state.experts[group.name], scales[group.name] = expert, expert.scale
       else others = others or group.overflow end
     end
-    if record.overflow and (others or guilty == 0) then state.scale, state.good = limited(state.scale / 2), 0
+    if record.overflow and (others or guilty == 0) then state.scale,
+      state.good = limited(state.scale / 2), 0
     elseif not record.overflow then
       state.good = state.good + 1
       if state.good % options.growth_interval == 0 then state.scale = limited(state.scale * 2) end
     end
-    local reason = guilty > 0 and guilty .. " experts back off" or others and "overflow outside the experts" or nil
+    local reason = guilty > 0 and guilty .. " experts back off" or others
+      and "overflow outside the experts" or nil
     return { scale = state.scale, scales = next(scales) and scales or nil, reason = reason }
   end,
 }

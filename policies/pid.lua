@@ -1,6 +1,7 @@
--- A PID controller holds the largest stored gradient at its target: the error is measured in octaves, log2(target / largest), and the
--- controller moves log2(scale). In velocity form, so that limits wind nothing up; an overflow counts as an error of `shock`
--- octaves and clears what the controller remembers. Source: textbook control (Astrom and Murray, Feedback Systems, chapter 11).
+-- A PID controller holds the largest stored gradient at its target: the error is log2(target /
+-- largest), in octaves, and the controller moves log2(scale). The velocity form keeps limits from
+-- winding up the integral. An overflow counts as an error of `shock` octaves and clears the
+-- controller's memory. Source: textbook control (Astrom and Murray, Feedback Systems, chapter 11).
 return {
   name = "pid",
   doc  = "A PID controller on log2 of the largest stored gradient.",
@@ -9,11 +10,11 @@ return {
   options = {
     init_scale = 2^14,
     target     = 8192,
-    kp         = 0.05,    -- octaves for each octave the error changes
-    ki         = 0.05,    -- octaves a step for each octave of error
-    kd         = 0,       -- octaves for each octave the error's change changes
-    shock      = 1,       -- octaves an overflow takes away at once
-    most       = 1,       -- octaves a step at most
+    kp         = 0.05,    -- octaves per octave that the error changes
+    ki         = 0.05,    -- octaves per step and octave of error
+    kd         = 0,       -- octaves per octave of the error's second difference
+    shock      = 1,       -- octaves that an overflow removes
+    most       = 1,       -- largest change in octaves per step
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },
@@ -31,7 +32,8 @@ return {
       octaves, state.error, state.change = -options.shock, nil, 0
     elseif record.amax > 0 then
       local e = math.log(options.target / (record.amax * record.scale)) / math.log(2)
-      e = math.max(-8, math.min(8, e))                                            -- an outlier is an outlier
+      -- Limits the weight of an outlier.
+      e = math.max(-8, math.min(8, e))
       local change = state.error and e - state.error or 0
       octaves = options.kp * change + options.ki * e + options.kd * (change - state.change)
       octaves = math.max(-options.most, math.min(options.most, octaves))

@@ -1,11 +1,11 @@
--- A loss scale that never changes, for people who know their training.
+-- A loss scale that never changes.
 return {
   name = "static",
-  doc  = "A fixed loss scale. Steps with inf or nan gradients are skipped unless skip_on_overflow=false.",
+  doc  = "A fixed loss scale; skips steps that overflow unless skip_on_overflow=false.",
 
   options = {
     loss_scale       = 1,      -- multiplies the loss; a power of two loses no bits
-    skip_on_overflow = true,   -- false: the update happens whatever the gradients hold
+    skip_on_overflow = true,   -- false: the update happens even with inf or nan
   },
 
   init = function(options)
@@ -14,12 +14,13 @@ return {
 
   decide = function(state, record, options)
     if record.overflow and not options.skip_on_overflow then
-      return { scale = state.scale, action = "step", reason = "overflow, but skip_on_overflow=false" }
+      return { scale = state.scale, action = "step",
+        reason = "overflow, but skip_on_overflow=false" }
     end
     return state.scale
   end,
 
   migrate = function(_, _, options)
-    return { scale = options.loss_scale }    -- a fixed scale is not taken over
+    return { scale = options.loss_scale }    -- not the old policy's scale
   end,
 }

@@ -1,8 +1,9 @@
--- Dynamic loss scaling as TensorFlow's DynamicLossScale (and tf_keras' LossScaleOptimizer) does it, number for number: the scale
--- is a float32, never below 1, and a growth that would reach infinity does not happen.
+-- Dynamic loss scaling of TensorFlow's DynamicLossScale (and tf_keras' LossScaleOptimizer), number
+-- for number: the scale is a float32, never below 1, and growth that would reach infinity does not
+-- happen.
 return {
   name = "tensorflow",
-  doc  = "TensorFlow's DynamicLossScale: grow after increment_period good steps in a row, never below 1.",
+  doc  = "TensorFlow's DynamicLossScale: grows after increment_period good steps, never below 1.",
 
   options = {
     initial_loss_scale = 2^15,
@@ -16,7 +17,8 @@ return {
     check.factor(options, "multiplier")
     check.steps(options, "increment_period")
     check.count(options, "increment_period", "is no whole number of steps")
-    check.trap(options, scale < 1, "initial_loss_scale = " .. scale .. " is below 1, the smallest scale, so an overflow would raise it")
+    check.trap(options, scale < 1, "initial_loss_scale = " .. scale
+      .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = scale, good_steps = 0 }
   end,
 

@@ -1,10 +1,12 @@
--- Underflow control: keeps the share of gradients lost to zero under a limit. What is zero cannot be told from what became zero, but
--- the histogram shows how many stand in the format's last bin, and near zero magnitudes are spread evenly: about as many again lie
--- below it. The scale grows while too many are lost and the largest gradient has room above; it sinks slowly when far more than
--- needed is kept, away from overflow. Source: the exponent histograms of Micikevicius et al., Mixed Precision Training (2018).
+-- Underflow control: keeps the share of gradients lost to zero below a limit. A number that became
+-- zero cannot be told from a true zero, but the histogram counts the numbers in the format's last
+-- bin, and near zero magnitudes are spread evenly, so about as many lie below it. The scale grows
+-- while too many are lost and the largest gradient has headroom; it falls slowly, away from
+-- overflow, while far fewer are lost than allowed. Source: the exponent histograms of Micikevicius
+-- et al., Mixed Precision Training (2018).
 return {
   name = "underflow",
-  doc  = "Keeps the share of gradients lost to underflow under a limit, from the exponent histogram.",
+  doc  = "Keeps the share of gradients lost to underflow below a limit.",
   needs = { "hist", "amax" },
 
   options = {
@@ -12,13 +14,15 @@ return {
     limit      = 0.001,   -- share of gradients that may be lost
     last       = -24,     -- exponent of the format's smallest number: 2^-24 in fp16
     target     = 32768,   -- the largest stored gradient must stay below
-    patience   = 20,      -- steps between two growths; twenty times as many before the scale sinks
+    patience   = 20,      -- steps between two growths; 20 times as many before a decrease
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },
 
   init = function(options)
-    if not (options.limit > 0 and options.limit < 1 and options.patience >= 1) then error("expected limit in (0, 1) and patience >= 1", 0) end
+    if not (options.limit > 0 and options.limit < 1 and options.patience >= 1) then
+      error("expected limit in (0, 1) and patience >= 1", 0)
+    end
     return { scale = options.init_scale, since = options.patience, room = 1 }
   end,
 
@@ -31,8 +35,10 @@ return {
     elseif record.count > 0 then
       local kept = record.hist:sum()
       local lost = kept > 0 and record.hist[options.last] / kept or 1
-      if lost > options.limit and state.since >= options.patience and record.amax * scale * 2 <= options.target * state.room then
-        scale, state.since, reason = scale * 2, 0, ("about %.2g of the gradients are lost"):format(lost)
+      if lost > options.limit and state.since >= options.patience
+        and record.amax * scale * 2 <= options.target * state.room then
+        scale, state.since, reason = scale * 2, 0,
+          ("about %.2g of the gradients are lost"):format(lost)
       elseif lost < options.limit / 16 and state.since >= 20 * options.patience then
         scale, state.since, state.room = scale / 2, 0, math.min(1, state.room * 2)
       end
