@@ -31,7 +31,7 @@ local function answer(rule)
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
-      local message = "custom: backward must return gradient %d as a tensor or nil, got %s"
+      local message = "custom: expected the gradient of input %d as a tensor or nil, got %s"
       error(message:format(k, M_ffi.value_text(dx[k])), 0)
     end
     if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
