@@ -1,39 +1,51 @@
--- A poisoned batch every so often: features a thousand times too large and wrong labels, as a broken shard or a flipped bit leaves them. A
--- scaler that only watches for overflow lets through what does not overflow, and the weights are hurt; one that overflows halves the
--- scale for everybody. A policy may look at the norm as well and skip the batch: SPIKES below, fifteen lines, written here.
+-- Poisoned batches: every so often features are a thousand times too large and labels are wrong, as
+-- after a broken shard or a flipped bit. A scaler that only watches for overflow lets through
+-- poisoned batches that do not overflow, and they damage the weights; at each one that does
+-- overflow it halves the scale. A policy may also look at the norm and skip the batch: SPIKES
+-- below, fifteen lines.
 --
 --   ./engine examples/bad_batch.lua
 --   ./engine examples/bad_batch.lua policy=dynamic
---   ./engine examples/bad_batch.lua seeds=5              the policies compared, and with policy=./mine.lua yours
+--   ./engine examples/bad_batch.lua seeds=5                  compares the policies
+--   ./engine examples/bad_batch.lua seeds=5 policy=./mine.lua       ... and yours
 --
--- Seen with seeds=5 (loss of the clean batches in the second half, steps skipped of 300, 12 batches being poisoned, last scale): dynamic
--- 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12;
--- spikes 0.00084 +- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches into the weights and gives up half its range at each other.
+-- Measured with seeds=5 (loss of the clean batches in the second half, steps skipped of 300 with 12
+-- poisoned batches, last scale): dynamic 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's
+-- clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12; spikes 0.00084 +-
+-- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches reach the weights and loses half its
+-- range at each of the others.
 local engine = require "engine"
 local nn = engine.nn
 
-local cfg = engine.config({ policy = "spikes", seeds = 0, seed = 1, steps = 300, every = 25, poison = 1000, batch = 64, hidden = 64, lr = 3e-3, run = "" },
-  { policy = "loss-scaling policy; spikes: the one in this file", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data",
-    steps = "training steps", every = "steps between poisoned batches", poison = "factor on their features", batch = "rows a step",
-    hidden = "hidden features", lr = "learning rate", run = "name of the run, kept under runs/; empty: nothing is kept" },
-  { count = "steps every batch hidden", natural = "seeds seed", positive = "lr", not_negative = "poison", policy = "policy" })
+local cfg = engine.config({ policy = "spikes", seeds = 0, seed = 1, steps = 300, every = 25,
+  poison = 1000, batch = 64, hidden = 64, lr = 3e-3, run = "" },
+  { policy = "loss-scaling policy; spikes: the one in this file",
+    seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and data",
+    steps = "training steps", every = "steps between poisoned batches",
+    poison = "factor on their features", batch = "rows per step",
+    hidden = "hidden features", lr = "learning rate",
+    run = "name of the run, stored under runs/; empty: not stored" },
+  { count = "steps every batch hidden", natural = "seeds seed", positive = "lr",
+    not_negative = "poison", policy = "policy" })
 
 local SPIKES = { file = "spikes", source = [[
 return {
   name = "spikes",
-  doc  = "A dynamic scale that skips steps whose gradient norm is far above the usual.",
+  doc  = "A dynamic scale that skips steps whose gradient norm is far above the usual one.",
   needs = { "norm" },
   options = { init_scale = 2^16, times = 8, growth_interval = 200 },
   init = function(options) return { scale = options.init_scale, good = 0, usual = 0 } end,
   decide = function(state, record, options)
     if record.overflow then
-      -- Not the scale's fault where the scale was good for long.
+      -- After five good steps the scale is not the cause.
       if state.good < 5 then state.scale = state.scale / 2 end
       state.good = 0
       return { scale = state.scale, reason = "overflow" }
     end
     if state.usual > 0 and record.norm > options.times * state.usual then
-      return { scale = state.scale, action = "skip", reason = ("the norm is %.0f times the usual"):format(record.norm / state.usual) }
+      return { scale = state.scale, action = "skip",
+        reason = ("the norm is %.0f times the usual"):format(record.norm / state.usual) }
     end
     state.usual = state.usual > 0 and 0.95 * state.usual + 0.05 * record.norm or record.norm
     state.good = state.good + 1
@@ -61,7 +73,8 @@ local function rows(seed)
       end
       x[i], y[i] = row, class
     end
-    return { x = engine.tensor(x, { keep = false }), y = engine.tensor(y, { dtype = "i64", keep = false }), bad = bad, tokens = cfg.batch }
+    return { x = engine.tensor(x, { keep = false }),
+      y = engine.tensor(y, { dtype = "i64", keep = false }), bad = bad, tokens = cfg.batch }
   end
   function loader:state() return { at = self.at } end
   function loader:restore(state) self.at = state.at end
@@ -70,10 +83,12 @@ end
 
 local function train(policy, clip, seed, tell)
   engine.seed(seed)
-  local net = nn.sequential { nn.linear(8, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 2) }
+  local net = nn.sequential { nn.linear(8, cfg.hidden), nn.relu(),
+    nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 2) }
   local bad, sum, count, result = false, 0, 0, { loss = 0, skipped = 0 }
   local summary = engine.trainer {
-    model = net, policy = policy, steps = cfg.steps, clip = clip, log = "quiet", run = tell and cfg.run or nil, data = rows(seed),
+    model = net, policy = policy, steps = cfg.steps, clip = clip, log = "quiet",
+    run = tell and cfg.run or nil, data = rows(seed),
     optimizer = engine.optim.adam(net, { lr = cfg.lr, precision = "fp16" }),
     loss = function(model, batch)
       bad = batch.bad
@@ -85,20 +100,24 @@ local function train(policy, clip, seed, tell)
         result.loss, result.clean = result.loss + record.loss, (result.clean or 0) + 1
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  scale %.6g  skipped %d"):format(t.steps_done, sum / math.max(1, count), record.scale, t.skipped))
+        print(("step %d  loss %.4f  scale %.6g  skipped %d"):format(t.steps_done,
+          sum / math.max(1, count), record.scale, t.skipped))
         sum, count = 0, 0
       end
     end,
   }:run()
-  return { loss = result.loss / result.clean, skipped = summary.skipped, path = summary.path, log2_scale = math.log(summary.scale) / math.log(2) }
+  return { loss = result.loss / result.clean, skipped = summary.skipped, path = summary.path,
+    log2_scale = math.log(summary.scale) / math.log(2) }
 end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy == "spikes" and SPIKES or cfg.policy, nil, cfg.seed, true)
-  print(("loss of the clean batches in the second half %.4f, %d steps skipped"):format(result.loss, result.skipped))
+  print(("loss of the clean batches in the second half %.4f, %d steps skipped"):format(result.loss,
+    result.skipped))
   if result.path then print("run: " .. result.path) end
 else
-  print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" }, also = cfg.policy, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" },
+    also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "spikes" then return train(SPIKES, nil, seed) end
       if policy == "dynamic, clip 1" then return train("dynamic", 1, seed) end

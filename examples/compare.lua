@@ -1,38 +1,50 @@
--- All policies on one task: the same small GPT, the same text, the same seed, fp16; only the loss scale differs. Shows how many
--- steps each skips, which share of the gradients underflows in the others, and whether the loss notices. Those that wait
--- for a number of good steps before they grow wait `window` of them here, so that growth happens within the run.
+-- All policies on one task: the same small GPT, text and seed, in fp16; only the loss scale
+-- differs. Shows how many steps each policy skips, which share of the gradients underflows in its
+-- other steps, and the loss. Policies that wait for a number of good steps before they grow wait
+-- for `window` steps here, so that growth happens within the run.
 --
 --   ./engine examples/compare.lua
 --   ./engine examples/compare.lua policies=dynamic,megatron,./mine.lua seeds=5 steps=600
 --
--- Seen with seeds=5 (skipped of 300, underflow, loss of the last 15 steps): dynamic 3.6, 0.014 %, 0.986 +- 0.012; deepspeed 6.2, 0.014 %,
--- 0.972 +- 0.027; megatron, which begins at 2^32, 21.8, 0.022 %, 1.000 +- 0.034; guarded 1.0, 0.021 %, 0.970 +- 0.016; max_value 1.4,
--- 0.016 %, 0.975 +- 0.017; metaseq, which begins at 4, 0, 2.3 %, 0.991 +- 0.034; static at 1: 0, 16 %, 0.985 +- 0.029. On a task as
--- small as this one the losses hardly tell them apart: what underflows still holds some bits. The skips are what differs.
+-- Measured with seeds=5 (skipped of 300, underflow, loss of the last 15 steps): dynamic 3.6, 0.014
+-- %, 0.986 +- 0.012; deepspeed 6.2, 0.014 %, 0.972 +- 0.027; megatron, which begins at 2^32, 21.8,
+-- 0.022 %, 1.000 +- 0.034; guarded 1.0, 0.021 %, 0.970 +- 0.016; max_value 1.4, 0.016 %, 0.975 +-
+-- 0.017; metaseq, which begins at 4, 0, 2.3 %, 0.991 +- 0.034; static at 1: 0, 16 %, 0.985 +-
+-- 0.029. On a task as small as this one the losses hardly differ, because underflowed gradients
+-- still hold some bits. The skipped steps differ.
 local engine = require "engine"
 
-local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seeds = 1, data = "", batch = 8, context = 32,
+local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seeds = 1, data = "",
+  batch = 8, context = 32,
   width = 64, layers = 2, heads = 4, lr = 3e-3 },
-  { policies = "names and files, separated by commas; all: those that come with the engine", steps = "training steps of each",
-    window = "good steps until a policy grows its scale, where it has such an option", seeds = "runs of each, with seeds from 1",
-    data = "a text file; empty: sentences of a small grammar", batch = "sequences a step", context = "bytes a sequence",
+  { policies = "names and files, separated by commas; all: the policies of the engine",
+    steps = "training steps of each",
+    window = "good steps until a policy grows its scale, where it has such an option",
+    seeds = "runs of each, with seeds from 1",
+    data = "a text file; empty: sentences of a small grammar", batch = "sequences per step",
+    context = "bytes per sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads",
-    lr = "largest learning rate" },
-  { count = "steps window seeds batch context width layers heads", positive = "lr", policy = "policies" })
-if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
+    lr = "peak learning rate" },
+  { count = "steps window seeds batch context width layers heads", positive = "lr",
+    policy = "policies" })
+if cfg.width % cfg.heads ~= 0 then
+  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+end
 
--- The file beside the examples when there is none of that name here.
+-- The text of a file, looked up here and then next to the examples.
 local function text_of(path)
-  local file = io.open(path, "rb") or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")
-  if not file then engine.config.fail("data: there is no file '%s'", path) end
+  local file = io.open(path, "rb")
+    or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")
+  if not file then engine.config.fail("data: no file '%s'", path) end
   local text = file:read("*a")
   file:close()
   return text
 end
 local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.report.lab").text(40000)
 
--- What policies call the number of good steps before a growth.
-local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps", "period", "incr_every_n_steps", "step_window",
+-- The names of the option for the number of good steps before a growth.
+local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
+  "period", "incr_every_n_steps", "step_window",
   "loss_scale_steps", "scale_seq_len" }
 
 local function options_of(name)
@@ -43,17 +55,21 @@ local function options_of(name)
   return {}
 end
 
--- One run: losses at its beginning and end, steps skipped, share of nonzero gradients below fp16's normal numbers, mean log2 scale.
+-- One run: first and last losses, steps skipped, share of nonzero gradients below fp16's normal
+-- numbers, mean log2 scale.
 local function run(name, options, seed)
   engine.seed(seed)
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers }
+  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
+    heads = cfg.heads, layers = cfg.layers }
   local few = math.max(1, math.floor(cfg.steps / 20))
   local r = { first = 0, last = 0, skipped = 0, underflow = 0, log2 = 0 }
   local applied = 0
   local summary = engine.trainer {
-    model = model, data = engine.data.text { text = text, batch = cfg.batch, context = cfg.context, seed = seed },
+    model = model, data = engine.data.text { text = text, batch = cfg.batch, context = cfg.context,
+      seed = seed },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "fp16" }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20), total = cfg.steps },
+    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
+      total = cfg.steps },
     policy = name, policy_options = options, steps = cfg.steps, clip = 1.0, log = "quiet",
     on_step = function(trainer, record, verdict)
       if trainer.steps_done <= few then r.first = r.first + record.loss / few end
@@ -61,7 +77,8 @@ local function run(name, options, seed)
       r.log2 = r.log2 + math.log(record.scale) / math.log(2) / cfg.steps
       if verdict:what() == "step" then
         applied = applied + 1
-        r.underflow = r.underflow + tonumber(record.underflow) / math.max(1, tonumber(record.count - record.zeros))
+        r.underflow = r.underflow + tonumber(record.underflow) / math.max(1,
+          tonumber(record.count - record.zeros))
       end
     end }:run()
   r.skipped, r.stopped = summary.skipped, summary.stopped
@@ -86,8 +103,10 @@ for _, name in ipairs(cfg.policies[1] == "all" and engine.policy.names() or cfg.
   end
   local first = mean(rows, "first")
   local last, spread = mean(rows, "last")
-  print(("%-16s %9.1f %10.3f%% %11.2f %8.4f -> %.4f%s%s"):format(name, mean(rows, "skipped"), 100 * mean(rows, "underflow"), mean(rows, "log2"), first, last,
-    cfg.seeds > 1 and (" +- %.4f"):format(spread) or "", stopped and "  stopped: " .. stopped or ""))
+  print(("%-16s %9.1f %10.3f%% %11.2f %8.4f -> %.4f%s%s"):format(name, mean(rows, "skipped"),
+    100 * mean(rows, "underflow"), mean(rows, "log2"), first, last,
+    cfg.seeds > 1 and (" +- %.4f"):format(spread) or "",
+      stopped and "  stopped: " .. stopped or ""))
   results[#results + 1] = { name = name, loss = last, rows = rows }
 end
 return results

@@ -1,34 +1,47 @@
--- Direct preference optimization in fp16 on synthetic preferences: of two sequences the one that counts upward is preferred. The loss is
--- -log sigmoid(beta * (margin of the policy - margin of the frozen reference)); log-probabilities are sums over tokens, so its
--- gradients are violent. policy=guarded (x0.3 with a floor, pauses, clipping at 1) against dynamic. KL is the mean of
--- log pi - log pi_ref over the preferred and rejected sequences' tokens: how far the policy has gone from the reference.
+-- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
+-- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the policy - margin of the
+-- frozen reference)); log-probabilities are sums over tokens, so its gradients are violent.
+-- policy=guarded (x0.3 with a floor, pauses, clipping at 1) against dynamic. KL is the mean of log
+-- pi - log pi_ref over the tokens of preferred and rejected sequences: the distance of the policy
+-- from the reference.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic
---   ./engine examples/dpo.lua seeds=5                    the policies compared
+--   ./engine examples/dpo.lua seeds=5                    compares the policies
 --
--- Seen with seeds=5 (steps skipped of 120, largest jump of the KL in a step, KL at the end, loss): dynamic 4, 0.041 +- 0.009, 0.408 +- 0.003,
--- 0.0027; guarded 2.2 +- 0.4, 0.066 +- 0.011, 0.620 +- 0.006, 0.00014; in fp32 0.042 +- 0.007, 0.412, 0.0026. guarded skips
--- half as many steps, but the smoother KL that the recipe promises does not show: under AdamW clipping to 1 evens out
--- the sizes of gradients, so that late, small ones count as much as early ones, and the policy goes further from the reference.
+-- Measured with seeds=5 (steps skipped of 120, largest jump of the KL in a step, KL at the end,
+-- loss): dynamic 4, 0.041 +- 0.009, 0.408 +- 0.003, 0.0027; guarded 2.2 +- 0.4, 0.066 +- 0.011,
+-- 0.620 +- 0.006, 0.00014; in fp32 0.042 +- 0.007, 0.412, 0.0026. guarded skips half as many steps,
+-- but the smoother KL that the recipe promises does not appear: under AdamW, clipping to 1 evens
+-- out the sizes of gradients, so late, small gradients count as much as early ones, and the policy
+-- moves further from the reference.
 local engine = require "engine"
 
-local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16, context = 16, width = 32, layers = 2, beta = 0.5, lr = 1e-3,
+local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16,
+  context = 16, width = 32, layers = 2, beta = 0.5, lr = 1e-3,
   vocab = 32 },
-  { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and pairs", steps = "training steps",
-    pairs = "pairs a step", context = "tokens a sequence", width = "features", layers = "blocks", beta = "strength of the reference", lr = "learning rate",
+  { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and pairs", steps = "training steps",
+    pairs = "pairs per step", context = "tokens per sequence", width = "features",
+    layers = "blocks",
+    beta = "weight of the reference", lr = "learning rate",
     vocab = "tokens there are" },
-  { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr", not_negative = "beta", policy = "policy" })
-if cfg.width % 4 ~= 0 then engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width) end
+  { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr",
+    not_negative = "beta", policy = "policy" })
+if cfg.width % 4 ~= 0 then
+  engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width)
+end
 
 local T = cfg.context
 
 local function model_of(seed)
   engine.seed(seed)
-  return engine.nn.gpt { vocab = cfg.vocab, context = T, width = cfg.width, heads = 4, layers = cfg.layers }
+  return engine.nn.gpt { vocab = cfg.vocab, context = T, width = cfg.width, heads = 4,
+    layers = cfg.layers }
 end
 
--- Pairs without end: x [2 pairs x T], the preferred ones first, and y the same one further. Seeded by the number of the batch.
+-- An endless source of pairs: x [2 pairs x T], the preferred ones first, and y, x one token
+-- further. The number of the batch is the seed.
 local function pairs_of(seed)
   local loader = { at = 0 }
   function loader:next()
@@ -39,11 +52,13 @@ local function pairs_of(seed)
       local row, token = {}, math.random(0, cfg.vocab - 1)
       for t = 1, T + 1 do
         row[t] = token
-        token = (i <= cfg.pairs and math.random() < 0.9) and (token + 1) % cfg.vocab or math.random(0, cfg.vocab - 1)
+        token = (i <= cfg.pairs and math.random() < 0.9) and (token + 1) % cfg.vocab
+          or math.random(0, cfg.vocab - 1)
       end
       x[i], y[i] = { unpack(row, 1, T) }, { unpack(row, 2, T + 1) }
     end
-    return { x = engine.tensor(x, { dtype = "i32", keep = false }), y = engine.tensor(y, { dtype = "i64", keep = false }), tokens = 2 * cfg.pairs * T }
+    return { x = engine.tensor(x, { dtype = "i32", keep = false }),
+      y = engine.tensor(y, { dtype = "i64", keep = false }), tokens = 2 * cfg.pairs * T }
   end
   function loader:state() return { at = self.at } end
   function loader:restore(state) self.at = state.at end
@@ -58,7 +73,8 @@ end
 local function train(policy, precision, seed, tell)
   local reference, model = model_of(seed), model_of(seed)
   reference:freeze()
-  local kl, accuracy, norm, result = 0, 0, 0, { loss = 0, accuracy = 0, kl = 0, skipped = 0, kl_jump = 0 }
+  local kl, accuracy, norm, result = 0, 0, 0,
+    { loss = 0, accuracy = 0, kl = 0, skipped = 0, kl_jump = 0 }
   local kl_before
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, log = "quiet", data = pairs_of(seed),
@@ -69,19 +85,23 @@ local function train(policy, precision, seed, tell)
       local gain = own - fixed
       local margin = gain:slice(1, 1, cfg.pairs) - gain:slice(1, cfg.pairs + 1, 2 * cfg.pairs)
       kl, accuracy = gain:abs():mean():item() / T, margin:detach():gt(0):to("f32"):mean():item()
-      return -(margin * cfg.beta):log_sigmoid():sum()                -- a sum over pairs, as many trainers have it
+      -- A sum over pairs, as in many trainers.
+      return -(margin * cfg.beta):log_sigmoid():sum()
     end,
     on_step = function(t, record)
       local last = math.ceil(cfg.steps / 10)
       norm = record.norm
       if t.steps_done > cfg.steps - last then
-        result.loss, result.accuracy, result.kl = result.loss + record.loss / last / cfg.pairs, result.accuracy + accuracy / last, result.kl + kl / last
+        result.loss, result.accuracy, result.kl = result.loss + record.loss / last / cfg.pairs,
+          result.accuracy + accuracy / last, result.kl + kl / last
       end
       if kl_before then result.kl_jump = math.max(result.kl_jump, math.abs(kl - kl_before)) end
       kl_before = kl
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  KL %.4f nats a token  preferred %3.0f %%  norm %.3g  scale %.6g"):format(t.steps_done, record.loss / cfg.pairs, kl,
-          100 * accuracy, norm, record.scale))
+        local line = "step %d  loss %.4f  KL %.4f nats per token  preferred %3.0f %%  norm %.3g"
+          .. "  scale %.6g"
+        print(line:format(t.steps_done, record.loss / cfg.pairs, kl, 100 * accuracy, norm,
+          record.scale))
       end
     end,
   }:run()
@@ -91,9 +111,11 @@ end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy, "fp16", cfg.seed, true)
-  print(("%d steps skipped; largest jump of the KL in a step %.4f nats"):format(result.skipped, result.kl_jump))
+  print(("%d steps skipped; largest jump of the KL in a step %.4f nats"):format(result.skipped,
+    result.kl_jump))
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=20", "guarded", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=20", "guarded", "fp32" },
+    also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return train("static", "fp32", seed) end
       return train(policy, "fp16", seed)

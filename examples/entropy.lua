@@ -1,41 +1,54 @@
--- A GPT that publishes the entropy of its attention, in fp16. The loss function reads the mean entropy of all attention rows (in nats,
--- computed beside the attention itself) and hands it to the policy with engine.signal; policy=entropy raises the scale as the model
--- becomes confident. Shows how a script gives a policy something to go by that gradients do not tell.
+-- A GPT that publishes the entropy of its attention, in fp16. The loss function reads the mean
+-- entropy of all attention rows (in nats, computed along with the attention) and passes it to the
+-- policy with engine.signal; policy=entropy raises the scale as the model becomes confident. Shows
+-- how a script gives a policy information that gradients do not contain.
 --
 --   ./engine examples/entropy.lua
 --   ./engine examples/entropy.lua policy=dynamic
---   ./engine examples/entropy.lua seeds=5                the policies compared
+--   ./engine examples/entropy.lua seeds=5                compares the policies
 --
--- Seen with seeds=5, both from 2^13 with growth after 50 good steps (steps skipped of 200, share of gradients that lost bits, loss):
--- dynamic 0, 0.22 % +- 0.15 %, 1.824 +- 0.089; entropy 0, 0.45 % +- 0.24 %, 1.824 +- 0.090; max_value 0.6, 0.083 % +- 0.052 %,
--- 1.834 +- 0.11. The recipe does not beat dynamic here: the entropy stays above 2 nats, its factor at its least, and the scale
--- below what the gradients would bear. max_value, which looks at the gradients, loses the fewest bits.
+-- Measured with seeds=5, both from 2^13 with growth after 50 good steps (steps skipped of 200,
+-- share of gradients that lost bits, loss): dynamic 0, 0.22 % +- 0.15 %, 1.824 +- 0.089; entropy 0,
+-- 0.45 % +- 0.24 %, 1.824 +- 0.090; max_value 0.6, 0.083 % +- 0.052 %, 1.834 +- 0.11. The recipe
+-- does not beat dynamic here: the entropy stays above 2 nats, so its factor stays at its minimum
+-- and the scale below what the gradients allow. max_value, which looks at the gradients, loses the
+-- fewest bits.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
-local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200, layers = 2, width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3,
+local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200, layers = 2,
+  width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3,
   data = "" },
-  { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
-    layers = "blocks", width = "features per byte", heads = "attention heads", context = "bytes a row", batch = "rows a step", lr = "largest learning rate",
+  { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and data", steps = "training steps",
+    layers = "blocks", width = "features per byte", heads = "attention heads",
+    context = "bytes per row", batch = "rows per step", lr = "peak learning rate",
     data = "a text file; empty: sentences of a small grammar" },
-  { count = "steps layers width heads context batch", natural = "seeds seed", positive = "lr", policy = "policy", file = "data" })
-if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
+  { count = "steps layers width heads context batch", natural = "seeds seed", positive = "lr",
+    policy = "policy", file = "data" })
+if cfg.width % cfg.heads ~= 0 then
+  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+end
 
 local function train(policy, seed, tell)
   engine.seed(seed)
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers }
+  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
+    heads = cfg.heads, layers = cfg.layers }
   for _, block in ipairs(model.blocks) do rawset(block.attn, "watch_entropy", true) end
   local entropy, made, result = 0, 0, { loss = 0, lost = 0, log2_scale = 0 }
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet",
-    data = engine.data.text { path = cfg.data ~= "" and cfg.data or nil, text = cfg.data == "" and lab.text(40000) or nil, batch = cfg.batch,
+    data = engine.data.text { path = cfg.data ~= "" and cfg.data or nil,
+      text = cfg.data == "" and lab.text(40000) or nil, batch = cfg.batch,
       context = cfg.context, seed = seed },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "fp16" }),
     schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 20, total = cfg.steps },
     loss = function(m, batch)
       local loss = m:loss(batch.x, batch.y)
       entropy = 0
-      for _, block in ipairs(m.blocks) do entropy = entropy + block.attn.entropy:mean():item() / #m.blocks end
+      for _, block in ipairs(m.blocks) do
+        entropy = entropy + block.attn.entropy:mean():item() / #m.blocks
+      end
       engine.signal("attention_entropy", entropy)
       return loss
     end,
@@ -44,10 +57,12 @@ local function train(policy, seed, tell)
       if t.steps_done > cfg.steps - last then result.loss = result.loss + record.loss / last end
       result.log2_scale = result.log2_scale + math.log(record.scale) / math.log(2) / cfg.steps
       if record.overflow == 0 then
-        made, result.lost = made + 1, result.lost + tonumber(record.underflow) / tonumber(record.count - record.zeros)
+        made, result.lost = made + 1,
+          result.lost + tonumber(record.underflow) / tonumber(record.count - record.zeros)
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  entropy %.3f nats  scale %.6g"):format(t.steps_done, record.loss, entropy, record.scale))
+        print(("step %d  loss %.4f  entropy %.3f nats  scale %.6g"):format(t.steps_done,
+          record.loss, entropy, record.scale))
       end
     end,
   }:run()
@@ -57,9 +72,12 @@ end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy, cfg.seed, true)
-  print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(result.skipped, 100 * result.lost))
+  print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(
+    result.skipped, 100 * result.lost))
 else
-  -- Both begin at 2^13 and let the base grow after 50 good steps, so that only the entropy differs.
-  print(engine.contest { policies = { "dynamic:init_scale=2^13,growth_interval=50", "entropy:init_scale=2^13,growth_interval=50", "max_value" },
-    also = cfg.policy, seeds = cfg.seeds, run = function(policy, seed) return train(policy, seed) end })
+  -- Both begin at 2^13 and grow after 50 good steps, so that only the entropy differs.
+  print(engine.contest { policies = { "dynamic:init_scale=2^13,growth_interval=50",
+    "entropy:init_scale=2^13,growth_interval=50", "max_value" },
+    also = cfg.policy, seeds = cfg.seeds,
+      run = function(policy, seed) return train(policy, seed) end })
 end

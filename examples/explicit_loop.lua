@@ -1,22 +1,28 @@
--- The loop written out, for those who come from PyTorch: a GradScaler-like scaler, autocast, unscaling before clipping,
--- micro-batches. It does by hand what engine.trainer does in trainer.lua.
+-- The training loop written out, for readers who know PyTorch: a scaler like GradScaler, autocast,
+-- unscaling before clipping, micro-batches. engine.trainer does the same in trainer.lua.
 --
 --   ./engine examples/explicit_loop.lua
---   ./engine examples/explicit_loop.lua policy=policies/deepspeed.lua precision=fp16 accumulate=2
+--   ./engine examples/explicit_loop.lua policy=policies/deepspeed.lua accumulate=2
 local engine = require "engine"
 
-local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2, heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,
+local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2,
+  heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,
   precision = "fp16", policy = "dynamic", seed = 1 },
-  { steps = "training steps", batch = "rows of a batch", context = "bytes a row", width = "features per byte", layers = "blocks", heads = "attention heads",
-    lr = "largest learning rate", seed = "of weights and order", clip = "largest norm of the gradient", accumulate = "micro-batches an update",
+  { steps = "training steps", batch = "rows of a batch", context = "bytes per row",
+    width = "features per byte", layers = "blocks", heads = "attention heads",
+    lr = "peak learning rate", seed = "seed of weights and order",
+    clip = "largest norm of the gradient", accumulate = "micro-batches per update",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy, a name or a file" },
-  { count = "steps batch context width layers heads accumulate", natural = "seed", positive = "lr clip", policy = "policy" })
+  { count = "steps batch context width layers heads accumulate", natural = "seed",
+    positive = "lr clip", policy = "policy" })
 engine.seed(cfg.seed)
 
 local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
-local data = engine.data.text { path = root .. "core/engine.h", batch = cfg.batch, context = cfg.context, seed = cfg.seed }
-local model = engine.nn.gpt { context = cfg.context, width = cfg.width, layers = cfg.layers, heads = cfg.heads }
+local data = engine.data.text { path = root .. "core/engine.h", batch = cfg.batch,
+  context = cfg.context, seed = cfg.seed }
+local model = engine.nn.gpt { context = cfg.context, width = cfg.width, layers = cfg.layers,
+  heads = cfg.heads }
 local opt = engine.optim.adamw(model, { lr = cfg.lr, precision = cfg.precision })
 local schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps }
 local scaler = engine.scaler { policy = cfg.policy }
@@ -35,7 +41,8 @@ for step in engine.steps(cfg.steps) do
   local result = scaler:step(opt)                      -- skips when a gradient was inf or nan
   scaler:update()                                      -- the policy moves the scale
   if step % 10 == 0 or result.skipped then
-    print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm, scaler:get_scale(),
+    print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm,
+      scaler:get_scale(),
       result.skipped and "  skipped: " .. result.reason or ""))
   end
 end

@@ -1,55 +1,70 @@
--- What a training step keeps in memory by role, predicted from shapes and formats and measured, under bf16 and under an FP8 recipe: a Llama
--- (SwiGLU) or a GPT, one batch.
+-- The memory of a training step by role, predicted from shapes and formats and measured, under bf16
+-- and under an FP8 recipe: a Llama (SwiGLU) or a GPT, one batch.
 --
 --   ./engine examples/fp8_memory.lua
 --   ./engine examples/fp8_memory.lua model=gpt recipe=fp8_current width=512 layers=8
 --
--- Seen as it stands, MiB, predicted and measured alike:
+-- Measured with the defaults, MiB; the predictions are equal:
 --                            bf16   fp8_block
 --   masters                 20.01       20.01
---   low-precision copies    10.00        0.25   of what no FP8 product reads
+--   low-precision copies    10.00        0.25   of weights that no FP8 product reads
 --   FP8 copies               0.00        4.88
 --   gradients               20.01       20.01
 --   moments                 40.03       20.01
 --   kept for backward       58.65       37.32   of it FP8: 14.67
 --   all                    148.70      102.49
--- fp8_block keeps each layer's input once, as codes, and quantizes it along the other side in the backward pass; gate and up of a SwiGLU share
--- theirs; attention's output stands there as e5m6 alone, 12 bits a number; SwiGLU's two inputs as codes, its output not at all.
+-- fp8_block stores each layer's input once, as codes, and quantizes it along the other dimension in
+-- the backward pass; gate and up of a SwiGLU share one. The output of attention is stored as e5m6
+-- alone, 12 bits per number; the two inputs of SwiGLU are stored as codes, its output not at all.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
 
-local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf16", width = 256, layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },
-  { model = { "what is trained", choices = { "llama", "gpt" } }, recipe = { "a precision", choices = RECIPES }, beside = { "another", choices = RECIPES },
+local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf16", width = 256,
+  layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },
+  { model = { "the model", choices = { "llama", "gpt" } },
+    recipe = { "a precision", choices = RECIPES }, beside = { "another", choices = RECIPES },
     width = "features", layers = "blocks",
-    heads = "of attention", context = "tokens a sequence", batch = "sequences a step", vocab = "tokens" },
+    heads = "of attention", context = "tokens per sequence", batch = "sequences per step",
+    vocab = "tokens" },
   { count = "width layers heads context batch vocab" })
-if cfg.width % (2 * cfg.heads) ~= 0 then engine.config.fail("width: expected a multiple of twice the heads, %d, got %d", 2 * cfg.heads, cfg.width) end
+if cfg.width % (2 * cfg.heads) ~= 0 then
+  engine.config.fail("width: expected a multiple of twice the heads, %d, got %d", 2 * cfg.heads,
+    cfg.width)
+end
 
 cfg.hidden = cfg.model == "llama" and math.ceil(8 * cfg.width / 3 / 128) * 128 or 4 * cfg.width
 
---- Bytes that the backward pass reads beside FP8 codes: what stays in bf16, and statistics in f32.
+-- Bytes kept for the backward pass besides FP8 codes: bf16 tensors, and statistics in f32.
 local function rest(fp8, e5m6)
   local rows, C, F = cfg.batch * cfg.context, cfg.width, cfg.hidden
   local llama = cfg.model == "llama"
-  local norm = rows * C * 2 + rows * (llama and 4 or 8)                               -- its input; rstd, a LayerNorm's mean, too
-  local attention = rows * 3 * C * 2 + rows * cfg.heads * 4 + (llama and rows * 2 * C * 2 or 0) + (e5m6 and 0 or rows * C * 2)   -- q k v, lse, turned q k, y
-  local feed_forward = llama and (fp8 and 0 or 3) * rows * F * 2 or (fp8 and 1 or 2) * rows * F * 2   -- gate, up and what they make; before and after GELU
+  -- Input; 1 / std, and for layer norm the mean.
+  local norm = rows * C * 2 + rows * (llama and 4 or 8)
+  -- q, k, v; log-sum-exp; rotated q and k; y.
+  local attention = rows * 3 * C * 2 + rows * cfg.heads * 4 + (llama and rows * 2 * C * 2
+    or 0) + (e5m6 and 0 or rows * C * 2)
+  -- Llama: gate, up and their product; GPT: before and after GELU.
+  local feed_forward = llama and (fp8 and 0 or 3) * rows * F * 2 or (fp8 and 1 or 2) * rows * F * 2
   local block = 2 * norm + (fp8 and 0 or 2 * rows * C * 2) + attention + feed_forward
-  return cfg.layers * block + norm + rows * C * 2 + rows * cfg.vocab * 2 + rows * 4   -- the head stays in bf16: its input, logits, the loss' lse
+  -- The head is in bf16: its input, the logits, the loss's log-sum-exp.
+  return cfg.layers * block + norm + rows * C * 2 + rows * cfg.vocab * 2 + rows * 4
 end
 
 local function memory_of(precision)
   engine.seed(1)
-  local options = { vocab = cfg.vocab, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers, hidden = cfg.hidden }
+  local options = { vocab = cfg.vocab, context = cfg.context, width = cfg.width, heads = cfg.heads,
+    layers = cfg.layers, hidden = cfg.hidden }
   if cfg.model == "llama" then options.kv_heads = cfg.heads end
   local model = engine.nn[cfg.model](options)
   local opt = engine.optim.adamw(model, { precision = precision })
-  local ids = engine.randint(0, cfg.vocab, { cfg.batch, cfg.context }, { dtype = "i64", keep = true })
+  local ids = engine.randint(0, cfg.vocab, { cfg.batch, cfg.context },
+    { dtype = "i64", keep = true })
   local all = opt:memory(function() return model:loss(ids, ids) end)
   if precision:find("^fp8") or precision == "bf16" then
-    all["kept for backward"].predicted = rest(opt.fp8, precision == "fp8_block") + all["of it FP8"].predicted
+    all["kept for backward"].predicted = rest(opt.fp8,
+      precision == "fp8_block") + all["of it FP8"].predicted
   end
   return all
 end
@@ -60,9 +75,13 @@ local low, high, rows = memory_of(cfg.recipe), memory_of(cfg.beside), {}
 local all = { 0, 0 }
 for i, row in ipairs(low) do
   local other = high[i]
-  rows[i] = { row.role, mib(other.predicted), mib(other.measured), mib(row.predicted), mib(row.measured),
+  rows[i] = { row.role, mib(other.predicted), mib(other.measured), mib(row.predicted),
+    mib(row.measured),
     other.measured > 0 and ("%.2f"):format(row.measured / other.measured) or "" }
-  if not row.role:find("^ ") then all[1], all[2] = all[1] + other.measured, all[2] + row.measured end
+  if not row.role:find("^ ") then
+    all[1], all[2] = all[1] + other.measured, all[2] + row.measured
+  end
 end
 rows[#rows + 1] = { "all", "", mib(all[1]), "", mib(all[2]), ("%.2f"):format(all[2] / all[1]) }
-lab.table({ "MiB", cfg.beside .. " predicted", "measured", cfg.recipe .. " predicted", "measured", "ratio" }, rows)
+lab.table({ "MiB", cfg.beside .. " predicted", "measured", cfg.recipe .. " predicted", "measured",
+  "ratio" }, rows)

@@ -1,18 +1,23 @@
--- A study of DeepSeek-V3's FP8 recipe, asked twice. It (reiase/ieee754_simulation, simfloat_fp8_e4m3_v2.ipynb) simulates dot products of
--- N(0, 0.01) numbers and finds large gaps: promotion and block scales lift the signal-to-noise ratio from about 1 dB to 28 dB.
+-- A study of DeepSeek-V3's FP8 recipe, repeated with other numerics. The study
+-- (reiase/ieee754_simulation, simfloat_fp8_e4m3_v2.ipynb) simulates dot products of N(0, 0.01)
+-- numbers and finds large differences: promotion and block scales raise the signal-to-noise ratio
+-- from about 1 dB to 28 dB.
 --
--- Part 1 is the study as printed. Its numbers are not a tensor core's, and its slips are kept unless slips=false:
---   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero; products and running sums rounded to it
+-- Part 1 is the study as printed. Its numerics are not a tensor core's, and its errors are kept
+-- unless slips=false:
+--   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero;
+--     products and running sums rounded to it
 --   - values in (0.013672, 0.015625) round one subnormal step too low (a bug of its simfloat)
---   - "chunk none" of block scaling is 128; its sets of 2048 and 4096 have length 1024 (here lengths are true)
+--   - "chunk none" of block scaling is 128; its sets of 2048 and 4096 have length 1024 (here the
+--     lengths are true)
 --   - in its figure of correlations "none" has the fixed factor 64
--- Part 2 asks the same with Hopper's numbers: E4M3 with 448, ties to even, saturating, scales of 448 / amax, products summed as wgmma
--- does, 13 fraction bits and cut.
+-- Part 2 repeats it with Hopper's numerics: E4M3 with 448, ties to even, saturating, scales of 448
+-- / amax, products summed as wgmma does, with 13 fraction bits, truncated.
 --
 --   ./engine examples/fp8_snr.lua
 --   ./engine examples/fp8_snr.lua samples=2000 svg=snr.svg
 --
--- Seen (samples=2000), median dB:        r 0          r 0.1       r 0.2
+-- Measured (samples=2000), median dB:    r 0          r 0.1       r 0.2
 --                                  n   128  1024  4096        4096  1024  4096
 --   factor 64                        11.74  4.20 -0.01        2.90  4.74  1.60
 --     chunks of 128                  11.74 10.92 11.81       20.90 28.99 33.68
@@ -26,7 +31,8 @@ local M_ffi = require "engine.base.ffi"
 local ffi, fp8 = M_ffi.ffi, engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
-  { samples = "dot products of each kind", seed = "of the numbers", slips = "with the study's simfloat bug", svg = "a file for the curves" },
+  { samples = "dot products of each kind", seed = "seed of the numbers",
+    slips = "with the study's simfloat bug", svg = "a file for the curves" },
   { count = "samples", natural = "seed", output = "svg" })
 local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }
 
@@ -35,7 +41,8 @@ local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }
 local floor, abs, log = math.floor, math.abs, math.log
 local frexp = math.frexp
 
---- x with `fraction` bits and least exponent `least`, ties away from zero; at `over` and beyond infinite.
+-- x rounded to `fraction` bits with smallest exponent `least`, ties away from zero; infinite from
+-- `over` on.
 local function rounded(x, fraction, least, over)
   local size = abs(x)
   if size == 0 or size ~= size or size == math.huge then return x end
@@ -57,7 +64,8 @@ local function study(x)
   end
   return y
 end
-local function wide(x) return rounded(x, 8, -126, math.huge) end        -- its context (8, 8) of block scaling
+-- its context (8, 8) of block scaling
+local function wide(x) return rounded(x, 8, -126, math.huge) end
 
 --- Factor 64 (or `factor`), products and sums in E4M3, chunks of `chunk` added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
@@ -118,8 +126,10 @@ local function hopper(a, b, kind, samples)
   for from = 1, samples, 16 do
     local to = math.min(from + 15, samples)
     engine.scope(function()
-      local qa, qb = fp8.quantize(a:slice(1, from, to), kind[2]), fp8.quantize(b:slice(1, from, to), kind[2])
-      local y = fp8.matmul(qa, qb, { transpose_b = true, accumulator = "hopper", promotion = kind[3] }):totable()
+      local qa, qb = fp8.quantize(a:slice(1, from, to), kind[2]),
+        fp8.quantize(b:slice(1, from, to), kind[2])
+      local y = fp8.matmul(qa, qb,
+        { transpose_b = true, accumulator = "hopper", promotion = kind[3] }):totable()
       for i = 1, to - from + 1 do list[#list + 1] = y[i][i] end
     end)
   end
@@ -134,7 +144,9 @@ local function numbers(x)
   return values
 end
 
-local function text(db) return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db) end
+local function text(db)
+  return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
+end
 
 engine.seed(cfg.seed)
 local heads, first, second = { "median dB" }, {}, {}
@@ -177,17 +189,23 @@ print("The study as printed: e4m3 with 240, sums rounded to it, correlation r, n
 lab.table(heads, first)
 print("\nThe same with Hopper's numbers")
 lab.table(heads, second)
--- What the table itself says: of independent numbers, of each length, how far the variants lie apart; and what promotion is worth at the end.
+-- Conclusions from the table: the spread of the variants for independent numbers of each length,
+-- and the gain of promotion in the last column.
 local least, most, apart, last = math.huge, -math.huge, 0, #heads - 1
 for column = 1, #LENGTHS do
   local low, high = math.huge, -math.huge
-  for m = 1, #HOPPER do low, high = math.min(low, curves[m].values[column]), math.max(high, curves[m].values[column]) end
+  for m = 1, #HOPPER do
+    low, high = math.min(low, curves[m].values[column]), math.max(high, curves[m].values[column])
+  end
   least, most, apart = math.min(least, low), math.max(most, high), math.max(apart, high - low)
 end
-print(("\nWhere the study's conclusions hold: promotion matters once many products share a sign (r %g, n %d: %.1f dB), and block scales lose nothing.\n"
-  .. "Where they do not: for independent numbers (r 0) the variants differ by %.1f dB at most, all between %.1f and %.1f; a running sum in e4m3,\n"
-  .. "which made the gap, is not what the hardware does. Scales by block earn their keep on outliers instead (fp8_outliers.lua)."):format(RHOS[#RHOS],
-  LENGTHS[#LENGTHS], curves[3].values[last] - curves[1].values[last], apart, least, most))
+print(("\nThe study's conclusions hold in part: promotion matters once many products share a sign\n"
+  .. "(r %g, n %d: %.1f dB), and block scales lose nothing. They do not hold for independent\n"
+  .. "numbers (r 0): the variants differ by %.1f dB at most, all between %.1f and %.1f dB; the\n"
+  .. "running sum in e4m3, which caused the difference, is not what the hardware does. Block\n"
+  .. "scales help with outliers instead (fp8_outliers.lua)."):format(RHOS[#RHOS], LENGTHS[#LENGTHS],
+  curves[3].values[last] - curves[1].values[last], apart, least, most))
 if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) }, y = "correlation and length", series = curves }))
+  print(lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) },
+    y = "correlation and length", series = curves }))
 end

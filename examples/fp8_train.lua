@@ -1,19 +1,22 @@
--- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe: final losses with their spread, and how far each is from
--- bf16's. Each recipe's run differs in the numbers alone. The loss is that of held-out text at the end.
+-- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe: losses on held-out
+-- text at the end with their spread, and the distance of each from bf16's. The runs differ in
+-- number formats alone.
 --
 --   ./engine examples/fp8_train.lua                                  a GPT, a few minutes
 --   ./engine examples/fp8_train.lua recipes=bf16,fp8_block,fp8_delayed seeds=5 steps=1200
 --   ./engine examples/fp8_train.lua model=moe recipes=bf16,fp8_block seeds=5 threads=1
 --   ./engine examples/fp8_train.lua data=book.txt width=256 layers=4 steps=3000 svg=train.svg
 --
--- Seen with the second line, by when the loss, 5.5 at first, has long been flat: held-out loss and its distance from bf16's, seed by seed,
--- mean +- standard deviation. Where bf16 is multiplied in pairs, and where it is in f32 (`engine doctor` says which):
+-- Measured with the second line, where the loss, 5.5 at first, has long been flat: held-out loss
+-- and its distance from bf16's, seed by seed, mean +- standard deviation. Left: the CPU multiplies
+-- bf16 in pairs; right: in f32 (`engine doctor` shows which):
 --   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
 --   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %
--- The means are within 0.25 % and 1 % of bf16's, and no further from it than bf16's own seeds are from each other (0.4 %). After 300 steps,
--- where the loss still falls fast, runs are further apart: +0.929 +- 1.626 % and +1.738 +- 1.447 %.
--- Seen with model=moe, seeds=2, steps=300, which is such a time: two seeds tell no order.
+-- The means are within 0.25 % and 1 % of bf16's, and no further from it than bf16's own seeds are
+-- from each other (0.4 %). After 300 steps, where the loss still falls fast, runs are further
+-- apart: +0.929 +- 1.626 % and +1.738 +- 1.447 %. Measured with model=moe, seeds=2, steps=300, also
+-- while the loss falls; two seeds do not establish an order:
 --   fp32         0.5970 +- 0.0066    -1.019 +- 0.427 %
 --   bf16         0.6031 +- 0.0041
 --   fp16         0.5985 +- 0.0138    -0.769 +- 1.618 %
@@ -26,15 +29,22 @@ local lab = require "engine.report.lab"
 
 local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
 
-local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps = 300, data = "", batch = 16, context = 64,
+local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps = 300, data = "",
+  batch = 16, context = 64,
   width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
-  { model = { "what is trained", choices = { "gpt", "moe" } }, recipes = { "precisions, separated by commas", choices = RECIPES },
-    seeds = "runs of each, with seeds from 1", steps = "of each run", data = "a text file; else made-up sentences (engine.lab)", batch = "sequences a step",
-    context = "bytes a sequence",
-    width = "features per byte", layers = "blocks", heads = "attention heads", experts = "of a mixture, two for each byte", lr = "largest learning rate",
+  { model = { "the model", choices = { "gpt", "moe" } },
+    recipes = { "precisions, separated by commas", choices = RECIPES },
+    seeds = "runs of each, with seeds from 1", steps = "of each run",
+    data = "a text file; empty: generated sentences (engine.lab)", batch = "sequences per step",
+    context = "bytes per sequence",
+    width = "features per byte", layers = "blocks", heads = "attention heads",
+    experts = "of a mixture, two for each byte", lr = "peak learning rate",
     threads = "threads to use; 0: all", svg = "a file for the loss curves" },
-  { count = "seeds steps batch context width layers heads experts", natural = "threads", positive = "lr", file = "data", output = "svg" })
-if cfg.width % cfg.heads ~= 0 then engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width) end
+  { count = "seeds steps batch context width layers heads experts", natural = "threads",
+    positive = "lr", file = "data", output = "svg" })
+if cfg.width % cfg.heads ~= 0 then
+  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+end
 
 if cfg.threads > 0 then engine.threads(cfg.threads) end
 
@@ -55,9 +65,12 @@ train_text, test_text = table.concat(train_text), table.concat(test_text)
 
 --- A GPT; in a mixture the feed-forward parts are experts.
 local function model_of()
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers }
+  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
+    heads = cfg.heads, layers = cfg.layers }
   if cfg.model == "moe" then
-    for _, block in ipairs(model.blocks) do block.mlp = engine.nn.moe { width = cfg.width, experts = cfg.experts, top_k = 2, std = 0.02 } end
+    for _, block in ipairs(model.blocks) do
+      block.mlp = engine.nn.moe { width = cfg.width, experts = cfg.experts, top_k = 2, std = 0.02 }
+    end
   end
   return model
 end
@@ -66,9 +79,11 @@ local function run(recipe, seed, curve)
   engine.seed(seed)
   local model = model_of()
   local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
-    data = engine.data.text { text = train_text, batch = cfg.batch, context = cfg.context, seed = seed },
+    data = engine.data.text { text = train_text, batch = cfg.batch, context = cfg.context,
+      seed = seed },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20), total = cfg.steps },
+    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
+      total = cfg.steps },
     loss = function(m, batch)
       local loss = m:loss(batch.x, batch.y)
       if cfg.model == "moe" then
@@ -81,7 +96,8 @@ local function run(recipe, seed, curve)
       curve[place] = (curve[place] or 0) + record.loss / (cfg.steps / 40) / cfg.seeds
     end }
   trainer:run()
-  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch, context = cfg.context, seed = 1 }, 20)
+  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch,
+    context = cfg.context, seed = 1 }, 20)
 end
 
 local rows, series, of = {}, {}, {}
@@ -102,7 +118,8 @@ lab.table({ cfg.model, "held-out loss", "beside " .. base.name .. ", seed by see
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
-  print(lab.svg(cfg.svg, { title = cfg.seeds == 1 and "training loss" or "training loss, mean of " .. cfg.seeds .. " seeds",
+  print(lab.svg(cfg.svg, { title = cfg.seeds == 1 and "training loss" or "training loss, mean of "
+    .. cfg.seeds .. " seeds",
     x = places, y = "step", series = series }))
 end
 return of

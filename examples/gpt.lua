@@ -1,6 +1,6 @@
--- A small GPT that learns to write what it reads, byte by byte, in fp16 with dynamic loss scaling. With no text of
--- yours it reads this project's own source. The live line shows the loss, the loss scale and the skipped steps; at the
--- end it writes a sample and draws the run.
+-- A small GPT that learns to write what it reads, byte by byte, in fp16 with dynamic loss scaling.
+-- Without a text of yours it reads this project's own source. The live line shows the loss, the
+-- loss scale and the skipped steps; at the end it writes a sample and plots the run.
 --
 --   ./engine examples/gpt.lua
 --   ./engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
@@ -9,34 +9,52 @@
 local engine = require "engine"
 
 local cfg = engine.config({
-  data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4, dropout = 0.0,
-  lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1, precision = "fp16", policy = "",
-  shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0, keep = 3, log = "line", tensorboard = false,
+  data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4,
+  dropout = 0.0,
+  lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1,
+  precision = "fp16", policy = "",
+  shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0,
+  keep = 3, log = "line", tensorboard = false,
   mode = "sync", graph = false, sample = 200, temperature = 0.8,
   top_k = 40, zero = 0, comm_dtype = "own", wire = "", bucket = 2,
 }, {
-  data = "a text file; empty: this project's own source", steps = "training steps", batch = "rows of a batch", context = "bytes a row",
-  layers = "blocks", width = "features per byte", heads = "attention heads", dropout = "in embeddings, attention and residuals",
-  lr = "largest learning rate", weight_decay = "of matrices", seed = "of weights, dropout, order and sample",
-  warmup = "updates until the full learning rate", floor = "last learning rate as a share of lr", clip = "largest norm of the gradient; 0: none",
-  accumulate = "micro-batches a step",
-  precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } },
-  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
-  mode = { "sync: the policy decides before the update; lagged: one step later, nothing waits for the card", choices = { "sync", "lagged" } },
+  data = "a text file; empty: this project's own source", steps = "training steps",
+  batch = "rows of a batch", context = "bytes per row",
+  layers = "blocks", width = "features per byte", heads = "attention heads",
+  dropout = "dropout in embeddings, attention and residuals",
+  lr = "peak learning rate", weight_decay = "decay of matrices",
+  seed = "seed of weights, dropout, order and sample",
+  warmup = "updates until the peak learning rate", floor = "last learning rate as a share of lr",
+  clip = "largest norm of the gradient; 0: none",
+  accumulate = "micro-batches per step",
+  precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
+    "fp8_rowwise", "fp8_block" } },
+  policy = "loss-scaling policy, a name or a file; empty: the precision's default",
+  threads = "threads to use; 0: all",
+  mode = { "lagged: the policy decides one step late, and nothing waits for the card",
+    choices = { "sync", "lagged" } },
   graph = "on a card: forward and backward are one launch",
-  shadow = "policies that see all and decide nothing: a,b", trap = "overflow: name the operation in which one began",
+  shadow = "policies that run in shadow: a,b",
+  trap = "overflow: name the operation in which one began",
   tensorboard = "event files for TensorBoard, in the run's directory",
-  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
-  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", log = { "what to show", choices = { "line", "json", "quiet" } },
-  sample = "bytes to write at the end; 0: none", temperature = "of the sample; 0: always the likeliest byte", top_k = "choose among so many; 0: all",
-  zero = "several ranks share out 1: the optimizer's state, 2: gradients, too",
+  run = "name of the run, stored under runs/; empty: not stored",
+  resume = "auto, or the path of a run or checkpoint",
+  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep",
+  log = { "what to show", choices = { "line", "json", "quiet" } },
+  sample = "bytes to write at the end; 0: none", temperature =
+    "of the sample; 0: always the most likely byte",
+    top_k = "sample from the k most likely; 0: all",
+  zero = "several ranks divide 1: the optimizer's state, 2: gradients as well",
   comm_dtype = { "several ranks: the format in which gradients are sent",
     choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
-  wire = { "comm_dtype's name in version 0.1", choices = { "", "own", "fp32", "bf16", "fp16", "fp8" } },
+  wire = { "comm_dtype's name in version 0.1",
+    choices = { "", "own", "fp32", "bf16", "fp16", "fp8" } },
   bucket = "several ranks: MiB of gradients sent together",
 }, {
-  count = "steps batch context layers width heads accumulate keep", natural = "seed warmup threads checkpoint_every sample top_k zero", positive = "lr bucket",
-  not_negative = "weight_decay clip temperature", share = "dropout floor", policy = "policy", file = "data",
+  count = "steps batch context layers width heads accumulate keep",
+  natural = "seed warmup threads checkpoint_every sample top_k zero", positive = "lr bucket",
+  not_negative = "weight_decay clip temperature", share = "dropout floor", policy = "policy",
+  file = "data",
 })
 
 engine.seed(cfg.seed)
@@ -48,29 +66,40 @@ local text = cfg.data
 if text == "" then
   local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
   text = {}
-  for _, name in ipairs { "core/autograd/op.c", "core/autograd/tape.c", "core/tensor/tensor.c", "core/autograd/infer.c", "core/autograd/grad_nn.c", "core/autograd/grad_shape.c", "core/autograd/grad_elementwise.c",
-    "core/tensor/arena.c", "core/autograd/api.c", "core/autograd/view.c", "core/store/safetensors.c", "core/params/params.c" } do
+  for _, name in ipairs { "core/autograd/op.c", "core/autograd/tape.c", "core/tensor/tensor.c",
+    "core/autograd/infer.c", "core/autograd/grad_nn.c", "core/autograd/grad_shape.c",
+    "core/autograd/grad_elementwise.c",
+    "core/tensor/arena.c", "core/autograd/api.c", "core/autograd/view.c",
+      "core/store/safetensors.c", "core/params/params.c" } do
     text[#text + 1] = root .. name
   end
 end
-local data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, seed = cfg.seed, to = 0.95 }
-local held_out = engine.data.text { path = text, batch = cfg.batch, context = cfg.context, from = 0.95, shuffle = false }
+local data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context,
+  seed = cfg.seed, to = 0.95 }
+local held_out = engine.data.text { path = text, batch = cfg.batch, context = cfg.context,
+  from = 0.95, shuffle = false }
 
 -- ------------------------------------------------------------------ model and training
 
-local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = cfg.heads, layers = cfg.layers, dropout = cfg.dropout }
+local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
+  heads = cfg.heads, layers = cfg.layers, dropout = cfg.dropout }
 local trainer = engine.trainer {
   model = model, data = data,
-  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95, weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
-  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps, floor = cfg.lr * cfg.floor },
-  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
-  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95,
+    weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
+  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps,
+    floor = cfg.lr * cfg.floor },
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
+  accumulate = cfg.accumulate,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep,
+  log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
   mode = cfg.mode, graph = cfg.graph or nil, zero = cfg.zero, bucket = cfg.bucket,
   comm_dtype = cfg.wire == "" and cfg.comm_dtype or nil, wire = cfg.wire ~= "" and cfg.wire or nil,
   shadow = cfg.shadow, trap = cfg.trap,
 }
 if cfg.log == "line" then
-  print(("%s, %d parameters, %s, policy %s, %s"):format(model._class .. "(" .. model:extra() .. ")", model:count(), cfg.precision,
+  print(("%s, %d parameters, %s, policy %s, %s"):format(model._class .. "(" .. model:extra()
+    .. ")", model:count(), cfg.precision,
     trainer.policy.name, trainer:resources()))
   print(data)
 end
@@ -84,7 +113,8 @@ if cfg.log == "line" then
   if #summary.rows > 1 then print("\n" .. engine.plot.run(summary.rows)) end
   if cfg.sample > 0 then
     local prompt = "static eng_status "
-    local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) }, cfg.sample,
+    local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) },
+      cfg.sample,
       { temperature = cfg.temperature, top_k = cfg.top_k > 0 and cfg.top_k or nil })
     for i, id in ipairs(ids) do ids[i] = string.char(id) end
     print("\na sample:\n" .. table.concat(ids):gsub("[^\n\t -~]", "?"))

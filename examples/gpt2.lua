@@ -1,42 +1,58 @@
--- Fine-tunes a GPT-2 from Hugging Face's files, or trains one from scratch, on a .bin file of uint16 tokens as
--- nanoGPT and llm.c write them. save= writes the same two files back, so that transformers loads what came out.
+-- Fine-tunes a GPT-2 from Hugging Face's files, or trains one from scratch, on a .bin file of
+-- uint16 tokens as nanoGPT and llm.c write them. save= writes the same two files, which
+-- transformers can load.
 --
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
---   ./engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 schedule=cosine warmup=20 run=tune
---   ./engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 vocab=50257 precision=fp16 policy=dynamic
---   ./engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json      the same windows as llm.c's loader
+--   ./engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 run=tune
+--   ./engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 precision=fp16
+--   ./engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json
 --
--- Weight decay acts on matrices and embeddings only. The output head is the token embedding, as in GPT-2.
+-- The last line reads the same windows as llm.c's loader. Weight decay acts on matrices and
+-- embeddings only. The output head is the token embedding, as in GPT-2.
 local engine = require "engine"
 
 local cfg = engine.config({
   model = "", data = "", layers = 12, width = 768, heads = 12, vocab = 50257, dropout = 0.0,
   steps = 100, batch = 4, context = 64, accumulate = 1, shuffle = true, seed = 1,
-  lr = 3e-4, schedule = "constant", warmup = 0, floor = 0.0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, clip = 1.0,
+  lr = 3e-4, schedule = "constant", warmup = 0, floor = 0.0, beta1 = 0.9, beta2 = 0.999,
+  eps = 1e-8, weight_decay = 0.0, clip = 1.0,
   precision = "fp32", policy = "", threads = 0,
-  run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line", tensorboard = false,
+  run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line",
+  tensorboard = false,
 }, {
-  model = "folder with config.json and model.safetensors; empty: from scratch, by layers, width, heads, vocab",
-  data = "a .bin file of uint16 tokens", layers = "from scratch: blocks", width = "from scratch: features per token",
-  heads = "from scratch: attention heads", vocab = "from scratch: tokens the model knows", dropout = "in embeddings, attention and residuals",
-  steps = "training steps", batch = "rows of a batch", context = "tokens a row", accumulate = "micro-batches a step",
-  shuffle = "false: consecutive windows, row b of step i from token (i*batch + b)*context", seed = "of weights, dropout and order",
-  lr = "largest learning rate", beta1 = "of Adam", beta2 = "of Adam", eps = "of Adam",
+  model = "folder with config.json and model.safetensors; empty: from scratch",
+  data = "a .bin file of uint16 tokens", layers = "from scratch: blocks",
+  width = "from scratch: features per token",
+  heads = "from scratch: attention heads", vocab = "from scratch: tokens the model knows",
+  dropout = "dropout in embeddings, attention and residuals",
+  steps = "training steps", batch = "rows of a batch", context = "tokens per row",
+  accumulate = "micro-batches per step",
+  shuffle = "false: consecutive windows, row b of step i from token (i*batch + b)*context",
+  seed = "seed of weights, dropout and order",
+  lr = "peak learning rate", beta1 = "Adam's beta1", beta2 = "Adam's beta2", eps = "Adam's eps",
   schedule = { "after the warm-up", choices = { "constant", "linear", "cosine" } },
-  warmup = "updates until the full learning rate", floor = "last learning rate of linear and cosine",
-  weight_decay = "of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
-  precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } },
-  policy = "loss-scaling policy, a name or a file; empty: what the precision wants", threads = "threads to use; 0: all",
+  warmup = "updates until the peak learning rate",
+  floor = "last learning rate of linear and cosine",
+  weight_decay = "decay of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
+  precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
+    "fp8_rowwise", "fp8_block" } },
+  policy = "loss-scaling policy, a name or a file; empty: the precision's default",
+  threads = "threads to use; 0: all",
   tensorboard = "event files for TensorBoard, in the run's directory",
-  run = "name of the run, kept under runs/; empty: nothing is kept", resume = "auto, or the path of a run or checkpoint",
-  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep", save = "folder to write the trained model to",
+  run = "name of the run, stored under runs/; empty: not stored",
+  resume = "auto, or the path of a run or checkpoint",
+  checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep",
+  save = "folder to write the trained model to",
   log = { "what to show", choices = { "line", "json", "quiet" } },
 }, {
-  count = "layers width heads vocab steps batch context accumulate keep", natural = "seed warmup threads checkpoint_every", positive = "lr eps",
-  not_negative = "weight_decay clip floor", share = "dropout beta1 beta2", policy = "policy", folder = "model save", file = "data",
+  count = "layers width heads vocab steps batch context accumulate keep",
+  natural = "seed warmup threads checkpoint_every", positive = "lr eps",
+  not_negative = "weight_decay clip floor", share = "dropout beta1 beta2", policy = "policy",
+  folder = "model save", file = "data",
 })
 if cfg.data == "" then
-  io.stderr:write("gpt2.lua: expected data=FILE.bin, uint16 tokens; hint: nanoGPT's data/*/prepare.py writes such files\n")
+  io.stderr:write("gpt2.lua: expected data=FILE.bin, uint16 tokens; hint: nanoGPT's",
+    " data/*/prepare.py writes such files\n")
   os.exit(2)
 end
 
@@ -49,10 +65,12 @@ local model
 if cfg.model ~= "" then
   model = engine.nn.gpt2.load(cfg.model, { dropout = cfg.dropout })
 else
-  model = engine.nn.gpt2 { n_layer = cfg.layers, n_embd = cfg.width, n_head = cfg.heads, vocab_size = cfg.vocab, n_positions = math.max(1024, cfg.context),
+  model = engine.nn.gpt2 { n_layer = cfg.layers, n_embd = cfg.width, n_head = cfg.heads,
+    vocab_size = cfg.vocab, n_positions = math.max(1024, cfg.context),
     resid_pdrop = cfg.dropout, embd_pdrop = cfg.dropout, attn_pdrop = cfg.dropout }
 end
-local data = engine.data.tokens { path = cfg.data, batch = cfg.batch, context = cfg.context, shuffle = cfg.shuffle, seed = cfg.seed,
+local data = engine.data.tokens { path = cfg.data, batch = cfg.batch, context = cfg.context,
+  shuffle = cfg.shuffle, seed = cfg.seed,
   vocab = model.config.vocab }
 
 -- ------------------------------------------------------------------ training
@@ -62,20 +80,24 @@ if cfg.schedule ~= "constant" then rate.total, rate.floor = cfg.steps, cfg.floor
 
 local trainer = engine.trainer {
   model = model, data = data,
-  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta1 = cfg.beta1, beta2 = cfg.beta2, eps = cfg.eps, weight_decay = cfg.weight_decay,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta1 = cfg.beta1, beta2 = cfg.beta2,
+    eps = cfg.eps, weight_decay = cfg.weight_decay,
     decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule[cfg.schedule](rate),
-  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip, accumulate = cfg.accumulate,
-  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
+  policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
+  accumulate = cfg.accumulate,
+  run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep,
+  log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then
-  print(("gpt2(%s), %d parameters, %s, policy %s, %s"):format(model:extra(), model:count(), cfg.precision, trainer.policy.name, trainer:resources()))
+  print(("gpt2(%s), %d parameters, %s, policy %s, %s"):format(model:extra(), model:count(),
+    cfg.precision, trainer.policy.name, trainer:resources()))
   print(data)
 end
 
 local summary = trainer:run()
 
--- ------------------------------------------------------------------ what came of it
+-- ------------------------------------------------------------------ saving
 
 if cfg.save ~= "" then
   model:save(cfg.save)

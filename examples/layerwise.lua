@@ -1,27 +1,37 @@
--- A deep network whose early layers underflow under one global scale, in fp16. An encoder of `depth` layers learns to classify, by a
--- loss with a small weight; behind it, on features it does not reach through, a tower estimates a quantity in physical units,
--- thousands of them, and its large gradients hold the one scale down. With a scale for each layer (policy=layerwise) every layer
--- uses fp16's whole range. Losses are computed inside their modules, so that they belong to the layer's scale, too.
+-- A deep network whose early layers underflow under one global scale, in fp16. An encoder of
+-- `depth` layers learns to classify through a loss with a small weight. A tower on top, whose
+-- gradients do not reach the encoder, estimates a quantity in physical units, in the thousands, and
+-- its large gradients hold the global scale down. With a scale for each layer (policy=layerwise)
+-- every layer uses fp16's whole range. Losses are computed inside their modules, so that they have
+-- the layer's scale, too.
 --
 --   ./engine examples/layerwise.lua
 --   ./engine examples/layerwise.lua policy=dynamic
---   ./engine examples/layerwise.lua seeds=5              the policies compared
+--   ./engine examples/layerwise.lua seeds=5              compares the policies
 --
--- Seen with seeds=5 (loss of the classes at the end, share of the first layer's gradients that became zero, steps skipped of 300):
--- dynamic 2.35 +- 0.14, all, 24.8; dynamic with growth_interval=50 the same, 28.2; max_value the same, 23; layerwise
--- 0.543 +- 0.049, none, 10; in fp32 0.503 +- 0.049. Under one scale the encoder learns nothing at all.
+-- Measured with seeds=5 (loss of the classes at the end, share of the first layer's gradients that
+-- became zero, steps skipped of 300): dynamic 2.35 +- 0.14, all, 24.8; dynamic with
+-- growth_interval=50 the same, 28.2; max_value the same, 23; layerwise 0.543 +- 0.049, none, 10; in
+-- fp32 0.503 +- 0.049. Under one scale the encoder learns nothing at all.
 local engine = require "engine"
 local nn = engine.nn
 
-local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 300, depth = 8, width = 48, batch = 64, units = 2000, weight = 1e-4, lr = 2e-3,
+local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 300, depth = 8,
+  width = 48, batch = 64, units = 2000, weight = 1e-4, lr = 2e-3,
   precision = "fp16" },
-  { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
-    depth = "layers of the encoder", width = "features", batch = "rows a step", units = "size of the estimated quantity",
-    weight = "of the encoder's loss", lr = "learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } },
-  { count = "steps depth width batch", natural = "seeds seed", positive = "lr units", not_negative = "weight", policy = "policy" })
+  { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and data", steps = "training steps",
+    depth = "layers of the encoder", width = "features", batch = "rows per step",
+    units = "size of the estimated quantity",
+    weight = "of the encoder's loss", lr = "learning rate",
+    precision = { "recipe", choices = { "fp32", "fp16" } } },
+  { count = "steps depth width batch", natural = "seeds seed", positive = "lr units",
+    not_negative = "weight", policy = "policy" })
 
 local Layer = nn.class("layer")
-function Layer:init(width) self.norm, self.linear = nn.layer_norm(width), nn.linear(width, width) end
+function Layer:init(width)
+  self.norm, self.linear = nn.layer_norm(width), nn.linear(width, width)
+end
 function Layer:forward(x) return x + self.linear(self.norm(x)):tanh() end
 
 local Classes = nn.class("classes")
@@ -48,7 +58,8 @@ function Net:forward(x, y)
   return self.classes(x, class), self.quantity(x:detach(), quantity)
 end
 
--- Points in 16 dimensions; the class is the octant of three of their sums of products, the quantity a sum of squares.
+-- Points in 16 dimensions. The class is the octant of three sums of products; the quantity is a sum
+-- of squares.
 local function drawn(seed)
   engine.seed(seed)
   local x = engine.randn(2048, 16):keep()
@@ -62,7 +73,8 @@ local function drawn(seed)
   return x, engine.tensor(y, { keep = true })
 end
 
--- Trains once; the loss of the classes over the last steps, steps skipped, share of the first layers' gradients that are zero.
+-- Trains once. Returns the loss of the classes over the last steps, the steps skipped and the share
+-- of the first layer's gradients that are zero.
 local function train(policy, precision, seed, tell)
   local x, y = drawn(seed)
   local net = Net()
@@ -84,7 +96,8 @@ local function train(policy, precision, seed, tell)
         made, result.lost = made + 1, result.lost + tonumber(s.zeros) / tonumber(s.count)
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  scale %g  of the first layer %g"):format(t.steps_done, class_loss, record.scale, record.scale * t.stats[4].carry))
+        print(("step %d  loss %.4f  scale %g  of the first layer %g"):format(t.steps_done,
+          class_loss, record.scale, record.scale * t.stats[4].carry))
       end
     end,
   }:run()
@@ -94,9 +107,11 @@ end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy, cfg.precision, cfg.seed, true)
-  print(("%d steps skipped; %.1f %% of the first layer's gradients were lost"):format(result.skipped, 100 * result.lost))
+  print(("%d steps skipped; %.1f %% of the first layer's gradients were lost"):format(
+    result.skipped, 100 * result.lost))
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "layerwise", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value",
+    "layerwise", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return train("static", "fp32", seed) end
       return train(policy, "fp16", seed)

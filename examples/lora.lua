@@ -1,26 +1,35 @@
--- Low-rank adapters on a frozen low-precision base. A small GPT learns one text in f32; its matrices are then frozen in bf16, f16 or
--- fp8 (e4m3), and each gets an adapter B A of rank r, B zero at first, that learns another text in fp16. Few parameters train, and at
--- first their gradients are tiny: fine-tuning that meets an overflow wants to back off at once and come back slowly
+-- Low-rank adapters on a frozen low-precision base. A small GPT learns one text in f32; its
+-- matrices are then frozen in bf16, f16 or fp8 (e4m3), and each gets an adapter B A of rank r, with
+-- B zero at first, that learns another text in fp16. Few parameters train, and their gradients are
+-- tiny at first: fine-tuning that overflows should back off at once and recover slowly
 -- (policy=fast_backoff, the QLoRA recipe).
 --
 --   ./engine examples/lora.lua
 --   ./engine examples/lora.lua base=e4m3 rank=8 policy=dynamic
---   ./engine examples/lora.lua seeds=5                   the policies compared
+--   ./engine examples/lora.lua seeds=5                   compares the policies
 --
--- Seen with seeds=5, all from a scale of 2^24 (steps skipped of 200, loss): dynamic 7, 1.772 +- 0.093; fast_backoff 4,
--- 1.778 +- 0.095; max_value 7, 1.772 +- 0.093. The losses are the same within their spread; fast_backoff skips the fewest steps.
+-- Measured with seeds=5, all from a scale of 2^24 (steps skipped of 200, loss): dynamic 7, 1.772 +-
+-- 0.093; fast_backoff 4, 1.778 +- 0.095; max_value 7, 1.772 +- 0.093. The losses are equal within
+-- their spread; fast_backoff skips the fewest steps.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local nn = engine.nn
 
-local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps = 200, pretrain = 150, base = "bf16", rank = 4, alpha = 8, width = 48,
+local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps = 200,
+  pretrain = 150, base = "bf16", rank = 4, alpha = 8, width = 48,
   layers = 2, context = 32, batch = 8, lr = 5e-3 },
-  { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "fine-tuning steps",
-    pretrain = "steps on the first text", base = { "format of the frozen matrices", choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "of the adapters",
-    alpha = "adapters count alpha / rank", width = "features per byte", layers = "blocks", context = "bytes a row", batch = "rows a step",
+  { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and data", steps = "fine-tuning steps",
+    pretrain = "steps on the first text", base = { "format of the frozen matrices",
+      choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "of the adapters",
+    alpha = "adapters are scaled by alpha / rank", width = "features per byte", layers = "blocks",
+    context = "bytes per row", batch = "rows per step",
     lr = "learning rate of the adapters" },
-  { count = "steps pretrain rank width layers context batch", natural = "seeds seed", positive = "lr", not_negative = "alpha", policy = "policy" })
-if cfg.width % 4 ~= 0 then engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width) end
+  { count = "steps pretrain rank width layers context batch", natural = "seeds seed",
+    positive = "lr", not_negative = "alpha", policy = "policy" })
+if cfg.width % 4 ~= 0 then
+  engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width)
+end
 
 -- y = x W^T + b + (alpha / rank) x A^T B^T, W [out x in] frozen in a low format
 local Adapter = nn.class("lora")
@@ -28,25 +37,33 @@ function Adapter:init(linear)
   local rows, columns = linear.weight:size(1), linear.weight:size(2)
   rawset(self, "base", linear.weight:detach():to(cfg.base):keep())
   rawset(self, "offset", linear.bias:detach():to("f32"):keep())
-  self:parameter("a", engine.zeros(cfg.rank, columns, { keep = true }):normal(0, 1 / math.sqrt(columns)))
+  self:parameter("a", engine.zeros(cfg.rank, columns, { keep = true }):normal(0,
+    1 / math.sqrt(columns)))
   self:parameter("b", engine.zeros(rows, cfg.rank, { keep = true }))
 end
 function Adapter:forward(x)
   local y = x:linear(self.base:to("f16"), self.offset)
   return y + x:linear(self.a):linear(self.b) * (cfg.alpha / cfg.rank)
 end
-function Adapter:extra() return ("%s %s, rank %d"):format(self.base.dtype, table.concat(self.base.shape, " x "), cfg.rank) end
+function Adapter:extra()
+  return ("%s %s, rank %d"):format(self.base.dtype, table.concat(self.base.shape, " x "), cfg.rank)
+end
 
--- Two texts of one grammar: the first to learn, the second, whose words are turned round, to adapt to.
+-- Two texts of one grammar: the first for pretraining, the second, with reversed words, for the
+-- adapters.
 local FIRST = lab.text(40000, 1)
 local SECOND = lab.text(40000, 2):gsub("%a+", string.reverse)
-local function text(which, seed) return engine.data.text { text = which, batch = cfg.batch, context = cfg.context, seed = seed } end
+local function text(which, seed)
+  return engine.data.text { text = which, batch = cfg.batch, context = cfg.context, seed = seed }
+end
 
--- A GPT that knows the first text, its block matrices replaced by adapters; all else frozen.
+-- A GPT trained on the first text, with adapters for its block matrices and all else frozen.
 local function adapted(seed)
   engine.seed(seed)
-  local model = nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 4, layers = cfg.layers }
-  engine.trainer { model = model, data = text(FIRST, seed), optimizer = engine.optim.adamw(model, { lr = 3e-3 }), clip = 1,
+  local model = nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 4,
+    layers = cfg.layers }
+  engine.trainer { model = model, data = text(FIRST, seed),
+    optimizer = engine.optim.adamw(model, { lr = 3e-3 }), clip = 1,
     steps = cfg.pretrain, log = "quiet" }:run()
   model:freeze()
   for _, block in ipairs(model.blocks) do
@@ -61,18 +78,24 @@ local function train(policy, seed, tell)
   local sum, shown = 0, 0
   local optimizer, trained = engine.optim.adamw(model, { lr = cfg.lr, precision = "fp16" }), 0
   for _, p in ipairs(optimizer.list) do trained = trained + p.tensor.count end
-  if tell then print(("%d of %d parameters train; the base is %s"):format(trained, model:count(), ("lora(%s)"):format(model.blocks[1].mlp.up:extra()))) end
+  if tell then
+    print(("%d of %d parameters train; the base is %s"):format(trained, model:count(),
+      ("lora(%s)"):format(model.blocks[1].mlp.up:extra())))
+  end
   local summary = engine.trainer {
-    model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet", data = text(SECOND, seed), optimizer = optimizer,
+    model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet",
+    data = text(SECOND, seed), optimizer = optimizer,
     on_step = function(t, record)
       local last = math.ceil(cfg.steps / 10)
       if t.steps_done > cfg.steps - last then result.loss = result.loss + record.loss / last end
       if record.overflow == 0 then
-        made, result.lost = made + 1, result.lost + tonumber(record.underflow) / math.max(1, tonumber(record.count - record.zeros))
+        made, result.lost = made + 1, result.lost + tonumber(record.underflow) / math.max(1,
+          tonumber(record.count - record.zeros))
       end
       sum = sum + record.loss
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  norm %.3g  scale %.6g"):format(t.steps_done, sum / (t.steps_done - shown), record.norm, record.scale))
+        print(("step %d  loss %.4f  norm %.3g  scale %.6g"):format(t.steps_done,
+          sum / (t.steps_done - shown), record.norm, record.scale))
         sum, shown = 0, t.steps_done
       end
     end,
@@ -83,9 +106,11 @@ end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy, cfg.seed, true)
-  print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(result.skipped, 100 * result.lost))
+  print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(
+    result.skipped, 100 * result.lost))
 else
-  print(engine.contest { policies = { "dynamic:init_scale=2^24", "fast_backoff:init_scale=2^24", "max_value:init_scale=2^24" },
+  print(engine.contest { policies = { "dynamic:init_scale=2^24", "fast_backoff:init_scale=2^24",
+    "max_value:init_scale=2^24" },
     also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed) return train(policy, seed) end })
 end

@@ -1,18 +1,22 @@
--- A multilayer perceptron that learns to read digits which the script draws itself: seven-segment
--- figures on a 12 x 12 grid, shifted, thickened and buried in noise. Trained by engine.trainer in any
--- precision, then tested on digits it never saw.
+-- A multilayer perceptron that learns to read digits which the script draws: seven-segment figures
+-- on a 12 x 12 grid, shifted, thickened and covered in noise. engine.trainer trains it in any
+-- precision; then it is tested on new digits.
 --
 --   ./engine examples/mlp.lua
 --   ./engine examples/mlp.lua precision=fp16 steps=1600 noise=0.4
 local engine = require "engine"
 
-local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25, count = 16000, precision = "fp32", policy = "",
+local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25,
+  count = 16000, precision = "fp32", policy = "",
   seed = 1, log = "line" },
-  { steps = "training steps", batch = "digits a step", lr = "largest learning rate", seed = "of weights, digits and order",
+  { steps = "training steps", batch = "digits per step", lr = "peak learning rate",
+    seed = "seed of weights, digits and order",
     hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
-    precision = { "recipe", choices = { "fp32", "bf16", "fp16" } }, policy = "loss-scaling policy; empty: what the precision wants",
+    precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+    policy = "loss-scaling policy; empty: the precision's default",
     log = { "what to show", choices = { "line", "json", "quiet" } } },
-  { count = "steps batch hidden count", natural = "seed", positive = "lr", not_negative = "noise", policy = "policy" })
+  { count = "steps batch hidden count", natural = "seed", positive = "lr", not_negative = "noise",
+    policy = "policy" })
 
 engine.seed(cfg.seed)
 math.randomseed(cfg.seed)
@@ -20,9 +24,12 @@ math.randomseed(cfg.seed)
 -- ------------------------------------------------------------------ drawing digits
 
 local SIDE = 12
--- Segments as lines between corners of a 4 x 7 box: top, upper left, upper right, middle, lower left, lower right, bottom.
-local SEGMENTS = { { 0, 0, 3, 0 }, { 0, 0, 0, 3 }, { 3, 0, 3, 3 }, { 0, 3, 3, 3 }, { 0, 3, 0, 6 }, { 3, 3, 3, 6 }, { 0, 6, 3, 6 } }
-local LIT = { [0] = "1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011" }
+-- Segments as lines between corners of a 4 x 7 box: top, upper left, upper right, middle, lower
+-- left, lower right, bottom.
+local SEGMENTS = { { 0, 0, 3, 0 }, { 0, 0, 0, 3 }, { 3, 0, 3, 3 }, { 0, 3, 3, 3 }, { 0, 3, 0, 6 },
+  { 3, 3, 3, 6 }, { 0, 6, 3, 6 } }
+local LIT = { [0] = "1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111",
+  "1010010", "1111111", "1111011" }
 
 local function normal()
   return math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())
@@ -60,15 +67,18 @@ local test_x, test_y = drawn(math.ceil(cfg.count / 8))
 -- ------------------------------------------------------------------ model and training
 
 local nn = engine.nn
-local net = nn.sequential { nn.linear(SIDE * SIDE, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 10) }
+local net = nn.sequential { nn.linear(SIDE * SIDE, cfg.hidden), nn.relu(),
+  nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 10) }
 if cfg.log == "line" then print(net) end
 
 local trainer = engine.trainer {
   model = net,
   data = engine.data.tensors { x = train_x, y = train_y, batch = cfg.batch, seed = cfg.seed },
   loss = function(model, batch) return engine.cross_entropy(model(batch.x), batch.y) end,
-  optimizer = engine.optim.adamw(net, { lr = cfg.lr, precision = cfg.precision, decay = "matrices" }),
-  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps, floor = cfg.lr / 10 },
+  optimizer = engine.optim.adamw(net,
+    { lr = cfg.lr, precision = cfg.precision, decay = "matrices" }),
+  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps,
+    floor = cfg.lr / 10 },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = 1.0, log = cfg.log,
 }
 local summary = trainer:run()
@@ -76,5 +86,7 @@ local summary = trainer:run()
 local right = engine.scope(function()
   return engine.autocast(cfg.precision, net, test_x):argmax(-1):eq(test_y):to("f32"):mean():item()
 end)
-if cfg.log ~= "json" then print(("accuracy on %d new digits: %.1f %%"):format(test_y.count, 100 * right)) end
+if cfg.log ~= "json" then
+  print(("accuracy on %d new digits: %.1f %%"):format(test_y.count, 100 * right))
+end
 return summary

@@ -1,36 +1,53 @@
--- A mixture of experts in fp16 where one expert would hold the scale down for all. Tokens come from eight domains, each half as often
--- as the one before, and the gate sends each domain to its expert. Now and then a token of the commonest domain is an outlier,
--- `large` times the size of the others: its expert's weight gradients overflow. Under one scale each of them costs a step and half
--- the range of everybody; with policy=per_expert that expert alone backs off, remembers the peak, and the others do not notice.
+-- A mixture of experts in fp16 in which one expert would hold the scale down for all others. Tokens
+-- come from eight domains, each half as frequent as the one before, and the gate sends each domain
+-- to its expert. Now and then a token of the most frequent domain is an outlier, `large` times
+-- larger than the others: its expert's weight gradients overflow. Under one scale each outlier
+-- costs a step and halves the range of all experts; with policy=per_expert that expert alone backs
+-- off and remembers the peak, and the others are not affected.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic
---   ./engine examples/moe.lua seeds=5                 the policies compared
---   mpirun -np 2 ./engine examples/moe.lua batch=128 experts_over=2 dispatch=fp8 combine=bf16     half of the experts on each rank
+--   ./engine examples/moe.lua seeds=5                    compares the policies
+--   mpirun -np 2 ./engine examples/moe.lua batch=128 experts_over=2 dispatch=fp8 combine=bf16
 --
--- Seen with seeds=5 (steps skipped of 300, share of the third expert's gradients that lost bits): dynamic 6.8 +- 0.4, 2.9e-4 +- 1.2e-4;
--- dynamic with growth_interval=50 8.0 +- 1.4, 2.1e-4 +- 1.2e-4; max_value 7.4 +- 0.9, 2.2e-4 +- 1.3e-4; per_expert 4.8 +- 0.8,
--- 5e-6 +- 3e-6. The losses, 0.25 +- 0.04 as in fp32, do not tell them apart: subnormal numbers still hold some bits.
+-- The last line puts half of the experts on each rank.
 --
--- Seen over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static 0.2799 on one, on two and on four ranks, 0.2826 on two and
--- four with dispatch=fp8 combine=bf16, what goes out being rounded with 31 dB and what comes back with 56; in fp16 0.30, 0.29, 0.29 and
--- with fp8 and bf16 0.30 and 0.29. Of two ranks in fp32, rank 0 sends 1.4 KB a step to experts and 11.3 KB from them; in fp8 and bf16 0.4 and 5.7.
+-- Measured with seeds=5 (steps skipped of 300, share of the third expert's gradients that lost
+-- bits): dynamic 6.8 +- 0.4, 2.9e-4 +- 1.2e-4; dynamic with growth_interval=50 8.0 +- 1.4, 2.1e-4
+-- +- 1.2e-4; max_value 7.4 +- 0.9, 2.2e-4 +- 1.3e-4; per_expert 4.8 +- 0.8, 5e-6 +- 3e-6. The
+-- losses, 0.25 +- 0.04 as in fp32, do not differ: subnormal numbers still hold some bits.
+--
+-- Measured over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static 0.2799 on one,
+-- two and four ranks; 0.2826 on two and four with dispatch=fp8 combine=bf16, which round what is
+-- sent with 31 dB and what returns with 56 dB; in fp16 0.30, 0.29, 0.29, and with fp8 and bf16 0.30
+-- and 0.29. With two ranks in fp32, rank 0 sends 1.4 KB per step to experts and 11.3 KB from them;
+-- in fp8 and bf16 0.4 and 5.7.
 local engine = require "engine"
 local nn, ranks = engine.nn, engine.ranks
 
-local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 300, experts = 8, batch = 256, hidden = 48, large = 8000, every = 800,
+local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 300, experts = 8,
+  batch = 256, hidden = 48, large = 8000, every = 800,
   lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own" },
-  { policy = "loss-scaling policy", seeds = "compare policies over so many seeds; 0: train once", seed = "of weights and data", steps = "training steps",
-    experts = "experts, and domains", batch = "tokens a step, of each rank", hidden = "hidden features of an expert", large = "size of an outlier",
+  { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
+    seed = "seed of weights and data", steps = "training steps",
+    experts = "experts, and domains", batch = "tokens per step, of each rank",
+    hidden = "hidden features of an expert", large = "size of an outlier",
     every = "tokens of the first domain for one outlier", lr = "learning rate",
-    precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } },
+    precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
+      "fp8_rowwise", "fp8_block" } },
     experts_over = "ranks that the experts are divided over; 1: each has all",
-    dispatch = { "format of tokens on the way to experts", choices = { "own", "fp32", "bf16", "fp8" } },
-    combine = { "format of answers", choices = { "own", "fp32", "bf16" } } },
-  { count = "steps experts batch hidden every experts_over", natural = "seeds seed", positive = "lr large", policy = "policy" })
-if cfg.experts < 3 then engine.config.fail("experts: expected 3 or more, for the third one is what is looked at, got %d", cfg.experts) end
+    dispatch = { "format of tokens sent to experts",
+      choices = { "own", "fp32", "bf16", "fp8" } },
+    combine = { "format of answers sent back", choices = { "own", "fp32", "bf16" } } },
+  { count = "steps experts batch hidden every experts_over", natural = "seeds seed",
+    positive = "lr large", policy = "policy" })
+if cfg.experts < 3 then
+  engine.config.fail("experts: expected 3 or more, because the third one is measured, got %d",
+    cfg.experts)
+end
 if ranks.size() % cfg.experts_over ~= 0 or cfg.experts % cfg.experts_over ~= 0 then
-  engine.config.fail("experts_over: expected a number that divides the ranks, %d, and the experts, %d, got %d", ranks.size(), cfg.experts, cfg.experts_over)
+  engine.config.fail("experts_over: expected a divisor of the %d ranks and the %d experts, got %d",
+    ranks.size(), cfg.experts, cfg.experts_over)
 end
 
 local TOKENS, FEATURES, CLASSES = 4096, 16, 8
@@ -38,29 +55,38 @@ local WIDTH = FEATURES + cfg.experts
 
 local Classes = nn.class("classes")
 function Classes:init() self.linear = nn.linear(WIDTH, CLASSES) end
-function Classes:forward(x, y) return engine.cross_entropy(self.linear(x), y, { reduction = "none" }) end
+function Classes:forward(x, y)
+  return engine.cross_entropy(self.linear(x), y, { reduction = "none" })
+end
 
 local Net = nn.class("net")
 function Net:init()
   self.moe = nn.moe { width = WIDTH, hidden = cfg.hidden, experts = cfg.experts, top_k = 1,
     experts_over = ranks.group(cfg.experts_over), dispatch = cfg.dispatch, combine = cfg.combine }
   self.classes = Classes()
-  local gate = {}                                              -- begins by sending each domain to its expert
+  -- At first the gate sends each domain to its expert.
+  local gate = {}
   for e = 1, cfg.experts do
     gate[e] = {}
     for k = 1, WIDTH do gate[e][k] = k == FEATURES + e and 1 or 0 end
   end
   self.moe.gate.weight:copy(engine.tensor(gate))
 end
-function Net:forward(x, y) return self.classes(x + self.moe(x), y) end           -- the loss of each token
+-- The loss of each token.
+function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
--- Tokens: features and the domain, one-hot, 16 high. The class is hidden in signs of features, each domain's in its own way.
+-- Tokens: features and the domain, one-hot times 16. Signs of features determine the class, in a
+-- way of its own for each domain.
 local function drawn(n)
-  local features, uniform, x, y = engine.randn(n, FEATURES):totable(), engine.rand(n):totable(), {}, {}
+  local features, uniform, x, y = engine.randn(n, FEATURES):totable(), engine.rand(n):totable(),
+    {}, {}
   for i = 1, n do
     local domain = math.min(cfg.experts, 1 + math.floor(-math.log(1 - uniform[i]) / math.log(2)))
     local class, f = 0, features[i]
-    for k = 0, 2 do class = 2 * class + (f[(domain + k) % FEATURES + 1] + 0.5 * f[(domain * 3 + k) % FEATURES + 1] > 0 and 1 or 0) end
+    for k = 0, 2 do
+      local a, b = f[(domain + k) % FEATURES + 1], f[(domain * 3 + k) % FEATURES + 1]
+      class = 2 * class + (a + 0.5 * b > 0 and 1 or 0)
+    end
     local outlier = domain == 1 and i % cfg.every == 0
     for k = 1, FEATURES do f[k] = f[k] * (outlier and cfg.large or 1) end
     for e = 1, cfg.experts do f[FEATURES + e] = e == domain and 16 or 0 end
@@ -69,14 +95,15 @@ local function drawn(n)
   return engine.tensor(x, { keep = true }), engine.tensor(y, { dtype = "i64", keep = true })
 end
 
--- Trains once: the mean loss of the rarer domains (all but the first) over the last steps, steps skipped, and the share of the third
--- expert's gradients that lost bits to underflow.
+-- Trains once: the mean loss of the rarer domains (all but the first) over the last steps, steps
+-- skipped, and the share of the third expert's gradients that lost bits to underflow.
 local function train(policy, precision, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)
   local net, rare, made, result = Net(), 0, 0, { loss = 0, lost = 0, skipped = 0 }
   net.moe:sent()
-  local optimizer, third = engine.optim.adam(net, { lr = cfg.lr, eps = 1e-20, precision = precision }), nil
+  local optimizer, third = engine.optim.adam(net,
+    { lr = cfg.lr, eps = 1e-20, precision = precision }), nil
   for i, p in ipairs(optimizer.list) do
     if p.name == "moe.experts.3.up.weight" then third = i - 1 end
   end
@@ -96,10 +123,12 @@ local function train(policy, precision, seed, tell)
       if t.steps_done > cfg.steps - last then result.loss = result.loss + rare / last end
       if record.overflow == 0 then
         local s = t.stats[third]
-        made, result.lost = made + 1, result.lost + tonumber(s.underflow) / math.max(1, tonumber(s.count - s.zeros))
+        made, result.lost = made + 1,
+          result.lost + tonumber(s.underflow) / math.max(1, tonumber(s.count - s.zeros))
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  scale %g  of the third expert %g"):format(t.steps_done, rare, record.scale, record.scale * t.stats[third].carry))
+        print(("step %d  loss %.4f  scale %g  of the third expert %g"):format(t.steps_done, rare,
+          record.scale, record.scale * t.stats[third].carry))
       end
     end,
   }:run()
@@ -109,15 +138,18 @@ end
 
 if cfg.seeds == 0 then
   local result, net = train(cfg.policy, cfg.precision, cfg.seed, true)
-  print(("%d steps skipped; %.2g %% of the third expert's gradients lost bits"):format(result.skipped, 100 * result.lost))
+  print(("%d steps skipped; %.2g %% of the third expert's gradients lost bits"):format(
+    result.skipped, 100 * result.lost))
   print("tokens of each expert in the last step: " .. table.concat(net.moe.counts, " "))
   local sent = net.moe:sent()
   for _, way in ipairs(sent and { "out", "back" } or {}) do
-    print(("%s experts: %.1f KB a step from rank 0 to others, rounded with %.1f dB"):format(way == "out" and "to" or "from",
+    print(("%s experts: %.1f KB per step from rank 0 to others, rounded with %.1f dB"):format(
+      way == "out" and "to" or "from",
       sent[way].bytes / cfg.steps / 1024, sent[way].snr))
   end
 else
-  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value", "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
+  print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value",
+    "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
       if policy == "fp32" then return (train("static", "fp32", seed)) end
       return (train(policy, "fp16", seed))

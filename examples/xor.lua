@@ -1,12 +1,13 @@
 -- The smallest job: two inputs, one hidden layer, the XOR function, in f32. It shows a module, an
--- optimizer and the plain loop in which every turn of engine.steps is one step.
+-- optimizer and the plain loop, in which every turn of engine.steps is one step.
 --
 --   ./engine examples/xor.lua
 --   ./engine examples/xor.lua steps=500 lr=0.03 hidden=8
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 300, lr = 0.05, hidden = 8, seed = 1 },
-  { steps = "updates", lr = "learning rate of Adam", hidden = "hidden features", seed = "of the initial weights" },
+  { steps = "updates", lr = "learning rate of Adam", hidden = "hidden features",
+    seed = "seed of the initial weights" },
   { count = "steps hidden", natural = "seed", positive = "lr" })
 
 engine.seed(cfg.seed)
@@ -22,7 +23,9 @@ for step in engine.steps(cfg.steps) do
   local loss = engine.mse(net(x), y)
   loss:backward()
   opt:step()
-  if step % math.ceil(cfg.steps / 6) == 0 or step == cfg.steps then print(("step %d  loss %.6f"):format(step, loss:item())) end
+  if step % math.ceil(cfg.steps / 6) == 0 or step == cfg.steps then
+    print(("step %d  loss %.6f"):format(step, loss:item()))
+  end
 end
 
 local guesses = engine.scope(function() return net(x):view(-1):totable() end)

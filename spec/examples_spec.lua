@@ -108,7 +108,7 @@ local entries = {
     check = function(result) assert.matches("8 steps skipped", result.out) end,
     talk = function() return { "steps=60", "policy=guarded" } end, words = { "loss of the clean batches in the second half 0%.%d+, %d steps skipped" } },
   ["dpo.lua"] = { arguments = function() return { "steps=40", "width=16" } end, losses = printed_losses, falls = 0.1,
-    talk = function() return { "steps=4", "width=16", "policy=dynamic" } end, words = { "KL 0%.%d+ nats a token", "largest jump of the KL" } },
+    talk = function() return { "steps=4", "width=16", "policy=dynamic" } end, words = { "KL 0%.%d+ nats per token", "largest jump of the KL" } },
   ["lora.lua"] = { arguments = function() return { "steps=200", "pretrain=120", "lr=1e-2" } end, losses = printed_losses, falls = 0.07,
     talk = function() return { "steps=3", "pretrain=3", "base=e4m3" } end, words = { "%d+ of %d+ parameters train; the base is lora%(e4m3" } },
   ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses, falls = 0.8,

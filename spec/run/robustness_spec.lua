@@ -244,8 +244,8 @@ describe("modules and their parameters", function()
     local Net = nn.class("Net")
     local a, b = Net(), Net()
     a.b = b
-    assert.matches("Net.a: a module cannot hold itself", message_of(function() b.a = a end), 1, true)
-    assert.matches("Net.me: a module cannot hold itself", message_of(function() a.me = a end), 1, true)
+    assert.matches("Net.a: a module cannot contain itself", message_of(function() b.a = a end), 1, true)
+    assert.matches("Net.me: a module cannot contain itself", message_of(function() a.me = a end), 1, true)
     assert.equal(0, #a:parameters())
   end)
 

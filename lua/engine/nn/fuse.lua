@@ -37,6 +37,13 @@ function M.last_use(f, x, of)
   return y
 end
 
+--- softmax(q k^T / sqrt(D)) v as tensor.attention(q, k, v, options), for the layer `out` that reads
+--- it: the site of an FP8 layer lets attention keep its result as that layer's codes.
+function M.attention(q, k, v, out, options)
+  options.site = rawget(out, "_fp8")
+  return tensor.attention(q, k, v, options)
+end
+
 -- The GPU epilogues of mlp_gelu are untested on hardware, so there it is opt-in.
 local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
 

@@ -84,8 +84,8 @@ local function attend(self, q, k, v)
   if self.dropout > 0 and self._training then
     return attention_with_dropout(q, k, v, self.causal, self.dropout)
   end
-  local y, entropy = tensor.attention(q, k, v,
-    { causal = self.causal, entropy = self.watch_entropy, site = rawget(self.out, "_fp8") })
+  local y, entropy = fuse.attention(q, k, v, self.out,
+    { causal = self.causal, entropy = self.watch_entropy })
   rawset(self, "entropy", entropy)
   return y
 end

@@ -650,9 +650,9 @@ function methods.linear(x, weight, bias, site)
   return (run_many("fp8_linear", 1, 2, x, weight, bias))
 end
 
---- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x N].
---- Equal to gate:swiglu(up, site) and linear at the same FP8 site; the product is stored as codes
---- only.
+--- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x
+--- N]. Equal to gate:swiglu(up, site) and linear at the same FP8 site; the product is stored as
+--- codes only.
 function methods.swiglu_linear(gate, up, weight, bias, site)
   call.fp8_swiglu_linear.site = site or 0
   return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)
@@ -696,8 +696,8 @@ end
 local ATTENTION = { causal = true, scale = true, entropy = true, site = true }
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
---- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of each
---- row's weights in nats, [B x H x T]), site (of the FP8 layer that reads the result).
+--- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
+--- each row's weights in nats, [B x H x T]), site (of the FP8 layer that reads the result).
 function M.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
