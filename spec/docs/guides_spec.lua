@@ -1,0 +1,69 @@
+-- Every `sh` and `lua` block of the guides runs as printed, in the order of its page, in a folder of
+-- its own that sees ./engine, examples/ and policies/. A Lua block whose first line is a file name
+-- in a comment is written to that file; other Lua blocks are run.
+local helper = require "spec.helper"
+
+local GUIDES = { "README", "getting-started", "write-a-policy", "from-pytorch", "fp8", "many-ranks", "gpu",
+  "environment", "glossary", "examples" }
+
+-- { language, text, line } of a page.
+local function blocks_of(path)
+  local list, block, number = {}, nil, 0
+  for line in assert(io.lines(path)) do
+    number = number + 1
+    if block and line == "```" then
+      list[#list + 1], block = block, nil
+    elseif block then
+      block.text = block.text .. line .. "\n"
+    elseif line:find("^```") then
+      block = { language = line:sub(4), text = "", line = number }
+    end
+  end
+  assert.is_nil(block, path .. ": a block without an end")
+  return list
+end
+
+local function absolute(path)
+  return (helper.shell("readlink -f " .. helper.quote(path)).out:gsub("%s+$", ""))
+end
+
+describe("the guide", function()
+  local folder
+
+  before_each(function()
+    folder = helper.folder()
+    for name, target in pairs { engine = helper.engine, examples = "examples", policies = "policies", core = "core",
+                                ["README.md"] = "README.md" } do
+      helper.shell(("ln -s %s %s"):format(helper.quote(absolute(target)), helper.quote(folder .. "/" .. name)))
+    end
+  end)
+  after_each(function() helper.remove(folder) end)
+
+  for _, name in ipairs(GUIDES) do
+    it(name .. " has blocks that run as printed", function()
+      local path = ("docs/%s.md"):format(name)
+      for _, block in ipairs(blocks_of(path)) do
+        local where = ("%s:%d"):format(path, block.line)
+        local file = block.text:match("^%-%- ([%w_-]+%.lua)\n")
+        local known = { lua = true, sh = true, text = true }
+        assert.is_true(known[block.language] or false, where .. ": expected a block of lua, sh or text")
+        if block.language == "lua" and file then
+          helper.write(folder .. "/" .. file, block.text)
+        elseif block.language == "lua" then
+          helper.write(folder .. "/block.lua", block.text)
+          local result = helper.shell(("cd %s && ./engine block.lua"):format(helper.quote(folder)))
+          assert.are.equal(0, result.code, where .. ": " .. result.err)
+        elseif block.language == "sh" then
+          local result = helper.shell(("cd %s && set -e\n%s"):format(helper.quote(folder), block.text))
+          assert.are.equal(0, result.code, where .. ": " .. result.err)
+        end
+      end
+    end)
+  end
+
+  it("pages are all in this spec", function()
+    local listed = {}
+    for _, name in ipairs(GUIDES) do listed[name] = true end
+    for path in helper.shell("ls docs/*.md").out:gmatch("docs/([%w_-]+)%.md") do assert.is_true(listed[path] or false, path) end
+  end)
+end)
