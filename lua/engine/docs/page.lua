@@ -84,7 +84,7 @@ function M.markdown(path, links, resolve)
   local pipe = assert(io.popen(("cmark-gfm -e table '%s' 2>&1"):format((source.path(path):gsub("'", "'\\''")))))
   local html = pipe:read("*a")
   pipe:close()
-  if not html:find("^<") then
+  if html ~= "" and not html:find("^<") then
     error("the guides are rendered by cmark-gfm, which does not run here; hint: apt-get install cmark-gfm", 0)
   end
   html = html:gsub("<(h[1-6])>(.-)</h[1-6]>", function(tag, text)

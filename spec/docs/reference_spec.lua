@@ -1,0 +1,180 @@
+-- The reference is complete: every exported C function, operation, public Lua function, trainer option,
+-- environment variable, policy, policy option and command has an entry with a text, and every link leads
+-- somewhere. `engine help NAME` finds entries, and the types for editors hold what users can misspell.
+local helper = require "spec.helper"
+local reference = require "engine.docs.index"
+
+local index = reference.new()
+
+local function entry(name, kind)
+  for _, candidate in ipairs((index:find(name))) do
+    if not kind or candidate.kind == kind then return candidate end
+  end
+end
+
+local function undocumented(kind)
+  local list = {}
+  for _, gap in ipairs(index:gaps()) do
+    if gap.kind:find(kind) then list[#list + 1] = ("%s: %s"):format(gap.where, gap.name) end
+  end
+  return list
+end
+
+describe("the reference", function()
+  for _, kind in ipairs { "^C ", "operation", "Lua ", "field", "option", "policy", "variable", "guide" } do
+    it(("documents every entry of the kind '%s'"):format(kind), function() assert.same({}, undocumented(kind)) end)
+  end
+
+  it("has every C function that the library exports", function()
+    local missing, count = {}, 0
+    for name in helper.read(require("engine.base.ffi").library_dir .. "/cdef.h"):gmatch("(eng_[%w_]+)%s*%(") do
+      count = count + 1
+      if not entry(name, "C function") then missing[#missing + 1] = name end
+    end
+    assert.is_true(count > 150)
+    assert.same({}, missing)
+  end)
+
+  it("has every operation, with the facts of ops.def", function()
+    for _, name in ipairs(require("engine.base.ffi").op_names) do assert.is_table(entry("op." .. name, "operation"), name) end
+    assert.matches("inputs", entry("op.matmul").signature)
+  end)
+
+  it("has every function of the front and every method of tensors", function()
+    local engine, tensor = require "engine", require "engine.tensor.tensor"
+    for name, value in pairs(engine) do
+      if type(value) == "function" then assert.is_table(entry("engine." .. name), name) end
+    end
+    for name in pairs(tensor.methods) do assert.is_table(entry("tensor:" .. name), name) end
+    for _, name in ipairs { "engine.optim.adamw", "engine.nn.gpt", "engine.schedule.cosine", "engine.data.text", "engine.fp8.matmul",
+                            "engine.history.open", "trainer:run", "history:why", "module:parameters", "optimizer:step" } do
+      assert.is_table(entry(name), name)
+    end
+  end)
+
+  it("has every option of a trainer", function()
+    -- the options as the trainer itself lists them when one is misspelled
+    local known, missing = {}, {}
+    for name in helper.read("lua/engine/train/trainer.lua"):match("local KNOWN = (%b{})"):gmatch("([%w_]+)%s*=") do
+      known[#known + 1] = name
+      if not entry("trainer." .. name, "trainer option") then missing[#missing + 1] = name end
+    end
+    assert.is_true(#known > 30)
+    assert.same({}, missing)
+  end)
+
+  it("has every environment variable that the code reads", function()
+    local missing, count = {}, 0
+    local text = helper.shell("grep -rhoE 'getenv *\\(\"[A-Z_]+\"|\"(ENGINE|RANK|WORLD|LOCAL|OMPI|PMI|PMIX|SLURM|MASTER|TORCHELASTIC)_[A-Z_0-9]+' "
+      .. "core cuda lua --include=*.c --include=*.cu --include=*.lua").out
+    for name in text:gmatch('"([A-Z_0-9]+)') do
+      count = count + 1
+      if not entry(name, "environment variable") and not name:find("^OMPI_ALLOW") then missing[#missing + 1] = name end
+    end
+    assert.is_true(count > 20)
+    assert.same({}, missing)
+  end)
+
+  it("has every policy with its options", function()
+    local policy = require "engine.policy.policy"
+    for _, kind in ipairs { "scale", "fp8" } do
+      for _, name in ipairs(policy.names(kind)) do
+        local found = assert(entry(name, "policy"), name)
+        for option in pairs(policy.load(name, nil, kind == "fp8" and "fp8" or nil).defaults) do
+          assert.is_truthy(found.text:find("\n  " .. option .. " = ", 1, true), name .. "." .. option)
+        end
+      end
+    end
+  end)
+
+  it("has the fields of records and verdicts that the sandbox knows", function()
+    for _, name in ipairs { "record.amax", "record.norm_ref", "record.signals", "verdict.scale", "verdict.lr_mul", "policy.migrate" } do
+      assert.is_true(#entry(name).text > 10, name)
+    end
+  end)
+end)
+
+describe("engine help NAME", function()
+  local function help(name) return helper.run { "help", name } end
+
+  it("prints functions, operations, fields, variables, policies and guides", function()
+    for name, expected in pairs { ["tensor:gelu"] = "Lua function", eng_backward = "C function", ["op.matmul"] = "operation",
+                                  ["policy.record"] = "record%.amax", ["record.amax"] = "largest magnitude", ENGINE_PAIRS = "bf16",
+                                  dynamic = "growth_interval = 2000", ["trainer.steps"] = "trainer option", glossary = "found_inf" } do
+      local result = help(name)
+      assert.are.equal(0, result.code, name .. ": " .. result.err)
+      assert.matches(expected, result.out)
+    end
+  end)
+
+  it("finds a last part, shows several and points at others", function()
+    local result = help "matmul"
+    assert.matches("tensor:matmul", result.out)
+    assert.matches("is the name of %d+ things", help("linear").out)
+  end)
+
+  it("prints a command's own help, and all commands without a name", function()
+    assert.matches("usage: engine plot", help("plot").out)
+    assert.matches("engine replay", helper.run({ "help" }).out)
+  end)
+
+  it("suggests the nearest name", function()
+    local result = help "matmull"
+    assert.are.equal(1, result.code)
+    assert.matches("did you mean 'matmul'", result.err)
+  end)
+end)
+
+describe("the types for editors", function()
+  local folder
+  setup(function() folder = helper.folder() end)
+  teardown(function() helper.remove(folder) end)
+
+  it("are Lua, and hold fields, options and methods", function()
+    local path = folder .. "/engine.d.lua"
+    assert.are.equal(0, helper.run({ "help", "--types", path }).code)
+    assert.is_function(loadfile(path))
+    local text = helper.read(path)
+    for _, line in ipairs { "---@meta engine", "---@class (exact) engine.Verdict", "---@field lr_mul? number", "---@field amax number",
+                            "---@class (exact) engine.TrainerOptions", "---@field steps integer", "function tensor:matmul(",
+                            "function engine.optim.adamw(", "function engine.zeros(", "return engine" } do
+      assert.is_truthy(text:find(line, 1, true), line)
+    end
+  end)
+
+  it("mark a misspelled field, where a language server is installed", function()
+    if helper.shell("command -v lua-language-server").code ~= 0 then return pending("lua-language-server is not installed") end
+    helper.run { "help", "--types", folder .. "/engine.d.lua" }
+    helper.write(folder .. "/.luarc.json", ('{ "runtime.version": "LuaJIT", "workspace.library": ["%s/engine.d.lua"] }'):format(folder))
+    helper.write(folder .. "/mine.lua", [[
+---@type engine.Policy
+local policy = {
+  optons = {},
+  decide = function(state, record)
+    if record.overfow then return { scale = 1, acton = "skip" } --[=[@as engine.Verdict]=] end
+    return state.scale
+  end,
+}
+return policy]])
+    helper.shell(("lua-language-server --check %s --check_format=json --logpath=%s/log"):format(folder, folder))
+    local found = assert(helper.read(folder .. "/log/check.json"))
+    assert.matches("overfow", found)
+    local _, marks = found:gsub("there is no such field", "")
+    assert.is_true(marks >= 2, found)
+  end)
+end)
+
+describe("the pages", function()
+  it("are written without a broken link", function()
+    if helper.shell("command -v cmark-gfm").code ~= 0 then return pending("cmark-gfm is not installed") end
+    local folder = helper.folder()
+    local warnings = require("engine.docs.html").write(reference.new { { name = "plot", doc = "curves", help = "usage", where = "x:1" } }, folder)
+    local page, index_page = helper.read(folder .. "/ref-tensor.html"), helper.read(folder .. "/index.html")
+    local external = helper.shell(("grep -lE '(src|href)=\"https?:.*\\.(js|css)' %s/*.html"):format(folder)).out
+    helper.remove(folder)
+    assert.same({}, warnings)
+    assert.matches('id="tensor:matmul"', page, 1, true)
+    assert.matches("ref-tensor.html#tensor:gelu", index_page, 1, true)
+    assert.are.equal("", external)
+  end)
+end)
