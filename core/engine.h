@@ -22,6 +22,7 @@ extern "C" {
 
 // ------------------------------------------------------------------ status
 
+/// What a function returns: ENG_OK, or ENG_ERR_SHAPE and the like, one for each line of errors.def.
 typedef enum eng_status {
 #define ENG_ERROR(code, number, meaning) ENG_ERR_##code = number,
 #include "errors.def"
@@ -42,6 +43,7 @@ int eng_abi_size(void);
 
 // ------------------------------------------------------------------ number formats
 
+/// The number formats of tensors, ENG_f32 and the like, one for each line of dtypes.def.
 typedef enum eng_dtype {
 #define ENG_DTYPE(name, number, bytes, kind) ENG_##name = number,
 #include "dtypes.def"
@@ -74,6 +76,7 @@ bool eng_format_get(eng_format *out, const char *name);
 
 // ------------------------------------------------------------------ tensors
 
+/// The most dimensions a tensor has.
 enum { ENG_MAX_DIMS = 6 };
 
 /// A tensor as scripts hold it: a slot in the engine's table and the generation it was made in.
@@ -108,6 +111,7 @@ eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 /// Frees a kept tensor. A tensor of the step is forgotten early; its memory returns at step end.
 eng_status eng_free(const eng_tensor *x);
 
+/// Describes a tensor.
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 
 /// Copies `count` elements of host memory in format `from` into the tensor, converting
@@ -162,12 +166,14 @@ void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations
 
+/// The operations, ENG_OP_matmul and the like, one for each line of ops.def.
 typedef enum eng_op {
 #define ENG_OP(name, ...) ENG_OP_##name,
 #include "ops.def"
   ENG_OP_COUNT
 } eng_op;
 
+/// The most inputs, outputs and attributes an operation has.
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
 // The attributes of one operation by name, over `ints` and `floats` of a call: call.sum.mask.
@@ -247,6 +253,7 @@ enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUC
 /// its inputs as codes in x's format, and x is computed again from them.
 enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2, ENG_FP8_KEEP_SWIGLU = 3 };
 
+/// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2
   int32_t block_rows, block_columns;  // 0: the whole side
@@ -254,7 +261,9 @@ typedef struct eng_fp8_role {
   int32_t keep;                       // of x: ENG_FP8_KEEP_*
   double  eps;                        // negative: the rule's
 } eng_fp8_role;
+/// How a product of a layer adds up along K: an accumulator, and its promotion in steps of K.
 typedef struct eng_fp8_product { int32_t accumulator, promotion; } eng_fp8_product;
+/// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
   eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
@@ -392,6 +401,7 @@ typedef struct eng_record {
   double  amax_f16;           // for the history: largest finite |g| as stored among f16 gradients; -1: none are f16, 0: not known
 } eng_record;
 
+/// What a verdict does with the step.
 enum {
   ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3, ENG_ACTIONS = 4
 };
@@ -426,6 +436,7 @@ typedef struct eng_policy_info {
   bool     fp8;               // goes by FP8 layers (its `kind`) and chooses no loss scale
 } eng_policy_info;
 
+/// The types of a policy's options.
 enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };
 
 /// An option with the value in force and the file's default, as text. Options come sorted by name.
@@ -542,6 +553,7 @@ uint64_t eng_params_checksum(const eng_params *set);
 /// The same over the parameters i with which[i] == value.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
+/// The kinds of optimizers.
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
 /// Hyperparameters of one group of parameters; the fields an optimizer does not name it ignores.
@@ -551,6 +563,7 @@ typedef struct eng_hyper {
   int32_t nesterov, reserved;   // sgd
 } eng_hyper;
 
+/// The most optimizers that may have lagged updates at the same time.
 enum { ENG_UPDATE_SLOTS = 64 };
 
 /// One update of all parameters.

@@ -35,7 +35,9 @@ double eng_comm_timeout(double seconds);
 /// The last call of a process, made by itself when it exits: code 0 waits for the others, any other ends them too. Fine without ranks.
 void eng_comm_end(int code);
 
+/// Waits until every rank of the group has called it.
 eng_status eng_comm_barrier(eng_comm *comm);
+/// Copies `bytes` of host memory from rank `root` to all ranks of the group.
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root);
 /// Values of a contiguous tensor, wherever it lies, from `root`.
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);

@@ -37,13 +37,14 @@ usage_error.traceback = false
 
 local optional = {}          -- marks a field without a default
 
--- A field that is nil unless given: config.optional "number", "boolean", "string" or "list".
+--- A field that is nil unless given: config.optional "number", "boolean", "string" or "list".
 function config.optional(type_name)
   assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name],
     "config.optional: expected number, boolean, string or list")
   return setmetatable({ type = type_name }, optional)
 end
 
+--- Ends the script with one line about its arguments, without a traceback. Takes a format and values.
 local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end
@@ -313,8 +314,8 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
--- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges
--- `kinds`. A bad argument raises an object that tostring() turns into text.
+--- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges
+--- `kinds`. A bad argument raises an object that tostring() turns into text.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
   local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
@@ -337,7 +338,7 @@ function config.parse(defaults, args, docs, kinds)
   return result
 end
 
--- Every field as { name, value }, dotted names, in the order of `help`.
+--- Every field as { name, value }, dotted names, in the order of `help`.
 function config.flatten(values)
   local fields = collect(values, "", {})
   local list = {}
@@ -345,7 +346,7 @@ function config.flatten(values)
   return list
 end
 
--- The fields as lines of name=value, in the form the command line takes.
+--- The fields as lines of name=value, in the form the command line takes.
 function config.format(values)
   local lines = {}
   for i, pair in ipairs(config.flatten(values)) do
@@ -354,7 +355,7 @@ function config.format(values)
   return table.concat(lines, "\n")
 end
 
--- The text of `engine script.lua help`.
+--- The text of `engine script.lua help`.
 function config.help(defaults, docs, script)
   local fields = collect(defaults, "", {})
   local rows, width, default_width = {}, 6, 4

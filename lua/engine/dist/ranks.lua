@@ -33,8 +33,10 @@ end
 
 --- What the starter says, without starting anything.
 function M.rank() return launched and launched_rank[0] or 0 end
+--- The number of ranks, as the starter says; 1 without one.
 function M.size() return launched and launched_size[0] or 1 end
 
+--- The transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
 --- A line on stderr that names the rank.
@@ -54,6 +56,7 @@ function M.reduce(x, rule)
   return rule == "mean" and value[0] / M.size() or value[0]
 end
 
+--- Waits until every rank has called it.
 function M.barrier() check(C.eng_comm_barrier(M.world())) end
 
 --- Rank 0's text (or nil) on every rank.

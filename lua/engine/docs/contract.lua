@@ -13,11 +13,6 @@ local TABLES = {
     area = "environment" },
 }
 
---- "`a`, `b`: " before a text that several names share.
-function M.shared(names)
-  return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
-end
-
 local function tables(add)
   for _, t in ipairs(TABLES) do
     local all = {}
@@ -25,7 +20,7 @@ local function tables(add)
       local names, text = {}, {}
       for name in row[1]:gmatch("`([%w_]+)`") do names[#names + 1] = name end
       for i = 2, #row do text[#text + 1] = row[i] end
-      text = M.shared(names) .. table.concat(text, ": ")
+      text = source.shared(names) .. table.concat(text, ": ")
       for _, name in ipairs(names) do
         all[#all + 1] = ("%s%s  %s"):format(t.prefix, name, source.summary(row[#row]))
         add { name = t.prefix .. name, kind = t.kind, area = t.area, signature = t.prefix .. name,
@@ -41,29 +36,11 @@ local function tables(add)
   end
 end
 
---- The options that a doc comment lists in two columns, as { names, text, line }.
-function M.option_list(text)
-  local list, column = {}, nil
-  for line in (text .. "\n"):gmatch("(.-)\n") do
-    local indent, names, gap, rest = line:match("^(  +)([%l_][%w_, ]-)(  +)(%S.*)$")
-    local at = names and #indent + #names + #gap
-    if names and not names:find("[^,] ") then
-      list[#list + 1], column = { names = {}, text = rest }, at
-      for name in names:gmatch("[%w_]+") do table.insert(list[#list].names, name) end
-    elseif column and line:find("^" .. (" "):rep(column) .. "%S") then
-      list[#list].text = list[#list].text .. " " .. line:sub(column + 1)
-    else
-      column = nil
-    end
-  end
-  return list
-end
-
 local function options(trainer, add)
-  for _, option in ipairs(M.option_list(trainer.text)) do
+  for _, option in ipairs(source.option_list(trainer.text)) do
     for _, name in ipairs(option.names) do
       add { name = "trainer." .. name, kind = "trainer option", area = "trainer", where = trainer.where,
-        signature = "engine.trainer { " .. name .. " = ... }", text = M.shared(option.names) .. option.text }
+        signature = "engine.trainer { " .. name .. " = ... }", text = source.shared(option.names) .. option.text }
     end
   end
 end

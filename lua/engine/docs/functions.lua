@@ -21,17 +21,32 @@ local function definition(f)
   return { path = "lua/engine" .. path:sub(#M_ffi.home + 1), line = info.linedefined }
 end
 
--- What precedes a definition and belongs to it: the loop that defines several functions, the class
--- that a constructor is of.
-local function is_lead(line)
-  return line:find("^%s*for .* do%s*$") or line:find("^local %w+ = [%w_.]*class%(")
-end
-
-local function text_of(at)
-  local lines, line = source.lines(at.path), at.line
-  while line > 1 and is_lead(lines[line - 1]) do line = line - 1 end
+local function comment_above(lines, line)
   local text, first = source.comment(lines, line, "%-%-%-?")
   return lines[first] and lines[first]:find("^%s*%-%-%-") and text or ""
+end
+
+-- The doc comment of the function `name`: above the line that makes its class (class("linear")) or
+-- hands it to a maker (define("cosine", ...)), above its definition, or above the loop that defines
+-- it among others. A comment on several that lists them in two columns gives the one line.
+local function text_of(at, name)
+  local lines, line, options = source.lines(at.path), at.line, nil
+  for i, candidate in ipairs(lines) do
+    if candidate:find(('^[%%w_ =.]+%%("%s"'):format(name)) and comment_above(lines, i) ~= "" then
+      line, at.line, options = i, i, candidate:match('"' .. name .. '", (%b{})')
+    end
+  end
+  for above = line - 1, math.max(1, line - 4), -1 do
+    if lines[above]:find("^%s*for ") then line = above end
+    if lines[above]:find("^%s*$") or lines[above]:find("^%s*end") or lines[above]:find("^%s*%-%-") then break end
+  end
+  local text = comment_above(lines, line)
+  for _, row in ipairs(source.option_list(text)) do
+    for _, own in ipairs(row.names) do
+      if own == name then return source.shared(row.names) .. row.text .. "\n\n" .. text:gsub("\n  .*$", "") end
+    end
+  end
+  return options and text .. "\n\nOptions and defaults: " .. options or text
 end
 
 -- "(a, b, ...)"; `skip` parameters are left out at the front.
@@ -90,8 +105,9 @@ function M.read(engine, add)
       table.insert(known[f].names, name)
       return
     end
+    local text = text_of(at, name:match("[^.:]+$"))   -- at becomes where the text is
     known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
-      signature = signature, text = text_of(at), where = ("%s:%d"):format(at.path, at.line) }
+      signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
     add(known[f])
   end
 
@@ -100,7 +116,7 @@ function M.read(engine, add)
       for _, name in ipairs(sorted(class.methods)) do
         local f = rawget(class.methods, name)
         local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
-        if at and text_of(at) ~= "" then enter(class.name .. ":" .. name, f, area, 1) end
+        if at and text_of(at, name) ~= "" then enter(class.name .. ":" .. name, f, area, 1) end
       end
     end
   end
@@ -112,13 +128,12 @@ function M.read(engine, add)
         functions[#functions + 1] = value
         enter(name, value, area)
       elseif type(value) == "table" and rawget(value, "_class") then
-        enter(name, rawget(value, "init") or rawget(value, "forward"), area, 1)
+        enter(name, rawget(value, "init") or rawget(value, "forward"), area,
+          rawget(value, "init") and 1 or math.huge)
       elseif type(value) == "table" and key:find("^%u") then                   -- a class
         for _, method in ipairs(sorted(value)) do
           if type(value[method]) == "function" then enter(key:lower() .. ":" .. method, value[method], area, 1) end
         end
-      elseif type(value) == "table" and rawget(value, "__index") == nil then
-        enter_module(name, value, area, functions)
       end
     end
   end
@@ -134,7 +149,7 @@ function M.read(engine, add)
   for _, name in ipairs(sorted(tensor.getters)) do
     local at = definition(tensor.getters[name])
     add { name = "tensor." .. name, kind = "field", area = "tensor", signature = "tensor." .. name,
-      text = text_of(at), where = ("%s:%d"):format(at.path, at.line) }
+      text = text_of(at, name), where = ("%s:%d"):format(at.path, at.line) }
   end
 
   local _ = engine.nn.gpt2                                          -- loaded on demand

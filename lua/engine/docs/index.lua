@@ -65,7 +65,7 @@ function Index:find(name)
       for _, own in ipairs(entry.names) do
         local same = pass == 1 and own or own:lower()
         local asked = pass == 1 and wanted or wanted:lower()
-        is_full = is_full or same == asked or same:gsub(":", ".") == asked
+        is_full = is_full or same == asked or same:gsub(":", ".") == asked or same == "engine." .. asked
         is_part = is_part or last_part(same) == asked
       end
       if is_full then full[#full + 1] = entry elseif is_part then parts[#parts + 1] = entry end

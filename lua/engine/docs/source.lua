@@ -90,6 +90,29 @@ function M.table_rows(path, heading)
   return rows
 end
 
+--- "`a`, `b`: " before a text that several names share.
+function M.shared(names)
+  return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
+end
+
+--- The options that a doc comment lists in two columns, as { names, text, line }.
+function M.option_list(text)
+  local list, column = {}, nil
+  for line in (text .. "\n"):gmatch("(.-)\n") do
+    local indent, names, gap, rest = line:match("^(  +)([%l_][%w_, ]-)(  +)(%S.*)$")
+    local at = names and #indent + #names + #gap
+    if names and not names:find("[^,] ") then
+      list[#list + 1], column = { names = {}, text = rest }, at
+      for name in names:gmatch("[%w_]+") do table.insert(list[#list].names, name) end
+    elseif column and line:find("^" .. (" "):rep(column) .. "%S") then
+      list[#list].text = list[#list].text .. " " .. line:sub(column + 1)
+    else
+      column = nil
+    end
+  end
+  return list
+end
+
 --- A text as a list of { kind, lines }: "text" (lines that make one paragraph) and "code" (indented
 --- lines, as they are).
 function M.blocks(text)

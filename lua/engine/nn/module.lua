@@ -107,6 +107,7 @@ end
 local Module = {}
 M.Module = Module
 
+--- Whether x is a module.
 local function is_module(x)
   return type(x) == "table" and rawget(x, "_order") ~= nil
 end
@@ -203,7 +204,9 @@ end
 function Module:train(on)
   return self:apply(function(module) rawset(module, "_training", on ~= false) end)
 end
+--- Evaluation mode: dropout is off. Returns the module.
 function Module:eval() return self:train(false) end
+--- Whether the module is in training mode.
 function Module:is_training() return self._training end
 
 --- Runs f(...) in evaluation mode, restores every module's mode and returns f's results.

@@ -230,6 +230,7 @@ function M.unusable(policy, groups)
     end
   end
 end
+--- Whether gradients in f32 can carry a loss scale: M.USABLE says which can.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "scales from 2^-126 to 3.4e38"
 

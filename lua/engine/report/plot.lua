@@ -28,6 +28,7 @@ local function finite(x)
   return type(x) == "number" and x == x and x ~= math.huge and x ~= -math.huge
 end
 
+--- A number in a few digits, as the axes show it.
 local function number_text(x)
   if x == 0 then return "0" end
   local size = math.abs(x)
@@ -187,7 +188,7 @@ end
 
 plot.number_text = number_text
 
--- The plot as text, without a final newline.
+--- The plot as text, without a final newline.
 function plot.draw(options)
   local ascii = options.ascii
   if ascii == nil then ascii = os.getenv("TERM") == "linux" or os.getenv("TERM") == "dumb" end
@@ -239,8 +240,8 @@ function plot.draw(options)
   return table.concat(lines, "\n")
 end
 
--- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each;
--- rows.overflows: their total, if the rows hold only some of the steps.
+--- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each;
+--- rows.overflows: their total, if the rows hold only some of the steps.
 function plot.run(rows, options)
   if type(rows) ~= "table" then
     error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2)

@@ -23,7 +23,7 @@ local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "over
 local REWRITE_SECONDS = 0.1       -- between two rewrites on a terminal
 local PLAIN_SECONDS = 5           -- between two plain lines
 
--- One step as a JSON object, without a newline.
+--- One step as a JSON object, without a newline.
 function progress.json(row)
   local parts = {}
   for i, field in ipairs(json_fields) do
@@ -41,9 +41,9 @@ end
 progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
   show.duration
 
--- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
--- on stdout and nothing else there; quiet: no output. Specs set stream, columns (false: no
--- terminal) and clock.
+--- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
+--- on stdout and nothing else there; quiet: no output. Specs set stream, columns (false: no
+--- terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total
@@ -63,7 +63,7 @@ end
 --- Sets the number of steps of the run.
 function progress:expect(total) self.total = total end
 
--- Columns of the terminal, or false.
+--- Columns of the terminal, or false.
 function progress:columns()
   if self.fixed_columns ~= nil then return self.fixed_columns end
   -- mpirun gives ranks a terminal even if its own output is a file
@@ -71,6 +71,7 @@ function progress:columns()
   return require("engine.base.machine").terminal(1) or false
 end
 
+--- The live line for one step, without a line end.
 function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)
@@ -88,7 +89,7 @@ function progress:line(row, now)
   return table.concat(parts, "  ")
 end
 
--- Called once a step.
+--- Called once a step.
 function progress:update(row)
   if self.quiet then return end
   if self.json_mode then
@@ -122,7 +123,7 @@ function progress:update(row)
   self.shown_at, self.pending = now, false
 end
 
--- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects.
+--- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects.
 function progress:note(text)
   if self.quiet then return end
   if self.json_mode then
@@ -137,7 +138,7 @@ function progress:note(text)
   self.stream:flush()
 end
 
--- Shows the last step and ends the line.
+--- Shows the last step and ends the line.
 function progress:finish()
   if self.quiet or self.json_mode or not self.last then return end
   if self.pending then

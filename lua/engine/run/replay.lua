@@ -109,7 +109,7 @@ function M.runs_of(list)
   return table.concat(words, " ")
 end
 
--- The options that differ from the file's defaults: "growth_interval=500".
+--- The options that differ from the file's defaults: "growth_interval=500".
 local function changed(r)
   local words = {}
   for _, name in ipairs(r.option_names or {}) do

@@ -246,24 +246,29 @@ local function affine(x, factor, term)
   return run1("affine", x)
 end
 
+--- a + b, with broadcasting; b may be a number.
 local function add(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, 1, b) end
   if type(a) == "number" and is_float(b) then return affine(b, 1, a) end
   return pair("add", a, b)
 end
+--- a - b, with broadcasting; b may be a number.
 local function sub(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, 1, -b) end
   if type(a) == "number" and is_float(b) then return affine(b, -1, a) end
   return pair("sub", a, b)
 end
+--- a * b elementwise, with broadcasting; b may be a number.
 local function mul(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, b, 0) end
   if type(a) == "number" and is_float(b) then return affine(b, a, 0) end
   return pair("mul", a, b)
 end
+--- a / b, with broadcasting; b may be a number. Integers give floats.
 local function div(a, b)
   return pair("div", a, b)
 end
+--- a ^ b, with broadcasting; b may be a number.
 local function pow(a, b)
   if type(b) ~= "number" or not is_float(a) then return pair("pow", a, b) end
   floats[0], floats[1] = b, 0
@@ -273,11 +278,30 @@ end
 -- Elementwise, with broadcasting; b may be a number. Also as +, -, *, / and ^.
 methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
+--- Elementwise, with broadcasting; b may be a number. A NaN on either side of maximum and minimum gives
+--- NaN; comparisons give bool.
+---   maximum, minimum   the larger, the smaller of a and b
+---   eq, ne             a == b, a ~= b
+---   lt, le, gt, ge     a < b, a <= b, a > b, a >= b
 for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
   local compares = #name == 2
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
+--- Computed in f32 (f64 for f64) and rounded once into x's dtype, or the dtype that autocast says.
+---   neg, abs           -x, the magnitude
+---   exp, log           e^x, the natural logarithm
+---   sqrt, rsqrt        the square root, 1 / sqrt(x)
+---   sin, cos, tanh     of x in radians
+---   sigmoid            1 / (1 + e^-x)
+---   log_sigmoid        log(sigmoid(x))
+---   softplus           log(1 + e^x)
+---   relu               max(x, 0)
+---   silu               x * sigmoid(x)
+---   contiguous         a row-major copy
+---   softmax            e^x / sum(e^x) over the last dimension
+---   log_softmax        log(softmax(x)) over the last dimension
+---   logsumexp          log(sum(e^x)) over the last dimension, without that dimension
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh",
   "sigmoid", "log_sigmoid", "softplus",
   "relu", "silu", "contiguous", "softmax", "log_softmax", "logsumexp" } do

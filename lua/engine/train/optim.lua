@@ -130,6 +130,7 @@ local function parameter_set(list)
 end
 
 local info = M_ffi.new("eng_tensor_info")
+--- Whether backward() computes the gradient of x.
 function M.requires_grad(x)
   check(C.eng_info(info, x))
   return info.requires_grad ~= 0
@@ -182,6 +183,13 @@ local function new(name, model, options)
   return self
 end
 
+--- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a list of
+--- tensors. Options of all: lr, weight_decay, precision (a recipe), moments ("f32", "bf16"), groups, decay
+--- ("matrices": no weight decay on vectors). One update unscales, clips, moves the weights and rounds them.
+---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
+---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the gradient; lr 1e-3
+---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
+---   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the weights; lr 1e-4
 for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
 end
