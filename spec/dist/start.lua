@@ -6,7 +6,11 @@ local M = {}
 M.there = helper.shell("command -v mpirun").code == 0
   and helper.read(require("engine.base.ffi").library_dir .. "/libengine_mpi.so") ~= nil
 
-local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1"
+-- The ranks are on this machine: shared memory and the loopback interface carry everything, and
+-- libfabric, which may look up the machine's own name, stays out. Names for Open MPI 4 and 5.
+local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+  .. "OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_mtl=^ofi,psm,psm2 OMPI_MCA_oob_tcp_if_include=lo "
+  .. "PRTE_MCA_prte_if_include=lo PMIX_MCA_ptl_base_if_include=lo"
 local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0"
 
 local function quoted(words, settings)
@@ -25,17 +29,25 @@ function M.command(n, script, settings, options)
   return table.concat(words, " ")
 end
 
---- The command of ranks that are not alike: a list of { engine =, script =, settings =, environment = "A=B", n = 1 }; `script` is that of all
---- that name none, `program` in its place is any other command.
+--- The command of ranks that differ. parts, for the ranks in order: a list of { n = 1, engine =,
+--- script = (the default is `script`), settings =, environment = "A=B" }, or { program = "any other
+--- command" }. mpirun starts n shells, each of which becomes its rank's command: mpirun of Open MPI 5.0
+--- with an external PMIx (Debian 13) crashes on commands separated by ":" (open-mpi/ompi issue 13303).
 function M.mixed(parts, script, options)
-  local words = { ENVIRONMENT, "timeout -k 5", options and options.limit or 60, MPIRUN }
-  for i, part in ipairs(parts) do
-    if i > 1 then words[#words + 1] = ":" end
-    words[#words + 1] = ("-np %d env %s"):format(part.n or 1, part.environment or "")
-    words[#words + 1] = part.program or helper.quote(part.engine or helper.engine) .. " " .. (part.script or script)
+  local cases, n = {}, 0
+  for _, part in ipairs(parts) do
+    local words = { "exec env", part.environment or "" }
+    words[3] = part.program
+      or helper.quote(part.engine or helper.engine) .. " " .. (part.script or script)
     quoted(words, part.settings)
+    for _ = 1, part.n or 1 do
+      cases[n + 1] = ("%d) %s ;;"):format(n, table.concat(words, " "))
+      n = n + 1
+    end
   end
-  return table.concat(words, " ")
+  local shell = ("case $OMPI_COMM_WORLD_RANK in %s esac"):format(table.concat(cases, " "))
+  return ("%s timeout -k 5 %d %s -np %d sh -c %s"):format(ENVIRONMENT,
+    options and options.limit or 60, MPIRUN, n, helper.quote(shell))
 end
 
 --- The command of n ranks that no MPI knows of, started as torchrun starts them, each with a fake card (spec/cuda/) and the fake NCCL between
