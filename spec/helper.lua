@@ -1,9 +1,15 @@
 -- For specs: running the engine and other programs, files to write into.
+local ffi = require "ffi"
 local helper = {}
 
 local has_host, host = pcall(require, "engine.host")
 -- The binary under test: the one that runs this spec, else the one in the tree.
 helper.engine = has_host and host.executable or "./engine"
+
+-- Plots choose their characters by TERM (ASCII for "dumb" and "linux"); specs expect those of an
+-- ordinary terminal, whatever starts them.
+ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
+ffi.C.setenv("TERM", "xterm", 1)
 
 -- Built with sanitizers: slower, and no place for time limits.
 helper.sanitized = os.getenv("ENGINE_SANITIZED") ~= nil

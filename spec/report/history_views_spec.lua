@@ -4,6 +4,7 @@ local curves = require "engine.run.curves"
 local heat = require "engine.report.heat"
 local history = require "engine.run.history"
 local scratch = require "spec.store.scratch"
+require "spec.helper"     -- TERM
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local record, verdict = ffi.new("eng_record"), ffi.new("eng_verdict")

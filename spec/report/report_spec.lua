@@ -124,6 +124,11 @@ describe("a run's commands", function()
     assert.matches("^loss   [%d.]+ to ", result.out)
     assert.matches("\n\nloss scale", result.out, 1, true)
     assert.matches("× overflow", result.out, 1, true)
+    for _, terminal in ipairs { "dumb", "linux" } do
+      local plain = shell(("cd %s && TERM=%s %s plot a --width 70"):format(quote(folder), terminal, engine)).out
+      assert.matches("\nx overflow", (plain:gsub("\n +", "\n")), 1, true)
+      assert.is_nil(plain:find("[\128-\255]"))
+    end
     assert.matches("^largest gradient", inside("plot runs/a --columns amax,underflow --from 10 --to 20 --width 70").out)
     assert.matches("by exponent", inside("plot a --heatmap exponent --width 100").out, 1, true)
     assert.equal("p.svg\n", inside("plot a --svg p.svg --columns loss,scale,norm").out)
