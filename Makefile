@@ -59,7 +59,7 @@ PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
+.PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated distros check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -199,6 +199,7 @@ PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev l
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
 
+# The only target that calls the package manager. `make demo` and `make test` begin with it.
 deps:
 	@if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then \
 	  missing=; \
@@ -208,11 +209,14 @@ deps:
 	  [ -z "$$missing" ] && exit 0; \
 	  sudo=; \
 	  if [ "$$(id -u)" != 0 ]; then \
-	    command -v sudo >/dev/null || { echo "missing packages; as root: apt-get install$$missing"; exit 1; }; sudo=sudo; \
+	    command -v sudo >/dev/null || \
+	      { echo "missing packages; as root: apt-get install$$missing"; exit 1; }; \
+	    sudo=sudo; \
 	  fi; \
-	  echo "installing:$$missing"; \
-	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq update; \
-	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null; \
+	  apt="$$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"; \
+	  echo "make deps installs with apt-get:$$missing"; \
+	  $$apt update; \
+	  $$apt -y install --no-install-recommends $$missing </dev/null >/dev/null; \
 	else \
 	  missing=; \
 	  for t in $(TOOLS); do command -v $$t >/dev/null || missing="$$missing $$t"; done; \
@@ -274,6 +278,10 @@ ifneq ($(EMULATED_CARD),)
 else
 	@echo "no nvcc: skipped"
 endif
+
+# The two commands of the README in clean chroots of Debian's releases; needs root and debootstrap.
+distros:
+	@sh spec/distros.sh
 
 check: built
 	@$(MAKE) --no-print-directory lint
@@ -437,6 +445,7 @@ help:
 	@echo "make sanitize-emulated  the same under sanitizers: kernels that leave their memory"
 	@echo "make spills      CUDA kernels that keep registers in memory; fails where one should not"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
+	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid; as root (spec/distros.sh)"
 	@echo "make bench       speed beside PyTorch, in ratios"
 	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"
 	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
