@@ -6,11 +6,10 @@ local M = {}
 M.there = helper.shell("command -v mpirun").code == 0
   and helper.read(require("engine.base.ffi").library_dir .. "/libengine_mpi.so") ~= nil
 
--- The ranks are on this machine: shared memory and the loopback interface carry everything, and
--- libfabric, which may look up the machine's own name, stays out. Names for Open MPI 4 and 5.
+-- The ranks are on this machine: shared memory carries their messages, Open MPI 4 starts them over
+-- the loopback interface, and libfabric, which may look up the machine's own name, stays out.
 local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
-  .. "OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_mtl=^ofi,psm,psm2 OMPI_MCA_oob_tcp_if_include=lo "
-  .. "PRTE_MCA_prte_if_include=lo PMIX_MCA_ptl_base_if_include=lo"
+  .. "OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_mtl=^ofi,psm,psm2 OMPI_MCA_oob_tcp_if_include=lo"
 local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0"
 
 local function quoted(words, settings)
