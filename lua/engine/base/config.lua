@@ -44,7 +44,8 @@ function config.optional(type_name)
   return setmetatable({ type = type_name }, optional)
 end
 
---- Ends the script with one line about its arguments, without a traceback. Takes a format and values.
+--- A field that is nil unless given: config.optional "number", "boolean", "string" or
+--- "list".
 local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end
