@@ -44,8 +44,7 @@ function config.optional(type_name)
   return setmetatable({ type = type_name }, optional)
 end
 
---- A field that is nil unless given: config.optional "number", "boolean", "string" or
---- "list".
+-- Ends the script with one line about its arguments, without a traceback: a format and its values.
 local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end

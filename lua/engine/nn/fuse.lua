@@ -73,6 +73,13 @@ function M.swiglu_mlp(gate, up, down)
   return y
 end
 
+--- engine.attention(q, k, v, options) whose result goes to the linear layer `out`: an FP8 site that
+--- keeps its input in e5m6 makes attention keep the same codes.
+function M.attention(q, k, v, out, options)
+  options.site = rawget(out, "_fp8")
+  return tensor.attention(q, k, v, options)
+end
+
 -- ------------------------------------------------------------------ residuals and norms
 
 --- x:layer_norm(...); with a branch, the norm of x + branch, and x + branch.
