@@ -3,8 +3,8 @@
 -- in a comment is written to that file; other Lua blocks are run.
 local helper = require "spec.helper"
 
-local GUIDES = { "README", "getting-started", "write-a-policy", "from-pytorch", "fp8", "many-ranks", "gpu",
-  "environment", "glossary", "examples" }
+local GUIDES = {}
+for path in helper.shell("ls docs/*.md").out:gmatch("docs/([%w_-]+)%.md") do GUIDES[#GUIDES + 1] = path end
 
 -- { language, text, line } of a page.
 local function blocks_of(path)
@@ -60,10 +60,4 @@ describe("the guide", function()
       end
     end)
   end
-
-  it("pages are all in this spec", function()
-    local listed = {}
-    for _, name in ipairs(GUIDES) do listed[name] = true end
-    for path in helper.shell("ls docs/*.md").out:gmatch("docs/([%w_-]+)%.md") do assert.is_true(listed[path] or false, path) end
-  end)
 end)

@@ -52,6 +52,18 @@ describe("the reference", function()
     end
   end)
 
+  it("shows an example for every function that models and loops are made of", function()
+    local missing = {}
+    for _, e in ipairs(index.entries) do
+      local wanted = e.kind == "Lua function" and not e.example and (e.area == "tensor" or e.area == "engine" or e.area == "optim"
+        or e.area == "schedule" or e.area == "data" or e.area == "fp8" or e.area == "nn")
+      if wanted and (e.name:find("^engine%.[%l_]+$") or e.name:find("^engine%.%w+%.[%w_]+$") or e.name:find("^tensor:")) then
+        missing[#missing + 1] = e.name
+      end
+    end
+    assert.same({}, missing)
+  end)
+
   it("has every option of a trainer", function()
     -- the options as the trainer itself lists them when one is misspelled
     local known, missing = {}, {}

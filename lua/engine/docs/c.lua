@@ -38,40 +38,58 @@ local function header(path, add)
   end
 end
 
--- The facts of an operation under the column names that the table's first line gives. Its text is
--- the comment above its group and the comment beside it.
+-- "2, (a, b), c" -> { "2", "(a, b)", "c" }
+local function arguments(text)
+  local list, depth, current = {}, 0, ""
+  for c in (text .. ","):gmatch(".") do
+    depth = depth + (c == "(" and 1 or c == ")" and -1 or 0)
+    if c == "," and depth == 0 then list[#list + 1], current = current:match("^%s*(.-)%s*$"), ""
+    else current = current .. c end
+  end
+  return list
+end
+
+-- core/ops.def: its first comment names the arguments of each macro, ENG_OP(name, inputs, ...). ENG_OP
+-- and ENG_UNARY make an operation, the other macros add facts to it. The text of an operation is the
+-- comment above its group.
 local function operations(add)
   local path = "core/ops.def"
-  local lines, columns = source.lines(path), nil
-  local text, below = "", false
-  for i, line in ipairs(lines) do
-    local name, rest = line:match("^ENG_OP%(%s*([%w_]+)%s*,%s*(.*)$")
+  local lines, columns, made = source.lines(path), {}, {}
+  local text, below, i = "", false, 1
+  while i <= #lines do
+    local line, first = lines[i], i
+    local macro, names = line:match("^// ENG_([%u_]+)%(name,? ?([^)]*)%)")
+    if macro then columns[macro] = arguments(names) end
+    macro = line:match("^ENG_([%u_]+)%(")
     if line:find("^//") then
       if below then text = "" end
       text, below = text .. line:gsub("^// ?", "") .. "\n", false
-      columns = columns or line:match("ENG_OP%(name, ([^)]*)%)")
-      if line:find("ENG_OP%(name") then text = "" end
-    elseif line:find("^%s*$") then
+    elseif macro then
+      while not line:find("%)%s*$") and not line:find("%)%s*//") and lines[i + 1] do
+        i = i + 1
+        line = line .. " " .. lines[i]:match("^%s*(.-)%s*$")
+      end
+      local body, beside = line:match("%((.*)%)%s*//%s*(.*)$")
+      local values = arguments(body or line:match("%((.*)%)"))
+      local name, facts = table.remove(values, 1), {}
+      for k, value in ipairs(values) do
+        if not value:find("^%(no_") then facts[k] = ("%s %s"):format((columns[macro] or {})[k] or "", value) end
+      end
+      for k = #values, 1, -1 do
+        if not facts[k] then table.remove(facts, k) end
+      end
+      facts, below = table.concat(facts, ", "), true
+      if macro == "OP" or macro == "UNARY" then
+        made[name] = { name = "op." .. name, kind = "operation", area = "operations", signature = name .. ": " .. facts,
+          text = (beside and name .. ": " .. beside .. "\n\n" or "") .. text, where = ("%s:%d"):format(path, first) }
+        add(made[name])
+      elseif made[name] then
+        made[name].signature = ("%s\n  %s %s"):format(made[name].signature, macro:lower():gsub("_", " "), facts)
+      end
+    else
       text = ""
-    elseif name then
-      below = true
-      local j = i
-      while not rest:find("%)%s*$") and not rest:find("%)%s*//") and lines[j + 1] do
-        j = j + 1
-        rest = rest .. " " .. lines[j]:match("^%s*(.-)%s*$")
-      end
-      local values, beside = rest:match("^(.-)%)%s*//%s*(.*)$")
-      values = values or rest:match("^(.-)%)%s*$") or rest
-      local facts, names = {}, {}
-      for column in (columns or ""):gmatch("[%w_]+") do names[#names + 1] = column end
-      for value in (values .. ","):gmatch("%s*(.-)%s*,") do
-        facts[#facts + 1] = ("%s %s"):format(names[#facts + 1] or "", value)
-      end
-      add { name = "op." .. name, kind = "operation", area = "operations",
-        signature = ("%s: %s"):format(name, table.concat(facts, ", ")),
-        text = (beside and name .. ": " .. beside .. "\n\n" or "") .. text,
-        where = ("%s:%d"):format(path, i) }
     end
+    i = i + 1
   end
 end
 

@@ -63,7 +63,7 @@ end
 
 -- ------------------------------------------------------------------ saving
 
--- Removes all but the newest `keep` checkpoints.
+--- Removes all but the newest `keep` checkpoints.
 local function prune(dir, keep)
   local all = list(dir)
   for i = 1, #all - keep do remove(all[i].path) end
