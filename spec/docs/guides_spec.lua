@@ -54,7 +54,7 @@ describe("the guide", function()
           local result = helper.shell(("cd %s && ./engine block.lua"):format(helper.quote(folder)))
           assert.are.equal(0, result.code, where .. ": " .. result.err)
         elseif block.language == "sh" then
-          local result = helper.shell(("cd %s && set -e\n%s"):format(helper.quote(folder), block.text))
+          local result = helper.shell(("cd %s && set -e && PATH=$PWD:$PATH\n%s"):format(helper.quote(folder), block.text))
           assert.are.equal(0, result.code, where .. ": " .. result.err)
         end
       end

@@ -21,26 +21,28 @@ local function definition(f)
   return { path = "lua/engine" .. path:sub(#M_ffi.home + 1), line = info.linedefined }
 end
 
-local function comment_above(lines, line)
+local function comment_above(lines, line, mark)
   local text, first = source.comment(lines, line, "%-%-%-?")
-  return lines[first] and lines[first]:find("^%s*%-%-%-") and text or ""
+  return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- The doc comment of the function `name`: above the line that makes its class (class("linear")) or
--- hands it to a maker (define("cosine", ...)), above its definition, or above the loop that defines
--- it among others. A comment on several that lists them in two columns gives the one line.
+-- The doc comment of the function `name`: above the line that makes its class (class("linear")),
+-- hands it to a maker (define("cosine", ...)) or exports it (M.backward = backward), above its
+-- definition, or above the loop that defines it among others. A comment on several functions that
+-- lists them in two columns gives the one line.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
-    if candidate:find(('^[%%w_ =.]+%%("%s"'):format(name)) and comment_above(lines, i) ~= "" then
+    local leads = candidate:find(('^[%%w_ =.]+%%("%s"'):format(name)) or candidate:find("^[%w_.]+%." .. name .. " = %a")
+    if leads and comment_above(lines, i, "%-%-%-") ~= "" then
       line, at.line, options = i, i, candidate:match('"' .. name .. '", (%b{})')
     end
   end
   for above = line - 1, math.max(1, line - 4), -1 do
-    if lines[above]:find("^%s*for ") then line = above end
+    if lines[above]:find("^%s*for ") and not lines[line - 1]:find("^%s*%-%-") then line = above end
     if lines[above]:find("^%s*$") or lines[above]:find("^%s*end") or lines[above]:find("^%s*%-%-") then break end
   end
-  local text = comment_above(lines, line)
+  local text = comment_above(lines, line, "%-%-")
   for _, row in ipairs(source.option_list(text)) do
     for _, own in ipairs(row.names) do
       if own == name then return source.shared(row.names) .. row.text .. "\n\n" .. text:gsub("\n  .*$", "") end

@@ -40,7 +40,9 @@ end
 
 local OPTIONS = { scale = true, retain = true }
 
--- M.backward, below.
+--- Computes the gradients of a loss with one element into the `grad` of every leaf that requires
+--- one, added to what is there. Options: scale (1: the gradient's seed), retain (keeps the tape, so
+--- that backward can run again).
 local function backward(loss, options)
   if not tensor.is_tensor(loss) then
     raise("backward: expected a tensor, got %s", M_ffi.value_text(loss))
@@ -65,11 +67,7 @@ local function backward(loss, options)
   if not options.retain then nodes.rules = {} end
 end
 tensor.methods.backward = backward
-
---- Computes the gradients of a loss with one element into the `grad` of every leaf that requires
---- one, added to what is there. Options: scale (1: the gradient's seed), retain (keeps the tape, so
---- that backward can run again).
-function M.backward(loss, options) return backward(loss, options) end
+M.backward = backward
 
 local function restore(before, good, ...)
   C.eng_grad_enabled(before)

@@ -392,6 +392,7 @@ end
 ---   log                          "line", "json" or "quiet"
 ---   on_step                      function(trainer, record, verdict)
 ---   on_policy_error              "hold": continue with the last good verdict; "stop": end the run
+---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
 ---                                overflow)
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
