@@ -1,8 +1,11 @@
 -- The reference and the guides as a folder of pages: an index with a search, a page for each area,
 -- a page for each guide. Nothing on them comes from elsewhere. Called by `engine help --html FOLDER`.
 local M_ffi = require "engine.base.ffi"
+local file = require "engine.base.file"
 local page = require "engine.docs.page"
 local source = require "engine.docs.source"
+
+local C = M_ffi.C
 
 local M = {}
 
@@ -39,13 +42,6 @@ q.oninput = () => {
   }));
 };
 </script>]]
-
-local function write(path, text)
-  local file, why = io.open(path, "wb")
-  if not file then error("cannot write " .. tostring(why), 0) end
-  local good, problem = file:write(text)
-  if not (file:close() and good) then error(("cannot write %s: %s"):format(path, problem or "is the disk full?"), 0) end
-end
 
 local function page_of(entry)
   return entry.kind == "guide" and (entry.name == "docs" and "guides" or entry.name) .. ".html" or "ref-" .. entry.area .. ".html"
@@ -86,7 +82,7 @@ end
 --- Writes the pages into a folder; returns a list of warnings: entries without documentation, links
 --- that lead nowhere.
 function M.write(index, folder)
-  M_ffi.check(M_ffi.C.eng_file_mkdir(folder))
+  M_ffi.check(C.eng_file_mkdir(folder))
   local warnings, links, anchors, pending = {}, {}, {}, {}
   for _, entry in ipairs(index:gaps()) do
     warnings[#warnings + 1] = ("%s: %s has no documentation"):format(entry.where, entry.name)
@@ -98,7 +94,7 @@ function M.write(index, folder)
   local function publish(name, title, body)
     for id in body:gmatch('id="([^"]*)"') do anchors[name .. "#" .. id] = true end
     anchors[name] = true
-    write(folder .. "/" .. name, page.frame(title, body))
+    file.write(folder .. "/" .. name, page.frame(title, body))
   end
 
   local guides = {}
@@ -108,8 +104,8 @@ function M.write(index, folder)
       local path = entry.where:match("^(.*):%d+$")
       local function resolve(target)
         if target:find("^%a+:") then return target end
-        local file, anchor = target:match("^([^#]*)(#?.*)$")
-        local full = file == "" and path or path:match("^(.-)[^/]*$") .. file
+        local name, anchor = target:match("^([^#]*)(#?.*)$")
+        local full = name == "" and path or path:match("^(.-)[^/]*$") .. name
         repeat local n; full, n = full:gsub("[^/]+/%.%./", "", 1) until n == 0
         for _, other in ipairs(index.entries) do
           if other.kind == "guide" and other.where == full .. ":1" then

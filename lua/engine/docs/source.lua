@@ -1,8 +1,7 @@
 -- The texts that the reference is made of: files of the tree by name, the comment above a line,
 -- the tables of a Markdown page. Used by the readers in this folder.
 local M_ffi = require "engine.base.ffi"
-
-local C, ffi = M_ffi.C, M_ffi.ffi
+local file = require "engine.base.file"
 
 local M = {}
 
@@ -13,7 +12,7 @@ function M.path(name)
   if module then return M_ffi.home .. "/" .. module end
   for _, share in ipairs(M_ffi.shares) do
     local path = share .. "/" .. name
-    if C.eng_file_kind(path) ~= 0 then return path end
+    if file.exists(path) then return path end
   end
 end
 
@@ -22,11 +21,11 @@ local files = {}
 --- The lines of a file of the tree, or nil.
 function M.lines(path)
   if files[path] == nil then
-    local file = io.open(M.path(path) or "", "rb")
-    local list = file and {} or false
-    if file then
-      for line in file:lines() do list[#list + 1] = (line:gsub("\r$", "")) end
-      file:close()
+    local handle = io.open(M.path(path) or "", "rb")
+    local list = handle and {} or false
+    if handle then
+      for line in handle:lines() do list[#list + 1] = (line:gsub("\r$", "")) end
+      handle:close()
     end
     files[path] = list
   end
@@ -41,16 +40,10 @@ end
 
 --- Paths of the files in a folder whose names end in `ending`, sorted.
 function M.list(folder, ending)
-  local paths, listing = {}, ffi.new("eng_listing *[1]")
-  if C.eng_file_list(listing, M.path(folder) or "") ~= 0 then return paths end
-  local i = 0
-  while true do
-    local name = C.eng_listing_name(listing[0], i)
-    if name == nil then break end
-    name, i = ffi.string(name), i + 1
+  local paths = {}
+  for _, name in ipairs(file.names(M.path(folder) or "") or {}) do
     if name:sub(-#ending) == ending then paths[#paths + 1] = folder .. "/" .. name end
   end
-  C.eng_listing_free(listing[0])
   return paths
 end
 

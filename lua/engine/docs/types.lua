@@ -1,5 +1,6 @@
 -- engine.d.lua: the types of what scripts and policies write, for editors with LuaLS. Made from the
 -- same entries as the pages. Called by `engine help --types FILE`.
+local file = require "engine.base.file"
 local source = require "engine.docs.source"
 
 local M = {}
@@ -149,10 +150,7 @@ function M.write(index, path)
     end
   end
   out[#out + 1] = "return engine"
-  local file, why = io.open(path, "wb")
-  if not file then error("cannot write " .. tostring(why), 0) end
-  file:write(table.concat(out, "\n"), "\n")
-  file:close()
+  file.write(path, table.concat(out, "\n") .. "\n")
   return {}
 end
 
