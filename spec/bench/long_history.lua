@@ -2,7 +2,7 @@
 --   ./engine spec/bench/long_history.lua /tmp/long 1000000      writes /tmp/long/history.db and times what people ask
 -- It goes through the engine's own writer, so it is laid out as a run's history is.
 local M_ffi = require "engine.base.ffi"
-local history = require "engine.run.history"
+local history = require("engine").history
 local machine = require "engine.base.machine"
 
 local ffi, C = M_ffi.ffi, M_ffi.C

@@ -207,8 +207,8 @@ describe("data", function()
     end
     assert.error_matches(function() data.text { text = "0123456789", batch = 2, context = 4, seed = 3 }:restore(state) end, "saved with kind tokens")
     assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(state) end, "saved with examples 11, the loader has 14")
-    assert.error_matches(function() loader():restore(5) end, "expected a place as state%(%) gives it, got 5")
-    assert.error_matches(function() loader():restore { at = -1 } end, "expected a place")
+    assert.error_matches(function() loader():restore(5) end, "expected a position from state%(%), got 5")
+    assert.error_matches(function() loader():restore { at = -1 } end, "expected a position")
   end)
 
   it("a batch goes with the step, also where none is open", function()

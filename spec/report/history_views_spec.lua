@@ -2,7 +2,7 @@
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
 local heat = require "engine.report.heat"
-local history = require "engine.run.history"
+local history = require("engine").history
 local scratch = require "spec.store.scratch"
 require "spec.helper"     -- TERM
 
@@ -92,11 +92,11 @@ describe("what a history shows", function()
     local text = tostring(h:plot("loss", { width = 60 }))
     assert.matches("^loss   2001 to 5000, at the end", text)
     assert.matches("× overflow (30)", text, 1, true)
-    assert.matches("a column of dots: 25 steps", text, 1, true)
+    assert.matches("each column of dots spans the values of 25 steps", text, 1, true)
     assert.matches("^loss scale   1024 to 4096", tostring(h:plot("scale", { width = 60 })))
     assert.matches("^largest gradient   0.25 to 0.25, at the end 0.25 %(log%)", tostring(h:plot("amax", { log = true, width = 60 })))
     assert.matches("\n\nloss scale", tostring(h:plot({ "loss", "scale" }, { from = 0, to = 20, width = 60 })), 1, true)
-    assert.equal("the history has no steps there", tostring(h:plot("loss", { from = 9000 })))
+    assert.equal("the history has none of these steps", tostring(h:plot("loss", { from = 9000 })))
     local function fails(what, ...)
       local good, message = pcall(h.plot, h, ...)
       assert.is_false(good)
@@ -108,7 +108,7 @@ describe("what a history shows", function()
 
   it("draws layers by exponent and over time", function()
     local text = tostring(h:heatmap { width = 120 })
-    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; at the right", text)
+    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; on the right, the largest of each layer", text)
     assert.matches("f16 gradients as stored, by exponent", text, 1, true)
     assert.matches("     wte ▏", text, 1, true)
     assert.matches("blocks.1 ▏[^\n]*2%^8.0, 8.0 bits of room\n", text)

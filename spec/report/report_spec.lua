@@ -177,7 +177,7 @@ describe("a run's commands", function()
     assert.equal("", inside("fp8.lua run=eight steps=10 policy=static").err)
     local html = inside("report eight -o -").out
     assert.matches("<h2>FP8 layers</h2>", html, 1, true)
-    assert.matches("From 3 looks", html, 1, true)
+    assert.matches("From 3 measurements", html, 1, true)
     local data = require("cjson").decode(html:match('<script type="application/json" id="data">(.-)</script>')).fp8
     assert.same({ "1 x", "3 x", "1 w", "3 w", "1 dy", "3 dy" }, data.names)
     assert.same({ 0, 4, 8 }, { data.cells[1][1][1], data.cells[6][2][1], data.cells[6][3][1] })

@@ -216,10 +216,10 @@ describe("history", function()
     h:event(5, "swap", "to max_value")
     local text = h:why(5)
     for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped", "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8].",
-      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row", "The loss was 2, 2 the step before.", "Event swap: to max_value" } do
+      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row", "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
     end
-    assert.truthy(h:why(8):find("The overflow before it was at step 5, 3 steps earlier.", 1, true))
+    assert.truthy(h:why(8):find("The previous overflow was at step 5, 3 steps earlier.", 1, true))
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
     assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))              -- no quotes
