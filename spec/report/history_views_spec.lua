@@ -120,7 +120,7 @@ describe("what a history shows", function()
     text = tostring(h:heatmap { only = "blocks.1", width = 120 })
     assert.matches("blocks.1.mlp.weight ▏", text, 1, true)
     assert.not_matches("wte", text)
-    assert.has_error(function() h:heatmap { by = "steps" } end, "heatmap: by is 'exponent' or 'time', got 'steps'")
+    assert.has_error(function() h:heatmap { by = "steps" } end, "heatmap: expected by as 'exponent' or 'time', got 'steps'")
     assert.has_error(function() h:heatmap { only = "nothing" } end)
   end)
 

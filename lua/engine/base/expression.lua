@@ -50,31 +50,27 @@ function unary(text, position, depth)
   return sign == "-" and -value or value, position
 end
 
-local function product(text, position, depth)
-  local value
-  value, position = unary(text, position, depth)
-  while true do
-    local sign = text:match("^[*/%%]", position)
-    if not sign then return value, position end
-    local right
-    right, position = unary(text, text:match("^%s*()", position + 1), depth)
-    if sign == "*" then
-      value = value * right
-    elseif sign == "/" then value = value / right else value = value % right end
+local OPERATIONS = {
+  ["*"] = function(a, b) return a * b end, ["/"] = function(a, b) return a / b end,
+  ["%"] = function(a, b) return a % b end, ["+"] = function(a, b) return a + b end,
+  ["-"] = function(a, b) return a - b end,
+}
+
+-- A rule for operands joined from the left by the signs that `pattern` matches.
+local function chain(operand, pattern)
+  return function(text, position, depth)
+    local value, right
+    value, position = operand(text, position, depth)
+    while true do
+      local sign = text:match(pattern, position)
+      if not sign then return value, position end
+      right, position = operand(text, text:match("^%s*()", position + 1), depth)
+      value = OPERATIONS[sign](value, right)
+    end
   end
 end
 
-function sum(text, position, depth)
-  local value
-  value, position = product(text, position, depth)
-  while true do
-    local sign = text:match("^[+-]", position)
-    if not sign then return value, position end
-    local right
-    right, position = product(text, text:match("^%s*()", position + 1), depth)
-    value = sign == "+" and value + right or value - right
-  end
-end
+sum = chain(chain(unary, "^[*/%%]"), "^[+-]")
 
 return function(text)
   local ok, value, position = pcall(function()

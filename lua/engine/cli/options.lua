@@ -54,7 +54,7 @@ local function plain_word(word, given, spec)
   local name, value = word:match("^([%a_][%w_]*)=(.*)$")
   if policies and name then
     if #policies == 0 then
-      fail("'%s' stands before any --policy FILE, whose option it could be", word)
+      fail("'%s' is a policy's option, and no --policy FILE comes before it", word)
     end
     policies[#policies].options[name] = value
   elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then
@@ -83,7 +83,7 @@ function M.parse(words, spec)
     elseif kind and kind ~= "switch" then
       if not text then
         i = i + 1
-        text = words[i] or fail("%s wants a value", dashed(name))
+        text = words[i] or fail("%s: expected a value", dashed(name))
       end
       if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
       else given[name] = VALUE[kind](name, text, given[name]) end

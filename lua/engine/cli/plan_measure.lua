@@ -1,21 +1,24 @@
--- What `engine plan` measures on this machine: the cost of a message and of a byte between two processes, a step of the script's trainer,
--- and, with measure=, whole jobs of 1, 2, 4 ... ranks, a thread each, beside which predictions stand.
+-- The measurements of `engine plan` on this machine: the cost of a message and of a byte between
+-- two processes, a step of the script's trainer, and, with measure=, whole jobs of 1, 2, 4 ...
+-- ranks with one thread each, to compare with the predictions.
 --
--- A job is this program again (`engine plan SCRIPT ... role=rank`), under mpirun: it runs the script up to its trainer, makes steps with it and
--- prints a line a rank. The same without mpirun, one process alone and one on every core at once, gives the step that predictions begin with
--- and how much processes slow each other where they share caches and memory.
+-- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun: it runs the script
+-- up to its trainer, makes steps with it and prints a line for each rank. Without mpirun, one
+-- process alone and one process on every core at once give the step that predictions start from,
+-- and how much processes slow each other down where they share caches and memory.
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local STEPS, FIRST = 14, 4         -- of a job; those that are timed begin with the fourth
+local STEPS, FIRST = 14, 4         -- of a job; timing starts at the fourth
 
 -- ------------------------------------------------------------------ the script's trainer
 
---- The trainer that a script makes, with what is given (zero, comm_dtype, bucket) in the place of its own options; nothing is written. Gives the
---- trainer, its options, and whether the script would keep records of a run.
+--- The trainer that a script makes, with the given zero, comm_dtype and bucket instead of its own;
+--- writes no files. Returns the trainer, its options, and whether the script would keep records of
+--- a run.
 function M.trainer(script, settings, given)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -24,10 +27,13 @@ function M.trainer(script, settings, given)
   local new = require("engine.train.trainer").new
   arg = { [0] = script, unpack(settings) }
   engine.trainer = function(o)
-    if type(o) ~= "table" then return new(o) end      -- which says what is wrong
+    if type(o) ~= "table" then return new(o) end      -- raises the error
     for key, value in pairs(require("engine.train.options").current(o)) do options[key] = value end
-    for _, key in ipairs { "zero", "comm_dtype", "bucket" } do options[key] = given[key] or options[key] end
-    options.run, options.resume, options.log, options.steps, options.checkpoint_every, options.tensorboard = nil, nil, "quiet", 1e9, nil, nil
+    for _, key in ipairs { "zero", "comm_dtype", "bucket" } do
+      options[key] = given[key] or options[key]
+    end
+    options.run, options.resume, options.log, options.steps, options.checkpoint_every,
+      options.tensorboard = nil, nil, "quiet", 1e9, nil, nil
     records = (o.run or "") ~= ""
     trainer = new(options)
     error(reached, 0)
@@ -51,7 +57,8 @@ local function quote(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'
 
 local function mpirun(n)
   return ("env -u ENGINE_RANKS -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 "
-    .. "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 timeout 600 "
+    .. "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 " ..
+      "OMPI_MCA_mpi_yield_when_idle=1 timeout 600 "
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
 end
 
@@ -62,21 +69,28 @@ local function output(command)
   return text
 end
 
--- Two processes of this machine. The sum of a million numbers sends each of its bytes once.
-local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi") local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
-local function time(g, n) for _ = 1, 5 do g() end local t = C.eng_clock() for _ = 1, n do g() end return (C.eng_clock() - t) / n end
+-- Run by two processes of this machine. The sum of a million numbers sends each of its bytes once.
+local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
+local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
+local function time(g, n)
+  for _ = 1, 5 do g() end
+  local t = C.eng_clock()
+  for _ = 1, n do g() end
+  return (C.eng_clock() - t) / n
+end
 local a = time(function() C.eng_comm_all_reduce(w, v, 1, f.dtype.f32, C.ENG_SUM) end, 2000)
 local b = time(function() C.eng_comm_all_reduce(w, v, 2^20, f.dtype.f32, C.ENG_SUM) end, 20)
 print(("measured %.9g %.9g"):format(a, b / 2^22))]]
 
---- Seconds of a message and of a byte between two processes here; nil where there is no mpirun.
+--- Seconds of a message and of a byte between two processes here; nil without mpirun.
 function M.messages()
-  local text = output(("%s %s -e %s 2>/dev/null"):format(mpirun(2), quote(require("engine.host").executable), quote(MESSAGES)))
+  local text = output(("%s %s -e %s 2>/dev/null"):format(mpirun(2),
+    quote(require("engine.host").executable), quote(MESSAGES)))
   local alpha, beta = text:match("measured (%S+) (%S+)")
   return tonumber(alpha), tonumber(beta)
 end
 
---- Seconds of the trainer's own step, the best of some.
+--- Seconds of the trainer's own step: the fastest of several.
 function M.step(trainer)
   local clock, best, until_ = C.eng_clock, math.huge, C.eng_clock() + 3
   for turn = 1, 40 do
@@ -91,12 +105,14 @@ end
 -- ------------------------------------------------------------------ a rank of a job
 
 local ARENAS = { "parameters", "gradients", "optimizer", "messages" }
-local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "weight_messages", "weight_bytes" }
+local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "weight_messages",
+  "weight_bytes" }
 
---- Makes steps as one rank of a job, or alone, and prints what it saw.
+--- Makes steps as one rank of a job, or alone, and prints the measurements.
 function M.rank(script, settings, given)
   local trainer, options = M.trainer(script, settings, given)
-  local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {}, {}
+  local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {},
+    {}
   for step = 1, STEPS do
     local from = C.eng_clock()
     trainer:step()
@@ -109,13 +125,19 @@ function M.rank(script, settings, given)
       end
     end
   end
-  local parts = { ("rank=%d of=%d"):format(ranks.rank(), ranks.size()), ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
-  for _, name in ipairs(FACTS) do parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0) end
+  local parts = { ("rank=%d of=%d"):format(ranks.rank(), ranks.size()),
+    ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
+  for _, name in ipairs(FACTS) do
+    parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0)
+  end
   local memory = require("engine").memory()
-  for _, name in ipairs(ARENAS) do parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak) end
+  for _, name in ipairs(ARENAS) do
+    parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak)
+  end
   if not trainer.reducer.many then
     local seconds = ffi.new("double[1]")
-    check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2, require("engine.dist.reducer").options(options)))
+    check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2,
+      require("engine.dist.reducer").options(options)))
     parts[#parts + 1] = ("handling=%.9g"):format(seconds[0])
   end
   io.stdout:write("planned ", table.concat(parts, " "), "\n")
@@ -130,34 +152,42 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- What n processes of jobs of `size` ranks each wrote.
+-- The lines that n processes of jobs of `size` ranks each printed.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
   for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do
     local told = { times = {} }
-    for name, value in line:gmatch("([%a_]+)=(%S+)") do told[name] = told[name] or tonumber(value) end
-    for time in line:match("times=(%S+)"):gmatch("[^,]+") do table.insert(told.times, tonumber(time)) end
+    for name, value in line:gmatch("([%a_]+)=(%S+)") do
+      told[name] = told[name] or tonumber(value)
+    end
+    for time in line:match("times=(%S+)"):gmatch("[^,]+") do
+      table.insert(told.times, tonumber(time))
+    end
     if told.of == size and not (size > 1 and seen[told.rank]) then list[#list + 1] = told end
     seen[told.rank] = true
   end
   if #list ~= n then
-    error(("a job of %d rank%s did not come to its end; it said: %s"):format(size, size > 1 and "s" or "", text ~= "" and text or "nothing"), 0)
+    error(("a job of %d rank%s did not finish; its output: %s"):format(size, size > 1 and "s" or "",
+      text ~= "" and text or "nothing"), 0)
   end
   table.sort(list, function(a, b) return a.rank < b.rank end)
   return list
 end
 
---- What n processes without messages tell, all at once: a list of { step =, handling =, memory_gradients = ... }.
+--- The measurements of n processes without messages, run at once: a list of { step =, handling =,
+--- memory_gradients = ... }.
 function M.alone(n, script, settings, given)
-  local command = "ENGINE_RANKS=off OMP_NUM_THREADS=1 timeout 600 " .. rank_command(script, settings, given)
+  local command = "ENGINE_RANKS=off OMP_NUM_THREADS=1 timeout 600 " ..
+    rank_command(script, settings, given)
   local all = {}
   for i = 1, n do all[i] = command .. " 2>&1 &" end
   return read_ranks(output(table.concat(all, " ") .. " wait"), n, 1)
 end
 
---- What the ranks of a job of n tell.
+--- The measurements of the ranks of a job of n.
 function M.job(n, script, settings, given)
-  return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))), n, n)
+  return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))),
+    n, n)
 end
 
 return M

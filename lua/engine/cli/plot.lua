@@ -42,7 +42,7 @@ local function main(given, history, path)
   end
   local title = path:gsub("/history%.db$", ""):match("([^/]+)/*$")
   local c = curves.read(history, names, { from = given.from, to = given.to, points = 600 })
-  if #c.x == 0 then options.fail("the run has no steps there") end
+  if #c.x == 0 then options.fail("the run has none of these steps") end
   if given.svg then
     local chart, panels = require "engine.report.chart", {}
     for i, name in ipairs(names) do

@@ -7,6 +7,7 @@
 -- { { step, value } ... }, each holding until the next. Colours are CSS variables --c1 .. --c6.
 -- Called by report.lua and cli/plot.lua.
 local show = require "engine.base.show"
+local plot = require "engine.report.plot"
 
 local M = {}
 
@@ -50,14 +51,6 @@ function M.scale(x)
   return M.number(x)
 end
 
-local function round_step(span, n)
-  local raw = span / n
-  local unit = 10 ^ math.floor(math.log10(raw))
-  for _, factor in ipairs { 1, 2, 5, 10 } do
-    if factor * unit >= raw * 0.999 then return factor * unit end
-  end
-end
-
 -- Ticks { value, text } of an axis from low to high, which are logarithms if `log` is their base.
 local function ticks(low, high, log, n)
   local list = {}
@@ -67,7 +60,7 @@ local function ticks(low, high, log, n)
     end
     return list
   end
-  local step = log and math.max(1, math.ceil((high - low) / n)) or round_step(high - low, n)
+  local step = log and math.max(1, math.ceil((high - low) / n)) or plot.round_step(high - low, n)
   local digits = math.max(0, -math.floor(math.log10(step) + 1e-9))
   local value = math.ceil(low / step - 1e-9) * step
   while value <= high + step * 1e-9 and #list < 50 do

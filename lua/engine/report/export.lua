@@ -168,26 +168,15 @@ function M.tensorboard(h, dir, options)
   local tensorboard, layers = require "engine.run.tensorboard", require "engine.report.layers"
   local began = require("engine.run.runs").info(h.path, h).created or 0
   local w = tensorboard.open(dir, began)
-  local log2, before, n = math.log(2), nil, 0
+  local before, n = nil, 0
   local _, meters_at = fp8_of(h)
   each_step(h, function(row, held)
-    local nan, seconds = 0 / 0, row.elapsed and before and row.elapsed - before or 0
+    local seconds = row.elapsed and before and row.elapsed - before or 0
     before = row.elapsed
     if row.step % every ~= 0 and row.overflow == 0 then return end
     n = n + 1
-    local values = {
-      { "train/loss", row.loss or nan }, { "train/learning_rate", row.lr or nan },
-      { "scaling/scale", row.scale or nan },
-      { "scaling/log2_scale", row.scale and math.log(row.scale) / log2 or nan },
-      { "scaling/overflow", row.overflow },
-      { "scaling/skipped", row.action ~= "step" and 1 or 0 }, { "gradients/norm", row.norm or nan },
-      { "gradients/amax", row.amax or nan },
-      { "gradients/norm_ref", row.norm_ref },
-      { "gradients/underflow", row.count > 0 and row.underflow / row.count or nil },
-      { "speed/tokens_per_s", seconds > 0 and (row.tokens or 0) > 0 and row.tokens / seconds
-        or nil },
-    }
-    for name, value in pairs(held) do values[#values + 1] = { "signals/" .. name, value } end
+    row.skipped, row.seconds = row.action ~= "step", seconds
+    local values = tensorboard.step_values(row, held)
     for name, of in pairs(meters_at(row.step) or {}) do
       for _, meter in ipairs { "snr", "underflow", "overflow" } do
         values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), of[meter] }

@@ -45,8 +45,8 @@ local function label(value, log)
   return number_text(log ^ value)
 end
 
--- A round step (1, 2 or 5 times a power of ten) that divides `span` into about `n` parts.
-local function round_step(span, n)
+--- A round step (1, 2 or 5 times a power of ten) that divides `span` into about `n` parts.
+function plot.round_step(span, n)
   local raw = span / n
   local power = 10 ^ math.floor(math.log10(raw))
   for _, factor in ipairs { 1, 2, 5, 10 } do
@@ -139,7 +139,7 @@ local function y_labels(rows, y_low, y_high, log)
     labels[row] = label(value, log)
     width = math.max(width, #labels[row])
   end
-  local step = round_step(y_high - y_low, math.max(2, rows / 2))
+  local step = plot.round_step(y_high - y_low, math.max(2, rows / 2))
   if log then step = math.max(1, math.floor(step + 0.5)) end
   local value = math.ceil(y_low / step - 1e-9) * step
   local count = 0

@@ -22,22 +22,14 @@ Writer.__index = Writer
 
 local cast = ffi.new [[union { double d; float f; uint32_t u; uint64_t q; uint8_t bytes[8]; }]]
 
-local function double_bytes(x)
-  cast.d = x
-  return ffi.string(cast.bytes, 8)
+local function bytes_of(member, size)
+  return function(x)
+    cast[member] = x
+    return ffi.string(cast.bytes, size)
+  end
 end
-local function float_bytes(x)
-  cast.f = x
-  return ffi.string(cast.bytes, 4)
-end
-local function u32_bytes(x)
-  cast.u = x
-  return ffi.string(cast.bytes, 4)
-end
-local function u64_bytes(x)
-  cast.q = x
-  return ffi.string(cast.bytes, 8)
-end
+local double_bytes, float_bytes = bytes_of("d", 8), bytes_of("f", 4)
+local u32_bytes, u64_bytes = bytes_of("u", 4), bytes_of("q", 8)
 
 -- A whole number from 0 to 2^53 as a protobuf varint.
 local function varint(x)
@@ -184,6 +176,25 @@ function Writer:close()
   self.file = nil
 end
 
+--- The scalars of a step as { tag, number } pairs. s: { loss, lr, scale, overflow (0 or 1),
+--- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }; signals by
+--- name. A nil loss, lr, scale, norm or amax was NaN.
+function M.step_values(s, signals)
+  local nan, tokens = 0 / 0, s.tokens or 0
+  local values = {
+    { "train/loss", s.loss or nan }, { "train/learning_rate", s.lr or nan },
+    { "scaling/scale", s.scale or nan },
+    { "scaling/log2_scale", s.scale and math.log(s.scale) / math.log(2) or nan },
+    { "scaling/overflow", s.overflow ~= 0 and 1 or 0 }, { "scaling/skipped", s.skipped and 1 or 0 },
+    { "gradients/norm", s.norm or nan }, { "gradients/amax", s.amax or nan },
+    { "gradients/norm_ref", s.norm_ref },
+    { "gradients/underflow", s.count > 0 and s.underflow / s.count or nil },
+    { "speed/tokens_per_s", s.seconds > 0 and tokens > 0 and tokens / s.seconds or nil },
+  }
+  for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
+  return values
+end
+
 -- ------------------------------------------------------------------ live
 
 local Live = {}
@@ -214,19 +225,10 @@ function Live:step(record, verdict, tokens, signals)
   local step = tonumber(record.step)
   local seconds = self.before and record.elapsed - self.before or 0
   self.before = record.elapsed
-  local values = {
-    { "train/loss", record.loss }, { "train/learning_rate", record.lr },
-    { "scaling/scale", record.scale },
-    { "scaling/log2_scale", math.log(record.scale) / math.log(2) },
-    { "scaling/overflow", record.overflow ~= 0 and 1 or 0 },
-    { "scaling/skipped", verdict.action ~= C.ENG_ACTION_STEP and 1 or 0 },
-    { "gradients/norm", record.norm }, { "gradients/amax", record.amax },
-    { "gradients/norm_ref", known(record.norm_ref) },
-    { "gradients/underflow", record.count > 0
-      and tonumber(record.underflow) / tonumber(record.count) or nil },
-    { "speed/tokens_per_s", seconds > 0 and tokens > 0 and tokens / seconds or nil },
-  }
-  for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
+  local values = M.step_values({ loss = record.loss, lr = record.lr, scale = record.scale,
+    overflow = record.overflow, skipped = verdict.action ~= C.ENG_ACTION_STEP, norm = record.norm,
+    amax = record.amax, norm_ref = known(record.norm_ref), underflow = tonumber(record.underflow),
+    count = tonumber(record.count), tokens = tokens, seconds = seconds }, signals)
   self.writer:scalars(step, values, now)
   if now - self.flushed >= FLUSH_SECONDS then
     self.writer:flush()

@@ -111,10 +111,8 @@ end
 local function search(o)
   local objective = o.objective or "elements"
   if not M.objectives[objective] then
-    local names = { "elements", "mass", "skipped" }
-    local hint = nearest.hint(objective, names)
-    error(("there is no objective '%s'%s The objectives are %s"):format(tostring(objective),
-      hint ~= "" and hint or ".", table.concat(names, " ")), 0)
+    error(("there is no objective '%s'%s"):format(tostring(objective),
+      nearest.choices(objective, M.objectives, "objectives")), 0)
   end
   local traces = {}
   for i, run in ipairs(o.runs) do
