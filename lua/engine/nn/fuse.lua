@@ -37,13 +37,6 @@ function M.last_use(f, x, of)
   return y
 end
 
---- softmax(q k^T / sqrt(D)) v as tensor.attention(q, k, v, options), for the layer `out` that reads
---- it: the site of an FP8 layer lets attention keep its result as that layer's codes.
-function M.attention(q, k, v, out, options)
-  options.site = rawget(out, "_fp8")
-  return tensor.attention(q, k, v, options)
-end
-
 -- The GPU epilogues of mlp_gelu are untested on hardware, so there it is opt-in.
 local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
 
@@ -73,8 +66,8 @@ function M.swiglu_mlp(gate, up, down)
   return y
 end
 
---- engine.attention(q, k, v, options) whose result goes to the linear layer `out`: an FP8 site that
---- keeps its input in e5m6 makes attention keep the same codes.
+--- tensor.attention(q, k, v, options) for the layer `out` that reads the result: attention keeps it
+--- in e5m6 if that layer is an FP8 site that stores its input so.
 function M.attention(q, k, v, out, options)
   options.site = rawget(out, "_fp8")
   return tensor.attention(q, k, v, options)
