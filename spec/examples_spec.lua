@@ -1,5 +1,6 @@
--- Every file of examples/ at reduced size through the real binary: it ends well, the loss falls, and a wrong argument is
--- answered in one line. A new example needs an entry here; the studies fp8_*.lua have fp8_lab_spec.lua.
+-- Every file of examples/ at reduced size through the real binary: it ends well, the loss falls,
+-- and a wrong argument is answered in one line. A new example needs an entry here; the studies
+-- fp8_*.lua have fp8_lab_spec.lua.
 local helper = require "spec.helper"
 
 local folder, root
@@ -21,14 +22,17 @@ local function tokens()
 end
 
 -- Fields of every line of log=json, in the contract's words.
-local FIELDS = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm", "tokens_per_s" }
+local FIELDS = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm",
+  "tokens_per_s" }
 
 -- Losses of a run with log=json.
 local function json_losses(result)
   local losses = {}
   for line in result.out:gmatch("[^\n]+") do
     local object = require("cjson").decode(line)
-    for _, field in ipairs(FIELDS) do assert(object[field] ~= nil, "no field " .. field .. " in " .. line) end
+    for _, field in ipairs(FIELDS) do
+      assert(object[field] ~= nil, "no field " .. field .. " in " .. line)
+    end
     losses[#losses + 1] = object.loss
     assert.equal(#losses, object.step)
   end
@@ -38,7 +42,9 @@ end
 -- Losses a script prints itself: "step 10  loss 1.5".
 local function printed_losses(result)
   local losses = {}
-  for value in result.out:gmatch("step +%d+ +loss ([%d.]+)") do losses[#losses + 1] = tonumber(value) end
+  for value in result.out:gmatch("step +%d+ +loss ([%d.]+)") do
+    losses[#losses + 1] = tonumber(value)
+  end
   return losses
 end
 
@@ -49,72 +55,116 @@ local function small(...)
   return list
 end
 
--- file -> arguments; losses = how to read them; falls = by how much at least from the first to the last few;
--- words = what must stand in the output of a run for people, with `talk` as its arguments
+-- file -> arguments; losses = how to read them; falls = by how much at least from the first to the
+-- last few; words = what must stand in the output of a run for people, with `talk` as its arguments
 local entries = {
-  ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses, falls = 0,
+  ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
+    falls = 0,
     check = function(result)
       local losses = printed_losses(result)
       assert.is_true(losses[#losses] < 0.01)
-      for a, b, value in result.out:gmatch("(%d) xor (%d) = (%S+)") do assert.near(a == b and 0 or 1, tonumber(value), 0.2) end
+      for a, b, value in result.out:gmatch("(%d) xor (%d) = (%S+)") do
+        assert.near(a == b and 0 or 1, tonumber(value), 0.2)
+      end
     end },
-  ["mlp.lua"] = { arguments = function() return { "steps=150", "count=2000", "log=json" } end, losses = json_losses, falls = 1,
+  ["mlp.lua"] = { arguments = function() return { "steps=150", "count=2000", "log=json" } end,
+    losses = json_losses, falls = 1,
     talk = function() return { "steps=600", "count=8000", "precision=fp16" } end,
-    words = { "sequential", "3: linear%(128 %-> 128%)", "36,362 parameters", "done after 600 steps: 600 updates", "accuracy on %d+ new digits: 9%d" } },
-  ["gpt.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
+    words = { "sequential", "3: linear%(128 %-> 128%)", "36,362 parameters",
+      "done after 600 steps: 600 updates", "accuracy on %d+ new digits: 9%d" } },
+  ["gpt.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end,
+    losses = json_losses, falls = 1.5,
     talk = function() return small("steps=5", "sample=20", "precision=bf16") end,
-    words = { "gpt%(2 layers, width 48", "policy static", "done after 5 steps: 5 updates, 0 skipped", "loss on held%-out text: %d", "a sample:\nstatic eng_status " } },
+    words = { "gpt%(2 layers, width 48", "policy static",
+      "done after 5 steps: 5 updates, 0 skipped", "loss on held%-out text: %d",
+      "a sample:\nstatic eng_status " } },
   ["gpt2.lua"] = { arguments = function()
-    return { "data=" .. tokens(), "layers=2", "width=32", "heads=4", "vocab=64", "context=32", "batch=4", "steps=60", "lr=5e-3", "log=json",
+    return { "data=" .. tokens(), "layers=2", "width=32", "heads=4", "vocab=64", "context=32",
+      "batch=4", "steps=60", "lr=5e-3", "log=json",
       "shuffle=false", "save=" .. folder .. "/tuned", "precision=fp16" }
   end, losses = json_losses, falls = 1.5,
-    talk = function() return { "data=" .. folder .. "/tokens.bin", "model=" .. folder .. "/tuned", "steps=3", "batch=4", "context=32" } end,
+    talk = function() return { "data=" .. folder .. "/tokens.bin", "model=" .. folder .. "/tuned",
+      "steps=3", "batch=4", "context=32" } end,
     words = { "gpt2%(2 layers, width 32, 4 heads, context 1024, vocab 64%)", "done after 3 steps" },
     check = function(result)
       local losses = json_losses(result)
-      for _, name in ipairs { "config.json", "model.safetensors" } do assert.is_string(helper.read(folder .. "/tuned/" .. name)) end
-      local again = helper.run { root .. "/examples/gpt2.lua", "model=" .. folder .. "/tuned", "data=" .. folder .. "/tokens.bin", "context=32", "batch=4",
+      for _, name in ipairs { "config.json", "model.safetensors" } do
+        assert.is_string(helper.read(folder .. "/tuned/" .. name))
+      end
+      local again = helper.run { root .. "/examples/gpt2.lua", "model=" .. folder .. "/tuned",
+        "data=" .. folder .. "/tokens.bin", "context=32", "batch=4",
         "steps=2", "shuffle=false", "log=json" }
       assert.equal(0, again.code, again.err)
-      assert.near(losses[#losses], json_losses(again)[1], 0.3)       -- it goes on where the other ended
+      -- it goes on where the other ended
+      assert.near(losses[#losses], json_losses(again)[1], 0.3)
     end },
-  ["llama.lua"] = { arguments = function() return small("kv_heads=2", "hidden=96", "steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
-    talk = function() return small("kv_heads=2", "hidden=96", "steps=3", "sample=10", "precision=fp16") end,
-    words = { "llama%(2 layers, width 48, 4 heads over 2", "1: block", "done after 3 steps", "a sample:\nlocal function " } },
-  ["bert_mlm.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end, losses = json_losses, falls = 1,
-    talk = function() return small("steps=3") end, words = { "bert%(2 layers", "done after 3 steps" } },
-  ["compare.lua"] = { arguments = function() return small("policies=dynamic,megatron," .. root .. "/policies/static.lua", "steps=60", "lr=1e-2", "seeds=2") end,
-    losses = function(result)                              -- all at the beginning, then all at the end
+  ["llama.lua"] = { arguments = function() return small("kv_heads=2", "hidden=96", "steps=80",
+    "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
+    talk = function() return small("kv_heads=2", "hidden=96", "steps=3", "sample=10",
+      "precision=fp16") end,
+    words = { "llama%(2 layers, width 48, 4 heads over 2", "1: block", "done after 3 steps",
+      "a sample:\nlocal function " } },
+  ["bert_mlm.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end,
+    losses = json_losses, falls = 1,
+    talk = function() return small("steps=3") end,
+    words = { "bert%(2 layers", "done after 3 steps" } },
+  ["compare.lua"] = { arguments = function() return small("policies=dynamic,megatron," .. root
+    .. "/policies/static.lua", "steps=60", "lr=1e-2", "seeds=2") end,
+    -- all at the beginning, then all at the end
+    losses = function(result)
       local first, last = {}, {}
-      for a, b in result.out:gmatch("([%d.]+) %-> ([%d.]+)") do first[#first + 1], last[#last + 1] = tonumber(a), tonumber(b) end
+      for a, b in result.out:gmatch("([%d.]+) %-> ([%d.]+)") do
+        first[#first + 1], last[#last + 1] = tonumber(a), tonumber(b)
+      end
       for _, loss in ipairs(last) do first[#first + 1] = loss end
       return first
     end, falls = 0.5,
     check = function(result)
       assert.matches("policy +skipped +underflow +log2 scale +loss\n", result.out)
-      assert.is_true(tonumber(result.out:match("megatron +([%d.]+)")) > tonumber(result.out:match("dynamic +([%d.]+)")))     -- it begins at 2^32
-      assert.is_true(tonumber(result.out:match("static.lua +[%d.]+ +([%d.]+)%%")) > tonumber(result.out:match("dynamic +[%d.]+ +([%d.]+)%%")))
+      -- it begins at 2^32
+      assert.is_true(tonumber(result.out:match("megatron +([%d.]+)")) > tonumber(
+        result.out:match("dynamic +([%d.]+)")))
+      assert.is_true(tonumber(result.out:match("static.lua +[%d.]+ +([%d.]+)%%")) > tonumber(
+        result.out:match("dynamic +[%d.]+ +([%d.]+)%%")))
     end },
-  ["hot_swap.lua"] = { arguments = function() return { "steps=80", "log=json" } end, losses = json_losses, falls = 1.5,
+  ["hot_swap.lua"] = { arguments = function() return { "steps=80", "log=json" } end,
+    losses = json_losses, falls = 1.5,
     talk = function() return { "steps=120" } end,
-    words = { "timid stays, %S+ is not used: %S+:6: 'then' expected", "policy timid %x+ %-> aiming %x+ %(its file was saved%)",
+    words = { "timid stays, %S+ is not used: %S+:6: 'then' expected",
+      "policy timid %x+ %-> aiming %x+ %(its file was saved%)",
       "policy aiming %x+ %-> aiming %x+ %(undone by the script%)", "\naiming +%d+ +0 +2^1" } },
-  ["layerwise.lua"] = { arguments = function() return { "steps=220" } end, losses = printed_losses, falls = 0.5,
-    check = function(result) assert.is_true(tonumber(result.out:match("([%d.]+) %% of the first layer's gradients were lost")) < 1) end,
-    talk = function() return { "seeds=1", "steps=20", "depth=4" } end, words = { "policy +loss +lost +skipped", "dynamic", "layerwise +%S+ +%S+ +%S+\n", "fp32" } },
-  ["moe.lua"] = { arguments = function() return { "steps=120" } end, losses = printed_losses, falls = 0.5,
-    talk = function() return { "steps=5", "policy=dynamic" } end, words = { "%d steps skipped", "tokens of each expert in the last step: %d+ %d+" } },
-  ["bad_batch.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses, falls = 0.01,
+  ["layerwise.lua"] = { arguments = function() return { "steps=220" } end, losses = printed_losses,
+    falls = 0.5,
+    check = function(result) assert.is_true(
+      tonumber(result.out:match("([%d.]+) %% of the first layer's gradients were lost")) < 1) end,
+    talk = function() return { "seeds=1", "steps=20", "depth=4" } end,
+    words = { "policy +loss +lost +skipped", "dynamic", "layerwise +%S+ +%S+ +%S+\n", "fp32" } },
+  ["moe.lua"] = { arguments = function() return { "steps=120" } end, losses = printed_losses,
+    falls = 0.5,
+    talk = function() return { "steps=5", "policy=dynamic" } end,
+    words = { "%d steps skipped", "tokens of each expert in the last step: %d+ %d+" } },
+  ["bad_batch.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
+    falls = 0.01,
     check = function(result) assert.matches("8 steps skipped", result.out) end,
-    talk = function() return { "steps=60", "policy=guarded" } end, words = { "loss of the clean batches in the second half 0%.%d+, %d steps skipped" } },
-  ["dpo.lua"] = { arguments = function() return { "steps=40", "width=16" } end, losses = printed_losses, falls = 0.1,
-    talk = function() return { "steps=4", "width=16", "policy=dynamic" } end, words = { "KL 0%.%d+ nats per token", "largest jump of the KL" } },
-  ["lora.lua"] = { arguments = function() return { "steps=200", "pretrain=120", "lr=1e-2" } end, losses = printed_losses, falls = 0.07,
-    talk = function() return { "steps=3", "pretrain=3", "base=e4m3" } end, words = { "%d+ of %d+ parameters train; the base is lora%(e4m3" } },
-  ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses, falls = 0.8,
-    talk = function() return { "steps=3", "policy=dynamic" } end, words = { "entropy %d%.%d+ nats", "lost bits to underflow" } },
-  ["explicit_loop.lua"] = { arguments = function() return small("steps=80", "lr=4e-3") end, losses = printed_losses, falls = 0.3,
-    talk = function() return small("steps=10", "accumulate=2", "policy=" .. root .. "/policies/deepspeed.lua") end, words = { "step  10  loss %d.*scale %d" } },
+    talk = function() return { "steps=60", "policy=guarded" } end,
+    words = { "loss of the clean batches in the second half 0%.%d+, %d steps skipped" } },
+  ["dpo.lua"] = { arguments = function() return { "steps=40", "width=16" } end,
+    losses = printed_losses, falls = 0.1,
+    talk = function() return { "steps=4", "width=16", "policy=dynamic" } end,
+    words = { "KL 0%.%d+ nats per token", "largest jump of the KL" } },
+  ["lora.lua"] = { arguments = function() return { "steps=200", "pretrain=120", "lr=1e-2" } end,
+    losses = printed_losses, falls = 0.07,
+    talk = function() return { "steps=3", "pretrain=3", "base=e4m3" } end,
+    words = { "%d+ of %d+ parameters train; the base is lora%(e4m3" } },
+  ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses,
+    falls = 0.8,
+    talk = function() return { "steps=3", "policy=dynamic" } end,
+    words = { "entropy %d%.%d+ nats", "lost bits to underflow" } },
+  ["explicit_loop.lua"] = { arguments = function() return small("steps=80", "lr=4e-3") end,
+    losses = printed_losses, falls = 0.3,
+    talk = function() return small("steps=10", "accumulate=2",
+      "policy=" .. root .. "/policies/deepspeed.lua") end,
+      words = { "step  10  loss %d.*scale %d" } },
 }
 
 local function mean(list, from, to)
@@ -132,7 +182,9 @@ describe("the example", function()
 
   for name in helper.shell("ls examples/*.lua | grep -v /fp8_").out:gmatch("([^/\n]+%.lua)") do
     local entry = entries[name]
-    local function run(arguments) return helper.run { root .. "/examples/" .. name, unpack(arguments) } end
+    local function run(arguments)
+      return helper.run { root .. "/examples/" .. name, unpack(arguments) }
+    end
 
     it(name .. " runs and learns", function()
       assert(entry, "examples/" .. name .. " has no entry in spec/examples_spec.lua")
@@ -142,7 +194,8 @@ describe("the example", function()
       assert.is_true(#losses >= 3, "it printed no losses: " .. result.out)
       local few = math.min(5, math.floor(#losses / 3))
       local first, last = mean(losses, 1, few), mean(losses, #losses - few + 1, #losses)
-      assert.is_true(last < first - entry.falls, ("the loss went from %g to %g"):format(first, last))
+      assert.is_true(last < first - entry.falls,
+        ("the loss went from %g to %g"):format(first, last))
       if entry.check then entry.check(result) end
     end)
 
@@ -158,26 +211,32 @@ describe("the example", function()
       local result = run { "stpes=3" }
       assert.not_equal(0, result.code)
       assert.equal("", result.out)
-      assert.matches("^engine: config: no field 'stpes'; did you mean 'steps'%?[^\n]*\n$", result.err)
+      assert.matches("^engine: config: no field 'stpes'; did you mean 'steps'%?[^\n]*\n$",
+        result.err)
       result = run { "steps=many" }
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*steps[^\n]*'many'[^\n]*\n$", result.err)
       result = run { "steps=0" }
-      assert.same({ 1, "", "engine: config: steps: expected a whole number of 1 or more, got 0\n" }, { result.code, result.out, result.err })
+      assert.same({ 1, "",
+        "engine: config: steps: expected a whole number of 1 or more, got 0\n" },
+        { result.code, result.out, result.err })
       result = run { "help" }
       assert.equal(0, result.code)
       assert.matches("steps", result.out)
       if result.out:find("\n  policy ") then
         result = run { "policy=dynamc" }
         assert.equal("", result.out)
-        assert.matches("^engine: config: policy: there is no policy 'dynamc'; did you mean 'dynamic'%?[^\n]*\n$", result.err)
+        assert.matches("^engine: config: policy: there is no policy 'dynamc'; did you mean "
+          .. "'dynamic'%?[^\n]*\n$", result.err)
       end
     end)
   end
 
   it("files stand where the script stands, whatever the working directory is", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
-    local result = helper.shell(("cd %s && %s %s/examples/explicit_loop.lua steps=10 width=16 layers=1 heads=2 batch=2 context=8")
+    local result = helper.shell(
+      ("cd %s && %s %s/examples/explicit_loop.lua steps=10 width=16 layers=1 heads=2 batch=2 "
+        .. "context=8")
       :format(helper.quote(folder), helper.quote(engine), helper.quote(root)))
     assert.equal(0, result.code, result.err)
     assert.matches("step  10", result.out)
@@ -186,7 +245,8 @@ describe("the example", function()
   it("keep a run and go on with it under the name they were given", function()
     local path = folder .. "/kept"
     local function gpt(...)
-      return helper.run { root .. "/examples/gpt.lua", "layers=1", "width=16", "heads=2", "context=8", "batch=2", "log=json", ... }
+      return helper.run { root .. "/examples/gpt.lua", "layers=1", "width=16", "heads=2",
+        "context=8", "batch=2", "log=json", ... }
     end
     local first = gpt("steps=6", "checkpoint_every=2", "run=" .. path)
     assert.equal(0, first.code, first.err)

@@ -46,7 +46,8 @@ describe("the modules of engine.nn", function()
   end)
 
   it("leave fused operations and FP8 sites to fuse.lua", function()
-    local names = { ":add_layer_norm", ":add_rms_norm", ":mlp_gelu", ":swiglu_linear", ":swiglu%(", "_fp8",
+    local names = { ":add_layer_norm", ":add_rms_norm", ":mlp_gelu", ":swiglu_linear", ":swiglu%(",
+      "_fp8",
       ":done%(" }
     local found = {}
     for file, lines in pairs(sources()) do

@@ -1,5 +1,5 @@
--- nn.gpt2: Hugging Face's files in and out, held to transformers' own numbers (spec/golden/gpt2, written by
--- spec/parity/golden.py), and every way such a folder can be wrong.
+-- nn.gpt2: Hugging Face's files in and out, held to transformers' own numbers (spec/golden/gpt2,
+-- written by spec/parity/golden.py), and every way such a folder can be wrong.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -21,7 +21,8 @@ describe("nn.gpt2", function()
 
   setup(function()
     folder = helper.folder()
-    expected, weights = engine.load(GOLDEN .. "/expected.safetensors"), engine.load(GOLDEN .. "/model.safetensors")
+    expected, weights = engine.load(GOLDEN .. "/expected.safetensors"),
+      engine.load(GOLDEN .. "/model.safetensors")
   end)
   teardown(function() helper.remove(folder) end)
 
@@ -78,14 +79,16 @@ describe("nn.gpt2", function()
     end)
     assert.is_true(logits_differ(engine.nn.gpt2.load(bare)) < 1e-5)
     local head_only = variant(function(tensors)
-      tensors["lm_head.weight"], tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"], nil
+      tensors["lm_head.weight"],
+        tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"], nil
     end)
     assert.is_true(logits_differ(engine.nn.gpt2.load(head_only)) < 1e-5)
   end)
 
   it("reads low-precision weights as f32", function()
     local low = variant(function(tensors)
-      for name, x in pairs(tensors) do tensors[name] = engine.scope(function() return x:to("bf16"):keep() end) end
+      for name, x in pairs(tensors) do tensors[name] =
+        engine.scope(function() return x:to("bf16"):keep() end) end
     end)
     local model = engine.nn.gpt2.load(low)
     assert.equal("f32", model.wte.weight.dtype)
@@ -95,13 +98,15 @@ describe("nn.gpt2", function()
 
   it("has a head of its own where the embedding is not tied", function()
     local path = variant(function(tensors, text)
-      tensors["lm_head.weight"] = engine.scope(function() return (weights["transformer.wte.weight"] * 2):keep() end)
+      tensors["lm_head.weight"] =
+        engine.scope(function() return (weights["transformer.wte.weight"] * 2):keep() end)
       return (text:gsub('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     end)
     local model = engine.nn.gpt2.load(path)
     engine.scope(function()
       model:eval()
-      assert.is_true(largest_difference(model(expected.ids:slice(2, 1, 10)), expected.logits * 2) < 1e-5)
+      assert.is_true(largest_difference(model(expected.ids:slice(2, 1, 10)),
+        expected.logits * 2) < 1e-5)
     end)
     model:save(path .. "/saved")
     assert.is_truthy(engine.load(path .. "/saved/model.safetensors")["lm_head.weight"])
@@ -124,14 +129,16 @@ describe("nn.gpt2", function()
   end)
 
   it("says f32 in the config.json of what it saves", function()
-    local path = variant(function(_, text) return (text:gsub('"dtype": "float32"', '"dtype": "bfloat16",\n  "torch_dtype": "float16"')) end)
+    local path = variant(function(_, text) return (text:gsub('"dtype": "float32"',
+      '"dtype": "bfloat16",\n  "torch_dtype": "float16"')) end)
     engine.nn.gpt2.load(path):save(path .. "/saved")
     local text = helper.read(path .. "/saved/config.json")
     assert.is_truthy(text:find('"dtype": "float32",\n  "torch_dtype": "float32"', 1, true))
   end)
 
   it("builds from the fields of config.json, saves and loads again", function()
-    local model = engine.nn.gpt2 { vocab_size = 11, n_positions = 8, n_embd = 12, n_layer = 2, n_head = 3, n_inner = 20, activation_function = "gelu" }
+    local model = engine.nn.gpt2 { vocab_size = 11, n_positions = 8, n_embd = 12, n_layer = 2,
+      n_head = 3, n_inner = 20, activation_function = "gelu" }
     assert.same({ 20, 12 }, model.blocks[1].mlp.up.weight.shape)
     model:save(folder .. "/new")
     local again = engine.nn.gpt2.load(folder .. "/new")
@@ -141,7 +148,16 @@ describe("nn.gpt2", function()
       local ids = engine.tensor({ { 1, 2, 3 } }, "i32")
       assert.equal(0, largest_difference(model:eval()(ids), again:eval()(ids)))
     end)
-    assert.is_truthy(tostring(again):find("gpt2(2 layers, width 12, 3 heads, context 8, vocab 11)", 1, true))
+    assert.is_truthy(tostring(again):find("gpt2(2 layers, width 12, 3 heads, context 8, vocab 11)",
+      1, true))
+  end)
+
+  it("saves a default as null", function()
+    local model = engine.nn.gpt2 { vocab_size = 5, n_positions = 4, n_embd = 4, n_layer = 1,
+      n_head = 1 }
+    model:save(folder .. "/plain")
+    assert.matches('"n_inner": null', helper.read(folder .. "/plain/config.json"))
+    assert.same({ 16, 4 }, engine.nn.gpt2.load(folder .. "/plain").blocks[1].mlp.up.weight.shape)
   end)
 
   it("drops out in training alone", function()
@@ -155,7 +171,8 @@ describe("nn.gpt2", function()
     end)
     local plain = engine.nn.gpt2.load(GOLDEN, { dropout = 0 })
     plain:train()
-    assert.is_true(engine.scope(function() return largest_difference(plain(expected.ids:slice(2, 1, 10)), expected.logits) end) < 1e-5)
+    assert.is_true(engine.scope(function() return largest_difference(plain(expected.ids:slice(2, 1,
+      10)), expected.logits) end) < 1e-5)
   end)
 
   it("has no place for a position past the context", function()
@@ -192,22 +209,32 @@ describe("nn.gpt2", function()
     it("a config.json that is none", function()
       refuses(variant(function() return "{ n_embd" end), "config.json is no JSON object: ")
       refuses(variant(function() return "3" end), "config.json is no JSON object: number")
-      refuses(config('"model_type": "gpt2"', '"model_type": "llama"'), "expected model_type gpt2, got 'llama'")
-      refuses(config('"n_layer": 2', '"n_layer": 2.5'), "expected n_layer as a whole number of 1 or more, got 2.5")
+      refuses(config('"model_type": "gpt2"', '"model_type": "llama"'),
+        "expected model_type gpt2, got 'llama'")
+      refuses(config('"n_layer": 2', '"n_layer": 2.5'),
+        "expected n_layer as a whole number of 1 or more, got 2.5")
       refuses(config('"n_layer": 2', '"n_layer": "two"'), "expected n_layer as a number, got two")
       refuses(config('"n_head": 2', '"n_head": 3'), "width n_embd 8 does not divide by 3 heads")
-      refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'), "expected resid_pdrop in %[0, 1%), got 1.5")
-      refuses(config('"activation_function": "gelu_new"', '"activation_function": "swish"'), "expected activation_function gelu_new or gelu, got 'swish'")
+      refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
+        "expected resid_pdrop in %[0, 1%), got 1.5")
+      refuses(config('"activation_function": "gelu_new"', '"activation_function": "swish"'),
+        "expected activation_function gelu_new or gelu, got 'swish'")
       refuses(config('"scale_attn_weights": true', '"scale_attn_weights": false'), "not supported")
     end)
 
     it("weights that do not fit", function()
-      refuses(config('"n_embd": 8', '"n_embd": 16'), "expected 'transformer.wte.weight' as %[13 x 16%] by config.json, got %[13 x 8%]")
+      refuses(config('"n_embd": 8', '"n_embd": 16'),
+        "expected 'transformer.wte.weight' as %[13 x 16%] by config.json, got %[13 x 8%]")
       refuses(config('"n_layer": 2', '"n_layer": 3'), "has no tensor 'transformer.h.2")
-      refuses(config('"n_layer": 2', '"n_layer": 1'), "'transformer.h.1.[%w_.]+' does not belong to this GPT%-2")
-      refuses(variant(function(tensors) tensors["transformer.h.0.attn.c_attn.weight"] = engine.zeros(24, 8, { keep = true }) end),
-        "expected 'transformer.h.0.attn.c_attn.weight' as %[8 x 24%] by config.json, got %[24 x 8%]")
-      refuses(variant(function(tensors) tensors["transformer.wpe.weight"] = engine.zeros(12, 8, { dtype = "i32", keep = true }) end),
+      refuses(config('"n_layer": 2', '"n_layer": 1'),
+        "'transformer.h.1.[%w_.]+' does not belong to this GPT%-2")
+      refuses(variant(function(
+        tensors) tensors["transformer.h.0.attn.c_attn.weight"] = engine.zeros(24, 8,
+        { keep = true }) end),
+        "expected 'transformer.h.0.attn.c_attn.weight' as %[8 x 24%] by config.json, got %[24 x "
+          .. "8%]")
+      refuses(variant(function(tensors) tensors["transformer.wpe.weight"] = engine.zeros(12, 8,
+        { dtype = "i32", keep = true }) end),
         "'transformer.wpe.weight' holds i32, not floats")
     end)
 
@@ -219,9 +246,11 @@ describe("nn.gpt2", function()
     end)
 
     it("fields it does not know", function()
-      assert.error_matches(function() engine.nn.gpt2 { n_layers = 2 } end, "unknown field 'n_layers'; did you mean 'n_layer'%?")
+      assert.error_matches(function() engine.nn.gpt2 { n_layers = 2 } end,
+        "unknown field 'n_layers'; did you mean 'n_layer'%?")
       assert.error_matches(function() engine.nn.gpt2.load() end, "expected a folder, got nil")
-      assert.error_matches(function() engine.nn.gpt2 { n_layer = 1, n_embd = 4, n_head = 1, vocab_size = 5, n_positions = 4 }:save("") end, "expected a folder")
+      assert.error_matches(function() engine.nn.gpt2 { n_layer = 1, n_embd = 4, n_head = 1,
+        vocab_size = 5, n_positions = 4 }:save("") end, "expected a folder")
     end)
   end)
 end)

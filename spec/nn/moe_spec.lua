@@ -1,4 +1,5 @@
--- nn.moe: routing and gradients against the same sum computed densely; its groups; and engine.contest, which compares policies.
+-- nn.moe: routing and gradients against the same sum computed densely; its groups; and
+-- engine.contest, which compares policies.
 local engine = require "engine"
 local nn = engine.nn
 
@@ -33,7 +34,9 @@ describe("nn.moe", function()
         moe:zero_grad()
         f(moe, x):pow(2):sum():backward()
         local list = {}
-        for _, p in ipairs(moe:parameters()) do list[p.name] = p.tensor.grad and p.tensor.grad:view(-1):totable() or "none" end
+        for _, p in ipairs(moe:parameters()) do
+          list[p.name] = p.tensor.grad and p.tensor.grad:view(-1):totable() or "none"
+        end
         return list
       end
       assert.is_true((moe(x) - dense(moe, x)):abs():max():item() < 1e-6)
@@ -60,16 +63,21 @@ describe("nn.moe", function()
   end)
 
   it("says what it wants", function()
-    assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end, "expected top_k of at most the 2 experts, got 3")
-    assert.error_matches(function() nn.moe { width = 4.5 } end, "nn.moe: expected width as a whole number of 1 or more, got 4.5")
-    assert.error_matches(function() nn.moe { width = 4, expert = 2 } end, "expected expert as a function")
+    assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end,
+      "expected top_k of at most the 2 experts, got 3")
+    assert.error_matches(function() nn.moe { width = 4.5 } end,
+      "nn.moe: expected width as a whole number of 1 or more, got 4.5")
+    assert.error_matches(function() nn.moe { width = 4, expert = 2 } end,
+      "expected expert as a function")
     assert.error_matches(function() nn.moe { width = 4, topk = 2 } end, "did you mean 'top_k'")
   end)
 end)
 
 describe("engine.contest", function()
   it("gives mean and spread of each policy over the seeds", function()
-    local result = engine.contest { policies = { "dynamic", "pid" }, seeds = 3, run = function(policy, seed) return { loss = seed * (policy == "pid" and 2 or 1), n = 1 } end }
+    local result = engine.contest { policies = { "dynamic", "pid" }, seeds = 3,
+      run = function(policy, seed) return { loss = seed * (policy == "pid" and 2 or 1),
+      n = 1 } end }
     assert.are.equal(4, result[2].loss.mean)
     assert.are.equal(2, result[2].loss.spread)
     assert.are.same({ 1, 2, 3 }, result[1].loss.values)

@@ -1,5 +1,5 @@
--- Modules and models: names and order of parameters, tied weights, state, freezing, modes, text; and the models' shapes,
--- first losses, causality and sampling.
+-- Modules and models: names and order of parameters, tied weights, state, freezing, modes, text;
+-- and the models' shapes, first losses, causality and sampling.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -27,14 +27,17 @@ describe("a module", function()
     local Net = nn.class("Net")
     function Net:init()
       self.last = nn.linear(2, 3)
-      self.blocks = nn.list { nn.layer_norm(3), nn.sequential { nn.linear(3, 3, { bias = false }), nn.relu() } }
+      self.blocks = nn.list { nn.layer_norm(3),
+        nn.sequential { nn.linear(3, 3, { bias = false }), nn.relu() } }
       self.head = nn.embedding(4, 3)
       self.note = "not a parameter"
       self:parameter("scale", engine.ones(1, { keep = true }), "norm")
     end
     local net = Net()
-    assert.same({ "last.weight", "last.bias", "blocks.1.weight", "blocks.1.bias", "blocks.2.1.weight", "head.weight", "scale" }, names(net))
-    assert.same({ ["last.weight"] = "linear", ["last.bias"] = "linear", ["blocks.1.weight"] = "norm", ["blocks.1.bias"] = "norm",
+    assert.same({ "last.weight", "last.bias", "blocks.1.weight", "blocks.1.bias",
+      "blocks.2.1.weight", "head.weight", "scale" }, names(net))
+    assert.same({ ["last.weight"] = "linear", ["last.bias"] = "linear",
+      ["blocks.1.weight"] = "norm", ["blocks.1.bias"] = "norm",
       ["blocks.2.1.weight"] = "linear", ["head.weight"] = "embedding", scale = "norm" }, roles(net))
     assert.equal(6 + 3 + 3 + 3 + 9 + 12 + 1, net:count())
     assert.equal("not a parameter", net.note)
@@ -48,7 +51,8 @@ describe("a module", function()
   end)
 
   it("counts a tied weight once, and its gradient has both parts", step(function()
-    local net = nn.sequential { nn.linear(2, 2, { bias = false }), nn.linear(2, 2, { bias = false }) }
+    local net = nn.sequential { nn.linear(2, 2, { bias = false }),
+      nn.linear(2, 2, { bias = false }) }
     net[2].weight = net[1].weight
     assert.same({ "1.weight" }, names(net))
     assert.equal(4, net:count())
@@ -56,37 +60,48 @@ describe("a module", function()
     net(engine.tensor { { 1, 1 } }):sum():backward()
     -- y = W (W x): dW = g (W x)^T + (W^T g) x^T with g = 1
     assert.same({ { 3 + 4, 7 + 4 }, { 3 + 6, 7 + 6 } }, net[1].weight.grad:totable())
-    local other = nn.sequential { nn.linear(2, 2, { bias = false }), nn.linear(2, 2, { bias = false }) }
+    local other = nn.sequential { nn.linear(2, 2, { bias = false }),
+      nn.linear(2, 2, { bias = false }) }
     other[2].weight = other[1].weight
     other:load_state(net:state())
     assert.same({ { 1, 2 }, { 3, 4 } }, other[2].weight:totable())
   end))
 
   it("gives its state and takes another's", step(function()
-    local a, b = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }, nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
+    local a, b = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) },
+      nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
     assert.not_same(a[1].weight:totable(), b[1].weight:totable())
     assert.equal(b, b:load_state(a:state()))
-    for name, tensor in pairs(a:state()) do assert.same(tensor:totable(), b:state()[name]:totable(), name) end
+    for name, tensor in pairs(a:state()) do
+      assert.same(tensor:totable(), b:state()[name]:totable(), name)
+    end
     local x = engine.randn(4, 2)
     assert.same(a(x):totable(), b(x):totable())
-    b:load_state { ["1.weight"] = engine.ones({ 3, 2 }, "f16"), ["1.bias"] = a[1].bias, ["2.weight"] = a[2].weight, ["2.bias"] = a[2].bias }
-    assert.same({ "f32", { { 1, 1 }, { 1, 1 }, { 1, 1 } } }, { b[1].weight.dtype, b[1].weight:totable() })
+    b:load_state { ["1.weight"] = engine.ones({ 3, 2 }, "f16"), ["1.bias"] = a[1].bias,
+      ["2.weight"] = a[2].weight, ["2.bias"] = a[2].bias }
+    assert.same({ "f32", { { 1, 1 }, { 1, 1 }, { 1, 1 } } },
+      { b[1].weight.dtype, b[1].weight:totable() })
   end))
 
   it("refuses a state that does not fit, says all of why, and changes nothing", step(function()
     local net = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
     local before = net[1].weight:totable()
-    local state = { ["1.weight"] = engine.ones(3, 2), ["1.bias"] = engine.ones(4), ["2.weigth"] = engine.ones(3), ["2.bias"] = 5 }
+    local state = { ["1.weight"] = engine.ones(3, 2), ["1.bias"] = engine.ones(4),
+      ["2.weigth"] = engine.ones(3), ["2.bias"] = 5 }
     local _, message = pcall(function() net:load_state(state) end)
-    assert.matches("^spec/nn/nn_spec.lua:%d+: load_state: the weights do not fit this model:\n", message)
-    assert.equal("  1.bias: expected [3], got [4]\n  2.bias: expected a tensor, got 5\n  missing: 2.weight\n  unknown: 2.weigth; did you mean '2.weight'?",
+    assert.matches("^spec/nn/nn_spec.lua:%d+: load_state: the weights do not fit this model:\n",
+      message)
+    assert.equal("  1.bias: expected [3], got [4]\n  2.bias: expected a tensor, got 5\n  "
+      .. "missing: 2.weight\n  unknown: 2.weigth; did you mean '2.weight'?",
       message:match("\n(.*)$"))
     assert.same(before, net[1].weight:totable())
     local _, problems = net:load_state(state, { strict = false })
     assert.equal(4, #problems)
     assert.same({ { 1, 1 }, { 1, 1 }, { 1, 1 } }, net[1].weight:totable())
-    assert.error_matches(function() net:load_state(nil) end, "load_state: expected a table of tensors by name, as engine.load%(path%) gives, got nothing")
-    assert.error_matches(function() net:load_state({}, { stric = false }) end, "unknown option 'stric'; did you mean 'strict'")
+    assert.error_matches(function() net:load_state(nil) end,
+      "load_state: expected a table of tensors by name, as engine.load%(path%) gives, got nothing")
+    assert.error_matches(function() net:load_state({}, { stric = false }) end,
+      "unknown option 'stric'; did you mean 'strict'")
     local many = nn.gpt { vocab = 4, context = 4, width = 4, heads = 1, layers = 3 }
     _, message = pcall(function() many:load_state {} end)
     assert.matches("%.%.%. and %d+ more$", message)
@@ -115,21 +130,27 @@ describe("a module", function()
     net[1]:eval()
     local a, b, c = net:evaluating(function(x) return net[2][1]:is_training(), nil, x end, 7)
     assert.same({ false, nil, 7 }, { a, b, c })
-    assert.same({ true, false, true }, { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
+    assert.same({ true, false, true },
+      { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
     assert.error_matches(function() net:evaluating(function() error("inside") end) end, "inside")
-    assert.same({ true, false, true }, { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
+    assert.same({ true, false, true },
+      { net:is_training(), net[1]:is_training(), net[2][1]:is_training() })
     local seen = {}
     net:apply(function(module, path) seen[#seen + 1] = path .. ":" .. module._class end)
     assert.same({ ":sequential", "1:dropout", "2:list", "2.1:dropout" }, seen)
   end))
 
   it("prints its tree and how many parameters it has", function()
-    local net = nn.sequential { nn.linear(10, 200), nn.gelu("tanh"), nn.list { nn.layer_norm(200), nn.dropout(0.25), nn.embedding(7, 3) } }
-    assert.equal(table.concat({ "sequential", "  1: linear(10 -> 200)", "  2: gelu", "  3: list", "    1: layer_norm(200)", "    2: dropout(0.25)",
+    local net = nn.sequential { nn.linear(10, 200), nn.gelu("tanh"),
+      nn.list { nn.layer_norm(200), nn.dropout(0.25), nn.embedding(7, 3) } }
+    assert.equal(table.concat({ "sequential", "  1: linear(10 -> 200)", "  2: gelu", "  3: list",
+      "    1: layer_norm(200)", "    2: dropout(0.25)",
       "    3: embedding(7 x 3)", "2,621 parameters" }, "\n"), tostring(net))
-    assert.equal("linear(1 -> 2, no bias)\n2 parameters", tostring(nn.linear(1, 2, { bias = false })))
+    assert.equal("linear(1 -> 2, no bias)\n2 parameters",
+      tostring(nn.linear(1, 2, { bias = false })))
     local function twin(n) return nn.sequential { nn.linear(n, 1) } end
-    assert.equal(table.concat({ "list", "  1: sequential", "    1: linear(2 -> 1)", "  2 to 3: the same", "  4: sequential", "    1: linear(3 -> 1)",
+    assert.equal(table.concat({ "list", "  1: sequential", "    1: linear(2 -> 1)",
+      "  2 to 3: the same", "  4: sequential", "    1: linear(3 -> 1)",
       "  5: the same", "  6: sequential", "    1: linear(2 -> 1)", "20 parameters" }, "\n"),
       tostring(nn.list { twin(2), twin(2), twin(2), twin(3), twin(3), twin(2) }))
   end)
@@ -139,7 +160,8 @@ describe("a module", function()
     function Inner.forward(_, x) return x + engine.zeros(7) end
     local net = nn.sequential { nn.relu(), nn.sequential { Inner() } }
     local _, message = pcall(net, engine.zeros(2, 3))
-    assert.matches("^spec/nn/nn_spec.lua:%d+: In 2.1: add: shapes do not broadcast: f32 %[2 x 3%] and f32 %[7%]", message)
+    assert.matches("^spec/nn/nn_spec.lua:%d+: In 2.1: add: shapes do not broadcast: f32 %[2 x "
+      .. "3%] and f32 %[7%]", message)
     local object = {}
     function Inner.forward() error(object) end
     local good, err = pcall(net, engine.zeros(2, 3))
@@ -153,42 +175,60 @@ describe("a module", function()
       { "nn.linera(1, 2)", "engine.nn has no 'linera'; did you mean 'linear'?" },
       { "nn.linear(1)", "nn.linear: expected outputs as a whole number of 1 or more, got nothing" },
       { "nn.linear(0, 1)", "nn.linear: expected inputs as a whole number of 1 or more, got 0" },
-      { "nn.linear(1, 2, { baias = false })", "nn.linear: unknown option 'baias'; did you mean 'bias'?; options: bias std" },
+      { "nn.linear(1, 2, { baias = false })",
+        "nn.linear: unknown option 'baias'; did you mean 'bias'?; options: bias std" },
       { "nn.linear(1, 2, false)", "nn.linear: expected a table of options, got false" },
-      { "nn.embedding(5, 'a')", "nn.embedding: expected the width as a whole number of 1 or more, got 'a'" },
-      { "nn.layer_norm(2.5)", "nn.layer_norm: expected the width as a whole number of 1 or more, got 2.5" },
+      { "nn.embedding(5, 'a')",
+        "nn.embedding: expected the width as a whole number of 1 or more, got 'a'" },
+      { "nn.layer_norm(2.5)",
+        "nn.layer_norm: expected the width as a whole number of 1 or more, got 2.5" },
       { "nn.dropout(1.5)", "nn.dropout: expected a probability in [0, 1], got 1.5" },
       { "nn.gelu('fast')", "nn.gelu: expected 'erf' or 'tanh', got 'fast'" },
       { "nn.sequential { nn.relu(), 5 }", "nn.sequential: expected entry 2 to be a module, got 5" },
       { "nn.list(5)", "nn.list: expected modules, got 5" },
       { "nn.list { nn.relu }", "nn.list: expected entry 1 to be a module, got a table" },
       { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method" },
-      { "assign()", "Empty.parts: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }" },
+      { "assign()", "Empty.parts: a plain table hides its modules; hint: nn.list{ ... } or "
+        .. "nn.sequential{ ... }" },
       { "nn.relu():parameter('w', 5)", "parameter: expected a tensor for 'w', got 5" },
       { "nn.attention(10, 3)", "nn.attention: the width 10 does not divide by 3 heads" },
-      { "nn.attention(12, 3, { kv_heads = 2 })", "nn.attention: 3 heads do not divide by 2 kv_heads" },
+      { "nn.attention(12, 3, { kv_heads = 2 })",
+        "nn.attention: 3 heads do not divide by 2 kv_heads" },
       { "nn.attention(12, 3, { casual = false })",
-        "nn.attention: unknown option 'casual'; did you mean 'causal'?; options: bias causal dropout kv_heads out_std rope std" },
-      { "nn.attention(12, 4, { kv_heads = 2, dropout = 0.1 })", "nn.attention: dropout of the weights needs as many kv_heads as heads" },
-      { "nn.gpt { widht = 4 }", "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias context dropout embedding_dropout eps "
+        "nn.attention: unknown option 'casual'; did you mean 'causal'?; options: bias causal "
+          .. "dropout kv_heads out_std rope std" },
+      { "nn.attention(12, 4, { kv_heads = 2, dropout = 0.1 })",
+        "nn.attention: dropout of the weights needs as many kv_heads as heads" },
+      { "nn.gpt { widht = 4 }",
+        "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias "
+          .. "context dropout embedding_dropout eps "
         .. "gelu heads hidden layers tied vocab width" },
       { "nn.gpt { layers = 0 }", "nn.gpt: expected layers as a whole number of 1 or more, got 0" },
       { "nn.gpt { width = 10, heads = 3 }", "nn.gpt: the width 10 does not divide by 3 heads" },
       { "nn.gpt { dropout = 1 }", "nn.gpt: expected dropout in [0, 1), got 1" },
       { "nn.llama { heads = 4, kv_heads = 3 }", "nn.llama: 4 heads do not divide by 3 kv_heads" },
-      { "nn.llama { kv_heads = false }", "nn.llama: expected kv_heads as a whole number of 1 or more, got false" },
-      { "nn.bert { vocab = 'all' }", "nn.bert: expected vocab as a whole number of 1 or more, got 'all'" },
-      { "gpt:generate({}, 5)", "generate: expected a list of at least one token to begin with, got a table" },
-      { "gpt:generate({ 1 })", "generate: expected the number of tokens as a whole number of 0 or more, got nothing" },
-      { "gpt:generate({ 1 }, 5, { temp = 0 })", "generate: unknown option 'temp'; options: temperature top_k" },
-      { "gpt:generate({ 1 }, 5, { temperature = -1 })", "generate: expected temperature as a number >= 0, got -1" },
-      { "gpt:generate({ 1 }, 5, { top_k = 0 })", "generate: expected top_k as a whole number of 1 or more, got 0" },
+      { "nn.llama { kv_heads = false }",
+        "nn.llama: expected kv_heads as a whole number of 1 or more, got false" },
+      { "nn.bert { vocab = 'all' }",
+        "nn.bert: expected vocab as a whole number of 1 or more, got 'all'" },
+      { "gpt:generate({}, 5)",
+        "generate: expected a list of at least one token to begin with, got a table" },
+      { "gpt:generate({ 1 })",
+        "generate: expected the number of tokens as a whole number of 0 or more, got nothing" },
+      { "gpt:generate({ 1 }, 5, { temp = 0 })",
+        "generate: unknown option 'temp'; options: temperature top_k" },
+      { "gpt:generate({ 1 }, 5, { temperature = -1 })",
+        "generate: expected temperature as a number >= 0, got -1" },
+      { "gpt:generate({ 1 }, 5, { top_k = 0 })",
+        "generate: expected top_k as a whole number of 1 or more, got 0" },
       { "gpt(engine.zeros(1, 9, 'i32'))", "In gpt: expected up to 8 tokens of context, got 9" },
       { "bert(engine.zeros(1, 9, 'i32'))", "In bert: expected up to 8 tokens of context, got 9" },
-      { "gpt(engine.full({ 1, 2 }, 16, 'i32'))", "In wte: embedding: expected indices in 0..15, got 16 at position 0 of i32 [1 x 2]" },
+      { "gpt(engine.full({ 1, 2 }, 16, 'i32'))",
+        "In wte: embedding: expected indices in 0..15, got 16 at position 0 of i32 [1 x 2]" },
     }
     local small = { vocab = 16, context = 8, width = 8, heads = 2, layers = 1 }
-    local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small), bert = nn.bert(small),
+    local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small),
+      bert = nn.bert(small),
       assign = function() nn.class("Empty")().parts = { nn.relu() } end }
     for _, case in ipairs(cases) do
       local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
@@ -210,10 +250,13 @@ describe("a layer", function()
     embedding.weight:copy { { 0, 1 }, { 2, 3 }, { 4, 5 } }
     assert.same({ { 4, 5 }, { 0, 1 } }, embedding(engine.tensor({ 2, 0 }, "i64")):totable())
     local y = nn.layer_norm(4)(engine.tensor { { 1, 2, 3, 4 } }):totable()[1]
-    for k, v in ipairs { -1.341641, -0.447214, 0.447214, 1.341641 } do assert.near(v, y[k], 1e-5) end
+    for k, v in ipairs { -1.341641, -0.447214, 0.447214, 1.341641 } do
+      assert.near(v, y[k], 1e-5)
+    end
     y = nn.rms_norm(2)(engine.tensor { { 3, 4 } }):totable()[1]
     assert.near(3 / math.sqrt(12.5), y[1], 1e-6)
-    for name, expected in pairs { relu = 0, silu = -0.268941, sigmoid = 0.268941, tanh = -0.761594, softplus = 0.313262, log_sigmoid = -1.313262,
+    for name, expected in pairs { relu = 0, silu = -0.268941, sigmoid = 0.268941, tanh = -0.761594,
+      softplus = 0.313262, log_sigmoid = -1.313262,
       gelu = -0.158655 } do
       assert.near(expected, nn[name]()(engine.tensor { -1 }):item(), 1e-6, name)
     end
@@ -225,8 +268,10 @@ describe("a layer", function()
     engine.seed(1)
     local linear = nn.linear(100, 200)
     local bound = 0.1
-    assert.is_true(linear.weight:abs():max():item() <= bound and linear.weight:abs():max():item() > 0.99 * bound)
-    assert.is_true(linear.bias:abs():max():item() <= bound and linear.bias:abs():max():item() > 0.9 * bound)
+    assert.is_true(linear.weight:abs():max():item() <= bound
+      and linear.weight:abs():max():item() > 0.99 * bound)
+    assert.is_true(linear.bias:abs():max():item() <= bound
+      and linear.bias:abs():max():item() > 0.9 * bound)
     assert.near(bound ^ 2 / 3, (linear.weight * linear.weight):mean():item(), 1e-4)
     local embedding = nn.embedding(100, 50)
     assert.near(1, (embedding.weight * embedding.weight):mean():item(), 0.05)
@@ -302,7 +347,8 @@ describe("the model", function()
         local model = nn[kind](with { dropout = 0.1 })
         local opt = engine.optim.adamw(model, { precision = recipe })
         local x = engine.randint(0, 40, 3, 12, "i32")
-        engine.autocast(recipe, function() return model:loss(x, x) end):backward { scale = recipe == "fp16" and 1024 or 1 }
+        engine.autocast(recipe, function() return model:loss(x,
+          x) end):backward { scale = recipe == "fp16" and 1024 or 1 }
         for _, p in ipairs(opt.list) do
           local gradient = p.tensor.grad
           assert.is_not_nil(gradient, kind .. ": " .. p.name .. " has no gradient in " .. recipe)
@@ -324,11 +370,15 @@ describe("the model", function()
     local block = 12 * C * C + 13 * C
     assert.equal(V * C + T * C + L * block + 2 * C, count(nn.gpt(with())))
     assert.equal(V * C + T * C + L * block + 2 * C + V * C, count(nn.gpt(with { tied = false })))
-    assert.equal(V * C + T * C + L * (block - 13 * C + 2 * C) + C, count(nn.gpt(with { bias = false })))
+    assert.equal(V * C + T * C + L * (block - 13 * C + 2 * C) + C,
+      count(nn.gpt(with { bias = false })))
     local llama_block = C * (C + 2 * C / 2) + C * C + 3 * C * 24 + 2 * C
-    assert.equal(2 * V * C + L * llama_block + C, count(nn.llama(with { kv_heads = 2, hidden = 24 })))
-    assert.same({ "wte.weight", "wpe.weight", "blocks.1.norm1.weight", "blocks.1.norm1.bias", "blocks.1.attn.qkv.weight", "blocks.1.attn.qkv.bias",
-      "blocks.1.attn.out.weight", "blocks.1.attn.out.bias", "blocks.1.norm2.weight", "blocks.1.norm2.bias", "blocks.1.mlp.up.weight" },
+    assert.equal(2 * V * C + L * llama_block + C,
+      count(nn.llama(with { kv_heads = 2, hidden = 24 })))
+    assert.same({ "wte.weight", "wpe.weight", "blocks.1.norm1.weight", "blocks.1.norm1.bias",
+      "blocks.1.attn.qkv.weight", "blocks.1.attn.qkv.bias",
+      "blocks.1.attn.out.weight", "blocks.1.attn.out.bias", "blocks.1.norm2.weight",
+      "blocks.1.norm2.bias", "blocks.1.mlp.up.weight" },
       { unpack(names(nn.gpt(with())), 1, 11) })
   end)
 
@@ -343,9 +393,13 @@ describe("the model", function()
           local other = { unpack(first) }
           other[change] = 33
           local logits = engine.autocast(recipe, model, ids { other, first }):to("f32"):totable()
-          for t = 1, change - 1 do assert.same(base[1][t], logits[1][t], recipe .. ": token " .. change .. " changed place " .. t) end
+          for t = 1, change - 1 do
+            assert.same(base[1][t], logits[1][t],
+              recipe .. ": token " .. change .. " changed place " .. t)
+          end
           assert.not_same(base[1][change], logits[1][change])
-          assert.not_same(base[1][10], logits[1][10])                 -- and everything after it can see it
+          -- and everything after it can see it
+          assert.not_same(base[1][10], logits[1][10])
           assert.same(base[2], logits[2])                             -- rows do not see each other
         end
       end
@@ -364,26 +418,33 @@ describe("the model", function()
     assert.near(expected, model:loss(x, ids { { -100, -100, 7, -100 } }):item(), 1e-5)
   end))
 
-  it("blocks carry the residual as their papers say: pre-norm x + f(norm x), post-norm norm(x + f x)", step(function()
+  it("blocks carry the residual as their papers say: pre-norm x + f(norm x), post-norm norm(x + "
+    .. "f x)", step(function()
     local x = engine.randn(2, 5, 16)
     for _, kind in ipairs(KINDS) do
       local block = nn[kind](with()).blocks[1]
-      local function near(expected, y) assert.is_true((expected - y):abs():max():item() < 1e-6, kind) end
-      for _, last in ipairs { block.attn.out, block.mlp.down } do last.weight:fill(0) end      -- biases are 0 at first
+      local function near(expected, y) assert.is_true((expected - y):abs():max():item() < 1e-6,
+        kind) end
+      -- biases are 0 at first
+      for _, last in ipairs { block.attn.out, block.mlp.down } do last.weight:fill(0) end
       if kind ~= "llama" then
         assert.equal(0, block.attn.out.bias:abs():max():item())
         assert.equal(0, block.mlp.down.bias:abs():max():item())
       end
       near(kind == "bert" and block.norm2(block.norm1(x)) or x, block(x))
       local fresh = nn[kind](with()).blocks[1]
-      local middle = kind == "bert" and fresh.norm1(x + fresh.attn(x)) or x + fresh.attn(fresh.norm1(x))
-      near(kind == "bert" and fresh.norm2(middle + fresh.mlp(middle)) or middle + fresh.mlp(fresh.norm2(middle)), fresh(x))
+      local middle = kind == "bert" and fresh.norm1(x + fresh.attn(x))
+        or x + fresh.attn(fresh.norm1(x))
+      near(kind == "bert" and fresh.norm2(middle + fresh.mlp(middle))
+        or middle + fresh.mlp(fresh.norm2(middle)), fresh(x))
     end
   end))
 
   it("leaves nothing behind where no step is open", function()
     local models = {}
-    for i, kind in ipairs(KINDS) do models[i] = nn[kind](with { attention_dropout = kind == "gpt" and 0.1 or nil }) end
+    for i, kind in ipairs(KINDS) do
+      models[i] = nn[kind](with { attention_dropout = kind == "gpt" and 0.1 or nil })
+    end
     local before
     for turn = 1, 5 do
       for _, model in ipairs(models) do model(ids { { 1, 2, 3 } }) end
@@ -405,7 +466,8 @@ end)
 
 describe("generate", function()
   for _, kind in ipairs { "gpt", "llama" } do
-    it("with temperature 0 takes the likeliest token each time, past the context too: " .. kind, function()
+    it("with temperature 0 takes the likeliest token each time, past the context too: " .. kind,
+      function()
       engine.seed(7)
       local model = nn[kind](with())
       local list = model:generate({ 3, 5 }, 20, { temperature = 0 })
@@ -426,19 +488,25 @@ describe("generate", function()
   it("samples by probability, from the top_k only, and follows the seed", function()
     engine.seed(8)
     local model = nn.gpt(with { vocab = 5, tied = false, layers = 1, context = 4 })
-    model.head.weight:fill(0)                              -- logits come from the last norm's bias alone
+    -- logits come from the last norm's bias alone
+    model.head.weight:fill(0)
     model.norm.weight:fill(0)
     model.norm.bias:fill(0)
     model.norm.bias:select(1, 1):fill(1)
-    model.head.weight:select(2, 1):copy { 0, math.log(2), math.log(3), math.log(4), -100 }    -- odds 1 2 3 4 0
+    -- odds 1 2 3 4 0
+    model.head.weight:select(2, 1):copy { 0, math.log(2), math.log(3), math.log(4), -100 }
     local function counts(options)
       local n, list = { 0, 0, 0, 0, 0 }, model:generate({ 0 }, 1000, options)
       for i = 2, 1001 do n[list[i] + 1] = n[list[i] + 1] + 1 end
       return n
     end
     for k, n in ipairs(counts()) do assert.near(({ 100, 200, 300, 400, 0 })[k], n, 60) end
-    for k, n in ipairs(counts { top_k = 2 }) do assert.near(({ 0, 0, 1000 * 3 / 7, 1000 * 4 / 7, 0 })[k], n, k < 3 and 0 or 70) end
-    for k, n in ipairs(counts { temperature = 0.5 }) do assert.near(({ 1000 / 30, 4000 / 30, 9000 / 30, 16000 / 30, 0 })[k], n, 60) end
+    for k, n in ipairs(counts { top_k = 2 }) do
+      assert.near(({ 0, 0, 1000 * 3 / 7, 1000 * 4 / 7, 0 })[k], n, k < 3 and 0 or 70)
+    end
+    for k, n in ipairs(counts { temperature = 0.5 }) do
+      assert.near(({ 1000 / 30, 4000 / 30, 9000 / 30, 16000 / 30, 0 })[k], n, 60)
+    end
     engine.seed(9)
     local first = model:generate({ 0 }, 30)
     engine.seed(9)
@@ -453,10 +521,13 @@ describe("generate", function()
     for _ = 1, 5 do model:generate({ 1 }, 20) end
     for i, row in ipairs(engine.memory()) do total = total + row.used - before[i].used end
     assert.equal(0, total)
-    assert.same({ true, false, true }, { model:is_training(), model.blocks[1]:is_training(), model.blocks[2]:is_training() })
-    assert.error_matches(function() model:generate({ 99 }, 1) end, "In wte: embedding: expected indices in 0..39, got 99")
+    assert.same({ true, false, true },
+      { model:is_training(), model.blocks[1]:is_training(), model.blocks[2]:is_training() })
+    assert.error_matches(function() model:generate({ 99 }, 1) end,
+      "In wte: embedding: expected indices in 0..39, got 99")
     assert.is_true(model:is_training())
-    assert.is_false(engine.zeros(1, { requires_grad = true }):add(1).is_leaf)      -- recording goes on
+    -- recording goes on
+    assert.is_false(engine.zeros(1, { requires_grad = true }):add(1).is_leaf)
     engine.end_step()
   end)
 end)

@@ -17,7 +17,8 @@ describe("bits", function()
     assert.equal(14336, b.e5m2.value)
     assert.equal(8192, b.ue8m0.value)
     assert.is_true(b.e4m3.value ~= b.e4m3.value)
-    assert.same({ "0", "10000001100", "1101101101101000000000000000000000000000000000000000" }, { b.f64.sign, b.f64.exponent, b.f64.fraction })
+    assert.same({ "0", "10000001100", "1101101101101000000000000000000000000000000000000000" },
+      { b.f64.sign, b.f64.exponent, b.f64.fraction })
   end)
 
   it("knows neighbours across zero, powers of two and the ends", function()
@@ -49,7 +50,9 @@ describe("bits", function()
   it("is a table of eight lines, and a global of the REPL", function()
     local text = tostring(engine.bits(0.1))
     assert.matches("^0%.1 = 1%.6 %* 2%^%-4\nformat +value +error", text)
-    for _, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do assert.matches("\n" .. name .. " ", text, 1, true) end
+    for _, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do
+      assert.matches("\n" .. name .. " ", text, 1, true)
+    end
     local result = helper.run({ "-i", "-e", "" }, "bits(15213.0)\nbits = 3\nbits\n")
     assert.matches("f16     15216  +3 (0.02 %)", result.out, 1, true)
     assert.matches("> 3\n", result.out, 1, true)

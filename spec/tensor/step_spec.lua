@@ -1,4 +1,5 @@
--- The life of a step: what is made in it and when that goes, memory that stands still, and gradients as scripts meet them.
+-- The life of a step: what is made in it and when that goes, memory that stands still, and
+-- gradients as scripts meet them.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -17,8 +18,10 @@ describe("the step", function()
     local x, kept = engine.zeros(64, 768), engine.tensor({ 1, 2 }):keep()
     local first = engine.zeros(2, { keep = true })
     engine.end_step()
-    local text = ("tensor f32 [64 x 768] belongs to step %d, now %d: use :keep() to copy it"):format(now, now + 1)
-    for _, use in ipairs { function() return x.shape end, function() return x + 1 end, function() return x:totable() end, function() return x:keep() end,
+    local text = "tensor f32 [64 x 768] belongs to step %d, now %d: use :keep() to copy it"
+    text = text:format(now, now + 1)
+    for _, use in ipairs { function() return x.shape end, function() return x + 1 end,
+      function() return x:totable() end, function() return x:keep() end,
       function() return x:item() end, function() return x:detach() end } do
       local good, message = pcall(use)
       assert.is_false(good)
@@ -92,7 +95,8 @@ describe("the step", function()
       assert.same({ 1, 1 }, kept:totable())
       kept:free()
       assert.equal(before, bytes_in_use())
-      assert.error_matches(function() engine.scope(function() leaked = engine.zeros(1000) error("inner trouble") end) end, "inner trouble")
+      assert.error_matches(function() engine.scope(
+        function() leaked = engine.zeros(1000) error("inner trouble") end) end, "inner trouble")
       assert.equal(before, bytes_in_use())
       if inside then engine.end_step() end
     end
@@ -112,7 +116,9 @@ describe("the step", function()
       local _ = w.grad
       if n % 100 == 0 then engine.scope(function() return engine.rand(4):sum():item() end) end
       local sum, requests = 0, 0
-      for _, row in ipairs(engine.memory()) do sum, requests = sum + row.reserved, requests + row.allocations end
+      for _, row in ipairs(engine.memory()) do
+        sum, requests = sum + row.reserved, requests + row.allocations
+      end
       if n == 100 then after_first = { sum, requests } end
       if n > 100 then assert.same(after_first, { sum, requests }, "at step " .. n) end
     end
@@ -122,7 +128,8 @@ describe("the step", function()
   it("memory does not grow outside of steps either, where only end_step() is called", function()
     local c, x = engine.tensor({ true, false }, "bool"), engine.zeros(2)
     local before
-    for _ = 1, 2 do collectgarbage() end              -- what other specs left gives its memory back now, not on the way
+    -- what other specs left gives its memory back now, not on the way
+    for _ = 1, 2 do collectgarbage() end
     for n = 1, 300 do
       local y = c:where(1, 2) + 3 / x
       y:copy { 1, n }
@@ -179,10 +186,12 @@ describe("gradients", function()
   it("a Lua gradient that is never run leaves nothing behind", step(function()
     local autograd = require "engine.tensor.autograd"
     assert.is_function(autograd.custom)
-    local double = engine.custom { forward = function(_, x) return x * 2 end, backward = function(_, dy) return dy * 2 end }
+    local double = engine.custom { forward = function(_, x) return x * 2 end,
+      backward = function(_, dy) return dy * 2 end }
     local nodes = require("engine.tensor.tensor").lua_nodes
     for _ = 1, 50 do
-      double(engine.tensor { 1 })                                             -- nothing requires a gradient
+      -- nothing requires a gradient
+      double(engine.tensor { 1 })
       engine.no_grad(double, engine.tensor({ 1 }, { requires_grad = true }))
     end
     local n = 0

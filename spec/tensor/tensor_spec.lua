@@ -1,5 +1,5 @@
--- Tensors as scripts meet them: making, looking, views, counting from 1, arithmetic and its dtypes, reductions,
--- products, and what every mistake is answered with.
+-- Tensors as scripts meet them: making, looking, views, counting from 1, arithmetic and its dtypes,
+-- reductions, products, and what every mistake is answered with.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -41,7 +41,8 @@ describe("making tensors", function()
   it("reads nested tables", step(function()
     assert.same({ { 1, 2 }, { 3, 4 } }, engine.tensor({ { 1, 2 }, { 3, 4 } }):totable())
     assert.equal(5, engine.tensor(5):totable())
-    assert.same({ 1, 2, 1, 1, 1, 1 }, engine.tensor { { { { { { 1 } } } }, { { { { 1 } } } } } }.shape)
+    assert.same({ 1, 2, 1, 1, 1, 1 },
+      engine.tensor { { { { { { 1 } } } }, { { { { 1 } } } } } }.shape)
     assert.same({ 0 }, engine.tensor({}).shape)
     assert.equal(2 ^ 53, engine.tensor({ 2 ^ 53 }, "i64"):item())
   end))
@@ -89,8 +90,10 @@ describe("making tensors", function()
 
   it("prints dtype, shape, range, non-finite counts and a corner of the values", step(function()
     assert.equal("f32 [] cpu: 2.5", tostring(engine.tensor(2.5)))
-    assert.equal("f32 [2 x 2] cpu  min -1 max 2 mean 1  inf 1 nan 0", (tostring(engine.tensor { { 2, -1 }, { 2, inf } }):gsub("\n.*", "")))
-    assert.equal("i32 [2] cpu  min 1 max 2 mean 1.5", (tostring(engine.tensor({ 1, 2 }, { dtype = "i32" })):gsub("\n.*", "")))
+    assert.equal("f32 [2 x 2] cpu  min -1 max 2 mean 1  inf 1 nan 0",
+      (tostring(engine.tensor { { 2, -1 }, { 2, inf } }):gsub("\n.*", "")))
+    assert.equal("i32 [2] cpu  min 1 max 2 mean 1.5",
+      (tostring(engine.tensor({ 1, 2 }, { dtype = "i32" })):gsub("\n.*", "")))
     local text = tostring(engine.tensor({ { 1, nan }, { -inf, -0.0 } }, "f16"))
     assert.matches("^f16 %[2 x 2%] cpu  min %-0 max 1 mean 0.5  inf 1 nan 1\n", text)
     assert.matches("\n *1 +nan\n", text)
@@ -131,7 +134,8 @@ describe("views of tensors", function()
     assert.same({ { 1, 2 }, { 3, 4 }, { 5, 6 } }, x:view(3, 2):totable())
     assert.same({ 3, 2 }, x:view(-1, 2).shape)
     assert.same({ 3, 2 }, x:reshape({ 3, -1 }).shape)
-    assert.same({ 1, 4, 2, 5, 3, 6 }, x:transpose():view(-1):totable())   -- copies where strides do not allow a view
+    -- copies where strides do not allow a view
+    assert.same({ 1, 4, 2, 5, 3, 6 }, x:transpose():view(-1):totable())
     assert.equal(7, engine.tensor { 7 }:view():item())
   end))
 
@@ -177,14 +181,16 @@ describe("views of tensors", function()
   it("split and chunk give several results", step(function()
     local x = counting(2, 6)
     local a, b, c = x:split({ 1, 3, 2 }, 2)
-    assert.same({ { { 1 }, { 7 } }, { { 2, 3, 4 }, { 8, 9, 10 } }, { { 5, 6 }, { 11, 12 } } }, { a:totable(), b:totable(), c:totable() })
+    assert.same({ { { 1 }, { 7 } }, { { 2, 3, 4 }, { 8, 9, 10 } }, { { 5, 6 }, { 11, 12 } } },
+      { a:totable(), b:totable(), c:totable() })
     local parts = { x:split(4) }
     assert.same({ { 2, 4 }, { 2, 2 } }, { parts[1].shape, parts[2].shape })
     parts = { x:chunk(3) }
     assert.same({ { 3, 4 }, { 9, 10 } }, parts[2]:totable())
     parts = { x:chunk(2, 1) }
     assert.same({ { 7, 8, 9, 10, 11, 12 } }, parts[2]:totable())
-    parts = { engine.arange(1, 20):split(2) }                             -- more parts than one operation yields
+    -- more parts than one operation yields
+    parts = { engine.arange(1, 20):split(2) }
     assert.equal(10, #parts)
     assert.same({ 19, 20 }, parts[10]:totable())
     parts = { engine.zeros(0, 2):chunk(3, 1) }
@@ -217,9 +223,12 @@ describe("views of tensors", function()
       end
     end
     assert.equal(#whole, at - 1)
-    assert.same({ { 1, 2 }, { 3, 4 } }, engine.concat { engine.tensor { { 1, 2 } }, engine.tensor { { 3, 4 } } }:totable())
-    assert.same({ { 1, 3 }, { 2, 4 } }, engine.stack({ engine.tensor { 1, 2 }, engine.tensor { 3, 4 } }, 2):totable())
-    assert.same({ { 1, 2 }, { 3, 4 } }, engine.stack({ engine.tensor { 1, 2 }, engine.tensor { 3, 4 } }):totable())
+    assert.same({ { 1, 2 }, { 3, 4 } },
+      engine.concat { engine.tensor { { 1, 2 } }, engine.tensor { { 3, 4 } } }:totable())
+    assert.same({ { 1, 3 }, { 2, 4 } },
+      engine.stack({ engine.tensor { 1, 2 }, engine.tensor { 3, 4 } }, 2):totable())
+    assert.same({ { 1, 2 }, { 3, 4 } },
+      engine.stack({ engine.tensor { 1, 2 }, engine.tensor { 3, 4 } }):totable())
     assert.same({ 2, 1 }, engine.stack({ engine.tensor { 1 }, engine.tensor { 3 } }, -2).shape)
     assert.equal("f32", engine.concat { engine.zeros(1, "f16"), engine.zeros(1, "bf16") }.dtype)
   end))
@@ -227,7 +236,8 @@ end)
 
 describe("arithmetic of tensors", function()
   it("broadcasts from the right", step(function()
-    assert.same({ { 11, 21 }, { 12, 22 } }, (engine.tensor { { 1 }, { 2 } } + engine.tensor { 10, 20 }):totable())
+    assert.same({ { 11, 21 }, { 12, 22 } },
+      (engine.tensor { { 1 }, { 2 } } + engine.tensor { 10, 20 }):totable())
     assert.same({ 3, 1, 2 }, (engine.zeros(3, 1, 1) * engine.zeros(2)).shape)
     assert.same({ 3, 1, 2 }, (engine.zeros(2) * engine.zeros(3, 1, 1)).shape)
     assert.same({ 2, 0 }, (engine.zeros(2, 1) + engine.zeros(0)).shape)
@@ -258,8 +268,10 @@ describe("arithmetic of tensors", function()
     assert.same({ 1, 2, 3 }, x:clamp(nil, 3):totable())
   end))
 
-  -- The widest wins; f16 beside bf16 needs f32, u8 beside i8 needs i16; bool counts as u8 in arithmetic.
-  local RANK = { bool = 0, u8 = 1, i8 = 2, i16 = 3, i32 = 4, i64 = 5, f16 = 6, bf16 = 6, f32 = 7, f64 = 8 }
+  -- The widest wins; f16 beside bf16 needs f32, u8 beside i8 needs i16; bool counts as u8 in
+  -- arithmetic.
+  local RANK = { bool = 0, u8 = 1, i8 = 2, i16 = 3, i32 = 4, i64 = 5, f16 = 6, bf16 = 6, f32 = 7,
+    f64 = 8 }
   local function promoted(a, b)
     if a == b then return a end
     if RANK[a] == 6 and RANK[b] == 6 then return "f32" end
@@ -273,9 +285,15 @@ describe("arithmetic of tensors", function()
         local x, y, wide = engine.ones({ 1 }, a), engine.ones({ 1 }, b), promoted(a, b)
         local what = a .. " with " .. b
         local arithmetic = wide == "bool" and "u8" or wide
-        for _, name in ipairs { "add", "sub", "mul", "maximum", "minimum" } do assert.equal(arithmetic, x[name](x, y).dtype, name .. ": " .. what) end
-        for _, name in ipairs { "div", "pow" } do assert.equal(RANK[wide] >= 6 and wide or "f32", x[name](x, y).dtype, name .. ": " .. what) end
-        for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge" } do assert.equal("bool", x[name](x, y).dtype, name .. ": " .. what) end
+        for _, name in ipairs { "add", "sub", "mul", "maximum", "minimum" } do
+          assert.equal(arithmetic, x[name](x, y).dtype, name .. ": " .. what)
+        end
+        for _, name in ipairs { "div", "pow" } do
+          assert.equal(RANK[wide] >= 6 and wide or "f32", x[name](x, y).dtype, name .. ": " .. what)
+        end
+        for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge" } do
+          assert.equal("bool", x[name](x, y).dtype, name .. ": " .. what)
+        end
         assert.equal(wide, engine.tensor({ true }, "bool"):where(x, y).dtype, "where: " .. what)
         assert.equal(wide, engine.concat { x, y }.dtype, "concat: " .. what)
         assert.equal(2, (x + y):item(), what)
@@ -289,7 +307,8 @@ describe("arithmetic of tensors", function()
     assert.same({ 3.5, -3.5 }, (x / 2):totable())
     assert.equal("f32", (x / 2).dtype)
     assert.same({ 49, 49 }, (x ^ 2):totable())
-    assert.same({ 4, 3 }, (engine.tensor({ 250, 249 }, "u8") + engine.tensor({ 10, 10 }, "u8")):totable())
+    assert.same({ 4, 3 },
+      (engine.tensor({ 250, 249 }, "u8") + engine.tensor({ 10, 10 }, "u8")):totable())
     assert.same({ 255 }, (engine.tensor({ 0 }, "u8") - 1):totable())
     assert.equal(-2 ^ 31, (engine.tensor({ 2 ^ 31 - 1 }, "i32") + 1):item())
     assert.equal(2 ^ 53 + 2, (engine.tensor({ 2 ^ 53 }, "i64") + 2):item())
@@ -302,10 +321,13 @@ describe("arithmetic of tensors", function()
     local x = engine.tensor({ 1, 200 }, "u8")
     assert.same({ { "u8" }, { 6, 205 } }, { { (x + 5).dtype }, (x + 5):totable() })
     assert.same({ { "i16" }, { 0, 199 } }, { { (x + -1).dtype }, (x + -1):totable() })
-    assert.same({ { "i32" }, { 100001, 100200 } }, { { (x + 100000).dtype }, (x + 100000):totable() })
-    assert.same({ { "i64" }, { 2 ^ 40 + 1, 2 ^ 40 + 200 } }, { { (2 ^ 40 + x).dtype }, (2 ^ 40 + x):totable() })
+    assert.same({ { "i32" }, { 100001, 100200 } },
+      { { (x + 100000).dtype }, (x + 100000):totable() })
+    assert.same({ { "i64" }, { 2 ^ 40 + 1, 2 ^ 40 + 200 } },
+      { { (2 ^ 40 + x).dtype }, (2 ^ 40 + x):totable() })
     assert.same({ { "f32" }, { 0.5, 100 } }, { { (x * 0.5).dtype }, (x * 0.5):totable() })
-    assert.same({ { "u8" }, { 0, 5 } }, { { (engine.tensor({ false, true }, "bool") * 5).dtype }, (engine.tensor({ false, true }, "bool") * 5):totable() })
+    assert.same({ { "u8" }, { 0, 5 } }, { { (engine.tensor({ false, true }, "bool") * 5).dtype },
+      (engine.tensor({ false, true }, "bool") * 5):totable() })
     assert.same({ 1, 1 }, x:lt(300):totable())
     assert.same({ 0, 0 }, x:eq(256 + 1):totable())
     assert.same({ 1, 1 }, x:gt(-1):totable())
@@ -317,10 +339,14 @@ describe("arithmetic of tensors", function()
   it("a number beside fp16 neither widens it nor is rounded first", step(function()
     for _, dtype in ipairs { "f16", "bf16" } do
       local x = engine.tensor({ 1, 3 }, dtype)
-      for _, y in ipairs { x + 1.1, 1.1 - x, x * 1.1, x / 1.1, 1.1 / x, x ^ 1.1, 1.1 ^ x, x:maximum(1.1), x:minimum(1.1) } do assert.equal(dtype, y.dtype) end
+      for _, y in ipairs { x + 1.1, 1.1 - x, x * 1.1, x / 1.1, 1.1 / x, x ^ 1.1, 1.1 ^ x,
+        x:maximum(1.1), x:minimum(1.1) } do
+        assert.equal(dtype, y.dtype)
+      end
     end
     local x = engine.tensor({ 60000, 1 }, "f16")
-    assert.same({ 0.60009765625, 2 ^ -24 * math.floor(1e-5 * 2 ^ 24 + 0.5) }, (x / 1e5):totable())   -- 1e5 is no f16: not inf
+    -- 1e5 is no f16: not inf
+    assert.same({ 0.60009765625, 2 ^ -24 * math.floor(1e-5 * 2 ^ 24 + 0.5) }, (x / 1e5):totable())
     assert.same({ 1, 0 }, x:gt(0.99999 * 60000):totable())
     assert.same({ 1, 1 }, x:lt(70000):totable())
     assert.same({ 1, 1 }, x:gt(1e-9):totable())
@@ -328,7 +354,8 @@ describe("arithmetic of tensors", function()
     assert.same({ 1, 1 }, engine.tensor({ 0, -0.0 }, "f16"):lt(1e-9):totable())
     assert.same({ 0.0999755859375 }, engine.tensor({ 0 }, "f16"):maximum(0.1):totable())
     -- one rounding: in f16, 1 + 2^-11 is a tie; a little more goes up
-    assert.same({ 1, 1 + 2 ^ -10 }, { (engine.tensor(1, "f16") + 2 ^ -11):item(), (engine.tensor(1, "f16") + (2 ^ -11 + 2 ^ -20)):item() })
+    assert.same({ 1, 1 + 2 ^ -10 }, { (engine.tensor(1, "f16") + 2 ^ -11):item(),
+      (engine.tensor(1, "f16") + (2 ^ -11 + 2 ^ -20)):item() })
     assert.equal(inf, (engine.tensor(65504, "f16") + 16):item())
     assert.equal(65504, (engine.tensor(65504, "f16") + 15.9):item())
   end))
@@ -350,9 +377,12 @@ describe("arithmetic of tensors", function()
     local c = engine.tensor({ true, false }, "bool")
     assert.same({ 1, 20 }, c:where(engine.tensor { 1, 2 }, engine.tensor { 10, 20 }):totable())
     assert.same({ 1, 0 }, c:where(1, 0):totable())
-    assert.same({ { 1, 4 }, { 3, 4 } }, engine.where(engine.tensor({ { true, false }, { false, false } }, "bool"), 1, engine.tensor { 3, 4 }):totable())
-    assert.same({ "i32", 5 }, { c:where(engine.tensor({ 5, 6 }, "i32"), -100).dtype, c:where(engine.tensor({ 5, 6 }, "i32"), -100):select(1, 1):item() })
-    assert.same({ -inf }, engine.tensor({ false }, "bool"):where(engine.zeros(1, "f16"), -inf):totable())
+    assert.same({ { 1, 4 }, { 3, 4 } }, engine.where(engine.tensor({ { true, false },
+      { false, false } }, "bool"), 1, engine.tensor { 3, 4 }):totable())
+    assert.same({ "i32", 5 }, { c:where(engine.tensor({ 5, 6 }, "i32"), -100).dtype,
+      c:where(engine.tensor({ 5, 6 }, "i32"), -100):select(1, 1):item() })
+    assert.same({ -inf },
+      engine.tensor({ false }, "bool"):where(engine.zeros(1, "f16"), -inf):totable())
   end))
 
   it("to() rounds to nearest even, saturates integers and turns NaN into 0", step(function()
@@ -361,21 +391,24 @@ describe("arithmetic of tensors", function()
     assert.same({ 127, -128, 2, -2, 0, 127, -128 }, x:to("i8"):totable())
     assert.same({ 300, -300, 2, -2, 0, 32767, -32768 }, x:to("i16"):totable())
     assert.same({ 300, -300, 2, -2, 0, 2 ^ 31 - 1, -2 ^ 31 }, x:to("i32"):totable())
-    assert.same({ 2 ^ 63, -2 ^ 63 }, x:to("i64"):slice(1, -2):totable())        -- 2^63 - 1 reads as the nearest double
+    -- 2^63 - 1 reads as the nearest double
+    assert.same({ 2 ^ 63, -2 ^ 63 }, x:to("i64"):slice(1, -2):totable())
     assert.same({ 1, 1, 1, 1, 1, 1, 1 }, x:to("bool"):totable())
     assert.same({ 0, 0 }, engine.tensor({ 0, -0.0 }):to("bool"):totable())
     assert.same({ 2048, 2052 }, engine.tensor({ 2049, 2051 }):to("f16"):totable())
     assert.same({ 65504, inf }, engine.tensor({ 65519, 65520 }):to("f16"):totable())
     assert.same({ 2 ^ -24, 0, 0 }, engine.tensor({ 2 ^ -24, 2 ^ -25, 2 ^ -26 }):to("f16"):totable())
     assert.same({ 256, 260 }, engine.tensor({ 257, 259 }):to("bf16"):totable())
-    assert.equal("-inf", tostring(1 / engine.tensor({ -1e-30 }):to("f16"):item()))   -- the sign of zero stays
+    -- the sign of zero stays
+    assert.equal("-inf", tostring(1 / engine.tensor({ -1e-30 }):to("f16"):item()))
     assert.is_true(x:to("f32") == x)
   end))
 
   it("operations between floats and back go through every dtype", step(function()
     for _, from in ipairs(ALL) do
       for _, to in ipairs(ALL) do
-        assert.same({ 1, 0, 1 }, engine.tensor({ 1, 0, 1 }, from):to(to):totable(), from .. " to " .. to)
+        assert.same({ 1, 0, 1 }, engine.tensor({ 1, 0, 1 }, from):to(to):totable(),
+          from .. " to " .. to)
       end
     end
   end))
@@ -384,7 +417,8 @@ end)
 describe("reductions and picking", function()
   it("sum, mean, max and min over all, one or several dimensions", step(function()
     local x = counting(2, 3)
-    assert.same({ 21, 3.5, 6, 1 }, { x:sum():item(), x:mean():item(), x:max():item(), x:min():item() })
+    assert.same({ 21, 3.5, 6, 1 },
+      { x:sum():item(), x:mean():item(), x:max():item(), x:min():item() })
     assert.same({}, x:sum().shape)
     assert.same({ 5, 7, 9 }, x:sum(1):totable())
     assert.same({ 6, 15 }, x:sum(2):totable())
@@ -409,7 +443,8 @@ describe("reductions and picking", function()
       assert.equal("f32", x:mean().dtype)
       assert.equal(dtype, x:max().dtype)
     end
-    assert.same({ "f64", "f64" }, { engine.zeros(2, "f64"):sum().dtype, engine.zeros(2, "f64"):mean().dtype })
+    assert.same({ "f64", "f64" },
+      { engine.zeros(2, "f64"):sum().dtype, engine.zeros(2, "f64"):mean().dtype })
     for _, dtype in ipairs(INTEGERS) do
       local x = engine.full({ 1000 }, 100, dtype)
       assert.same({ "i64", 100000 }, { x:sum().dtype, x:sum():item() })
@@ -421,7 +456,8 @@ describe("reductions and picking", function()
 
   it("a NaN wins max and min", step(function()
     for _, name in ipairs { "max", "min" } do
-      local y = engine.tensor({ { 1, nan, 3 }, { 1, 2, 3 } })[name](engine.tensor({ { 1, nan, 3 }, { 1, 2, 3 } }), 2):totable()
+      local y = engine.tensor({ { 1, nan, 3 },
+        { 1, 2, 3 } })[name](engine.tensor({ { 1, nan, 3 }, { 1, 2, 3 } }), 2):totable()
       assert.is_true(y[1] ~= y[1])
       assert.equal(name == "max" and 3 or 1, y[2])
     end
@@ -442,10 +478,13 @@ describe("reductions and picking", function()
 
   it("embedding, index_select and gather pick by numbers from 0", step(function()
     local w = counting(3, 2)
-    assert.same({ { { 5, 6 } }, { { 1, 2 } } }, w:embedding(engine.tensor({ { 2 }, { 0 } }, "i32")):totable())
-    assert.same({ { 2, 1 }, { 4, 3 }, { 6, 5 } }, w:index_select(2, engine.tensor({ 1, 0 }, "i64")):totable())
+    assert.same({ { { 5, 6 } }, { { 1, 2 } } },
+      w:embedding(engine.tensor({ { 2 }, { 0 } }, "i32")):totable())
+    assert.same({ { 2, 1 }, { 4, 3 }, { 6, 5 } },
+      w:index_select(2, engine.tensor({ 1, 0 }, "i64")):totable())
     assert.same({ { 5, 6 }, { 5, 6 } }, w:index_select(1, engine.tensor({ 2, 2 }, "u8")):totable())
-    assert.same({ { 1 }, { 4 }, { 5 } }, w:gather(2, engine.tensor({ { 0 }, { 1 }, { 0 } }, "i64")):totable())
+    assert.same({ { 1 }, { 4 }, { 5 } },
+      w:gather(2, engine.tensor({ { 0 }, { 1 }, { 0 } }, "i64")):totable())
     assert.same({ { 5, 4 } }, w:gather(1, engine.tensor({ { 2, 1 } }, "i64")):totable())
   end))
 end)
@@ -460,14 +499,16 @@ describe("products", function()
       assert.same(AB, a:matmul(b):to("f64"):totable(), dtype)
       assert.same(AB, a:transpose():matmul(b, true):totable())
       assert.same(AB, a:matmul(b:transpose(), false, true):totable())
-      assert.same(AB, a:transpose():contiguous():matmul(b:transpose():contiguous(), true, true):totable())
+      assert.same(AB, a:transpose():contiguous():matmul(b:transpose():contiguous(), true,
+        true):totable())
       assert.equal(dtype, a:matmul(b).dtype)
     end
     assert.equal("f32", engine.zeros(1, 1, "f16"):matmul(engine.zeros(1, 1, "bf16")).dtype)
   end))
 
   it("of vectors", step(function()
-    local a, b, v, u = engine.tensor(A), engine.tensor(B), engine.tensor { 1, 2, 3 }, engine.tensor { 1, 2 }
+    local a, b, v, u = engine.tensor(A), engine.tensor(B), engine.tensor { 1, 2, 3 },
+      engine.tensor { 1, 2 }
     assert.same({ 14, 32 }, a:matmul(v):totable())
     assert.same({ 58, 64 }, engine.tensor(A[1]):matmul(b):totable())
     assert.equal(14, v:matmul(v):item())
@@ -497,40 +538,56 @@ describe("a mistake with tensors", function()
     { "x.nothing_like_it_at_all", "a tensor has no method 'nothing_like_it_at_all'" },
     { "engine.zerros(2)", "engine has no 'zerros'; did you mean 'zeros'?" },
     { "x[1]", "a tensor is not indexed by numbers; hint: x:select(1, 1), x:slice(1, 1, 1)" },
-    { "(function() x.y = 1 end)()", "a tensor's field 'y' cannot be set; hint: x:fill(), x:copy() write elements" },
-    { "x < x", "tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got a tensor and a tensor" },
+    { "(function() x.y = 1 end)()",
+      "a tensor's field 'y' cannot be set; hint: x:fill(), x:copy() write elements" },
+    { "x < x", "tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got "
+      .. "a tensor and a tensor" },
 
     { "engine.zeros(2, -1)", "zeros: expected a dimension as a whole number of 0 or more, got -1" },
     { "engine.zeros(1.5)", "zeros: expected a dimension as a whole number of 0 or more, got 1.5" },
-    { "engine.zeros(2, 'x', 3)", "zeros: expected a dimension as a whole number of 0 or more, got 'x'" },
+    { "engine.zeros(2, 'x', 3)",
+      "zeros: expected a dimension as a whole number of 0 or more, got 'x'" },
     { "engine.ones(1, 1, 1, 1, 1, 1, 1)", "ones: expected up to 6 dimensions, got 7" },
-    { "engine.zeros(2, 'f23')", "there is no dtype 'f23'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
-    { "engine.rand(2, { dtyp = 'f16' })", "rand: unknown option 'dtyp'; did you mean 'dtype'?; options: dtype keep requires_grad" },
-    { "engine.zeros { dtype = 'f16' }", "zeros: expected a shape first, got a table without numbers" },
+    { "engine.zeros(2, 'f23')",
+      "there is no dtype 'f23'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "engine.rand(2, { dtyp = 'f16' })",
+      "rand: unknown option 'dtyp'; did you mean 'dtype'?; options: dtype keep requires_grad" },
+    { "engine.zeros { dtype = 'f16' }",
+      "zeros: expected a shape first, got a table without numbers" },
     { "engine.zeros(2, true)", "zeros: expected options as a dtype name or a table, got true" },
-    { "engine.zeros(2^30, 2^30)", "expected a tensor of up to 2^48 elements, got [1073741824 x 1073741824]" },
+    { "engine.zeros(2^30, 2^30)",
+      "expected a tensor of up to 2^48 elements, got [1073741824 x 1073741824]" },
     { "engine.full({ 2 }, 'a')", "full: expected the value as a number, got 'a'" },
     { "engine.tensor()", "tensor: expected a number or a table of numbers, got nothing" },
     { "engine.tensor { 1, 'a' }", "tensor: expected a number, got 'a'" },
-    { "engine.tensor { { 1, 2 }, { 3 } }", "tensor: the table is ragged: expected 2 entries at depth 2, got 1" },
-    { "engine.tensor { { 1, 2 }, 3 }", "tensor: the table is ragged: expected 2 entries at depth 2, got 3" },
+    { "engine.tensor { { 1, 2 }, { 3 } }",
+      "tensor: the table is ragged: expected 2 entries at depth 2, got 1" },
+    { "engine.tensor { { 1, 2 }, 3 }",
+      "tensor: the table is ragged: expected 2 entries at depth 2, got 3" },
     { "engine.tensor { { { { { { { 1 } } } } } } }", "tensor: expected up to 6 dimensions, got 7" },
     { "engine.arange(1)", "arange: expected the last value as a number, got nothing" },
     { "engine.arange(1, 5, 0)", "arange: expected a step other than 0, got 0" },
     { "engine.randint(5)", "randint: expected the upper bound as a whole number, got nothing" },
     { "engine.randint(5, 1, 3)", "randint: expected low < high, got 5 and 1" },
-    { "engine.zeros(2, { dtype = 'i64', requires_grad = true })", "requires_grad: expected a floating-point tensor, got i64 [2]" },
+    { "engine.zeros(2, { dtype = 'i64', requires_grad = true })",
+      "requires_grad: expected a floating-point tensor, got i64 [2]" },
     { "engine.seed(-1)", "seed: expected a whole number of 0 to 2^53, got -1" },
-    { "engine.threads('all')", "threads: expected a whole number of 0 to 4096 (0: as it is), got 'all'" },
+    { "engine.threads('all')",
+      "threads: expected a whole number of 0 to 4096 (0: as it is), got 'all'" },
     { "engine.device(0)", "device: expected a name, got 0" },
-    { "engine.memory { limits = 5 }", "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
-    { "engine.memory { limit = 'much' }", "memory: expected limit as a number of bytes (0: none), got 'much'" },
+    { "engine.memory { limits = 5 }",
+      "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
+    { "engine.memory { limit = 'much' }",
+      "memory: expected limit as a number of bytes (0: none), got 'much'" },
     { "engine.scope(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
-    { "engine.autocast('fp16', function() return x:matmul(x) end)", "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
+    { "engine.autocast('fp16', function() return x:matmul(x) end)",
+      "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
     { "engine.device('gpu')", "there is no device 'gpu'; devices: cpu, reference, cuda, auto" },
 
-    { "x + engine.zeros(2, 2)", "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the right, or be 1" },
+    { "x + engine.zeros(2, 2)",
+      "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the "
+        .. "right, or be 1" },
     { "x + 'a'", "add: expected a tensor, got 'a'" },
     { "x * {}", "mul: expected a tensor, got a table" },
     { "nil - x", "sub: expected a tensor, got nothing" },
@@ -539,33 +596,46 @@ describe("a mistake with tensors", function()
     { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
     { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },
     { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
-    { "x:to('f31')", "there is no dtype or device 'f31'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
-    { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, as in x:gt(0)" },
-    { "x:gt(0):where(x, engine.zeros(4))", "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, or be 1" },
+    { "x:to('f31')", "there is no dtype or device 'f31'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 "
+      .. "i64 bool e4m3 e5m2; devices: cpu cuda reference" },
+    { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, "
+      .. "as in x:gt(0)" },
+    { "x:gt(0):where(x, engine.zeros(4))",
+      "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, "
+        .. "or be 1" },
     { "x:dropout()", "dropout: expected the probability as a number, got nothing" },
     { "x:dropout(2)", "dropout: expected a probability in [0, 1], got 2" },
     { "x:fill('a')", "fill: expected the value as a number, got 'a'" },
     { "x:copy(engine.zeros(4))", "copy: f32 [4] does not broadcast into f32 [2 x 3]" },
-    { "x:normal(0, -1)", "normal: expected a finite mean and a standard deviation >= 0, got 0 and -1" },
+    { "x:normal(0, -1)",
+      "normal: expected a finite mean and a standard deviation >= 0, got 0 and -1" },
 
-    { "x:size(3)", "size: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "x:sum(0)", "sum: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "x:mean { 1, 3 }", "mean: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:size(3)", "size: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from "
+      .. "-1 backward" },
+    { "x:sum(0)", "sum: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 "
+      .. "backward" },
+    { "x:mean { 1, 3 }",
+      "mean: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "x:max('a')", "max: expected a dimension as a whole number, got 'a'" },
     { "engine.zeros(0):max()", "max: there is no largest or smallest of nothing: f32 [0]" },
-    { "x:argmax(3)", "argmax: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:argmax(3)", "argmax: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
+      .. "from -1 backward" },
     { "x:topk(4)", "topk: expected k in 0..3, got 4" },
     { "x:topk()", "topk: expected k as a whole number of 0 or more, got nothing" },
     { "x:view(4, -1)", "view: f32 [2 x 3] has 6 elements, which do not make [4 x -1]" },
     { "x:view('a')", "view: expected a dimension as a whole number, got 'a'" },
     { "x:permute(1, 1)", "permute: expected every dimension of f32 [2 x 3] once" },
     { "x:permute(1)", "permute: expected 2 dimensions, got 1" },
-    { "x:permute(0, 1)", "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "x:transpose(1, 3)", "transpose: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:permute(0, 1)",
+      "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:transpose(1, 3)",
+      "transpose: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 "
+        .. "backward" },
     { "engine.zeros(2):transpose()", "transpose: expected at least 2 dimensions, got [2]" },
     { "x:expand(4, 3)", "expand: f32 [2 x 3] does not broadcast to [4 x 3]" },
     { "x:slice(1, 0, 1)", "slice: positions count from 1, or from -1 backward; got 0" },
-    { "x:slice(3, 1, 1)", "slice: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:slice(3, 1, 1)",
+      "slice: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "x:slice(1, 1, 2, 0)", "slice: expected the step as a whole number of 1 or more, got 0" },
     { "x:slice()", "slice: expected a dimension as a whole number, got nothing" },
     { "x:select(1, 3)", "select: no position 3 in dimension 1 of [2 x 3]; positions count from 1" },
@@ -573,53 +643,89 @@ describe("a mistake with tensors", function()
     { "x:split({ 1, 1 }, 2)", "split: the parts add up to 2, dimension 2 of [2 x 3] has 3" },
     { "x:split(0)", "split: expected the size of a part as a whole number of 1 or more, got 0" },
     { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts" },
-    { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
+      .. "from -1 backward" },
     { "x:unsqueeze(4)", "unsqueeze: expected a dimension of 1 to 3 for [2 x 3], got 4" },
     { "engine.concat {}", "concat: expected a list of tensors, got an empty one" },
     { "engine.concat(x)", "concat: expected a list of tensors, got a tensor" },
     { "engine.concat { 1, 2 }", "concat: expected a tensor, got 1" },
-    { "engine.concat({ x, engine.zeros(3, 2) }, 1)", "concat: f32 [2 x 3] and f32 [3 x 2] differ outside dimension 1" },
-    { "engine.concat({ x, x }, 3)", "concat: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "engine.stack { engine.zeros(2), engine.zeros(3) }", "stack: expected tensors of one shape, got [2] and [3]" },
+    { "engine.concat({ x, engine.zeros(3, 2) }, 1)",
+      "concat: f32 [2 x 3] and f32 [3 x 2] differ outside dimension 1" },
+    { "engine.concat({ x, x }, 3)",
+      "concat: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "engine.stack { engine.zeros(2), engine.zeros(3) }",
+      "stack: expected tensors of one shape, got [2] and [3]" },
     { "x:item()", "item: expected a tensor of one element, got f32 [2 x 3]" },
-    { "x:gather(1, x)", "gather: expected index of an integer dtype, got f32 [2 x 3]; hint: index:to(\"i64\")" },
-    { "x:gather(1, i:view(6))", "gather: the index i64 [6] must have the dimensions of f32 [2 x 3] and no larger sizes outside dimension 1" },
-    { "x:embedding(engine.tensor({ 1, 5 }, 'i64'))", "embedding: expected indices in 0..1, got 5 at position 1 of i64 [2]" },
-    { "x:embedding(engine.tensor({ -1 }, 'i64'))", "embedding: expected indices in 0..1, got -1 at position 0 of i64 [1]" },
+    { "x:gather(1, x)", "gather: expected index of an integer dtype, got f32 [2 x 3]; hint: "
+      .. "index:to(\"i64\")" },
+    { "x:gather(1, i:view(6))",
+      "gather: the index i64 [6] must have the dimensions of f32 [2 x 3] and no larger sizes "
+        .. "outside dimension 1" },
+    { "x:embedding(engine.tensor({ 1, 5 }, 'i64'))",
+      "embedding: expected indices in 0..1, got 5 at position 1 of i64 [2]" },
+    { "x:embedding(engine.tensor({ -1 }, 'i64'))",
+      "embedding: expected indices in 0..1, got -1 at position 0 of i64 [1]" },
 
-    { "x:matmul(x)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] and f32 [2 x 3]" },
-    { "x:matmul(x, true, true)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] (transposed) and f32 [2 x 3] (transposed)" },
+    { "x:matmul(x)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] and f32 "
+      .. "[2 x 3]" },
+    { "x:matmul(x, true, true)",
+      "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] (transposed) and f32 [2 "
+        .. "x 3] (transposed)" },
     { "x:matmul(3)", "matmul: expected a tensor, got 3" },
-    { "x:matmul(i:transpose())", "matmul: expected a floating-point tensor, got i64 [3 x 2]; hint: x:to(\"f32\")" },
-    { "engine.zeros(2, 3, 4):matmul(engine.zeros(3, 4, 2))", "matmul: the batch dimensions of f32 [2 x 3 x 4] and f32 [3 x 4 x 2] do not broadcast" },
-    { "x:linear(engine.zeros(4, 4))", "linear: expected x [.. x K] and a weight [N x K], got f32 [2 x 3] and f32 [4 x 4]" },
-    { "x:linear(engine.zeros(4, 3), engine.zeros(3))", "linear: expected a bias of shape [4], got f32 [3]" },
+    { "x:matmul(i:transpose())",
+      "matmul: expected a floating-point tensor, got i64 [3 x 2]; hint: x:to(\"f32\")" },
+    { "engine.zeros(2, 3, 4):matmul(engine.zeros(3, 4, 2))",
+      "matmul: the batch dimensions of f32 [2 x 3 x 4] and f32 [3 x 4 x 2] do not broadcast" },
+    { "x:linear(engine.zeros(4, 4))",
+      "linear: expected x [.. x K] and a weight [N x K], got f32 [2 x 3] and f32 [4 x 4]" },
+    { "x:linear(engine.zeros(4, 3), engine.zeros(3))",
+      "linear: expected a bias of shape [4], got f32 [3]" },
     { "x:linear(engine.zeros(4, 3), 5)", "linear: expected a tensor, got 5" },
     { "x:layer_norm(engine.zeros(4))", "layer_norm: expected a weight of shape [3], got f32 [4]" },
     { "x:rms_norm(nil, 'a')", "rms_norm: expected eps as a number, got 'a'" },
-    { "engine.mse(x, engine.zeros(3))", "mse: expected two tensors of one shape, got f32 [2 x 3] and f32 [3]" },
-    { "engine.cross_entropy(x, engine.zeros(2))", "cross_entropy: expected targets of an integer dtype, got f32 [2]; hint: targets:to(\"i64\")" },
-    { "engine.cross_entropy(x, engine.zeros(3, 'i64'))", "cross_entropy: expected logits [.. x V] and targets of shape [2], got f32 [2 x 3] and i64 [3]" },
+    { "engine.mse(x, engine.zeros(3))",
+      "mse: expected two tensors of one shape, got f32 [2 x 3] and f32 [3]" },
+    { "engine.cross_entropy(x, engine.zeros(2))",
+      "cross_entropy: expected targets of an integer dtype, got f32 [2]; hint: "
+        .. "targets:to(\"i64\")" },
+    { "engine.cross_entropy(x, engine.zeros(3, 'i64'))",
+      "cross_entropy: expected logits [.. x V] and targets of shape [2], got f32 [2 x 3] and i64 "
+        .. "[3]" },
     { "engine.cross_entropy(x, engine.tensor({ 0, 3 }, 'i64'))",
-      "cross_entropy: expected targets in 0..2 (or -100, ignored), got 3 at row 1 of i64 [2]; hint: does the vocabulary of the data fit the model?" },
-    { "engine.cross_entropy(x, i, { reduction = 'average' })", "cross_entropy: expected reduction mean, sum or none, got 'average'" },
-    { "engine.cross_entropy(x, i, { smoothing = 0.1 })", "cross_entropy: unknown option 'smoothing'; options: ignore_index label_smoothing reduction" },
-    { "engine.attention(x, x, x)", "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },
-    { "engine.attention(x, x, x, { casual = true })", "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy scale site" },
+      "cross_entropy: expected targets in 0..2 (or -100, ignored), got 3 at row 1 of i64 [2]; "
+        .. "hint: does the vocabulary of the data fit the model?" },
+    { "engine.cross_entropy(x, i, { reduction = 'average' })",
+      "cross_entropy: expected reduction mean, sum or none, got 'average'" },
+    { "engine.cross_entropy(x, i, { smoothing = 0.1 })",
+      "cross_entropy: unknown option 'smoothing'; options: ignore_index label_smoothing "
+      .. "reduction" },
+    { "engine.attention(x, x, x)",
+      "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, "
+        .. "got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },
+    { "engine.attention(x, x, x, { casual = true })",
+      "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy scale "
+        .. "site" },
     { "x:rope()", "rope: expected [B x T x H x D] with an even D, got f32 [2 x 3]" },
 
-    { "x:backward()", "backward: expected a loss of one element, got f32 [2 x 3]; hint: loss:sum() or loss:mean()" },
-    { "x:sum():backward()", "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it" },
-    { "(w * w):backward { retian = true }", "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
+    { "x:backward()", "backward: expected a loss of one element, got f32 [2 x 3]; hint: "
+      .. "loss:sum() or loss:mean()" },
+    { "x:sum():backward()",
+      "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no "
+        .. "engine.no_grad() around it" },
+    { "(w * w):backward { retian = true }",
+      "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
     { "(w * w):requires_grad()", "requires_grad: f32 [1] was computed; only leaves can be marked" },
-    { "twice()", "backward: the tape of this loss was emptied by an earlier backward; hint: backward{retain=true} the first time" },
-    { "engine.custom {}", "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }" },
+    { "twice()", "backward: the tape of this loss was emptied by an earlier backward; hint: "
+      .. "backward{retain=true} the first time" },
+    { "engine.custom {}",
+      "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }" },
   }
 
   for _, case in ipairs(cases) do
     it(case[1] .. " is answered in one clear line", step(function()
       local w = engine.tensor({ 2 }, { requires_grad = true })
-      local place = { engine = engine, x = engine.zeros(2, 3), i = engine.zeros(2, 3, "i64"), w = w, twice = function()
+      local place = { engine = engine, x = engine.zeros(2, 3), i = engine.zeros(2, 3, "i64"),
+        w = w, twice = function()
         local loss = (w * w):sum()
         loss:backward()
         loss:backward()
@@ -636,7 +742,8 @@ describe("a mistake with tensors", function()
   it("leaves the engine as it was", step(function()
     pcall(function() return engine.zeros(2, 3):matmul(engine.zeros(2, 3)) end)
     pcall(function() return engine.zeros(2):embedding(engine.zeros(1)) end)
-    assert.same({ { 11 } }, engine.tensor { { 1, 2 } }:matmul(engine.tensor { { 3 }, { 4 } }):totable())
+    assert.same({ { 11 } },
+      engine.tensor { { 1, 2 } }:matmul(engine.tensor { { 3 }, { 4 } }):totable())
     assert.equal(0, C.eng_tape_length())
   end))
 end)

@@ -7,6 +7,7 @@
 -- [in x out], so they are transposed on reading and writing.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 local module = require "engine.nn.module"
@@ -235,12 +236,12 @@ local function config_text(model)
     return (text:gsub('("dtype"%s*:%s*)"[^"]*"', '%1"float32"'))
   end
   local f = model.fields
-  local number = require("engine.base.show").json_number
+  local number = show.json_number
   local list = { '"architectures": ["GPT2LMHeadModel"]', '"model_type": "gpt2"',
     '"dtype": "float32"' }
   for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner",
     "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
-    list[#list + 1] = ('"%s": %s'):format(key, number(f[key]))
+    list[#list + 1] = ('"%s": %s'):format(key, number(f[key] or nil))   -- n_inner may be false
   end
   list[#list + 1] = ('"activation_function": "%s"'):format(f.activation_function)
   list[#list + 1] = ('"tie_word_embeddings": %s'):format(tostring(f.tie_word_embeddings))

@@ -8,6 +8,7 @@
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
 
@@ -315,8 +316,7 @@ end
 function Module:describe()
   local lines = { title(self) }
   describe(self, "  ", lines)
-  local count = tostring(self:count()):reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "")
-  lines[#lines + 1] = count .. " parameters"
+  lines[#lines + 1] = show.grouped(self:count()) .. " parameters"
   return table.concat(lines, "\n")
 end
 
