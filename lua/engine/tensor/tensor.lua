@@ -275,11 +275,10 @@ local function pow(a, b)
   return run1("pow_scalar", a)
 end
 
--- Elementwise, with broadcasting; b may be a number. Also as +, -, *, / and ^.
 methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
---- Elementwise, with broadcasting; b may be a number. A NaN on either side of maximum and minimum gives
---- NaN; comparisons give bool.
+--- Elementwise, with broadcasting; b may be a number. A NaN on either side of maximum and minimum
+--- gives NaN; comparisons give bool.
 ---   maximum, minimum   the larger, the smaller of a and b
 ---   eq, ne             a == b, a ~= b
 ---   lt, le, gt, ge     a < b, a <= b, a > b, a >= b
