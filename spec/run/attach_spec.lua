@@ -1,4 +1,5 @@
--- engine attach: a real run in the background, real clients beside it. Every wait is bounded; what is ended is what was started here.
+-- engine attach: a real run in the background, real clients beside it. Every wait is bounded; what
+-- is ended is what was started here.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -45,7 +46,11 @@ local function raw(run)
   local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
   return {
     send = function(text) return C.eng_attach_send(link, text, #text) == 0 end,
-    receive = function(seconds) if C.eng_attach_receive(line, length, link, seconds or 5) == 0 then return ffi.string(line[0], length[0]) end end,
+    receive = function(seconds)
+      if C.eng_attach_receive(line, length, link, seconds or 5) == 0 then
+        return ffi.string(line[0], length[0])
+      end
+    end,
     leave = function() C.eng_attach_leave(ffi.gc(link, nil)) end,
   }
 end
@@ -53,7 +58,8 @@ end
 -- Starts a run in the background and waits until its door is open. Gives its process number.
 local function start(run, steps, resume)
   local script = helper.write(folder .. "/job.lua", JOB)
-  local pipe = io.popen(("%s %s %s %s %s >%s 2>&1 </dev/null & echo $!"):format(quote(helper.engine), quote(script), quote(run), steps or "1e9", resume or "",
+  local pipe = io.popen(("%s %s %s %s %s >%s 2>&1 </dev/null & echo $!"):format(
+    quote(helper.engine), quote(script), quote(run), steps or "1e9", resume or "",
     quote(folder .. "/out")))
   local pid = pipe:read("*n")
   pipe:close()
@@ -68,7 +74,10 @@ end
 
 -- A process that ended and was not yet waited for has no command line.
 local function alive(pid) return (helper.read("/proc/" .. pid .. "/cmdline") or "") ~= "" end
-local function ended(pid) wait_for("the run's end", function() return not alive(pid) end) return helper.read(folder .. "/out") end
+local function ended(pid)
+  wait_for("the run's end", function() return not alive(pid) end) return helper.read(folder ..
+    "/out")
+end
 
 local function attach(run, ...)
   local words = { "attach", run }
@@ -102,16 +111,21 @@ local function stop(run)
   client.leave()
 end
 
-local function wait_for_step(run, step) wait_for("step " .. step, function() return status(run).step > step end) end
+local function wait_for_step(run, step)
+  wait_for("step " .. step, function() return status(run).step > step end)
+end
 
 describe("engine attach", function()
   it("tells where a running job is, changes it, swaps its policy, and ends it", function()
     local run = folder .. "/run"
     local pid = start(run)
-    helper.write(folder .. "/mine.lua", "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
-    local result = attach(run, "print(run)", 'run:set("lr", 1e-4)', ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
+    helper.write(folder .. "/mine.lua",
+      "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
+    local result = attach(run, "print(run)", 'run:set("lr", 1e-4)',
+      ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
     assert.equal(0, result.code, result.err)
-    assert.matches("step %d+ of 1000000000, %d+ updates, 0 skipped, loss .*policy dynamic", result.out)
+    assert.matches("step %d+ of 1000000000, %d+ updates, 0 skipped, loss .*policy dynamic",
+      result.out)
     assert.matches("lr 0.001 %-> 0.0001 %(attached%)", result.out)
     assert.matches("the policy is mine now, loss scale 65536", result.out)
     assert.matches("the policy is dynamic again", result.out)
@@ -127,7 +141,8 @@ describe("engine attach", function()
   it("pauses and steps; a pause ends with who asked for it, unless it is to stay", function()
     local run = folder .. "/run"
     local pid = start(run)
-    local result = attach(run, "run:pause()", "a = run:status().step", "run:step(5)", "b = run:status()", "print(b.step - a, b.paused, b.step - history:last(1)[1].step)")
+    local result = attach(run, "run:pause()", "a = run:status().step", "run:step(5)",
+      "b = run:status()", "print(b.step - a, b.paused, b.step - history:last(1)[1].step)")
     assert.matches("5\ttrue\t1\n$", result.out)
     assert.is_true(alive(pid))
     wait_for_step(run, status(run).step)
@@ -154,9 +169,11 @@ describe("engine attach", function()
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
     refused('policy:swap("dynamc")', "there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused('policy:undo()', "no swap to be undone")
-    helper.write(folder .. "/bad.lua", "return {\n decide = function() return 0 / 0 end, options = { init_scale = 1 } }")
+    helper.write(folder .. "/bad.lua",
+      "return {\n decide = function() return 0 / 0 end, options = { init_scale = 1 } }")
     wait_for_step(run, 1)
-    refused(('policy:swap(%q)'):format(folder .. "/bad.lua"), "bad.lua:2: decide gave back scale = nan")
+    refused(('policy:swap(%q)'):format(folder .. "/bad.lua"),
+      "bad.lua:2: decide gave back scale = nan")
     assert.equal("dynamic", status(run).policy)
     stop(run)
     ended(pid)
@@ -175,7 +192,8 @@ describe("engine attach", function()
     local result = helper.shell("bash " .. quote(script))
     assert.matches("code 143", result.out, 1, true)
     local lines = helper.read(script .. ".out")
-    assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d wakes it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
+    assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d " ..
+      "wakes it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
       "\ngiven up: the run has not answered yet; [^\n]*\n$", lines)
     assert.matches("policy dynamic", attach(run, "print(run)").out)
     stop(run)
@@ -190,7 +208,8 @@ describe("engine attach", function()
     assert.matches("20\n", result.out)
     assert.equal(1, result.code)
     assert.matches("is not running", result.err)
-    assert.matches("there is no run " .. folder .. "/nothing", attach(folder .. "/nothing", "1").err, 1, true)
+    assert.matches("there is no run " .. folder .. "/nothing",
+      attach(folder .. "/nothing", "1").err, 1, true)
     assert.matches("there is no run runs/nothing", attach("nothing", "1").err, 1, true)
     local piped = helper.run({ "attach", run }, "print(#history:steps())\n")
     assert.matches("is not running.*\n> 20\n", piped.out)
@@ -246,7 +265,8 @@ describe("the door", function()
     assert.matches("expected a JSON object", second.receive())
     assert.matches("there is no command 'fly'", second.receive())
     assert.matches("there is no command 'nil'", second.receive())
-    second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')   -- what is no id is left out
+    -- what is no id is left out
+    second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')
     for _ = 1, 2 do assert.matches('"ok":', second.receive()) end
     for _, client in ipairs(nine) do client.leave() end
     silent.leave()
@@ -262,13 +282,15 @@ describe("the door", function()
     client.send('{"do":"status"}\n')
     assert.is_truthy(client.receive())
     attach(run, "run:checkpoint()")
-    wait_for("rows in the history", function()                  -- committed every quarter of a second
-      return helper.run({ "-e", ("print(#require('engine').history.open('%s'):last(5))"):format(run) }).out:match("^5")
+    wait_for("rows in the history", function()  -- committed every quarter of a second
+      return helper.run({ "-e", ("print(#require('engine').history.open('%s'):last(5))"):format(
+        run) }).out:match("^5")
     end)
     helper.shell("kill -9 " .. pid)
     wait_for("its end", function() return not alive(pid) end)
     assert.is_nil(client.receive(1))
-    local result = attach(run, "print(run)", "print(#history:last(5))", "print(history:query('pragma integrity_check')[1].integrity_check)")
+    local result = attach(run, "print(run)", "print(#history:last(5))",
+      "print(history:query('pragma integrity_check')[1].integrity_check)")
     assert.matches("is not running", result.out)
     assert.matches("5\nok\n$", result.out)
     local again = start(run, "1e9", "auto")
@@ -282,6 +304,7 @@ describe("the door", function()
     local script = helper.write(folder .. "/job.lua", JOB:gsub('log = "quiet"', 'log = "line"'))
     local result = helper.run { script, folder .. "/run", "3" }
     assert.equal(0, result.code)
-    assert.matches("engine attach cannot reach this run: .*attach.sock: is there and is no socket", result.out)
+    assert.matches("engine attach cannot reach this run: .*attach.sock: is there and is no socket",
+      result.out)
   end)
 end)

@@ -1,5 +1,6 @@
--- Runs that are disturbed: by signals, by errors in the script, by too little memory or disk, by another run, by somebody
--- who removes their files. None loses what was trained; all of them can go on.
+-- Runs that are disturbed: by signals, by errors in the script, by too little memory or disk, by
+-- another run, by somebody who removes their files. None loses what was trained; all of them can go
+-- on.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -17,20 +18,27 @@ end)
 --- A tiny job whose data has a place to go back to; options go to the trainer, `batch` to the data.
 local function job(options)
   engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = 0.1 }
-  local trainer = { model = model, data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12, log = "quiet" }
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
+    dropout = 0.1 }
+  local trainer = { model = model,
+    data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12,
+      log = "quiet" }
   options.batch = nil
   for key, value in pairs(options) do trainer[key] = value end
   return engine.trainer(trainer)
 end
 
-local function checksum(trainer) return tostring(C.eng_params_checksum(trainer.optimizer.params)) end
+local function checksum(trainer)
+  return tostring(C.eng_params_checksum(trainer.optimizer.params))
+end
 
 local function events(path)
   local history = engine.history.open(path .. "/history.db")
   local list = {}
-  for _, event in ipairs(history:events()) do list[#list + 1] = event.kind .. ": " .. (event.text or "") end
+  for _, event in ipairs(history:events()) do
+    list[#list + 1] = event.kind .. ": " .. (event.text or "")
+  end
   history:close()
   return list
 end
@@ -43,7 +51,8 @@ describe("an error in the script", function()
     whole = checksum(trainer)
   end)
 
-  --- The job whose loss (at call `at`) or on_step (at step `at`) raises, then resumed, ends like the undisturbed one.
+  --- The job whose loss (at call `at`) or on_step (at step `at`) raises, then resumed, ends like
+  --- the undisturbed one.
   local function disturbed(options)
     local trainer = job(options)
     local good, message = pcall(trainer.run, trainer)
@@ -69,28 +78,36 @@ describe("an error in the script", function()
   end)
 
   it("in on_step loses no step, that one included", function()
-    disturbed { run = folder .. "/a", on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
+    disturbed { run = folder .. "/a",
+      on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
   end)
 
   it("in the gradient of a custom operation loses no step before it", function()
     local calls = 0
-    local same = engine.custom { forward = function(_, x) return x * 1 end, backward = function(_, dy)
+    local same = engine.custom { forward = function(_, x) return x * 1 end,
+      backward = function(_, dy)
       calls = calls + 1
       if calls == 6 then error("boom in backward") end
       return dy
     end }
-    assert.matches("boom in backward", disturbed { run = folder .. "/a", loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
+    assert.matches("boom in backward",
+      disturbed { run = folder .. "/a",
+      loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
   end)
 
-  it("is told when the loss is no tensor, has many elements, or the step was ended inside", function()
+  it("is told when the loss is no tensor, has many elements, or the step was ended inside",
+    function()
     local function message_of(loss)
       local trainer = job { loss = loss }
       local _, message = pcall(trainer.run, trainer)
       return message
     end
-    assert.matches("expected the loss as a tensor of one element, got nothing", message_of(function() end))
-    assert.matches("expected the loss as a tensor of one element, got 5", message_of(function() return 5 end))
-    assert.matches("expected a loss of one element", message_of(function(model, batch) return model(batch.x) end))
+    assert.matches("expected the loss as a tensor of one element, got nothing",
+      message_of(function() end))
+    assert.matches("expected the loss as a tensor of one element, got 5",
+      message_of(function() return 5 end))
+    assert.matches("expected a loss of one element",
+      message_of(function(model, batch) return model(batch.x) end))
     assert.matches("belongs to step", message_of(function(model, batch)
       local loss = model:loss(batch.x, batch.y)
       engine.end_step()
@@ -110,7 +127,9 @@ describe("an error in the script", function()
     assert.equal(12, trainer:run().steps)
     assert.equal(whole, checksum(trainer))
     local steps = {}
-    for _, row in ipairs(engine.history.open(folder .. "/a/history.db"):steps()) do steps[#steps + 1] = tonumber(row.step) end
+    for _, row in ipairs(engine.history.open(folder .. "/a/history.db"):steps()) do
+      steps[#steps + 1] = tonumber(row.step)
+    end
     assert.same({ 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 }, steps)
   end)
 end)
@@ -129,7 +148,8 @@ describe("too little memory", function()
   it("at any moment of a step leaves the weights, an empty step and a clean tape", function()
     for _, recipe in ipairs { "fp32", "fp16" } do
       engine.seed(3)
-      local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }, nil
+      local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
+        layers = 2 }, nil
       local data = engine.data.text { text = TEXT, batch = 4, context = 16 }
       local base, failures, successes = reserved(), 0, 0
       for k = 1, 120 do
@@ -153,7 +173,9 @@ describe("too little memory", function()
       end
       engine.memory { limit = 0 }
       assert.is_true(failures > 10 and successes > 10, failures .. " " .. successes)
-      for _, p in ipairs(model:parameters()) do assert.is_true(math.abs(p.tensor:sum():item()) < 1e9) end
+      for _, p in ipairs(model:parameters()) do
+        assert.is_true(math.abs(p.tensor:sum():item()) < 1e9)
+      end
     end
   end)
 
@@ -190,7 +212,8 @@ describe("another run in the same directory", function()
   --- Starts the script in the background with these words; gives its pid once it trains.
   local function start(words)
     local path = helper.write(folder .. "/job.lua", script)
-    local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(helper.engine, path, words))
+    local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(
+      helper.engine, path, words))
     local pid = pipe:read("*l")
     assert.equal("running", pipe:read("*l"))
     return pid, pipe
@@ -245,7 +268,8 @@ end)
 describe("files of a run", function()
   it("that somebody removes are missed, the checkpoint at the end is there", function()
     local run = folder .. "/r"
-    local trainer = job { run = run, on_step = function(t) if t.steps_done == 4 then os.execute("rm -rf " .. run) end end }
+    local trainer = job { run = run,
+      on_step = function(t) if t.steps_done == 4 then os.execute("rm -rf " .. run) end end }
     trainer:run()
     assert.matches("removed or replaced", trainer.run_files.complained)
     assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
@@ -259,18 +283,20 @@ describe("files of a run", function()
     assert.is_false(good)
     assert.matches("is not a history", message)
     os.remove(run .. "/history.db")
-    assert.equal(12, job { run = run, resume = "auto" }:run().steps)      -- nobody holds it any more
+    assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- nobody holds it any more
   end)
 
   it("with a state that is sound but no trainer's are refused", function()
     local run = folder .. "/r"
     job { run = run }:run()
     local c = engine.checkpoint.load(run .. "/checkpoints")
-    for _, spoiled in ipairs { { steps = "7" }, { rng = 5 }, { optimizer = { name = "adamw" } }, { policy = { name = "x" } } } do
+    for _, spoiled in ipairs { { steps = "7" }, { rng = 5 }, { optimizer = { name = "adamw" } },
+      { policy = { name = "x" } } } do
       local state = {}
       for key, value in pairs(c.state) do state[key] = value end
       for key, value in pairs(spoiled) do state[key] = value end
-      engine.checkpoint.save(run .. "/checkpoints", 500, { model = c.model, optimizer = c.optimizer, state = state })
+      engine.checkpoint.save(run .. "/checkpoints", 500, { model = c.model, optimizer = c.optimizer,
+        state = state })
       local good, message = pcall(job, { run = run, resume = "auto" })
       assert.is_false(good)
       assert.matches("is no checkpoint of a trainer: its state has no", message)
@@ -287,7 +313,8 @@ describe("files of a run", function()
     os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
     local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
     assert.is_false(good)
-    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back what is missing, or run=ANOTHER_NAME begins anew", message)
+    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back " ..
+      "what is missing, or run=ANOTHER_NAME begins anew", message)
     assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
   end)
 

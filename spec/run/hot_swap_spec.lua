@@ -1,5 +1,5 @@
--- Another policy while the run goes on: from the script, by saving its file, by SIGHUP; tried first, undone, in the history and in
--- checkpoints. A bad one changes nothing.
+-- Another policy while the run goes on: from the script, by saving its file, by SIGHUP; tried
+-- first, undone, in the history and in checkpoints. A bad one changes nothing.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -15,14 +15,18 @@ after_each(function() helper.remove(folder) end)
 -- A tiny fp16 job that overflows now and then.
 local function job(options)
   engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1, dropout = 0.1 }
-  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8, seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 20, log = "quiet" }
+  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1,
+    dropout = 0.1 }
+  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8,
+    seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 20,
+      log = "quiet" }
   for key, value in pairs(options) do o[key] = value end
   return engine.trainer(o)
 end
 
--- Loss and scale of every step and the weights at the end, as exact text; `each(trainer, step)` runs between the steps.
+-- Loss and scale of every step and the weights at the end, as exact text; `each(trainer, step)`
+-- runs between the steps.
 local function trace(options, each)
   local lines = {}
   options.on_step = function(trainer, record, verdict)
@@ -31,7 +35,8 @@ local function trace(options, each)
   end
   local trainer = job(options)
   trainer:run()
-  return table.concat(lines, "\n") .. "\n" .. tostring(C.eng_params_checksum(trainer.optimizer.params)), trainer
+  return table.concat(lines, "\n") .. "\n" ..
+    tostring(C.eng_params_checksum(trainer.optimizer.params)), trainer
 end
 
 local function events(kind, run)
@@ -41,7 +46,9 @@ local function events(kind, run)
   return list
 end
 
-local function policy_file(text, name) return helper.write(folder .. "/" .. (name or "p.lua"), text) end
+local function policy_file(text, name)
+  return helper.write(folder .. "/" .. (name or "p.lua"), text)
+end
 
 local OPTIONS = { init_scale = 2 ^ 22, growth_interval = 7 }
 
@@ -49,11 +56,15 @@ describe("swapping a policy", function()
   it("for an equal one a hundred times in a thousand steps leaves no trace", function()
     local plain = trace { steps = 1000, policy = policy_file(DYNAMIC), policy_options = OPTIONS }
     local swaps = 0
-    local swapped, trainer = trace({ steps = 1000, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+    local swapped, trainer = trace({ steps = 1000, policy = policy_file(DYNAMIC),
+      policy_options = OPTIONS }, function(t, step)
       if step % 10 ~= 5 then return end
       swaps = swaps + 1
       if step % 20 == 5 then policy_file(("-- version %d\n"):format(step) .. DYNAMIC)     -- saved
-      else assert(t.policy:swap({ source = ("-- %d\n"):format(step) .. DYNAMIC, file = folder .. "/p.lua", path = folder .. "/p.lua" }, OPTIONS)) end
+      else
+        assert(t.policy:swap({ source = ("-- %d\n"):format(step) .. DYNAMIC, file = folder ..
+          "/p.lua", path = folder .. "/p.lua" }, OPTIONS))
+      end
     end)
     assert.equal(100, swaps)
     assert.equal(100, trainer.swaps.swaps)
@@ -75,14 +86,16 @@ describe("swapping a policy", function()
   end)
 
   it("stands in the history with hashes, names and sources", function()
-    local _, trainer = trace({ steps = 4, run = folder .. "/run", policy = policy_file(DYNAMIC) }, function(t, step)
+    local _, trainer = trace({ steps = 4, run = folder .. "/run", policy = policy_file(DYNAMIC) },
+      function(t, step)
       if step == 2 then t.policy:swap "deepspeed" end
     end)
     local list = events "swap"
     assert.equal(1, #list)
     assert.equal(2, list[1].step)
     local data = require("cjson").decode(list[1].data)
-    assert.same({ name = "deepspeed", file = "policies/deepspeed.lua", hash = trainer.policy:hash() }, data.to)
+    assert.same({ name = "deepspeed", file = "policies/deepspeed.lua",
+      hash = trainer.policy:hash() }, data.to)
     assert.same({ "dynamic", folder .. "/p.lua" }, { data.from.name, data.from.file })
     assert.equal("the script", data.by)
     local history = engine.history.open(folder .. "/run")
@@ -95,7 +108,8 @@ describe("swapping a policy", function()
 
   it("is undone as if it had not been", function()
     local plain = trace { steps = 12, policy = "dynamic", policy_options = OPTIONS }
-    local undone = trace({ steps = 12, policy = "dynamic", policy_options = OPTIONS }, function(t, step)
+    local undone = trace({ steps = 12, policy = "dynamic", policy_options = OPTIONS },
+      function(t, step)
       if step == 6 then
         assert(t.policy:swap("static:loss_scale=8"))
         assert(t.policy:undo())
@@ -121,7 +135,8 @@ describe("swapping a policy", function()
   end)
 
   it("for a class and back works", function()
-    local Half = { update = function() end, get_scale = function(self) return self.scale end, set_scale = function(self, x) self.scale = x / 2 end, scale = 4 }
+    local Half = { update = function() end, get_scale = function(self) return self.scale end,
+      set_scale = function(self, x) self.scale = x / 2 end, scale = 4 }
     engine.register_loss_scaler("half", Half)
     local _, trainer = trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
       if step == 2 then assert(t.policy:swap("half")) end
@@ -134,7 +149,8 @@ end)
 
 describe("a bad policy", function()
   local plain
-  before_each(function() plain = trace { steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS } end)
+  before_each(function() plain = trace { steps = 20, policy = policy_file(DYNAMIC),
+    policy_options = OPTIONS } end)
 
   local HEAD = "return { options = { init_scale = 8, growth_interval = 1 },\n "
   local BAD = {
@@ -143,16 +159,25 @@ describe("a bad policy", function()
     ["no Lua"] = { "\0\1\2\255", "p.lua:1:" },
     ["compiled code"] = { string.dump(function() return {} end), "compiled code" },
     ["looping in the file"] = { "while true do end", "instruction budget" },
-    ["looping in decide"] = { HEAD .. "decide = function() while true do end end }", "tried on step %d+:.*instruction budget" },
-    ["eating memory"] = { HEAD .. "decide = function() local t = {} for i = 1, 1e9 do t[i] = {} end end }", "tried on step" },
-    ["lying"] = { HEAD .. "decide = function() return { scale = 0 / 0 } end }", "scale = nan; expected" },
-    ["raising now and then"] = { HEAD .. "decide = function(s, r) if r.step == 3 then error('three') end return 8 end }", "three" },
-    ["migrating badly"] = { HEAD .. "migrate = function() return { scale = -1 } end, decide = function() return 8 end }", "migrate gives no loss scale" },
-    ["without the options of the run"] = { [[return { options = { init_scale = 8 }, decide = function() return 8 end }]], "has no option 'growth_interval'" },
+    ["looping in decide"] = { HEAD .. "decide = function() while true do end end }",
+      "tried on step %d+:.*instruction budget" },
+    ["eating memory"] = { HEAD .. "decide = function() local t = {} for i = 1, 1e9 do t[i] = {} " ..
+      "end end }", "tried on step" },
+    ["lying"] = { HEAD .. "decide = function() return { scale = 0 / 0 } end }",
+      "scale = nan; expected" },
+    ["raising now and then"] = { HEAD ..
+      "decide = function(s, r) if r.step == 3 then error('three') end return 8 end }", "three" },
+    ["migrating badly"] = { HEAD ..
+      "migrate = function() return { scale = -1 } end, decide = function() return 8 end }",
+      "migrate gives no loss scale" },
+    ["without the options of the run"] =
+      { [[return { options = { init_scale = 8 }, decide = function() return 8 end }]],
+      "has no option 'growth_interval'" },
   }
   for name, bad in pairs(BAD) do
     it(name .. " changes nothing, and the history says where it is wrong", function()
-      local traced, trainer = trace({ steps = 20, run = folder .. "/run", policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
+      local traced, trainer = trace({ steps = 20, run = folder .. "/run",
+        policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
         if step == 6 then policy_file(bad[1]) end
         if step == 12 then policy_file("-- good again\n" .. DYNAMIC) end
       end)
@@ -167,7 +192,8 @@ describe("a bad policy", function()
   it("that fails only at its first decision goes at once", function()
     local source = [[return { name = "late", options = { init_scale = 8 }, migrate = function(old) return { scale = old.scale } end,
       decide = function(state, record) if record.step >= 6 then error("too late") end return state.scale end }]]
-    local traced, trainer = trace({ steps = 20, run = folder .. "/run", policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+    local traced, trainer = trace({ steps = 20, run = folder .. "/run",
+      policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
       if step == 6 then assert(t.policy:swap { source = source, file = "late.lua" }) end
     end)
     assert.equal(plain, traced)
@@ -176,16 +202,22 @@ describe("a bad policy", function()
   end)
 
   it("file whose place a pipe or a device took leaves the policy alone", function()
-    for name, text in pairs { pipe = "is not a regular file", ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do
+    for name, text in pairs { pipe = "is not a regular file",
+      ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do
       local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
-      helper.write(path, "return { options = { init_scale = 4 }, decide = function(s) return s.scale end }")
-      local trainer = job { policy = path, steps = 12, run = folder .. "/" .. name:sub(1, 4), on_step = function(t)
+      helper.write(path, "return { options = { init_scale = 4 }, decide = function(s) return " ..
+        "s.scale end }")
+      local trainer = job { policy = path, steps = 12, run = folder .. "/" .. name:sub(1, 4),
+        on_step = function(t)
         if t.steps_done ~= 3 then return end
-        helper.shell("rm " .. helper.quote(path) .. (name == "pipe" and "; mkfifo " .. helper.quote(path) or name == "large file" and "; truncate -s 3G " .. helper.quote(path)
+        helper.shell("rm " .. helper.quote(path) ..
+          (name == "pipe" and "; mkfifo " .. helper.quote(path) or name == "large file"
+          and "; truncate -s 3G " .. helper.quote(path)
           or "; ln -s /dev/zero " .. helper.quote(path)))
       end }
       trainer:run()
-      local refused = engine.history.open(folder .. "/" .. name:sub(1, 4)):query("SELECT text FROM events WHERE kind = 'swap_refused'")
+      local refused = engine.history.open(folder .. "/" ..
+        name:sub(1, 4)):query("SELECT text FROM events WHERE kind = 'swap_refused'")
       assert.are.equal(1, #refused, name)
       assert.matches(text, refused[1].text, 1, true)
       assert.has_error(function() engine.policy.load(path) end)
@@ -194,7 +226,8 @@ describe("a bad policy", function()
 
   it("file that is gone leaves the policy alone, which is told once", function()
     local notes = {}
-    local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
+    local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS },
+      function(t, step)
       t.note = function(_, text) notes[#notes + 1] = text end
       if step == 6 then os.remove(folder .. "/p.lua") end
     end)
@@ -207,19 +240,24 @@ end)
 describe("a checkpoint", function()
   it("goes on with the policy that was swapped in, bit for bit", function()
     local function swap(t, step) if step == 4 then assert(t.policy:swap(folder .. "/b.lua")) end end
-    policy_file(DYNAMIC:gsub('name = "dynamic"', 'name = "b"'):gsub("growth_interval = 2000", "growth_interval = 3"), "b.lua")
+    policy_file(DYNAMIC:gsub('name = "dynamic"', 'name = "b"'):gsub("growth_interval = 2000",
+      "growth_interval = 3"), "b.lua")
     local whole = trace({ steps = 16, policy = "static:loss_scale=1024" }, swap)
-    local first, trainer = trace({ steps = 8, run = folder .. "/run", policy = "static:loss_scale=1024" }, swap)
+    local first, trainer = trace({ steps = 8, run = folder .. "/run",
+      policy = "static:loss_scale=1024" }, swap)
     assert.equal("b", trainer.policy.name)
     os.remove(folder .. "/b.lua")                   -- the checkpoint has its source
-    local second, again = trace { steps = 16, run = folder .. "/run", resume = "auto", policy = "static:loss_scale=1024" }
+    local second, again = trace { steps = 16, run = folder .. "/run", resume = "auto",
+      policy = "static:loss_scale=1024" }
     assert.equal("b", again.policy.name)
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
   it("gives way when the script asks for another policy than before", function()
-    trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" }, function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
-    local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto", policy = "dynamic" }
+    trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" },
+      function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
+    local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto",
+      policy = "dynamic" }
     assert.equal("dynamic", trainer.policy.name)
     assert.equal(1024, trainer.policy:scale())
   end)
@@ -251,6 +289,7 @@ describe("SIGHUP", function()
   end)
 
   it("ends a script that trains nothing, as ever", function()
-    assert.equal(129, helper.run({ "-e", "os.execute('kill -HUP $PPID; sleep 0.2') print('still here')" }).code)
+    assert.equal(129, helper.run({ "-e",
+      "os.execute('kill -HUP $PPID; sleep 0.2') print('still here')" }).code)
   end)
 end)

@@ -20,7 +20,8 @@ end
 
 describe("sizes", function()
   it("past what memory or numbers can hold are refused", function()
-    for _, shape in ipairs { { 1e12 }, { 2 ^ 62, 2 ^ 62 }, { 0, 2 ^ 62, 2 ^ 62 }, { 2 ^ 53, 2 ^ 53 }, { 1e300 }, { math.huge }, { 0 / 0 }, { -1 } } do
+    for _, shape in ipairs { { 1e12 }, { 2 ^ 62, 2 ^ 62 }, { 0, 2 ^ 62, 2 ^ 62 },
+      { 2 ^ 53, 2 ^ 53 }, { 1e300 }, { math.huge }, { 0 / 0 }, { -1 } } do
       message_of(engine.zeros, shape)
     end
     assert.matches("2^53", message_of(engine.zeros, 1e300), 1, true)
@@ -47,8 +48,10 @@ describe("sizes", function()
     in_step(function()
       local x = engine.zeros(0)
       message_of(M_ffi.run, "reshape", { x }, { 3, 0, 9223372036854775807LL, 5 })
-      message_of(M_ffi.run, "split", { x }, { 0, 9223372036854775807LL, 9223372036854775807LL, 2 }, {}, 3)
-      assert.equal(1, M_ffi.run("slice", { engine.zeros(9) }, { 0, 1, 9, 9223372036854775807LL }).count)
+      message_of(M_ffi.run, "split", { x }, { 0, 9223372036854775807LL, 9223372036854775807LL, 2 },
+        {}, 3)
+      assert.equal(1, M_ffi.run("slice", { engine.zeros(9) },
+        { 0, 1, 9, 9223372036854775807LL }).count)
       message_of(M_ffi.run, "permute", { x }, { 9223372036854775807LL })
     end)
   end)
@@ -58,7 +61,8 @@ describe("calls past engine.ffi", function()
   it("with too many of anything are refused", function()
     local many, x = {}, engine.zeros(2)
     for i = 1, 4000 do many[i] = 1 end
-    assert.matches("up to 16 inputs, 14 ints and 4 floats", message_of(M_ffi.run, "neg", { x }, many))
+    assert.matches("up to 16 inputs, 14 ints and 4 floats",
+      message_of(M_ffi.run, "neg", { x }, many))
     message_of(M_ffi.run, "neg", { x }, {}, many)
     for i = 1, 4000 do many[i] = x end
     message_of(M_ffi.run, "concat", many, { 0 })
@@ -73,19 +77,30 @@ describe("calls past engine.ffi", function()
       local x, y, ids = engine.rand(2, 3), engine.rand(2, 2), engine.zeros({ 2 }, "i64")
       local f32 = M_ffi.dtype.f32
       for _, call in ipairs {
-        { "unary_grad", { x, y }, { M_ffi.op.exp, f32 } }, { "unary_grad", { x, x }, { 9999, f32 } }, { "unary_grad", { x, x }, { M_ffi.op.exp, 77 } },
-        { "swiglu_grad", { x, x, y } }, { "gather_grad", { x, ids }, { 0, 2, 3 } }, { "gather_grad", { x, x:to("i64") }, { 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 99 } },
-        { "index_select_grad", { x, ids }, { 0, 2, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2 } }, { "embedding_grad", { x, engine.zeros({ 5 }, "i64") }, { 4, f32, 0 } },
-        { "embedding_grad", { x, ids }, { 4, f32, 1 } }, { "extreme_grad", { x, y, y }, { 1, 0 } }, { "softmax_grad", { x, x }, { M_ffi.dtype.i64 } },
+        { "unary_grad", { x, y }, { M_ffi.op.exp, f32 } },
+          { "unary_grad", { x, x }, { 9999, f32 } },
+          { "unary_grad", { x, x }, { M_ffi.op.exp, 77 } },
+        { "swiglu_grad", { x, x, y } }, { "gather_grad", { x, ids }, { 0, 2, 3 } },
+          { "gather_grad", { x, x:to("i64") }, { 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 99 } },
+        { "index_select_grad", { x, ids }, { 0, 2, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2 } },
+          { "embedding_grad", { x, engine.zeros({ 5 }, "i64") }, { 4, f32, 0 } },
+        { "embedding_grad", { x, ids }, { 4, f32, 1 } }, { "extreme_grad", { x, y, y }, { 1, 0 } },
+          { "softmax_grad", { x, x }, { M_ffi.dtype.i64 } },
         { "bias_grad", { x }, { f32, 1 } },
-        { "linear_grad", { x, y }, { f32, f32, 1, 0 } }, { "linear_grad", { x, y }, { f32, 99 } }, { "linear_grad", { x, engine.rand(3, 2) }, { f32, f32 } },
+        { "linear_grad", { x, y }, { f32, f32, 1, 0 } }, { "linear_grad", { x, y }, { f32, 99 } },
+          { "linear_grad", { x, engine.rand(3, 2) }, { f32, f32 } },
         { "matmul_gelu_grad", { x, y, y } }, { "mlp_gelu", { x, y, false, y } },
-        { "matmul", { x, y }, { 1, 0, 0, 1 } }, { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
+        { "matmul", { x, y }, { 1, 0, 0, 1 } },
+          { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
         { "matmul", { y, x }, { 0, 0, -2 ^ 63, 0 } },
-        { "layer_norm_grad", { x, false, y, y, x }, { f32, 1 } }, { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
-        { "rms_norm_grad", { x, false, engine.rand(2), y }, { f32, 1 } }, { "attention_grad", { x, x, x, x, x, x } },
-        { "add_layer_norm", { x, y, false, false } }, { "add_rms_norm", { x, false, false } }, { "add_rms_norm", { x, x:to("i64"), false } },
-        { "add_rms_norm_grad", { x, false, engine.rand(2), x, y }, { f32, 1 } }, { "add_rms_norm_grad", { x, false, engine.rand(2), x, false }, { f32, 1 } },
+        { "layer_norm_grad", { x, false, y, y, x }, { f32, 1 } },
+          { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
+        { "rms_norm_grad", { x, false, engine.rand(2), y }, { f32, 1 } },
+          { "attention_grad", { x, x, x, x, x, x } },
+        { "add_layer_norm", { x, y, false, false } }, { "add_rms_norm", { x, false, false } },
+          { "add_rms_norm", { x, x:to("i64"), false } },
+        { "add_rms_norm_grad", { x, false, engine.rand(2), x, y }, { f32, 1 } },
+          { "add_rms_norm_grad", { x, false, engine.rand(2), x, false }, { f32, 1 } },
         { "cross_entropy_grad", { x, ids, y, y }, { -100, 1 } },
       } do
         local message = message_of(M_ffi.run, unpack(call))
@@ -95,7 +110,8 @@ describe("calls past engine.ffi", function()
   end)
 
   it("with handles that never were are refused", function()
-    for _, handle in ipairs { M_ffi.Tensor(0, 0), M_ffi.Tensor(0, 5), M_ffi.Tensor(4000000000, 1), M_ffi.Tensor(3, 4000000000) } do
+    for _, handle in ipairs { M_ffi.Tensor(0, 0), M_ffi.Tensor(0, 5), M_ffi.Tensor(4000000000, 1),
+      M_ffi.Tensor(3, 4000000000) } do
       message_of(function() return handle + 1 end)
       message_of(function() return handle.shape end)
       message_of(handle.free, handle)
@@ -135,7 +151,8 @@ describe("scopes", function()
   it("refuse to drop what the tape still names", function()
     in_step(function()
       local kept = engine.zeros(2)
-      local f = engine.custom { forward = function() return kept end, backward = function(_, dy) return dy end }
+      local f = engine.custom { forward = function() return kept end,
+        backward = function(_, dy) return dy end }
       local mark = M_ffi.new("int64_t[1]")
       C.eng_scope_begin(mark)
       f(engine.rand(2):requires_grad(true))
@@ -193,14 +210,17 @@ describe("values written over", function()
     local x = engine.arange(1, n, 1, "f32")
     x:slice(1, 2, n):copy(x:slice(1, 1, n - 1))
     local values = x:totable()
-    for i = 2, n do if values[i] ~= i - 1 then error(("element %d is %g"):format(i, values[i])) end end
+    for i = 2, n do
+      if values[i] ~= i - 1 then error(("element %d is %g"):format(i, values[i])) end
+    end
     x:free()
   end)
 end)
 
 describe("gradients in Lua", function()
   local function custom(forward, backward)
-    return engine.custom { forward = forward or function(_, x) return x * 2 end, backward = backward or function(_, dy) return dy * 2 end }
+    return engine.custom { forward = forward or function(_, x) return x * 2 end,
+      backward = backward or function(_, dy) return dy * 2 end }
   end
   local function pass(f)
     in_step(function() f(engine.rand(3):requires_grad(true)):sum():backward() end)
@@ -208,7 +228,8 @@ describe("gradients in Lua", function()
 
   it("that raise, end the step or run backward leave a clean tape", function()
     assert.matches("boom", message_of(pass, custom(nil, function() error("boom") end)))
-    assert.matches("no Lua gradient", message_of(pass, custom(nil, function(_, dy) engine.end_step() return dy end)))
+    assert.matches("no Lua gradient",
+      message_of(pass, custom(nil, function(_, dy) engine.end_step() return dy end)))
     assert.matches("already running", message_of(pass, custom(nil, function(_, dy)
       local z = engine.rand(2):requires_grad(true);
       (z * z):sum():backward()
@@ -230,10 +251,14 @@ describe("gradients in Lua", function()
   end)
 
   it("say what they must give", function()
-    assert.matches("forward must return tensors, got 5", message_of(pass, custom(function() return 5 end)))
-    assert.matches("forward must return a tensor, got nothing", message_of(pass, custom(function() end)))
-    assert.matches("gradient of input 1 as a tensor or nil, got 'five'", message_of(pass, custom(nil, function() return "five" end)))
-    assert.matches("%[9%] for input 1", message_of(pass, custom(nil, function() return engine.zeros(9) end)))
+    assert.matches("forward must return tensors, got 5",
+      message_of(pass, custom(function() return 5 end)))
+    assert.matches("forward must return a tensor, got nothing",
+      message_of(pass, custom(function() end)))
+    assert.matches("gradient of input 1 as a tensor or nil, got 'five'",
+      message_of(pass, custom(nil, function() return "five" end)))
+    assert.matches("%[9%] for input 1",
+      message_of(pass, custom(nil, function() return engine.zeros(9) end)))
   end)
 end)
 
@@ -244,8 +269,10 @@ describe("modules and their parameters", function()
     local Net = nn.class("Net")
     local a, b = Net(), Net()
     a.b = b
-    assert.matches("Net.a: a module cannot contain itself", message_of(function() b.a = a end), 1, true)
-    assert.matches("Net.me: a module cannot contain itself", message_of(function() a.me = a end), 1, true)
+    assert.matches("Net.a: a module cannot contain itself", message_of(function() b.a = a end), 1,
+      true)
+    assert.matches("Net.me: a module cannot contain itself", message_of(function() a.me = a end), 1,
+      true)
     assert.equal(0, #a:parameters())
   end)
 
@@ -288,14 +315,17 @@ describe("modules and their parameters", function()
     b.weight = a.weight
     engine.optim.sgd(a)
     assert.matches("parameter weight of a set already", message_of(engine.optim.sgd, b))
-    assert.matches("are the same tensor", message_of(engine.optim.sgd, { nn.linear(1, 1).weight, (function() local x = engine.zeros(2):requires_grad(true)
+    assert.matches("are the same tensor",
+      message_of(engine.optim.sgd, { nn.linear(1, 1).weight,
+      (function() local x = engine.zeros(2):requires_grad(true)
       return x, x end)() }))
   end)
 
   it("are not read from nowhere", function()
     assert.matches("got nothing", message_of(engine.from_memory, nil, "f32", { 4 }))
     assert.matches("got 5", message_of(engine.from_memory, 5, "f32", { 4 }))
-    assert.matches("expected memory for f32 [4]", message_of(engine.from_memory, M_ffi.ffi.cast("float *", nil), "f32", { 4 }), 1, true)
+    assert.matches("expected memory for f32 [4]",
+      message_of(engine.from_memory, M_ffi.ffi.cast("float *", nil), "f32", { 4 }), 1, true)
   end)
 end)
 
@@ -311,11 +341,12 @@ describe("memory", function()
     engine.memory { limit = reserved() + 96 * 2 ^ 20 }
     in_step(function()
       for _ = 1, 40 do
-        if not pcall(engine.zeros, 2 ^ 20) then break end       -- 4 MiB each, until there is no more
+        if not pcall(engine.zeros, 2 ^ 20) then break end  -- 4 MiB each, until there is no more
       end
       assert.matches("out of memory", message_of(engine.zeros, 2 ^ 24))
     end)
-    in_step(function() assert.equal(0, engine.zeros(20 * 2 ^ 20):sum():item()) end)   -- 80 MiB in one piece
+    -- 80 MiB in one piece
+    in_step(function() assert.equal(0, engine.zeros(20 * 2 ^ 20):sum():item()) end)
   end)
 
   it("of the machine is the limit when there is none", function()

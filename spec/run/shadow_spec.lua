@@ -1,4 +1,5 @@
--- Shadows: policies that see every record and change nothing; what they would have decided stands in the history.
+-- Shadows: policies that see every record and change nothing; what they would have decided stands
+-- in the history.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -13,8 +14,10 @@ after_each(function() helper.remove(folder) end)
 local function job(options)
   engine.seed(5)
   local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1 }
-  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8, seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 30, log = "quiet", policy = "dynamic:init_scale=2^22,growth_interval=5" }
+  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8,
+    seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 30,
+      log = "quiet", policy = "dynamic:init_scale=2^22,growth_interval=5" }
   for key, value in pairs(options) do o[key] = value end
   return engine.trainer(o)
 end
@@ -24,11 +27,14 @@ local function trace(options)
   options.on_step = function(t, record, verdict)
     lines[#lines + 1] = ("%.17g %.17g"):format(record.loss, record.scale)
     scales[#scales + 1] = verdict.scale
-    if t.shadows then t.shadows.seen = t.shadows.seen or {} table.insert(t.shadows.seen, t.shadows.list[1].scale) end
+    if t.shadows then
+      t.shadows.seen = t.shadows.seen or {} table.insert(t.shadows.seen, t.shadows.list[1].scale)
+    end
   end
   local trainer = job(options)
   trainer:run()
-  return table.concat(lines, "\n") .. tostring(C.eng_params_checksum(trainer.optimizer.params)), trainer, scales
+  return table.concat(lines, "\n") .. tostring(C.eng_params_checksum(trainer.optimizer.params)),
+    trainer, scales
 end
 
 -- The verdicts of a shadow at each step, from the rows that tell where they change.
@@ -45,11 +51,14 @@ end
 
 describe("a shadow", function()
   it("changes nothing", function()
-    assert.equal((trace {}), (trace { shadow = { "deepspeed", "static", "dynamic:growth_interval=2" } }))
+    assert.equal((trace {}), (trace { shadow = { "deepspeed", "static",
+      "dynamic:growth_interval=2" } }))
   end)
 
-  it("equal to the policy in force decides the same, and all its verdicts come back from the history", function()
-    local _, trainer, scales = trace { shadow = "deepspeed,dynamic:init_scale=2^22,growth_interval=5", run = folder .. "/run" }
+  it("equal to the policy in force decides the same, and all its verdicts come back from the " ..
+    "history", function()
+    local _, trainer, scales = trace {
+      shadow = "deepspeed,dynamic:init_scale=2^22,growth_interval=5", run = folder .. "/run" }
     local equal = trainer.shadows.list[2]
     assert.equal(trainer.policy:scale(), equal.scale)
     assert.equal(trainer.skipped, equal.skipped)
@@ -61,7 +70,8 @@ describe("a shadow", function()
   end)
 
   it("is summed up in the history and at the end", function()
-    local _, trainer = trace { shadow = { "static:loss_scale=65536,skip_on_overflow=false", "static:loss_scale=2^40" }, run = folder .. "/run" }
+    local _, trainer = trace { shadow = { "static:loss_scale=65536,skip_on_overflow=false",
+      "static:loss_scale=2^40" }, run = folder .. "/run" }
     local history = engine.history.open(folder .. "/run")
     local list = history:shadows()
     history:close()
@@ -71,13 +81,18 @@ describe("a shadow", function()
     assert.equal(0, list[2].skipped)
     assert.equal(65536, list[2].scale)
     local lines = trainer.shadows:lines()
-    assert.matches("would have skipped 0 of 30 steps %(the run skipped " .. trainer.skipped .. "%)", lines[1])
-    assert.matches("its scale would have overflowed in " .. 30 - trainer.skipped .. " more", lines[2])
-    assert.matches("^shadow scales beside ours: static:loss_scale=65536,skip_on_overflow=false .* %-%d+ skipped, static:loss_scale=2^40 x2^%d", trainer.shadows:text())
+    assert.matches("would have skipped 0 of 30 steps %(the run skipped " .. trainer.skipped .. "%)",
+      lines[1])
+    assert.matches("its scale would have overflowed in " .. 30 - trainer.skipped .. " more",
+      lines[2])
+    assert.matches("^shadow scales beside ours: static:loss_scale=65536,skip_on_overflow=false " ..
+      ".* %-%d+ skipped, static:loss_scale=2^40 x2^%d", trainer.shadows:text())
   end)
 
   it("that fails is told of and fails alone", function()
-    local bad = { file = "bad.lua", source = "return { name = 'bad', options = { init_scale = 4 }, decide = function(s, r) if r.step > 3 then error('no more') end return 4 end }" }
+    local bad = { file = "bad.lua",
+      source = "return { name = 'bad', options = { init_scale = 4 }, decide = function(s, r) if " ..
+      "r.step > 3 then error('no more') end return 4 end }" }
     local traced, trainer = trace { shadow = { bad, "deepspeed" } }
     assert.equal((trace {}), traced)
     assert.equal(26, trainer.shadows.list[1].failed)
@@ -108,7 +123,8 @@ describe("a shadow", function()
     trace { shadow = shadow, steps = 20, run = folder .. "/run" }
     local _, again = trace { shadow = shadow, steps = 40, run = folder .. "/run", resume = "auto" }
     assert.same(whole.shadows:lines(), again.shadows:lines())
-    for _, name in ipairs { "deepspeed:scale_window=4", "dynamic:init_scale=2^30,growth_interval=3" } do
+    for _, name in ipairs { "deepspeed:scale_window=4",
+      "dynamic:init_scale=2^30,growth_interval=3" } do
       assert.same((verdicts(folder .. "/whole", name, 40)), (verdicts(folder .. "/run", name, 40)))
     end
   end)

@@ -4,20 +4,27 @@ local helper = require "spec.helper"
 
 local TEXT = require("engine.report.lab").text(20000)
 
---- Trains a small GPT (or that of the trainer `of`, with its optimizer); gives losses and scales by step, the weights' checksum and the trainer.
+--- Trains a small GPT (or that of the trainer `of`, with its optimizer); gives losses and scales by
+--- step, the weights' checksum and the trainer.
 local function train(options)
   engine.seed(5)
   local of = options.of
-  local model = of and of.model or engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout or 0 }
+  local model = of and of.model or engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
+    layers = 2, dropout = options.dropout or 0 }
   local seen = { loss = {}, scale = {}, overflow = {} }
   local trainer = engine.trainer {
-    model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = options.steps or 24, log = "quiet",
-    optimizer = of and of.optimizer or engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }), clip = 0.5, accumulate = options.accumulate,
-    policy = options.policy, policy_options = options.policy_options, mode = options.mode, run = options.run, resume = options.resume,
+    model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
+      steps = options.steps or 24, log = "quiet",
+    optimizer = of and of.optimizer
+      or engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }),
+      clip = 0.5, accumulate = options.accumulate,
+    policy = options.policy, policy_options = options.policy_options, mode = options.mode,
+      run = options.run, resume = options.resume,
     checkpoint_every = options.checkpoint_every, trap = options.trap,
     on_step = function(_, record)
       local step = tonumber(record.step)
-      seen.loss[step], seen.scale[step], seen.overflow[step] = record.loss, record.scale, record.overflow
+      seen.loss[step], seen.scale[step], seen.overflow[step] = record.loss, record.scale,
+        record.overflow
     end,
   }
   local summary = trainer:run()
@@ -26,22 +33,26 @@ end
 
 describe("lagged training", function()
   it("makes the same updates while the scale stands still", function()
-    for _, options in ipairs { { policy = "static", policy_options = { loss_scale = 1024 } }, { policy = "static", accumulate = 3, dropout = 0.1 } } do
+    for _, options in ipairs { { policy = "static", policy_options = { loss_scale = 1024 } },
+      { policy = "static", accumulate = 3, dropout = 0.1 } } do
       local a = train(options)
       options.mode = "lagged"
       local b, summary = train(options)
       for step = 1, 22 do
-        assert.is_true(math.abs(a.loss[step] - b.loss[step]) <= 1e-6 * a.loss[step], ("step %d: %.9g and %.9g"):format(step, a.loss[step], b.loss[step]))
+        assert.is_true(math.abs(a.loss[step] - b.loss[step]) <= 1e-6 * a.loss[step],
+          ("step %d: %.9g and %.9g"):format(step, a.loss[step], b.loss[step]))
       end
       assert.equal(24, summary.updates)
     end
   end)
 
   it("skips an overflow at once and lowers the scale a step later", function()
-    local options = { policy = "dynamic", policy_options = { init_scale = 2 ^ 30, growth_interval = 1000 }, mode = "lagged" }
+    local options = { policy = "dynamic", policy_options = { init_scale = 2 ^ 30,
+      growth_interval = 1000 }, mode = "lagged" }
     local seen, summary = train(options)
     assert.equal(1, seen.overflow[0])
-    assert.equal(2 ^ 30, seen.scale[1])      -- the second step was asked for before the first one was known
+    -- the second step was asked for before the first one was known
+    assert.equal(2 ^ 30, seen.scale[1])
     assert.equal(2 ^ 29, seen.scale[2])
     assert.is_true(summary.skipped > 2 and summary.updates == 24 - summary.skipped)
     for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
@@ -50,10 +61,12 @@ describe("lagged training", function()
   --- Trainers of one model and optimizer, stepped by hand; `lr` may be spoilt for a step.
   local function by_hand()
     engine.seed(5)
-    local model, lr = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }, { 1e-3 }
+    local model, lr = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
+      layers = 1 }, { 1e-3 }
     local optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp32" })
     local function trainer(mode)
-      return engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 100, log = "quiet",
+      return engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4,
+        context = 16, seed = 3 }, steps = 100, log = "quiet",
         mode = mode, optimizer = optimizer, schedule = function() return lr[1] end }
     end
     return trainer, lr
@@ -101,24 +114,30 @@ describe("lagged training", function()
     engine.seed(5)
     local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
     local n = 0
-    local t = engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }, steps = 8, log = "quiet",
-      mode = "lagged", optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), run = folder .. "/run",
+    local t = engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4,
+      context = 16, seed = 3 }, steps = 8, log = "quiet",
+      mode = "lagged", optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }),
+        run = folder .. "/run",
       on_step = function(trainer)
         n = n + 1
         if n == 2 or n == 4 then trainer.policy:swap(n == 2 and "layerwise" or "norm_ratio") end
       end }
     t:run()
     local told = {}
-    for _, event in ipairs(engine.history.open(folder .. "/run"):events("swap_refused")) do told[#told + 1] = event.text end
+    for _, event in ipairs(engine.history.open(folder .. "/run"):events("swap_refused")) do
+      told[#told + 1] = event.text
+    end
     assert.equal("dynamic", t.policy.name)
     assert.equal(8, n)
-    assert.matches("dynamic stays.*layerwise scales layers apart.*dynamic stays.*norm_ratio wants reference backward passes", table.concat(told, " "))
+    assert.matches("dynamic stays.*layerwise scales layers apart.*dynamic stays.*norm_ratio " ..
+      "wants reference backward passes", table.concat(told, " "))
     helper.remove(folder)
   end)
 
   it("goes on from a checkpoint as if it had not stopped", function()
     local folder = helper.folder()
-    local options = { mode = "lagged", dropout = 0.1, policy = "dynamic", policy_options = { init_scale = 2 ^ 24, growth_interval = 3 }, checkpoint_every = 8 }
+    local options = { mode = "lagged", dropout = 0.1, policy = "dynamic",
+      policy_options = { init_scale = 2 ^ 24, growth_interval = 3 }, checkpoint_every = 8 }
     options.run = folder .. "/whole"
     local whole, _, trainer = train(options)
     options.run, options.steps = folder .. "/parts", 16
@@ -126,8 +145,10 @@ describe("lagged training", function()
     options.steps, options.resume = 24, "auto"
     local second = train(options)
     for step = 17, 22 do assert.equal(whole.loss[step], second.loss[step]) end
-    -- and in the same process, with the optimizer that went on meanwhile; without a checkpoint after 16, where records are caught up with
-    options.run, options.resume, options.of = nil, folder .. "/whole/checkpoints/step-00000008", trainer
+    -- and in the same process, with the optimizer that went on meanwhile; without a checkpoint
+    -- after 16, where records are caught up with
+    options.run, options.resume, options.of = nil, folder .. "/whole/checkpoints/step-00000008",
+      trainer
     local third = train(options)
     for step = 9, 15 do assert.equal(whole.loss[step], third.loss[step]) end
     assert.equal(whole.scale[23], second.scale[23])
@@ -147,7 +168,8 @@ describe("lagged training", function()
   it("refuses what must wait", function()
     local good, message = pcall(train, { mode = "lagged", trap = "overflow" })
     assert.is_false(good)
-    assert.truthy(tostring(message):find("mode=lagged: trap runs an overflowed step again", 1, true))
+    assert.truthy(tostring(message):find("mode=lagged: trap runs an overflowed step again", 1,
+      true))
     good, message = pcall(train, { mode = "later" })
     assert.is_false(good)
     assert.truthy(tostring(message):find("expected mode as sync or lagged, got 'later'", 1, true))

@@ -1,4 +1,5 @@
--- Layers scaled apart (a verdict's `scales`) and reference backwards: the mechanisms the adaptive policies stand on.
+-- Layers scaled apart (a verdict's `scales`) and reference backwards: the mechanisms the adaptive
+-- policies stand on.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -11,19 +12,27 @@ local APART = policy [[ name = "apart", options = { init_scale = 2^10 }, needs =
   decide = function(state) return { scale = state.scale, scales = { ["blocks.1"] = 2^15, ["blocks.2"] = 2^4, wte = 2^3, norm = 2^13 } } end ]]
 
 local function batch()
-  return { x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 }, { 3, 1, 4, 1, 5, 9, 2, 6 } }, { dtype = "i32", keep = true }),
-    y = engine.tensor({ { 2, 3, 4, 5, 6, 7, 8, 9 }, { 1, 4, 1, 5, 9, 2, 6, 5 } }, { dtype = "i64", keep = true }) }
+  return { x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 }, { 3, 1, 4, 1, 5, 9, 2, 6 } },
+    { dtype = "i32", keep = true }),
+    y = engine.tensor({ { 2, 3, 4, 5, 6, 7, 8, 9 }, { 1, 4, 1, 5, 9, 2, 6, 5 } },
+      { dtype = "i64", keep = true }) }
 end
 
--- Loss, norm and amax of every step of a small GPT (whose head is its embedding: one weight in two places).
+-- Loss, norm and amax of every step of a small GPT (whose head is its embedding: one weight in two
+-- places).
 local function train(options)
   engine.seed(3)
-  local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3, dropout = options.dropout or 0 }
+  local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3,
+    dropout = options.dropout or 0 }
   local one, rows = batch(), {}
-  local optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = 1e-2, precision = options.precision or "fp32" })
-  local trainer = engine.trainer { model = model, data = options.data or { next = function() return one end }, optimizer = optimizer,
-    steps = options.steps or 8, policy = options.policy, clip = 1, log = "quiet", accumulate = options.accumulate, run = options.run,
-    resume = options.resume, ref_every = options.ref_every, ref_layers = options.ref_layers, stats_every = 1,
+  local optimizer = engine.optim[options.optimizer or "adamw"](model,
+    { lr = 1e-2, precision = options.precision or "fp32" })
+  local trainer = engine.trainer { model = model,
+    data = options.data or { next = function() return one end }, optimizer = optimizer,
+    steps = options.steps or 8, policy = options.policy, clip = 1, log = "quiet",
+      accumulate = options.accumulate, run = options.run,
+    resume = options.resume, ref_every = options.ref_every, ref_layers = options.ref_layers,
+      stats_every = 1,
     on_step = function(t, record, verdict)
       assert.are.equal(0, verdict.failed, verdict:why())
       rows[#rows + 1] = { record.loss, record.norm, record.amax, t.reference and record.norm_ref }
@@ -45,7 +54,8 @@ describe("layers scaled apart", function()
     local fast = train { policy = APART, steps = 3, precision = "fp16" }
     engine.device "reference"
     local good, message = pcall(function()
-      assert.are.same((train { policy = "static:loss_scale=1024", steps = 3 }), (train { policy = APART, steps = 3 }))
+      assert.are.same((train { policy = "static:loss_scale=1024", steps = 3 }),
+        (train { policy = APART, steps = 3 }))
       local slow = train { policy = APART, steps = 3, precision = "fp16" }
       for i, row in ipairs(fast) do
         for k = 1, 3 do assert.near(row[k], slow[i][k], 2e-2 * math.abs(row[k])) end
@@ -70,12 +80,17 @@ describe("layers scaled apart", function()
       engine.seed(1)
       local layers = {}
       for i = 1, 12 do layers[i] = nn.sequential { nn.linear(32, 32), nn.sigmoid() } end
-      local net, x, y, seen = nn.sequential(layers), engine.randn(64, 32):keep(), engine.rand(64, 32):keep(), nil
-      engine.trainer { model = net, data = { next = function() return { x = x, y = y } end }, steps = 2, log = "quiet", policy = chosen,
-        optimizer = engine.optim.sgd(net, { lr = 0, precision = "fp16" }), loss = function(model, b) return engine.mse(model(b.x), b.y) end,
+      local net, x, y, seen = nn.sequential(layers), engine.randn(64, 32):keep(),
+        engine.rand(64, 32):keep(), nil
+      engine.trainer { model = net, data = { next = function() return { x = x, y = y } end },
+        steps = 2, log = "quiet", policy = chosen,
+        optimizer = engine.optim.sgd(net, { lr = 0, precision = "fp16" }), loss = function(model, b)
+          return engine.mse(model(b.x), b.y)
+        end,
         on_step = function(t)
           local s = t.stats[0]
-          seen = { lost = tonumber(s.zeros) / tonumber(s.count), carry = s.carry, inf = tonumber(t.record.inf) }
+          seen = { lost = tonumber(s.zeros) / tonumber(s.count), carry = s.carry,
+            inf = tonumber(t.record.inf) }
         end }:run()
       return seen
     end
@@ -107,7 +122,8 @@ describe("layers scaled apart", function()
     record.scale = 1
     local verdict = p:decide(record)
     assert.are.equal(1, verdict.failed)
-    assert.truthy(verdict:why():find("'block.1', which this run has not; did you mean 'blocks.1'", 1, true))
+    assert.truthy(verdict:why():find("'block.1', which this run has not; did you mean 'blocks.1'",
+      1, true))
   end)
 
   it("leave nothing behind for the next trainer of the model, nor after an error", function()
@@ -117,7 +133,8 @@ describe("layers scaled apart", function()
     assert.are.equal(2 ^ 5, rawget(first, "_carry"))
     local broken = pcall(first, "no tensor")
     assert.is_false(broken)
-    engine.trainer { model = trainer.model, data = trainer.data, optimizer = trainer.optimizer, steps = 1, log = "quiet" }
+    engine.trainer { model = trainer.model, data = trainer.data, optimizer = trainer.optimizer,
+      steps = 1, log = "quiet" }
     assert.is_nil(rawget(first, "_carry"))
     local w = engine.tensor({ 2 }, { keep = true }):requires_grad(true)
     ;(w * w):sum():backward()
@@ -186,7 +203,9 @@ describe("a reference backward", function()
     assert.is_true(summary.reference_s > 0)
     for i, row in ipairs(plain) do
       for k = 1, 3 do assert.are.equal(row[k], watched[i][k]) end
-      if i % 3 == 1 then assert.near(row[2], watched[i][4], 1e-12) else assert.is_true(watched[i][4] ~= watched[i][4]) end
+      if i % 3 == 1 then
+        assert.near(row[2], watched[i][4], 1e-12)
+      else assert.is_true(watched[i][4] ~= watched[i][4]) end
     end
     assert.matches("3 reference backwards in %d.*%% of the time", trainer:summary_text(summary))
   end)

@@ -1,5 +1,5 @@
--- Optimizers: the formulas against plain Lua loops, groups and decay, clipping, state, several optimizers of one model,
--- and what misuse is answered with.
+-- Optimizers: the formulas against plain Lua loops, groups and decay, clipping, state, several
+-- optimizers of one model, and what misuse is answered with.
 local engine = require "engine"
 
 local nn = engine.nn
@@ -22,18 +22,21 @@ local formulas = {
     local gradient = g[i] + o.weight_decay * w[i]
     memory.m[i] = o.beta1 * (memory.m[i] or 0) + (1 - o.beta1) * gradient
     memory.v[i] = o.beta2 * (memory.v[i] or 0) + (1 - o.beta2) * gradient ^ 2
-    return w[i] - o.lr * memory.m[i] / (1 - o.beta1 ^ t) / (math.sqrt(memory.v[i] / (1 - o.beta2 ^ t)) + o.eps)
+    return w[i] - o.lr * memory.m[i] / (1 - o.beta1 ^ t) / (
+      math.sqrt(memory.v[i] / (1 - o.beta2 ^ t)) + o.eps)
   end,
   adamw = function(o, w, g, memory, t, i)
     memory.m[i] = o.beta1 * (memory.m[i] or 0) + (1 - o.beta1) * g[i]
     memory.v[i] = o.beta2 * (memory.v[i] or 0) + (1 - o.beta2) * g[i] ^ 2
-    return w[i] * (1 - o.lr * o.weight_decay) - o.lr * memory.m[i] / (1 - o.beta1 ^ t) / (math.sqrt(memory.v[i] / (1 - o.beta2 ^ t)) + o.eps)
+    return w[i] * (1 - o.lr * o.weight_decay) - o.lr *
+      memory.m[i] / (1 - o.beta1 ^ t) / (math.sqrt(memory.v[i] / (1 - o.beta2 ^ t)) + o.eps)
   end,
   lion = function(o, w, g, memory, _, i)
     local m = memory.m[i] or 0
     local direction = o.beta1 * m + (1 - o.beta1) * g[i]
     memory.m[i] = o.beta2 * m + (1 - o.beta2) * g[i]
-    return w[i] * (1 - o.lr * o.weight_decay) - o.lr * (direction > 0 and 1 or direction < 0 and -1 or 0)
+    return w[i] * (1 - o.lr * o.weight_decay) - o.lr * (direction > 0 and 1 or direction < 0 and -1
+      or 0)
   end,
 }
 
@@ -46,7 +49,9 @@ local function gradient_of(w, t)
   return g
 end
 
-local function vector(values) return engine.tensor(values, { keep = true, requires_grad = true }) end
+local function vector(values)
+  return engine.tensor(values, { keep = true, requires_grad = true })
+end
 
 local function backward(w, t)
   (w * w * engine.tensor(SLOPE) * (0.5 * (1 + 0.1 * t))):sum():backward()
@@ -66,7 +71,10 @@ local function follow(kind, options)
     local before = { unpack(expected) }
     for i = 1, 3 do expected[i] = formulas[kind](o, before, g, memory, t, i) end
     local got = w:totable()
-    for i = 1, 3 do assert.near(expected[i], got[i], 2e-6 * math.abs(expected[i]) + 1e-7, ("%s: element %d after step %d"):format(kind, i, t)) end
+    for i = 1, 3 do
+      assert.near(expected[i], got[i], 2e-6 * math.abs(expected[i]) + 1e-7,
+        ("%s: element %d after step %d"):format(kind, i, t))
+    end
   end
   assert.equal(5, opt.updates)
 end
@@ -74,15 +82,19 @@ end
 describe("the formula of", function()
   after_each(function() engine.end_step() end)
   local cases = {
-    sgd = { { lr = 0.1 }, { lr = 0.1, weight_decay = 0.2 }, { lr = 0.1, momentum = 0.9 }, { lr = 0.1, momentum = 0.9, dampening = 0.3 },
+    sgd = { { lr = 0.1 }, { lr = 0.1, weight_decay = 0.2 }, { lr = 0.1, momentum = 0.9 },
+      { lr = 0.1, momentum = 0.9, dampening = 0.3 },
       { lr = 0.1, momentum = 0.9, nesterov = true, weight_decay = 0.1 } },
-    adam = { {}, { lr = 0.1, beta1 = 0.8, beta2 = 0.95, eps = 1e-3 }, { lr = 0.1, weight_decay = 0.3 }, { lr = 0.05, betas = { 0.5, 0.6 } } },
-    adamw = { {}, { lr = 0.1, weight_decay = 0.3 }, { lr = 0.05, betas = { 0.5, 0.6 }, eps = 1e-2 } },
+    adam = { {}, { lr = 0.1, beta1 = 0.8, beta2 = 0.95, eps = 1e-3 },
+      { lr = 0.1, weight_decay = 0.3 }, { lr = 0.05, betas = { 0.5, 0.6 } } },
+    adamw = { {}, { lr = 0.1, weight_decay = 0.3 },
+      { lr = 0.05, betas = { 0.5, 0.6 }, eps = 1e-2 } },
     lion = { {}, { lr = 0.01, weight_decay = 0.5 }, { lr = 0.02, beta1 = 0.5, beta2 = 0.6 } },
   }
   for kind, list in pairs(cases) do
     for k, options in ipairs(list) do
-      it(("%s is what its paper says, case %d"):format(kind, k), function() follow(kind, options) end)
+      it(("%s is what its paper says, case %d"):format(kind, k),
+        function() follow(kind, options) end)
     end
   end
 
@@ -153,8 +165,10 @@ describe("an update", function()
     local opt = optim.adamw(net, { lr = 0.1, weight_decay = 0.5, decay = "matrices" })
     ones(net)
     opt:step()
-    near({ ["1.weight"] = 0.85, ["1.bias"] = 0.9, ["2.weight"] = 0.9, ["2.bias"] = 0.9, ["3.weight"] = 0.85 }, values(net))
-    assert.matches("adamw: 5 parameters, 16 elements, 1 updates, lr 0.1, precision fp32\n  all: 2 tensors, .*weight_decay 0.5\n  no decay: 3 tensors",
+    near({ ["1.weight"] = 0.85, ["1.bias"] = 0.9, ["2.weight"] = 0.9, ["2.bias"] = 0.9,
+      ["3.weight"] = 0.85 }, values(net))
+    assert.matches("adamw: 5 parameters, 16 elements, 1 updates, lr 0.1, precision fp32\n  all: " ..
+      "2 tensors, .*weight_decay 0.5\n  no decay: 3 tensors",
       tostring(opt))
   end)
 
@@ -164,18 +178,21 @@ describe("an update", function()
       local opt = optim.adamw(net, { lr = 0.1, weight_decay = 0.5, decay = decay or nil })
       ones(net)
       opt:step()
-      near({ ["1.weight"] = 0.85, ["1.bias"] = 0.85, ["2.bias"] = 0.85, ["3.weight"] = 0.85 }, values(net))
+      near({ ["1.weight"] = 0.85, ["1.bias"] = 0.85, ["2.bias"] = 0.85, ["3.weight"] = 0.85 },
+        values(net))
     end
   end)
 
   it("groups choose by pattern or function; the first that fits wins", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 0.1, groups = {
-      { match = "^1%.", lr_mul = 2 }, { match = function(_, x) return x.ndim == 1 end, lr_mul = 0 }, { match = "weight", weight_decay = 3 },
+      { match = "^1%.", lr_mul = 2 }, { match = function(_, x) return x.ndim == 1 end, lr_mul = 0 },
+        { match = "weight", weight_decay = 3 },
     } })
     ones(net)
     opt:step()
-    near({ ["1.weight"] = 0.8, ["1.bias"] = 0.8, ["2.weight"] = 1, ["2.bias"] = 1, ["3.weight"] = 1 - 0.1 * 4 }, values(net))
+    near({ ["1.weight"] = 0.8, ["1.bias"] = 0.8, ["2.weight"] = 1, ["2.bias"] = 1,
+      ["3.weight"] = 1 - 0.1 * 4 }, values(net))
     opt.lr = 1                                      -- lr_mul is a factor on the common rate
     opt:zero_grad()
     ones(net)
@@ -258,7 +275,8 @@ end)
 describe("the state of an optimizer", function()
   after_each(function() engine.end_step() end)
 
-  for _, case in ipairs { { "sgd", { lr = 0.1, momentum = 0.9, dampening = 0.5 } }, { "adam", { lr = 0.1 } }, { "adamw", { lr = 0.1, moments = "bf16" } },
+  for _, case in ipairs { { "sgd", { lr = 0.1, momentum = 0.9, dampening = 0.5 } },
+    { "adam", { lr = 0.1 } }, { "adamw", { lr = 0.1, moments = "bf16" } },
     { "lion", { lr = 0.01 } } } do
     local kind, options = case[1], case[2]
     it("of " .. kind .. " is all there is: a restored one goes on bit for bit", function()
@@ -307,9 +325,12 @@ describe("the state of an optimizer", function()
       assert.equal(0, opt.updates)
     end
     refuses(with { ["w.moment2"] = false }, 3, "optimizer state: 'w.moment2' is missing")
-    refuses(with { ["w.moment2"] = engine.zeros(4) }, 3, "optimizer state: expected 'w.moment2' as [3], got [4]")
-    refuses(with { ["v.moment1"] = engine.zeros(3) }, 3, "optimizer state: 'v.moment1' belongs to no parameter; did you mean 'w.moment1'?")
-    refuses(good, nil, "optimizer state: expected the number of updates as a whole number of 0 or more, got nothing")
+    refuses(with { ["w.moment2"] = engine.zeros(4) }, 3,
+      "optimizer state: expected 'w.moment2' as [3], got [4]")
+    refuses(with { ["v.moment1"] = engine.zeros(3) }, 3,
+      "optimizer state: 'v.moment1' belongs to no parameter; did you mean 'w.moment1'?")
+    refuses(good, nil, "optimizer state: expected the number of updates as a whole number of 0 " ..
+      "or more, got nothing")
     opt:load_state(good, 3)
     assert.equal(7, opt:state_tensors()["w.moment2"]:select(1, 3):item())
   end)
@@ -343,7 +364,8 @@ describe("the parameters of a model", function()
     collectgarbage()
     collectgarbage()
     near({ ["1.weight"] = 1 }, values(net))
-    assert.error_matches(function() optim.sgd(net[1]) end, "parameter weight: this tensor f32 %[2 x 2%] is parameter 1.weight of a set already; hint")
+    assert.error_matches(function() optim.sgd(net[1]) end,
+      "parameter weight: this tensor f32 %[2 x 2%] is parameter 1.weight of a set already; hint")
     assert.is_table(optim.sgd(net))
   end)
 end)
@@ -352,34 +374,50 @@ end)
 
 describe("an optimizer refuses", function()
   local cases = {
-    { "optim.adamw(net, { lrr = 1 })", "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr weight_decay groups decay precision moments" },
-    { "optim.sgd(net, { beta1 = 0.9 })", "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay groups decay precision moments" },
+    { "optim.adamw(net, { lrr = 1 })",
+      "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr weight_decay groups decay precision moments" },
+    { "optim.sgd(net, { beta1 = 0.9 })",
+      "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay groups decay precision moments" },
     { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr as a number >= 0, got -1" },
     { "optim.adam(net, { lr = 'fast' })", "optim.adam: expected lr as a number >= 0, got 'fast'" },
-    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr as a number >= 0, got " .. tostring(0 / 0) },
+    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr as a number >= 0, got " ..
+      tostring(0 / 0) },
     { "optim.adam(net, { beta2 = 1 })", "optim.adam: expected beta2 in [0, 1), got 1" },
-    { "optim.lion(net, { betas = 0.9 })", "optim.lion: expected betas as a list of two numbers, got 0.9" },
-    { "optim.adam(net, { eps = 0 })", "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0), got 0" },
-    { "optim.sgd(net, { nesterov = true })", "optim.sgd: nesterov needs a momentum and no dampening" },
-    { "optim.sgd(net, { nesterov = 'yes' })", "optim.sgd: expected nesterov as true or false, got 'yes'" },
+    { "optim.lion(net, { betas = 0.9 })",
+      "optim.lion: expected betas as a list of two numbers, got 0.9" },
+    { "optim.adam(net, { eps = 0 })",
+      "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0), got 0" },
+    { "optim.sgd(net, { nesterov = true })",
+      "optim.sgd: nesterov needs a momentum and no dampening" },
+    { "optim.sgd(net, { nesterov = 'yes' })",
+      "optim.sgd: expected nesterov as true or false, got 'yes'" },
     { "optim.sgd(net, { decay = 'some' })", "optim.sgd: decay is 'all' or 'matrices', not 'some'" },
-    { "optim.sgd(net, { moments = 'f16' })", "optim.sgd: expected moments in f32 or bf16, got 'f16'" },
+    { "optim.sgd(net, { moments = 'f16' })",
+      "optim.sgd: expected moments in f32 or bf16, got 'f16'" },
     { "optim.sgd(net, 0.1)", "optim.sgd: expected a table of options, got 0.1" },
-    { "optim.sgd(5)", "optim.sgd: expected a module or a list of tensors or of { name =, tensor = }, got 5" },
+    { "optim.sgd(5)", "optim.sgd: expected a module or a list of tensors or of { name =, tensor " ..
+      "= }, got 5" },
     { "optim.sgd { 5 }", "optim.sgd: entry 1 has no tensor" },
     { "optim.sgd {}", "optim.sgd: nothing to train: no parameter requires a gradient" },
-    { "optim.sgd { engine.zeros(2) }", "optim.sgd: nothing to train: no parameter requires a gradient" },
+    { "optim.sgd { engine.zeros(2) }",
+      "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
       "parameter p1: expected f32 master weights, got f16 [2]; hint: the precision recipe makes the low-precision copies" },
-    { "optim.sgd(net, { groups = { { lr_mul = 2 } } })", "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
-    { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })", "optim.sgd: a group sets lr_mul, a factor on the common rate, not lr" },
-    { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })", "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
-    { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })", "optim.sgd: expected lr_mul as a number >= 0, got -1" },
+    { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
+      "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
+    { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
+      "optim.sgd: a group sets lr_mul, a factor on the common rate, not lr" },
+    { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
+      "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
+    { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
+      "optim.sgd: expected lr_mul as a number >= 0, got -1" },
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
-    { "opt:step { gradient_fact = 2 }", "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: clip_norm clip_value gradient_factor lagged lr_mul norm" },
-    { "(function() opt.lr = 0/0 opt:step() end)()", "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
+    { "opt:step { gradient_fact = 2 }",
+      "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: clip_norm clip_value gradient_factor lagged lr_mul norm" },
+    { "(function() opt.lr = 0/0 opt:step() end)()",
+      "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
   }
   for _, case in ipairs(cases) do
     it(case[1], function()
@@ -387,7 +425,8 @@ describe("an optimizer refuses", function()
       local net = nn.linear(2, 2)
       local opt = optim.sgd({ engine.zeros(2, { requires_grad = true }) })
       local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
-      local good, message = pcall(setfenv(chunk, { engine = engine, optim = optim, net = net, opt = opt }))
+      local good, message = pcall(setfenv(chunk, { engine = engine, optim = optim, net = net,
+        opt = opt }))
       engine.end_step()
       assert.is_false(good)
       assert.equal("script:1: " .. case[2], message)

@@ -1,5 +1,6 @@
--- Precision recipes: which operation yields which format, fp16 that overflows and underflows as one rounding does,
--- parameters whose gradients really are fp16, and low-precision weights that follow their masters.
+-- Precision recipes: which operation yields which format, fp16 that overflows and underflows as one
+-- rounding does, parameters whose gradients really are fp16, and low-precision weights that follow
+-- their masters.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -14,30 +15,62 @@ local OPERATIONS = {
   activations = {
     matmul = function(like) return like(2, 3):matmul(like(3, 2)) end,
     linear = function(like) return like(2, 3):linear(like(4, 3), like(4)) end,
-    attention = function(like) return (engine.attention(like(1, 2, 1, 2), like(1, 2, 1, 2), like(1, 2, 1, 2), { causal = true })) end,
+    attention = function(like)
+      return (engine.attention(like(1, 2, 1, 2), like(1, 2, 1, 2), like(1, 2, 1, 2),
+        { causal = true }))
+    end,
   },
-  residual = { embedding = function(like) return like(3, 2):embedding(engine.tensor({ 0, 2 }, "i64")) end },
+  residual = { embedding = function(like) return like(3,
+    2):embedding(engine.tensor({ 0, 2 }, "i64")) end },
   norm = {
     layer_norm = function(like) return like(2, 4):layer_norm(like(4), like(4)) end,
     rms_norm = function(like) return like(2, 4):rms_norm(like(4)) end,
   },
   wide = {
-    softmax = function(like) return like(2, 3):softmax() end, log_softmax = function(like) return like(2, 3):log_softmax() end,
-    logsumexp = function(like) return like(2, 3):logsumexp() end, exp = function(like) return like(2):exp() end,
-    log = function(like) return like(2):log() end, rsqrt = function(like) return like(2):rsqrt() end,
-    pow = function(like) return like(2):pow(like(2)) end, pow_scalar = function(like) return like(2) ^ 2 end,
-    log_sigmoid = function(like) return like(2):log_sigmoid() end, softplus = function(like) return like(2):softplus() end,
+    softmax = function(like)
+      return like(2, 3):softmax()
+    end, log_softmax = function(like) return like(2, 3):log_softmax() end,
+    logsumexp = function(like)
+      return like(2, 3):logsumexp()
+    end, exp = function(like) return like(2):exp() end,
+    log = function(like)
+      return like(2):log()
+    end, rsqrt = function(like) return like(2):rsqrt() end,
+    pow = function(like)
+      return like(2):pow(like(2))
+    end, pow_scalar = function(like) return like(2) ^ 2 end,
+    log_sigmoid = function(like)
+      return like(2):log_sigmoid()
+    end, softplus = function(like) return like(2):softplus() end,
     sum = function(like) return like(2):sum() end, mean = function(like) return like(2):mean() end,
-    cross_entropy = function(like) return engine.cross_entropy(like(2, 3), engine.tensor({ 0, 2 }, "i64")) end,
+    cross_entropy = function(like)
+      return engine.cross_entropy(like(2, 3), engine.tensor({ 0, 2 }, "i64"))
+    end,
     mse = function(like) return engine.mse(like(2), like(2)) end,
   },
   input = {
-    add = function(like) return like(2) + like(2) end, mul = function(like) return like(2) * 3 end, div = function(like) return like(2) / 3 end,
-    gelu = function(like) return like(2):gelu() end, silu = function(like) return like(2):silu() end, relu = function(like) return like(2):relu() end,
-    tanh = function(like) return like(2):tanh() end, max = function(like) return like(2):max() end, sqrt = function(like) return like(2):sqrt() end,
-    dropout = function(like) return like(2):dropout(0.5) end, swiglu = function(like) return like(2):swiglu(like(2)) end,
-    where = function(like) return like(2):gt(0):where(like(2), 0) end, concat = function(like) return engine.concat { like(2), like(2) } end,
-    rope = function(like) return like(1, 2, 1, 2):rope() end, view = function(like) return like(2):view(1, 2) end,
+    add = function(like)
+      return like(2) + like(2)
+    end, mul = function(like) return like(2) * 3 end, div = function(like) return like(2) / 3 end,
+    gelu = function(like)
+      return like(2):gelu()
+    end, silu = function(like)
+      return like(2):silu()
+    end, relu = function(like) return like(2):relu() end,
+    tanh = function(like)
+      return like(2):tanh()
+    end, max = function(like)
+      return like(2):max()
+    end, sqrt = function(like) return like(2):sqrt() end,
+    dropout = function(like)
+      return like(2):dropout(0.5)
+    end, swiglu = function(like) return like(2):swiglu(like(2)) end,
+    where = function(like)
+      return like(2):gt(0):where(like(2), 0)
+    end, concat = function(like) return engine.concat { like(2), like(2) } end,
+    rope = function(like)
+      return like(1, 2, 1, 2):rope()
+    end, view = function(like) return like(2):view(1, 2) end,
     gather = function(like) return like(2):gather(1, engine.tensor({ 1 }, "i64")) end,
   },
 }
@@ -66,7 +99,8 @@ describe("a precision recipe", function()
       for name, run in pairs(operations) do
         for _, input in ipairs { "f32", "f16", "bf16", "f64" } do
           local function like(...) return engine.ones({ ... }, input) end
-          assert.equal(run(like).dtype, engine.autocast("fp32", run, like).dtype, name .. " of " .. input)
+          assert.equal(run(like).dtype, engine.autocast("fp32", run, like).dtype, name .. " of " ..
+            input)
         end
       end
     end
@@ -106,33 +140,44 @@ describe("a precision recipe", function()
 
   it("says what is wrong with it, in one line at the script's position", function()
     local cases = {
-      { "'fp61'", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
-      { "{ base = 'fp61' }", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+      { "'fp61'", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 " ..
+        "fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+      { "{ base = 'fp61' }", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: " ..
+        "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
       { "5", "precision: expected a name or a recipe table, got 5" },
-      { "{ name = 'a', weight = 'f16' }", "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations moments norm "
+      { "{ name = 'a', weight = 'f16' }",
+        "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations moments norm "
         .. "norm_gradients residual weight_gradients weights wide" },
-      { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 bf16" },
+      { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
+        "bf16" },
       { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; formats: f32 bf16" },
-      { "{ activations = 16 }", "precision 'custom': activations cannot be 16; formats: f32 f16 bf16" },
+      { "{ activations = 16 }", "precision 'custom': activations cannot be 16; formats: f32 f16 " ..
+        "bf16" },
     }
     for _, case in ipairs(cases) do
-      for _, code in ipairs { "engine.autocast(%s, print)", "engine.precision.resolve(%s)", "engine.optim.sgd(net, { precision = %s })" } do
+      for _, code in ipairs { "engine.autocast(%s, print)", "engine.precision.resolve(%s)",
+        "engine.optim.sgd(net, { precision = %s })" } do
         local chunk = assert(loadstring(code:format(case[1]) .. "\nreturn 1", "=script"))
-        local good, message = pcall(setfenv(chunk, { engine = engine, net = nn.linear(1, 1), print = print }))
+        local good, message = pcall(setfenv(chunk, { engine = engine, net = nn.linear(1, 1),
+          print = print }))
         assert.is_false(good)
         assert.equal("script:1: " .. case[2], message)
       end
     end
-    assert.error_matches(function() engine.autocast("fp16") end, "autocast: expected a recipe and a function, got no function")
+    assert.error_matches(function() engine.autocast("fp16") end,
+      "autocast: expected a recipe and a function, got no function")
   end)
 
   it("resolves to itself, and describes itself", function()
     local full = engine.precision.resolve(mine)
     assert.equal(full, engine.precision.resolve(full))
-    assert.same({ "f16", "f32", "f16", "f32", true }, { full.weights, full.residual, full.weight_gradients, full.norm_gradients, full.scaled })
-    assert.matches("precision mine\n.*residual +f32.*moments +f32$", engine.precision.describe(mine))
+    assert.same({ "f16", "f32", "f16", "f32", true },
+      { full.weights, full.residual, full.weight_gradients, full.norm_gradients, full.scaled })
+    assert.matches("precision mine\n.*residual +f32.*moments +f32$",
+      engine.precision.describe(mine))
     -- a table that names norm_gradients is still completed
-    assert.equal("f16", engine.precision.resolve({ base = "fp16", norm_gradients = "f16" }).activations)
+    assert.equal("f16", engine.precision.resolve({ base = "fp16",
+      norm_gradients = "f16" }).activations)
   end)
 end)
 
@@ -162,40 +207,49 @@ local function same_bits(expected, got, what)
 end
 
 describe("fp16", function()
-  it("a product is the exact one rounded once: over 65504 inf, tiny ones subnormal or zero", step(function()
+  it("a product is the exact one rounded once: over 65504 inf, tiny ones subnormal or zero",
+    step(function()
     for seed = 1, 3 do
       local a, b = patterns(251, seed), patterns(129, seed + 10)
-      local exact = a:to("f64"):matmul(b:to("f64"), false, true)      -- 22 bits of significand: exact
+      local exact = a:to("f64"):matmul(b:to("f64"), false, true)  -- 22 bits of significand: exact
       local rounded = exact:to("f16")
       same_bits(rounded, a:matmul(b, false, true), "matmul")
       same_bits(rounded, a:linear(b), "linear")
       same_bits(rounded, a * b:view(1, 129), "mul")
-      local finite, subnormal = rounded:abs():lt(inf), rounded:abs():lt(2 ^ -14):to("f32") * rounded:abs():gt(0):to("f32")
-      assert.is_true(finite:to("f32"):mean():item() < 1 and subnormal:sum():item() > 100)     -- the case is about something
+      local finite, subnormal = rounded:abs():lt(inf),
+        rounded:abs():lt(2 ^ -14):to("f32") * rounded:abs():gt(0):to("f32")
+      -- the case is about something
+      assert.is_true(finite:to("f32"):mean():item() < 1 and subnormal:sum():item() > 100)
     end
   end))
 
   it("an inner product is summed in f32 and rounded once", step(function()
-    local function dot(a, b) return engine.tensor({ a }, "f16"):linear(engine.tensor({ b }, "f16")):item() end
-    assert.equal(inf, dot({ 65504, 16 }, { 1, 1 }))              -- 65520 is the tie between 65504 and 2^16
+    local function dot(a, b)
+      return engine.tensor({ a }, "f16"):linear(engine.tensor({ b }, "f16")):item()
+    end
+    assert.equal(inf, dot({ 65504, 16 }, { 1, 1 }))  -- 65520 is the tie between 65504 and 2^16
     assert.equal(65504, dot({ 65504, 15 }, { 1, 1 }))
     assert.equal(-inf, dot({ -65504, -16 }, { 1, 1 }))
     assert.equal(65504, dot({ 65504, 65504, -65504 }, { 1, 1, 1 }))     -- no overflow on the way
     assert.equal(0, dot({ 60000, -60000 }, { 60000, 60000 }))
     assert.equal(2 ^ -24, dot({ 2 ^ -20, 2 ^ -24 }, { 2 ^ -5, 2 ^ -1 }))    -- 2^-25 + 2^-25
-    assert.equal(0, dot({ 2 ^ -20 }, { 2 ^ -5 }))                -- 2^-25: the tie goes to the even 0
-    assert.equal(2 ^ -23, dot({ 3 * 2 ^ -20 }, { 2 ^ -5 }))      -- 1.5 * 2^-24: the tie goes to the even 2^-23
+    assert.equal(0, dot({ 2 ^ -20 }, { 2 ^ -5 }))  -- 2^-25: the tie goes to the even 0
+    -- 1.5 * 2^-24: the tie goes to the even 2^-23
+    assert.equal(2 ^ -23, dot({ 3 * 2 ^ -20 }, { 2 ^ -5 }))
     local many = {}
     for i = 1, 4096 do many[i] = 1 end
-    assert.equal(4096, dot(many, many))                          -- an f16 sum would stand still at 2048
+    assert.equal(4096, dot(many, many))  -- an f16 sum would stand still at 2048
     assert.is_true(dot({ inf, 1 }, { 1, 1 }) == inf)
     local nan = dot({ inf, inf }, { 1, -1 })
     assert.is_true(nan ~= nan)
   end))
 
   it("a bias is added before the one rounding", step(function()
-    local function affine(x, b) return engine.tensor({ { x, 1 } }, "f16"):linear(engine.tensor({ { 1, 1 } }, "f16"), engine.tensor({ b }, "f16")):item() end
-    assert.equal(2050, affine(2048, 1))                          -- 2049 alone would have become 2048, and 2049 again 2048
+    local function affine(x, b)
+      return engine.tensor({ { x, 1 } }, "f16"):linear(engine.tensor({ { 1, 1 } }, "f16"),
+        engine.tensor({ b }, "f16")):item()
+    end
+    assert.equal(2050, affine(2048, 1))  -- 2049 alone would have become 2048, and 2049 again 2048
     assert.equal(inf, affine(65504, 15))
     assert.equal(65504, affine(65504, 14))
   end))
@@ -216,7 +270,8 @@ local function line(options)
 end
 
 local function push(net, recipe, scale, x)
-  engine.autocast(recipe, function() return net(engine.full({ 1, 1 }, x or 1)):sum() end):backward { scale = scale }
+  engine.autocast(recipe, function() return net(engine.full({ 1, 1 }, x or 1)):sum() end):backward {
+    scale = scale }
 end
 
 describe("the gradient of a parameter", function()
@@ -231,7 +286,8 @@ describe("the gradient of a parameter", function()
       loss:backward()
       local seen = {}
       for _, p in ipairs(opt.list) do seen[p.name] = p.tensor.grad.dtype end
-      assert.same({ ["1.weight"] = expected[1], ["1.bias"] = expected[1], ["2.weight"] = expected[2], ["2.bias"] = expected[2],
+      assert.same({ ["1.weight"] = expected[1], ["1.bias"] = expected[1],
+        ["2.weight"] = expected[2], ["2.bias"] = expected[2],
         ["3.weight"] = expected[1] }, seen)
     end))
   end
@@ -251,7 +307,7 @@ describe("the gradient of a parameter", function()
     assert.equal(inf, gradient(65520))
     assert.equal(2 ^ -24, gradient(2 ^ -20, 2 ^ -4))
     assert.equal(0, gradient(2 ^ -20, 2 ^ -5))
-    push(net, "fp16", 1, 40000)                                 -- accumulation, too, happens in fp16
+    push(net, "fp16", 1, 40000)  -- accumulation, too, happens in fp16
     push(net, "fp16", 1, 40000)
     assert.equal(inf, net.weight.grad:item())
     opt:zero_grad()
@@ -263,14 +319,17 @@ describe("the gradient of a parameter", function()
 
   it("is unscaled in f32 by the update", step(function()
     local net, opt = line { precision = "fp16", weight = 0, lr = 1 }
-    push(net, "fp16", 2 ^ -10, 2 ^ -10)                          -- the true gradient 2^-10, stored as 2^-20
+    push(net, "fp16", 2 ^ -10, 2 ^ -10)  -- the true gradient 2^-10, stored as 2^-20
     opt:step { gradient_factor = 2 ^ 10 }
     assert.equal(-2 ^ -10, net.weight:item())
   end))
 end)
 
 describe("low-precision weights", function()
-  local function output(net, recipe) return engine.no_grad(engine.autocast, recipe, function() return net(engine.ones(1, 1)) end):item() end
+  local function output(net, recipe)
+    return engine.no_grad(engine.autocast, recipe,
+      function() return net(engine.ones(1, 1)) end):item()
+  end
 
   for _, recipe in ipairs { "fp16", "bf16" } do
     it("follow their f32 masters under " .. recipe, step(function()
@@ -284,7 +343,8 @@ describe("low-precision weights", function()
       assert.equal(5, output(net, recipe))
       net:load_state { weight = engine.full({ 1, 1 }, 6) }
       assert.equal(6, output(net, recipe))
-      nn.sequential { net }:load_state { ["1.weight"] = engine.full({ 1, 1 }, 7) }       -- a module the optimizer never saw
+      -- a module the optimizer never saw
+      nn.sequential { net }:load_state { ["1.weight"] = engine.full({ 1, 1 }, 7) }
       assert.equal(7, output(net, recipe))
       net.weight:uniform(8, 8)
       assert.equal(8, output(net, recipe))
@@ -292,7 +352,7 @@ describe("low-precision weights", function()
       opt:step()
       assert.equal(7, output(net, recipe))
       assert.equal(7, net.weight:item())
-      net.weight:fill(1 + 2 ^ -12)                               -- the master keeps what the copy cannot hold
+      net.weight:fill(1 + 2 ^ -12)  -- the master keeps what the copy cannot hold
       assert.equal(1, output(net, recipe))
       assert.equal(1 + 2 ^ -12, net.weight:item())
     end))
@@ -300,7 +360,10 @@ describe("low-precision weights", function()
     it("of an embedding follow under " .. recipe, step(function()
       local net = nn.embedding(2, 1)
       local opt = engine.optim.sgd(net, { precision = recipe })
-      local function row() return engine.autocast(recipe, function() return net(engine.tensor({ 1 }, "i64")) end):item() end
+      local function row()
+        return engine.autocast(recipe, function() return net(engine.tensor({ 1 },
+          "i64")) end):item()
+      end
       net.weight:fill(2)
       assert.equal(2, row())
       net.weight:fill(3)

@@ -1,4 +1,5 @@
--- The scaler of the explicit loop: PyTorch's GradScaler as a state machine, and class-style scalers.
+-- The scaler of the explicit loop: PyTorch's GradScaler as a state machine, and class-style
+-- scalers.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -33,7 +34,8 @@ end
 local function backward(scaler, model, bad) scaler:scale(model(input(bad)):mean()):backward() end
 
 describe("scaler", function()
-  it("follows PyTorch's _run_scaling_case and leaves the parameters an unscaled loop gets", function()
+  it("follows PyTorch's _run_scaling_case and leaves the parameters an unscaled loop gets",
+    function()
     local scaled, opt = setup(3)
     local plain, control = setup(3)
     local scaler = engine.scaler { policy = "dynamic", init_scale = 128, growth_interval = 1 }
@@ -132,7 +134,8 @@ describe("scaler", function()
       assert.is_false(good)
       assert.truthy(why:find(text, 1, true), why)
     end
-    raises(function() scaler:step(opt) end, "scaler:step: there is no scale yet; call scaler:scale(loss):backward() earlier in the step")
+    raises(function() scaler:step(opt) end,
+      "scaler:step: there is no scale yet; call scaler:scale(loss):backward() earlier in the step")
     raises(function() scaler:unscale(opt) end, "scaler:unscale: there is no scale yet")
     raises(function() scaler:update() end, "scaler:update: there is no scale yet")
     step(function()
@@ -143,7 +146,8 @@ describe("scaler", function()
       scaler:unscale(opt)
       raises(function() scaler:unscale(opt) end, "unscaled already")
       scaler:step(opt)
-      raises(function() scaler:step(opt) end, "has made its step; call update() before the next one")
+      raises(function() scaler:step(opt) end,
+        "has made its step; call update() before the next one")
       raises(function() scaler:unscale(opt) end, "unscale before step()")
       raises(function() scaler:step(opt, function() end) end, "closures are not supported")
       scaler:update()
@@ -186,7 +190,8 @@ describe("scaler", function()
 
   it("refuses a scale that float32 cannot carry before anything is multiplied with it", function()
     local model = setup()
-    local shrinks = engine.policy.load { file = "shrinks.lua", source = "return { options = { init_scale = 4 }, decide = function() return 1e-60 end }" }
+    local shrinks = engine.policy.load { file = "shrinks.lua",
+      source = "return { options = { init_scale = 4 }, decide = function() return 1e-60 end }" }
     local scaler, opt = engine.scaler { policy = shrinks }, optim.sgd(model, { lr = 0.1 })
     step(function()
       backward(scaler, model)
@@ -244,7 +249,8 @@ describe("scaler", function()
     end
     assert.has_error(function() whole:load_state_dict {} end,
       "scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled when it was saved")
-    assert.has_error(function() whole:load_state_dict(engine.scaler({ policy = "static" }):state_dict()) end,
+    assert.has_error(function() whole:load_state_dict(
+      engine.scaler({ policy = "static" }):state_dict()) end,
       "scaler:load_state_dict: the state is of policy 'static', this scaler uses 'dynamic'")
   end)
 
@@ -268,14 +274,17 @@ describe("scaler", function()
     assert.are.equal(12 - skipped, opt.updates)
   end)
 
-  it("sees rows of an embedding that overflow only as they are summed (PyTorch's test_grad_scaling_unscale_sparse)", function()
+  it("sees rows of an embedding that overflow only as they are summed (PyTorch's " ..
+    "test_grad_scaling_unscale_sparse)", function()
     for ids, skipped in pairs { [{ 2, 2 }] = true, [{ 1, 2 }] = false } do
       local model = nn.embedding(4, 3)
       local opt = optim.sgd(model, { lr = 1e-6, precision = "fp16" })
       local scaler = engine.scaler { policy = "dynamic", init_scale = 64000 }
       step(function()
-        local rows = engine.autocast("fp16", function() return model(engine.tensor(ids, { dtype = "i32" })) end)
-        scaler:scale(rows:sum()):backward()                -- 64000 into each row asked for; twice is more than fp16 holds
+        local rows = engine.autocast("fp16",
+          function() return model(engine.tensor(ids, { dtype = "i32" })) end)
+        -- 64000 into each row asked for; twice is more than fp16 holds
+        scaler:scale(rows:sum()):backward()
         assert.are.equal(skipped, scaler:step(opt).skipped)
         assert.are.equal(skipped and 32000 or 64000, scaler:update().scale)
       end)
@@ -304,7 +313,8 @@ describe("scaler", function()
         -- d mean / d weight = 2 rows of ones / 6 elements, likewise for the bias
         assert.is_true(math.abs(v.clip - 1 / 3) < 1e-6, tostring(v))
         assert.is_true(math.abs(v.lr_mul - math.sqrt(30) / 3) < 1e-6, tostring(v))
-        assert.are.equal(("weight:12 bias:3 weight:12 bias:3; sgd 1 sgd 2; 30 30 %d %d 0.1"):format(i, i), v:why())
+        assert.are.equal(("weight:12 bias:3 weight:12 bias:3; sgd 1 sgd 2; 30 30 %d %d 0.1"):format(
+          i, i), v:why())
         opt_a:zero_grad()
         opt_b:zero_grad()
       end)
@@ -318,7 +328,8 @@ describe("a registered loss scaler", function()
   local Custom = {}
   Custom.__index = Custom
   function Custom.new(options)
-    return setmetatable({ s = options.initial_scale or 2 ^ 16, max = options.max_scale or 2 ^ 24, interval = options.growth_interval or 1500, good = 0 }, Custom)
+    return setmetatable({ s = options.initial_scale or 2 ^ 16, max = options.max_scale or 2 ^ 24,
+      interval = options.growth_interval or 1500, good = 0 }, Custom)
   end
   function Custom:get_scale() return self.s end
   function Custom:update(overflow)
@@ -333,7 +344,8 @@ describe("a registered loss scaler", function()
 
   it("is chosen by name", function()
     local model, opt = setup()
-    local scaler = engine.scaler { policy = "custom_dynamic", initial_scale = 100, growth_interval = 2 }
+    local scaler = engine.scaler { policy = "custom_dynamic", initial_scale = 100,
+      growth_interval = 2 }
     local scales = {}
     for i = 1, 6 do
       step(function()
@@ -344,7 +356,8 @@ describe("a registered loss scaler", function()
       end)
     end
     assert.are.same({ 100, 180, 180, 45, 45, 81 }, scales)
-    local other = engine.scaler { policy = "custom_dynamic", initial_scale = 100, growth_interval = 2 }
+    local other = engine.scaler { policy = "custom_dynamic", initial_scale = 100,
+      growth_interval = 2 }
     other:load_state_dict(scaler:state_dict())
     assert.are.equal(81, other:get_scale())
     assert.are.equal("loss scaler custom_dynamic (a class): scale 81", tostring(other.policy))
@@ -352,8 +365,12 @@ describe("a registered loss scaler", function()
 
   it("is shown the statistics it asks for, per tensor by name too", function()
     local seen
-    engine.register_loss_scaler("looking", { needs = { "zeros", "tensors" }, get_scale = function() return 8 end,
-      update = function(_, _, record, tensors) seen = { zeros = tonumber(record.zeros), bias = tensors.bias.amax, weight = tonumber(tensors.weight.count) } end })
+    engine.register_loss_scaler("looking",
+      { needs = { "zeros", "tensors" }, get_scale = function() return 8 end,
+      update = function(_, _, record, tensors)
+        seen = { zeros = tonumber(record.zeros), bias = tensors.bias.amax,
+          weight = tonumber(tensors.weight.count) }
+      end })
     local model, opt = setup()
     local scaler = engine.scaler { policy = "looking" }
     step(function()
@@ -364,16 +381,19 @@ describe("a registered loss scaler", function()
     assert.are.equal(12, seen.weight)
     assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)      -- as stored: times the scale
     assert.are.equal(0, seen.zeros)
-    engine.trainer { model = model, optimizer = opt, steps = 1, policy = "looking", log = "quiet", data = { next = function() return {} end },
+    engine.trainer { model = model, optimizer = opt, steps = 1, policy = "looking", log = "quiet",
+      data = { next = function() return {} end },
       loss = function(m) return m(input()):mean() end }:run()
     assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)
-    assert.has_error(function() engine.register_loss_scaler("odd", { get_scale = print, update = print, needs = { "tensor" } }) end,
+    assert.has_error(function() engine.register_loss_scaler("odd",
+      { get_scale = print, update = print, needs = { "tensor" } }) end,
       "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean 'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
   end)
 
   it("may scale the loss and unscale the gradients itself", function()
     local calls = {}
-    local Own = { get_scale = function() return 64 end, update = function() calls[#calls + 1] = "update" end }
+    local Own = { get_scale = function() return 64 end,
+      update = function() calls[#calls + 1] = "update" end }
     function Own.scale_loss(_, loss)
       calls[#calls + 1] = "scale"
       return loss * 64
@@ -395,7 +415,8 @@ describe("a registered loss scaler", function()
 
   it("that raises or lies fails the verdict only", function()
     local mode
-    engine.register_loss_scaler("liar", { get_scale = function() return mode == "lie" and -1 or 8 end,
+    engine.register_loss_scaler("liar",
+      { get_scale = function() return mode == "lie" and -1 or 8 end,
       update = function() if mode == "raise" then error("broken") end end })
     local p = engine.policy.load("liar")
     local record = require("engine.base.ffi").new("eng_record")
@@ -419,7 +440,9 @@ describe("a registered loss scaler", function()
     end
     refused("a b", {}, "expected a name")
     refused("a", 5, "expected a class (a table), got a number")
-    refused("a", { get_scale = function() end, updat = function() end }, "the class has no method update; did you mean 'updat'?")
-    refused("a", { get_scale = function() end, update = function() end, scale_loss = 3 }, "scale_loss must be a function")
+    refused("a", { get_scale = function() end, updat = function() end },
+      "the class has no method update; did you mean 'updat'?")
+    refused("a", { get_scale = function() end, update = function() end, scale_loss = 3 },
+      "scale_loss must be a function")
   end)
 end)

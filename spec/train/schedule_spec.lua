@@ -4,7 +4,9 @@ local engine = require "engine"
 local schedule = engine.schedule
 local NAMES = { "constant", "linear", "cosine", "step", "exponential", "wsd" }
 
-local function near(expected, s, updates) assert.near(expected, s(updates), 1e-12, "at " .. updates) end
+local function near(expected, s, updates)
+  assert.near(expected, s(updates), 1e-12, "at " .. updates)
+end
 
 describe("a schedule", function()
   it("warms up in a straight line; the first update already moves", function()
@@ -77,25 +79,35 @@ describe("a schedule", function()
     for _, name in ipairs { "linear", "cosine", "wsd" } do
       for _, total in ipairs { 0, 1, 5, 100 } do
         local s = schedule[name] { lr = 1, warmup = 5, total = total, floor = 0.25 }
-        for u = 0, 120 do assert.is_true(s(u) <= 1 and s(u) >= 0.2, name .. " of " .. total .. " at " .. u) end
+        for u = 0, 120 do
+          assert.is_true(s(u) <= 1 and s(u) >= 0.2, name .. " of " .. total .. " at " .. u)
+        end
         near(0.25, s, 120)
       end
     end
   end)
 
   it("prints itself", function()
-    assert.equal("schedule.linear{ floor=0, lr=0.5, total=10, warmup=2 }", tostring(schedule.linear { lr = 0.5, total = 10, warmup = 2 }))
+    assert.equal("schedule.linear{ floor=0, lr=0.5, total=10, warmup=2 }",
+      tostring(schedule.linear { lr = 0.5, total = 10, warmup = 2 }))
   end)
 
   it("refuses what it does not know or cannot use", function()
     local cases = {
-      { "schedule.cosine { warm = 1 }", "schedule.cosine: unknown option 'warm'; did you mean 'warmup'?; options: floor lr total warmup" },
-      { "schedule.cosine { totl = 1 }", "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total warmup" },
-      { "schedule.cosine { lr = 'a' }", "schedule.cosine: expected lr as a finite number >= 0, got 'a'" },
-      { "schedule.linear { total = -1 }", "schedule.linear: expected total as a finite number >= 0, got -1" },
-      { "schedule.linear { warmup = 1/0 }", "schedule.linear: expected warmup as a finite number >= 0, got inf" },
-      { "schedule.step { every = 0 }", "schedule.step: expected every as a finite number >= 1, got 0" },
-      { "schedule.constant 'a'", "schedule.constant: expected a table of options or a rate, got 'a'" },
+      { "schedule.cosine { warm = 1 }",
+        "schedule.cosine: unknown option 'warm'; did you mean 'warmup'?; options: floor lr total warmup" },
+      { "schedule.cosine { totl = 1 }",
+        "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total warmup" },
+      { "schedule.cosine { lr = 'a' }",
+        "schedule.cosine: expected lr as a finite number >= 0, got 'a'" },
+      { "schedule.linear { total = -1 }",
+        "schedule.linear: expected total as a finite number >= 0, got -1" },
+      { "schedule.linear { warmup = 1/0 }",
+        "schedule.linear: expected warmup as a finite number >= 0, got inf" },
+      { "schedule.step { every = 0 }",
+        "schedule.step: expected every as a finite number >= 1, got 0" },
+      { "schedule.constant 'a'", "schedule.constant: expected a table of options or a rate, got " ..
+        "'a'" },
       { "schedule.cosin {}", "engine.schedule has no 'cosin'; did you mean 'cosine'?" },
     }
     for _, case in ipairs(cases) do

@@ -1,5 +1,6 @@
--- The trainer: what a run does in every precision, what the policies' verdicts do to it, that a resumed run is the
--- uninterrupted one bit for bit, and that a step needs no memory after the first.
+-- The trainer: what a run does in every precision, what the policies' verdicts do to it, that a
+-- resumed run is the uninterrupted one bit for bit, and that a step needs no memory after the
+-- first.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -11,13 +12,19 @@ local RECIPES = { "fp32", "bf16", "fp16" }
 -- A tiny GPT job; options go to the trainer.
 local function job(options)
   engine.seed(options.seed or 5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = options.dropout or 0 }
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
+    dropout = options.dropout or 0 }
   local recipe = options.precision or "fp32"
-  local trainer = { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 9 },
-    optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = 1e-3, precision = recipe }),
-    schedule = engine.schedule.cosine { lr = options.lr or 1e-3, warmup = 3, total = 40 }, steps = options.steps or 10, log = "quiet", clip = 1.0 }
+  local trainer = { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16,
+    seed = 9 },
+    optimizer = engine.optim[options.optimizer or "adamw"](model,
+      { lr = 1e-3, precision = recipe }),
+    schedule = engine.schedule.cosine { lr = options.lr or 1e-3, warmup = 3, total = 40 },
+      steps = options.steps or 10, log = "quiet", clip = 1.0 }
   for key, value in pairs(options) do
-    if key ~= "dropout" and key ~= "lr" and key ~= "seed" and key ~= "optimizer" then trainer[key] = value end
+    if key ~= "dropout" and key ~= "lr" and key ~= "seed" and key ~= "optimizer" then
+      trainer[key] = value
+    end
   end
   return engine.trainer(trainer)
 end
@@ -25,7 +32,9 @@ end
 -- Losses and scales of a job's steps, as exact text, and the checksum of the weights at the end.
 local function trace(options)
   local lines = {}
-  options.on_step = function(_, record) lines[#lines + 1] = ("%.17g %.17g %.17g"):format(record.loss, record.scale, record.norm) end
+  options.on_step = function(_, record)
+    lines[#lines + 1] = ("%.17g %.17g %.17g"):format(record.loss, record.scale, record.norm)
+  end
   local trainer = job(options)
   local summary = trainer:run()
   return lines, tostring(C.eng_params_checksum(trainer.optimizer.params)), summary, trainer
@@ -55,7 +64,8 @@ describe("the trainer", function()
   it("fp16 and bf16 follow fp32", function()
     local losses = {}
     for _, recipe in ipairs(RECIPES) do
-      job { precision = recipe, steps = 40, lr = 3e-3, on_step = function(_, record) losses[recipe] = record.loss end }:run()
+      job { precision = recipe, steps = 40, lr = 3e-3,
+        on_step = function(_, record) losses[recipe] = record.loss end }:run()
     end
     assert.near(1, losses.fp16 / losses.fp32, 0.01)
     assert.near(1, losses.bf16 / losses.fp32, 0.02)
@@ -67,8 +77,10 @@ describe("the trainer", function()
     for k, accumulate in ipairs { 1, 4 } do
       engine.seed(5)
       local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
-      engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 8 / accumulate, context = 16, shuffle = false },
-        optimizer = engine.optim.sgd(model, { lr = 0.1 }), steps = 3, accumulate = accumulate, log = "quiet",
+      engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 8 / accumulate,
+        context = 16, shuffle = false },
+        optimizer = engine.optim.sgd(model, { lr = 0.1 }), steps = 3, accumulate = accumulate,
+          log = "quiet",
         on_step = function(_, record) norms[k] = { record.loss, record.norm } end }:run()
     end
     assert.near(norms[1][1], norms[2][1], 1e-5)
@@ -80,8 +92,10 @@ describe("the trainer", function()
   it("an overflow skips the update, changes no weight and halves the scale", function()
     local seen = {}
     local trainer
-    trainer = job { precision = "fp16", steps = 6, policy_options = { init_scale = 2 ^ 40 }, on_step = function(_, record, verdict)
-      seen[#seen + 1] = { overflow = record.overflow, action = verdict.action, scale = verdict.scale,
+    trainer = job { precision = "fp16", steps = 6, policy_options = { init_scale = 2 ^ 40 },
+      on_step = function(_, record, verdict)
+      seen[#seen + 1] = { overflow = record.overflow, action = verdict.action,
+        scale = verdict.scale,
         sum = tostring(C.eng_params_checksum(trainer.optimizer.params)), bad = record.first_bad }
     end }
     local before = tostring(C.eng_params_checksum(trainer.optimizer.params))
@@ -99,7 +113,8 @@ describe("the trainer", function()
 
   it("the schedule follows updates, not attempts", function()
     local rates = {}
-    local trainer = job { precision = "fp16", steps = 4, policy_options = { init_scale = 2 ^ 40 }, on_step = function(_, record) rates[#rates + 1] = record.lr end }
+    local trainer = job { precision = "fp16", steps = 4, policy_options = { init_scale = 2 ^ 40 },
+      on_step = function(_, record) rates[#rates + 1] = record.lr end }
     trainer:run()
     for i = 2, #rates do assert.equal(rates[1], rates[i]) end
   end)
@@ -108,7 +123,8 @@ describe("the trainer", function()
     local source = [[return { name = "again", init = function() return { scale = 1, n = 0 } end,
       decide = function(state) state.n = state.n + 1 return { scale = 1, action = state.n % 2 == 1 and "retry" or "step" } end }]]
     local losses = {}
-    local summary = job { steps = 6, dropout = 0.2, policy = { source = source, file = "again.lua" },
+    local summary = job { steps = 6, dropout = 0.2,
+      policy = { source = source, file = "again.lua" },
       on_step = function(_, record) losses[#losses + 1] = record.loss end }:run()
     assert.equal(losses[1], losses[2])
     assert.equal(losses[3], losses[4])
@@ -136,10 +152,12 @@ describe("the trainer", function()
 
   it("clips by norm and by value", function()
     for _, clip in ipairs { { clip = 1e-6 }, { clip_value = 1e-9 } } do
-      local trainer = job { optimizer = "sgd", clip = clip.clip or 0, clip_value = clip.clip_value, steps = 2 }
+      local trainer = job { optimizer = "sgd", clip = clip.clip or 0, clip_value = clip.clip_value,
+        steps = 2 }
       local before = trainer.model.wte.weight:keep()
       trainer:run()
-      local moved = engine.scope(function() return (trainer.model.wte.weight - before):norm():item() end)
+      local moved = engine.scope(function() return (trainer.model.wte.weight -
+        before):norm():item() end)
       assert.is_true(moved < 1e-6, "moved by " .. moved)
     end
   end)
@@ -147,9 +165,11 @@ describe("the trainer", function()
   -- ---------------------------------------------------------------- resuming
 
   for _, recipe in ipairs(RECIPES) do
-    it("resumed after any step, a run in " .. recipe .. " is the uninterrupted one bit for bit", function()
+    it("resumed after any step, a run in " .. recipe .. " is the uninterrupted one bit for bit",
+      function()
       -- a scale that overflows at first, so that the policy's counters matter
-      local options = { precision = recipe, dropout = 0.1, steps = 8, policy = "dynamic", policy_options = { init_scale = 2 ^ 26, growth_interval = 2 } }
+      local options = { precision = recipe, dropout = 0.1, steps = 8, policy = "dynamic",
+        policy_options = { init_scale = 2 ^ 26, growth_interval = 2 } }
       local function with(extra)
         local o = {}
         for key, value in pairs(options) do o[key] = value end
@@ -168,7 +188,8 @@ describe("the trainer", function()
     end)
   end
 
-  it("killed at random moments and resumed, a run has the losses of an uninterrupted one", function()
+  it("killed at random moments and resumed, a run has the losses of an uninterrupted one",
+    function()
     local script = helper.write(folder .. "/job.lua", ([[
       local engine = require "engine"
       engine.seed(3)
@@ -186,7 +207,8 @@ describe("the trainer", function()
         if line == "end" then ended = true
         elseif step then
           -- a step that was computed twice must have come out the same
-          assert(by_step[tonumber(step)] == nil or by_step[tonumber(step)] == rest, "step " .. step .. " differs after a resume")
+          assert(by_step[tonumber(step)] == nil or by_step[tonumber(step)] == rest,
+            "step " .. step .. " differs after a resume")
           by_step[tonumber(step)] = rest
         end
       end
@@ -201,7 +223,8 @@ describe("the trainer", function()
     math.randomseed(11)
     for _ = 1, 40 do
       local delay = hurry * seconds * (0.35 + 0.5 * math.random())
-      local result = helper.shell(("timeout -s KILL %.3f %s %s %s %s"):format(delay, helper.engine, script, folder .. "/killed.txt", folder .. "/killed"))
+      local result = helper.shell(("timeout -s KILL %.3f %s %s %s %s"):format(delay, helper.engine,
+        script, folder .. "/killed.txt", folder .. "/killed"))
       local _, ended = losses(folder .. "/killed.txt")
       if ended and killed > 0 then break end
       if ended then   -- the machine is faster than it was a moment ago: once more, and sooner
@@ -230,20 +253,25 @@ describe("the trainer", function()
 
   it("ends before a loss scale that float32 cannot carry touches the weights", function()
     local function asks(verdict)
-      return engine.policy.load { file = "tiny.lua", source = ("return { options = { init_scale = 4 }, decide = function(s, r) "
+      return engine.policy.load { file = "tiny.lua",
+        source = ("return { options = { init_scale = 4 }, decide = function(s, r) "
         .. "return r.step == 1 and %s or 4 end }"):format(verdict) }
     end
     local group = job({}).groups.groups[1]
-    for _, verdict in ipairs { "1e-60", "5e-324", "1e39", ("{ scale = 4, scales = { [%q] = 1e-60 } }"):format(group) } do
-      local trainer = job { steps = 5, policy = asks(verdict), run = folder .. "/tiny", resume = false }
+    for _, verdict in ipairs { "1e-60", "5e-324", "1e39",
+      ("{ scale = 4, scales = { [%q] = 1e-60 } }"):format(group) } do
+      local trainer = job { steps = 5, policy = asks(verdict), run = folder .. "/tiny",
+        resume = false }
       local summary = trainer:run()
       assert.matches("gradients in float32 carry scales from", summary.stopped, 1, true)
       assert.equal(1, summary.updates)
     end
-    assert.has_error(function() job({ steps = 5, policy = "static", policy_options = { loss_scale = 1e-60 } }):run() end)
+    assert.has_error(function() job({ steps = 5, policy = "static",
+      policy_options = { loss_scale = 1e-60 } }):run() end)
     -- Nor does one that went on from a checkpoint with a policy whose state asks for such a scale.
     local run, shrinks = folder .. "/resumed", folder .. "/shrinks.lua"
-    helper.write(shrinks, "return { options = { init_scale = 4 }, migrate = function(old) return { scale = 1e-60 } end, decide = function(s) return s.scale end }")
+    helper.write(shrinks, "return { options = { init_scale = 4 }, migrate = function(old) " ..
+      "return { scale = 1e-60 } end, decide = function(s) return s.scale end }")
     job({ run = run, steps = 2 }):run()
     local resumed = job { run = run, steps = 4, resume = "auto", policy = shrinks }
     local good, message = pcall(resumed.run, resumed)
@@ -255,7 +283,9 @@ describe("the trainer", function()
   it("tells once when the loss itself is lost", function()
     local trainer, told = job {}, {}
     for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do
-      for _ = 1, i == 2 and 9 or 15 do told[#told + 1] = trainer:loss_note { loss = loss, step = 7 } end
+      for _ = 1, i == 2 and 9 or 15 do
+        told[#told + 1] = trainer:loss_note { loss = loss, step = 7 }
+      end
     end
     assert.equal(1, #told)
     assert.matches("the loss has been inf for 10 steps", told[1], 1, true)
@@ -263,7 +293,8 @@ describe("the trainer", function()
 
   it("a run that failed before its first step leaves its name free", function()
     local run = folder .. "/a"
-    assert.has_error(function() job { run = run, steps = 2, loss = function() error("at once") end }:run() end)
+    assert.has_error(function() job { run = run, steps = 2,
+      loss = function() error("at once") end }:run() end)
     assert.equal(run, job { run = run, steps = 2 }:run().path)
     assert.equal(2, #engine.history.open(run):steps())
   end)
@@ -275,10 +306,12 @@ describe("the trainer", function()
     local first = job { run = run, steps = 3, precision = "fp16" }
     first:run()
     local scale = first.policy:scale()
-    local trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = "deepspeed" }
+    local trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto",
+      policy = "deepspeed" }
     assert.equal(scale, trainer.policy:scale())
     trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = mine }
-    assert.matches("it takes over at the scale " .. scale / 4, table.concat(trainer.run_files.notes, "\n"), 1, true)
+    assert.matches("it takes over at the scale " .. scale / 4,
+      table.concat(trainer.run_files.notes, "\n"), 1, true)
     trainer:run()
     assert.equal("dynamic", engine.history.open(run):last(1)[1].reason)
     trainer = job { run = run, steps = 6, precision = "fp16", resume = "auto" }
@@ -299,8 +332,10 @@ describe("the trainer", function()
     assert.matches("step%-00000006", table.concat(trainer.run_files.notes, "\n"))
   end)
 
-  it("the history holds every step, the overflows with their first tensor, and the policy", function()
-    job { precision = "fp16", run = folder .. "/a", steps = 12, policy_options = { init_scale = 2 ^ 28 } }:run()
+  it("the history holds every step, the overflows with their first tensor, and the policy",
+    function()
+    job { precision = "fp16", run = folder .. "/a", steps = 12,
+      policy_options = { init_scale = 2 ^ 28 } }:run()
     local h = engine.history.open(folder .. "/a")
     assert.equal(12, #h:steps())
     assert.is_true(#h:overflows() > 0)
@@ -326,7 +361,8 @@ describe("the trainer", function()
 
   it("out of memory names the arenas and what to change, and the next run works", function()
     local trainer = job { steps = 3 }
-    C.eng_memory_limit(engine.memory().parameters.reserved + engine.memory().optimizer.reserved + engine.memory().kept.reserved + 2 ^ 17)
+    C.eng_memory_limit(engine.memory().parameters.reserved + engine.memory().optimizer.reserved +
+      engine.memory().kept.reserved + 2 ^ 17)
     local reserved = engine.memory().step.reserved
     local good, message = pcall(trainer.run, trainer)
     C.eng_memory_limit(0)
@@ -343,7 +379,8 @@ describe("the trainer", function()
     local model = engine.nn.gpt { vocab = 64, context = 8, width = 16, heads = 2, layers = 2 }
     model.blocks[2].mlp.down = engine.nn.linear(7, 16)
     local _, message = pcall(model, engine.zeros(1, 8, "i32"))
-    assert.matches("In blocks.2.mlp.down: linear: expected x [.. x K] and a weight [N x K], got f32 [1 x 8 x 64] and f32 [16 x 7]", message, 1, true)
+    assert.matches("In blocks.2.mlp.down: linear: expected x [.. x K] and a weight [N x K], got " ..
+      "f32 [1 x 8 x 64] and f32 [16 x 7]", message, 1, true)
     engine.end_step()
   end)
 
@@ -353,7 +390,8 @@ describe("the trainer", function()
     assert.error_matches(function() job { steps = 0 } end, "expected steps as a whole number")
     assert.error_matches(function() job { policy = "dynamik" } end, "dynamic")
     assert.error_matches(function() job { resume = "auto" } end, "run=NAME")
-    assert.error_matches(function() job { resume = folder .. "/none" } end, "there is no run or checkpoint")
+    assert.error_matches(function() job { resume = folder .. "/none" } end,
+      "there is no run or checkpoint")
   end)
 
   it("an error in the script closes the step and keeps the traceback", function()

@@ -1,66 +1,84 @@
--- What a job would cost on many ranks: memory of each, and the share of a step that goes into messages, from the time of a message (alpha,
--- seconds), of a byte (beta, seconds) and of one rank's own step. What is sent and kept is counted by the core, which makes the buckets of a
--- reduction over so many ranks (eng_parallel_predict): in each bucket every rank sends every other one a piece, and a sum back (with ZeRO:
--- after the update, weights), while the backward pass goes on with the layers below; with ZeRO-2 so in every micro-batch. Then the record
--- goes round in log2(ranks) messages.
+-- What a job would cost on many ranks: memory of each, and the share of a step that goes into
+-- messages, from the time of a message (alpha, seconds), of a byte (beta, seconds) and of one
+-- rank's own step. What is sent and kept is counted by the core, which makes the buckets of a
+-- reduction over so many ranks (eng_parallel_predict): in each bucket every rank sends every other
+-- one a piece, and a sum back (with ZeRO: after the update, weights), while the backward pass goes
+-- on with the layers below; with ZeRO-2 so in every micro-batch. Then the record goes round in
+-- log2(ranks) messages.
 --
--- Ranks of their own machines copy messages beside their computing: all but the last bucket's hide in the backward pass as far as it lasts.
--- Ranks that share one machine (cost.cores) copy them with the cores they compute with: nothing hides, each step waits for the slowest, and
--- more ranks than cores take turns.
--- Used by `engine plan`; cli/plan_measure.lua measures.
+-- Ranks of their own machines copy messages beside their computing: all but the last bucket's hide
+-- in the backward pass as far as it lasts. Ranks that share one machine (cost.cores) copy them with
+-- the cores they compute with: nothing hides, each step waits for the slowest, and more ranks than
+-- cores take turns. Used by `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
-local BACKWARD = 2 / 3       -- share of a step's computing in which gradients come, so in which messages can hide
+-- share of a step's computing in which gradients come, so in which messages can hide
+local BACKWARD = 2 / 3
 
---- What rank `rank` (-1: the one that sums most) of `ranks` would send and keep, as a table of eng_parallel_sizes's numbers. options: a
---- trainer's { bucket (MiB), comm_dtype (name), zero }. Takes the operations on the tape for the step's (ZeRO-2's rooms).
+--- What rank `rank` (-1: the one that sums most) of `ranks` would send and keep, as a table of
+--- eng_parallel_sizes's numbers. options: a trainer's { bucket (MiB), comm_dtype (name), zero }.
+--- Takes the operations on the tape for the step's (ZeRO-2's rooms).
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
-  check(C.eng_parallel_predict(out, params, rank, ranks, require("engine.dist.reducer").options(options)))
+  check(C.eng_parallel_predict(out, params, rank, ranks,
+    require("engine.dist.reducer").options(options)))
   local sizes = {}
-  for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own", "gradients", "rooms", "under_way" } do
+  for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own",
+    "gradients", "rooms", "under_way" } do
     sizes[name] = tonumber(out[name])
   end
   return sizes
 end
 
---- job: { parameters, tensors, weight_bytes, moment_bytes (of all), step (seconds), handling (seconds a reduction's own work takes; nil: none),
---- zero, accumulate, histogram, sizes = function(ranks) -> M.sizes' }; cost: { alpha, beta }, and for ranks on one machine cores = n,
---- slowed = how much longer a step takes beside one on every core, times = some such steps (seconds). Gives { ranks, memory = { weights,
---- gradients, moments, messages, all } (bytes), sent = { messages, bytes }, compute, messages, exposed, waited, record, weights, step
---- (seconds), efficiency }.
+--- job: { parameters, tensors, weight_bytes, moment_bytes (of all), step (seconds), handling
+--- (seconds a reduction's own work takes; nil: none), zero, accumulate, histogram, sizes =
+--- function(ranks) -> M.sizes' }; cost: { alpha, beta }, and for ranks on one machine cores = n,
+--- slowed = how much longer a step takes beside one on every core, times = some such steps
+--- (seconds). Gives { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent
+--- = { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
+--- efficiency }.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
   local passes = job.zero == 2 and job.accumulate or 1
   local turns = cost.cores and math.max(1, ranks / cost.cores) or 1
-  local crowd = cost.cores and cost.slowed and 1 + (cost.slowed - 1) * (math.min(ranks, cost.cores) - 1) / math.max(1, cost.cores - 1) or 1
-  local compute, handling = job.step * turns * crowd, alone and 0 or (job.handling or 0) * turns * passes
-  local sent = { messages = alone and 0 or passes * sizes.messages, bytes = alone and 0 or passes * sizes.bytes }
+  local crowd = cost.cores and cost.slowed
+    and 1 + (cost.slowed - 1) * (math.min(ranks, cost.cores) - 1) / math.max(1, cost.cores - 1) or 1
+  local compute, handling = job.step * turns * crowd, alone and 0
+    or (job.handling or 0) * turns * passes
+  local sent = { messages = alone and 0 or passes * sizes.messages,
+    bytes = alone and 0 or passes * sizes.bytes }
   local messages = (sent.messages * cost.alpha + sent.bytes * cost.beta) * turns
   local rounds = math.ceil(math.log(ranks) / math.log(2))
   local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
   -- Weights go round tensor by tensor.
-  local weights = job.zero > 0 and not alone and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) * turns or 0
+  local weights = job.zero > 0 and not alone
+    and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) *
+    turns or 0
   -- The last bucket comes when backward is over; the others hide as far as there is backward left.
   local last = messages / math.max(1, sizes.buckets * passes)
-  local exposed = cost.cores and messages or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
+  local exposed = cost.cores and messages
+    or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
   local skew = cost.times and not alone and M.skew(cost.times, ranks) * turns or 0
-  local waited = (cost.cores and last + handling / math.max(1, sizes.buckets * passes) or exposed) + skew
+  local waited = (cost.cores and last + handling / math.max(1, sizes.buckets * passes) or exposed) +
+    skew
   local step = compute + handling + exposed + skew + record + weights
   local own = alone and 1 or sizes.own / math.max(1, job.parameters)
-  local memory = { weights = job.weight_bytes, gradients = sizes.gradients + sizes.rooms, moments = job.zero > 0 and job.moment_bytes * own or job.moment_bytes,
+  local memory = { weights = job.weight_bytes, gradients = sizes.gradients + sizes.rooms,
+    moments = job.zero > 0 and job.moment_bytes * own or job.moment_bytes,
     messages = alone and 0 or sizes.under_way }
   memory.all = memory.weights + memory.gradients + memory.moments + memory.messages
-  return { ranks = ranks, memory = memory, sent = sent, compute = compute, messages = messages, exposed = exposed, waited = alone and 0 or waited,
+  return { ranks = ranks, memory = memory, sent = sent, compute = compute, messages = messages,
+    exposed = exposed, waited = alone and 0 or waited,
     record = record, weights = weights, step = step, efficiency = job.step / step }
 end
 
---- How much longer than one's own the longest of n steps is in the mean, from a list of times: ranks wait for each other.
+--- How much longer than one's own the longest of n steps is in the mean, from a list of times:
+--- ranks wait for each other.
 function M.skew(times, n)
   local sorted, mean, longest = { unpack(times) }, 0, 0
   table.sort(sorted)

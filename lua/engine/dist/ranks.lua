@@ -1,5 +1,6 @@
--- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine train.lua` or, where each has a card,
--- `torchrun --no-python --nproc-per-node 4 engine train.lua`. The trainer uses them by itself; what a script may want of them:
+-- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine
+-- train.lua` or, where each has a card, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
+-- The trainer uses them by itself; what a script may want of them:
 --   local ranks = require("engine").ranks
 --   ranks.rank(), ranks.size()          this process's number, from 0, and how many there are (0 and 1 where it is alone)
 --   ranks.reduce(x, "sum")              a number over all ranks: "sum", "mean" or "max"; the same on each, bit for bit
@@ -7,7 +8,8 @@
 --   ranks.say("...")                    a line from any rank; print() is rank 0's alone
 --   ranks.text()                        "Open MPI v4.1.4, 4 ranks, 4 of them here", and how what lies on cards goes between them
 --   ranks.group(4)                      this rank's group of four neighbours, for what is divided inside groups (nn.moe's experts)
--- Every rank runs the same script and must come to the same calls. Who does not come is named, and the job ends (core/dist/comm.c).
+-- Every rank runs the same script and must come to the same calls. Who does not come is named, and
+-- the job ends (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
@@ -19,14 +21,17 @@ local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
 local code          -- what must be the same on every rank before anything else: lines
 
---- The group of all ranks; the first call starts the transport, and stops ranks that run other code than rank 0.
+--- The group of all ranks; the first call starts the transport, and stops ranks that run other code
+--- than rank 0.
 function M.world()
   if world then return world end
   local out = ffi.new("eng_comm *[1]")
   check(C.eng_comm_world(out), true)
   world = out[0]
   -- Each process would take all cores, and they would stand in each other's way.
-  if not os.getenv("OMP_NUM_THREADS") then C.eng_threads(math.min(C.eng_threads(0), C.eng_comm_threads())) end
+  if not os.getenv("OMP_NUM_THREADS") then
+    C.eng_threads(math.min(C.eng_threads(0), C.eng_comm_threads()))
+  end
   if M.size() > 1 then M.compare(code()) end
   return world
 end
@@ -49,8 +54,12 @@ local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }
 
 --- A number over all ranks.
 function M.reduce(x, rule)
-  if type(x) ~= "number" then raise("ranks.reduce: expected a number, got %s", M_ffi.value_text(x)) end
-  if not RULES[rule or "sum"] then raise("ranks.reduce: expected 'sum', 'mean' or 'max', got %s", M_ffi.value_text(rule)) end
+  if type(x) ~= "number" then
+    raise("ranks.reduce: expected a number, got %s", M_ffi.value_text(x))
+  end
+  if not RULES[rule or "sum"] then
+    raise("ranks.reduce: expected 'sum', 'mean' or 'max', got %s", M_ffi.value_text(rule))
+  end
   local value = ffi.new("double[1]", x)
   check(C.eng_comm_all_reduce(M.world(), value, 1, M_ffi.dtype.f64, C[RULES[rule or "sum"]]))
   return rule == "mean" and value[0] / M.size() or value[0]
@@ -97,7 +106,8 @@ end
 
 local function crc_of(path)
   local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
-  return C.eng_file_checksum(crc, size, path) == 0 and ("%08x"):format(crc[0]) or "that cannot be read"
+  return C.eng_file_checksum(crc, size, path) == 0 and ("%08x"):format(crc[0])
+    or "that cannot be read"
 end
 
 -- A line for each Lua file below `folder`.
@@ -106,7 +116,8 @@ local function add_modules(lines, folder, below)
   if not names then return end
   for _, name in ipairs(names) do
     local path = below .. "/" .. name
-    if name:find("%.lua$") then lines[#lines + 1] = ("engine's %s %s"):format(path:sub(2), crc_of(folder .. path))
+    if name:find("%.lua$") then
+      lines[#lines + 1] = ("engine's %s %s"):format(path:sub(2), crc_of(folder .. path))
     elseif C.eng_file_kind(folder .. path) == 2 then add_modules(lines, folder, path) end
   end
 end
@@ -118,7 +129,8 @@ function code()
   local lines = { ("ranks %d"):format(M.size()) }
   if arg and arg[0] then lines[2] = M.file_line("script", arg[0]) end
   lines[#lines + 1] = "arguments " .. table.concat(arg or {}, " ")
-  lines[#lines + 1] = ("engine %s, its library %s"):format(M_ffi.version, crc_of(M_ffi.library_dir .. "/libengine.so"))
+  lines[#lines + 1] = ("engine %s, its library %s"):format(M_ffi.version,
+    crc_of(M_ffi.library_dir .. "/libengine.so"))
   local here, host = pcall(require, "engine.host")
   if here and host.root then add_modules(lines, host.root .. "/engine", "") end
   return lines
@@ -126,35 +138,45 @@ end
 
 local function first_difference(own, first)
   for i = 1, math.max(#own, #first) do
-    if own[i] ~= first[i] then return ("%s; rank 0: %s"):format((own[i] or "nothing"):sub(1, 230), (first[i] or "nothing"):sub(1, 230)) end
+    if own[i] ~= first[i] then
+      return ("%s; rank 0: %s"):format((own[i] or "nothing"):sub(1, 230),
+        (first[i] or "nothing"):sub(1, 230))
+    end
   end
   return ""
 end
 
 local MOST = 20     -- ranks that are told of
 
---- Stops all ranks when one of them has other lines than rank 0, and says what the first difference of each is.
+--- Stops all ranks when one of them has other lines than rank 0, and says what the first difference
+--- of each is.
 function M.compare(own)
   local first = {}
-  for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do first[#first + 1] = line end
+  for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do
+    first[#first + 1] = line
+  end
   local difference = first_difference(own, first)
   if M.reduce(difference == "" and 0 or 1, "max") == 0 then return end
   local problems, more = {}, 0
   for i, text in ipairs(M.from_all(difference)) do
-    if text ~= "" and #problems < MOST then problems[#problems + 1] = ("\n  rank %d differs from rank 0: %s"):format(i - 1, text)
+    if text ~= "" and #problems < MOST then
+      problems[#problems + 1] = ("\n  rank %d differs from rank 0: %s"):format(i - 1, text)
     elseif text ~= "" then more = more + 1 end
   end
-  error("the ranks were not started alike:" .. table.concat(problems) .. (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
+  error("the ranks were not started alike:" .. table.concat(problems) ..
+    (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
 end
 
 local groups = {}
 
---- This rank's group of `size` neighbours (as a rule all ranks): { comm =, rank =, size = }, and `across`: those who have the same place in
---- the other groups, { comm =, rank =, size = }. Every rank calls it; the same size gives the same group.
+--- This rank's group of `size` neighbours (as a rule all ranks): { comm =, rank =, size = }, and
+--- `across`: those who have the same place in the other groups, { comm =, rank =, size = }. Every
+--- rank calls it; the same size gives the same group.
 function M.group(size)
   size = size or M.size()
   if type(size) ~= "number" or size % 1 ~= 0 or size < 1 or M.size() % size ~= 0 then
-    raise("ranks.group: expected a size that divides the number of ranks, %d, got %s", M.size(), M_ffi.value_text(size))
+    raise("ranks.group: expected a size that divides the number of ranks, %d, got %s", M.size(),
+      M_ffi.value_text(size))
   end
   if groups[size] then return groups[size] end
   local function part(color)

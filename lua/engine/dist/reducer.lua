@@ -1,11 +1,13 @@
--- The trainer's part of data parallelism: what a step does differently where several ranks make it together (ranks.lua). Each rank has
--- its share of the step's batches; gradients are summed as backward completes them; the record is made the same everywhere by one
--- message a step, and so is the verdict; a hash of it travels with the next record, and ranks that decided differently stop.
+-- The trainer's part of data parallelism: what a step does differently where several ranks make it
+-- together (ranks.lua). Each rank has its share of the step's batches; gradients are summed as
+-- backward completes them; the record is made the same everywhere by one message a step, and so is
+-- the verdict; a hash of it travels with the next record, and ranks that decided differently stop.
 -- Only rank 0 shows, writes and listens; what it hears is told to all between two steps.
 --
--- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So a job with the same product of ranks
--- and accumulate sees the same batches, with the same random numbers.
--- Owned by trainer.lua. A process of its own has a `Reducer` with one rank, which costs nothing.
+-- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So
+-- a job with the same product of ranks and accumulate sees the same batches, with the same random
+-- numbers. Owned by trainer.lua. A process of its own has a `Reducer` with one rank, which costs
+-- nothing.
 local M_ffi = require "engine.base.ffi"
 local exact = require("engine.base.show").exact
 local ranks = require "engine.dist.ranks"
@@ -24,10 +26,18 @@ M.BUCKET = 2            -- MiB of gradients that travel together, where nobody s
 
 --- What is wrong with the trainer's options about ranks: expected text, or nil.
 function M.wrong(o)
-  if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then return "comm_dtype", "own, fp32, bf16, fp16 or fp8" end
-  if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then return "bucket", "MiB of gradients, between 0 and 1024" end
-  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then return "zero", "0, 1 or 2" end
-  if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then return "rank_timeout", "seconds" end
+  if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
+    return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
+  end
+  if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then
+    return "bucket", "MiB of gradients, between 0 and 1024"
+  end
+  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then
+    return "zero", "0, 1 or 2"
+  end
+  if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then
+    return "rank_timeout", "seconds"
+  end
 end
 
 -- ------------------------------------------------------------------ telling the ranks apart
@@ -56,15 +66,21 @@ end
 
 local function policy_text(policy)
   local options = {}
-  for _, name in ipairs(policy.option_names or {}) do options[#options + 1] = name .. "=" .. tostring(policy.options[name]) end
-  return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class", table.concat(options, " "))
+  for _, name in ipairs(policy.option_names or {}) do
+    options[#options + 1] = name .. "=" .. tostring(policy.options[name])
+  end
+  return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class",
+    table.concat(options, " "))
 end
 
 -- What must be the same on every rank, a line each, beside the code (ranks.lua).
 local function identity(self, o)
   local trainer = self.trainer
-  local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-  for i, p in ipairs(opt.list) do parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x") end
+  local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"),
+    ffi.new("uint64_t[1]")
+  for i, p in ipairs(opt.list) do
+    parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x")
+  end
   C.eng_rng_get(seed, counter)
   local lines = {}
   add_modules(lines)
@@ -72,16 +88,24 @@ local function identity(self, o)
     lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
   end
   lines[#lines + 1] = "policy " .. policy_text(trainer.policy)
-  for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
-  lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class), #parameters, crc(table.concat(parameters, "\n")))
+  for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do
+    lines[#lines + 1] = "shadow " .. policy_text(s.policy)
+  end
+  lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class),
+    #parameters, crc(table.concat(parameters, "\n")))
   lines[#lines + 1] = "precision " .. trainer.precision.name
-  lines[#lines + 1] = "optimizer " .. (self.apart and tostring(opt):gsub(", %d+ elements", "", 1) or tostring(opt))
-  lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule) or type(trainer.schedule))
-  lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps, trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
+  lines[#lines + 1] = "optimizer " .. (self.apart and tostring(opt):gsub(", %d+ elements", "", 1)
+    or tostring(opt))
+  lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule)
+    or type(trainer.schedule))
+  lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps,
+    trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
   lines[#lines + 1] = "data " .. data_text(trainer.data)
   lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
-  lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype), tostring(o.zero), tostring(o.bucket))
-  lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
+  lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype),
+    tostring(o.zero), tostring(o.bucket))
+  lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s " ..
+    "%s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
     tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every), tostring(o.ref_layers))
   return lines
 end
@@ -90,14 +114,17 @@ end
 
 --- What the core is told of a reduction, from a trainer's options.
 function M.options(o, apart, holders)
-  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB), comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
+  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
+    comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
     apart = apart, holders = holders })
 end
 
-local of_set = setmetatable({}, { __mode = "k" })     -- parameter set -> its reduction, for the next trainer of the same model
+-- parameter set -> its reduction, for the next trainer of the same model
+local of_set = setmetatable({}, { __mode = "k" })
 
 local function reduction(params, options)
-  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero, tostring(options.holders))
+  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero,
+    tostring(options.holders))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
@@ -108,7 +135,8 @@ local function reduction(params, options)
   return handle
 end
 
---- Norms of a reference backward that are of all ranks: some know those of parameters that others hold from these.
+--- Norms of a reference backward that are of all ranks: some know those of parameters that others
+--- hold from these.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -119,20 +147,26 @@ end
 
 -- Places in the sums of a record's message, and in its maxima.
 local NUMBERS = { loss = 0, tokens = 1 }
-local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5, drawn = 6, unknown = 7 }
+local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
+  drawn = 6, unknown = 7 }
 local N_SUMS, N_MAXIMA = 2, 8
 
--- Parameters that not all ranks hold: { [name] = { held =, shape = } }, a mark for each of the optimizer's, and the group of those ranks
--- that hold the same ones. Modules declare them (nn.moe, `_apart`). nil: there are none.
+-- Parameters that not all ranks hold: { [name] = { held =, shape = } }, a mark for each of the
+-- optimizer's, and the group of those ranks that hold the same ones. Modules declare them (nn.moe,
+-- `_apart`). nil: there are none.
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
   model:apply(function(m, path)
     local own = rawget(m, "_apart")
     if not own then return end
-    if group and group ~= own.group then error("trainer: the experts of all layers must be divided over groups of one size", 0) end
+    if group and group ~= own.group then
+      error("trainer: the experts of all layers must be divided over groups of one size", 0)
+    end
     group = own.group
-    for name, what in pairs(own.parameters) do apart[(path ~= "" and path .. "." or "") .. name] = what end
+    for name, what in pairs(own.parameters) do
+      apart[(path ~= "" and path .. "." or "") .. name] = what
+    end
   end)
   if not group then return nil end
   local marks = ffi.new("uint8_t[?]", #list)
@@ -148,19 +182,22 @@ end
 
 --- Before the run's files are opened: the ranks meet and compare what they were started with.
 function M.new(trainer, o)
-  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(), signals = signals,
+  local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
+    signals = signals,
     level = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many      -- updates, and gradients, are shared out
+  -- updates, and gradients, are shared out
+  self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- other settings, policies or models
-  self.reduction = reduction(trainer.optimizer.params, M.options(o, self.marks, self.holders and self.holders.comm))
+  self.reduction = reduction(trainer.optimizer.params,
+    M.options(o, self.marks, self.holders and self.holders.comm))
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
   self:make_room()
   return self
@@ -168,7 +205,8 @@ end
 
 --- Where the gradients lie on cards: how they go between the ranks.
 function Reducer:text()
-  return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " .. ranks.text() or nil
+  return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " ..
+    ranks.text() or nil
 end
 
 function Reducer:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
@@ -216,9 +254,11 @@ function Reducer:start(spread)
   local others = ranks.from_all(sum .. " " .. own, 80)
   for i, text in ipairs(others) do
     local other, other_own = text:match("^(%S+) (%S*)$")
-    local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (self.size / self.holders.size)
+    local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (
+      self.size / self.holders.size)
     if other ~= sum or alike and other_own ~= own then
-      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
+      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the " ..
+        "same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
 end
@@ -253,13 +293,16 @@ function Reducer:draw(s, i)
   C.eng_rng_set(place.seed + number * 0x9E3779B97F4A7C15ULL, place.counter)
 end
 
---- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the way, with ZeRO-2 everyone's.
+--- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the
+--- way, with ZeRO-2 everyone's.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
     check(C.eng_parallel_finish(self.reduction))
     check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_MORE))
-  elseif self.divided or i == self.trainer.accumulate then check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_FIRST)) end
+  elseif self.divided or i == self.trainer.accumulate then
+    check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_FIRST))
+  end
 end
 
 --- Runs f, a backward pass of this rank alone, whose gradients nobody wants.
@@ -278,8 +321,8 @@ end
 -- Random numbers continue where the micro-batch that drew most ended.
 local function continue_numbers(s, drawn) C.eng_rng_set(s.place.seed, s.place.counter + drawn) end
 
---- After the last backward pass: waits until all gradients are reduced, and skips the batches of the
---- ranks after this one.
+--- After the last backward pass: waits until all gradients are reduced, and skips the batches of
+--- the ranks after this one.
 function Reducer:finish(s)
   local accumulate = self.trainer.accumulate
   if self.many then check(C.eng_parallel_finish(self.reduction)) end
@@ -317,9 +360,12 @@ end
 
 local function take_signals(self)
   for i, name in ipairs(self.names) do
-    local sum, n, most = self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1], self.maxima[N_MAXIMA + i - 1]
+    local sum, n, most = self.sums[N_SUMS + 2 * i - 2], self.sums[N_SUMS + 2 * i - 1],
+      self.maxima[N_MAXIMA + i - 1]
     local rule = RULES[name] or "mean"
-    if n > 0 then self.signals[name] = rule == "max" and most or rule == "sum" and sum or sum / n end
+    if n > 0 then
+      self.signals[name] = rule == "max" and most or rule == "sum" and sum or sum / n
+    end
   end
 end
 
@@ -400,7 +446,9 @@ function Reducer:decide(record, verdict)
     verdict:what(), exact(verdict.scale), exact(verdict.clip), exact(verdict.lr_mul))
   for i, group in ipairs(self.trainer.groups.groups) do
     local scale = policy.group_scale and policy:group_scale(i)
-    if scale and scale ~= verdict.scale then parts[#parts + 1] = ("%s %s"):format(group, exact(scale)) end
+    if scale and scale ~= verdict.scale then
+      parts[#parts + 1] = ("%s %s"):format(group, exact(scale))
+    end
   end
   self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
     policy.hash and " " .. policy:hash() or "")
@@ -427,8 +475,10 @@ function Reducer:differ()
   end
   local lines = {}
   for i, text in ipairs(order) do lines[i] = ("  %s: %s"):format(ranks.names(of[text]), text) end
-  error("the ranks decided differently, and their weights would drift apart:\n" .. table.concat(lines, "\n")
-    .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else either", 0)
+  error("the ranks decided differently, and their weights would drift apart:\n" ..
+    table.concat(lines, "\n")
+    .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else " ..
+      "either", 0)
 end
 
 --- After an update: everybody's part of the weights to everybody (ZeRO).

@@ -2,16 +2,18 @@
 --
 --   runs/<name>/checkpoints/step-00000123/
 --     model.safetensors  optimizer.safetensors     tensors by name; one file per part
---     state.json                                   everything else as plain data, and the sizes and CRC-32C of the rest
+--     state.json              everything else as plain data, and the sizes and CRC-32C of the rest
 --
--- written beside, synced and renamed into place as a whole: it is there complete or not at all. What is
--- damaged later (a truncated file, a bad disk) is found by its checksum, and the one before is used.
+-- written beside, synced and renamed into place as a whole: it is there complete or not at all.
+-- What is damaged later (a truncated file, a bad disk) is found by its checksum, and the one before
+-- is used.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } }, { keep = 3 })
 --   local c, message = checkpoint.load(dir)        the newest good one: c.step, c.model, c.optimizer, c.state, c.skipped
 --   local c, message = checkpoint.open(dir)        the same, tensors when they are asked for: c:read("model", name)
 --
--- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read alike.
+-- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read
+-- alike.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local folder_names = require("engine.base.file").names
@@ -27,12 +29,16 @@ local M = {}
 local WHOLE, SHARDS = 1, 2                   -- formats: a file a part; a file a rank
 local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
 
-local function names_in(directory) return folder_names(directory) or M_ffi.raise(M_ffi.message()) end
+local function names_in(directory)
+  return folder_names(directory) or M_ffi.raise(M_ffi.message())
+end
 
 -- A checkpoint holds files only; whatever else somebody put there stops the removal.
 local function remove(directory)
   if C.eng_file_kind(directory) ~= DIRECTORY then return end
-  for _, name in ipairs(names_in(directory)) do check(C.eng_file_remove(directory .. "/" .. name)) end
+  for _, name in ipairs(names_in(directory)) do
+    check(C.eng_file_remove(directory .. "/" .. name))
+  end
   check(C.eng_file_remove(directory))
 end
 
@@ -70,7 +76,8 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- The text of state.json closes with a checksum of what stands before it, so that it vouches for itself.
+-- The text of state.json closes with a checksum of what stands before it, so that it vouches for
+-- itself.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
@@ -82,12 +89,16 @@ local function write_tensors(directory, name, tensors, metadata)
   local crc = safetensors.save(path, tensors, metadata)
   local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
   check(C.eng_file_checksum(seen, size, path))
-  if seen[0] ~= crc then error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(path), 0) end
+  if seen[0] ~= crc then
+    error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(
+      path), 0)
+  end
   return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
 end
 
 local function write_state(directory, step, format, files, state)
-  local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(format, json.encode(M_ffi.version), step,
+  local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(
+    format, json.encode(M_ffi.version), step,
     json.encode(os.time()), json.encode(files), json.encode(state or {}, "state"))
   local text = seal(body)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
@@ -109,19 +120,21 @@ end
 local function begin(dir, step)
   check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
-    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end      -- left by a killed run
+    -- left by a killed run
+    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end
   end
   local final = dir .. "/" .. directory_name(step)
   check(C.eng_file_mkdir(final .. ".tmp"))
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
---- All files are written there: the checkpoint takes its place, and those past options.keep go. Gives its path, and a message when an
---- old one could not be removed.
+--- All files are written there: the checkpoint takes its place, and those past options.keep go.
+--- Gives its path, and a message when an old one could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
-      error(("%s is not in %s; hint: the ranks need a disk in common"):format(name, place.temporary), 0)
+      error(("%s is not in %s; hint: the ranks need a disk in common"):format(name,
+        place.temporary), 0)
     end
   end
   write_state(place.temporary, step, format, files, state)
@@ -135,20 +148,28 @@ end
 
 local function abandon(place) pcall(remove, place.temporary) end
 
---- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every other part a
---- table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises when it fails; then nothing in
---- dir has changed. That an old checkpoint could not be removed comes back as a second value.
+--- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every
+--- other part a table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises
+--- when it fails; then nothing in dir has changed. That an old checkpoint could not be removed
+--- comes back as a second value.
 function M.save(dir, step, parts, options)
-  if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2) end
+  if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then
+    error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2)
+  end
   local keep = options and options.keep
-  if keep and (type(keep) ~= "number" or keep < 1) then error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2) end
+  if keep and (type(keep) ~= "number" or keep < 1) then
+    error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2)
+  end
   local place = { final = dir .. "/" .. directory_name(step) }
   local good, path, note = pcall(function()
     place = begin(dir, step)
     local files = {}
     for part, tensors in pairs(parts) do
       local name = part .. ".safetensors"
-      if part ~= "state" then files[name] = write_tensors(place.temporary, name, tensors, { part = part, step = tostring(step) }) end
+      if part ~= "state" then
+        files[name] = write_tensors(place.temporary, name, tensors,
+          { part = part, step = tostring(step) })
+      end
     end
     return finish(place, step, WHOLE, files, parts.state, options)
   end)
@@ -157,7 +178,9 @@ function M.save(dir, step, parts, options)
   error("checkpoint " .. place.final .. ": " .. tostring(path), 2)
 end
 
-local function shard_name(rank, size) return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size) end
+local function shard_name(rank, size)
+  return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
+end
 
 -- Without the script's line, which has no part in it.
 local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
@@ -189,8 +212,8 @@ local function files_of(answers)
   return files
 end
 
---- Writes the checkpoint of `step` into dir, a shard a rank; every rank calls it. pieces(): what this
---- rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in M.save.
+--- Writes the checkpoint of `step` into dir, a shard a rank; every rank calls it. pieces(): what
+--- this rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in M.save.
 --- Returns the path on every rank, or nil and what went wrong on one of them; then nothing in dir
 --- has changed. The checkpoint gets its final name when every rank is done: if a rank dies before,
 --- the previous checkpoint stays the newest.
@@ -246,20 +269,28 @@ local function read_state(directory)
   if not text then return nil, "state.json is missing: " .. problem end
   local body, crc = text:match('^(.*),"crc32c":"(%x+)"}\n$')
   if not body then return nil, "state.json is incomplete" end
-  if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then return nil, "state.json is damaged: its checksum is not " .. crc end
+  if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then
+    return nil, "state.json is damaged: its checksum is not " .. crc
+  end
   local good, header = pcall(json.decode, text)
   if not good then return nil, "state.json is damaged: " .. tostring(header) end
   if type(header.format) ~= "number" or header.format > SHARDS then
-    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(tostring(header.format), SHARDS)
+    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(
+      tostring(header.format), SHARDS)
   end
-  if type(header.files) ~= "table" or type(header.step) ~= "number" then return nil, "state.json is damaged: it names no files or no step" end
+  if type(header.files) ~= "table" or type(header.step) ~= "number" then
+    return nil, "state.json is damaged: it names no files or no step"
+  end
   for name, file in pairs(header.files) do
-    if not name:match("^[%w_%-]+%.safetensors$") or type(file) ~= "table" then return nil, "state.json is damaged: it names an odd file" end
+    if not name:match("^[%w_%-]+%.safetensors$") or type(file) ~= "table" then
+      return nil, "state.json is damaged: it names an odd file"
+    end
   end
   return header
 end
 
--- What is in a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } }; `pieces` of shards alone.
+-- What is in a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } }; `pieces`
+-- of shards alone.
 local function contents(path, header)
   local names, parts = {}, {}
   for name in pairs(header.files) do names[#names + 1] = name end
@@ -278,7 +309,8 @@ local function contents(path, header)
   return parts
 end
 
--- The contents of state.json, and `parts`, when every file is as it was written, or nil and what is wrong.
+-- The contents of state.json, and `parts`, when every file is as it was written, or nil and what is
+-- wrong.
 local function verify(directory)
   local header, problem = read_state(directory)
   if not header then return nil, problem end
@@ -291,7 +323,8 @@ local function verify(directory)
       return nil, ("%s has %d bytes, expected %d"):format(name, tonumber(size[0]), expected.bytes)
     end
     if crc_text(crc[0]) ~= expected.crc32c then
-      return nil, ("%s is damaged: its checksum is %s, expected %s"):format(name, crc_text(crc[0]), expected.crc32c)
+      return nil, ("%s is damaged: its checksum is %s, expected %s"):format(name, crc_text(crc[0]),
+        expected.crc32c)
     end
   end
   local good, parts = pcall(contents, directory, header)
@@ -311,7 +344,8 @@ local function newest(dir)
   return nil, nil, skipped
 end
 
---- Path of the newest whole checkpoint in dir, or nil, and a list of messages about damaged ones passed over.
+--- Path of the newest whole checkpoint in dir, or nil, and a list of messages about damaged ones
+--- passed over.
 function M.latest(dir)
   local path, _, skipped = newest(dir)
   return path, skipped
@@ -327,7 +361,8 @@ end
 
 --- A tensor, whole and kept.
 function Checkpoint:read(part, name)
-  local entry = self.parts[part] and self.parts[part][name] or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
+  local entry = self.parts[part] and self.parts[part][name]
+    or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
   if entry.pieces then return shards.read(entry, function(file) return file_of(self, file) end) end
   return file_of(self, part .. ".safetensors"):read(name)
 end
@@ -337,15 +372,18 @@ function Checkpoint:close()
   self.files = {}
 end
 
---- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is. Returns { step, path, state, skipped =
---- { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, why not, and whether there are
---- some that are damaged.
+--- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is.
+--- Returns { step, path, state, skipped = { messages }, parts = { model = { name = { dtype =, shape
+--- =, count = } } ... }, read(part, name), close() }, or nil, why not, and whether there are some
+--- that are damaged.
 function M.open(dir)
   local path, header, skipped
   if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
     local problem
     path, skipped = dir, {}
-    if C.eng_file_kind(dir) ~= DIRECTORY then return nil, ("checkpoint %s: there is no such directory"):format(dir) end
+    if C.eng_file_kind(dir) ~= DIRECTORY then
+      return nil, ("checkpoint %s: there is no such directory"):format(dir)
+    end
     header, problem = verify(dir)
     if not header then return nil, ("checkpoint %s: %s"):format(dir, problem) end
   else
@@ -355,10 +393,12 @@ function M.open(dir)
       return nil, ("there is no checkpoint in %s"):format(dir)
     end
   end
-  return setmetatable({ path = path, step = header.step, state = header.state, skipped = skipped, parts = header.parts, files = {} }, Checkpoint)
+  return setmetatable({ path = path, step = header.step, state = header.state, skipped = skipped,
+    parts = header.parts, files = {} }, Checkpoint)
 end
 
---- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and why not.
+--- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and
+--- why not.
 function M.load(dir)
   local c, message = M.open(dir)
   if not c then return nil, message end

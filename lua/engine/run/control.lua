@@ -1,12 +1,14 @@
--- What may be asked of a run between two steps: swaps of its policy, and, by those who are attached (`engine attach RUN`), a pause,
--- other settings, an end. One who asks for nothing costs nothing; one who does not listen is let go.
+-- What may be asked of a run between two steps: swaps of its policy, and, by those who are attached
+-- (`engine attach RUN`), a pause, other settings, an end. One who asks for nothing costs nothing;
+-- one who does not listen is let go.
 --
--- The door is the Unix socket RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any, ... }, and so is its
--- answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":, "error": }. The commands stand in `commands` below.
+-- The door is the Unix socket RUN/attach.sock, mode 0600. A request is a line of JSON, { "do":
+-- NAME, "id": any, ... }, and so is its answer, { "ok": true, "id":, "text":, "status": } or {
+-- "ok": false, "id":, "error": }. The commands stand in `commands` below.
 --
--- Of several ranks, rank 0 listens. What it hears waits until all ranks know, by the record of the next step, that there is something;
--- then rank 0 tells what, and all do it at once.
--- Owned by the trainer.
+-- Of several ranks, rank 0 listens. What it hears waits until all ranks know, by the record of the
+-- next step, that there is something; then rank 0 tells what, and all do it at once. Owned by the
+-- trainer.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
@@ -22,7 +24,8 @@ local MOST_LINES = 8       -- answered between two steps
 local PAUSE_MS = 100       -- between two looks at signals and files while the run is paused
 
 function M.new(trainer, options)
-  return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {}, heard = {},
+  return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
+    heard = {},
     many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
 end
 
@@ -39,7 +42,9 @@ function Control:open()
 end
 
 function Control:close()
-  for number, id in pairs(self.waiting) do self:answer(number, id, { ok = false, error = "the run has ended" }) end
+  for number, id in pairs(self.waiting) do
+    self:answer(number, id, { ok = false, error = "the run has ended" })
+  end
   self.waiting, self.paused, self.steps_left, self.stopping = {}, nil, nil, nil
   if self.door then C.eng_attach_close(ffi.gc(self.door, nil)) end
   self.door = nil
@@ -59,18 +64,23 @@ local settings = {
       t.fixed_lr = x ~= "schedule" and x or nil
       if not t.schedule and t.fixed_lr then t.optimizer.lr = x end
     end, kept = true },
-  clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end, function(t, x) t.clip = x > 0 and x or nil end, kept = true },
-  clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end, function(t, x) t.clip_value = x > 0 and x or nil end,
+  clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end,
+    function(t, x) t.clip = x > 0 and x or nil end, kept = true },
+  clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end,
+    function(t, x) t.clip_value = x > 0 and x or nil end,
     kept = true },
-  scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end, function(t) return t.policy:scale() end,
+  scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end,
+    function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },
   steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
     t.steps = x
     if t.progress then t.progress:expect(x) end
   end },
-  checkpoint_every = { "a whole number, 0 for the end only", count, function(t) return t.run_files.checkpoint_every end,
+  checkpoint_every = { "a whole number, 0 for the end only", count,
+    function(t) return t.run_files.checkpoint_every end,
     function(t, x) t.run_files.checkpoint_every = x end },
-  stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end, function(t) return t.run_files.stats_every end,
+  stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end,
+    function(t) return t.run_files.stats_every end,
     function(t, x) t.run_files.stats_every = x end },
 }
 
@@ -82,9 +92,12 @@ local names_of = nearest.keys
 
 function Control:status()
   local t, record = self.trainer, self.trainer.record
-  return { run = t.run_files.path, step = t.steps_done, steps = t.steps, updates = t.updates, skipped = t.skipped, loss = record.loss, lr = record.lr,
-    scale = t.policy:scale(), policy = t.policy.name, policy_file = t.policy.file, policy_hash = t.policy.hash and t.policy:hash() or nil,
-    paused = self.paused ~= nil, attached = self.door and C.eng_attach_count(self.door) or 0, elapsed = require("engine.base.machine").clock() - t.began,
+  return { run = t.run_files.path, step = t.steps_done, steps = t.steps, updates = t.updates,
+    skipped = t.skipped, loss = record.loss, lr = record.lr,
+    scale = t.policy:scale(), policy = t.policy.name, policy_file = t.policy.file,
+      policy_hash = t.policy.hash and t.policy:hash() or nil,
+    paused = self.paused ~= nil, attached = self.door and C.eng_attach_count(self.door) or 0,
+      elapsed = require("engine.base.machine").clock() - t.began,
     shadows = t.shadows and t.shadows:text() or nil }
 end
 
@@ -106,24 +119,30 @@ local commands = {}
 
 function commands.status() return "" end
 
--- file: a name, a path or "path:option=value"; source: the text itself, which then goes under the name `file`
+-- file: a name, a path or "path:option=value"; source: the text itself, which then goes under the
+-- name `file`
 function commands.swap(self, request)
   local source = request.file
   if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end
   if type(request.source) == "string" then source = { source = request.source, file = source } end
-  local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table" and request.options or nil, "attached")
+  local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table"
+    and request.options or nil, "attached")
   if not good then return nil, problem end
-  return ("the policy is %s now, loss scale %.10g"):format(self.trainer.policy.name, self.trainer.policy:scale())
+  return ("the policy is %s now, loss scale %.10g"):format(self.trainer.policy.name,
+    self.trainer.policy:scale())
 end
 
 -- The policy in force: its options and its state.
 function commands.policy(self)
   local policy, lines = self.trainer.policy, {}
-  lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy), policy:scale())
+  lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy),
+    policy:scale())
   local names = {}
   for name in pairs(policy.options) do names[#names + 1] = tostring(name) end
   table.sort(names)
-  for i, name in ipairs(names) do names[i] = name .. "=" .. M_ffi.value_text(policy.options[name]) end
+  for i, name in ipairs(names) do
+    names[i] = name .. "=" .. M_ffi.value_text(policy.options[name])
+  end
   lines[2] = "options " .. (#names > 0 and table.concat(names, " ") or "(none)")
   local good, state = pcall(policy.save, policy)
   lines[3] = "state " .. (good and state or "(cannot be saved: " .. tostring(state) .. ")")
@@ -133,7 +152,8 @@ end
 function commands.undo(self)
   local good, problem = self.trainer.swaps:undo("attached")
   if not good then return nil, problem end
-  return ("the policy is %s again, loss scale %.10g"):format(self.trainer.policy.name, self.trainer.policy:scale())
+  return ("the policy is %s again, loss scale %.10g"):format(self.trainer.policy.name,
+    self.trainer.policy:scale())
 end
 
 -- stay: also when whoever asked for it leaves
@@ -154,7 +174,9 @@ end
 -- Runs n steps and pauses; the answer comes then.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
-  if not (count(n) and n >= 1) then return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n) end
+  if not (count(n) and n >= 1) then
+    return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n)
+  end
   self.steps_left, self.step_by = n, { by = not request.stay and number or nil }
   self.paused, self.waiting[number] = nil, request.id or true
 end
@@ -164,16 +186,22 @@ function commands.set(self, request)
   if not setting then
     local names = names_of(settings)
     local hint = nearest.hint(tostring(request.name), names)
-    return nil, ("there is no setting '%s'%s settings: %s"):format(tostring(request.name), hint ~= "" and hint or ";", table.concat(names, " "))
+    return nil, ("there is no setting '%s'%s settings: %s"):format(tostring(request.name),
+      hint ~= "" and hint or ";", table.concat(names, " "))
   end
-  if not setting[2](request.value) then return nil, ("%s: expected %s, got %s"):format(request.name, setting[1], M_ffi.value_text(request.value)) end
+  if not setting[2](request.value) then
+    return nil, ("%s: expected %s, got %s"):format(request.name, setting[1],
+      M_ffi.value_text(request.value))
+  end
   if request.name == "steps" and request.value <= self.trainer.steps_done then
-    return nil, ("steps: %d are made already; run:stop() ends the run"):format(self.trainer.steps_done)
+    return nil, ("steps: %d are made already; run:stop() ends the run"):format(
+      self.trainer.steps_done)
   end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end
-  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, setting_text(before), setting_text(request.value)))
+  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, setting_text(before),
+    setting_text(request.value)))
 end
 
 function commands.checkpoint(self)
@@ -183,7 +211,8 @@ function commands.checkpoint(self)
 end
 
 function commands.stop(self, request)
-  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200) or "asked for by whoever was attached"
+  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200)
+    or "asked for by whoever was attached"
   return "the run ends after this step"
 end
 
@@ -207,7 +236,8 @@ local function serve(self, number, line, told)
   local command = commands[request["do"]]
   if not command then
     local names = names_of(commands)
-    local problem = ("there is no command '%s'; commands: %s"):format(tostring(request["do"]), table.concat(names, " "))
+    local problem = ("there is no command '%s'; commands: %s"):format(tostring(request["do"]),
+      table.concat(names, " "))
     self:answer(number, request.id, { ok = false, error = problem })
     return
   end
@@ -219,7 +249,8 @@ local function serve(self, number, line, told)
   if good and not text and not problem then return end          -- to be answered later
   if not good then text, problem = nil, tostring(text) end
   settle(self)
-  self:answer(number, request.id, text and { ok = true, text = text } or { ok = false, error = problem })
+  self:answer(number, request.id, text and { ok = true, text = text }
+    or { ok = false, error = problem })
 end
 
 local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
@@ -227,7 +258,9 @@ local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), 
 -- Answers what was asked; waits up to `milliseconds` for a first line.
 local function listen(self, milliseconds)
   for i = 1, MOST_LINES do
-    if not C.eng_attach_poll(line, length, number, self.door, i == 1 and milliseconds or 0) then return end
+    if not C.eng_attach_poll(line, length, number, self.door, i == 1 and milliseconds or 0) then
+      return
+    end
     serve(self, number[0], ffi.string(line[0], length[0]))
   end
 end
@@ -242,7 +275,8 @@ end
 local function together(self)
   local json, ranks = require "engine.base.json", require "engine.dist.ranks"
   local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
-    left = self.paused and self.paused.by and self.door ~= nil and not C.eng_attach_here(self.door, self.paused.by) }
+    left = self.paused and self.paused.by and self.door ~= nil and not C.eng_attach_here(self.door,
+      self.paused.by) }
   self.heard, self.wish = {}, nil
   news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
   if news.wish then self.trainer.swaps:grant(news.wish) end
@@ -284,7 +318,10 @@ function Control:between()
     if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
       self.steps_left, self.paused = nil, self.step_by
       settle(self)
-      for client, id in pairs(self.waiting) do self:answer(client, id, { ok = true, text = ("paused at step %d"):format(self.trainer.steps_done) }) end
+      for client, id in pairs(self.waiting) do
+        self:answer(client, id, { ok = true,
+          text = ("paused at step %d"):format(self.trainer.steps_done) })
+      end
       self.waiting = {}
     end
   end

@@ -1,4 +1,5 @@
--- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from them.
+-- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from
+-- them.
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, where they are wanted (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
@@ -35,19 +36,26 @@ local function state_of(trainer)
   local elapsed = require("engine.base.machine").clock() - trainer.began
   local last = trainer.last_verdict
   return {
-    steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped, retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
+    steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
+      retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
-    policy = { name = trainer.policy.name, file = trainer.policy.file, state = trainer.policy:save(), swapped = trainer.swaps:state() },
+    policy = { name = trainer.policy.name, file = trainer.policy.file,
+      state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
-    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) }, accumulate = trainer.accumulate, ranks = trainer.reducer.size,
-    last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul } or nil,
-    data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state() or nil,
-    precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule) or nil,
+    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
+      accumulate = trainer.accumulate, ranks = trainer.reducer.size,
+    last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
+      or nil,
+    data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8
+      and trainer.optimizer.fp8:state() or nil,
+    precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule)
+      or nil,
     threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
   }
 end
 
---- Lets `policy` take over from the one a checkpoint was written with; false when that one is not to be had any more.
+--- Lets `policy` take over from the one a checkpoint was written with; false when that one is not
+--- to be had any more.
 local function follow(policy, saved)
   local load = require("engine.policy.policy").load
   local good, old = pcall(load, saved.name)
@@ -61,10 +69,13 @@ local function state_problem(state)
   for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
     if type(state[key]) ~= "number" then return ("its state has no number '%s'"):format(key) end
   end
-  for part, keys in pairs { optimizer = { name = "string", updates = "number" }, policy = { name = "string", state = "string" },
+  for part, keys in pairs { optimizer = { name = "string", updates = "number" },
+    policy = { name = "string", state = "string" },
     rng = { seed = "string", counter = "string" } } do
     for key, kind in pairs(keys) do
-      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then return ("its state has no '%s.%s'"):format(part, key) end
+      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then
+        return ("its state has no '%s.%s'"):format(part, key)
+      end
     end
   end
 end
@@ -83,13 +94,19 @@ end
 --- Puts an opened checkpoint into the trainer's parts; returns lines about what is not as it was.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
-  local problem = state_problem(state) or not c.told and (not c.parts.model and "it has no weights" or not c.parts.optimizer and "it has no optimizer state")
-  if problem then error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0) end
-  if state.optimizer.name ~= trainer.optimizer.name then
-    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path, state.optimizer.name, trainer.optimizer.name), 0)
+  local problem = state_problem(state) or not c.told
+    and (not c.parts.model and "it has no weights" or not c.parts.optimizer
+    and "it has no optimizer state")
+  if problem then
+    error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0)
   end
-  if not trainer.reducer.many then                                     -- else parallel:start() tells all ranks
-    take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments, state.optimizer.updates) end)
+  if state.optimizer.name ~= trainer.optimizer.name then
+    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
+      state.optimizer.name, trainer.optimizer.name), 0)
+  end
+  if not trainer.reducer.many then  -- else parallel:start() tells all ranks
+    take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments,
+      state.optimizer.updates) end)
     take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
   end
   trainer.optimizer.updates = state.optimizer.updates
@@ -98,22 +115,31 @@ local function take_over(trainer, c)
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
   else
     local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
-    notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name, state.policy.name,
+    notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name,
+      state.policy.name,
       took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
   end
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
-  if trainer.optimizer.fp8 then notes[#notes + 1] = trainer.optimizer.fp8:restore(state.fp8, trainer.policy:scale() / trainer.accumulate) end
+  if trainer.optimizer.fp8 then
+    notes[#notes + 1] = trainer.optimizer.fp8:restore(state.fp8,
+      trainer.policy:scale() / trainer.accumulate)
+  end
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
   trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
   trainer.retries, trainer.tokens = state.retries, state.tokens
   trainer.last_verdict = state.last_verdict
   trainer.began = trainer.began - state.elapsed
-  notes[#notes + 1] = trainer:share_as_before(state.ranks or 1, state.accumulate or trainer.accumulate)
+  notes[#notes + 1] = trainer:share_as_before(state.ranks or 1,
+    state.accumulate or trainer.accumulate)
   for _, what in ipairs { "precision", "schedule", "threads" } do
-    local now = ({ precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
-    if state[what] ~= now then notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what, tostring(now), tostring(state[what])) end
+    local now = ({ precision = trainer.precision.name, schedule = trainer.schedule
+      and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
+    if state[what] ~= now then
+      notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what,
+        tostring(now), tostring(state[what]))
+    end
   end
   return notes
 end
@@ -133,10 +159,10 @@ local function exists(path)
   return not good or steps > 0
 end
 
-local holders = setmetatable({}, { __mode = "v" })   -- path -> the Run of this process that holds it
+local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it
 
---- Makes the run's directory and holds it against other writers; false and a message when another one has it. A trainer of
---- this process that never ran gives way.
+--- Makes the run's directory and holds it against other writers; false and a message when another
+--- one has it. A trainer of this process that never ran gives way.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
@@ -158,35 +184,47 @@ function Run:give()
   self.lock, self.running = nil, false
 end
 
---- Takes the directory of a name, or, where a run is there already that shall not go on, of the next free one.
+--- Takes the directory of a name, or, where a run is there already that shall not go on, of the
+--- next free one.
 function Run:find_place(path, resume)
   if resume or not exists(path) then
     local good, message = self:take(path)
     if good then return end
-    if resume then error(("%s is being written by another run: %s; hint: wait for it, or run=ANOTHER_NAME"):format(path, message), 0) end
+    if resume then
+      error(("%s is being written by another run: %s; hint: wait for it, or " ..
+        "run=ANOTHER_NAME"):format(path, message), 0)
+    end
   end
   local n = 2
   while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
-  self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(path, self.path)
+  self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(
+    path, self.path)
 end
 
 --- The checkpoint to go on from, or nil; raises when a named one is not there.
 local function find_checkpoint(self, resume)
   local dir = self.path and self.path .. "/checkpoints"
   if resume == "auto" or resume == true then
-    if not dir then error("resume: a run without a name has nothing to resume; hint: run=NAME", 0) end
+    if not dir then
+      error("resume: a run without a name has nothing to resume; hint: run=NAME", 0)
+    end
   else
     dir = M.directory(resume)
     if C.eng_file_kind(dir .. "/checkpoints") == DIRECTORY then dir = dir .. "/checkpoints" end
-    if C.eng_file_kind(dir) ~= DIRECTORY then error(("resume: there is no run or checkpoint %s"):format(dir), 0) end
+    if C.eng_file_kind(dir) ~= DIRECTORY then
+      error(("resume: there is no run or checkpoint %s"):format(dir), 0)
+    end
   end
   if C.eng_file_kind(dir) ~= DIRECTORY then return nil end
   local c, message, damaged = checkpoint.open(dir)
-  if not c and resume ~= "auto" and resume ~= true then error("resume: " .. tostring(message), 0) end
+  if not c and resume ~= "auto" and resume ~= true then
+    error("resume: " .. tostring(message), 0)
+  end
   if c then
     for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
   elseif damaged then      -- to begin anew would drop what the run has recorded
-    error(("resume: no checkpoint can be used: %s; hint: put back what is missing, or run=ANOTHER_NAME begins anew"):format(message), 0)
+    error(("resume: no checkpoint can be used: %s; hint: put back what is missing, or " ..
+      "run=ANOTHER_NAME begins anew"):format(message), 0)
   elseif message then
     self.notes[#self.notes + 1] = message
   end
@@ -207,7 +245,9 @@ end
 local function told(self)
   local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded = news.path, news.recorded
-  if news.state then take_over(self.trainer, { state = news.state, path = news.read, told = true }) end
+  if news.state then
+    take_over(self.trainer, { state = news.state, path = news.read, told = true })
+  end
   local reducer = self.trainer.reducer
   reducer:start(news.state and function() shards.spread(reducer) end)
 end
@@ -225,7 +265,8 @@ local function open(self, resume)
   local c = resume and find_checkpoint(self, resume) or nil
   if c then
     for _, line in ipairs(take_over(trainer, c)) do self.notes[#self.notes + 1] = line end
-    self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path, trainer.steps_done, trainer.updates)
+    self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
+      trainer.steps_done, trainer.updates)
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
@@ -238,8 +279,10 @@ end
 
 --- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
 function M.open(trainer, options)
-  local self = setmetatable({ trainer = trainer, notes = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
-    stats_every = options.stats_every or 100, config = options.config, wants_history = options.history ~= false,
+  local self = setmetatable({ trainer = trainer, notes = {},
+    checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
+    stats_every = options.stats_every or 100, config = options.config,
+      wants_history = options.history ~= false,
     wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
   if resume == "" or resume == "false" then resume = false end
@@ -250,7 +293,8 @@ function M.open(trainer, options)
   end
   if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
   if self.wants_tensorboard == true and not self.path then
-    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, or tensorboard as a directory", 0)
+    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, " ..
+      "or tensorboard as a directory", 0)
   end
   local good, message = pcall(open, self, resume)
   if not good then
@@ -261,14 +305,17 @@ function M.open(trainer, options)
 end
 
 --- Whether what is written down, by rank 0, holds exponent histograms.
-function Run:wants_hist() return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= "" end
+function Run:wants_hist()
+  return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= ""
+end
 
 --- Opens the event file for TensorBoard, where one is wanted.
 function Run:open_tensorboard()
   local wanted = self.wants_tensorboard
   if not wanted or wanted == "" or self.events then return end
   local dir = wanted == true and self.path .. "/tensorboard" or wanted
-  self.events = require("engine.run.tensorboard").live(dir, self.trainer.optimizer.list, self.trainer.steps_done)
+  self.events = require("engine.run.tensorboard").live(dir, self.trainer.optimizer.list,
+    self.trainer.steps_done)
 end
 
 --- A trainer runs again: after an error, or for more steps.
@@ -277,27 +324,39 @@ function Run:reopen()
   self:open_tensorboard()
   if not self.path or self.lock or self.follows then return end
   local good, message = self:take(self.path)
-  if not good then error(("%s is being written by another run: %s"):format(self.path, message), 0) end
+  if not good then
+    error(("%s is being written by another run: %s"):format(self.path, message), 0)
+  end
   self:open_history(true)
 end
 
 --- Writes down what this run is: parameters, settings, the policy's source.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
-  for i, p in ipairs(trainer.optimizer.list) do list[i] = { name = p.name, shape = trainer.reducer:shape(p) } end
+  for i, p in ipairs(trainer.optimizer.list) do
+    list[i] = { name = p.name, shape = trainer.reducer:shape(p) }
+  end
   history:set_parameters(list)
   self.f16, self.signals = trainer:f16_gradients(), {}     -- signals: the values written last
-  for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name, gradients = trainer.precision.weight_gradients,
-    optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
-    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)), device = M_ffi.string(C.eng_device_name()),
-    ranks = trainer.reducer.size, zero = trainer.reducer:level_of_zero(), comm_dtype = trainer.reducer.comm_dtype } do
+  for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name,
+    gradients = trainer.precision.weight_gradients,
+    optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"),
+      steps = trainer.steps,
+    parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)),
+      device = M_ffi.string(C.eng_device_name()),
+    ranks = trainer.reducer.size, zero = trainer.reducer:level_of_zero(),
+      comm_dtype = trainer.reducer.comm_dtype } do
     history:set_meta(key, value)
   end
-  for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config) or {}) do history:set_config(setting[1], setting[2]) end
+  for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config)
+    or {}) do
+    history:set_config(setting[1], setting[2])
+  end
   local source = trainer.policy.source
   if source then history:add_policy(trainer.policy:hash(), trainer.policy.name, source) end
   local swap = require "engine.run.swap"
-  self:event(trainer.steps_done, "policy", swap.label(trainer.policy), require("engine.base.json").encode(swap.described(trainer.policy)))
+  self:event(trainer.steps_done, "policy", swap.label(trainer.policy),
+    require("engine.base.json").encode(swap.described(trainer.policy)))
 end
 
 -- ------------------------------------------------------------------ while it runs
@@ -308,7 +367,9 @@ function Run:complain(good, message)
   local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
   if self.complained == line then return end
   self.complained = line
-  if self.trainer.progress then self.trainer.progress:note(line) else self.notes[#self.notes + 1] = line end
+  if self.trainer.progress then
+    self.trainer.progress:note(line)
+  else self.notes[#self.notes + 1] = line end
 end
 
 -- What the script published, where it changed.
@@ -323,13 +384,16 @@ function Run:append_signals(step, signals)
   end
 end
 
---- A step: its record and verdict, statistics per tensor, the tokens it trained on and the signals ({ name = number }) its policy saw.
+--- A step: its record and verdict, statistics per tensor, the tokens it trained on and the signals
+--- ({ name = number }) its policy saw.
 function Run:append(record, verdict, stats, tokens, signals)
   local history, events = self.history, self.events
   self.running = true
   if events then
     events:step(record, verdict, tokens, signals)
-    if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then events:tensors(tonumber(record.step), stats) end
+    if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then
+      events:tensors(tonumber(record.step), stats)
+    end
     local trouble = events:trouble()
     if trouble then self:complain(nil, trouble) end
   end
@@ -367,19 +431,21 @@ local function write(self, alone)
       function() return state_of(trainer) end, options)
   end
   local good, path, note = pcall(function()
-    return checkpoint.save(dir, trainer.steps_done, { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(),
+    return checkpoint.save(dir, trainer.steps_done,
+      { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(),
       state = state_of(trainer) }, options)
   end)
   if good then return path, note end
   return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- the script's line has no part in it
 end
 
---- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a shard, or rank 0 does it `alone`, when
---- it is not known whether the others are there still.
+--- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
+--- shard, or rank 0 does it `alone`, when it is not known whether the others are there still.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
-  if self.history then self:complain(self.history:flush()) end      -- a run killed after this goes on from here: no step may be missing
+  -- a run killed after this goes on from here: no step may be missing
+  if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)
   if not path then
     self:event(trainer.steps_done, "error", "checkpoint: " .. note)
@@ -396,7 +462,8 @@ function Run:due()
   return self.path ~= nil and every > 0 and self.trainer.steps_done % every == 0
 end
 
---- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth showing, or nil.
+--- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth
+--- showing, or nil.
 function Run:after_step(last, alone)
   if not self.path then return nil end
   if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end

@@ -1,7 +1,7 @@
--- Shadows: policies that see every record of a run and decide nothing. What they would have decided goes into the history (where
--- it changes) and is summed up: steps they would have skipped, how far their scale is from the one in force, and in how many
--- steps their scale would have put the largest gradient past what its format holds.
--- Made by the trainer from its option `shadow`.
+-- Shadows: policies that see every record of a run and decide nothing. What they would have decided
+-- goes into the history (where it changes) and is summed up: steps they would have skipped, how far
+-- their scale is from the one in force, and in how many steps their scale would have put the
+-- largest gradient past what its format holds. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -11,10 +11,11 @@ local M = {}
 local Shadows = {}
 Shadows.__index = Shadows
 
-local LARGEST = { f16 = require("engine.base.formats").of("f16").largest }   -- of formats that overflow long before f32
+-- of formats that overflow long before f32
+local LARGEST = { f16 = require("engine.base.formats").of("f16").largest }
 
---- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: what is `name=value` belongs to the
---- policy before it.
+--- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: what is
+--- `name=value` belongs to the policy before it.
 local function split(text)
   local list = {}
   for part in text:gmatch("[^,]+") do
@@ -40,15 +41,19 @@ end
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
   if not shadow or #shadow == 0 then return nil end
-  local self = setmetatable({ trainer = trainer, list = {}, needs = 0, steps = 0, skipped = 0, limit = LARGEST[trainer.precision.weight_gradients] }, Shadows)
+  local self = setmetatable({ trainer = trainer, list = {}, needs = 0, steps = 0, skipped = 0,
+    limit = LARGEST[trainer.precision.weight_gradients] }, Shadows)
   local taken = {}
   for i, source in ipairs(shadow) do
     local loaded, policy = pcall(require("engine.policy.policy").load, source)
     if not loaded then error("shadow: " .. policy, 0) end
-    if policy == trainer.policy then error("trainer: a shadow must be a policy of its own, not the one in force", 0) end
+    if policy == trainer.policy then
+      error("trainer: a shadow must be a policy of its own, not the one in force", 0)
+    end
     trainer:prepare(policy)
     self.needs = bit.bor(self.needs, policy.needs)
-    self.list[i] = { name = name_of(source, policy, taken), policy = policy, skipped = 0, beyond = 0, failed = 0, apart = 0, most = 0 }
+    self.list[i] = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
+      beyond = 0, failed = 0, apart = 0, most = 0 }
   end
   return self
 end
@@ -60,14 +65,16 @@ function Shadows:observe(record, stats, verdict, signals, history)
   local limit = self.limit and record.overflow == 0 and self.limit or nil
   for _, s in ipairs(self.list) do
     local policy = s.policy
-    if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end   -- the scale it would have had in this step
+    -- the scale it would have had in this step
+    if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end
     for name, value in pairs(signals) do policy:signal(name, value) end
     local own = policy:decide(record, stats)
     if own.failed ~= 0 then s.failed, s.why = s.failed + 1, ffi.string(own.reason) end
     if own.action ~= C.ENG_ACTION_STEP then s.skipped = s.skipped + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
     s.apart, s.most = s.apart + math.abs(apart), math.max(s.most, math.abs(apart))
-    if history and (own.scale ~= s.scale or own.action ~= s.action or own.failed ~= s.was_failed) then
+    if history and (own.scale ~= s.scale or own.action ~= s.action
+      or own.failed ~= s.was_failed) then
       history:append_shadow(record.step, s.name, own)
     end
     s.scale, s.action, s.was_failed = own.scale, own.action, own.failed
@@ -77,7 +84,9 @@ end
 -- 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25", 2^20 -> "x2^20"
 local function factor_text(x)
   local _, exponent = math.frexp(x)
-  if math.abs(exponent) > 10 and x < math.huge then return ("x2^%.4g"):format(math.log(x) / math.log(2)) end
+  if math.abs(exponent) > 10 and x < math.huge then
+    return ("x2^%.4g"):format(math.log(x) / math.log(2))
+  end
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
@@ -87,7 +96,8 @@ function Shadows:text()
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]
     local skips = s.skipped - self.skipped
-    parts[i] = s.name .. " " .. factor_text(s.policy:scale() / self.trainer.policy:scale()) .. (skips ~= 0 and (" %+d skipped"):format(skips) or "")
+    parts[i] = s.name .. " " .. factor_text(s.policy:scale() / self.trainer.policy:scale()) ..
+      (skips ~= 0 and (" %+d skipped"):format(skips) or "")
   end
   if #self.list > 3 then parts[4] = ("%d more"):format(#self.list - 3) end
   return "shadow scales beside ours: " .. table.concat(parts, ", ")
@@ -99,10 +109,16 @@ function Shadows:lines()
   if self.steps == 0 then return lines end
   local scale = self.trainer.policy:scale()
   for i, s in ipairs(self.list) do
-    local text = ("shadow %s: would have skipped %d of %d steps (the run skipped %d), scale %.10g (%s)"):format(s.name, s.skipped, self.steps, self.skipped,
+    local text = ("shadow %s: would have skipped %d of %d steps (the run skipped %d), scale " ..
+      "%.10g (%s)"):format(s.name, s.skipped, self.steps, self.skipped,
       s.scale, factor_text(s.scale / scale))
-    if s.most > 0 then text = text .. (", apart by 2^%.2f on average, 2^%.2f at most"):format(s.apart / self.steps, s.most) end
-    if s.beyond > 0 then text = text .. ("; its scale would have overflowed in %d more"):format(s.beyond) end
+    if s.most > 0 then
+      text = text .. (", apart by 2^%.2f on average, 2^%.2f at most"):format(s.apart / self.steps,
+        s.most)
+    end
+    if s.beyond > 0 then
+      text = text .. ("; its scale would have overflowed in %d more"):format(s.beyond)
+    end
     if s.failed > 0 then text = text .. ("; it failed %d times: %s"):format(s.failed, s.why) end
     lines[i] = text
   end
@@ -113,8 +129,10 @@ end
 function Shadows:state()
   local state = { steps = self.steps, skipped = self.skipped, list = {} }
   for i, s in ipairs(self.list) do
-    state.list[i] = { name = s.name, policy = s.policy.name, state = s.policy:save(), skipped = s.skipped, beyond = s.beyond, failed = s.failed, why = s.why,
-      apart = s.apart, most = s.most, scale = s.scale, action = s.action, was_failed = s.was_failed }
+    state.list[i] = { name = s.name, policy = s.policy.name, state = s.policy:save(),
+      skipped = s.skipped, beyond = s.beyond, failed = s.failed, why = s.why,
+      apart = s.apart, most = s.most, scale = s.scale, action = s.action,
+        was_failed = s.was_failed }
   end
   return state
 end
@@ -126,9 +144,13 @@ function Shadows:restore(saved)
   for _, s in ipairs(self.list) do
     local found
     for _, old in ipairs(saved.list) do
-      if old.name == s.name and old.policy == s.policy.name and pcall(s.policy.restore, s.policy, old.state) then found = old end
+      if old.name == s.name and old.policy == s.policy.name and pcall(s.policy.restore, s.policy,
+        old.state) then
+        found = old
+      end
     end
-    for _, key in ipairs { "skipped", "beyond", "failed", "why", "apart", "most", "scale", "action", "was_failed" } do
+    for _, key in ipairs { "skipped", "beyond", "failed", "why", "apart", "most", "scale", "action",
+      "was_failed" } do
       if found then s[key] = found[key] end
     end
     all = all and found ~= nil

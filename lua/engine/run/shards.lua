@@ -30,7 +30,9 @@ function M.cut(list, part, size, f)
   for _, item in ipairs(list) do
     local count = item.x.count
     local from, to = math.max(low - at, 0), math.min(high - at, count)
-    if to > from or (count == 0 and part == 0) then f(item.name, item.x, from, math.max(to, from)) end
+    if to > from or (count == 0 and part == 0) then
+      f(item.name, item.x, from, math.max(to, from))
+    end
     at = at + count
   end
 end
@@ -40,10 +42,12 @@ local Pieces = {}
 Pieces.__index = Pieces
 function M.pieces() return setmetatable({ tensors = {}, shapes = {} }, Pieces) end
 
---- Elements [from, to) of x, a tensor `shape` large called `name` in `part` ("model" or "optimizer").
+--- Elements [from, to) of x, a tensor `shape` large called `name` in `part` ("model" or
+--- "optimizer").
 function Pieces:add(part, name, x, from, to, shape)
   local key = part .. "/" .. name
-  self.tensors[("%s@%d"):format(key, from)] = to - from == x.count and x:view(-1) or x:view(-1):slice(1, from + 1, to)
+  self.tensors[("%s@%d"):format(key, from)] = to - from == x.count and x:view(-1)
+    or x:view(-1):slice(1, from + 1, to)
   self.shapes[key] = table.concat(shape or x.shape, " ")
 end
 
@@ -56,8 +60,8 @@ local function own_part(reducer, i)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- The pieces that this rank writes: its share of the tensors that all ranks hold, and of those that
---- it and some others hold; with ZeRO the moments it keeps.
+--- The pieces that this rank writes: its share of the tensors that all ranks hold, and of those
+--- that it and some others hold; with ZeRO the moments it keeps.
 function M.of_rank(reducer)
   local optimizer, pieces = reducer.trainer.optimizer, M.pieces()
   local function share(part, tensors)
@@ -169,7 +173,8 @@ function M.index(path, names)
     local file = safetensors.open(path .. "/" .. name)
     file:close()
     for _, entry_name in ipairs(file.names) do
-      local entry, part, tensor_name, from = file.entries[entry_name], entry_name:match("^(%w+)/(.*)@(%d+)$")
+      local entry, part, tensor_name, from = file.entries[entry_name],
+        entry_name:match("^(%w+)/(.*)@(%d+)$")
       local shape_text = part and file.metadata[part .. "/" .. tensor_name]
       if not shape_text then
         error(("%s: '%s' is no piece of a tensor"):format(name, entry_name), 0)

@@ -1,10 +1,11 @@
--- Another policy while the run goes on: because its file was saved, on SIGHUP, from the script (policy:swap(file)) or from
--- `engine attach`. Between two steps the new one is compiled, tried on the records of the last steps and takes over from the
--- old one (its `migrate`); whatever goes wrong, the old one stays and the history says why. One that fails its first decision
--- goes at once, and the old one decides that step.
--- Of several ranks all swap at the same step to the same bytes, rank 0's, or none does: each compiles and tries them, and what one of
--- them has against them all refuse.
--- Owned by the trainer, which asks it for every verdict (decide) and between steps (between).
+-- Another policy while the run goes on: because its file was saved, on SIGHUP, from the script
+-- (policy:swap(file)) or from `engine attach`. Between two steps the new one is compiled, tried on
+-- the records of the last steps and takes over from the old one (its `migrate`); whatever goes
+-- wrong, the old one stays and the history says why. One that fails its first decision goes at
+-- once, and the old one decides that step. Of several ranks all swap at the same step to the same
+-- bytes, rank 0's, or none does: each compiles and tries them, and what one of them has against
+-- them all refuse. Owned by the trainer, which asks it for every verdict (decide) and between steps
+-- (between).
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -19,7 +20,8 @@ local PATIENCE = 2     -- seconds for all of them: the run waits
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
-  local self = setmetatable({ trainer = trainer, watching = options.watch ~= false, ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
+  local self = setmetatable({ trainer = trainer, watching = options.watch ~= false,
+    ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
     former = {}, queue = {}, swaps = 0 }, Swap)
   self:hold(trainer.policy)
   self.asked = { name = trainer.policy.name, file = trainer.policy.file }   -- what the script wants
@@ -28,42 +30,49 @@ end
 
 local read = require("engine.base.file").read
 
--- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands there now was seen already, though
--- it is another text.
+-- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands
+-- there now was seen already, though it is another text.
 function Swap:hold(policy, as_it_is)
   policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
   policy.undo = function() return self:undo("the script") end
   self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   self.pending_stamp = nil
   -- saved since it was read: to be looked at
-  if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then self.stamp = 0 end
+  if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then
+    self.stamp = 0
+  end
 end
 
 -- ------------------------------------------------------------------ telling
 
---- A policy for programs that read the history: its name, file, hash of its source, and the options that are not its defaults.
+--- A policy for programs that read the history: its name, file, hash of its source, and the options
+--- that are not its defaults.
 function M.described(policy)
   local options = require("engine.run.replay").changed(policy)
-  return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil, options = options ~= "" and options or nil }
+  return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil,
+    options = options ~= "" and options or nil }
 end
 
 --- The same for people: "careful d322f655 (growth=2 every=7)".
 function M.label(policy)
   local d = M.described(policy)
-  return d.name .. (d.hash and " " .. d.hash or "") .. (d.options and " (" .. d.options .. ")" or "")
+  return d.name .. (d.hash and " " .. d.hash or "") ..
+    (d.options and " (" .. d.options .. ")" or "")
 end
 
 local described, label = M.described, M.label
 
 local function tell(self, kind, text, data)
   local trainer = self.trainer
-  trainer.run_files:event(trainer.steps_done, kind, text, data and require("engine.base.json").encode(data) or nil)
+  trainer.run_files:event(trainer.steps_done, kind, text,
+    data and require("engine.base.json").encode(data) or nil)
   trainer:note(("step %d: %s"):format(trainer.steps_done, text))
 end
 
 local function refuse(self, what, by, problem)
   problem = tostring(problem)
-  tell(self, "swap_refused", ("%s stays, %s is not used: %s"):format(self.trainer.policy.name, what, problem),
+  tell(self, "swap_refused", ("%s stays, %s is not used: %s"):format(self.trainer.policy.name, what,
+    problem),
     { by = by, what = what, problem = problem, policy = described(self.trainer.policy) })
   return nil, problem
 end
@@ -77,8 +86,9 @@ function Swap:remember(record)
   self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
 end
 
--- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is tried: nothing of it stays. Of
--- the statistics per tensor only the last step's are there. Records without a statistic that it needs are left out.
+-- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is
+-- tried: nothing of it stays. Of the statistics per tensor only the last step's are there. Records
+-- without a statistic that it needs are left out.
 local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
@@ -89,11 +99,17 @@ local function trial(self, copy)
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
-      local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 and trainer.stats or nil)
-      if C.eng_clock() - began > PATIENCE then return ("tried on the last steps, it took more than %d s"):format(PATIENCE) end
+      local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0
+        and trainer.stats or nil)
+      if C.eng_clock() - began > PATIENCE then
+        return ("tried on the last steps, it took more than %d s"):format(PATIENCE)
+      end
       local refused = trainer:mode_refuses(copy)
       if refused then return refused end
-      if verdict.failed ~= 0 then return ("tried on step %d: %s"):format(tonumber(self.ring[at].step), ffi.string(verdict.reason)) end
+      if verdict.failed ~= 0 then
+        return ("tried on step %d: %s"):format(tonumber(self.ring[at].step),
+          ffi.string(verdict.reason))
+      end
     end
   end
 end
@@ -109,26 +125,35 @@ local function put(self, fresh, by, as_it_is)
   self:hold(fresh, as_it_is)
   self.swaps = self.swaps + 1
   if history and fresh.source then history:add_policy(fresh:hash(), fresh.name, fresh.source) end
-  tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by, fresh:scale()),
+  tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by,
+    fresh:scale()),
     { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
 end
 
--- Rank 0's bytes, in a policy of this rank's own; a policy that is no text is loaded by each. As pcall gives it.
+-- Rank 0's bytes, in a policy of this rank's own; a policy that is no text is loaded by each. As
+-- pcall gives it.
 local function load_together(self, source, options)
-  local json, ranks, load = require "engine.base.json", require "engine.dist.ranks", require("engine.policy.policy").load
+  local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
+    require("engine.policy.policy").load
   local news, good, fresh = nil, true, nil
   if ranks.rank() == 0 then
     good, fresh = pcall(load, source, options)
     if not good then news = { problem = tostring(fresh) }
-    elseif fresh.source then news = { source = fresh.source, file = fresh.file, path = fresh.path, options = fresh.given, crc = fresh:hash() }
+    elseif fresh.source then
+      news = { source = fresh.source, file = fresh.file, path = fresh.path, options = fresh.given,
+        crc = fresh:hash() }
     else news = {} end
   end
   news = json.decode(ranks.from_first(news and json.encode(news)))
   if news.problem then return false, news.problem end
   if ranks.rank() > 0 then
-    if news.source then good, fresh = pcall(load, { source = news.source, file = news.file, path = news.path }, news.options or {})
+    if news.source then
+      good, fresh = pcall(load, { source = news.source, file = news.file, path = news.path },
+        news.options or {})
     else good, fresh = pcall(load, source, options) end
-    if good and news.crc and fresh:hash() ~= news.crc then good, fresh = false, "its bytes came damaged" end
+    if good and news.crc and fresh:hash() ~= news.crc then
+      good, fresh = false, "its bytes came damaged"
+    end
   end
   return good, fresh
 end
@@ -136,7 +161,8 @@ end
 --- What one of the ranks has against it, or nil: the same answer on all.
 local function anybody(self, problem)
   if not self.trainer.reducer.many then return problem end
-  for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem) or "")) do
+  for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)
+    or "")) do
     if text ~= "" then return ("rank %d: %s"):format(rank - 1, text) end
   end
 end
@@ -170,8 +196,9 @@ local function attempt(self, source, options, by)
   return true
 end
 
---- Another policy: a name, a path or { source =, file = }, as engine.policy.load takes them, with options for it. Gives true, or
---- nil and what is wrong with it. Asked for inside a step it happens at the step's end.
+--- Another policy: a name, a path or { source =, file = }, as engine.policy.load takes them, with
+--- options for it. Gives true, or nil and what is wrong with it. Asked for inside a step it happens
+--- at the step's end.
 function Swap:swap(source, options, by)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   if self.trainer.current then
@@ -202,7 +229,8 @@ function Swap:observe(record, stats, verdict)
   if not old then return verdict end
   self.probation = nil
   local policy = self.trainer.policy
-  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or self.trainer:mode_refuses(policy)
+  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
+    or self.trainer:mode_refuses(policy)
   problem = anybody(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
   self.trainer:use_policy(old)
@@ -221,17 +249,20 @@ local function reread(self, by)
   if self.trainer.reducer.many then text = require("engine.dist.ranks").from_first(text) end
   if not text then return refuse(self, policy.file, by, why or policy.path .. " cannot be read") end
   if text == policy.source then return false end
-  return attempt(self, { source = text, file = policy.file, path = policy.path, of_the_file = true }, policy.given, by)
+  return attempt(self, { source = text, file = policy.file, path = policy.path,
+    of_the_file = true }, policy.given, by)
 end
 
--- Whether the policy's file was saved: it is looked at when it has the same stamp twice, for whoever writes it may not be done.
+-- Whether the policy's file was saved: it is looked at when it has the same stamp twice, for
+-- whoever writes it may not be done.
 local function was_saved(self)
   local policy = self.trainer.policy
   if not self.watching or not policy.path then return false end
   local stamp = C.eng_file_stamp(policy.path)
   if stamp == 0 and self.pending_stamp == 0 and self.gone ~= policy then
     self.gone = policy
-    self.trainer:note(("step %d: the policy's file %s is gone; the policy stays as it was read"):format(self.trainer.steps_done, policy.path))
+    self.trainer:note(("step %d: the policy's file %s is gone; the policy stays as it was " ..
+      "read"):format(self.trainer.steps_done, policy.path))
   end
   if stamp == self.stamp then
     self.pending_stamp = nil
@@ -254,12 +285,15 @@ end
 --- Reads it again.
 function Swap:grant(by)
   local policy = self.trainer.policy
-  if not policy.path then self.trainer:note(("%s: policy %s has no file to be read again"):format(by, policy.name))
-  elseif reread(self, by) == false and by ~= SAVED then self.trainer:note(("%s: %s is as it was"):format(by, policy.file)) end
+  if not policy.path then
+    self.trainer:note(("%s: policy %s has no file to be read again"):format(by, policy.name))
+  elseif reread(self, by) == false and by ~= SAVED then
+    self.trainer:note(("%s: %s is as it was"):format(by, policy.file))
+  end
 end
 
---- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file. Several ranks learn of SIGHUP by the
---- step's record, of the file by rank 0 (control.lua).
+--- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file.
+--- Several ranks learn of SIGHUP by the step's record, of the file by rank 0 (control.lua).
 function Swap:between()
   while self.queue[1] do table.remove(self.queue, 1)() end
   local parallel = self.trainer.reducer
@@ -276,15 +310,21 @@ end
 function Swap:state()
   local policy = self.trainer.policy
   if self.swaps == 0 or policy.is_class or policy.file == self.asked.file then return nil end
-  return { asked = self.asked, name = policy.name, file = policy.file, path = policy.path, source = policy.source, options = policy.given }
+  return { asked = self.asked, name = policy.name, file = policy.file, path = policy.path,
+    source = policy.source, options = policy.given }
 end
 
---- Puts the policy of a checkpoint in force again, as long as the script asks for the same one as before. Gives a line about it.
+--- Puts the policy of a checkpoint in force again, as long as the script asks for the same one as
+--- before. Gives a line about it.
 function Swap:resume(saved)
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
   if asked.name ~= self.asked.name or asked.file ~= self.asked.file then return nil end
-  local good, policy = pcall(require("engine.policy.policy").load, { source = saved.source, file = saved.file, path = saved.path }, saved.options)
-  if not good then return ("the policy that was swapped in, %s, cannot be used any more: %s"):format(tostring(saved.file), tostring(policy)) end
+  local good, policy = pcall(require("engine.policy.policy").load,
+    { source = saved.source, file = saved.file, path = saved.path }, saved.options)
+  if not good then
+    return ("the policy that was swapped in, %s, cannot be used any more: %s"):format(
+      tostring(saved.file), tostring(policy))
+  end
   self.trainer:use_policy(policy)
   self:hold(policy, true)
   self.swaps = 1

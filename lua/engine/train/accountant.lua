@@ -1,10 +1,12 @@
--- Memory by role: what a precision recipe should take, from shapes and formats alone, beside what it does take.
+-- Memory by role: what a precision recipe should take, from shapes and formats alone, beside what
+-- it does take.
 --
 --   print(opt:memory(function() return model:loss(x, y) end))     one forward pass under the optimizer's precision
 --
--- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, where a loss is given, what the tape keeps for the
--- backward pass, in all and of that as FP8 codes and scales. What is kept of FP8 layers is predicted from the shape of each layer and the
--- rows that went through it. Called by Optimizer:memory.
+-- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, where a
+-- loss is given, what the tape keeps for the backward pass, in all and of that as FP8 codes and
+-- scales. What is kept of FP8 layers is predicted from the shape of each layer and the rows that
+-- went through it. Called by Optimizer:memory.
 local M_ffi = require "engine.base.ffi"
 local precision = require "engine.train.precision"
 
@@ -38,11 +40,14 @@ local function predicted(opt)
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
       local square = role.block_rows == role.block_columns
-      sums.fp8 = sums.fp8 + n + 4 * scales(role, N, K) + (square and 0 or n + 4 * scales(role, K, N))
+      sums.fp8 = sums.fp8 + n + 4 * scales(role, N, K) + (square and 0 or n + 4 * scales(role, K,
+        N))
     end
   end
   sums.moments = 0
-  for _, x in pairs(opt:state_tensors()) do sums.moments = sums.moments + x.count * SIZE[opt.precision.moments] end
+  for _, x in pairs(opt:state_tensors()) do
+    sums.moments = sums.moments + x.count * SIZE[opt.precision.moments]
+  end
   return sums
 end
 
@@ -53,8 +58,10 @@ local function kept(opt, rows_of)
     local role, K, rows = site.recipe.role[0], site.module.inputs, rows_of[site.path] or 0
     local codes = rows * K + 4 * scales(role, rows, K)
     if rows == 0 then codes = 0
-    elseif role.keep == C.ENG_FP8_KEEP_E5M6 then codes = 1.5 * rows * K + 4 * scales({ block_rows = 1, block_columns = 128 }, rows, K)
-    elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then codes = rows * K + 4 * scales(role, K, rows)
+    elseif role.keep == C.ENG_FP8_KEEP_E5M6 then
+      codes = 1.5 * rows * K + 4 * scales({ block_rows = 1, block_columns = 128 }, rows, K)
+    elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then
+      codes = rows * K + 4 * scales(role, K, rows)
     elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
     bytes = bytes + codes
   end
@@ -65,12 +72,14 @@ local MIB = 2 ^ 20
 local meta = { __tostring = function(rows)
   local lines = { ("%-26s %14s %14s"):format("memory", "predicted MiB", "measured MiB") }
   for _, row in ipairs(rows) do
-    lines[#lines + 1] = ("%-26s %14s %14.3f"):format(row.role, row.predicted and ("%.3f"):format(row.predicted / MIB) or "", row.measured / MIB)
+    lines[#lines + 1] = ("%-26s %14s %14.3f"):format(row.role,
+      row.predicted and ("%.3f"):format(row.predicted / MIB) or "", row.measured / MIB)
   end
   return table.concat(lines, "\n")
 end }
 
---- Rows { role, predicted, measured } in bytes. loss: a function that makes a loss, or nil; the step ends with it.
+--- Rows { role, predicted, measured } in bytes. loss: a function that makes a loss, or nil; the
+--- step ends with it.
 function M.new(opt, loss)
   local bytes, fp8_bytes, kept_all = M_ffi.new("int64_t[4]"), M_ffi.new("int64_t[1]"), nil
   local rows_of = {}
@@ -82,7 +91,8 @@ function M.new(opt, loss)
       local role = site.recipe.role[0]
       paths[site.module] = site.path
       if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
-        sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows, role.block_columns, role.rule, role.pow2, role.margin, role.eps)
+        sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
+          role.block_columns, role.rule, role.pow2, role.margin, role.eps)
       end
     end
     opt.model:apply(function(m) if m._class == "swiglu" then rows_of.swiglu = true end end)
@@ -103,13 +113,16 @@ function M.new(opt, loss)
       kept_all = tonumber(C.eng_tape_bytes(fp8_bytes))
     end)
     for m in pairs(paths) do rawset(m, "forward", inputs[m]) end
-    C.eng_scope_end(mark[0])       -- says that operations stand on the tape, which the step's end empties
+    -- says that operations stand on the tape, which the step's end empties
+    C.eng_scope_end(mark[0])
     check(C.eng_step_end())
     if not good then error(message, 0) end
   end
   C.eng_params_bytes(bytes, opt.params)
   local want, moments = predicted(opt), 0
-  for _, x in pairs(opt:state_tensors()) do moments = moments + x.count * C.eng_dtype_size(M_ffi.dtype[x.dtype]) end
+  for _, x in pairs(opt:state_tensors()) do
+    moments = moments + x.count * C.eng_dtype_size(M_ffi.dtype[x.dtype])
+  end
   local rows = {
     { role = "masters", predicted = want.masters, measured = tonumber(bytes[0]) },
     { role = "low-precision copies", predicted = want.copies, measured = tonumber(bytes[1]) },
@@ -119,7 +132,8 @@ function M.new(opt, loss)
   }
   if loss then
     rows[#rows + 1] = { role = "kept for backward", measured = kept_all }
-    rows[#rows + 1] = { role = "  of it FP8", predicted = kept(opt, rows_of), measured = tonumber(fp8_bytes[0]) }
+    rows[#rows + 1] = { role = "  of it FP8", predicted = kept(opt, rows_of),
+      measured = tonumber(fp8_bytes[0]) }
   end
   for _, row in ipairs(rows) do rows[row.role:match("^%s*(.*)$")] = row end
   return setmetatable(rows, meta)

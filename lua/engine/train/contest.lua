@@ -1,4 +1,5 @@
--- A contest: the same job under several policies and several seeds, and what came of each as mean and spread.
+-- A contest: the same job under several policies and several seeds, and what came of each as mean
+-- and spread.
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
@@ -15,7 +16,9 @@ local function mean_and_spread(values)
 end
 
 -- A single seed has no spread.
-local function number_text(n) return #n.values > 1 and ("%.4g +- %.2g"):format(n.mean, n.spread) or ("%.4g"):format(n.mean) end
+local function number_text(n)
+  return #n.values > 1 and ("%.4g +- %.2g"):format(n.mean, n.spread) or ("%.4g"):format(n.mean)
+end
 
 local function text_of(result)
   local lines, columns = { { "policy" } }, result.columns
@@ -29,7 +32,10 @@ local function text_of(result)
     for c, cell in ipairs(line) do width[c] = math.max(width[c] or 0, #cell) end
   end
   for i, line in ipairs(lines) do
-    for c, cell in ipairs(line) do line[c] = c == 1 and cell .. (" "):rep(width[c] - #cell) or (" "):rep(width[c] - #cell) .. cell end
+    for c, cell in ipairs(line) do
+      line[c] = c == 1 and cell .. (" "):rep(width[c] - #cell) or (" "):rep(width[c] - #cell) ..
+        cell
+    end
     lines[i] = table.concat(line, "  ")
   end
   return table.concat(lines, "\n")
@@ -37,30 +43,38 @@ end
 
 local KNOWN = { policies = true, also = true, seeds = true, run = true }
 
--- With `also` at the end, unless it is one of them, or the name alone of one that stands there with options.
+-- With `also` at the end, unless it is one of them, or the name alone of one that stands there with
+-- options.
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
-    if also == nil or policy == also or tostring(policy):match("^[^:]+") == also then return list end
+    if also == nil or policy == also or tostring(policy):match("^[^:]+") == also then
+      return list
+    end
   end
   list[#list + 1] = also
   return list
 end
 
---- Runs `run(policy, seed)` for every policy, and for `also` where that is none of them, and the seeds 1 to `seeds`
---- (5); it gives back a table of numbers. Returns a list of
---- { policy =, NAME = { mean =, spread = standard deviation, values } ... } which prints as a table.
+--- Runs `run(policy, seed)` for every policy, and for `also` where that is none of them, and the
+--- seeds 1 to `seeds` (5); it gives back a table of numbers. Returns a list of { policy =, NAME = {
+--- mean =, spread = standard deviation, values } ... } which prints as a table.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
-  if type(options.policies) ~= "table" or #options.policies == 0 or type(options.run) ~= "function" then
-    M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = function(policy, seed) ... end }")
+  if type(options.policies) ~= "table" or #options.policies == 0
+    or type(options.run) ~= "function" then
+    M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..
+      "function(policy, seed) ... end }")
   end
   local result = { columns = {} }
   for p, policy in ipairs(with(options.policies, options.also)) do
     local row = { policy = tostring(policy) }
     for seed = 1, options.seeds or 5 do
       local numbers = options.run(policy, seed)
-      if type(numbers) ~= "table" then M_ffi.raise("contest: expected run to give back a table of numbers, got %s", M_ffi.value_text(numbers)) end
+      if type(numbers) ~= "table" then
+        M_ffi.raise("contest: expected run to give back a table of numbers, got %s",
+          M_ffi.value_text(numbers))
+      end
       for name, value in pairs(numbers) do
         if p == 1 and seed == 1 then table.insert(result.columns, name) end
         row[name] = row[name] or { values = {} }
@@ -68,7 +82,9 @@ function M.new(options)
       end
     end
     if p == 1 then table.sort(result.columns) end
-    for _, name in ipairs(result.columns) do row[name].mean, row[name].spread = mean_and_spread(row[name].values) end
+    for _, name in ipairs(result.columns) do
+      row[name].mean, row[name].spread = mean_and_spread(row[name].values)
+    end
     result[p] = row
   end
   return setmetatable(result, { __tostring = text_of })

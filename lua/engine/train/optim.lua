@@ -1,6 +1,6 @@
--- Optimizers over a module's parameters: sgd, adam, adamw, lion. An optimizer owns the parameter set (flat
--- weights and gradients) and its moments; the fused kernel unscales, clips, updates and refreshes the
--- low-precision weights in one pass.
+-- Optimizers over a module's parameters: sgd, adam, adamw, lion. An optimizer owns the parameter
+-- set (flat weights and gradients) and its moments; the fused kernel unscales, clips, updates and
+-- refreshes the low-precision weights in one pass.
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
@@ -14,19 +14,27 @@ local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local M = {}
 
 local KINDS = {
-  sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0, nesterov = false, weight_decay = 0 } },
-  adam  = { kind = C.ENG_ADAM,  defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0 } },
-  adamw = { kind = C.ENG_ADAMW, defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2 } },
-  lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0 } },
+  sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0,
+    nesterov = false, weight_decay = 0 } },
+  adam  = { kind = C.ENG_ADAM,  defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8,
+    weight_decay = 0 } },
+  adamw = { kind = C.ENG_ADAMW, defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8,
+    weight_decay = 1e-2 } },
+  lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99,
+    weight_decay = 0 } },
 }
 
 local names_of = nearest.keys
 
 local function check_hyper(name, values)
-  local function bad(key, expected) raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key])) end
+  local function bad(key, expected)
+    raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key]))
+  end
   for _, key in ipairs { "lr", "lr_mul", "weight_decay", "momentum", "dampening" } do
     local v = values[key]
-    if v ~= nil and not (type(v) == "number" and v >= 0 and v < math.huge) then bad(key, "as a number >= 0") end
+    if v ~= nil and not (type(v) == "number" and v >= 0 and v < math.huge) then
+      bad(key, "as a number >= 0")
+    end
   end
   for _, key in ipairs { "beta1", "beta2" } do
     local v = values[key]
@@ -36,7 +44,9 @@ local function check_hyper(name, values)
   if eps ~= nil and not (type(eps) == "number" and eps >= 2 ^ -126 and eps < math.huge) then
     bad("eps", "as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)")
   end
-  if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then bad("nesterov", "as true or false") end
+  if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then
+    bad("nesterov", "as true or false")
+  end
   if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
     raise("optim.%s: nesterov needs a momentum and no dampening", name)
   end
@@ -47,8 +57,9 @@ end
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
---- Splits parameters into groups: options.groups is a list of { match = pattern or function(name, tensor), lr_mul =, overrides ... },
---- the first match wins; decay = "matrices" takes weight decay off everything with fewer than two dimensions.
+--- Splits parameters into groups: options.groups is a list of { match = pattern or function(name,
+--- tensor), lr_mul =, overrides ... }, the first match wins; decay = "matrices" takes weight decay
+--- off everything with fewer than two dimensions.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
   local function add(overrides, label)
@@ -56,9 +67,12 @@ local function make_groups(name, list, options, defaults)
     for key, value in pairs(defaults) do values[key] = value end
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
-        if key == "lr" then raise("optim.%s: a group sets lr_mul, a factor on the common rate, not lr", name) end
+        if key == "lr" then
+          raise("optim.%s: a group sets lr_mul, a factor on the common rate, not lr", name)
+        end
         if defaults[key] == nil and key ~= "lr_mul" then
-          raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key), nearest.hint(tostring(key), names_of(defaults)))
+          raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),
+            nearest.hint(tostring(key), names_of(defaults)))
         end
         values[key] = value
       end
@@ -71,7 +85,8 @@ local function make_groups(name, list, options, defaults)
   local plain = options.decay == "matrices" and add({ weight_decay = 0 }, "no decay") or nil
   local user = {}
   for i, group in ipairs(options.groups or {}) do
-    if type(group) ~= "table" or (type(group.match) ~= "string" and type(group.match) ~= "function") then
+    if type(group) ~= "table" or (type(group.match) ~= "string"
+      and type(group.match) ~= "function") then
       raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
     end
     user[i] = add(group, group.label or ("group " .. i))
@@ -80,7 +95,9 @@ local function make_groups(name, list, options, defaults)
     local chosen = plain and p.tensor.ndim < 2 and plain or base
     for k, group in ipairs(options.groups or {}) do
       local hit
-      if type(group.match) == "string" then hit = p.name:find(group.match) ~= nil else hit = group.match(p.name, p.tensor) end
+      if type(group.match) == "string" then
+        hit = p.name:find(group.match) ~= nil
+      else hit = group.match(p.name, p.tensor) end
       if hit then chosen = user[k] break end
     end
     group_of[i - 1] = chosen - 1
@@ -91,15 +108,20 @@ end
 local function parameter_list(name, model)
   local list = module.is_module(model) and model:parameters() or model
   if type(list) ~= "table" then
-    raise("optim.%s: expected a module or a list of tensors or of { name =, tensor = }, got %s", name, M_ffi.value_text(model))
+    raise("optim.%s: expected a module or a list of tensors or of { name =, tensor = }, got %s",
+      name, M_ffi.value_text(model))
   end
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
-    if type(p) ~= "table" or not tensor.is_tensor(p.tensor) then raise("optim.%s: entry %d has no tensor", name, i) end
+    if type(p) ~= "table" or not tensor.is_tensor(p.tensor) then
+      raise("optim.%s: entry %d has no tensor", name, i)
+    end
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
-  if #trainable == 0 then raise("optim.%s: nothing to train: no parameter requires a gradient", name) end
+  if #trainable == 0 then
+    raise("optim.%s: nothing to train: no parameter requires a gradient", name)
+  end
   return trainable
 end
 
@@ -110,16 +132,22 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
---- The set that an earlier optimizer of these very parameters made, or a new one. The modules hold it, so that their weights
---- outlive the optimizer and another one can follow; those of tensors without a module live on, too.
+--- The set that an earlier optimizer of these very parameters made, or a new one. The modules hold
+--- it, so that their weights outlive the optimizer and another one can follow; those of tensors
+--- without a module live on, too.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
   for i = 1, n do
-    if found and not (set_of(list[i]) == found and found.slots[i] == tonumber(list[i].tensor.slot)) then found = nil end
+    if found and not (set_of(list[i]) == found
+      and found.slots[i] == tonumber(list[i].tensor.slot)) then
+      found = nil
+    end
   end
   if found and #found.slots == n then return found end
   local tensors, names, slots = M_ffi.new("eng_tensor[?]", n), M_ffi.new("const char *[?]", n), {}
-  for i, p in ipairs(list) do tensors[i - 1], names[i - 1], slots[i] = p.tensor, p.name or "p" .. i, tonumber(p.tensor.slot) end
+  for i, p in ipairs(list) do
+    tensors[i - 1], names[i - 1], slots[i] = p.tensor, p.name or "p" .. i, tonumber(p.tensor.slot)
+  end
   local out = M_ffi.new("eng_params *[1]")
   check(C.eng_params_new(out, tensors, names, n))
   local set = { params = ffi.gc(out[0], C.eng_params_free), slots = slots }
@@ -139,17 +167,23 @@ end
 local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
-  if type(options) ~= "table" then raise("optim.%s: expected a table of options, got %s", name, M_ffi.value_text(options)) end
+  if type(options) ~= "table" then
+    raise("optim.%s: expected a table of options, got %s", name, M_ffi.value_text(options))
+  end
   local defaults = {}
   for key, value in pairs(kind.defaults) do defaults[key] = value end
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
-      if type(value) ~= "table" then raise("optim.%s: expected betas as a list of two numbers, got %s", name, M_ffi.value_text(value)) end
+      if type(value) ~= "table" then
+        raise("optim.%s: expected betas as a list of two numbers, got %s", name,
+          M_ffi.value_text(value))
+      end
       defaults.beta1, defaults.beta2 = value[1], value[2]
     elseif defaults[key] ~= nil then
       defaults[key] = value
     elseif key ~= "groups" and key ~= "decay" and key ~= "precision" and key ~= "moments" then
-      raise("optim.%s: unknown option '%s'%s; options: %s groups decay precision moments", name, tostring(key),
+      raise("optim.%s: unknown option '%s'%s; options: %s groups decay precision moments", name,
+        tostring(key),
         nearest.hint(tostring(key), names_of(defaults)), table.concat(names_of(defaults), " "))
     end
   end
@@ -161,11 +195,15 @@ local function new(name, model, options)
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
   if full.fp8 and not module.is_module(model) then
-    raise("optim.%s: the precision '%s' is for the layers of a module, got a list of tensors", name, full.name)
+    raise("optim.%s: the precision '%s' is for the layers of a module, got a list of tensors", name,
+      full.name)
   end
-  local sites = module.is_module(model) and require("engine.train.fp8_sites").attach(model, full) or nil
+  local sites = module.is_module(model) and require("engine.train.fp8_sites").attach(model, full)
+    or nil
   local moments = options.moments or full.moments
-  if moments ~= "f32" and moments ~= "bf16" then raise("optim.%s: expected moments in f32 or bf16, got %s", name, M_ffi.value_text(moments)) end
+  if moments ~= "f32" and moments ~= "bf16" then
+    raise("optim.%s: expected moments in f32 or bf16, got %s", name, M_ffi.value_text(moments))
+  end
   local groups, group_of = make_groups(name, list, options, defaults)
   local set = parameter_set(list)
 
@@ -198,10 +236,14 @@ end
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   if full.moments ~= self.precision.moments then
-    raise("set_precision: the recipe '%s' wants moments in %s, this optimizer was made for %s; hint: give the recipe to engine.optim.%s",
+    raise("set_precision: the recipe '%s' wants moments in %s, this optimizer was made for %s; " ..
+      "hint: give the recipe to engine.optim.%s",
       full.name, full.moments, self.precision.moments, self.name)
   end
-  if full.fp8 and not self.model then raise("set_precision: FP8 needs the module whose layers it is for: this optimizer was made of a list of tensors") end
+  if full.fp8 and not self.model then
+    raise("set_precision: FP8 needs the module whose layers it is for: this optimizer was made " ..
+      "of a list of tensors")
+  end
   self.precision = full
   self.fp8 = self.model and require("engine.train.fp8_sites").attach(self.model, full) or nil
   local shadow, gradient = precision.parameter_formats(self.precision, self.list)
@@ -221,10 +263,13 @@ function Optimizer:grad_norm(scale)
 end
 
 local function want_limit(name, limit)
-  if type(limit) ~= "number" or not (limit > 0) then raise("%s: expected a limit > 0, got %s", name, M_ffi.value_text(limit)) end
+  if type(limit) ~= "number" or not (limit > 0) then
+    raise("%s: expected a limit > 0, got %s", name, M_ffi.value_text(limit))
+  end
 end
 
---- Limits the global norm of the gradients at the next step(); returns the norm. The clipping happens inside the update.
+--- Limits the global norm of the gradients at the next step(); returns the norm. The clipping
+--- happens inside the update.
 function Optimizer:clip_grad_norm(limit)
   want_limit("clip_grad_norm", limit)
   local norm = self:grad_norm()
@@ -238,7 +283,8 @@ function Optimizer:clip_grad_value(limit)
   self._clip_value = limit
 end
 
-local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true, clip_norm = true,
+local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true,
+  clip_norm = true,
   norm = true }
 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; clip_norm, the
@@ -248,14 +294,17 @@ local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged 
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
-    raise("optim.%s: expected lr as a finite number >= 0, got %s", self.name, M_ffi.value_text(self.lr))
+    raise("optim.%s: expected lr as a finite number >= 0, got %s", self.name,
+      M_ffi.value_text(self.lr))
   end
   local lr = self.lr * (options.lr_mul or 1)
   for i, group in ipairs(self.groups) do
     local h = self._hyper[i - 1]
     h.lr = lr * group.lr_mul
-    h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0, group.weight_decay
-    h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov and 1 or 0
+    h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0,
+      group.weight_decay
+    h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov
+      and 1 or 0
   end
   local update = self._update
   update.kind, update.n_groups, update.groups = self._kind, #self.groups, self._hyper
@@ -269,7 +318,8 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
---- Moments as { ["name.moment1"] = tensor } over the optimizer's own memory, and its counters, for checkpoints.
+--- Moments as { ["name.moment1"] = tensor } over the optimizer's own memory, and its counters, for
+--- checkpoints.
 function Optimizer:state_tensors()
   local state, most = {}, self.name == "sgd" and 0 or 2
   for _, group in ipairs(self.groups) do
@@ -285,10 +335,12 @@ function Optimizer:state_tensors()
   return state
 end
 
---- Takes moments and the number of updates back. What does not fit is an error before anything has changed.
+--- Takes moments and the number of updates back. What does not fit is an error before anything has
+--- changed.
 function Optimizer:load_state(tensors, updates)
   if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
-    raise("optimizer state: expected the number of updates as a whole number of 0 or more, got %s", M_ffi.value_text(updates))
+    raise("optimizer state: expected the number of updates as a whole number of 0 or more, got %s",
+      M_ffi.value_text(updates))
   end
   local own, names = self:state_tensors(), {}
   for name, target in pairs(own) do
@@ -296,11 +348,15 @@ function Optimizer:load_state(tensors, updates)
     local source = tensors[name]
     if not source then raise("optimizer state: '%s' is missing", name) end
     if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
-      raise("optimizer state: expected '%s' as %s, got %s", name, tensor.shape_text(target.shape), tensor.shape_text(source.shape))
+      raise("optimizer state: expected '%s' as %s, got %s", name, tensor.shape_text(target.shape),
+        tensor.shape_text(source.shape))
     end
   end
   for name in pairs(tensors) do
-    if not own[name] then raise("optimizer state: '%s' belongs to no parameter%s", tostring(name), nearest.hint(tostring(name), names)) end
+    if not own[name] then
+      raise("optimizer state: '%s' belongs to no parameter%s", tostring(name),
+        nearest.hint(tostring(name), names))
+    end
   end
   for name, target in pairs(own) do target:copy(tensors[name]) end
   C.eng_optimizer_restart(self.state)
@@ -311,8 +367,10 @@ end
 function Optimizer:memory(loss) return require("engine.train.accountant").new(self, loss) end
 
 function Optimizer:__tostring()
-  local lines = { ("%s: %d parameters, %s elements, %d updates, lr %g, precision %s"):format(self.name, #self.list,
-    tostring(tonumber(C.eng_params_count(self.params))), self.updates, self.lr, self.precision.name) }
+  local lines = { ("%s: %d parameters, %s elements, %d updates, lr %g, precision %s"):format(
+    self.name, #self.list,
+    tostring(tonumber(C.eng_params_count(self.params))), self.updates, self.lr,
+      self.precision.name) }
   local counts = {}
   for i = 0, #self.list - 1 do counts[self._group_of[i]] = (counts[self._group_of[i]] or 0) + 1 end
   for i, group in ipairs(self.groups) do
@@ -320,7 +378,10 @@ function Optimizer:__tostring()
     for _, key in ipairs { "lr", "beta1", "beta2", "eps", "momentum", "weight_decay" } do
       if group[key] ~= nil then parts[#parts + 1] = ("%s %g"):format(key, group[key]) end
     end
-    if counts[i - 1] then lines[#lines + 1] = ("  %s: %d tensors, %s"):format(group.label, counts[i - 1], table.concat(parts, ", ")) end
+    if counts[i - 1] then
+      lines[#lines + 1] = ("  %s: %d tensors, %s"):format(group.label, counts[i - 1],
+        table.concat(parts, ", "))
+    end
   end
   return table.concat(lines, "\n")
 end

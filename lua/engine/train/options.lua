@@ -1,5 +1,5 @@
--- The options of engine.trainer{ ... }: their names, what each must be, and messages for what is wrong.
--- trainer.lua documents them for users and calls check().
+-- The options of engine.trainer{ ... }: their names, what each must be, and messages for what is
+-- wrong. trainer.lua documents them for users and calls check().
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"

@@ -1,5 +1,6 @@
--- Overflows of a run: what an event says of one, looking closer (trap.lua), and advice when no loss scale mends it.
--- Owned by the trainer, which calls look() for every step that overflowed and changed no weight.
+-- Overflows of a run: what an event says of one, looking closer (trap.lua), and advice when no loss
+-- scale mends it. Owned by the trainer, which calls look() for every step that overflowed and
+-- changed no weight.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local ranks = require "engine.dist.ranks"
@@ -15,10 +16,12 @@ Overflows.__index = Overflows
 local STUCK = 10        -- overflows in a row at a scale that does not fall
 
 function M.new(trainer, every_time)
-  return setmetatable({ trainer = trainer, every_time = every_time, in_row = 0, stuck = 0, told = {} }, Overflows)
+  return setmetatable({ trainer = trainer, every_time = every_time, in_row = 0, stuck = 0,
+    told = {} }, Overflows)
 end
 
--- The first parameter, in the model's order, whose gradient holds inf ("inf") or nan ("nan"); nil: none does.
+-- The first parameter, in the model's order, whose gradient holds inf ("inf") or nan ("nan"); nil:
+-- none does.
 local function first_with(self, stats, field)
   for i, p in ipairs(self.trainer.optimizer.list) do
     if stats[i - 1][field] > 0 then return p.name end
@@ -30,7 +33,8 @@ function Overflows:text(record, stats, reason)
   local first = { inf = first_with(self, stats, "inf"), nan = first_with(self, stats, "nan") }
   local parts = {}
   for i, kind in ipairs { "inf", "nan" } do
-    parts[i] = ("%d %s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " .. first[kind] or "")
+    parts[i] = ("%d %s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " ..
+      first[kind] or "")
   end
   local culprits = self.trainer.reducer:culprits()
   for i = 1, math.min(#culprits, 4) do
@@ -39,12 +43,14 @@ function Overflows:text(record, stats, reason)
   end
   if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
-  return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan), first_inf = first.inf, first_nan = first.nan,
+  return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan),
+    first_inf = first.inf, first_nan = first.nan,
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
---- Runs the step's forward and backward pass again under the watch, from the batches and random numbers it had. Gives a finding
---- (trap.lua), or nil and a message. Leaves the random numbers where they were.
+--- Runs the step's forward and backward pass again under the watch, from the batches and random
+--- numbers it had. Gives a finding (trap.lua), or nil and a message. Leaves the random numbers
+--- where they were.
 local function run_again(trainer, scale)
   local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
   C.eng_rng_get(seed, counter)
@@ -59,7 +65,8 @@ local function run_again(trainer, scale)
     end
   end)
   C.eng_backward_abort()
-  C.eng_scope_end(mark[0])       -- with an error where the pass ended early; the step's end then drops what is left
+  -- with an error where the pass ended early; the step's end then drops what is left
+  C.eng_scope_end(mark[0])
   C.eng_rng_set(seed[0], counter[0])
   return finding, message
 end
@@ -82,29 +89,36 @@ local function advice(self, record, finding)
     end
   end
   if weight then
-    say("the weight %s is lost: go on from a checkpoint before it (resume=RUN/checkpoints/STEP) with a smaller learning rate or clip=1", weight)
+    say("the weight %s is lost: go on from a checkpoint before it (resume=RUN/checkpoints/STEP) " ..
+      "with a smaller learning rate or clip=1", weight)
   elseif held and not held.backward then
-    say("look at the data of this step, and at masks and constants: the loss scale has no part in it")
+    say("look at the data of this step, and at masks and constants: the loss scale has no part " ..
+      "in it")
   elseif record.loss - record.loss ~= 0 or forward then
-    say("the forward pass itself leaves the format's range, which no loss scale mends: a smaller learning rate, clip=1, precision=bf16, or this part in f32")
+    say("the forward pass itself leaves the format's range, which no loss scale mends: a " ..
+      "smaller learning rate, clip=1, precision=bf16, or this part in f32")
   else
-    say("the backward pass overflows at scale %g: a policy that goes lower (min_scale=), clip=1, a smaller learning rate, or precision=bf16", record.scale)
+    say("the backward pass overflows at scale %g: a policy that goes lower (min_scale=), " ..
+      "clip=1, a smaller learning rate, or precision=bf16", record.scale)
   end
   local path = trainer.run_files.path
-  if path then say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step)) end
+  if path then
+    say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step))
+  end
   if path and not finding then
-    say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync" or "")
+    say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync"
+      or "")
   end
   return lines
 end
 
---- A step overflowed and left the weights as they were. Runs it again where that was asked for, or where the run is stuck: the
---- policy stops it, or lets the scale stand at overflow after overflow.
+--- A step overflowed and left the weights as they were. Runs it again where that was asked for, or
+--- where the run is stuck: the policy stops it, or lets the scale stand at overflow after overflow.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]
-  local mine = not culprit or culprit.rank == trainer.reducer.rank         -- whose batches it was looks
-  if not mine and not trainer.reducer.apart then return end                -- the others' experts take part
+  local mine = not culprit or culprit.rank == trainer.reducer.rank  -- whose batches it was looks
+  if not mine and not trainer.reducer.apart then return end  -- the others' experts take part
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -121,7 +135,8 @@ function Overflows:look(record, verdict)
     local problem
     finding, problem = run_again(trainer, record.scale)
     if not mine then return end
-    local text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
+    local text = finding and tostring(finding) or "the step could not be run again: " ..
+      tostring(problem)
     trainer.run_files:event(step, "trap", text, finding and json.encode(finding:data()) or nil)
     local place = finding and finding:place() or text
     if self.every_time and not self.told[place] then
@@ -130,7 +145,8 @@ function Overflows:look(record, verdict)
     self.told[place] = true                        -- each place once; the history has them all
   end
   if stuck then
-    local what = stops and ("the policy ends the run at an overflow, with the loss scale at %g"):format(record.scale)
+    local what = stops and ("the policy ends the run at an overflow, with the loss scale at " ..
+      "%g"):format(record.scale)
       or ("%d overflows in a row, and the loss scale stays at %g"):format(self.in_row, record.scale)
     local lines = advice(self, record, finding)
     trainer.run_files:event(step, "stuck", what .. "\n" .. table.concat(lines, "\n"))

@@ -22,7 +22,8 @@ M.recipes = {
   -- bf16 has f32's range: no loss scale. Products are rounded once, gradients summed in f32.
   bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Wants a loss scale.
+  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Wants a loss
+  -- scale.
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }
@@ -40,7 +41,8 @@ M.recipes = {
 --   layers                   { { match = pattern, high =, x =, w =, .. } .. }: what is different in some layers; the last match wins
 --   policy                   an FP8 policy, or a list of them (fp8_sites.lua), policies/fp8_delayed.lua and fp8_fallback.lua
 --   sample                   steps between two looks at SNR, underflow and the like (100; 0: none)
-local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" }, high = { "^head", "^lm_head" } }
+local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
+  high = { "^head", "^lm_head" } }
 M.usual_high = HYBRID.high
 local function hybrid(more)
   local all = {}
@@ -49,28 +51,40 @@ local function hybrid(more)
   return all
 end
 local function like_bf16(fp8, moments)
-  return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32", weight_gradients = "f32", norm_gradients = "f32",
+  return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
+    weight_gradients = "f32", norm_gradients = "f32",
     moments = moments or "f32", scaled = false, fp8 = fp8 }
 end
--- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast accumulation in the forward product
-local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 }, wgrad = { promotion = 128 } }
-M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
-M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad, wgrad = FAST.wgrad })
--- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their transposes where these are rows
+-- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast
+-- accumulation in the forward product
+local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 },
+  wgrad = { promotion = 128 } }
+M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward,
+  dgrad = FAST.dgrad, wgrad = FAST.wgrad })
+M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad,
+  wgrad = FAST.wgrad })
+-- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their
+-- transposes where these are rows
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
-M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
--- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online amaxes, promotion every 128, bf16
--- moments; weights stand in FP8 beside the f32 masters. The input of the linear after attention is kept in e5m6 with powers of two,
--- SwiGLU's inputs in FP8, its output is computed again.
+M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
+  keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
+-- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online
+-- amaxes, promotion every 128, bf16 moments; weights stand in FP8 beside the f32 masters. The input
+-- of the linear after attention is kept in e5m6 with powers of two, SwiGLU's inputs in FP8, its
+-- output is computed again.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
-  x = { format = "e4m3", block = "1x128", rule = "deepgemm" }, w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
-  dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED, dgrad = PROMOTED, wgrad = PROMOTED,
-  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } }, { match = "%.down$", x = { keep = "swiglu" } } },
+  x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
+    w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
+  dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED,
+    dgrad = PROMOTED, wgrad = PROMOTED,
+  high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } },
+    { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
 
 local FORMATS = {
-  weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16", norm = "f32 f16 bf16", wide = "f32 f16 bf16",
+  weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",
+    norm = "f32 f16 bf16", wide = "f32 f16 bf16",
   weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
 }
 
@@ -80,7 +94,8 @@ local function find(name)
   local found = M.recipes[name]
   if found then return found end
   local names = names_of(M.recipes)
-  raise("there is no precision '%s'%s; precisions: %s", tostring(name), nearest.hint(tostring(name), names), table.concat(names, " "))
+  raise("there is no precision '%s'%s; precisions: %s", tostring(name),
+    nearest.hint(tostring(name), names), table.concat(names, " "))
 end
 
 local full_recipes = setmetatable({}, { __mode = "k" })   -- what resolve made
@@ -101,21 +116,28 @@ function M.resolve(recipe)
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
-    if type(recipe.fp8) ~= "table" then raise("precision '%s': expected fp8 as a table, or false for none, got %s", full.name, value_text(recipe.fp8)) end
+    if type(recipe.fp8) ~= "table" then
+      raise("precision '%s': expected fp8 as a table, or false for none, got %s", full.name,
+        value_text(recipe.fp8))
+    end
     full.fp8 = {}
     for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
     for key, value in pairs(recipe.fp8) do full.fp8[key] = value end
     full.own_fp8 = recipe.fp8
   else full.fp8 = base.fp8 end
-  if full.fp8 then require("engine.train.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name)) end
+  if full.fp8 then
+    require("engine.train.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name))
+  end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
       if not FORMATS[key] then
-        raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key), nearest.hint(tostring(key), names_of(FORMATS)),
+        raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key),
+          nearest.hint(tostring(key), names_of(FORMATS)),
           table.concat(names_of(FORMATS), " "))
       end
       if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
-        raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value), FORMATS[key])
+        raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
+          FORMATS[key])
       end
     end
   end
@@ -133,12 +155,14 @@ end
 
 --- Whether a full recipe leaves every operation as it is.
 local function is_plain(full)
-  return not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32" and full.wide == "f32"
+  return not full.fp8 and full.activations == "f32" and full.residual == "f32"
+    and full.norm == "f32" and full.wide == "f32"
 end
 
 local function structure(full)
   if is_plain(full) then return nil end
-  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual], dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
+  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual],
+    dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
 local function restore(previous, good, ...)
@@ -156,12 +180,14 @@ function M.autocast(recipe, f, ...)
   return restore(previous, pcall(f, ...))
 end
 
---- Formats of each parameter in a list of { role = }: two int32_t arrays, shadow and gradient, for eng_params_precision.
+--- Formats of each parameter in a list of { role = }: two int32_t arrays, shadow and gradient, for
+--- eng_params_precision.
 function M.parameter_formats(full, list)
   local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
   for i, p in ipairs(list) do
     local norm = p.role == "norm"
-    -- a layer in FP8 reads the FP8 copy of its matrix, which is made from the master: no other one beside it
+    -- a layer in FP8 reads the FP8 copy of its matrix, which is made from the master: no other one
+    -- beside it
     local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
     shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
     gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]
@@ -173,13 +199,15 @@ end
 function M.describe(recipe)
   local full = M.resolve(recipe)
   local lines = { "precision " .. full.name }
-  for _, role in ipairs { "weights", "activations", "residual", "norm", "wide", "weight_gradients", "norm_gradients", "moments" } do
+  for _, role in ipairs { "weights", "activations", "residual", "norm", "wide", "weight_gradients",
+    "norm_gradients", "moments" } do
     lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
   end
   for _, role in ipairs(full.fp8 and { "x", "w", "dy" } or {}) do
     local r = full.fp8[role] or {}
     local block = type(r.block) == "table" and table.concat(r.block, "x") or r.block or "tensor"
-    lines[#lines + 1] = ("  %-17s %s, a scale for each %s"):format("fp8 " .. role, r.format or "e4m3", block)
+    lines[#lines + 1] = ("  %-17s %s, a scale for each %s"):format("fp8 " .. role,
+      r.format or "e4m3", block)
   end
   return table.concat(lines, "\n")
 end

@@ -1,7 +1,8 @@
--- A reference backward: now and then the step's own batches go through the model in f32 as well, with the same dropout, so that a
--- policy can compare the norm of its low-precision gradients with the true one (record.norm_ref). The step's gradients, its random
--- numbers and its place in the data are as if nothing had happened; what it costs is time, and f32 gradients kept beside the others.
--- Called by trainer.lua for policies that need "norm_ref".
+-- A reference backward: now and then the step's own batches go through the model in f32 as well,
+-- with the same dropout, so that a policy can compare the norm of its low-precision gradients with
+-- the true one (record.norm_ref). The step's gradients, its random numbers and its place in the
+-- data are as if nothing had happened; what it costs is time, and f32 gradients kept beside the
+-- others. Called by trainer.lua for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local precision = require "engine.train.precision"
@@ -13,14 +14,19 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- every: steps between two; layers: a Lua pattern of the parameters it is for ("": all). The backward of the others is spared.
+--- every: steps between two; layers: a Lua pattern of the parameters it is for ("": all). The
+--- backward of the others is spared.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   for _, p in ipairs(list) do
     if layers ~= "" and not p.name:find(layers) then spared[#spared + 1] = p.tensor end
   end
-  if #spared == #list then M_ffi.raise("ref_layers = '%s' names no parameter of this model, the first of which is %s", layers, list[1].name) end
-  return setmetatable({ trainer = trainer, every = every, spared = spared, norm = 0 / 0, norms = M_ffi.new("double[?]", #list), n = #list,
+  if #spared == #list then
+    M_ffi.raise("ref_layers = '%s' names no parameter of this model, the first of which is %s",
+      layers, list[1].name)
+  end
+  return setmetatable({ trainer = trainer, every = every, spared = spared, norm = 0 / 0,
+    norms = M_ffi.new("double[?]", #list), n = #list,
     count = 0, seconds = 0 }, Reference)
 end
 
@@ -30,7 +36,8 @@ local function backward(self, s, batches)
     trainer.reducer:draw(s, i)
     check(C.eng_scope_begin(mark))
     local good, message = pcall(function()
-      precision.autocast("fp32", trainer.loss, trainer.model, batch):backward { scale = 1 / #batches }
+      precision.autocast("fp32", trainer.loss, trainer.model,
+        batch):backward { scale = 1 / #batches }
     end)
     local status = C.eng_scope_end(mark[0])
     if not good then error(message, 0) end
@@ -38,7 +45,8 @@ local function backward(self, s, batches)
   end
 end
 
---- In a step whose turn it is: draws the step's batches, runs them in f32 and gives them back for the step itself. Else nil.
+--- In a step whose turn it is: draws the step's batches, runs them in f32 and gives them back for
+--- the step itself. Else nil.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0
@@ -49,14 +57,17 @@ function Reference:batches(s)
   for _, x in ipairs(self.spared) do x:requires_grad(false) end
   check(C.eng_params_reference_begin(trainer.optimizer.params))
   local good, message = pcall(backward, self, s, batches)
-  if good and trainer.reducer.many then check(C.eng_parallel_reference(trainer.reducer.reduction)) end
+  if good and trainer.reducer.many then
+    check(C.eng_parallel_reference(trainer.reducer.reduction))
+  end
   local status = C.eng_params_reference_end(norm, self.norms, trainer.optimizer.params, 1)
   for _, x in ipairs(self.spared) do x:requires_grad(true) end
   if not good then error(message, 0) end
   check(status)
   trainer.reducer:share_norms(norm, self.norms, self.n)
   C.eng_rng_set(place.seed, place.counter)
-  self.norm, self.count, self.seconds = norm[0], self.count + 1, self.seconds + (machine.clock() - began)
+  self.norm, self.count, self.seconds = norm[0], self.count + 1,
+    self.seconds + (machine.clock() - began)
   return batches
 end
 

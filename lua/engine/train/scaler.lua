@@ -1,15 +1,15 @@
 -- Loss scaling for a loop written out, with the state machine of PyTorch's GradScaler:
 --   local scaler = engine.scaler{ policy = "dynamic", init_scale = 2^16 }
 --   scaler:scale(loss):backward()          -- the scale seeds the backward pass; no extra pass over anything
---   scaler:unscale(opt)                    -- only when the loop looks at gradients or clips them
+--   scaler:unscale(opt)           -- only when the loop looks at gradients or clips them
 --   opt:clip_grad_norm(1)
 --   local result = scaler:step(opt)        -- { skipped = true, reason = ... } when gradients are inf or nan
 --   local verdict = scaler:update()        -- the policy decides on the next scale
 --   opt:zero_grad()
--- With model = the module that is trained, a policy may scale its layers apart (policies/layerwise.lua).
--- Each optimizer decides its own skip; update() tells the policy of an overflow when any of them had one. The
--- verdict's scale is what this loop needs; its action, clip and lr_mul are for the loop to honour or not
--- (engine.trainer honours them).
+-- With model = the module that is trained, a policy may scale its layers apart
+-- (policies/layerwise.lua). Each optimizer decides its own skip; update() tells the policy of an
+-- overflow when any of them had one. The verdict's scale is what this loop needs; its action, clip
+-- and lr_mul are for the loop to honour or not (engine.trainer honours them).
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -39,7 +39,9 @@ end
 --- The scaled value.
 function Scaled:item() return self.loss:item() * self.seed end
 
-function Scaled:__tostring() return ("loss %g times scale %.10g"):format(self.loss:item(), self.seed) end
+function Scaled:__tostring()
+  return ("loss %g times scale %.10g"):format(self.loss:item(), self.seed)
+end
 
 -- ------------------------------------------------------------------ the scaler
 
@@ -48,10 +50,13 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- options: policy (name, path, Policy; "dynamic"), enabled (true), model (to scale layers apart), and the policy's own options.
+--- options: policy (name, path, Policy; "dynamic"), enabled (true), model (to scale layers apart),
+--- and the policy's own options.
 function M.new(options)
   options = options or {}
-  if type(options) ~= "table" then error("scaler: expected a table of options, got a " .. type(options), 2) end
+  if type(options) ~= "table" then
+    error("scaler: expected a table of options, got a " .. type(options), 2)
+  end
   local own = {}
   for key, value in pairs(options) do
     if key ~= "policy" and key ~= "enabled" and key ~= "model" then own[key] = value end
@@ -59,7 +64,8 @@ function M.new(options)
   local enabled = options.enabled ~= false
   local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
   if not good then error(chosen, 2) end
-  return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {}, order = {}, attempts = 0, updates = 0,
+  return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {},
+    order = {}, attempts = 0, updates = 0,
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
 end
 
@@ -75,7 +81,9 @@ function Scaler:scale(loss)
     for i, one in ipairs(loss) do list[i] = self:scale(one) end
     return list
   end
-  if not tensor.is_tensor(loss) then error("scaler:scale: expected a loss tensor, got a " .. type(loss), 2) end
+  if not tensor.is_tensor(loss) then
+    error("scaler:scale: expected a loss tensor, got a " .. type(loss), 2)
+  end
   local problem = self.enabled and policy.unusable(self.policy, self.groups and #self.groups.groups)
   if problem then error("scaler:scale: " .. problem, 2) end
   self.loss, self.began = loss, true
@@ -83,20 +91,24 @@ function Scaler:scale(loss)
   local object = self.enabled and self.policy.object
   if object and object.scale_loss then
     loss, seed = object:scale_loss(loss), 1
-    if not tensor.is_tensor(loss) then error(("loss scaler '%s': scale_loss must give back a tensor"):format(self.policy.name), 2) end
+    if not tensor.is_tensor(loss) then
+      error(("loss scaler '%s': scale_loss must give back a tensor"):format(self.policy.name), 2)
+    end
   end
   return setmetatable({ loss = loss, seed = seed }, Scaled)
 end
 
 local function need_scale(self, what)
   if not self.began then
-    error(("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the step"):format(what), 3)
+    error(("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the " ..
+      "step"):format(what), 3)
   end
 end
 
 local function entry_of(self, opt, what)
   if type(opt) ~= "table" or opt.params == nil or not opt.step then
-    error(("scaler:%s: expected an optimizer, got %s"):format(what, tensor.is_tensor(opt) and "a tensor" or "a " .. type(opt)), 3)
+    error(("scaler:%s: expected an optimizer, got %s"):format(what,
+      tensor.is_tensor(opt) and "a tensor" or "a " .. type(opt)), 3)
   end
   local entry = self.optimizers[opt]
   if not entry then
@@ -129,7 +141,8 @@ function Scaler:unscale(opt)
   if not self.enabled then return end
   need_scale(self, "unscale")
   if entry.stage == UNSCALED then
-    error("scaler:unscale: this optimizer's gradients are unscaled already; unscale an optimizer once between two update() calls", 2)
+    error("scaler:unscale: this optimizer's gradients are unscaled already; unscale an " ..
+      "optimizer once between two update() calls", 2)
   end
   if entry.stage == STEPPED then
     error("scaler:unscale: this optimizer has made its step; unscale before step()", 2)
@@ -152,15 +165,17 @@ local function tell_bad(entry)
   if r.nan > 0 then parts[#parts + 1] = ("%d nan"):format(tonumber(r.nan)) end
   if #parts == 0 then return "gradients overflow when unscaled" end
   local first = r.first_bad >= 0 and entry.opt.list and entry.opt.list[r.first_bad + 1]
-  return ("%s among the gradients%s"):format(table.concat(parts, " and "), first and ", the first in " .. first.name or "")
+  return ("%s among the gradients%s"):format(table.concat(parts, " and "),
+    first and ", the first in " .. first.name or "")
 end
 
---- The optimizer's update, unscaling in the same pass, unless its gradients hold inf or nan. options go to opt:step. Returns
---- { skipped = boolean, reason = text or nil }.
+--- The optimizer's update, unscaling in the same pass, unless its gradients hold inf or nan.
+--- options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
 function Scaler:step(opt, options)
   local entry = entry_of(self, opt, "step")
   if type(options) == "function" then
-    error("scaler:step: closures are not supported; compute the loss and its backward pass before step()", 2)
+    error("scaler:step: closures are not supported; compute the loss and its backward pass " ..
+      "before step()", 2)
   end
   if not self.enabled then
     opt:step(options)
@@ -175,7 +190,8 @@ function Scaler:step(opt, options)
     if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
   end
   if not entry.checked then
-    error("scaler:step: no gradient of this optimizer was checked for inf and nan, for it has none; did the loss reach its parameters?", 2)
+    error("scaler:step: no gradient of this optimizer was checked for inf and nan, for it has " ..
+      "none; did the loss reach its parameters?", 2)
   end
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
@@ -199,7 +215,9 @@ local function add_up(self)
   local squares, before = 0, 0
   for _, entry in ipairs(self.order) do
     local r = entry.record
-    for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do total[field] = total[field] + r[field] end
+    for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do
+      total[field] = total[field] + r[field]
+    end
     total.amax = math.max(total.amax, r.amax)
     squares = squares + r.norm * r.norm
     if entry.found then total.overflow = 1 end
@@ -233,7 +251,8 @@ local function stats_of(self)
     self.named = {}
     for i, entry in ipairs(self.order) do
       self.named[i] = entry.opt
-      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i) or entry.opt.name or "optimizer"
+      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i)
+        or entry.opt.name or "optimizer"
       sets[i] = { params = entry.opt.params, n = #entry.opt.list }
       for _, p in ipairs(entry.opt.list) do
         all[#all + 1] = p
@@ -255,8 +274,9 @@ local function stats_of(self)
   return self.stats
 end
 
---- Ends the step: the policy sees what the optimizers' gradients held and decides on the next scale; returns its
---- verdict. With a number the scale is set to it, and the policy's counters stay.
+--- Ends the step: the policy sees what the optimizers' gradients held and decides on the next
+--- scale; returns its verdict. With a number the scale is set to it, and the policy's counters
+--- stay.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
@@ -270,7 +290,8 @@ function Scaler:update(new_scale)
     local any = false
     for _, entry in ipairs(self.order) do any = any or entry.checked end
     if not any then
-      error("scaler:update: no gradients were checked for inf and nan since the last update(); call step() or unscale() before", 2)
+      error("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
+        "call step() or unscale() before", 2)
     end
     for name, value in pairs(signals) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))
@@ -283,7 +304,8 @@ function Scaler:update(new_scale)
     self.order[i] = nil
   end
   for _, entry in pairs(self.optimizers) do
-    entry.stage, entry.listed, entry.checked, entry.found, entry.stepped = READY, false, false, false, false
+    entry.stage, entry.listed, entry.checked, entry.found, entry.stepped = READY, false, false,
+      false, false
   end
   if stepped then self.updates = self.updates + 1 end
   self.loss = nil
@@ -293,17 +315,20 @@ end
 --- Everything a resumed run needs; {} when disabled.
 function Scaler:state_dict()
   if not self.enabled then return {} end
-  return { policy = self.policy.name, state = self.policy:save(), scale = self:get_scale(), attempts = self.attempts, updates = self.updates }
+  return { policy = self.policy.name, state = self.policy:save(), scale = self:get_scale(),
+    attempts = self.attempts, updates = self.updates }
 end
 
 --- Takes a state_dict() back. Disabled scalers ignore it.
 function Scaler:load_state_dict(dict)
   if not self.enabled then return end
   if type(dict) ~= "table" or next(dict) == nil then
-    error("scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled when it was saved", 2)
+    error("scaler:load_state_dict: the state is empty; it may come from a scaler that was " ..
+      "disabled when it was saved", 2)
   end
   if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
-    error(("scaler:load_state_dict: the state is of policy '%s', this scaler uses '%s'"):format(tostring(dict.policy), self.policy.name), 2)
+    error(("scaler:load_state_dict: the state is of policy '%s', this scaler uses '%s'"):format(
+      tostring(dict.policy), self.policy.name), 2)
   end
   local good, why = pcall(self.policy.restore, self.policy, dict.state)
   if not good then error(why, 2) end
@@ -312,7 +337,8 @@ end
 
 function Scaler:__tostring()
   if not self.enabled then return "scaler: disabled" end
-  return ("scaler: %s; %d attempts, %d updates"):format(tostring(self.policy), self.attempts, self.updates)
+  return ("scaler: %s; %d attempts, %d updates"):format(tostring(self.policy), self.attempts,
+    self.updates)
 end
 
 return M

@@ -1,5 +1,5 @@
--- Learning-rate schedules: pure functions of the number of applied updates (from 0). Calling one gives
--- the rate; s:values(n) and engine.plot draw it.
+-- Learning-rate schedules: pure functions of the number of applied updates (from 0). Calling one
+-- gives the rate; s:values(n) and engine.plot draw it.
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
 local M_ffi = require "engine.base.ffi"
@@ -20,7 +20,8 @@ function Schedule:values(n)
   return list
 end
 
--- Linear from 0 over `warmup` updates (the first update already moves: (u+1)/warmup), then `after(u)`.
+-- Linear from 0 over `warmup` updates (the first update already moves: (u+1)/warmup), then
+-- `after(u)`.
 local function with_warmup(lr, warmup, after)
   return function(u)
     if u < warmup then return lr * (u + 1) / warmup end
@@ -32,7 +33,9 @@ local function define(name, defaults, build)
   M[name] = function(options)
     options = options or {}
     if type(options) == "number" then options = { lr = options } end
-    if type(options) ~= "table" then raise("schedule.%s: expected a table of options or a rate, got %s", name, value_text(options)) end
+    if type(options) ~= "table" then
+      raise("schedule.%s: expected a table of options or a rate, got %s", name, value_text(options))
+    end
     local o = {}
     for key, value in pairs(defaults) do o[key] = value end
     for key, value in pairs(options) do
@@ -40,18 +43,21 @@ local function define(name, defaults, build)
         local names = {}
         for n in pairs(defaults) do names[#names + 1] = n end
         table.sort(names)
-        raise("schedule.%s: unknown option '%s'%s; options: %s", name, tostring(key), nearest.hint(tostring(key), names), table.concat(names, " "))
+        raise("schedule.%s: unknown option '%s'%s; options: %s", name, tostring(key),
+          nearest.hint(tostring(key), names), table.concat(names, " "))
       end
       local least = key == "every" and 1 or 0
       if type(value) ~= "number" or not (value >= least and value < math.huge) then
-        raise("schedule.%s: expected %s as a finite number >= %d, got %s", name, key, least, value_text(value))
+        raise("schedule.%s: expected %s as a finite number >= %d, got %s", name, key, least,
+          value_text(value))
       end
       o[key] = value
     end
     local parts = {}
     for key, value in pairs(o) do parts[#parts + 1] = ("%s=%g"):format(key, value) end
     table.sort(parts)
-    return setmetatable({ name = name, options = o, rate = build(o), text = ("schedule.%s{ %s }"):format(name, table.concat(parts, ", ")) }, Schedule)
+    return setmetatable({ name = name, options = o, rate = build(o),
+      text = ("schedule.%s{ %s }"):format(name, table.concat(parts, ", ")) }, Schedule)
   end
 end
 
@@ -66,17 +72,21 @@ end)
 
 --- Straight down from lr to floor at `total`.
 define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u) return o.lr + (o.floor - o.lr) * progress(u, o) end)
+  return with_warmup(o.lr, o.warmup,
+    function(u) return o.lr + (o.floor - o.lr) * progress(u, o) end)
 end)
 
 --- Half a cosine from lr to floor at `total` (Loshchilov and Hutter 2017, without restarts).
 define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u) return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o))) end)
+  return with_warmup(o.lr, o.warmup,
+    function(u) return o.floor + (o.lr - o.floor) * 0.5 *
+    (1 + math.cos(math.pi * progress(u, o))) end)
 end)
 
 --- lr * gamma ^ floor(u / every).
 define("step", { lr = 1e-3, warmup = 0, every = 1000, gamma = 0.1 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u) return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every) end)
+  return with_warmup(o.lr, o.warmup,
+    function(u) return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every) end)
 end)
 
 --- lr * gamma ^ u.
@@ -86,10 +96,12 @@ end)
 
 --- lr * sqrt(warmup / u): "Attention is all you need" (Vaswani et al. 2017), lr being the peak.
 define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u) return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1)) end)
+  return with_warmup(o.lr, o.warmup,
+    function(u) return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1)) end)
 end)
 
---- Warm-up, stable, decay: lr until `decay` updates before `total`, then straight down to floor (Hu et al. 2024, MiniCPM).
+--- Warm-up, stable, decay: lr until `decay` updates before `total`, then straight down to floor (Hu
+--- et al. 2024, MiniCPM).
 define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, function(o)
   return with_warmup(o.lr, o.warmup, function(u)
     local left = o.total - u

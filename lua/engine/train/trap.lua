@@ -1,7 +1,8 @@
--- Why a step overflowed: runs its forward and backward pass again, same batch, same random numbers, same scale, and looks at what
--- every operation gives (core/autograd/trap.c). Names the first operation that made an inf and the first that made a nan, with its
--- module, shapes and magnitudes. Costs a few steps' time, once per overflow.
--- Called by the trainer: with trap = "overflow" at every overflow, else when a run is stuck at one.
+-- Why a step overflowed: runs its forward and backward pass again, same batch, same random numbers,
+-- same scale, and looks at what every operation gives (core/autograd/trap.c). Names the first
+-- operation that made an inf and the first that made a nan, with its module, shapes and magnitudes.
+-- Costs a few steps' time, once per overflow. Called by the trainer: with trap = "overflow" at
+-- every overflow, else when a run is stuck at one.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -15,15 +16,18 @@ local function number_text(x) return ("%.4g"):format(x) end
 
 local function read_tensor(t)
   local name = ffi.string(t.name)
-  return { name = name ~= "" and name or nil, text = ffi.string(t.text), count = tonumber(t.count), inf = tonumber(t.inf),
+  return { name = name ~= "" and name or nil, text = ffi.string(t.text), count = tonumber(t.count),
+    inf = tonumber(t.inf),
     nan = tonumber(t.nan), amax = t.amax }
 end
 
 local function read_site(nan, backward, paths)
   local site = ffi.new("eng_trap_site")
   if not C.eng_trap_found(site, nan, backward) then return nil end
-  local list = { kernel = ffi.string(site.kernel), op = ffi.string(site.op), kind = nan and "nan" or "inf", backward = backward,
-    module = paths[site.module] or "", held_by = site.held_by > 0 and site.held_by or nil, inputs = {}, outputs = {} }
+  local list = { kernel = ffi.string(site.kernel), op = ffi.string(site.op),
+    kind = nan and "nan" or "inf", backward = backward,
+    module = paths[site.module] or "", held_by = site.held_by > 0 and site.held_by or nil,
+      inputs = {}, outputs = {} }
   for k = 1, site.n_in do list.inputs[k] = read_tensor(site["in"][k - 1]) end
   for k = 1, site.n_out do list.outputs[k] = read_tensor(site.out[k - 1]) end
   return list
@@ -40,7 +44,9 @@ local function follow(model)
     end
     return number_of[m]
   end
-  if model.apply then model:apply(function(m, path) number(m, path ~= "" and path or m._class) end) end
+  if model.apply then
+    model:apply(function(m, path) number(m, path ~= "" and path or m._class) end)
+  end
   local now = 0
   module.watch(function(m)
     local around = now
@@ -66,7 +72,8 @@ function M.watch(model, f)
   for _, kind in ipairs { "inf", "nan" } do
     local nan = kind == "nan"
     local forward, backward = read_site(nan, false, paths), read_site(nan, true, paths)
-    -- an inf of the forward pass may be meant (a mask of -inf), so the backward one is told beside it
+    -- an inf of the forward pass may be meant (a mask of -inf), so the backward one is told beside
+    -- it
     if forward or backward then finding[kind] = { forward = forward, backward = backward } end
   end
   return finding
@@ -87,7 +94,8 @@ end
 --- One place in words.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
-  local what = s.backward and (s.kernel == s.op and "backward of " .. s.op or ("backward of %s (%s)"):format(s.op, s.kernel)) or s.op
+  local what = s.backward and (s.kernel == s.op and "backward of " ..
+    s.op or ("backward of %s (%s)"):format(s.op, s.kernel)) or s.op
   local inputs, outputs = {}, {}
   for _, t in ipairs(s.inputs) do inputs[#inputs + 1] = tensor_text(t) end
   for _, t in ipairs(s.outputs) do
@@ -96,11 +104,14 @@ function M.site_text(s)
   local from = table.concat(inputs, "; ")
   if s.held_by then
     local t = s.inputs[s.held_by]
-    local made_by = s.backward and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant"
-    local source = t.name and "parameter " .. t.name or ("its input %d, which no operation made (%s)"):format(s.held_by, made_by)
+    local made_by = s.backward and "the loss scale, the seed of the backward pass?"
+      or "data, a mask, a constant"
+    local source = t.name and "parameter " .. t.name
+      or ("its input %d, which no operation made (%s)"):format(s.held_by, made_by)
     return ("%s came into %s, %s, with %s: %s"):format(s.kind, what, where, source, from)
   end
-  return ("first %s in %s, %s: %s, from %s"):format(s.kind, what, where, table.concat(outputs, "; "), from)
+  return ("first %s in %s, %s: %s, from %s"):format(s.kind, what, where,
+    table.concat(outputs, "; "), from)
 end
 
 --- A line for each kind and pass in which something was found.
@@ -109,14 +120,18 @@ function Finding:lines()
   for _, kind in ipairs { "inf", "nan" } do
     local found = self[kind] or {}
     if found.forward then lines[#lines + 1] = M.site_text(found.forward) end
-    if found.backward and not (found.forward and found.backward.held_by) then lines[#lines + 1] = M.site_text(found.backward) end
+    if found.backward and not (found.forward and found.backward.held_by) then
+      lines[#lines + 1] = M.site_text(found.backward)
+    end
   end
   return lines
 end
 
 function Finding:__tostring()
   local lines = self:lines()
-  if #lines == 0 then return "run again, the step had no inf and no nan: what it computes is not the same each time" end
+  if #lines == 0 then
+    return "run again, the step had no inf and no nan: what it computes is not the same each time"
+  end
   return table.concat(lines, "\n")
 end
 
@@ -125,7 +140,8 @@ function Finding:place()
   local parts = {}
   for _, kind in ipairs { "inf", "nan" } do
     local site = self[kind] and (self[kind].forward or self[kind].backward)
-    parts[#parts + 1] = site and ("%s %s %s %s"):format(kind, site.module, site.op, site.kernel) or nil
+    parts[#parts + 1] = site and ("%s %s %s %s"):format(kind, site.module, site.op, site.kernel)
+      or nil
   end
   return table.concat(parts, "; ")
 end
