@@ -204,7 +204,7 @@ describe("tensors on the card", function()
 end)
 
 describe("a captured step", function()
-  --- Losses by step of a small GPT in lagged mode, with or without a graph; or the error.
+  --- Losses by step of a small GPT, lagged by default, with or without a graph; or the error.
   local function losses(graph, options)
     engine.device(CARD)
     engine.seed(9)
@@ -213,7 +213,7 @@ describe("a captured step", function()
     local seen = {}
     local trainer = engine.trainer {
       model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
-      steps = options.steps or 24, log = "quiet", mode = "lagged", clip = 1,
+      steps = options.steps or 24, log = "quiet", clip = 1, mode = options.mode or "lagged",
       optimizer = engine.optim.adamw(model,
         { lr = options.lr or 1e-3, precision = options.precision or "fp16" }),
       graph = graph, loss = options.loss, policy = options.policy,
@@ -230,12 +230,25 @@ describe("a captured step", function()
   end
 
   it("computes what the plain step computes, overflows and scales included", function()
-    local plain = losses(false, {})
-    local graph, captured = losses(true, {})
-    assert.is_true(captured)
-    assert.equal(24, #graph)
-    assert.same(plain, graph)
+    for _, mode in ipairs { "lagged", "sync" } do
+      local plain = losses(false, { mode = mode })
+      local graph, captured = losses(true, { mode = mode })
+      assert.is_true(captured)
+      assert.equal(24, #graph)
+      assert.same(plain, graph)
+    end
   end)
+
+  if able("fp8_current") then it("leaves steps that measure FP8 layers to single operations", function()
+    local options = { precision = { name = "sampled", base = "fp8_current", fp8 = { sample = 5 } },
+      policy = "static", steps = 12 }
+    local plain, last = losses(false, options), nil
+    options.on_step = function(t) last = t.optimizer.fp8:meters()[1] end
+    local graph, captured = losses(true, options)
+    assert.is_true(captured)
+    assert.same(plain, graph)
+    assert.equal(10, last.step)
+  end) end
 
   if able("fp8_block") then it("quantizes its weights in every launch", function()
     -- also computes something before the capture and between launches

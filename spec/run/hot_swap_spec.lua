@@ -115,7 +115,7 @@ describe("swapping a policy", function()
         assert(t.policy:undo())
         local done, why = t.policy:undo()
         assert.is_nil(done)
-        assert.matches("no swap to be undone", why)
+        assert.matches("no swap to undo", why)
       end
     end)
     assert.equal(plain, undone)

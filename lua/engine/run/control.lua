@@ -1,14 +1,13 @@
--- What may be asked of a run between two steps: swaps of its policy, and, by those who are attached
--- (`engine attach RUN`), a pause, other settings, an end. One who asks for nothing costs nothing;
--- one who does not listen is let go.
+-- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine attach
+-- RUN`), a pause, other settings, an end. It costs nothing without requests; a client that reads no
+-- answers is disconnected.
 --
--- The door is the Unix socket RUN/attach.sock, mode 0600. A request is a line of JSON, { "do":
--- NAME, "id": any, ... }, and so is its answer, { "ok": true, "id":, "text":, "status": } or {
--- "ok": false, "id":, "error": }. The commands stand in `commands` below.
+-- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
+-- ... }, and so is the answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":,
+-- "error": }. The commands are in `commands` below.
 --
--- Of several ranks, rank 0 listens. What it hears waits until all ranks know, by the record of the
--- next step, that there is something; then rank 0 tells what, and all do it at once. Owned by the
--- trainer.
+-- With several ranks, rank 0 listens. The record of the next step tells all ranks that there is a
+-- request; then rank 0 sends it to them, and all carry it out at the same step. Owned by the trainer.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
@@ -20,8 +19,8 @@ local M = {}
 local Control = {}
 Control.__index = Control
 
-local MOST_LINES = 8       -- answered between two steps
-local PAUSE_MS = 100       -- between two looks at signals and files while the run is paused
+local MOST_LINES = 8       -- requests answered between two steps
+local PAUSE_MS = 100       -- between two checks of signals and files during a pause
 
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
@@ -29,16 +28,16 @@ function M.new(trainer, options)
     many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
 end
 
---- Opens the door of a run that has a directory. Where it cannot be opened the run goes on without.
+--- Opens the socket of a run that has a directory. If that fails the run continues without it.
 function Control:open()
   local path = self.trainer.run_files.path
-  if not path or not self.wanted or self.door or self.follows then return end
+  if not path or not self.wanted or self.socket or self.follows then return end
   local out = ffi.new("eng_attach *[1]")
   if C.eng_attach_open(out, path .. "/attach.sock") ~= 0 then
     self.trainer:note("engine attach cannot reach this run: " .. M_ffi.message())
     return
   end
-  self.door = ffi.gc(out[0], C.eng_attach_close)
+  self.socket = ffi.gc(out[0], C.eng_attach_close)
 end
 
 function Control:close()
@@ -46,8 +45,8 @@ function Control:close()
     self:answer(number, id, { ok = false, error = "the run has ended" })
   end
   self.waiting, self.paused, self.steps_left, self.stopping = {}, nil, nil, nil
-  if self.door then C.eng_attach_close(ffi.gc(self.door, nil)) end
-  self.door = nil
+  if self.socket then C.eng_attach_close(ffi.gc(self.socket, nil)) end
+  self.socket = nil
 end
 
 -- ------------------------------------------------------------------ settings
@@ -56,7 +55,7 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
--- name -> what it must be, and functions that read it and set it
+-- name -> what it must be, a test, and functions that read it and set it; `kept`: by checkpoints
 local settings = {
   lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
@@ -96,12 +95,12 @@ function Control:status()
     skipped = t.skipped, loss = record.loss, lr = record.lr,
     scale = t.policy:scale(), policy = t.policy.name, policy_file = t.policy.file,
       policy_hash = t.policy.hash and t.policy:hash() or nil,
-    paused = self.paused ~= nil, attached = self.door and C.eng_attach_count(self.door) or 0,
+    paused = self.paused ~= nil, attached = self.socket and C.eng_attach_count(self.socket) or 0,
       elapsed = require("engine.base.machine").clock() - t.began,
     shadows = t.shadows and t.shadows:text() or nil }
 end
 
--- Whoever looks into the history of a paused run finds everything there.
+-- Makes the history of a paused run complete on disk, for other processes that read it.
 local function settle(self)
   local history = self.trainer.run_files.history
   if history and self.paused then pcall(history.flush, history) end
@@ -119,8 +118,8 @@ local commands = {}
 
 function commands.status() return "" end
 
--- file: a name, a path or "path:option=value"; source: the text itself, which then goes under the
--- name `file`
+-- file: a name, a path or "path:option=value"; source: the policy's text, for which `file` is then
+-- the name
 function commands.swap(self, request)
   local source = request.file
   if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end
@@ -132,7 +131,7 @@ function commands.swap(self, request)
     self.trainer.policy:scale())
 end
 
--- The policy in force: its options and its state.
+-- Describes the policy in force: its options and its state.
 function commands.policy(self)
   local policy, lines = self.trainer.policy, {}
   lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy),
@@ -156,22 +155,22 @@ function commands.undo(self)
     self.trainer.policy:scale())
 end
 
--- stay: also when whoever asked for it leaves
+-- stay: the pause outlasts the client that asked for it
 function commands.pause(self, request, number)
   self.steps_left = nil
-  if self.paused then return "it is paused already" end
+  if self.paused then return "the run is already paused" end
   self.paused = { by = not request.stay and number or nil }
-  return tell(self, "paused", "paused by whoever is attached")
+  return tell(self, "paused", "paused by an attached client")
 end
 
 function commands.resume(self)
   self.steps_left = nil
-  if not self.paused then return "it is running" end
+  if not self.paused then return "the run is not paused" end
   self.paused = nil
-  return tell(self, "resumed by attach", "goes on")
+  return tell(self, "resumed by attach", "resumed by an attached client")
 end
 
--- Runs n steps and pauses; the answer comes then.
+-- Runs n steps and pauses; the answer is sent then.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
   if not (count(n) and n >= 1) then
@@ -194,7 +193,7 @@ function commands.set(self, request)
       M_ffi.value_text(request.value))
   end
   if request.name == "steps" and request.value <= self.trainer.steps_done then
-    return nil, ("steps: %d are made already; run:stop() ends the run"):format(
+    return nil, ("steps: %d are already done; run:stop() ends the run"):format(
       self.trainer.steps_done)
   end
   local before = setting[3](self.trainer)
@@ -212,19 +211,19 @@ end
 
 function commands.stop(self, request)
   self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200)
-    or "asked for by whoever was attached"
+    or "an attached client asked for it"
   return "the run ends after this step"
 end
 
 -- ------------------------------------------------------------------ serving
 
 function Control:answer(number, id, reply)
-  if not self.door then return end
+  if not self.socket then return end
   local good, status = pcall(self.status, self)
   if type(id) == "string" or type(id) == "number" then reply.id = id end
   reply.status = good and status or nil
   local text = require("engine.base.json").encode(reply)
-  C.eng_attach_answer(self.door, number, text, #text)
+  C.eng_attach_answer(self.socket, number, text, #text)
 end
 
 local function serve(self, number, line, told)
@@ -246,7 +245,7 @@ local function serve(self, number, line, told)
     return
   end
   local good, text, problem = pcall(command, self, request, number)
-  if good and not text and not problem then return end          -- to be answered later
+  if good and not text and not problem then return end          -- answered later
   if not good then text, problem = nil, tostring(text) end
   settle(self)
   self:answer(number, request.id, text and { ok = true, text = text }
@@ -255,27 +254,27 @@ end
 
 local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
 
--- Answers what was asked; waits up to `milliseconds` for a first line.
+-- Answers requests; waits up to `milliseconds` for the first.
 local function listen(self, milliseconds)
   for i = 1, MOST_LINES do
-    if not C.eng_attach_poll(line, length, number, self.door, i == 1 and milliseconds or 0) then
+    if not C.eng_attach_poll(line, length, number, self.socket, i == 1 and milliseconds or 0) then
       return
     end
     serve(self, number[0], ffi.string(line[0], length[0]))
   end
 end
 
---- Whether rank 0 has something to tell the others.
+--- Whether rank 0 has a request for the other ranks.
 function Control:wishes()
   self.wish = self.wish or self.trainer.swaps:wish()
   return #self.heard > 0 or self.wish ~= nil
 end
 
--- Rank 0 tells what it heard, and every rank does it. Gives whether rank 0 was interrupted.
+-- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was interrupted.
 local function together(self)
   local json, ranks = require "engine.base.json", require "engine.dist.ranks"
   local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
-    left = self.paused and self.paused.by and self.door ~= nil and not C.eng_attach_here(self.door,
+    left = self.paused and self.paused.by and self.socket ~= nil and not C.eng_attach_here(self.socket,
       self.paused.by) }
   self.heard, self.wish = {}, nil
   news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
@@ -283,7 +282,7 @@ local function together(self)
   for _, item in ipairs(news.heard or {}) do serve(self, item.number, item.line, true) end
   if self.paused and news.left then
     self.paused = nil
-    tell(self, "resumed by attach", "goes on: whoever paused it has left")
+    tell(self, "resumed by attach", "resumed: the client that paused it has left")
   end
   return news.interrupted > 0
 end
@@ -291,7 +290,7 @@ end
 local function pause_together(self)
   local interrupted = false
   while self.paused and not self.stopping and not interrupted do
-    if self.door then listen(self, PAUSE_MS) end
+    if self.socket then listen(self, PAUSE_MS) end
     self:wishes()
     interrupted = together(self)
   end
@@ -301,18 +300,18 @@ local function pause(self)
   while self.paused and not self.stopping and C.eng_interrupted() == 0 do
     listen(self, PAUSE_MS)
     self.trainer.swaps:between()
-    if self.paused and self.paused.by and not C.eng_attach_here(self.door, self.paused.by) then
+    if self.paused and self.paused.by and not C.eng_attach_here(self.socket, self.paused.by) then
       self.paused = nil
-      tell(self, "resumed by attach", "goes on: whoever paused it has left")
+      tell(self, "resumed by attach", "resumed: the client that paused it has left")
     end
   end
 end
 
---- Between two steps. Gives a reason when somebody ended the run.
+--- Between two steps. Returns a reason when a client ended the run.
 function Control:between()
   self.trainer.swaps:between()
   if self.many and self.trainer.reducer.wish then together(self) end
-  if not self.door and not self.many then return nil end
+  if not self.socket and not self.many then return nil end
   if self.steps_left then
     self.steps_left = self.steps_left - 1
     if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
@@ -325,7 +324,7 @@ function Control:between()
       self.waiting = {}
     end
   end
-  if self.door then listen(self, 0) end
+  if self.socket then listen(self, 0) end
   if self.paused and self.many then pause_together(self)
   elseif self.paused then pause(self) end
   local reason = self.stopping
@@ -335,7 +334,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- Settings by hand that a resumed run keeps.
+--- The settings changed by clients, which a resumed run keeps.
 function Control:state() return next(self.set) and self.set or nil end
 
 function Control:restore(saved)
@@ -350,7 +349,7 @@ function Control:restore(saved)
     end
   end
   table.sort(parts)
-  return #parts > 0 and "settings changed by hand, as before: " .. table.concat(parts, " ") or nil
+  return #parts > 0 and "settings changed by a client, as before: " .. table.concat(parts, " ") or nil
 end
 
 return M

@@ -1,7 +1,7 @@
--- Shadows: policies that see every record of a run and decide nothing. What they would have decided
--- goes into the history (where it changes) and is summed up: steps they would have skipped, how far
--- their scale is from the one in force, and in how many steps their scale would have put the
--- largest gradient past what its format holds. Made by the trainer from its option `shadow`.
+-- Shadows: policies that see every record of a run and decide nothing. The history gets their
+-- verdicts where they change, and the summary counts the steps they would have skipped, how far their
+-- scale is from the one in force, and the steps in which their scale would have pushed the largest
+-- gradient past its format's range. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -11,11 +11,11 @@ local M = {}
 local Shadows = {}
 Shadows.__index = Shadows
 
--- of formats that overflow long before f32
+-- formats whose range is smaller than f32's
 local LARGEST = { f16 = require("engine.base.formats").of("f16").largest }
 
---- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: what is
---- `name=value` belongs to the policy before it.
+-- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: a
+-- `name=value` belongs to the policy before it.
 local function split(text)
   local list = {}
   for part in text:gmatch("[^,]+") do
@@ -25,7 +25,7 @@ local function split(text)
   return list
 end
 
--- A name for each: what was asked for, numbered where it stands twice.
+-- A shadow's name: the text that asked for it, with a number if it is taken.
 local function name_of(source, policy, taken)
   local name = type(source) == "string" and source or policy.name
   local base, n = name, 1
@@ -37,7 +37,7 @@ local function name_of(source, policy, taken)
   return name
 end
 
---- shadow: a text "a,b" or a list of what engine.policy.load takes. nil when there is none.
+--- shadow: "a,b", or a list of what engine.policy.load takes. Returns nil without any.
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
   if not shadow or #shadow == 0 then return nil end
@@ -58,14 +58,14 @@ function M.new(trainer, shadow)
   return self
 end
 
---- One step: the record and its statistics, the verdict that counts, and the signals of the step.
+--- Shows the shadows a step: record, statistics, the verdict in force, and the step's signals.
 function Shadows:observe(record, stats, verdict, signals, history)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
   local limit = self.limit and record.overflow == 0 and self.limit or nil
   for _, s in ipairs(self.list) do
     local policy = s.policy
-    -- the scale it would have had in this step
+    -- its own scale for this step
     if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end
     for name, value in pairs(signals) do policy:signal(name, value) end
     local own = policy:decide(record, stats)
@@ -90,7 +90,7 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- For the progress line: how many times the scale in force each one's is, and skips more or fewer.
+--- For the progress line: each shadow's scale as a multiple of the one in force, and its skips.
 function Shadows:text()
   local parts = {}
   for i = 1, math.min(3, #self.list) do
@@ -103,7 +103,7 @@ function Shadows:text()
   return "shadow scales beside ours: " .. table.concat(parts, ", ")
 end
 
---- A line for each, for the end of a run.
+--- A line for each shadow, for the end of a run.
 function Shadows:lines()
   local lines = {}
   if self.steps == 0 then return lines end
@@ -125,7 +125,7 @@ function Shadows:lines()
   return lines
 end
 
---- For checkpoints.
+--- The state for checkpoints.
 function Shadows:state()
   local state = { steps = self.steps, skipped = self.skipped, list = {} }
   for i, s in ipairs(self.list) do
@@ -137,7 +137,7 @@ function Shadows:state()
   return state
 end
 
---- Takes back what a checkpoint has of those that are still here; others start fresh.
+--- Restores the shadows that a checkpoint knows; others start fresh.
 function Shadows:restore(saved)
   if type(saved) ~= "table" or type(saved.list) ~= "table" then return end
   local all = true

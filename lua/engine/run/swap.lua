@@ -1,11 +1,11 @@
--- Another policy while the run goes on: because its file was saved, on SIGHUP, from the script
--- (policy:swap(file)) or from `engine attach`. Between two steps the new one is compiled, tried on
--- the records of the last steps and takes over from the old one (its `migrate`); whatever goes
--- wrong, the old one stays and the history says why. One that fails its first decision goes at
--- once, and the old one decides that step. Of several ranks all swap at the same step to the same
--- bytes, rank 0's, or none does: each compiles and tries them, and what one of them has against
--- them all refuse. Owned by the trainer, which asks it for every verdict (decide) and between steps
--- (between).
+-- Swaps of the policy during a run: because its file was saved, on SIGHUP, from the script
+-- (policy:swap(file)) or from `engine attach`. Between two steps the new policy is compiled, tried on
+-- the records of the last steps, and takes over from the old one (its `migrate`). If anything fails,
+-- the old policy stays and the history says why. A policy that fails its first decision is replaced
+-- at once, and the old one decides that step.
+-- All ranks swap at the same step to the same bytes, rank 0's, or none does: each rank compiles and
+-- tries them, and an objection of one is an objection of all.
+-- Owned by the trainer: observe() sees every record after the decision, between() runs between steps.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -16,7 +16,7 @@ local Swap = {}
 Swap.__index = Swap
 
 local RING = 64        -- records a candidate is tried on
-local PATIENCE = 2     -- seconds for all of them: the run waits
+local PATIENCE = 2     -- seconds for all of them, while the run waits
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
@@ -30,30 +30,30 @@ end
 
 local read = require("engine.base.file").read
 
--- Gives a policy its methods swap and undo, and begins to watch its file. `as_it_is`: what stands
--- there now was seen already, though it is another text.
+-- Gives a policy its methods swap and undo, and begins to watch its file. as_it_is: the file's
+-- present text, which may differ from the policy's, needs no look.
 function Swap:hold(policy, as_it_is)
   policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
   policy.undo = function() return self:undo("the script") end
   self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   self.pending_stamp = nil
-  -- saved since it was read: to be looked at
+  -- a file saved since it was read needs a look
   if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then
     self.stamp = 0
   end
 end
 
--- ------------------------------------------------------------------ telling
+-- ------------------------------------------------------------------ events
 
---- A policy for programs that read the history: its name, file, hash of its source, and the options
---- that are not its defaults.
+--- A policy as data for the history: its name, file, hash of its source, and the options that are
+--- not its defaults.
 function M.described(policy)
   local options = require("engine.run.replay").changed(policy)
   return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil,
     options = options ~= "" and options or nil }
 end
 
---- The same for people: "careful d322f655 (growth=2 every=7)".
+--- A policy in words: "careful d322f655 (growth=2 every=7)".
 function M.label(policy)
   local d = M.described(policy)
   return d.name .. (d.hash and " " .. d.hash or "") ..
@@ -79,16 +79,16 @@ end
 
 -- ------------------------------------------------------------------ trying
 
---- Remembers a step's record for candidates to be tried on.
+--- Keeps a step's record, to try candidates on.
 function Swap:remember(record)
   local at = self.seen % RING
   ffi.copy(self.ring + at, record, ffi.sizeof("eng_record"))
   self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
 end
 
--- What is wrong with a candidate by the records of the last steps, or nil. It is a copy that is
--- tried: nothing of it stays. Of the statistics per tensor only the last step's are there. Records
--- without a statistic that it needs are left out.
+-- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with it, or
+-- nil. Records that lack a statistic it needs are left out; per-tensor statistics are always those of
+-- the last step.
 local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
@@ -116,7 +116,7 @@ end
 
 -- ------------------------------------------------------------------ swapping
 
--- Puts `fresh` into the place of the policy in force.
+-- Puts `fresh` in force.
 local function put(self, fresh, by, as_it_is)
   local trainer = self.trainer
   local old = trainer.policy
@@ -130,8 +130,8 @@ local function put(self, fresh, by, as_it_is)
     { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
 end
 
--- Rank 0's bytes, in a policy of this rank's own; a policy that is no text is loaded by each. As
--- pcall gives it.
+-- Loads rank 0's bytes on every rank; a policy without a source, such as a class, is loaded by each
+-- rank itself. Returns what pcall returns.
 local function load_together(self, source, options)
   local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
     require("engine.policy.policy").load
@@ -152,14 +152,14 @@ local function load_together(self, source, options)
         news.options or {})
     else good, fresh = pcall(load, source, options) end
     if good and news.crc and fresh:hash() ~= news.crc then
-      good, fresh = false, "its bytes came damaged"
+      good, fresh = false, "its bytes arrived damaged"
     end
   end
   return good, fresh
 end
 
---- What one of the ranks has against it, or nil: the same answer on all.
-local function anybody(self, problem)
+-- The objection of the first rank that has one, or nil: the same answer on all ranks.
+local function objection(self, problem)
   if not self.trainer.reducer.many then return problem end
   for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)
     or "")) do
@@ -174,7 +174,7 @@ local function attempt(self, source, options, by)
   local good, fresh
   if many then good, fresh = load_together(self, source, options)
   else good, fresh = pcall(load, source, options) end
-  local obstacle = anybody(self, not good and fresh or nil)
+  local obstacle = objection(self, not good and fresh or nil)
   if obstacle then return refuse(self, what, by, obstacle) end
   local old = self.trainer.policy
   if fresh == old then return true end
@@ -187,7 +187,7 @@ local function attempt(self, source, options, by)
     fresh:take_over(old)
     return self.trainer:mode_refuses(fresh)
   end)
-  problem = anybody(self, problem or not ready and "it cannot take over" or nil)
+  problem = objection(self, problem or not ready and "it cannot take over" or nil)
   if problem then return refuse(self, what, by, problem) end
   put(self, fresh, by, type(source) == "table" and not source.of_the_file)
   self.former[#self.former + 1] = old
@@ -196,9 +196,9 @@ local function attempt(self, source, options, by)
   return true
 end
 
---- Another policy: a name, a path or { source =, file = }, as engine.policy.load takes them, with
---- options for it. Gives true, or nil and what is wrong with it. Asked for inside a step it happens
---- at the step's end.
+--- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes them,
+--- with options for it. Returns true, or nil and what is wrong with it. Inside a step the swap waits
+--- for the step's end.
 function Swap:swap(source, options, by)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   if self.trainer.current then
@@ -208,9 +208,9 @@ function Swap:swap(source, options, by)
   return attempt(self, source, options, by or "the script")
 end
 
---- Back to the policy before the last swap, as it was then. Gives true, or nil and a message.
+--- Returns to the policy before the last swap, as it was then. Returns true, or nil and a message.
 function Swap:undo(by)
-  if #self.former == 0 then return nil, "there is no swap to be undone" end
+  if #self.former == 0 then return nil, "there is no swap to undo" end
   if self.trainer.current then
     self.queue[#self.queue + 1] = function() self:undo(by) end
     return true
@@ -231,7 +231,7 @@ function Swap:observe(record, stats, verdict)
   local policy = self.trainer.policy
   local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
     or self.trainer:mode_refuses(policy)
-  problem = anybody(self, problem == "" and "it failed" or problem)
+  problem = objection(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
   self.trainer:use_policy(old)
   self:hold(old, true)
@@ -242,7 +242,7 @@ end
 
 -- ------------------------------------------------------------------ watching
 
--- Reads the file of the policy in force again.
+-- Reads the file of the policy in force again and swaps if its text changed.
 local function reread(self, by)
   local policy = self.trainer.policy
   local text, why = read(policy.path)
@@ -253,8 +253,8 @@ local function reread(self, by)
     of_the_file = true }, policy.given, by)
 end
 
--- Whether the policy's file was saved: it is looked at when it has the same stamp twice, for
--- whoever writes it may not be done.
+-- Whether the policy's file was saved. A new time stamp counts when it is seen twice, because the
+-- writer may not have finished.
 local function was_saved(self)
   local policy = self.trainer.policy
   if not self.watching or not policy.path then return false end
@@ -277,23 +277,23 @@ end
 
 local SAVED = "its file was saved"
 
---- Why the policy's file is to be read again, or nil.
+--- Why the policy's file must be read again, or nil.
 function Swap:wish()
   return was_saved(self) and SAVED or nil
 end
 
---- Reads it again.
+--- Reads the policy's file again. by: why, for messages.
 function Swap:grant(by)
   local policy = self.trainer.policy
   if not policy.path then
-    self.trainer:note(("%s: policy %s has no file to be read again"):format(by, policy.name))
+    self.trainer:note(("%s: policy %s has no file to read again"):format(by, policy.name))
   elseif reread(self, by) == false and by ~= SAVED then
-    self.trainer:note(("%s: %s is as it was"):format(by, policy.file))
+    self.trainer:note(("%s: %s has not changed"):format(by, policy.file))
   end
 end
 
---- Between two steps: what was asked for inside the last one, then SIGHUP, then the policy's file.
---- Several ranks learn of SIGHUP by the step's record, of the file by rank 0 (control.lua).
+--- Between two steps: swaps requested inside the last step, then SIGHUP, then the policy's file.
+--- Several ranks learn of SIGHUP from the step's record, and of the file from rank 0 (control.lua).
 function Swap:between()
   while self.queue[1] do table.remove(self.queue, 1)() end
   local parallel = self.trainer.reducer
@@ -306,7 +306,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- What a checkpoint holds of it: the policy in force, when it is not the one the script asked for.
+--- For checkpoints: the policy in force, unless it is the one that the script asked for.
 function Swap:state()
   local policy = self.trainer.policy
   if self.swaps == 0 or policy.is_class or policy.file == self.asked.file then return nil end
@@ -314,15 +314,15 @@ function Swap:state()
     source = policy.source, options = policy.given }
 end
 
---- Puts the policy of a checkpoint in force again, as long as the script asks for the same one as
---- before. Gives a line about it.
+--- Puts the policy of a checkpoint in force again, if the script still asks for the same policy as
+--- before. Returns a line about it.
 function Swap:resume(saved)
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
   if asked.name ~= self.asked.name or asked.file ~= self.asked.file then return nil end
   local good, policy = pcall(require("engine.policy.policy").load,
     { source = saved.source, file = saved.file, path = saved.path }, saved.options)
   if not good then
-    return ("the policy that was swapped in, %s, cannot be used any more: %s"):format(
+    return ("the policy that was swapped in, %s, can no longer be used: %s"):format(
       tostring(saved.file), tostring(policy))
   end
   self.trainer:use_policy(policy)
