@@ -40,19 +40,25 @@ OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/%.o) $(CPU_SOURCES:%.c=$(BUILD)/%.o) \
            $(foreach isa,$(ISAS),$(ISA_SOURCES:%.c=$(BUILD)/%.$(isa).o))
 BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
 
-# The CUDA device, a plug-in, where there is a CUDA compiler. CUDA_ARCHS: compute capabilities it is compiled for; this machine's
-# card alone, or Hopper's where there is none. CUDA_ARCHS='80 89 90a' builds for all that the kernels know.
+# The CUDA device is a plug-in, built where there is a CUDA compiler. CUDA_ARCHS: the compute
+# capabilities to compile for; by default this machine's card, or Hopper without a card.
+# CUDA_ARCHS='80 89 90a' builds for all cards that have kernels of their own.
 NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
-CUDA_ARCHS ?= $(or $(patsubst 90,90a,$(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d .))),90a)
+THIS_CARD  := $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
+                2>/dev/null | tr -d .))
+CUDA_ARCHS ?= $(or $(patsubst 90,90a,$(THIS_CARD)),90a)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
 CUDA_KERNELS := $(wildcard cuda/*/*.cu)
 CUDA_HOST    := $(wildcard cuda/*.c cuda/*/*.c)
 CUDA_OBJECTS := $(CUDA_KERNELS:%=$(BUILD)/%.o) $(CUDA_HOST:%=$(BUILD)/%.o)
-NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
+NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false \
+                $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+                -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+                $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
 
-# What ptxas -v tells of every kernel goes into a file beside the object, for `make spills`; all else that nvcc says is shown.
+# The output of ptxas -v goes into a file beside the object, for `make spills`; nvcc's other messages
+# are shown.
 PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 
 # The MPI transport, a plug-in, where there is an MPI compiler.
@@ -75,13 +81,12 @@ all: $(ENGINE) $(BUILD)/cdef.h cuda $(MPI_PLUGIN)
 say = $(if $(V),,@echo '  $(1)  $(2)';)
 # Libraries and binaries are renamed into place, so that what runs while they are built keeps its own.
 
-# Rewritten only when they differ, so that other flags or a new set of files rebuild what they must.
+# Files of flags and object names, rewritten only when they differ: a change rebuilds what depends on it.
+remember = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 $(BUILD)/flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS)' | cmp -s - $@ || echo '$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS)' > $@
+	$(call remember,$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS))
 $(BUILD)/objects: FORCE
-	@mkdir -p $(@D)
-	@echo '$(OBJECTS)' | cmp -s - $@ || echo '$(OBJECTS)' > $@
+	$(call remember,$(OBJECTS))
 
 $(BUILD)/core/%.o: core/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -113,7 +118,7 @@ $(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h core/engine.h core/en
 	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
-# Stand-ins for a card and for NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
+# A fake card and a fake NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
 $(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_pack.o
@@ -123,16 +128,20 @@ $(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/dist/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
-# The CUDA device on the host: its kernels rewritten for a C++ compiler, with a run-time library and a cuBLASLt of our own. Wants CUDA's headers.
+# The CUDA device on the host: its kernels rewritten for a C++ compiler, with our own run-time library
+# and cuBLASLt. Needs CUDA's headers.
 EMULATOR      := spec/cuda/emulator
 EMULATED_CARD := $(if $(NVCC),$(BUILD)/emulated_card.so)
 EMULATED_TWINS := $(patsubst $(EMULATOR)/%,cuda/%,$(wildcard $(EMULATOR)/kernel/*.h))
 EMULATED      := $(patsubst cuda/%,$(BUILD)/emulated/%,$(filter-out $(EMULATED_TWINS),$(wildcard cuda/*/*.h)))
 EMULATED_OBJECTS := $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.o) \
                  $(patsubst cuda/%.c,$(BUILD)/emulated/%.c.o,$(filter-out %/nccl_check.c,$(CUDA_HOST))) \
-                 $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
+                 $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) \
+                 $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
 EMULATED_INCLUDE := -I$(BUILD)/emulated -I$(EMULATOR) -Icore -isystem $(CUDA_HOME)/include
-EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
+EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native \
+                 $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off \
+                 -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
 # Dependency files of an older build may name a header that is gone.
 $(BUILD)/emulated/%.h: cuda/%.h $(EMULATOR)/to_host.lua
 	@mkdir -p $(@D)
@@ -141,10 +150,9 @@ $(BUILD)/emulated/%.cpp: cuda/%.cu $(EMULATOR)/to_host.lua
 	@mkdir -p $(@D)
 	@luajit $(EMULATOR)/to_host.lua $< $@
 $(BUILD)/emulated.flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' | cmp -s - $@ || echo '$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS)' > $@
+	$(call remember,$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS))
 .SECONDARY: $(EMULATED) $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.cpp)
-# nvcc is who warns of kernels.
+# Without warnings: nvcc reports those of kernels.
 $(BUILD)/emulated/%.o: $(BUILD)/emulated/%.cpp $(EMULATED) $(BUILD)/emulated.flags
 	$(call say,CXX,$@) $(EMULATED_CXX) -w $(EMULATED_INCLUDE) -c $< -o $@
 $(BUILD)/emulated/%.emulator.o: $(EMULATOR)/%.cpp $(EMULATED) $(BUILD)/emulated.flags
@@ -163,14 +171,13 @@ $(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/base/dtype.o $(BUIL
 	@mv $@.new $@
 
 $(BUILD)/cuda.flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' | cmp -s - $@ || echo '$(NVCC_COMPILE) | $(CUDA_OBJECTS)' > $@
+	$(call remember,$(NVCC_COMPILE) | $(CUDA_OBJECTS))
 
 $(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
 	@mkdir -p $(@D)
 	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@ 2> $@.ptxas; code=$$?; grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
 
-# Kernels that spill registers; spec/cuda/spills.sh knows those that may.
+# Lists kernels that spill registers; spec/cuda/spills.sh has the list of those that may.
 spills: $(CUDA_OBJECTS)
 	@sh spec/cuda/spills.sh $(addsuffix .ptxas,$(filter %.cu.o,$(CUDA_OBJECTS)))
 
@@ -178,7 +185,7 @@ $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
 	@mkdir -p $(@D)
 	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
 
-# cuBLASLt is found where the toolkit or the system has it; the run-time library is in the plug-in.
+# The CUDA run-time library is linked statically; cuBLASLt is loaded from the toolkit or the system.
 $(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/base/dtype.o
 	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined -o $@.new $^ \
 	  -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
@@ -266,14 +273,17 @@ test: built
 test-gpu:
 	@./engine spec/cuda/run.lua
 
-# The same on the host, where there is CUDA's compiler and no card: kernels compiled for the processor (spec/cuda/emulator/README.md).
-ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
+# The same on the host: kernels compiled for the processor (spec/cuda/emulator/README.md). Needs nvcc
+# and no card.
+ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) \
+              timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
 OTHER_CARD  = sm=80,order=backwards,run=early
 test-emulated: built
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
-	@$(call ON_EMULATED,$(OTHER_CARD),spec/cpu/kernels_spec.lua spec/params/gradstats_spec.lua spec/cpu/lagged_kernel_spec.lua)
+	@$(call ON_EMULATED,$(OTHER_CARD),spec/cpu/kernels_spec.lua spec/params/gradstats_spec.lua \
+	  spec/cpu/lagged_kernel_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/dist/nccl_spec.lua
 else
 	@echo "no nvcc: skipped"
@@ -299,13 +309,16 @@ sanitize:
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
 
-# The same for the CUDA device's kernels: none leaves the memory it was given, reads what nobody wrote or loads 16 bytes askew.
-UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
+# The same for the CUDA device's kernels: finds accesses outside their memory, uninitialized reads and
+# misaligned loads.
+UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
+             ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
              ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
 THIRD_CARD = sm=80,order=shuffled,run=early
 sanitize-emulated: built
 ifneq ($(EMULATED_CARD),)
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 PLUGIN= all build/asan/emulated_card.so
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 \
+	  PLUGIN= all build/asan/emulated_card.so
 	@$(call UNDER_ASAN,sm=90) build/asan/engine spec/cuda/run.lua
 	@$(call UNDER_ASAN,$(THIRD_CARD)) build/asan/engine spec/cuda/run.lua
 	@ENGINE_TEST_DEVICE=cuda $(call UNDER_ASAN,sm=90) build/asan/engine spec/fuzz/ops.lua 120
@@ -440,10 +453,10 @@ help:
 	@echo "make             build ./engine and build/libengine.so"
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
 	@echo "make test        install what is missing, build, run every spec, about five minutes on two cores (SPEC=file: one)"
-	@echo "make test-gpu    what needs an NVIDIA card; says so where there is none"
-	@echo "make test-emulated  the same with the kernels on this machine's processor"
-	@echo "make sanitize-emulated  the same under sanitizers: kernels that leave their memory"
-	@echo "make spills      CUDA kernels that keep registers in memory; fails where one should not"
+	@echo "make test-gpu    the specs that need an NVIDIA card"
+	@echo "make test-emulated  the same with the kernels on this machine's processor, no card"
+	@echo "make sanitize-emulated  the same under sanitizers"
+	@echo "make spills      list CUDA kernels that spill registers; fail for unexpected ones"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
 	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid; as root (spec/distros.sh)"
 	@echo "make bench       speed beside PyTorch, in ratios"
