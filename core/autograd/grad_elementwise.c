@@ -142,13 +142,13 @@ eng_status grad_where(grad_call *g)
 eng_status grad_affine(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(affine(&dx, g->dy[0], g->call->floats[0], 0));
+  ENG_TRY(affine(&dx, g->dy[0], g->call->affine.factor, 0));
   return grad_emit(g, 0, dx);
 }
 
 eng_status grad_pow_scalar(grad_call *g)
 {
-  double p = g->call->floats[0];
+  double p = g->call->pow_scalar.exponent;
   tensor *power, *slope, *dx;
   ENG_TRY(op_run1(&power, ENG_OP_pow_scalar, g->call->in[0], NULL, NULL, NULL, 0, p == 0 ? 0 : p - 1, 0));
   ENG_TRY(affine(&slope, power, p, 0));
@@ -199,7 +199,7 @@ eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], 
 eng_status grad_dropout(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->floats[0], 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->dropout.p, 0));
   return grad_emit(g, 0, dx);
 }
 

@@ -20,11 +20,12 @@ static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool ac
 static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a, bool transpose_b)
 {
   tensor *x = g->call->in[k];
-  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {a, b}, .ints = {transpose_a, transpose_b, x->dtype + 1}};
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {a, b}, 
+               .matmul = {.transpose_a = transpose_a, .transpose_b = transpose_b, .yields = x->dtype + 1}};
   bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
   if (!batched) c.out[0] = grad_target(g, k, &accumulate);
   bool direct = c.out[0] != NULL;
-  c.ints[3] = accumulate;
+  c.matmul.add = accumulate;
   ENG_TRY(run_into(&c, g, k, direct, accumulate));
   return direct ? ENG_OK : grad_emit(g, k, c.out[0]);
 }
@@ -32,7 +33,7 @@ static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool tra
 eng_status grad_matmul(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *dy = g->dy[0];
-  bool ta = g->call->ints[0], tb = g->call->ints[1];
+  bool ta = g->call->matmul.transpose_a, tb = g->call->matmul.transpose_b;
   if (grad_wants(g, 0)) {
     if (!ta) ENG_TRY(product_to(g, 0, dy, b, false, !tb));
     else     ENG_TRY(product_to(g, 0, b, dy, tb, true));
@@ -47,19 +48,18 @@ eng_status grad_matmul(grad_call *g)
 /// x [.. x C] as [rows x C].
 static eng_status rows_of(tensor **out, tensor *x)
 {
-  return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, x->shape[x->ndim - 1] ? -1 : 0, x->shape[x->ndim - 1]}, 3, 0, 0);
+  int64_t columns = x->shape[x->ndim - 1];
+  return op_reshape(out, x, 2, (int64_t[]){columns ? -1 : 0, columns});
 }
 
 /// dx = dy w for input 0, a linear layer's x [.. x K]; dy [rows x N], w [N x K].
 static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
 {
   const tensor *x = g->call->in[0];
-  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .ints = {0, 0, x->dtype + 1}};
+  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .matmul = {.yields = x->dtype + 1}};
   ENG_TRY(op_run(&c));
   tensor *dx;
-  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-  memcpy(ints + 1, x->shape, sizeof x->shape);
-  ENG_TRY(op_run1(&dx, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + ENG_MAX_DIMS, 0, 0));
+  ENG_TRY(op_reshape(&dx, c.out[0], x->ndim, x->shape));
   tensor_drop(c.out[0]);
   return grad_emit(g, 0, dx);
 }
@@ -72,15 +72,16 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
   bool adds[2] = {false, false};
   tensor *into = grad_target(g, b, &adds[1]);
   if (!grad_wants(g, w)) {
-    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, .ints = {g->call->in[b]->dtype, adds[1]}};
+    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, 
+                 .bias_grad = {.dtype = g->call->in[b]->dtype, .add = adds[1]}};
     ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
     return into ? ENG_OK : grad_emit(g, b, c.out[0]);
   }
   op_call c = {.op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
   bool direct[2] = {c.out[0] != NULL, into != NULL};
   for (int k = 0; k < 2; k++) {
-    c.ints[k] = g->call->in[w + k]->dtype;
-    c.ints[2 + k] = adds[k];
+    c.linear_grad.dtype[k] = g->call->in[w + k]->dtype;
+    c.linear_grad.add[k] = adds[k];
   }
   eng_status status = op_run(&c);
   for (int k = 0; k < 2; k++) {
@@ -132,9 +133,9 @@ eng_status grad_embedding(grad_call *g)
   tensor *w = g->call->in[0];
   bool accumulate = false;
   op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2, .in = {g->dy[0], g->call->in[1]}, .out = {grad_target(g, 0, &accumulate)},
-               .ints = {w->shape[0], w->dtype, 0}};
+               .embedding_grad = {.rows = w->shape[0], .dtype = w->dtype}};
   bool direct = c.out[0] != NULL;
-  c.ints[2] = accumulate;
+  c.embedding_grad.add = accumulate;
   ENG_TRY(run_into(&c, g, 0, direct, accumulate));
   return direct ? ENG_OK : grad_emit(g, 0, c.out[0]);
 }
@@ -147,8 +148,8 @@ static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight
   const op_call *y = g->call;
   bool affine = false;
   for (int k = weight; k < y->n_in; k++) affine |= grad_wants(g, k);
-  c->ints[0] = y->in[weight] && y->in[weight]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
-  c->ints[1] = affine;
+  c->layer_norm_grad.dtype = y->in[weight] && y->in[weight]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  c->layer_norm_grad.affine = affine;
   ENG_TRY(op_run(c));
   for (int k = weight; k < y->n_in; k++) {
     tensor *dv = c->out[1 + k - weight];
@@ -269,9 +270,9 @@ eng_status grad_attention(grad_call *g) { return grad_attention_of(g, g->call->o
 // A rotation's gradient is the rotation back.
 eng_status grad_rope(grad_call *g)
 {
-  int64_t ints[3] = {g->call->ints[0], g->call->ints[1], !g->call->ints[2]};
+  int64_t ints[3] = {g->call->rope.position, g->call->rope.interleaved, !g->call->rope.backward};
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_rope, g->dy[0], NULL, NULL, ints, 3, g->call->floats[0], 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_rope, g->dy[0], NULL, NULL, ints, 3, g->call->rope.base, 0));
   return grad_emit(g, 0, dx);
 }
 
@@ -291,11 +292,11 @@ eng_status grad_log_softmax(grad_call *g) { return from_output(g, ENG_OP_log_sof
 eng_status grad_logsumexp(grad_call *g)
 {
   tensor *p, *dy, *dx;
-  int64_t ints[1 + ENG_MAX_DIMS] = {g->dy[0]->ndim + 1};
-  memcpy(ints + 1, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *ints);
-  ints[1 + g->dy[0]->ndim] = 1;
+  int64_t shape[ENG_MAX_DIMS];
+  memcpy(shape, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *shape);
+  shape[g->dy[0]->ndim] = 1;
   ENG_TRY(op_run1(&p, ENG_OP_softmax, g->call->in[0], NULL, NULL, NULL, 0, 0, 0));
-  ENG_TRY(op_run1(&dy, ENG_OP_reshape, g->dy[0], NULL, NULL, ints, 2 + g->dy[0]->ndim, 0, 0));
+  ENG_TRY(op_reshape(&dy, g->dy[0], g->dy[0]->ndim + 1, shape));
   ENG_TRY(op_run1(&dx, ENG_OP_mul, p, dy, NULL, NULL, 0, 0, 0));
   tensor_drop(p);
   tensor_drop(dy);
@@ -306,7 +307,7 @@ eng_status grad_cross_entropy(grad_call *g)
 {
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
-               .ints = {y->ints[0], y->ints[1]}, .floats = {y->floats[0]}};
+               .ints = {y->cross_entropy.ignore, y->cross_entropy.reduction}, .floats = {y->cross_entropy.smoothing}};
   ENG_TRY(op_run(&c));
   return grad_emit(g, 0, c.out[0]);
 }

@@ -6,18 +6,11 @@
 
 #include <string.h>
 
-/// dy in the shape of x, as a view or a copy.
-static eng_status reshaped(tensor **out, tensor *dy, const tensor *x)
-{
-  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
-  return op_run1(out, ENG_OP_reshape, dy, NULL, NULL, ints, 1 + x->ndim, 0, 0);
-}
-
 eng_status grad_reshape(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(reshaped(&dx, g->dy[0], g->call->in[0]));
+  const tensor *x = g->call->in[0];
+  ENG_TRY(op_reshape(&dx, g->dy[0], x->ndim, x->shape));
   return grad_emit(g, 0, dx);
 }
 
@@ -25,7 +18,7 @@ eng_status grad_permute(grad_call *g)
 {
   int64_t back[ENG_MAX_DIMS] = {0};
   int n = g->call->in[0]->ndim;
-  for (int d = 0; d < n; d++) back[g->call->ints[d]] = d;
+  for (int d = 0; d < n; d++) back[g->call->permute.order[d]] = d;
   tensor *dx;
   ENG_TRY(op_run1(&dx, ENG_OP_permute, g->dy[0], NULL, NULL, back, n, 0, 0));
   return grad_emit(g, 0, dx);
@@ -60,7 +53,7 @@ eng_status grad_slice(grad_call *g)
 static eng_status side_by_side(tensor **out, const grad_call *g)
 {
   const tensor *x = g->call->in[0], *first = g->dy[0];
-  int64_t dim = g->call->ints[0];
+  int64_t dim = g->call->split.dim;
   *out = NULL;
   if (!first) return ENG_OK;
   char *next = first->data;
@@ -81,7 +74,7 @@ eng_status grad_split(grad_call *g)
   tensor *whole;
   ENG_TRY(side_by_side(&whole, g));
   if (whole) return grad_emit(g, 0, whole);
-  op_call c = {.op = ENG_OP_concat, .n_in = g->call->n_out, .ints = {g->call->ints[0]}};
+  op_call c = {.op = ENG_OP_concat, .n_in = g->call->n_out, .ints = {g->call->split.dim}};
   for (int k = 0; k < g->call->n_out; k++) {
     c.in[k] = g->dy[k];
     if (!c.in[k]) ENG_TRY(zeros_like(&c.in[k], g->call->out[k], g->call->out[k]->dtype));
@@ -92,7 +85,7 @@ eng_status grad_split(grad_call *g)
 
 eng_status grad_concat(grad_call *g)
 {
-  int64_t dim = g->call->ints[0], start = 0;
+  int64_t dim = g->call->concat.dim, start = 0;
   for (int k = 0; k < g->call->n_in; k++) {
     int64_t stop = start + g->call->in[k]->shape[dim];
     if (grad_wants(g, k)) {
@@ -118,12 +111,12 @@ static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64
 
 eng_status grad_gather(grad_call *g)
 {
-  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->in[1], g->call->ints[0]);
+  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->in[1], g->call->gather.dim);
 }
 
 eng_status grad_index_select(grad_call *g)
 {
-  return scatter(g, ENG_OP_index_select_grad, g->dy[0], g->call->in[1], g->call->ints[0]);
+  return scatter(g, ENG_OP_index_select_grad, g->dy[0], g->call->in[1], g->call->index_select.dim);
 }
 
 eng_status grad_topk(grad_call *g)
@@ -139,8 +132,8 @@ static eng_status spread(tensor **out, grad_call *g, tensor *dy)
   const tensor *x = g->call->in[0];
   tensor kept = *x, *shaped;
   for (int d = 0; d < x->ndim; d++)
-    if (g->call->ints[0] >> d & 1) kept.shape[d] = 1;
-  ENG_TRY(reshaped(&shaped, dy, &kept));
+    if (g->call->sum.mask >> d & 1) kept.shape[d] = 1;
+  ENG_TRY(op_reshape(&shaped, dy, x->ndim, kept.shape));
   int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
   memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
   eng_status status = op_run1(out, ENG_OP_expand, shaped, NULL, NULL, ints, 1 + x->ndim, 0, 0);

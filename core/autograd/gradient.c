@@ -88,11 +88,7 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
     status = op_run1(&summed, ENG_OP_sum, from, NULL, NULL, (int64_t[]){mask, 1}, 2, 0, 0);
     tensor_drop(from);
   } else summed = from;
-  if (status == ENG_OK) {
-    int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-    memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
-    status = op_run1(&shaped, ENG_OP_reshape, summed, NULL, NULL, ints, 1 + x->ndim, 0, 0);
-  }
+  if (status == ENG_OK) status = op_reshape(&shaped, summed, x->ndim, x->shape);
   tensor_drop(summed);
   *dx = shaped;
   return status;

@@ -159,10 +159,10 @@ static eng_status infer_where(op_call *c, op_shape *s)
 
 static eng_status infer_shape_list(op_call *c, int *ndim, int64_t *shape)
 {
-  if (c->ints[0] < 0 || c->ints[0] > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_VALUE, "%s: expected 0 to %d dimensions, got %lld", name_of(c), ENG_MAX_DIMS, (long long)c->ints[0]);
-  *ndim = (int)c->ints[0];
-  for (int d = 0; d < *ndim; d++) shape[d] = c->ints[1 + d];
+  if (c->reshape.ndim < 0 || c->reshape.ndim > ENG_MAX_DIMS)
+    return error_set(ENG_ERR_VALUE, "%s: expected 0 to %d dimensions, got %lld", name_of(c), ENG_MAX_DIMS, (long long)c->reshape.ndim);
+  *ndim = (int)c->reshape.ndim;
+  for (int d = 0; d < *ndim; d++) shape[d] = c->reshape.shape[d];
   return ENG_OK;
 }
 
@@ -190,9 +190,9 @@ static eng_status infer_permute(op_call *c, op_shape *s)
   unsigned seen = 0;
   int64_t shape[ENG_MAX_DIMS];
   for (int d = 0; d < x->ndim; d++) {
-    ENG_TRY(fix_dim(c, &c->ints[d], x));
-    seen |= 1u << c->ints[d];
-    shape[d] = x->shape[c->ints[d]];
+    ENG_TRY(fix_dim(c, &c->permute.order[d], x));
+    seen |= 1u << c->permute.order[d];
+    shape[d] = x->shape[c->permute.order[d]];
   }
   if (seen != (1u << x->ndim) - 1)
     return error_set(ENG_ERR_VALUE, "permute: expected every dimension of %s once", tensor_text(x));
@@ -220,38 +220,38 @@ static eng_status infer_expand(op_call *c, op_shape *s)
 static eng_status infer_slice(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
-  ENG_TRY(fix_dim(c, &c->ints[0], x));
-  int64_t n = x->shape[c->ints[0]], start = c->ints[1], stop = c->ints[2], step = c->ints[3];
+  ENG_TRY(fix_dim(c, &c->slice.dim, x));
+  int64_t n = x->shape[c->slice.dim], start = c->slice.start, stop = c->slice.stop, step = c->slice.step;
   if (step < 1) return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld", (long long)step);
-  if (step > n) c->ints[3] = step = n > 0 ? n : 1;   // none is longer than the dimension
+  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // none is longer than the dimension
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
   start = start < 0 ? 0 : start > n ? n : start;
   stop = stop < start ? start : stop > n ? n : stop;
-  c->ints[1] = start;
-  c->ints[2] = stop;
+  c->slice.start = start;
+  c->slice.stop = stop;
   put_like(s, 0, x->dtype, x);
-  s->out[0].shape[c->ints[0]] = (stop - start + step - 1) / step;
+  s->out[0].shape[c->slice.dim] = (stop - start + step - 1) / step;
   return ENG_OK;
 }
 
 static eng_status infer_split(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
-  ENG_TRY(fix_dim(c, &c->ints[0], x));
+  ENG_TRY(fix_dim(c, &c->split.dim, x));
   int64_t sum = 0;
   if (c->n_out < 1 || c->n_out > ENG_OP_OUTPUTS)
     return error_set(ENG_ERR_VALUE, "split: expected 1 to %d parts, got %d", ENG_OP_OUTPUTS, c->n_out);
   for (int k = 0; k < c->n_out; k++) {
-    int64_t size = c->ints[1 + k];
-    if (size < 0 || size > x->shape[c->ints[0]])
-      return error_set(ENG_ERR_VALUE, "split: a part of dimension %lld of %s cannot have %lld elements", (long long)c->ints[0] + 1, tensor_text(x), (long long)size);
+    int64_t size = c->split.sizes[k];
+    if (size < 0 || size > x->shape[c->split.dim])
+      return error_set(ENG_ERR_VALUE, "split: a part of dimension %lld of %s cannot have %lld elements", (long long)c->split.dim + 1, tensor_text(x), (long long)size);
     sum += size;
     put_like(s, k, x->dtype, x);
-    s->out[k].shape[c->ints[0]] = c->ints[1 + k];
+    s->out[k].shape[c->split.dim] = c->split.sizes[k];
   }
-  if (sum != x->shape[c->ints[0]])
-    return error_set(ENG_ERR_SHAPE, "split: the parts make %lld, dimension %lld of %s has %lld", (long long)sum, (long long)c->ints[0] + 1, tensor_text(x), (long long)x->shape[c->ints[0]]);
+  if (sum != x->shape[c->split.dim])
+    return error_set(ENG_ERR_SHAPE, "split: the parts make %lld, dimension %lld of %s has %lld", (long long)sum, (long long)c->split.dim + 1, tensor_text(x), (long long)x->shape[c->split.dim]);
   return ENG_OK;
 }
 
@@ -259,19 +259,19 @@ static eng_status infer_concat(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
   ENG_TRY(want_ndim(c, 0, 1));
-  ENG_TRY(fix_dim(c, &c->ints[0], x));
+  ENG_TRY(fix_dim(c, &c->concat.dim, x));
   int dtype = x->dtype;
-  int64_t size = x->shape[c->ints[0]];
+  int64_t size = x->shape[c->concat.dim];
   for (int k = 1; k < c->n_in; k++) {
     const tensor *y = c->in[k];
     bool fits = y->ndim == x->ndim;
-    for (int d = 0; fits && d < x->ndim; d++) fits = d == c->ints[0] || x->shape[d] == y->shape[d];
-    if (!fits) return error_set(ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x), tensor_text(y), (long long)c->ints[0] + 1);
-    size += y->shape[c->ints[0]];
+    for (int d = 0; fits && d < x->ndim; d++) fits = d == c->concat.dim || x->shape[d] == y->shape[d];
+    if (!fits) return error_set(ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x), tensor_text(y), (long long)c->concat.dim + 1);
+    size += y->shape[c->concat.dim];
     dtype = dtype_promote(dtype, y->dtype);
   }
   put_like(s, 0, dtype, x);
-  s->out[0].shape[c->ints[0]] = size;
+  s->out[0].shape[c->concat.dim] = size;
   return ENG_OK;
 }
 
@@ -280,16 +280,16 @@ static eng_status infer_pick(op_call *c, op_shape *s)
   const tensor *x = c->in[0], *index = c->in[1];
   ENG_TRY(want_index(c, 1, "index"));
   ENG_TRY(want_ndim(c, 0, 1));
-  ENG_TRY(fix_dim(c, &c->ints[0], x));
+  ENG_TRY(fix_dim(c, &c->gather.dim, x));
   if (c->op == ENG_OP_index_select) {
     if (index->ndim != 1) return error_set(ENG_ERR_SHAPE, "index_select: expected an index of one dimension, got %s", tensor_text(index));
     put_like(s, 0, x->dtype, x);
-    s->out[0].shape[c->ints[0]] = index->shape[0];
+    s->out[0].shape[c->gather.dim] = index->shape[0];
     return ENG_OK;
   }
   bool fits = index->ndim == x->ndim;
-  for (int d = 0; fits && d < x->ndim; d++) fits = d == c->ints[0] || index->shape[d] <= x->shape[d];
-  if (!fits) return error_set(ENG_ERR_SHAPE, "gather: the index %s must have the dimensions of %s and no larger sizes outside dimension %lld", tensor_text(index), tensor_text(x), (long long)c->ints[0] + 1);
+  for (int d = 0; fits && d < x->ndim; d++) fits = d == c->gather.dim || index->shape[d] <= x->shape[d];
+  if (!fits) return error_set(ENG_ERR_SHAPE, "gather: the index %s must have the dimensions of %s and no larger sizes outside dimension %lld", tensor_text(index), tensor_text(x), (long long)c->gather.dim + 1);
   put_like(s, 0, x->dtype, index);
   return ENG_OK;
 }
@@ -297,14 +297,14 @@ static eng_status infer_pick(op_call *c, op_shape *s)
 static eng_status infer_reduce(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
-  uint64_t mask = (uint64_t)c->ints[0];
+  uint64_t mask = (uint64_t)c->sum.mask;
   if (mask >> x->ndim) return error_set(ENG_ERR_VALUE, "%s: there is no such dimension in %s", name_of(c), tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;
   for (int d = 0; d < x->ndim; d++) {
     bool gone = mask >> d & 1;
     if (gone) n *= x->shape[d];
-    if (!gone || c->ints[1]) shape[ndim++] = gone ? 1 : x->shape[d];
+    if (!gone || c->sum.keep) shape[ndim++] = gone ? 1 : x->shape[d];
   }
   int dtype = x->dtype;
   if (c->op == ENG_OP_sum) dtype = dtype_is_float(dtype) ? wide_of(dtype) : ENG_i64;
@@ -319,12 +319,12 @@ static eng_status infer_arg(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
   ENG_TRY(want_ndim(c, 0, 1));
-  ENG_TRY(fix_dim(c, &c->ints[0], x));
-  if (x->shape[c->ints[0]] == 0) return error_set(ENG_ERR_VALUE, "%s: nothing to choose from in %s", name_of(c), tensor_text(x));
+  ENG_TRY(fix_dim(c, &c->argmax.dim, x));
+  if (x->shape[c->argmax.dim] == 0) return error_set(ENG_ERR_VALUE, "%s: nothing to choose from in %s", name_of(c), tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS];
   for (int d = 0; d < x->ndim; d++)
-    if (d != c->ints[0] || c->ints[1]) shape[ndim++] = d == c->ints[0] ? 1 : x->shape[d];
+    if (d != c->argmax.dim || c->argmax.keep) shape[ndim++] = d == c->argmax.dim ? 1 : x->shape[d];
   put(s, 0, ENG_i64, ndim, shape);
   return ENG_OK;
 }
@@ -336,11 +336,11 @@ static eng_status infer_matmul(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 1));
   if (a->ndim < 2 || b->ndim < 2)
     return error_set(ENG_ERR_SHAPE, "matmul: expected at least 2 dimensions on both sides, got %s and %s", tensor_text(a), tensor_text(b));
-  int64_t m = a->shape[a->ndim - (c->ints[0] ? 1 : 2)], ka = a->shape[a->ndim - (c->ints[0] ? 2 : 1)];
-  int64_t n = b->shape[b->ndim - (c->ints[1] ? 2 : 1)], kb = b->shape[b->ndim - (c->ints[1] ? 1 : 2)];
+  int64_t m = a->shape[a->ndim - (c->matmul.transpose_a ? 1 : 2)], ka = a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
+  int64_t n = b->shape[b->ndim - (c->matmul.transpose_b ? 2 : 1)], kb = b->shape[b->ndim - (c->matmul.transpose_b ? 1 : 2)];
   if (ka != kb)
-    return error_set(ENG_ERR_SHAPE, "matmul: expected [.. x M x K] times [.. x K x N], got %s%s and %s%s", tensor_text(a), c->ints[0] ? " (transposed)" : "",
-                     tensor_text(b), c->ints[1] ? " (transposed)" : "");
+    return error_set(ENG_ERR_SHAPE, "matmul: expected [.. x M x K] times [.. x K x N], got %s%s and %s%s", tensor_text(a), c->matmul.transpose_a ? " (transposed)" : "",
+                     tensor_text(b), c->matmul.transpose_b ? " (transposed)" : "");
   tensor outer_a = *a, outer_b = *b;
   outer_a.ndim -= 2;
   outer_b.ndim -= 2;
@@ -350,8 +350,8 @@ static eng_status infer_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE, "matmul: the batch dimensions of %s and %s do not broadcast", tensor_text(a), tensor_text(b));
   shape[ndim++] = m;
   shape[ndim++] = n;
-  if (c->ints[2]) ENG_TRY(want_float_attribute(c, c->ints[2] < 0 ? -1 : c->ints[2] - 1));
-  put(s, 0, c->ints[2] ? (int)c->ints[2] - 1 : dtype_promote(a->dtype, b->dtype), ndim, shape);
+  if (c->matmul.yields) ENG_TRY(want_float_attribute(c, c->matmul.yields < 0 ? -1 : c->matmul.yields - 1));
+  put(s, 0, c->matmul.yields ? (int)c->matmul.yields - 1 : dtype_promote(a->dtype, b->dtype), ndim, shape);
   return ENG_OK;
 }
 
@@ -411,14 +411,14 @@ static eng_status infer_linear_grad(op_call *c, op_shape *s)
   for (int k = 0; k < 2; k++) {
     ENG_TRY(want_float(c, k));
     ENG_TRY(want_ndim(c, k, 1));
-    ENG_TRY(want_float_attribute(c, c->ints[k]));
+    ENG_TRY(want_float_attribute(c, c->linear_grad.dtype[k]));
   }
   int last = dy->ndim - 1;
   if (x->ndim != dy->ndim || memcmp(x->shape, dy->shape, (size_t)last * sizeof *x->shape) != 0)
     return error_set(ENG_ERR_SHAPE, "linear_grad: expected dy [.. x N] and x [.. x K], got %s and %s", tensor_text(dy), tensor_text(x));
   int64_t shape[2] = {dy->shape[last], x->shape[last]};
-  put(s, 0, (int)c->ints[0], 2, shape);
-  put(s, 1, (int)c->ints[1], 1, shape);
+  put(s, 0, (int)c->linear_grad.dtype[0], 2, shape);
+  put(s, 1, (int)c->linear_grad.dtype[1], 1, shape);
   return ENG_OK;
 }
 
@@ -436,7 +436,7 @@ static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
   int64_t n = x->shape[x->ndim - 1];
   ENG_TRY(want_vector(c, next, "a weight", n));
   if (layer) ENG_TRY(want_vector(c, next + 1, "a bias", n));
-  if (!(c->floats[0] >= 0)) return error_set(ENG_ERR_VALUE, "%s: expected eps >= 0, got %g", name_of(c), c->floats[0]);
+  if (!(c->layer_norm.eps >= 0)) return error_set(ENG_ERR_VALUE, "%s: expected eps >= 0, got %g", name_of(c), c->layer_norm.eps);
   int dtype = adds ? dtype_promote(x->dtype, c->in[1]->dtype) : x->dtype, statistics = dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   put_like(s, 0, dtype, x);
   if (adds) put_like(s, 1, dtype, x);
@@ -456,10 +456,10 @@ static eng_status norm_grad(op_call *c, op_shape *s, bool layer)
   for (int k = dy; k < c->n_in; k++) ENG_TRY(want_shape(c, k, x->ndim, x->shape, "x"));
   for (int k = 0; k < c->n_in; k++)
     if (c->in[k]) ENG_TRY(want_float(c, k));
-  ENG_TRY(want_float_attribute(c, c->ints[0]));
+  ENG_TRY(want_float_attribute(c, c->layer_norm_grad.dtype));
   put_like(s, 0, x->dtype, x);
-  put(s, 1, (int)c->ints[0], 1, n);
-  if (layer) put(s, 2, (int)c->ints[0], 1, n);
+  put(s, 1, (int)c->layer_norm_grad.dtype, 1, n);
+  if (layer) put(s, 2, (int)c->layer_norm_grad.dtype, 1, n);
   return ENG_OK;
 }
 
@@ -514,9 +514,9 @@ static eng_status infer_rope(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_float(c, 0));
   if (x->ndim != 4 || x->shape[3] % 2) return error_set(ENG_ERR_SHAPE, "rope: expected [B x T x H x D] with an even D, got %s", tensor_text(x));
-  if (!(c->floats[0] > 0)) return error_set(ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->floats[0]);
-  if (c->ints[0] > 1ll << 52 || c->ints[0] < -(1ll << 52))   // positions are counted in double
-    return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld", (long long)c->ints[0]);
+  if (!(c->rope.base > 0)) return error_set(ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->rope.base);
+  if (c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52))   // positions are counted in double
+    return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld", (long long)c->rope.position);
   put_like(s, 0, x->dtype, x);
   return ENG_OK;
 }
@@ -532,10 +532,10 @@ static eng_status want_classes(const op_call *c)
   if (!tensor_same_shape(&rows, t) || x->shape[x->ndim - 1] < 1)
     return error_set(ENG_ERR_SHAPE, "%s: expected logits [.. x V] and targets of shape %s, got %s and %s", name_of(c),
                      tensor_shape_text(rows.ndim, rows.shape), tensor_text(x), tensor_text(t));
-  if (!(c->floats[0] >= 0 && c->floats[0] < 1))
-    return error_set(ENG_ERR_VALUE, "%s: expected label smoothing in [0, 1), got %g", name_of(c), c->floats[0]);
-  if (c->ints[1] < 0 || c->ints[1] > 2)
-    return error_set(ENG_ERR_VALUE, "%s: expected the reduction 0 (none), 1 (mean) or 2 (sum), got %lld", name_of(c), (long long)c->ints[1]);
+  if (!(c->cross_entropy.smoothing >= 0 && c->cross_entropy.smoothing < 1))
+    return error_set(ENG_ERR_VALUE, "%s: expected label smoothing in [0, 1), got %g", name_of(c), c->cross_entropy.smoothing);
+  if (c->cross_entropy.reduction < 0 || c->cross_entropy.reduction > 2)
+    return error_set(ENG_ERR_VALUE, "%s: expected the reduction 0 (none), 1 (mean) or 2 (sum), got %lld", name_of(c), (long long)c->cross_entropy.reduction);
   return ENG_OK;
 }
 
@@ -544,7 +544,7 @@ static eng_status infer_cross_entropy(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_classes(c));
   int dtype = wide_of(x->dtype);
-  if (c->ints[1]) put(s, 0, dtype, 0, NULL);
+  if (c->cross_entropy.reduction) put(s, 0, dtype, 0, NULL);
   else put_outer(s, 0, dtype, x, 1);
   put_outer(s, 1, dtype, x, 1);
   return ENG_OK;
@@ -557,7 +557,7 @@ static eng_status infer_cross_entropy_grad(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 2));
   ENG_TRY(want_float(c, 3));
   ENG_TRY(want_shape(c, 2, x->ndim - 1, x->shape, "the rows of the logits"));
-  if (!c->ints[1]) ENG_TRY(want_shape(c, 3, x->ndim - 1, x->shape, "the rows of the logits"));
+  if (!c->cross_entropy_grad.reduction) ENG_TRY(want_shape(c, 3, x->ndim - 1, x->shape, "the rows of the logits"));
   else if (dloss->count != 1) return error_set(ENG_ERR_SHAPE, "cross_entropy_grad: expected the gradient of one loss, got %s", tensor_text(dloss));
   put_like(s, 0, x->dtype, x);
   return ENG_OK;
@@ -571,19 +571,19 @@ static eng_status infer_pick_grad(op_call *c, op_shape *s)
   const tensor *dy = c->in[0], *index = c->in[1];
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_index(c, 1, "index"));
-  if (c->ints[13] < 1 || c->ints[13] > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d dimensions, got %lld", name_of(c), ENG_MAX_DIMS, (long long)c->ints[13]);
-  tensor dx = {.dtype = dy->dtype, .ndim = (int)c->ints[13]};
-  memcpy(dx.shape, &c->ints[1], sizeof dx.shape);
-  ENG_TRY(fix_dim(c, &c->ints[0], &dx));
+  if (c->gather_grad.ndim < 1 || c->gather_grad.ndim > ENG_MAX_DIMS)
+    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d dimensions, got %lld", name_of(c), ENG_MAX_DIMS, (long long)c->gather_grad.ndim);
+  tensor dx = {.dtype = dy->dtype, .ndim = (int)c->gather_grad.ndim};
+  memcpy(dx.shape, &c->gather_grad.shape[0], sizeof dx.shape);
+  ENG_TRY(fix_dim(c, &c->gather_grad.dim, &dx));
   bool selects = c->op == ENG_OP_index_select_grad, fits = dy->ndim == dx.ndim && (selects ? index->ndim == 1 : tensor_same_shape(dy, index));
   for (int d = 0; fits && d < dx.ndim; d++) {
-    if (selects) fits = dy->shape[d] == (d == c->ints[0] ? index->shape[0] : dx.shape[d]);
-    else fits = d == c->ints[0] || dy->shape[d] <= dx.shape[d];
+    if (selects) fits = dy->shape[d] == (d == c->gather_grad.dim ? index->shape[0] : dx.shape[d]);
+    else fits = d == c->gather_grad.dim || dy->shape[d] <= dx.shape[d];
   }
   if (!fits)
     return error_set(ENG_ERR_SHAPE, "%s: %s and the index %s do not belong to %s along dimension %lld", name_of(c), tensor_text(dy), tensor_text(index),
-                     tensor_shape_text(dx.ndim, dx.shape), (long long)c->ints[0]);
+                     tensor_shape_text(dx.ndim, dx.shape), (long long)c->gather_grad.dim);
   put_like(s, 0, dy->dtype, &dx);
   return ENG_OK;
 }
@@ -595,8 +595,8 @@ static eng_status infer_embedding_grad(op_call *c, op_shape *s)
   ENG_TRY(want_index(c, 1, "ids"));
   if (dy->ndim != ids->ndim + 1 || memcmp(dy->shape, ids->shape, (size_t)ids->ndim * sizeof *ids->shape) != 0)
     return error_set(ENG_ERR_SHAPE, "embedding_grad: expected dy [.. x C] and ids [..], got %s and %s", tensor_text(dy), tensor_text(ids));
-  ENG_TRY(want_float_attribute(c, c->ints[1]));
-  put(s, 0, (int)c->ints[1], 2, (int64_t[]){c->ints[0], dy->shape[dy->ndim - 1]});
+  ENG_TRY(want_float_attribute(c, c->embedding_grad.dtype));
+  put(s, 0, (int)c->embedding_grad.dtype, 2, (int64_t[]){c->embedding_grad.rows, dy->shape[dy->ndim - 1]});
   return ENG_OK;
 }
 
@@ -606,7 +606,7 @@ static eng_status infer_extreme_grad(op_call *c, op_shape *s)
   op_call forward = *c;
   op_shape reduced;
   forward.op = ENG_OP_max;
-  forward.ints[1] = c->in[1]->ndim == x->ndim;
+  forward.sum.keep = c->in[1]->ndim == x->ndim;
   ENG_TRY(infer_reduce(&forward, &reduced));
   for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
   for (int k = 1; k < 3; k++) ENG_TRY(want_shape(c, k, reduced.out[0].ndim, reduced.out[0].shape, "the reduced x"));

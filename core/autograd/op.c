@@ -197,6 +197,16 @@ eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, co
   return ENG_OK;
 }
 
+eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)
+{
+  op_call c = {.op = ENG_OP_reshape, .n_in = 1, .in = {x}, .reshape = {.ndim = ndim}};
+  memcpy(c.reshape.shape, shape, (size_t)ndim * sizeof *shape);
+  *out = NULL;
+  ENG_TRY(op_run(&c));
+  *out = c.out[0];
+  return ENG_OK;
+}
+
 // ---- what Lua calls
 
 /// Runs a call of Lua's; a given `target` takes output 0.

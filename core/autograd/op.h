@@ -60,6 +60,9 @@ eng_status op_run(op_call *call);
 /// Shorthands for gradient rules: one output, inputs by position, attributes by compound literal.
 eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *c, const int64_t *ints, int n_ints, double f0, double f1);
 
+/// x in another shape, as a view where its strides allow that; one size may be -1.
+eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);
+
 /// y in `dtype`; x itself when it already is (then *made is false).
 eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype);
 

@@ -61,14 +61,14 @@ static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];
   switch (c->op) {
-    case ENG_OP_matmul: return 2.0 * (double)out->count * (double)a->shape[a->ndim - (c->ints[0] ? 2 : 1)];
+    case ENG_OP_matmul: return 2.0 * (double)out->count * (double)a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
     case ENG_OP_linear: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
     case ENG_OP_linear_grad: return 2.0 * (double)out->count * (double)(out->shape[0] ? a->count / out->shape[0] : 0);
     case ENG_OP_mlp_gelu: return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
     case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
     case ENG_OP_attention:
     case ENG_OP_attention_grad: {   // q [B x T x H x D], k [B x S x G x D]; causal: half of the pairs
-      double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->ints[0] ? 2 : 1);
+      double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
       return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
     }
     default: return 0;
@@ -90,7 +90,7 @@ static eng_status timed_kernel(const op_call *c)
   call_kind kind;
   memset(&kind, 0, sizeof kind);   // padding too: kinds are compared as bytes
   kind.op = c->op;
-  if (c->op == ENG_OP_matmul) kind.transposed = (c->ints[0] != 0) + 2 * (c->ints[1] != 0);
+  if (c->op == ENG_OP_matmul) kind.transposed = (c->matmul.transpose_a != 0) + 2 * (c->matmul.transpose_b != 0);
   double bytes = 0;
   for (int k = 0; k < 2; k++) {
     const tensor *x = k < c->n_in ? c->in[k] : NULL;

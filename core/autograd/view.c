@@ -73,21 +73,21 @@ eng_status op_view(op_call *c, const op_shape *s)
   tensor *x = c->in[0];
   int64_t stride[ENG_MAX_DIMS];
   memcpy(stride, x->stride, sizeof stride);
-  int dim = (int)c->ints[0];
+  int dim = (int)c->slice.dim;   // split.dim, too
   switch (c->op) {
     case ENG_OP_reshape: return view_reshape(c, s);
     case ENG_OP_expand:  return view_expand(c, s);
     case ENG_OP_permute:
-      for (int d = 0; d < x->ndim; d++) stride[d] = x->stride[c->ints[d]];
+      for (int d = 0; d < x->ndim; d++) stride[d] = x->stride[c->permute.order[d]];
       return tensor_view(&c->out[0], x, 0, x->ndim, s->out[0].shape, stride);
     case ENG_OP_slice:
-      stride[dim] *= c->ints[3];
-      return tensor_view(&c->out[0], x, c->ints[1] * x->stride[dim], x->ndim, s->out[0].shape, stride);
+      stride[dim] *= c->slice.step;
+      return tensor_view(&c->out[0], x, c->slice.start * x->stride[dim], x->ndim, s->out[0].shape, stride);
     default: {
       int64_t offset = 0;
       for (int k = 0; k < c->n_out; k++) {
         ENG_TRY(tensor_view(&c->out[k], x, offset * x->stride[dim], x->ndim, s->out[k].shape, stride));
-        offset += c->ints[1 + k];
+        offset += c->split.sizes[k];
       }
       return ENG_OK;
     }

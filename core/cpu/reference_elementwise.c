@@ -134,6 +134,7 @@ UNARY(softplus, (x > 0 ? x : 0.0) + log1p(exp(-fabs(x))))
 UNARY(gelu, 0.5 * x * erfc(-x * M_SQRT1_2))
 UNARY(gelu_tanh, 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x))))
 UNARY(silu, silu_of(x))
+UNARY(hardswish, x * (fmin(fmax(x + 3.0, 0.0), 6.0) / 6.0))
 
 eng_status reference_affine(const op_call *call)
 {
@@ -210,7 +211,7 @@ eng_status reference_unary_grad(const op_call *call)
   walk_add(&w, dx);
   for (; !walk_ended(&w); walk_next(&w)) {
     double v = tensor_load(x->data, x->dtype, w.at[0]), g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
-    switch (call->ints[0]) {
+    switch (call->unary_grad.of) {
       case ENG_OP_neg:         slope = -1.0; break;
       case ENG_OP_abs:         slope = f64_is_nan(v) ? v : (v > 0) - (v < 0); break;
       case ENG_OP_exp:         slope = exp(v); break;
@@ -227,6 +228,7 @@ eng_status reference_unary_grad(const op_call *call)
       case ENG_OP_gelu:        slope = gelu_slope(v); break;
       case ENG_OP_gelu_tanh:   slope = gelu_tanh_slope(v); break;
       case ENG_OP_silu:        slope = silu_slope(v); break;
+      case ENG_OP_hardswish:   slope = v < 3 ? (2 * v + 3) / 6 : 1.0; g = v <= -3 ? 0.0 : g; break;
       default:
         return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
                          eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0]) : "a number that is no operation");

@@ -5,10 +5,25 @@
 //   relu       NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
 //   gelu, silu forward as the formula says: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
 //              infinite x are the limits 0 and 1
+//   hardswish  NaN at -inf; slope 0 at -3 and below, dy itself at 3, above and at NaN, as in PyTorch.
+//              x * (relu6(x + 3) / 6) cannot overflow, PyTorch's (x * relu6(x + 3)) / 6 can
 #include "operand.h"
 #include "simd.h"
 
 static inline vf vf_relu_(vf x) { return vf_select(vf_le(x, vf_zero()), vf_zero(), x); }
+
+static inline vf vf_hardswish(vf x)
+{
+  vf six = vf_set1(6.0f), t = vf_relu_(vf_add(x, vf_set1(3.0f)));
+  return vf_mul(x, vf_div(vf_select(vf_le(six, t), six, t), six));
+}
+
+static inline vf vf_hardswish_slope(vf x, vf dy)
+{
+  vf three = vf_set1(3.0f), slope = vf_div(vf_add(vf_add(x, x), three), vf_set1(6.0f));
+  vf inside = vf_select(vf_lt(x, three), vf_mul(slope, dy), dy);
+  return vf_select(vf_le(x, vf_neg(three)), vf_zero(), inside);
+}
 
 // One tile; apart from the caller, so that each instruction set holds every function once.
 static __attribute__((noinline)) void unary_tile(int op, float *y, const float *x, int n)
@@ -30,6 +45,7 @@ static __attribute__((noinline)) void unary_tile(int op, float *y, const float *
     case ENG_OP_relu:        MAP1(y, x, n, vf_relu_(a)); break;
     case ENG_OP_gelu:        MAP1(y, x, n, vf_gelu(a)); break;
     case ENG_OP_gelu_tanh:   MAP1(y, x, n, vf_gelu_tanh(a)); break;
+    case ENG_OP_hardswish:   MAP1(y, x, n, vf_hardswish(a)); break;
     default:                 MAP1(y, x, n, vf_silu(a)); break;
   }
 }
@@ -55,6 +71,7 @@ static __attribute__((noinline)) void slope_tile(int op, float *y, const float *
     case ENG_OP_relu:        MAP2(y, x, dy, n, vf_select(vf_le(a, vf_zero()), vf_zero(), b)); break;
     case ENG_OP_gelu:        MAP2(y, x, dy, n, vf_mul(vf_gelu_derivative(a), b)); break;
     case ENG_OP_gelu_tanh:   MAP2(y, x, dy, n, vf_mul(vf_gelu_tanh_derivative(a), b)); break;
+    case ENG_OP_hardswish:   MAP2(y, x, dy, n, vf_hardswish_slope(a, b)); break;
     default:                 MAP2(y, x, dy, n, vf_mul(vf_silu_derivative(a), b)); break;
   }
 }
@@ -89,9 +106,8 @@ static void slope_body(const work *w, int64_t first, int n)
 
 static eng_status unary_grad(const op_call *call)
 {
-  int op = (int)call->ints[0];
-  bool known = op >= ENG_OP_neg && op <= ENG_OP_silu;   // others: the reference has the words
-  if (!known || !all_fast(call)) return forward_to_reference(call);
+  int op = (int)call->unary_grad.of;
+  if (!op_is_unary(op) || !all_fast(call)) return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
   w.op = op;
   for_tiles(&w, call->out[0]->count, slope_body);
@@ -148,7 +164,8 @@ static eng_status swiglu_grad(const op_call *call)
 
 void ISA_NAME(cpu_register_unary)(backend *b)
 {
-  for (int op = ENG_OP_neg; op <= ENG_OP_silu; op++) b->kernel[op] = unary;
+  for (int op = 0; op < ENG_OP_COUNT; op++)
+    if (op_is_unary(op)) b->kernel[op] = unary;
   b->kernel[ENG_OP_unary_grad] = unary_grad;
   b->kernel[ENG_OP_swiglu] = swiglu;
   b->kernel[ENG_OP_swiglu_grad] = swiglu_grad;

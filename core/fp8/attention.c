@@ -26,7 +26,7 @@ static eng_status keep_codes(op_call *c)
 {
   const tensor *y = c->out[OUT_Y];
   tensor *rows;
-  ENG_TRY(op_run1(&rows, ENG_OP_reshape, c->out[OUT_Y], NULL, NULL, (int64_t[]){3, y->shape[0], y->shape[1], y->shape[2] * y->shape[3]}, 4, 0, 0));
+  ENG_TRY(op_reshape(&rows, c->out[OUT_Y], 3, (int64_t[]){y->shape[0], y->shape[1], y->shape[2] * y->shape[3]}));
   eng_status status = fp8_to_e5m6(&c->out[OUT_CODES], &c->out[OUT_SCALE], rows);
   tensor_drop(rows);
   return status;
@@ -62,9 +62,7 @@ static eng_status attention_grad(grad_call *g)
                .dequantize = {.dtype = like->dtype, .block_rows = 1, .block_columns = FP8_BLOCK, .format = ENG_FORMAT_E5M6}};
   ENG_TRY(op_run(&c));
   tensor *y;
-  int64_t ints[1 + ENG_MAX_DIMS] = {like->ndim};
-  memcpy(ints + 1, like->shape, sizeof like->shape);
-  eng_status status = op_run1(&y, ENG_OP_reshape, c.out[0], NULL, NULL, ints, 1 + like->ndim, 0, 0);
+  eng_status status = op_reshape(&y, c.out[0], like->ndim, like->shape);
   tensor_drop(c.out[0]);
   ENG_TRY(status);
   status = grad_attention_of(g, y);

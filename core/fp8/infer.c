@@ -35,35 +35,35 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
 static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
 {
   const char *name = op_table[c->op].about.name;
-  int64_t format = c->ints[0];
+  int64_t format = c->quantize.format;
   if (!dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name, tensor_text(x));
   if (x->ndim < 1) return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name, tensor_text(x));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
     return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld", name, (long long)format);
-  ENG_TRY(want_blocks(c, c->ints[1], c->ints[2]));
-  if (c->ints[3] < 0 || c->ints[3] >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name, (long long)c->ints[3], ENG_SCALES - 1);
-  if (c->ints[4] < 0 || c->ints[4] > 15) return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name, (long long)c->ints[4]);
-  if (!(c->floats[0] <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: expected eps up to 1e30, or negative for the rule's, got %g", name, c->floats[0]);
-  if (!(c->floats[1] >= -100 && c->floats[1] <= 100) || c->floats[1] != (double)(int)c->floats[1])
-    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name, c->floats[1]);
+  ENG_TRY(want_blocks(c, c->quantize.block_rows, c->quantize.block_columns));
+  if (c->quantize.rule < 0 || c->quantize.rule >= ENG_SCALES)
+    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name, (long long)c->quantize.rule, ENG_SCALES - 1);
+  if (c->quantize.flags < 0 || c->quantize.flags > 15) return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name, (long long)c->quantize.flags);
+  if (!(c->quantize.eps <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: expected eps up to 1e30, or negative for the rule's, got %g", name, c->quantize.eps);
+  if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) || c->quantize.margin != (double)(int)c->quantize.margin)
+    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name, c->quantize.margin);
   int64_t columns = x->shape[x->ndim - 1], rows = 1;
   for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8) return error_set(ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers of a row, got %s", name, tensor_text(x));
-  if (packed && c->ints[4] & 10) return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy", name);
+  if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED)) return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy", name);
   if (factor) {
-    if (c->ints[1] || c->ints[2]) return error_set(ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld", name, (long long)c->ints[1], (long long)c->ints[2]);
+    if (c->quantize.block_rows || c->quantize.block_columns) return error_set(ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld", name, (long long)c->quantize.block_rows, (long long)c->quantize.block_columns);
     if (factor->dtype != ENG_f32 || factor->count != 1) return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name, tensor_text(factor));
   }
   put(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
   int64_t shape[2];
-  fp8_scales_for(c->ints[1], c->ints[2], rows, columns, shape);
+  fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, rows, columns, shape);
   put(s, 1, ENG_f32, 2, shape);
   put(s, 2, ENG_f32, 0, NULL);
   put(s, 3, packed ? ENG_i32 : (int)format, 2, (int64_t[]){columns, rows});
-  fp8_scales_for(c->ints[1], c->ints[2], columns, rows, shape);
+  fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, columns, rows, shape);
   put(s, 4, ENG_f32, 2, shape);
   return ENG_OK;
 }
@@ -85,19 +85,19 @@ static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
 static eng_status infer_dequantize(op_call *c, op_shape *s)
 {
   const tensor *q = c->in[0];
-  bool packed = c->ints[3] == ENG_FORMAT_E5M6;
+  bool packed = c->dequantize.format == ENG_FORMAT_E5M6;
   if (packed ? q->dtype != ENG_i32 : !dtype_is_fp8(q->dtype))
     return error_set(ENG_ERR_DTYPE, "dequantize: expected %s, got %s", packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
   if (q->ndim < 1) return error_set(ENG_ERR_SHAPE, "dequantize: expected at least 1 dimension, got %s", tensor_text(q));
-  if (c->ints[0] < 0 || c->ints[0] >= ENG_DTYPE_COUNT || !dtype_is_float((int)c->ints[0]))
-    return error_set(ENG_ERR_DTYPE, "dequantize: expected the number of a floating-point dtype, got %lld", (long long)c->ints[0]);
-  ENG_TRY(want_blocks(c, c->ints[1], c->ints[2]));
+  if (c->dequantize.dtype < 0 || c->dequantize.dtype >= ENG_DTYPE_COUNT || !dtype_is_float((int)c->dequantize.dtype))
+    return error_set(ENG_ERR_DTYPE, "dequantize: expected the number of a floating-point dtype, got %lld", (long long)c->dequantize.dtype);
+  ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
   int64_t columns = q->shape[q->ndim - 1], rows = 1;
   for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
   if (packed && columns % 3) return error_set(ENG_ERR_SHAPE, "dequantize: e5m6 packs 8 numbers in three i32, got %s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
-  ENG_TRY(want_scales(c, 1, c->ints[1], c->ints[2], rows, columns));
-  put(s, 0, (int)c->ints[0], q->ndim, q->shape);
+  ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
+  put(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
   s->out[0].shape[q->ndim - 1] = columns;
   return ENG_OK;
 }
@@ -107,31 +107,32 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   const tensor *a = c->in[0], *b = c->in[2], *bias = c->in[4];
   if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
     return error_set(ENG_ERR_DTYPE, "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them", tensor_text(a), tensor_text(b));
-  bool ta = c->ints[0] != 0, tb = c->ints[1] != 0;
+  bool ta = c->fp8_matmul.transpose_a != 0, tb = c->fp8_matmul.transpose_b != 0;
   if (a->ndim != 2 || b->ndim != 2 || a->shape[ta ? 0 : 1] != b->shape[tb ? 1 : 0])
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s", tensor_text(a), ta ? " (transposed)" : "",
                      tensor_text(b), tb ? " (transposed)" : "");
-  ENG_TRY(want_blocks(c, c->ints[2], c->ints[3]));
-  ENG_TRY(want_blocks(c, c->ints[4], c->ints[5]));
-  ENG_TRY(want_scales(c, 1, c->ints[2], c->ints[3], a->shape[0], a->shape[1]));
-  ENG_TRY(want_scales(c, 3, c->ints[4], c->ints[5], b->shape[0], b->shape[1]));
+  ENG_TRY(want_blocks(c, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns));
+  ENG_TRY(want_blocks(c, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns));
+  ENG_TRY(want_scales(c, 1, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns, a->shape[0], a->shape[1]));
+  ENG_TRY(want_scales(c, 3, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns, b->shape[0], b->shape[1]));
   int64_t m = a->shape[ta ? 1 : 0], k = a->shape[ta ? 0 : 1], n = b->shape[tb ? 0 : 1];
-  int64_t along_a = c->ints[ta ? 2 : 3], along_b = c->ints[tb ? 5 : 4];   // blocks along K
+  int64_t along_a = ta ? c->fp8_matmul.a_rows : c->fp8_matmul.a_columns,
+          along_b = tb ? c->fp8_matmul.b_columns : c->fp8_matmul.b_rows;   // blocks along K
   if (along_a == 0 || along_a > k) along_a = k;
   if (along_b == 0 || along_b > k) along_b = k;
   int64_t less = along_a < along_b ? along_a : along_b, more = along_a < along_b ? along_b : along_a;
   if (more < k && more % less)
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: blocks of %lld and of %lld along K do not nest", (long long)along_a, (long long)along_b);
-  if (c->ints[6] && (c->ints[6] < 1 || c->ints[6] > ENG_DTYPE_COUNT || !dtype_is_float((int)c->ints[6] - 1)))
-    return error_set(ENG_ERR_DTYPE, "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld", (long long)c->ints[6]);
-  if (c->ints[7] < 0 || c->ints[7] >= ENG_ACCUMULATORS)
-    return error_set(ENG_ERR_VALUE, "fp8_matmul: there is no accumulator %lld; accumulators: 0 to %d", (long long)c->ints[7], ENG_ACCUMULATORS - 1);
-  if (c->ints[8] < 0 || c->ints[8] % 32 || c->ints[8] > 1ll << 40)
-    return error_set(ENG_ERR_VALUE, "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld", (long long)c->ints[8]);
+  if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT || !dtype_is_float((int)c->fp8_matmul.yields - 1)))
+    return error_set(ENG_ERR_DTYPE, "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld", (long long)c->fp8_matmul.yields);
+  if (c->fp8_matmul.accumulator < 0 || c->fp8_matmul.accumulator >= ENG_ACCUMULATORS)
+    return error_set(ENG_ERR_VALUE, "fp8_matmul: there is no accumulator %lld; accumulators: 0 to %d", (long long)c->fp8_matmul.accumulator, ENG_ACCUMULATORS - 1);
+  if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 || c->fp8_matmul.promotion > 1ll << 40)
+    return error_set(ENG_ERR_VALUE, "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld", (long long)c->fp8_matmul.promotion);
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != n))
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s", (long long)n, tensor_text(bias));
-  if (c->ints[9] && bias) return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
-  put(s, 0, c->ints[6] ? (int)c->ints[6] - 1 : ENG_f32, 2, (int64_t[]){m, n});
+  if (c->fp8_matmul.add && bias) return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
+  put(s, 0, c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
   return ENG_OK;
 }
 

@@ -69,7 +69,7 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
 static eng_status flat(tensor **out, tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
-  return op_run1(out, ENG_OP_reshape, x, NULL, NULL, (int64_t[]){2, columns ? x->count / columns : 0, columns}, 3, 0, 0);
+  return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
 }
 
 /// a b: a's and b's codes may have any number of dimensions. y: given, or made in dtype.
@@ -299,10 +299,10 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
     status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias, compute >= 0 ? compute : x->dtype, false);
   }
   if (status == ENG_OK) {
-    int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-    memcpy(ints + 1, x->shape, sizeof x->shape);
-    ints[x->ndim] = w->shape[0];
-    status = op_run1(&y, ENG_OP_reshape, flat_y, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+    int64_t shape[ENG_MAX_DIMS];
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = w->shape[0];
+    status = op_reshape(&y, flat_y, x->ndim, shape);
     tensor_drop(flat_y);
   }
   if (status == ENG_OK && record) {
@@ -391,9 +391,7 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
   factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
          b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns, node->fp8_linear.turned};
   ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, x->dtype, false));
-  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-  memcpy(ints + 1, x->shape, sizeof x->shape);
-  eng_status status = op_run1(&dx, ENG_OP_reshape, flat_dx, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  eng_status status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
   return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
 }

@@ -5,6 +5,7 @@
 //   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
 //   gelu, silu  forward as in the formula: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
 //               infinite x are 0 and 1
+//   hardswish   slope 0 at -3 and below, dy itself at 3, above and at NaN, as in PyTorch
 //   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
 //   dropout     a dropped element is 0, NaN and Inf included
 #include "kernel/map.h"
@@ -42,6 +43,13 @@ __device__ static inline float gelu_tanh_gate_low(float x, float square)
 
 __device__ static inline float gelu_tanh_low(float x) { return x * gelu_tanh_gate_low(x, x * x); }
 
+/// x * relu6(x + 3) / 6; NaN stays.
+template <class T> __device__ static inline T hardswish(T x)
+{
+  T t = x + T(3);
+  return x * ((t <= T(0) ? T(0) : t >= T(6) ? T(6) : t) / T(6));
+}
+
 __device__ static inline float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
 
 template <int V>
@@ -67,6 +75,7 @@ __device__ static inline void unary_floats(int op, float (&y)[V], const float (&
     case ENG_OP_relu:        EACH(a <= 0.0f ? 0.0f : a); break;
     case ENG_OP_gelu:        EACH(gelu(a)); break;
     case ENG_OP_gelu_tanh:   EACH(gelu_tanh(a)); break;
+    case ENG_OP_hardswish:   EACH(hardswish(a)); break;
     default:                 EACH(a * sigmoid(a)); break;
   }
 #undef EACH
@@ -175,6 +184,8 @@ __device__ static inline void slope_floats(int op, float (&y)[V], const float (&
     case ENG_OP_relu:        EACH(a <= 0.0f ? 0.0f : b); break;
     case ENG_OP_gelu:        EACH(gelu_slope(a) * b); break;
     case ENG_OP_gelu_tanh:   EACH(gelu_tanh_slope(a) * b); break;
+    case ENG_OP_hardswish:
+      EACH(a <= -3.0f ? 0.0f : a < 3.0f ? (a + a + 3.0f) / 6.0f * b : b); break;
     default:                 EACH(silu_slope(a) * b); break;
   }
 #undef EACH
@@ -236,6 +247,7 @@ __device__ static double unary_double(int op, double x)
     case ENG_OP_relu:        return x <= 0 ? 0.0 : x;
     case ENG_OP_gelu:        return 0.5 * x * erfc(-x * 0.70710678118654752440);
     case ENG_OP_gelu_tanh:   return 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x)));
+    case ENG_OP_hardswish:   return hardswish(x);
     default:                 return x * sigmoid_double(x);
   }
 }
@@ -263,6 +275,7 @@ __device__ static double slope_double(int op, double v)
     case ENG_OP_log_sigmoid: return sigmoid_double(-v);
     case ENG_OP_softplus:    return sigmoid_double(v);
     case ENG_OP_relu:        return 1.0;   // dy is 0 where v <= 0
+    case ENG_OP_hardswish:   return v < 3 ? (2 * v + 3) / 6 : 1.0;   // dy is 0 where v <= -3
     case ENG_OP_gelu:
       if (isinf(v)) return v > 0;
       return 0.5 * erfc(-v * 0.70710678118654752440) +
@@ -303,7 +316,7 @@ struct slope_body {
   {
     double v = load_double(w.data[1], w.dtype[1], at[1]),
            dy = load_double(w.data[2], w.dtype[2], at[2]);
-    if (op == ENG_OP_relu && v <= 0) dy = 0.0;
+    if ((op == ENG_OP_relu && v <= 0) || (op == ENG_OP_hardswish && v <= -3)) dy = 0.0;
     store_double(w.data[0], w.dtype[0], at[0], slope_double(op, v) * dy);
   }
 };
@@ -328,27 +341,14 @@ static eng_status unary(const op_call *call)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_neg(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_abs(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_exp(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_log(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_sqrt(const op_call *call)        { return unary(call); }
-extern "C" eng_status cuda_rsqrt(const op_call *call)       { return unary(call); }
-extern "C" eng_status cuda_sin(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_cos(const op_call *call)         { return unary(call); }
-extern "C" eng_status cuda_tanh(const op_call *call)        { return unary(call); }
-extern "C" eng_status cuda_sigmoid(const op_call *call)     { return unary(call); }
-extern "C" eng_status cuda_log_sigmoid(const op_call *call) { return unary(call); }
-extern "C" eng_status cuda_softplus(const op_call *call)    { return unary(call); }
-extern "C" eng_status cuda_relu(const op_call *call)        { return unary(call); }
-extern "C" eng_status cuda_gelu(const op_call *call)        { return unary(call); }
-extern "C" eng_status cuda_gelu_tanh(const op_call *call)   { return unary(call); }
-extern "C" eng_status cuda_silu(const op_call *call)        { return unary(call); }
+#define ENG_UNARY(name, ...) \
+  extern "C" eng_status cuda_##name(const op_call *call) { return unary(call); }
+#include "ops.def"
 
 extern "C" eng_status cuda_unary_grad(const op_call *call)
 {
   int64_t op = call->ints[0];
-  if (op < ENG_OP_neg || op > ENG_OP_silu)
+  if (!op_is_unary((int)op))
     return error_set(ENG_ERR_VALUE,
                      "unary_grad: expected an elementwise operation of one input, got number %lld",
                      (long long)op);

@@ -67,7 +67,7 @@ local cases = {
   clamp = function(check) check(method("clamp", -0.7, 0.9), { spaced(4, 4) }) end,
   neg = unary "neg", abs = unary("abs", spaced), exp = unary "exp", log = unary("log", positive), sqrt = unary("sqrt", positive),
   rsqrt = unary("rsqrt", positive), sin = unary "sin", cos = unary "cos", tanh = unary "tanh", sigmoid = unary "sigmoid",
-  log_sigmoid = unary "log_sigmoid", softplus = unary "softplus", relu = unary("relu", spaced), gelu = unary "gelu", silu = unary "silu",
+  log_sigmoid = unary "log_sigmoid", softplus = unary "softplus", relu = unary("relu", spaced), hardswish = unary("hardswish", spaced), gelu = unary "gelu", silu = unary "silu",
   gelu_tanh = function(check) check(method("gelu", "tanh"), { random(5, 7) }) end,
   swiglu = function(check) check(function(a, b) return a:swiglu(b) end, { random(3, 5), random(3, 5) }) end,
   dropout = function(check)

@@ -138,8 +138,8 @@ local plans = {}
 local function binary() local s = shape_of(0, 6) return { any(s), any(partner(s)) } end
 for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do plans[name] = binary end
 local function unary() return { float(shape_of(0, 6)) } end
-for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "log_sigmoid", "softplus", "gelu", "gelu_tanh", "silu" } do
-  plans[name] = unary
+for number, name in ipairs(M_ffi.op_names) do
+  if C.eng_op_describe(number - 1).unary ~= 0 then plans[name] = unary end
 end
 for _, name in ipairs { "neg", "abs", "relu", "contiguous" } do plans[name] = function() return { any(shape_of(0, 6)) } end end
 local function rows() return { float(shape_of(1, 6)) } end

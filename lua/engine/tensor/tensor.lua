@@ -297,13 +297,19 @@ end
 ---   softplus           log(1 + e^x)
 ---   relu               max(x, 0)
 ---   silu               x * sigmoid(x)
+---   hardswish          x * min(max(x + 3, 0), 6) / 6
+for number, name in ipairs(M_ffi.op_names) do   -- the unary operations of ops.def
+  if C.eng_op_describe(number - 1).unary ~= 0 then
+    methods[name] = function(x) return run1(name, x) end
+  end
+end
+
+--- Rows of x.
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
 ---   logsumexp          log(sum(e^x)) over the last dimension, without that dimension
-for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh",
-  "sigmoid", "log_sigmoid", "softplus",
-  "relu", "silu", "contiguous", "softmax", "log_softmax", "logsumexp" } do
+for _, name in ipairs { "contiguous", "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x) return run1(name, x) end
 end
 

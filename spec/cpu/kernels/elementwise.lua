@@ -128,8 +128,12 @@ generators.gelu_tanh = one_input { ulp = 4, eps = 4, bound = "input" }
 -- the sigmoid of -90 is subnormal in f32, a multiple of 2^-149, and comes times x
 generators.silu = one_input { ulp = 4, eps = 2 ^ -125, bound = "input" }
 
-local UNARY = { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "log_sigmoid", "softplus", "relu",
-                "gelu", "gelu_tanh", "silu" }
+generators.hardswish = one_input { ulp = 3 }
+
+local UNARY = {}
+for number, name in ipairs(engine.op_names) do
+  if engine.C.eng_op_describe(number - 1).unary ~= 0 then UNARY[#UNARY + 1] = name end
+end
 
 generators.unary_grad = function(try)
   for _, unary in ipairs(UNARY) do

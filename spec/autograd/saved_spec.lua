@@ -1,0 +1,128 @@
+-- What gradient rules read. For every operation with a gradient, the tensors that ops.def does not list under
+-- `reads` and `saves` are filled with NaN between the forward and the backward pass; the gradients stay the
+-- same bits. The calls are those of spec/cpu/kernels/, and a few written here.
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local values = require "spec.cpu.kernels.values"
+local C, ffi = M_ffi.C, M_ffi.ffi
+
+local MOST_CALLS = 6            -- of each operation
+local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
+
+local generators = {}
+for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses", "fp8" } do
+  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do generators[name] = generate end
+end
+
+local function one(call) return function(try) try(call()) end end
+local function x(...) return engine.randn { ... } end
+generators.reshape = one(function() return { inputs = { x(3, 4) }, ints = { 2, 6, 2 } } end)
+generators.permute = one(function() return { inputs = { x(3, 4) }, ints = { 1, 0 } } end)
+generators.expand = one(function() return { inputs = { x(1, 4) }, ints = { 2, 3, 4 } } end)
+generators.slice = one(function() return { inputs = { x(3, 4) }, ints = { 1, 1, 4, 2 } } end)
+generators.split = one(function() return { inputs = { x(3, 4) }, ints = { 1, 1, 3 }, outputs = 2 } end)
+
+--- A site of an FP8 layer that keeps x in one way.
+local function site_of(keep)
+  local site, recipe = ffi.new("int64_t[1]"), ffi.new("eng_fp8_recipe")
+  for role = 0, C.ENG_FP8_ROLES - 1 do
+    local r = recipe.role[role]
+    r.format, r.eps, r.block_rows, r.block_columns = M_ffi.dtype.e4m3, -1, role == C.ENG_FP8_W and 128 or 1, 128
+  end
+  recipe.role[C.ENG_FP8_X].keep = keep
+  M_ffi.check(C.eng_fp8_site_new(site, "saved"))
+  M_ffi.check(C.eng_fp8_site_set(site[0], recipe))
+  return tonumber(site[0])
+end
+local function with_sites(try, call)
+  for _, keep in ipairs { C.ENG_FP8_KEEP_CODES, C.ENG_FP8_KEEP_TRANSPOSED, C.ENG_FP8_KEEP_E5M6, C.ENG_FP8_KEEP_SWIGLU } do
+    call.ints[call.site_at], call.precision = site_of(keep), "fp8_block"
+    try(call)
+  end
+end
+function generators.fp8_linear(try)
+  with_sites(try, { inputs = { x(3, 160), x(24, 160), x(24) }, ints = {}, site_at = 1, outputs = 5 })
+end
+function generators.fp8_swiglu(try)
+  with_sites(try, { inputs = { x(3, 160), x(3, 160) }, ints = {}, site_at = 1, outputs = 5 })
+end
+function generators.fp8_attention(try)
+  local function q() return x(2, 5, 4, 8) end
+  with_sites(try, { inputs = { q(), q(), q() }, ints = { 1, 0 }, site_at = 3, outputs = 5 })
+end
+
+local function has(mask, k) return bit.band(mask, bit.lshift(1, k)) ~= 0 end
+
+--- The gradients of a call's float inputs, as texts of their bits. `spoil`: NaN goes into what the table says
+--- is not read; gives how many tensors that were, too.
+local function gradients(name, call, spoil)
+  local info, leaves, inputs, filled = C.eng_op_describe(M_ffi.op[name]), {}, {}, 0
+  for k, input in ipairs(call.inputs) do
+    inputs[k] = input
+    if input and FLOAT[input.dtype] then
+      leaves[#leaves + 1] = input:keep():requires_grad(true)
+      inputs[k] = leaves[#leaves] * 1                -- a computed tensor: no leaf is spoiled
+    end
+  end
+  engine.seed(5)
+  local function run() return { M_ffi.run(name, inputs, call.ints, call.floats, call.outputs) } end
+  local outputs = call.precision and engine.autocast(call.precision, run) or run()
+  local loss
+  for k = 1, call.outputs or 1 do
+    local y = outputs[k]
+    if y and FLOAT[y.dtype] and not y.is_leaf then
+      local scaled = (y * 1):to("f32")               -- rules that read nothing of y
+      local part = (scaled * engine.rand(y.shape)):sum()
+      loss = loss and loss + part or part
+    end
+  end
+  local function fill(list, n, read)
+    for k = 1, n do
+      local t = list[k]
+      if spoil and t and FLOAT[t.dtype] and not has(read, k - 1) then
+        t:fill(0 / 0)
+        filled = filled + 1
+      end
+    end
+  end
+  fill(inputs, #call.inputs, info.reads)
+  fill(outputs, call.outputs or 1, info.saves)
+  loss:backward()
+  local bits = {}
+  for k, leaf in ipairs(leaves) do
+    local gradient = leaf.grad
+    if gradient then
+      local memory, n = gradient:read()
+      bits[k] = ffi.string(memory, n * C.eng_dtype_size(M_ffi.dtype[gradient.dtype]))
+    end
+  end
+  for _, leaf in ipairs(leaves) do leaf:requires_grad(false) end
+  return bits, filled
+end
+
+describe("backward reads only what ops.def says of", function()
+  for number, name in ipairs(M_ffi.op_names) do
+    local info = C.eng_op_describe(number - 1)
+    if C.eng_op_differentiable(number - 1) then
+      it(name, function()
+        local generate, count, filled, stop = assert(generators[name], "no call of " .. name), 0, 0, {}
+        values.seed(name)
+        M_ffi.check(C.eng_step_begin())
+        local good, why = pcall(generate, function(call)
+          if call.fails or not FLOAT[call.inputs[1] and call.inputs[1].dtype] then return end
+          count = count + 1
+          local want = gradients(name, call, false)
+          local got, n = gradients(name, call, true)
+          assert.same(want, got)
+          filled = filled + n
+          if count == MOST_CALLS then error(stop) end
+        end)
+        M_ffi.check(C.eng_step_end())
+        if not good and why ~= stop then error(why, 0) end
+        assert.is_true(count > 0)
+        -- nothing is filled only where everything is read
+        assert(filled > 0 or has(info.saves, 0), name .. ": no tensor was filled")
+      end)
+    end
+  end
+end)
