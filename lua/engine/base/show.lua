@@ -16,9 +16,9 @@ function show.exact(x)
 end
 
 --- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings
---- "inf", "-inf" and "nan", which Python's float() takes. nil is null.
+--- "inf", "-inf" and "nan", which Python's float() takes. nil and false are null.
 function show.json_number(x)
-  if x == nil then return "null" end
+  if not x then return "null" end
   return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
 end
 
