@@ -252,10 +252,10 @@ describe("the folders of Lua", function()
     for module in pairs(needs) do visit(module, "") end
     local fresh = {}
     for _, cycle in ipairs(cycles) do
-      if not (cycle:find("engine.train.fp8_sites", 1, true) and cycle:find("engine.train.precision", 1, true))
-        and not (cycle:find("engine.dist.shards", 1, true) and cycle:find("engine.run.checkpoint", 1, true)) then
-        fresh[#fresh + 1] = cycle
-      end
+      -- fp8_sites.lua reads recipes, and precision.lua checks their FP8 part: still to be separated.
+      local known = cycle:find("engine.train.fp8_sites", 1, true)
+        and cycle:find("engine.train.precision", 1, true)
+      if not known then fresh[#fresh + 1] = cycle end
     end
     assert.same({}, fresh)
   end)
