@@ -13,7 +13,11 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 {
   tensor *x;
   *out = (eng_tensor){0, 0};
-  ENG_TRY(tensor_make(&x, home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : step_home(true), dtype, ndim, shape));
+  ENG_TRY(tensor_make(&x,
+                      home == ENG_KEEP   ? ARENA_KEPT
+                      : home == ENG_STEP ? ARENA_STEP
+                                         : step_home(true),
+                      dtype, ndim, shape));
   eng_status status = transfer_clear(x);
   if (status != ENG_OK) {
     tensor_drop(x);
@@ -29,14 +33,16 @@ static eng_status copy(tensor *y, tensor *x)
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y}, .ints = {y->dtype}};
   eng_status status = ENG_OK;
   if (x->store->space != y->store->space)
-    return error_set(ENG_ERR_DEVICE, "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')", tensor_text(x), tensor_text(y),
-                     backend_of_space(y->store->space)->name);
+    return error_set(ENG_ERR_DEVICE,
+                     "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')",
+                     tensor_text(x), tensor_text(y), backend_of_space(y->store->space)->name);
   if (x->store->space == arena_space()) {
     bool recording = eng_grad_enabled(false);
     status = op_run(&c);
     eng_grad_enabled(recording);
   } else if (y->count > 0) {
-    status = backend_of_space(y->store->space)->kernel[c.op](&c);   // of a device that is not in force now
+    // of a device that is not in force now
+    status = backend_of_space(y->store->space)->kernel[c.op](&c);
   }
   y->store->writes++;
   return status;
@@ -61,10 +67,15 @@ eng_status eng_free(const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->held) return error_set(ENG_ERR_STATE, "%s belongs to a parameter set, which frees it", tensor_text(x));
+  if (x->held)
+    return error_set(ENG_ERR_STATE, "%s belongs to a parameter set, which frees it",
+                     tensor_text(x));
   if (!tape_empty()) {   // the tape may need it
     if (x->of_step) return ENG_OK;
-    return error_set(ENG_ERR_STATE, "%s cannot be freed while operations stand on the tape; hint: engine.end_step() first", tensor_text(x));
+    return error_set(
+      ENG_ERR_STATE,
+      "%s cannot be freed while operations stand on the tape; hint: engine.end_step() first",
+      tensor_text(x));
   }
   if (x->node < 0) ENG_TRY(eng_clear_gradient(handle));
   tensor_drop(x);
@@ -83,7 +94,8 @@ eng_status eng_to_device(eng_tensor *out, const eng_tensor *handle, const char *
   eng_status status;
   if (x->store->space == y->store->space) status = transfer_rows(y->data, x);
   else if (y->store->space == SPACE_HOST) status = transfer_read(y->data, y->dtype, x);
-  else if (x->store->space == SPACE_HOST && tensor_contiguous(x)) status = transfer_from_host(y->store->space, y->data, x->data, bytes);
+  else if (x->store->space == SPACE_HOST && tensor_contiguous(x))
+    status = transfer_from_host(y->store->space, y->data, x->data, bytes);
   else {
     void *rows = arena_alloc_in(SPACE_HOST, ARENA_SCRATCH, bytes);
     status = rows ? transfer_read(rows, x->dtype, x) : ENG_ERR_MEMORY;
@@ -103,9 +115,18 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   *out = (eng_tensor_info){
-    .count = x->count, .ndim = x->ndim, .dtype = x->dtype, .requires_grad = x->requires_grad, .is_leaf = !tape_holds(x),
-    .owner = x->held ? 2 : x->of_step ? 0 : 1, .contiguous = tensor_contiguous(x), .step = x->step,
-    .space = x->store->space, .data = x->store->space == SPACE_HOST ? x->data : NULL,
+    .count = x->count,
+    .ndim = x->ndim,
+    .dtype = x->dtype,
+    .requires_grad = x->requires_grad,
+    .is_leaf = !tape_holds(x),
+    .owner = x->held      ? 2
+             : x->of_step ? 0
+                          : 1,
+    .contiguous = tensor_contiguous(x),
+    .step = x->step,
+    .space = x->store->space,
+    .data = x->store->space == SPACE_HOST ? x->data : NULL,
   };
   memcpy(out->shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
   memcpy(out->stride, x->stride, (size_t)x->ndim * sizeof *x->stride);
@@ -114,9 +135,13 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
-  if (!memory && count != 0) return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
-  if (format < 0 || format >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", format);
-  if (count != x->count) return error_set(ENG_ERR_SHAPE, "expected %lld values for %s, got %lld", (long long)x->count, tensor_text(x), (long long)count);
+  if (!memory && count != 0)
+    return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
+  if (format < 0 || format >= ENG_DTYPE_COUNT)
+    return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", format);
+  if (count != x->count)
+    return error_set(ENG_ERR_SHAPE, "expected %lld values for %s, got %lld", (long long)x->count,
+                     tensor_text(x), (long long)count);
   return ENG_OK;
 }
 
@@ -130,8 +155,10 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// LuaJIT keeps its other values in the bits of negative NaNs with a payload: what it reads as a number must not be one of them.
-static double lua_number(double x) { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
+// LuaJIT keeps its other values in the bits of negative NaNs with a payload: what it reads as a
+// number must not be one of them.
+static double lua_number(double x)
+{ return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handle)
 {
@@ -139,7 +166,8 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handl
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(check_transfer(x, target, to, count));
   ENG_TRY(transfer_read(target, to, x));
-  for (int64_t i = 0; to == ENG_f64 && i < count; i++) ((double *)target)[i] = lua_number(((double *)target)[i]);
+  for (int64_t i = 0; to == ENG_f64 && i < count; i++)
+    ((double *)target)[i] = lua_number(((double *)target)[i]);
   return ENG_OK;
 }
 
@@ -147,7 +175,9 @@ eng_status eng_item(double *out, const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->count != 1) return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s", tensor_text(x));
+  if (x->count != 1)
+    return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s",
+                     tensor_text(x));
   char cell[8];
   ENG_TRY(transfer_to_host(cell, x->store->space, x->data, eng_dtype_size(x->dtype)));
   *out = lua_number(tensor_load(cell, x->dtype, 0));
@@ -180,12 +210,15 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   ENG_TRY(tensor_get(&x, source));
   int ndim;
   int64_t shape[ENG_MAX_DIMS];
-  if (!shape_broadcast(&ndim, shape, x, y) || ndim != y->ndim || memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0)
-    return error_set(ENG_ERR_SHAPE, "copy: %s does not broadcast into %s", tensor_text(x), tensor_text(y));
+  if (!shape_broadcast(&ndim, shape, x, y) || ndim != y->ndim ||
+      memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0)
+    return error_set(ENG_ERR_SHAPE, "copy: %s does not broadcast into %s", tensor_text(x),
+                     tensor_text(y));
   tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);
-  // Kernels copy in parallel and in blocks: one memory read and written at once needs a copy between.
+  // Kernels copy in parallel and in blocks: one memory read and written at once needs a copy
+  // between.
   if (x != y && x->store == y->store) {
     status = op_run1(&between, ENG_OP_contiguous, x, NULL, NULL, NULL, 0, 0, 0);
     x = between;

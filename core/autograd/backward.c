@@ -1,6 +1,6 @@
-// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. The walk
-// stops at a node of Lua's and Lua resumes it.
-// Owns the pass and the table of rules. Called by Lua, by dist/ (the watch) and by step.c.
+// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. The
+// walk stops at a node of Lua's and Lua resumes it. Owns the pass and the table of rules. Called by
+// Lua, by dist/ (the watch) and by step.c.
 #include "backward.h"
 
 #include "base/error.h"
@@ -18,7 +18,8 @@
 #define grad_none NULL
 #define grad_registered NULL
 static grad_rule *rules[ENG_OP_COUNT] = {
-#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) [ENG_OP_##name] = grad_##gradient,
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) \
+  [ENG_OP_##name] = grad_##gradient,
 #include "ops.def"
 };
 
@@ -33,7 +34,8 @@ static struct {
   int64_t pending_id;          // -1: none
 } pass = {.pending_id = -1};
 
-// Parameters in order of the first operation that reads them: where the walk has passed that, their gradient is complete.
+// Parameters in order of the first operation that reads them: where the walk has passed that, their
+// gradient is complete.
 typedef struct due { parameter *p; int node; } due;
 static struct { backward_watch on; due *items; int length, capacity; } watch;
 
@@ -125,11 +127,16 @@ static eng_status check_unwritten(const tape_node *node)
   const eng_op_info *info = &op_table[call->op].about;
   const tensor *changed = NULL;
   for (int k = 0; k < call->n_in; k++)
-    if (info->reads >> k & 1 && call->in[k] && call->in[k]->store->writes != node->in_writes[k]) changed = call->in[k];
+    if (info->reads >> k & 1 && call->in[k] && call->in[k]->store->writes != node->in_writes[k])
+      changed = call->in[k];
   for (int k = 0; k < call->n_out; k++)
-    if (info->saves >> k & 1 && call->out[k] && call->out[k]->store->writes != node->out_writes[k]) changed = call->out[k];
+    if (info->saves >> k & 1 && call->out[k] && call->out[k]->store->writes != node->out_writes[k])
+      changed = call->out[k];
   if (!changed) return ENG_OK;
-  return error_set(ENG_ERR_GRADIENT, "%s was written into after it was computed with; hint: write into a copy, x:keep()", tensor_text(changed));
+  return error_set(
+    ENG_ERR_GRADIENT,
+    "%s was written into after it was computed with; hint: write into a copy, x:keep()",
+    tensor_text(changed));
 }
 
 static eng_status walk(void)
@@ -162,11 +169,18 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
   tensor *loss;
   ENG_TRY(tensor_get(&loss, handle));
   if (pass.running) return error_set(ENG_ERR_STATE, "backward is already running");
-  if (loss->count != 1) return error_set(ENG_ERR_SHAPE, "backward: expected a loss of one element, got %s; hint: loss:sum() or loss:mean()", tensor_text(loss));
+  if (loss->count != 1)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "backward: expected a loss of one element, got %s; hint: loss:sum() or loss:mean()",
+      tensor_text(loss));
   if (!tape_holds(loss))
-    return error_set(ENG_ERR_GRADIENT, loss->requires_grad && loss->node >= 0
-                     ? "backward: the tape of this loss was emptied by an earlier backward; hint: backward{retain=true} the first time"
-                     : "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no engine.no_grad() around it");
+    return error_set(ENG_ERR_GRADIENT,
+                     loss->requires_grad && loss->node >= 0
+                       ? "backward: the tape of this loss was emptied by an earlier backward; "
+                         "hint: backward{retain=true} the first time"
+                       : "backward: nothing in this loss requires a gradient; hint: "
+                         "x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
   if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_carry(loss)));
@@ -193,14 +207,17 @@ int64_t eng_backward_pending(void)
 
 static eng_status want_pending(void)
 {
-  return pass.pending_id >= 0 ? ENG_OK : error_set(ENG_ERR_STATE, "no Lua gradient is being computed");
+  return pass.pending_id >= 0 ? ENG_OK
+                              : error_set(ENG_ERR_STATE, "no Lua gradient is being computed");
 }
 
 eng_status eng_backward_output(eng_tensor *gradient, int output)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  if (output < 0 || output >= call->n_out) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out, output + 1);
+  if (output < 0 || output >= call->n_out)
+    return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out,
+                     output + 1);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
@@ -219,12 +236,15 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  if (input < 0 || input >= call->n_in) return error_set(ENG_ERR_VALUE, "this Lua gradient has %d inputs, not %d", call->n_in, input + 1);
+  if (input < 0 || input >= call->n_in)
+    return error_set(ENG_ERR_VALUE, "this Lua gradient has %d inputs, not %d", call->n_in,
+                     input + 1);
   tensor *dx, *shared;
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];
   if (!tensor_same_shape(dx, x))
-    return error_set(ENG_ERR_SHAPE, "a Lua gradient gave %s for input %d, which is %s", tensor_text(dx), input + 1, tensor_text(x));
+    return error_set(ENG_ERR_SHAPE, "a Lua gradient gave %s for input %d, which is %s",
+                     tensor_text(dx), input + 1, tensor_text(x));
   if (!x->requires_grad) return ENG_OK;
   ENG_TRY(grad_share(&shared, dx));
   return grad_emit(&pass.pending, input, shared);

@@ -6,9 +6,12 @@
 #include "device/transfer.h"
 
 // Runs an operation into a new tensor; the rule returns on failure.
-static eng_status unary(tensor **out, int op, tensor *x) { return op_run1(out, op, x, NULL, NULL, NULL, 0, 0, 0); }
-static eng_status binary(tensor **out, int op, tensor *a, tensor *b) { return op_run1(out, op, a, b, NULL, NULL, 0, 0, 0); }
-static eng_status affine(tensor **out, tensor *x, double factor, double term) { return op_run1(out, ENG_OP_affine, x, NULL, NULL, NULL, 0, factor, term); }
+static eng_status unary(tensor **out, int op, tensor *x)
+{ return op_run1(out, op, x, NULL, NULL, NULL, 0, 0, 0); }
+static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
+{ return op_run1(out, op, a, b, NULL, NULL, 0, 0, 0); }
+static eng_status affine(tensor **out, tensor *x, double factor, double term)
+{ return op_run1(out, ENG_OP_affine, x, NULL, NULL, NULL, 0, factor, term); }
 
 /// x where the condition holds, else 0; drops the condition.
 static eng_status masked(tensor **out, tensor *condition, tensor *x)
@@ -76,7 +79,8 @@ eng_status grad_div(grad_call *g)
   return ENG_OK;
 }
 
-// y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and b >= 0
+// y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and
+// b >= 0
 eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *y = g->call->out[0], *zero;
@@ -133,7 +137,8 @@ eng_status grad_where(grad_call *g)
   ENG_TRY(transfer_clear(zero));
   for (int k = 1; k < 3; k++) {
     if (!grad_wants(g, k)) continue;
-    ENG_TRY(op_run1(&dx, ENG_OP_where, condition, k == 1 ? g->dy[0] : zero, k == 1 ? zero : g->dy[0], NULL, 0, 0, 0));
+    ENG_TRY(op_run1(&dx, ENG_OP_where, condition, k == 1 ? g->dy[0] : zero,
+                    k == 1 ? zero : g->dy[0], NULL, 0, 0, 0));
     ENG_TRY(grad_emit(g, k, dx));
   }
   return ENG_OK;
@@ -150,7 +155,8 @@ eng_status grad_pow_scalar(grad_call *g)
 {
   double p = g->call->pow_scalar.exponent;
   tensor *power, *slope, *dx;
-  ENG_TRY(op_run1(&power, ENG_OP_pow_scalar, g->call->in[0], NULL, NULL, NULL, 0, p == 0 ? 0 : p - 1, 0));
+  ENG_TRY(
+    op_run1(&power, ENG_OP_pow_scalar, g->call->in[0], NULL, NULL, NULL, 0, p == 0 ? 0 : p - 1, 0));
   ENG_TRY(affine(&slope, power, p, 0));
   tensor_drop(power);
   ENG_TRY(binary(&dx, ENG_OP_mul, slope, g->dy[0]));
@@ -178,7 +184,8 @@ eng_status grad_neg(grad_call *g)
 eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_unary_grad, x, g->dy[0], NULL, (int64_t[]){g->call->op, x->dtype}, 2, 0, 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_unary_grad, x, g->dy[0], NULL, (int64_t[]){g->call->op, x->dtype}, 2,
+                  0, 0));
   return grad_emit(g, 0, dx);
 }
 
@@ -199,7 +206,8 @@ eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], 
 eng_status grad_dropout(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->dropout.p, 0));
+  ENG_TRY(
+    op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->dropout.p, 0));
   return grad_emit(g, 0, dx);
 }
 

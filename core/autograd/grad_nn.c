@@ -16,12 +16,17 @@ static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool ac
   return status;
 }
 
-/// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer if it has one.
-static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a, bool transpose_b)
+/// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer
+/// if it has one.
+static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a,
+                             bool transpose_b)
 {
   tensor *x = g->call->in[k];
-  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {a, b}, 
-               .matmul = {.transpose_a = transpose_a, .transpose_b = transpose_b, .yields = x->dtype + 1}};
+  op_call c = {
+    .op = ENG_OP_matmul,
+    .n_in = 2,
+    .in = {a, b},
+    .matmul = {.transpose_a = transpose_a, .transpose_b = transpose_b, .yields = x->dtype + 1}};
   bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
   if (!batched) c.out[0] = grad_target(g, k, &accumulate);
   bool direct = c.out[0] != NULL;
@@ -64,7 +69,8 @@ static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
   return grad_emit(g, 0, dx);
 }
 
-/// What a linear layer's weight, input w, and bias, input w + 1, get from dy [rows x N] and its x [rows x K]: dy^T x and column sums.
+/// What a linear layer's weight, input w, and bias, input w + 1, get from dy [rows x N] and its x
+/// [rows x K]: dy^T x and column sums.
 static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 {
   const int b = w + 1;
@@ -77,7 +83,8 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
     ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
     return into ? ENG_OK : grad_emit(g, b, c.out[0]);
   }
-  op_call c = {.op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
+  op_call c = {
+    .op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
   bool direct[2] = {c.out[0] != NULL, into != NULL};
   for (int k = 0; k < 2; k++) {
     c.linear_grad.dtype[k] = g->call->in[w + k]->dtype;
@@ -132,7 +139,10 @@ eng_status grad_embedding(grad_call *g)
   if (!grad_wants(g, 0)) return ENG_OK;
   tensor *w = g->call->in[0];
   bool accumulate = false;
-  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2, .in = {g->dy[0], g->call->in[1]}, .out = {grad_target(g, 0, &accumulate)},
+  op_call c = {.op = ENG_OP_embedding_grad,
+               .n_in = 2,
+               .in = {g->dy[0], g->call->in[1]},
+               .out = {grad_target(g, 0, &accumulate)},
                .embedding_grad = {.rows = w->shape[0], .dtype = w->dtype}};
   bool direct = c.out[0] != NULL;
   c.embedding_grad.add = accumulate;
@@ -142,7 +152,8 @@ eng_status grad_embedding(grad_call *g)
 
 // ---- norms
 
-/// Runs a norm's backward kernel and hands on what weight and bias get, inputs `weight` and on of the call; dx is the caller's.
+/// Runs a norm's backward kernel and hands on what weight and bias get, inputs `weight` and on of
+/// the call; dx is the caller's.
 static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
   const op_call *y = g->call;
@@ -172,19 +183,23 @@ static eng_status norm(grad_call *g, op_call *c)
 eng_status grad_layer_norm(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5, .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
+  op_call c = {.op = ENG_OP_layer_norm_grad,
+               .n_in = 5,
+               .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
   return norm(g, &c);
 }
 
 eng_status grad_rms_norm(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
+  op_call c = {
+    .op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
   return norm(g, &c);
 }
 
-// sum = x + branch, y its norm: the sum's gradient is what came for it and what comes through the norm, and x and branch both get it.
-// `c` lacks dy and dsum; c->op is the gradient of the norm alone, `added` with dsum.
+// sum = x + branch, y its norm: the sum's gradient is what came for it and what comes through the
+// norm, and x and branch both get it. `c` lacks dy and dsum; c->op is the gradient of the norm
+// alone, `added` with dsum.
 static eng_status add_norm(grad_call *g, op_call *c, int added)
 {
   tensor *dsum = g->dy[1], *dx = NULL;
@@ -210,7 +225,8 @@ static eng_status add_norm(grad_call *g, op_call *c, int added)
 eng_status grad_add_layer_norm(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 4, .in = {y->out[1], y->in[2], y->out[2], y->out[3]}};
+  op_call c = {
+    .op = ENG_OP_layer_norm_grad, .n_in = 4, .in = {y->out[1], y->in[2], y->out[2], y->out[3]}};
   return add_norm(g, &c, ENG_OP_add_layer_norm_grad);
 }
 
@@ -223,8 +239,8 @@ eng_status grad_add_rms_norm(grad_call *g)
 
 // ---- attention
 
-/// Where q, k and v are cut from one projection [B x T x (H+2G)D] along its last dimension, their gradients get memory cut
-/// in the same way, so that the gradient of split has nothing to copy.
+/// Where q, k and v are cut from one projection [B x T x (H+2G)D] along its last dimension, their
+/// gradients get memory cut in the same way, so that the gradient of split has nothing to copy.
 static eng_status joint_gradients(op_call *c)
 {
   const tensor *q = c->in[0], *last = NULL;
@@ -234,7 +250,9 @@ static eng_status joint_gradients(op_call *c)
   for (int k = 0; k < 3; k++) {
     const tensor *x = c->in[k];
     bool beside = !last || (char *)x->data == (char *)last->data + last->shape[2] * D * size;
-    if (x->store != q->store || x->dtype != q->dtype || x->shape[1] != T || memcmp(x->stride, stride, sizeof stride) != 0 || !beside) return ENG_OK;
+    if (x->store != q->store || x->dtype != q->dtype || x->shape[1] != T ||
+        memcmp(x->stride, stride, sizeof stride) != 0 || !beside)
+      return ENG_OK;
     last = x;
   }
   tensor *joint;
@@ -249,7 +267,9 @@ static eng_status joint_gradients(op_call *c)
 eng_status grad_attention_of(grad_call *g, tensor *out)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6, .in = {y->in[0], y->in[1], y->in[2], out, y->out[1], g->dy[0]},
+  op_call c = {.op = ENG_OP_attention_grad,
+               .n_in = 6,
+               .in = {y->in[0], y->in[1], y->in[2], out, y->out[1], g->dy[0]},
                .attention_grad = {.causal = y->attention.causal, .scale = y->attention.scale}};
   eng_status status = ENG_OK;
   if (grad_wants(g, 0) && grad_wants(g, 1) && grad_wants(g, 2)) status = joint_gradients(&c);
@@ -281,7 +301,8 @@ eng_status grad_rope(grad_call *g)
 static eng_status from_output(grad_call *g, int op)
 {
   tensor *dx;
-  ENG_TRY(op_run1(&dx, op, g->call->out[0], g->dy[0], NULL, (int64_t[]){g->call->in[0]->dtype}, 1, 0, 0));
+  ENG_TRY(
+    op_run1(&dx, op, g->call->out[0], g->dy[0], NULL, (int64_t[]){g->call->in[0]->dtype}, 1, 0, 0));
   return grad_emit(g, 0, dx);
 }
 
@@ -306,8 +327,11 @@ eng_status grad_logsumexp(grad_call *g)
 eng_status grad_cross_entropy(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
-               .ints = {y->cross_entropy.ignore, y->cross_entropy.reduction}, .floats = {y->cross_entropy.smoothing}};
+  op_call c = {.op = ENG_OP_cross_entropy_grad,
+               .n_in = 4,
+               .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
+               .ints = {y->cross_entropy.ignore, y->cross_entropy.reduction},
+               .floats = {y->cross_entropy.smoothing}};
   ENG_TRY(op_run(&c));
   return grad_emit(g, 0, c.out[0]);
 }
@@ -316,10 +340,12 @@ eng_status grad_cross_entropy(grad_call *g)
 eng_status grad_mse(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da, *db;
-  ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));   // f32 also for f16 inputs
+  // f32 also for f16 inputs
+  ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));
   op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
   ENG_TRY(op_run(&minus));
-  ENG_TRY(op_run1(&factor, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 2.0 / (double)(a->count ? a->count : 1), 0));
+  ENG_TRY(op_run1(&factor, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0,
+                  2.0 / (double)(a->count ? a->count : 1), 0));
   ENG_TRY(op_run1(&da, ENG_OP_mul, difference, factor, NULL, NULL, 0, 0, 0));
   tensor_drop(difference);
   tensor_drop(factor);

@@ -43,13 +43,19 @@ eng_status grad_slice(grad_call *g)
   tensor *x = g->call->in[0], *dx, *place;
   ENG_TRY(zeros_like(&dx, x, g->dy[0]->dtype));
   ENG_TRY(op_run1(&place, ENG_OP_slice, dx, NULL, NULL, g->call->ints, 4, 0, 0));
-  op_call copy = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {g->dy[0]}, .out = {place}, .ints = {place->dtype}};
+  op_call copy = {.op = ENG_OP_cast,
+                  .n_in = 1,
+                  .n_out = 1,
+                  .in = {g->dy[0]},
+                  .out = {place},
+                  .ints = {place->dtype}};
   ENG_TRY(op_run(&copy));
   tensor_drop(place);
   return grad_emit(g, 0, dx);
 }
 
-/// The gradients of a split's parts as one tensor without a copy, where they lie side by side in memory; else NULL.
+/// The gradients of a split's parts as one tensor without a copy, where they lie side by side in
+/// memory; else NULL.
 static eng_status side_by_side(tensor **out, const grad_call *g)
 {
   const tensor *x = g->call->in[0], *first = g->dy[0];
@@ -59,11 +65,12 @@ static eng_status side_by_side(tensor **out, const grad_call *g)
   char *next = first->data;
   for (int k = 0; k < g->call->n_out; k++) {
     const tensor *dy = g->dy[k];
-    if (!dy || dy->store != first->store || dy->dtype != first->dtype || dy->data != next) return ENG_OK;
+    if (!dy || dy->store != first->store || dy->dtype != first->dtype || dy->data != next)
+      return ENG_OK;
     if (memcmp(dy->stride, first->stride, (size_t)x->ndim * sizeof *dy->stride) != 0) return ENG_OK;
     next += dy->shape[dim] * dy->stride[dim] * eng_dtype_size(dy->dtype);
   }
-  int64_t stride = 1;   // together row-major, so that whoever comes next need not copy either
+  int64_t stride = 1;   // row-major together: the next operation need not copy either
   for (int d = x->ndim - 1; d >= 0; stride *= x->shape[d--])
     if (first->stride[d] != stride) return ENG_OK;
   return tensor_view(out, g->dy[0], 0, x->ndim, x->shape, first->stride);
@@ -90,7 +97,8 @@ eng_status grad_concat(grad_call *g)
     int64_t stop = start + g->call->in[k]->shape[dim];
     if (grad_wants(g, k)) {
       tensor *dx;
-      ENG_TRY(op_run1(&dx, ENG_OP_slice, g->dy[0], NULL, NULL, (int64_t[]){dim, start, stop, 1}, 4, 0, 0));
+      ENG_TRY(op_run1(&dx, ENG_OP_slice, g->dy[0], NULL, NULL, (int64_t[]){dim, start, stop, 1}, 4,
+                      0, 0));
       ENG_TRY(grad_emit(g, k, dx));
     }
     start = stop;
@@ -150,7 +158,8 @@ eng_status grad_sum(grad_call *g)
 
 eng_status grad_mean(grad_call *g)
 {
-  double n = (double)g->call->in[0]->count / (double)(g->call->out[0]->count ? g->call->out[0]->count : 1);
+  double n =
+    (double)g->call->in[0]->count / (double)(g->call->out[0]->count ? g->call->out[0]->count : 1);
   tensor *share, *dx;
   ENG_TRY(op_run1(&share, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 1 / n, 0));
   ENG_TRY(spread(&dx, g, share));
@@ -161,7 +170,8 @@ eng_status grad_mean(grad_call *g)
 static eng_status extreme(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_extreme_grad, g->call->in[0], g->call->out[0], g->dy[0], g->call->ints, 2, 0, 0));
+  ENG_TRY(op_run1(&dx, ENG_OP_extreme_grad, g->call->in[0], g->call->out[0], g->dy[0],
+                  g->call->ints, 2, 0, 0));
   return grad_emit(g, 0, dx);
 }
 

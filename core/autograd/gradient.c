@@ -13,7 +13,8 @@
 
 #include <string.h>
 
-// Leaves outside parameter sets that hold a gradient of this step; a scope may have dropped one since.
+// Leaves outside parameter sets that hold a gradient of this step; a scope may have dropped one
+// since.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length, capacity; } leaves;
 
@@ -57,13 +58,15 @@ eng_status grad_share(tensor **out, tensor *x)
 static eng_status place(parameter *p)
 {
   if (p->gradient) return ENG_OK;
-  return p->set->divided && placing.place ? placing.place(placing.data, p) : params_gradients(p->set);
+  return p->set->divided && placing.place ? placing.place(placing.data, p)
+                                          : params_gradients(p->set);
 }
 
 tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
-  if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;      // an error comes again when the gradient is emitted
+  // an error comes again when the gradient is emitted
+  if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;
   *accumulate = p->has_gradient;
   p->has_gradient = true;
   return p->gradient;
@@ -102,8 +105,15 @@ static eng_status add_to_parameter(parameter *p, tensor *dx)
     tensor_drop(dx);
     return status;
   }
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient}, .ints = {p->gradient->dtype}};
-  if (p->has_gradient) c = (op_call){.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
+  op_call c = {.op = ENG_OP_cast,
+               .n_in = 1,
+               .n_out = 1,
+               .in = {dx},
+               .out = {p->gradient},
+               .ints = {p->gradient->dtype}};
+  if (p->has_gradient)
+    c = (op_call){
+      .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
   status = op_run(&c);
   if (status == ENG_OK) p->has_gradient = true;
   tensor_drop(dx);
@@ -115,7 +125,8 @@ static eng_status accumulate(tensor *x, tensor *dx)
   if (x->parameter) return add_to_parameter(x->parameter, dx);
   if (!x->gradient) {
     if (x->node < 0) {
-      eng_status status = tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
+      eng_status status =
+        tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
       if (status != ENG_OK) {
         tensor_drop(dx);
         return status;
@@ -142,14 +153,16 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
   double carry = gradient_carry(x);
   if (carry != g->carry) {
     tensor *scaled;   // adding -0 keeps the sign of zeros
-    eng_status status = op_run1(&scaled, ENG_OP_affine, dx, NULL, NULL, NULL, 0, carry / g->carry, -0.0);
+    eng_status status =
+      op_run1(&scaled, ENG_OP_affine, dx, NULL, NULL, NULL, 0, carry / g->carry, -0.0);
     tensor_drop(dx);
     if (status != ENG_OK) return status;
     dx = scaled;
   }
   if (dx->dtype != x->dtype && !x->parameter) {
     tensor *rounded;
-    eng_status status = op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
+    eng_status status =
+      op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
     tensor_drop(dx);
     if (status != ENG_OK) return status;
     dx = rounded;
@@ -160,7 +173,8 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
 void gradient_drop_leaves(void)
 {
   for (int i = 0; i < leaves.length; i++)
-    if (leaves.items[i].x->generation == leaves.items[i].generation) gradient_drop(leaves.items[i].x);
+    if (leaves.items[i].x->generation == leaves.items[i].generation)
+      gradient_drop(leaves.items[i].x);
   leaves.length = 0;
 }
 
@@ -170,8 +184,12 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (tape_holds(x)) return error_set(ENG_ERR_GRADIENT, "requires_grad: %s was computed; only leaves can be marked", tensor_text(x));
-  if (on && !dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s", tensor_text(x));
+  if (tape_holds(x))
+    return error_set(ENG_ERR_GRADIENT, "requires_grad: %s was computed; only leaves can be marked",
+                     tensor_text(x));
+  if (on && !dtype_is_float(x->dtype))
+    return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s",
+                     tensor_text(x));
   x->requires_grad = on;
   if (x->parameter && x->parameter->shadow) x->parameter->shadow->requires_grad = on;
   return ENG_OK;
@@ -186,7 +204,10 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
   if (x->parameter) {
     const parameter *p = x->parameter;
     if (p->has_gradient && p->set->divided && !p->set->kept)
-      return error_set(ENG_ERR_STATE, "the gradient of %s is divided among ranks (zero=2), and no rank has all of it; hint: zero=0", p->name);
+      return error_set(ENG_ERR_STATE,
+                       "the gradient of %s is divided among ranks (zero=2), and no rank has all of "
+                       "it; hint: zero=0",
+                       p->name);
     dx = p->has_gradient ? p->gradient : NULL;
   }
   if (!dx) return ENG_OK;

@@ -1,8 +1,9 @@
-// A captured step: forward and backward of one batch as one launch of the device, for steps so small that launching their kernels
-// one by one takes longer than they do. What is captured is the device's work alone: the memory it reads and writes stays where it
-// was, so a launch wants its batch at the same addresses, which a step that begins alike gets from the arena. Random numbers
-// are the host's to count, so operations that draw some are refused.
-// Owns the captured graphs. Called by Lua (engine.lagged); tape.c and op.c ask what is allowed in one.
+// A captured step: forward and backward of one batch as one launch of the device, for steps so
+// small that launching their kernels one by one takes longer than running them. A capture holds the
+// device's work only: the memory it reads and writes stays fixed, so a launch needs its batch at the
+// same addresses, which the arena gives to a step that begins the same way. The host counts random
+// numbers, so operations that draw some are refused. Owns the captured graphs. Called by Lua;
+// backward.c takes the seed from here.
 #include "graph.h"
 
 #include "base/error.h"
@@ -53,12 +54,16 @@ bool graph_takes_seed(const tensor *seed)
 
 static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int n)
 {
-  if (n < 0 || n > MOST_INPUTS) return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d", MOST_INPUTS, n);
+  if (n < 0 || n > MOST_INPUTS)
+    return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d",
+                     MOST_INPUTS, n);
   memset(input, 0, MOST_INPUTS * sizeof *input);   // they are compared as bytes
   for (int i = 0; i < n; i++) {
     tensor *x;
     ENG_TRY(tensor_get(&x, &tensors[i]));
-    if (!tensor_contiguous(x)) return error_set(ENG_ERR_VALUE, "graph: expected contiguous tensors in a batch, got %s", tensor_text(x));
+    if (!tensor_contiguous(x))
+      return error_set(ENG_ERR_VALUE, "graph: expected contiguous tensors in a batch, got %s",
+                       tensor_text(x));
     input[i].data = x->data;
     input[i].dtype = x->dtype;
     input[i].ndim = x->ndim;
@@ -82,8 +87,9 @@ static bool same_places(const graph_places *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     const graph_places now = places_of(&set->member[i]), then = places[i];
-    if (now.gradient != then.gradient || now.shadow != then.shadow || now.derived.memory != then.derived.memory ||
-        now.derived.maker != then.derived.maker || now.derived.version != then.derived.version)
+    if (now.gradient != then.gradient || now.shadow != then.shadow ||
+        now.derived.memory != then.derived.memory || now.derived.maker != then.derived.maker ||
+        now.derived.version != then.derived.version)
       return false;
   }
   return true;
@@ -127,11 +133,15 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (capturing) return error_set(ENG_ERR_STATE, "graph: a step is being captured already");
   ENG_TRY(params_here(set, "a capture"));
-  if (!device->capture_begin) return error_set(ENG_ERR_DEVICE, "graph: the device %s captures no steps; hint: device=cuda, or graph=false", device->name);
+  if (!device->capture_begin)
+    return error_set(ENG_ERR_DEVICE,
+                     "graph: the device %s captures no steps; hint: device=cuda, or graph=false",
+                     device->name);
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  for (int i = 0; i < set->n; i++) {   // what a script wrote into masters is rounded before, not in every launch
+  // masters that a script wrote are rounded now, not in every launch
+  for (int i = 0; i < set->n; i++) {
     tensor *shadow;
     if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
   }
@@ -145,11 +155,12 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
     free(places);
     return error_set(ENG_ERR_MEMORY, "out of memory for a captured step");
   }
-  *graph = (eng_graph){.device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
+  *graph = (eng_graph){
+    .device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
   memcpy(graph->input, input, sizeof input);
   set->references++;
   outdate_copies(set);
-  arena_pin(device->space, 1);   // what the capture uses and gives back must not go to the system
+  arena_pin(device->space, 1);   // memory that the capture uses and frees must not return to the system
   graph->pinned = true;
   eng_status status = device->capture_begin();
   if (status != ENG_OK) {
@@ -165,12 +176,16 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 {
   tensor *x;
-  if (graph != capturing || !graph) return error_set(ENG_ERR_STATE, "graph: this step is not being captured");
+  if (graph != capturing || !graph)
+    return error_set(ENG_ERR_STATE, "graph: this step is not being captured");
   ENG_TRY(tensor_get(&x, loss));
-  if (x->count != 1 || x->dtype != ENG_f32) return error_set(ENG_ERR_DTYPE, "graph: expected a loss of one f32 element, got %s", tensor_text(x));
+  if (x->count != 1 || x->dtype != ENG_f32)
+    return error_set(ENG_ERR_DTYPE, "graph: expected a loss of one f32 element, got %s",
+                     tensor_text(x));
   if (!graph->seed) return error_set(ENG_ERR_STATE, "graph: no backward pass was captured");
   ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
-  for (int i = 0; i < graph->set->n; i++) graph->has_gradient[i] = graph->set->member[i].has_gradient;
+  for (int i = 0; i < graph->set->n; i++)
+    graph->has_gradient[i] = graph->set->member[i].has_gradient;
   note_places(graph->places, graph->set);
   capturing = NULL;
   backend_capturing(false);
@@ -185,17 +200,22 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
-    return error_set(ENG_ERR_SHAPE, "graph: the batch has other shapes than the captured one, or lies elsewhere");
-  if (!same_places(graph->places, graph->set)) return error_set(ENG_ERR_STATE, "graph: the formats of the parameters changed since it was captured");
+    return error_set(ENG_ERR_SHAPE,
+                     "graph: the batch has other shapes than the captured one, or lies elsewhere");
+  if (!same_places(graph->places, graph->set))
+    return error_set(ENG_ERR_STATE,
+                     "graph: the formats of the parameters changed since it was captured");
   for (int i = 0; i < graph->set->n; i++) {
     tensor *shadow;
     if (graph->set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &graph->set->member[i]));
   }
   char cell[8];
   tensor_store(cell, graph->seed_dtype, 0, seed);
-  ENG_TRY(transfer_from_host(graph->device->space, graph->seed, cell, eng_dtype_size(graph->seed_dtype)));
+  ENG_TRY(
+    transfer_from_host(graph->device->space, graph->seed, cell, eng_dtype_size(graph->seed_dtype)));
   ENG_TRY(graph->device->graph_launch(graph->captured));
-  for (int i = 0; i < graph->set->n; i++) graph->set->member[i].has_gradient = graph->has_gradient[i];
+  for (int i = 0; i < graph->set->n; i++)
+    graph->set->member[i].has_gradient = graph->has_gradient[i];
   return ENG_OK;
 }
 

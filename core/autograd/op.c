@@ -8,7 +8,8 @@
 
 #include <string.h>
 
-static eng_precision precision = {-1, -1, -1, -1, 0};   // in force: what the innermost autocast asks for
+// in force: what the innermost autocast asks for
+static eng_precision precision = {-1, -1, -1, -1, 0};
 
 void eng_autocast(const eng_precision *now, eng_precision *previous)
 {
@@ -40,27 +41,31 @@ eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
 /// x in `dtype`: a parameter's low-precision copy where it has one, else a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
-  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype) return params_shadow(x, (*x)->parameter);
+  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype)
+    return params_shadow(x, (*x)->parameter);
   bool made;
   return op_cast_to(x, &made, *x, dtype);
 }
 
-/// Brings the inputs of a call to the precision in force; says what dtype autocast wants out[0] in, or -1.
+/// Brings the inputs of a call to the precision in force; says what dtype autocast wants out[0] in,
+/// or -1.
 static eng_status apply_precision(op_call *c, int *yields)
 {
   *yields = -1;
   op_cast cast = op_table[c->op].cast;
   if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
   for (int k = 0; k < c->n_in; k++)
-    if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;   // f64 is asked for by hand, always
+    if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;   // autocast leaves f64 alone: scripts ask for it explicitly
   switch (cast) {
     case CAST_LOWER:
       if (precision.compute < 0) break;
       for (int k = 0; k < c->n_in; k++)
-        if (c->in[k] && dtype_is_float(c->in[k]->dtype)) ENG_TRY(lowered(&c->in[k], precision.compute));
+        if (c->in[k] && dtype_is_float(c->in[k]->dtype))
+          ENG_TRY(lowered(&c->in[k], precision.compute));
       break;
     case CAST_EMBED:
-      if (precision.residual >= 0 && c->in[0]->parameter && c->in[0]->parameter->shadow && c->in[0]->parameter->shadow->dtype == precision.residual)
+      if (precision.residual >= 0 && c->in[0]->parameter && c->in[0]->parameter->shadow &&
+          c->in[0]->parameter->shadow->dtype == precision.residual)
         ENG_TRY(params_shadow(&c->in[0], c->in[0]->parameter));
       *yields = precision.residual;
       break;
@@ -77,17 +82,21 @@ static const char *name_of(const op_call *c) { return op_table[c->op].about.name
 
 static eng_status check_inputs(op_call *c)
 {
-  if (c->op < 0 || c->op >= ENG_OP_COUNT) return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);
+  if (c->op < 0 || c->op >= ENG_OP_COUNT)
+    return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);
   const eng_op_info *info = &op_table[c->op].about;
   bool fits = info->n_in < 0 ? c->n_in >= 1 && c->n_in <= ENG_OP_INPUTS : c->n_in == info->n_in;
   if (!fits || !c->in[0])
-    return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in, c->n_in);
+    return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in,
+                     c->n_in);
   for (int k = 0; k < c->n_in; k++)
-    if (!c->in[k] && !(info->optional >> k & 1)) return error_set(ENG_ERR_VALUE, "%s: input %d is missing", info->name, k + 1);
+    if (!c->in[k] && !(info->optional >> k & 1))
+      return error_set(ENG_ERR_VALUE, "%s: input %d is missing", info->name, k + 1);
   if (info->n_out >= 0) c->n_out = info->n_out;
   for (int k = 0; k < 2; k++)
     if (!c->out[k] && op_adds_onto(c, k))
-      return error_set(ENG_ERR_VALUE, "%s: cannot add onto an output that is not given", info->name);
+      return error_set(ENG_ERR_VALUE, "%s: cannot add onto an output that is not given",
+                       info->name);
   return ENG_OK;
 }
 
@@ -99,8 +108,10 @@ static eng_status check_space(const op_call *c)
   for (int k = 0; k < c->n_in; k++) {
     if (!c->in[k] || c->in[k]->store->space == space) continue;
     const char *here = backend_current()->name;
-    return error_set(ENG_ERR_DEVICE, "%s: input %d, %s, is not in the memory of the device in force, %s; hint: x:to('%s')", name_of(c),
-                     k + 1, tensor_text(c->in[k]), here, here);
+    return error_set(
+      ENG_ERR_DEVICE,
+      "%s: input %d, %s, is not in the memory of the device in force, %s; hint: x:to('%s')",
+      name_of(c), k + 1, tensor_text(c->in[k]), here, here);
   }
   return ENG_OK;
 }
@@ -110,8 +121,10 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
   int absent = op_absent_outputs(c);
   for (int k = 0; k < c->n_out; k++) {
     if (c->out[k]) {
-      if (c->out[k]->ndim != s->out[k].ndim || memcmp(c->out[k]->shape, s->out[k].shape, (size_t)s->out[k].ndim * sizeof(int64_t)) != 0)
-        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", name_of(c), tensor_text(c->out[k]),
+      if (c->out[k]->ndim != s->out[k].ndim ||
+          memcmp(c->out[k]->shape, s->out[k].shape, (size_t)s->out[k].ndim * sizeof(int64_t)) != 0)
+        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", name_of(c),
+                         tensor_text(c->out[k]),
                          tensor_shape_text(s->out[k].ndim, s->out[k].shape));
       continue;
     }
@@ -168,7 +181,8 @@ eng_status op_run(op_call *c)
     ENG_TRY(op_view(c, &shape));
     return record ? tape_record(c) : ENG_OK;
   }
-  if (yields >= 0 && dtype_is_float(shape.out[0].dtype) && shape.out[0].dtype != ENG_f64) shape.out[0].dtype = yields;
+  if (yields >= 0 && dtype_is_float(shape.out[0].dtype) && shape.out[0].dtype != ENG_f64)
+    shape.out[0].dtype = yields;
   if (info->layout == LAYOUT_ROWS)
     for (int k = 0; k < c->n_in; k++)
       if (c->in[k] && !tensor_contiguous(c->in[k]))
@@ -176,7 +190,9 @@ eng_status op_run(op_call *c)
   ENG_TRY(take_numbers(c));
 
   op_kernel *kernel = backend_current()->kernel[c->op];
-  if (!kernel) return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s", backend_current()->name, name_of(c));
+  if (!kernel)
+    return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s",
+                     backend_current()->name, name_of(c));
   bool given[ENG_OP_OUTPUTS];
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) given[k] = c->out[k] != NULL;
   eng_status status = make_outputs(c, &shape);
@@ -186,7 +202,8 @@ eng_status op_run(op_call *c)
   return status;
 }
 
-eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, const int64_t *ints, int n_ints, double f0, double f1)
+eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, const int64_t *ints,
+                   int n_ints, double f0, double f1)
 {
   op_call c = {.op = op, .in = {a, b, third}, .floats = {f0, f1}};
   c.n_in = op_table[op].about.n_in;
@@ -213,11 +230,15 @@ eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)
 static eng_status run_call(eng_op_call *call, tensor *target)
 {
   op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};
-  if (call->n_in < 0 || call->n_in > ENG_OP_INPUTS) return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
+  if (call->n_in < 0 || call->n_in > ENG_OP_INPUTS)
+    return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
     eng_status status = tensor_get(&c.in[k], &call->in[k]);
-    if (status != ENG_OK) return call->op >= 0 && call->op < ENG_OP_COUNT ? error_prefix(status, "%s", op_table[call->op].about.name) : status;
+    if (status != ENG_OK)
+      return call->op >= 0 && call->op < ENG_OP_COUNT
+               ? error_prefix(status, "%s", op_table[call->op].about.name)
+               : status;
   }
   memcpy(c.ints, call->ints, sizeof c.ints);
   memcpy(c.floats, call->floats, sizeof c.floats);
@@ -237,16 +258,23 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   tensor *y;
   ENG_TRY(tensor_get(&y, target));
   if (y->store->space != backend_current()->space)
-    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the device in force", tensor_text(y));
+    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the device in force",
+                     tensor_text(y));
   for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
     tensor *x = NULL;
     if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));
-    if (x && x->store == y->store) return error_set(ENG_ERR_VALUE, "an operation cannot read the memory it writes: %s", tensor_text(y));
+    if (x && x->store == y->store)
+      return error_set(ENG_ERR_VALUE, "an operation cannot read the memory it writes: %s",
+                       tensor_text(y));
   }
   if (!op_takes_target(call->op))
-    return error_set(ENG_ERR_VALUE, "%s cannot write into a given tensor; matmul and fp8_matmul can", eng_op_name(call->op));
+    return error_set(ENG_ERR_VALUE,
+                     "%s cannot write into a given tensor; matmul and fp8_matmul can",
+                     eng_op_name(call->op));
   if (!dtype_is_float(y->dtype) || !tensor_contiguous(y))
-    return error_set(ENG_ERR_SHAPE, "expected a contiguous floating-point tensor to write into, got %s", tensor_text(y));
+    return error_set(ENG_ERR_SHAPE,
+                     "expected a contiguous floating-point tensor to write into, got %s",
+                     tensor_text(y));
   bool recording = eng_grad_enabled(false);
   eng_status status = run_call(call, y);
   eng_grad_enabled(recording);

@@ -1,6 +1,6 @@
-// Where the time goes: while profiling is on, the device in force is a copy of itself whose functions
-// also look at the clock. Off, it costs nothing, and no other file knows of it.
-// Owns the table of rows. Called from Lua (engine.profile).
+// Times of operations: while profiling is on, the device in force is a copy of itself whose
+// functions also read the clock. Off, it costs nothing, and no other file knows of it. Owns the
+// table of rows. Called from Lua (engine.profile).
 #include "device/backend.h"
 #include "op.h"
 
@@ -8,9 +8,10 @@
 #include <string.h>
 
 enum { ROWS = 512 };
-enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };   // beside the operations
+// beside the operations
+enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 
-// Calls alike in operation, formats and shapes share a row.
+// Calls of the same operation, formats and shapes share a row.
 typedef struct call_kind {
   int32_t op;
   int32_t dtype[3];        // of two inputs and the first output; -1: absent
@@ -61,21 +62,25 @@ static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];
   switch (c->op) {
-    case ENG_OP_matmul: return 2.0 * (double)out->count * (double)a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
-    case ENG_OP_linear: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
-    case ENG_OP_linear_grad: return 2.0 * (double)out->count * (double)(out->shape[0] ? a->count / out->shape[0] : 0);
-    case ENG_OP_mlp_gelu: return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
-    case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
-    case ENG_OP_attention:
-    case ENG_OP_attention_grad: {   // q [B x T x H x D], k [B x S x G x D]; causal: half of the pairs
-      double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
-      return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
-    }
+  case ENG_OP_matmul:
+    return 2.0 * (double)out->count * (double)a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
+  case ENG_OP_linear: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
+  case ENG_OP_linear_grad:
+    return 2.0 * (double)out->count * (double)(out->shape[0] ? a->count / out->shape[0] : 0);
+  case ENG_OP_mlp_gelu:
+    return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
+  case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
+  case ENG_OP_attention:
+  // q [B x T x H x D], k [B x S x G x D]; causal: half of the pairs
+  case ENG_OP_attention_grad: {
+    double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
+    return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
+  }
     default: return 0;
   }
 }
 
-/// The time once the device has done what it was asked.
+/// The time after the device has finished its work.
 static double clock_now(void)
 {
   if (inner->synchronize) inner->synchronize();
@@ -90,7 +95,8 @@ static eng_status timed_kernel(const op_call *c)
   call_kind kind;
   memset(&kind, 0, sizeof kind);   // padding too: kinds are compared as bytes
   kind.op = c->op;
-  if (c->op == ENG_OP_matmul) kind.transposed = (c->matmul.transpose_a != 0) + 2 * (c->matmul.transpose_b != 0);
+  if (c->op == ENG_OP_matmul)
+    kind.transposed = (c->matmul.transpose_a != 0) + 2 * (c->matmul.transpose_b != 0);
   double bytes = 0;
   for (int k = 0; k < 2; k++) {
     const tensor *x = k < c->n_in ? c->in[k] : NULL;
@@ -99,7 +105,8 @@ static eng_status timed_kernel(const op_call *c)
     if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
   }
   kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
-  bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;   // few of its rows are read
+  // few of its rows are read
+  bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;
   for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
   for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);
   add(&kind, seconds, bytes, status == ENG_OK ? flops_of(c) : 0);
@@ -125,7 +132,8 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
   add(&kind, seconds, bytes, 0);
 }
 
-static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs,
+                                  eng_tensor_stats *stats)
 {
   double from = clock_now();
   eng_status status = inner->gradstats(spans, n, needs, stats);
@@ -141,7 +149,8 @@ static eng_status timed_optimize(const param_span *spans, int n, const eng_updat
   return status;
 }
 
-static eng_status timed_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+static eng_status timed_unscale(const param_span *spans, int n, double factor, float *const *target,
+                                int *found_inf)
 {
   double from = clock_now();
   eng_status status = inner->unscale(spans, n, factor, target, found_inf);
@@ -180,15 +189,21 @@ int eng_profile_rows(eng_profile_row *out, int capacity)
   int n = n_rows < capacity ? n_rows : capacity;
   for (int i = 0; i < n; i++) {
     const call_kind *kind = &rows[i].kind;
-    out[i] = (eng_profile_row){.op = name_of(kind->op), .calls = rows[i].calls, .seconds = rows[i].seconds, .bytes = rows[i].bytes,
+    out[i] = (eng_profile_row){.op = name_of(kind->op),
+                               .calls = rows[i].calls,
+                               .seconds = rows[i].seconds,
+                               .bytes = rows[i].bytes,
                                .flops = rows[i].flops};
     if (kind->op >= ENG_OP_COUNT) continue;
     int at = 0, room = (int)sizeof out[i].detail;
     for (int k = 0; k < 2; k++)
       if (kind->dtype[k] >= 0 && at < room)
-        at += snprintf(out[i].detail + at, (size_t)(room - at), "%s%s %s%s", k ? ", " : "", eng_dtype_name(kind->dtype[k]),
-                       tensor_shape_text(kind->ndim[k], kind->shape[k]), kind->transposed >> k & 1 ? "'" : "");
-    if (kind->dtype[2] >= 0 && at < room) snprintf(out[i].detail + at, (size_t)(room - at), " -> %s", eng_dtype_name(kind->dtype[2]));
+        at +=
+          snprintf(out[i].detail + at, (size_t)(room - at), "%s%s %s%s", k ? ", " : "",
+                   eng_dtype_name(kind->dtype[k]), tensor_shape_text(kind->ndim[k], kind->shape[k]),
+                   kind->transposed >> k & 1 ? "'" : "");
+    if (kind->dtype[2] >= 0 && at < room)
+      snprintf(out[i].detail + at, (size_t)(room - at), " -> %s", eng_dtype_name(kind->dtype[2]));
   }
   return n;
 }

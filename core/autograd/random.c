@@ -1,5 +1,5 @@
-// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4 of those it reserves (rng.h),
-// whatever its strides and wherever it lives. Called by Lua.
+// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4 of
+// those it reserves (rng.h), whatever its strides and wherever it lives. Called by Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"
@@ -82,11 +82,15 @@ static void fill_host(const tensor *x, const distribution *law, uint64_t first)
   }
 }
 
-/// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor lives.
+/// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor
+/// lives.
 static eng_status fill(const tensor *x, const distribution *law)
 {
-  if (dtype_is_fp8(x->dtype)) return error_set(ENG_ERR_DTYPE, "random numbers: expected another dtype than %s; hint: draw f32, then :to(\"%s\")",
-                                               tensor_text(x), eng_dtype_name(x->dtype));
+  if (dtype_is_fp8(x->dtype))
+    return error_set(
+      ENG_ERR_DTYPE,
+      "random numbers: expected another dtype than %s; hint: draw f32, then :to(\"%s\")",
+      tensor_text(x), eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) {
@@ -110,7 +114,8 @@ eng_status eng_uniform(const eng_tensor *handle, double low, double high)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (!(f64_is_finite(low) && f64_is_finite(high) && low <= high))
-    return error_set(ENG_ERR_VALUE, "uniform: expected finite bounds low <= high, got %g and %g", low, high);
+    return error_set(ENG_ERR_VALUE, "uniform: expected finite bounds low <= high, got %g and %g",
+                     low, high);
   distribution law = {.a = low, .b = high, .last = high};
   if (low < high && dtype_is_float(x->dtype)) law.last = fmax(low, below(x->dtype, high));
   return fill(x, &law);
@@ -121,6 +126,8 @@ eng_status eng_normal(const eng_tensor *handle, double mean, double std)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (!(f64_is_finite(mean) && f64_is_finite(std) && std >= 0))
-    return error_set(ENG_ERR_VALUE, "normal: expected a finite mean and a standard deviation >= 0, got %g and %g", mean, std);
+    return error_set(ENG_ERR_VALUE,
+                     "normal: expected a finite mean and a standard deviation >= 0, got %g and %g",
+                     mean, std);
   return fill(x, &(distribution){.normal = true, .a = mean, .b = std});
 }

@@ -1,5 +1,6 @@
-// Steps and scopes: how long tensors live. A step owns what is made in it and the tape; its end drops both. A scope is a mark
-// inside a step (or outside of any) whose end drops what was made since. Called by Lua; uses tensor.c and tape.c.
+// Steps and scopes: how long tensors live. A step owns what is made in it and the tape; its end
+// drops both. A scope is a mark inside a step (or outside of any) whose end drops what was made
+// since. Called by Lua; uses tensor.c and tape.c.
 #include "step.h"
 
 #include "base/error.h"
@@ -16,7 +17,9 @@ arena_id step_home(bool factory)
 eng_status eng_step_begin(void)
 {
   if (in_step)
-    return error_set(ENG_ERR_STATE, "step %lld is still open: call end_step() first, steps do not nest", (long long)tensor_step_number());
+    return error_set(ENG_ERR_STATE,
+                     "step %lld is still open: call end_step() first, steps do not nest",
+                     (long long)tensor_step_number());
   in_step = true;
   return ENG_OK;
 }
@@ -51,7 +54,8 @@ eng_status eng_scope_end(int64_t mark)
   if (mark >> 31 != tensor_step_number() || place > tensor_mark())
     return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
   if (tape_reaches(place))
-    return error_set(ENG_ERR_GRADIENT, "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
+    return error_set(ENG_ERR_GRADIENT,
+                     "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
                      "run backward() before the scope ends");
   tensor_drop_since(place, false);
   return ENG_OK;

@@ -1,8 +1,8 @@
 // Recording: which operations the step ran, in order. See tape.h.
 //
-// Layers may be scaled apart: every node has a carry, a factor that the gradients of its outputs have
-// beside the seed, and every parameter has one of its own (gradient.c).
-// Owns the nodes. Operations are recorded by op.c and fp8/; backward.c walks them.
+// Layers may be scaled apart: every node has a carry, a factor that the gradients of its outputs
+// have beside the seed, and every parameter has one of its own (gradient.c). Owns the nodes.
+// Operations are recorded by op.c and fp8/; backward.c walks them.
 #include "tape.h"
 
 #include "base/error.h"
@@ -16,7 +16,8 @@ static struct {
   tape_node *nodes;
   int capacity;                // tensor_tape_length nodes are in use
   bool off;                    // recording is switched off
-  bool frozen;                 // backward runs and points into the nodes: nothing is recorded, even when switched on
+  // backward runs and points into the nodes: nothing is recorded, even when switched on
+  bool frozen;
   double carry;                // of the nodes recorded from now on
 } tape = {.carry = 1};
 
@@ -79,7 +80,9 @@ eng_status tape_record(const op_call *call)
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out)
 {
   if (n_in < 1 || n_in > ENG_OP_INPUTS || n_out < 1 || n_out > ENG_OP_OUTPUTS)
-    return error_set(ENG_ERR_VALUE, "a Lua gradient takes 1 to %d inputs and 1 to %d outputs, got %d and %d", ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
+    return error_set(ENG_ERR_VALUE,
+                     "a Lua gradient takes 1 to %d inputs and 1 to %d outputs, got %d and %d",
+                     ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
   op_call call = {.op = -1, .n_in = n_in, .n_out = n_out};
   bool wanted = false;
   for (int k = 0; k < n_in; k++) {
@@ -89,14 +92,18 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
   for (int k = 0; k < n_out; k++) {
     ENG_TRY(tensor_get(&call.out[k], &y[k]));
     if (!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad)
-      return error_set(ENG_ERR_GRADIENT, "output %d of a Lua gradient must be a new tensor of this step, computed under engine.no_grad()", k + 1);
+      return error_set(ENG_ERR_GRADIENT,
+                       "output %d of a Lua gradient must be a new tensor of this step, computed "
+                       "under engine.no_grad()",
+                       k + 1);
   }
   return wanted && !tape.off && !tape.frozen ? record(&call, id) : ENG_OK;
 }
 
 bool tape_holds(const tensor *x)
 {
-  return x->node >= 0 && x->node < tensor_tape_length && tape.nodes[x->node].call.out[x->output] == x;
+  return x->node >= 0 && x->node < tensor_tape_length &&
+         tape.nodes[x->node].call.out[x->output] == x;
 }
 
 const tape_node *tape_at(int i)
@@ -143,7 +150,10 @@ bool eng_grad_enabled(bool on)
 eng_status eng_gradient_carry(double *before, double carry)
 {
   *before = tape.carry;
-  if (!f64_is_finite(carry) || !(carry > 0)) return error_set(ENG_ERR_VALUE, "gradients cannot carry the factor %g: expected a positive finite number", carry);
+  if (!f64_is_finite(carry) || !(carry > 0))
+    return error_set(ENG_ERR_VALUE,
+                     "gradients cannot carry the factor %g: expected a positive finite number",
+                     carry);
   tape.carry = carry;
   return ENG_OK;
 }

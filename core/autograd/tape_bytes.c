@@ -1,6 +1,6 @@
-// What the tape keeps for the backward pass: the memory of tensors that gradient rules read (columns
-// `reads` and `saves` of ops.def), in bytes. A tensor that no rule reads can be freed once the forward pass
-// has used it. Called by Lua.
+// What the tape keeps for the backward pass: the memory of tensors that gradient rules read
+// (columns `reads` and `saves` of ops.def), in bytes. A tensor that no rule reads can be freed once
+// the forward pass has used it. Called by Lua.
 #include "base/error.h"
 #include "op.h"
 #include "tape.h"

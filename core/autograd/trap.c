@@ -1,7 +1,8 @@
-// Where inf and nan come from: while the trap is set, the device in force is a copy of itself that looks at what every
-// operation gave. It keeps the first operation that made an inf and the first that made a nan, in the forward and in the
-// backward pass, with its inputs. Off, it costs nothing, and no other file knows of it.
-// Owns the watching device and what it found. Called from Lua (engine.trap), around a step that is run again.
+// Where inf and nan come from: while the trap is set, the device in force is a copy of itself that
+// looks at what every operation gave. It keeps the first operation that made an inf and the first
+// that made a nan, in the forward and in the backward pass, with its inputs. Off, it costs nothing,
+// and no other file knows of it. Owns the watching device and what it found. Called from Lua
+// (engine.trap), around a step that is run again.
 #include "device/backend.h"
 
 #include "base/error.h"
@@ -78,7 +79,8 @@ static void look(eng_trap_tensor *out, const tensor *x)
   if (x->count == 0 || transfer_read(buffer, wide ? ENG_f64 : ENG_f32, x) != ENG_OK) return;
   out->count = x->count;
   for (int64_t i = 0; i < x->count; i++) {
-    double value = wide ? ((const double *)(const void *)buffer)[i] : (double)((const float *)(const void *)buffer)[i];
+    double value = wide ? ((const double *)(const void *)buffer)[i]
+                        : (double)((const float *)(const void *)buffer)[i];
     if (f64_is_nan(value)) out->nan++;
     else if (!f64_is_finite(value)) out->inf++;
     else if (value > out->amax) out->amax = value;
@@ -95,7 +97,8 @@ static int64_t bad(const eng_trap_tensor *t, int kind)
 static bool overwritten(const op_call *c, int k)
 {
   for (int i = 0; i < c->n_out; i++)
-    if (c->out[i] && c->out[i]->store == c->in[k]->store && c->out[i]->data == c->in[k]->data) return true;
+    if (c->out[i] && c->out[i]->store == c->in[k]->store && c->out[i]->data == c->in[k]->data)
+      return true;
   return false;
 }
 
@@ -113,7 +116,9 @@ static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tenso
   memset(site, 0, sizeof *site);
   site->kernel = op_table[c->op].about.name;
   site->backward = node >= 0;
-  site->op = node < 0 ? site->kernel : forward_op >= 0 ? op_table[forward_op].about.name : "a custom operation";
+  site->op = node < 0          ? site->kernel
+             : forward_op >= 0 ? op_table[forward_op].about.name
+                               : "a custom operation";
   site->module = node < 0 ? module_now : module_of(node);
   site->n_in = c->n_in < ENG_TRAP_INPUTS ? c->n_in : ENG_TRAP_INPUTS;
   site->n_out = n_out;

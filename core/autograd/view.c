@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-/// Strides that let x's memory be read as `shape`; false when only a copy can. Both shapes are walked
-/// from the left in groups of equal size; inside a group x must be evenly strided.
+/// Strides that let x's memory be read as `shape`; false when only a copy can. Both shapes are
+/// walked from the left in groups of equal size; inside a group x must be evenly strided.
 static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
 {
   int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of 1
@@ -64,7 +64,8 @@ static eng_status view_expand(op_call *c, const op_shape *s)
   tensor *x = c->in[0];
   int64_t stride[ENG_MAX_DIMS];
   int ndim = s->out[0].ndim, lead = ndim - x->ndim;
-  for (int d = 0; d < ndim; d++) stride[d] = d < lead || x->shape[d - lead] != s->out[0].shape[d] ? 0 : x->stride[d - lead];
+  for (int d = 0; d < ndim; d++)
+    stride[d] = d < lead || x->shape[d - lead] != s->out[0].shape[d] ? 0 : x->stride[d - lead];
   return tensor_view(&c->out[0], x, 0, ndim, s->out[0].shape, stride);
 }
 
@@ -82,11 +83,13 @@ eng_status op_view(op_call *c, const op_shape *s)
       return tensor_view(&c->out[0], x, 0, x->ndim, s->out[0].shape, stride);
     case ENG_OP_slice:
       stride[dim] *= c->slice.step;
-      return tensor_view(&c->out[0], x, c->slice.start * x->stride[dim], x->ndim, s->out[0].shape, stride);
+      return tensor_view(&c->out[0], x, c->slice.start * x->stride[dim], x->ndim, s->out[0].shape,
+                         stride);
     default: {
       int64_t offset = 0;
       for (int k = 0; k < c->n_out; k++) {
-        ENG_TRY(tensor_view(&c->out[k], x, offset * x->stride[dim], x->ndim, s->out[k].shape, stride));
+        ENG_TRY(
+          tensor_view(&c->out[k], x, offset * x->stride[dim], x->ndim, s->out[k].shape, stride));
         offset += c->split.sizes[k];
       }
       return ENG_OK;

@@ -1,6 +1,6 @@
-// CRC-32C (polynomial 0x1EDC6F41, reflected): tells a damaged file from a whole one. x86 computes it
-// in hardware, 8 bytes in 3 cycles; elsewhere eight tables do 8 bytes a round.
-// Owns the tables. Called by file.c and, through engine.h, by checkpoints.
+// CRC-32C (polynomial 0x1EDC6F41, reflected): tells a damaged file from a whole one. x86 computes
+// it in hardware, 8 bytes in 3 cycles; elsewhere eight tables do 8 bytes a round. Owns the tables.
+// Called by file.c and, through engine.h, by checkpoints.
 #include "engine.h"
 
 #include <pthread.h>
@@ -9,7 +9,8 @@
 #include <nmmintrin.h>
 #endif
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files and checksums assume little endian");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "files and checksums assume little endian");
 
 static uint32_t table[8][256];
 static pthread_once_t table_once = PTHREAD_ONCE_INIT;

@@ -21,8 +21,11 @@ enum { BLOCK = 1 << 20 };   // bytes read at once for a checksum
 static eng_status io_error(const char *what, const char *path)
 {
   int code = errno;
-  const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG ? "; hint: free some space, nothing was replaced"
-                   : code == EACCES || code == EPERM || code == EROFS ? "; hint: check the permissions" : "";
+  const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG
+                       ? "; hint: free some space, nothing was replaced"
+                     : code == EACCES || code == EPERM || code == EROFS
+                       ? "; hint: check the permissions"
+                       : "";
   return error_set(ENG_ERR_IO, "%s: cannot %s: %s%s", path, what, strerror(code), hint);
 }
 
@@ -55,7 +58,8 @@ eng_status eng_file_map(eng_mapping *out, const char *path)
   if (fstat(fd, &stat_now) != 0) {
     status = io_error("examine", path);
   } else if (!S_ISREG(stat_now.st_mode)) {
-    status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path, S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
+    status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
+                       S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
   } else if (stat_now.st_size > 0) {
     void *data = mmap(NULL, (size_t)stat_now.st_size, PROT_READ, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) status = io_error("map", path);
@@ -77,7 +81,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
 {
   static unsigned serial;
   *writer = (file_writer){ .fd = -1 };
-  // A rename would quietly put a file in the place of /dev/null.
+  // A rename would silently replace /dev/null by a file.
   int kind = eng_file_kind(path);
   if (kind == ENG_FILE_FOLDER)
     return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
@@ -130,7 +134,8 @@ eng_status file_writer_commit(file_writer *writer)
   int closed = close(writer->fd);
   writer->fd = -1;
   if (status == ENG_OK && closed != 0) status = io_error("close", writer->path);
-  if (status == ENG_OK && rename(writer->temporary, writer->path) != 0) status = io_error("rename into place", writer->path);
+  if (status == ENG_OK && rename(writer->temporary, writer->path) != 0)
+    status = io_error("rename into place", writer->path);
   if (status == ENG_OK) {
     status = sync_parent(writer->path);
     free(writer->temporary);
@@ -167,8 +172,11 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
     ssize_t got = pread(fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30, offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return io_error("read", path);
-    if (got == 0) return error_set(ENG_ERR_IO, "%s: ends at byte %lld, %lld more were expected; hint: it was cut short after it was opened",
-                                   path, (long long)offset, (long long)size);
+    if (got == 0)
+      return error_set(ENG_ERR_IO,
+                       "%s: ends at byte %lld, %lld more were expected; hint: it was cut short "
+                       "after it was opened",
+                       path, (long long)offset, (long long)size);
     p += got;
     offset += got;
     size -= got;
@@ -211,11 +219,14 @@ eng_status eng_file_lock(int *lock, const char *path)
     close(fd);
     if (!taken) return ENG_OK;   // a file system without locks
     long process = strtol(holder, NULL, 10);
-    if (process == (long)getpid()) return error_set(ENG_ERR_STATE, "%s is held by this process already", path);
+    if (process == (long)getpid())
+      return error_set(ENG_ERR_STATE, "%s is held by this process already", path);
     return error_set(ENG_ERR_STATE, "%s is held by process %ld", path, process);
   }
   int length = snprintf(holder, sizeof holder, "%ld\n", (long)getpid());
-  if (ftruncate(fd, 0) != 0 || pwrite(fd, holder, (size_t)length, 0) != length) { /* the number is only for people */ }
+  if (ftruncate(fd, 0) != 0 ||
+      pwrite(fd, holder, (size_t)length, 0) != length) { /* the number is only for people */
+  }
   *lock = fd;
   return ENG_OK;
 }
@@ -239,10 +250,13 @@ uint64_t eng_file_stamp(const char *path)
 {
   struct stat now;
   if (stat(path, &now) != 0) return 0;
-  const uint64_t parts[] = { (uint64_t)now.st_dev, (uint64_t)now.st_ino, (uint64_t)now.st_size, (uint64_t)now.st_mtim.tv_sec,
-                             (uint64_t)now.st_mtim.tv_nsec, (uint64_t)now.st_ctim.tv_sec, (uint64_t)now.st_ctim.tv_nsec };
+  const uint64_t parts[] = {(uint64_t)now.st_dev,          (uint64_t)now.st_ino,
+                            (uint64_t)now.st_size,         (uint64_t)now.st_mtim.tv_sec,
+                            (uint64_t)now.st_mtim.tv_nsec, (uint64_t)now.st_ctim.tv_sec,
+                            (uint64_t)now.st_ctim.tv_nsec};
   uint64_t hash = 0xCBF29CE484222325ull;
-  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) hash = (hash ^ parts[i] ^ parts[i] >> 32) * 0x9E3779B97F4A7C15ull;
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+    hash = (hash ^ parts[i] ^ parts[i] >> 32) * 0x9E3779B97F4A7C15ull;
   return hash ? hash : 1;
 }
 
@@ -259,7 +273,8 @@ eng_status eng_file_mkdir(const char *path)
     char kept = partial[i];
     partial[i] = 0;
     if (mkdir(partial, 0777) == 0) status = sync_parent(partial);
-    else if (errno != EEXIST || eng_file_kind(partial) != ENG_FILE_FOLDER) status = io_error("make the directory", partial);
+    else if (errno != EEXIST || eng_file_kind(partial) != ENG_FILE_FOLDER)
+      status = io_error("make the directory", partial);
     partial[i] = kept;
   }
   free(partial);
@@ -333,7 +348,8 @@ eng_status eng_file_list(eng_listing **out, const char *path)
   const struct dirent *entry;
   errno = 0;
   while (fits && (entry = readdir(directory)) != NULL) {
-    if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) fits = listing_add(listing, entry->d_name);
+    if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+      fits = listing_add(listing, entry->d_name);
     errno = 0;
   }
   eng_status status = !fits ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path)
@@ -343,7 +359,8 @@ eng_status eng_file_list(eng_listing **out, const char *path)
     eng_listing_free(listing);
     return status;
   }
-  if (listing->count > 1) qsort(listing->names, (size_t)listing->count, sizeof *listing->names, by_bytes);
+  if (listing->count > 1)
+    qsort(listing->names, (size_t)listing->count, sizeof *listing->names, by_bytes);
   *out = listing;
   return ENG_OK;
 }

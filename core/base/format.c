@@ -31,7 +31,8 @@ bool eng_format_get(eng_format *out, const char *name)
     int top = (1 << formats[i].exponent_bits) - 1 - bias;   // of the largest exponent code
     bool has_inf = formats[i].last == (1ull << fraction) - 1;
     if (has_inf) top--;
-    double unit = ldexp(1, top - fraction), largest = ldexp(1, top) + (double)formats[i].last * unit;
+    double unit = ldexp(1, top - fraction),
+           largest = ldexp(1, top) + (double)formats[i].last * unit;
     // Half a unit past the largest number: a tie, which goes away from an odd fraction.
     double tie = largest + unit / 2;
     *out = (eng_format){ .exponent_bits = formats[i].exponent_bits, .fraction_bits = fraction,

@@ -1,4 +1,4 @@
-// The flags between signal handlers and the engine: what Ctrl-C and SIGHUP ask for and who answers.
+// Flags that signal handlers set and the engine reads: Ctrl-C and SIGHUP.
 // Called by the handlers in main.c (so nothing here may lock or allocate), op.c and the trainer.
 #include "engine.h"
 

@@ -27,7 +27,7 @@ static long long position(const json_reader *reader)
   return (long long)(reader->now - reader->start);
 }
 
-// What stands at the reading point, for messages.
+// The text at the reading point, for messages.
 static const char *found(const json_reader *reader)
 {
   static _Thread_local char text[32];
@@ -40,8 +40,8 @@ static const char *found(const json_reader *reader)
 
 static void skip_space(json_reader *reader)
 {
-  while (reader->now < reader->end &&
-         (*reader->now == ' ' || *reader->now == '\n' || *reader->now == '\r' || *reader->now == '\t'))
+  while (reader->now < reader->end && (*reader->now == ' ' || *reader->now == '\n' ||
+                                       *reader->now == '\r' || *reader->now == '\t'))
     reader->now++;
 }
 
@@ -50,7 +50,8 @@ eng_status json_open(json_reader *reader, const char *name, char *text, int64_t 
   *reader = (json_reader){ text, text, text + size, name };
   for (int64_t i = 0; i < size;) {
     int n = utf8_length((const unsigned char *)text + i, size - i);
-    if (n == 0) return error_set(ENG_ERR_FORMAT, "%s: is not UTF-8 at byte %lld", name, (long long)i);
+    if (n == 0)
+      return error_set(ENG_ERR_FORMAT, "%s: is not UTF-8 at byte %lld", name, (long long)i);
     i += n;
   }
   return ENG_OK;
@@ -63,7 +64,8 @@ eng_status json_expect(json_reader *reader, char c)
     reader->now++;
     return ENG_OK;
   }
-  return error_set(ENG_ERR_FORMAT, "%s: expected '%c' at byte %lld, got %s", reader->name, c, position(reader), found(reader));
+  return error_set(ENG_ERR_FORMAT, "%s: expected '%c' at byte %lld, got %s", reader->name, c,
+                   position(reader), found(reader));
 }
 
 bool json_accept(json_reader *reader, char c)
@@ -81,7 +83,10 @@ static int hex4(const char *p, const char *end)
   if (end - p < 4) return -1;
   for (int i = 0; i < 4; i++) {
     int c = p[i];
-    int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    int digit = c >= '0' && c <= '9'   ? c - '0'
+                : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                       : -1;
     if (digit < 0) return -1;
     value = 16 * value + digit;
   }
@@ -121,7 +126,8 @@ static eng_status unescape(json_reader *reader, char **to)
     return ENG_OK;
   }
   if (p >= end || *p != 'u')
-    return error_set(ENG_ERR_FORMAT, "%s: unknown escape in a string at byte %lld", reader->name, position(reader));
+    return error_set(ENG_ERR_FORMAT, "%s: unknown escape in a string at byte %lld", reader->name,
+                     position(reader));
   int c = hex4(p + 1, end), used = 5;
   if (c >= 0xD800 && c < 0xDC00 && end - p >= 7 && p[5] == '\\' && p[6] == 'u') {
     int low = hex4(p + 7, end);
@@ -132,7 +138,10 @@ static eng_status unescape(json_reader *reader, char **to)
   }
   if (c <= 0 || (c >= 0xD800 && c < 0xE000))
     return error_set(ENG_ERR_FORMAT, "%s: %s in a string at byte %lld", reader->name,
-                     c < 0 ? "malformed \\u escape" : c == 0 ? "a NUL character" : "half a surrogate pair", position(reader));
+                     c < 0    ? "malformed \\u escape"
+                     : c == 0 ? "a NUL character"
+                              : "half a surrogate pair",
+                     position(reader));
   *to = put_utf8(*to, (unsigned)c);
   reader->now = p + used;
   return ENG_OK;
@@ -142,7 +151,8 @@ eng_status json_string(json_reader *reader, char **out)
 {
   skip_space(reader);
   if (reader->now >= reader->end || *reader->now != '"')
-    return error_set(ENG_ERR_FORMAT, "%s: expected a string at byte %lld, got %s", reader->name, position(reader), found(reader));
+    return error_set(ENG_ERR_FORMAT, "%s: expected a string at byte %lld, got %s", reader->name,
+                     position(reader), found(reader));
   char *to = ++reader->now;
   *out = to;
   while (reader->now < reader->end) {
@@ -153,7 +163,8 @@ eng_status json_string(json_reader *reader, char **out)
       return ENG_OK;
     }
     if (c < 0x20)
-      return error_set(ENG_ERR_FORMAT, "%s: control character 0x%02X in a string at byte %lld", reader->name, c, position(reader));
+      return error_set(ENG_ERR_FORMAT, "%s: control character 0x%02X in a string at byte %lld",
+                       reader->name, c, position(reader));
     reader->now++;
     if (c == '\\') ENG_TRY(unescape(reader, &to));
     else *to++ = (char)c;
@@ -166,19 +177,24 @@ eng_status json_whole(json_reader *reader, int64_t *out)
   skip_space(reader);
   const char *p = reader->now, *end = reader->end;
   if (p >= end || *p < '0' || *p > '9')
-    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number >= 0 at byte %lld, got %s", reader->name, position(reader), found(reader));
+    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number >= 0 at byte %lld, got %s",
+                     reader->name, position(reader), found(reader));
   uint64_t value = 0;
   const char *first = p;
   for (; p < end && *p >= '0' && *p <= '9'; p++) {
     uint64_t digit = (uint64_t)(*p - '0');
     if (value > ((uint64_t)INT64_MAX - digit) / 10)
-      return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld is larger than 2^63-1", reader->name, position(reader));
+      return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld is larger than 2^63-1",
+                       reader->name, position(reader));
     value = 10 * value + digit;
   }
   if (p - first > 1 && *first == '0')
-    return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld begins with 0", reader->name, position(reader));
+    return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld begins with 0", reader->name,
+                     position(reader));
   if (p < end && (*p == '.' || *p == 'e' || *p == 'E'))
-    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number at byte %lld, got a fraction or exponent", reader->name, position(reader));
+    return error_set(ENG_ERR_FORMAT,
+                     "%s: expected a whole number at byte %lld, got a fraction or exponent",
+                     reader->name, position(reader));
   reader->now += p - first;
   *out = (int64_t)value;
   return ENG_OK;
@@ -188,8 +204,8 @@ eng_status json_close(json_reader *reader)
 {
   skip_space(reader);
   if (reader->now == reader->end) return ENG_OK;
-  return error_set(ENG_ERR_FORMAT, "%s: %lld bytes too many after the closing brace, at byte %lld", reader->name,
-                   (long long)(reader->end - reader->now), position(reader));
+  return error_set(ENG_ERR_FORMAT, "%s: %lld bytes too many after the closing brace, at byte %lld",
+                   reader->name, (long long)(reader->end - reader->now), position(reader));
 }
 
 bool json_is_text(const char *text)

@@ -28,7 +28,8 @@ static int distance(const char *a, int length_a, const char *b, int length_b)
     for (int j = 1; j <= length_b; ++j) {
       int differs = lower(a[i - 1]) != lower(b[j - 1]);
       row[j] = smaller(up[j - 1] + differs, smaller(up[j], row[j - 1]) + 1);
-      if (i > 1 && j > 1 && lower(a[i - 1]) == lower(b[j - 2]) && lower(a[i - 2]) == lower(b[j - 1]))
+      if (i > 1 && j > 1 && lower(a[i - 1]) == lower(b[j - 2]) &&
+          lower(a[i - 2]) == lower(b[j - 1]))
         row[j] = smaller(row[j], up2[j - 2] + 1);
     }
   }
@@ -43,7 +44,8 @@ int eng_nearest(const char *name, const char *const *names, int n)
     int other = (int)strnlen(names[i], LONGEST + 1);
     if (other > LONGEST) continue;
     const char *dot = strrchr(names[i], '.');
-    int d = dot != NULL && strcasecmp(dot + 1, name) == 0 ? 1 : distance(name, length, names[i], other);
+    int d =
+      dot != NULL && strcasecmp(dot + 1, name) == 0 ? 1 : distance(name, length, names[i], other);
     int longer = length > other ? length : other;
     if (d > (longer / 3 > 1 ? longer / 3 : 1)) continue;
     if (best < 0 || d < best_distance) best = i, best_distance = d;

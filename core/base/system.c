@@ -1,5 +1,5 @@
-// The machine underneath: clock, terminal, versions of libraries, and whether there is a GPU driver.
-// Owns nothing. Called from Lua: progress, plot and `engine doctor`.
+// The machine underneath: clock, terminal, versions of libraries, and whether there is a GPU
+// driver. Owns nothing. Called from Lua: progress, plot and `engine doctor`.
 #include "engine.h"
 
 #include <dlfcn.h>      // dlopen
@@ -63,7 +63,8 @@ const char *eng_library_version(const char *name)
 
 // The CUDA driver API as far as it is asked here; 0 is success.
 typedef struct cuda_driver {
-  int (*init)(unsigned), (*version)(int *), (*count)(int *), (*device)(int *, int), (*name)(char *, int, int);
+  int (*init)(unsigned), (*version)(int *), (*count)(int *), (*device)(int *, int),
+    (*name)(char *, int, int);
   int (*memory)(size_t *, int), (*attribute)(int *, int, int);
 } cuda_driver;
 
@@ -89,7 +90,9 @@ int eng_gpu_probe(char *text, int size)
   int version = 0, count = 0, used = 0;
   if (size > 0) text[0] = 0;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (!lib || !driver_symbols(&d, lib) || d.init(0) != 0 || d.version(&version) != 0 || d.count(&count) != 0) return -1;
+  if (!lib || !driver_symbols(&d, lib) || d.init(0) != 0 || d.version(&version) != 0 ||
+      d.count(&count) != 0)
+    return -1;
   for (int i = 0; i < count && used < size; i++) {
     char name[128] = "?";
     int device, major = 0, minor = 0;
@@ -99,8 +102,10 @@ int eng_gpu_probe(char *text, int size)
     d.memory(&bytes, device);
     d.attribute(&major, CAPABILITY_MAJOR, device);
     d.attribute(&minor, CAPABILITY_MINOR, device);
-    used += snprintf(text + used, (size_t)(size - used), "%s%s, %.0f GiB, compute capability %d.%d, driver for CUDA %d.%d",
-                     i ? "\n" : "", name, (double)bytes / 0x1p30, major, minor, version / 1000, version % 1000 / 10);
+    used +=
+      snprintf(text + used, (size_t)(size - used),
+               "%s%s, %.0f GiB, compute capability %d.%d, driver for CUDA %d.%d", i ? "\n" : "",
+               name, (double)bytes / 0x1p30, major, minor, version / 1000, version % 1000 / 10);
   }
   return count;   // the driver stays loaded: it may not be unloaded after cuInit
 }

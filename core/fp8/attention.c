@@ -1,6 +1,6 @@
-// Attention in front of a linear layer that keeps its x in e5m6: the output stays on the tape as those
-// e5m6 codes only. The layer takes them for dW, and attention's own gradient rule reads them (DeepSeek-V3,
-// section 3.3.2 of its report).
+// Attention in front of a linear layer that keeps its x in e5m6: the output stays on the tape as
+// those e5m6 codes only. The layer takes them for dW, and attention's own gradient rule reads them
+// (DeepSeek-V3, section 3.3.2 of its report).
 #include "sites.h"
 
 #include "base/error.h"
@@ -12,9 +12,16 @@ enum { OUT_Y, OUT_LSE, OUT_ENTROPY, OUT_CODES, OUT_SCALE, OUT_COUNT };
 
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x)
 {
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x},
-               .quantize = {.format = ENG_FORMAT_E5M6, .block_rows = 1, .block_columns = FP8_BLOCK, .rule = ENG_SCALE_DEEPGEMM,
-                            .flags = QUANTIZE_POW2, .eps = -1}};
+  op_call c = {.op = ENG_OP_quantize,
+               .n_in = 2,
+               .n_out = 5,
+               .in = {x},
+               .quantize = {.format = ENG_FORMAT_E5M6,
+                            .block_rows = 1,
+                            .block_columns = FP8_BLOCK,
+                            .rule = ENG_SCALE_DEEPGEMM,
+                            .flags = QUANTIZE_POW2,
+                            .eps = -1}};
   ENG_TRY(op_run(&c));
   tensor_drop(c.out[2]);
   *q = c.out[0], *scale = c.out[1];
@@ -26,7 +33,8 @@ static eng_status keep_codes(op_call *c)
 {
   const tensor *y = c->out[OUT_Y];
   tensor *rows;
-  ENG_TRY(op_reshape(&rows, c->out[OUT_Y], 3, (int64_t[]){y->shape[0], y->shape[1], y->shape[2] * y->shape[3]}));
+  ENG_TRY(op_reshape(&rows, c->out[OUT_Y], 3,
+                     (int64_t[]){y->shape[0], y->shape[1], y->shape[2] * y->shape[3]}));
   eng_status status = fp8_to_e5m6(&c->out[OUT_CODES], &c->out[OUT_SCALE], rows);
   tensor_drop(rows);
   return status;
@@ -36,10 +44,15 @@ static eng_status run_attention(op_call *c)
 {
   const fp8_site *s = fp8_site_in_force(c->fp8_attention.site);
   const tensor *q = c->in[0];
-  op_call plain = {.op = ENG_OP_attention, .n_in = 3, .in = {c->in[0], c->in[1], c->in[2]}, .out = {c->out[0]},
-                   .attention = {.causal = c->fp8_attention.causal, .entropy = c->fp8_attention.entropy, .scale = c->fp8_attention.scale}};
-  bool keeps = s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && tape_wants(c) && q->ndim == 4 &&
-               q->shape[2] * q->shape[3] % 8 == 0;
+  op_call plain = {.op = ENG_OP_attention,
+                   .n_in = 3,
+                   .in = {c->in[0], c->in[1], c->in[2]},
+                   .out = {c->out[0]},
+                   .attention = {.causal = c->fp8_attention.causal,
+                                 .entropy = c->fp8_attention.entropy,
+                                 .scale = c->fp8_attention.scale}};
+  bool keeps = s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && tape_wants(c) &&
+               q->ndim == 4 && q->shape[2] * q->shape[3] % 8 == 0;
   bool recording = eng_grad_enabled(false);
   eng_grad_enabled(recording && !keeps);
   eng_status status = op_run(&plain);
@@ -58,8 +71,13 @@ static eng_status attention_grad(grad_call *g)
 {
   const op_call *node = g->call;
   const tensor *like = node->out[OUT_Y];
-  op_call c = {.op = ENG_OP_dequantize, .n_in = 2, .in = {node->out[OUT_CODES], node->out[OUT_SCALE]},
-               .dequantize = {.dtype = like->dtype, .block_rows = 1, .block_columns = FP8_BLOCK, .format = ENG_FORMAT_E5M6}};
+  op_call c = {.op = ENG_OP_dequantize,
+               .n_in = 2,
+               .in = {node->out[OUT_CODES], node->out[OUT_SCALE]},
+               .dequantize = {.dtype = like->dtype,
+                              .block_rows = 1,
+                              .block_columns = FP8_BLOCK,
+                              .format = ENG_FORMAT_E5M6}};
   ENG_TRY(op_run(&c));
   tensor *y;
   eng_status status = op_reshape(&y, c.out[0], like->ndim, like->shape);

@@ -15,20 +15,27 @@ static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
 {
   if (rows >= 0 && columns >= 0 && rows <= 1ll << 40 && columns <= 1ll << 40) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld", op_table[c->op].about.name,
-                   (long long)rows, (long long)columns);
+  return error_set(
+    ENG_ERR_VALUE,
+    "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld",
+    op_table[c->op].about.name, (long long)rows, (long long)columns);
 }
 
 /// Input k holds the scales of a matrix rows x columns in these blocks.
-static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64_t block_columns, int64_t rows, int64_t columns)
+static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64_t block_columns,
+                              int64_t rows, int64_t columns)
 {
   const tensor *s = c->in[k];
   int64_t shape[2];
   fp8_scales_for(block_rows, block_columns, rows, columns, shape);
-  if (s->dtype == ENG_f32 && s->ndim == 2 && memcmp(s->shape, shape, sizeof shape) == 0) return ENG_OK;
-  return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE, "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) as f32 %s, got %s; core/base/fp8_layout.h says how they lie",
-                   op_table[c->op].about.name, (long long)rows, (long long)columns, (long long)block_rows, (long long)block_columns,
-                   tensor_shape_text(2, shape), tensor_text(s));
+  if (s->dtype == ENG_f32 && s->ndim == 2 && memcmp(s->shape, shape, sizeof shape) == 0)
+    return ENG_OK;
+  return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE,
+                   "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) as "
+                   "f32 %s, got %s; core/base/fp8_layout.h says how they lie",
+                   op_table[c->op].about.name, (long long)rows, (long long)columns,
+                   (long long)block_rows, (long long)block_columns, tensor_shape_text(2, shape),
+                   tensor_text(s));
 }
 
 /// Codes and scales of x, or of what is made of x and others of its shape.
@@ -36,25 +43,47 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
 {
   const char *name = op_table[c->op].about.name;
   int64_t format = c->quantize.format;
-  if (!dtype_is_float(x->dtype)) return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name, tensor_text(x));
-  if (x->ndim < 1) return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name, tensor_text(x));
+  if (!dtype_is_float(x->dtype))
+    return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name,
+                     tensor_text(x));
+  if (x->ndim < 1)
+    return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name,
+                     tensor_text(x));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
-    return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld", name, (long long)format);
+    return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld",
+                     name, (long long)format);
   ENG_TRY(want_blocks(c, c->quantize.block_rows, c->quantize.block_columns));
   if (c->quantize.rule < 0 || c->quantize.rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name, (long long)c->quantize.rule, ENG_SCALES - 1);
-  if (c->quantize.flags < 0 || c->quantize.flags > 15) return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name, (long long)c->quantize.flags);
-  if (!(c->quantize.eps <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: expected eps up to 1e30, or negative for the rule's, got %g", name, c->quantize.eps);
-  if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) || c->quantize.margin != (double)(int)c->quantize.margin)
-    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name, c->quantize.margin);
+    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name,
+                     (long long)c->quantize.rule, ENG_SCALES - 1);
+  if (c->quantize.flags < 0 || c->quantize.flags > 15)
+    return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name,
+                     (long long)c->quantize.flags);
+  if (!(c->quantize.eps <= 1e30))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: expected eps up to 1e30, or negative for the rule's, got %g", name,
+                     c->quantize.eps);
+  if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) ||
+      c->quantize.margin != (double)(int)c->quantize.margin)
+    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name,
+                     c->quantize.margin);
   int64_t columns = x->shape[x->ndim - 1], rows = 1;
   for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
   bool packed = format == ENG_FORMAT_E5M6;
-  if (packed && columns % 8) return error_set(ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers of a row, got %s", name, tensor_text(x));
-  if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED)) return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy", name);
+  if (packed && columns % 8)
+    return error_set(ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers of a row, got %s", name,
+                     tensor_text(x));
+  if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
+    return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy",
+                     name);
   if (factor) {
-    if (c->quantize.block_rows || c->quantize.block_columns) return error_set(ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld", name, (long long)c->quantize.block_rows, (long long)c->quantize.block_columns);
-    if (factor->dtype != ENG_f32 || factor->count != 1) return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name, tensor_text(factor));
+    if (c->quantize.block_rows || c->quantize.block_columns)
+      return error_set(
+        ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld",
+        name, (long long)c->quantize.block_rows, (long long)c->quantize.block_columns);
+    if (factor->dtype != ENG_f32 || factor->count != 1)
+      return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
+                       tensor_text(factor));
   }
   put(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
@@ -77,8 +106,10 @@ static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
 {
   const tensor *gate = c->in[0], *up = c->in[1];
   if (gate->dtype != up->dtype || !tensor_same_shape(gate, up))
-    return error_set(gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE, "swiglu_quantize: expected a gate and an up of one shape and format, got %s and %s",
-                     tensor_text(gate), tensor_text(up));
+    return error_set(
+      gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE,
+      "swiglu_quantize: expected a gate and an up of one shape and format, got %s and %s",
+      tensor_text(gate), tensor_text(up));
   return infer_codes(c, gate, c->in[2], s);
 }
 
@@ -87,14 +118,22 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   const tensor *q = c->in[0];
   bool packed = c->dequantize.format == ENG_FORMAT_E5M6;
   if (packed ? q->dtype != ENG_i32 : !dtype_is_fp8(q->dtype))
-    return error_set(ENG_ERR_DTYPE, "dequantize: expected %s, got %s", packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
-  if (q->ndim < 1) return error_set(ENG_ERR_SHAPE, "dequantize: expected at least 1 dimension, got %s", tensor_text(q));
-  if (c->dequantize.dtype < 0 || c->dequantize.dtype >= ENG_DTYPE_COUNT || !dtype_is_float((int)c->dequantize.dtype))
-    return error_set(ENG_ERR_DTYPE, "dequantize: expected the number of a floating-point dtype, got %lld", (long long)c->dequantize.dtype);
+    return error_set(ENG_ERR_DTYPE, "dequantize: expected %s, got %s",
+                     packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
+  if (q->ndim < 1)
+    return error_set(ENG_ERR_SHAPE, "dequantize: expected at least 1 dimension, got %s",
+                     tensor_text(q));
+  if (c->dequantize.dtype < 0 || c->dequantize.dtype >= ENG_DTYPE_COUNT ||
+      !dtype_is_float((int)c->dequantize.dtype))
+    return error_set(ENG_ERR_DTYPE,
+                     "dequantize: expected the number of a floating-point dtype, got %lld",
+                     (long long)c->dequantize.dtype);
   ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
   int64_t columns = q->shape[q->ndim - 1], rows = 1;
   for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
-  if (packed && columns % 3) return error_set(ENG_ERR_SHAPE, "dequantize: e5m6 packs 8 numbers in three i32, got %s", tensor_text(q));
+  if (packed && columns % 3)
+    return error_set(ENG_ERR_SHAPE, "dequantize: e5m6 packs 8 numbers in three i32, got %s",
+                     tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
   put(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
@@ -106,32 +145,50 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[2], *bias = c->in[4];
   if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
-    return error_set(ENG_ERR_DTYPE, "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them", tensor_text(a), tensor_text(b));
+    return error_set(ENG_ERR_DTYPE,
+                     "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them",
+                     tensor_text(a), tensor_text(b));
   bool ta = c->fp8_matmul.transpose_a != 0, tb = c->fp8_matmul.transpose_b != 0;
   if (a->ndim != 2 || b->ndim != 2 || a->shape[ta ? 0 : 1] != b->shape[tb ? 1 : 0])
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s", tensor_text(a), ta ? " (transposed)" : "",
-                     tensor_text(b), tb ? " (transposed)" : "");
+    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s",
+                     tensor_text(a), ta ? " (transposed)" : "", tensor_text(b),
+                     tb ? " (transposed)" : "");
   ENG_TRY(want_blocks(c, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns));
   ENG_TRY(want_blocks(c, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns));
-  ENG_TRY(want_scales(c, 1, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns, a->shape[0], a->shape[1]));
-  ENG_TRY(want_scales(c, 3, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns, b->shape[0], b->shape[1]));
+  ENG_TRY(
+    want_scales(c, 1, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns, a->shape[0], a->shape[1]));
+  ENG_TRY(
+    want_scales(c, 3, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns, b->shape[0], b->shape[1]));
   int64_t m = a->shape[ta ? 1 : 0], k = a->shape[ta ? 0 : 1], n = b->shape[tb ? 0 : 1];
   int64_t along_a = ta ? c->fp8_matmul.a_rows : c->fp8_matmul.a_columns,
           along_b = tb ? c->fp8_matmul.b_columns : c->fp8_matmul.b_rows;   // blocks along K
   if (along_a == 0 || along_a > k) along_a = k;
   if (along_b == 0 || along_b > k) along_b = k;
-  int64_t less = along_a < along_b ? along_a : along_b, more = along_a < along_b ? along_b : along_a;
+  int64_t less = along_a < along_b ? along_a : along_b,
+          more = along_a < along_b ? along_b : along_a;
   if (more < k && more % less)
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: blocks of %lld and of %lld along K do not nest", (long long)along_a, (long long)along_b);
-  if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT || !dtype_is_float((int)c->fp8_matmul.yields - 1)))
-    return error_set(ENG_ERR_DTYPE, "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld", (long long)c->fp8_matmul.yields);
+    return error_set(ENG_ERR_SHAPE, "fp8_matmul: blocks of %lld and of %lld along K do not nest",
+                     (long long)along_a, (long long)along_b);
+  if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT ||
+                               !dtype_is_float((int)c->fp8_matmul.yields - 1)))
+    return error_set(ENG_ERR_DTYPE,
+                     "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld",
+                     (long long)c->fp8_matmul.yields);
   if (c->fp8_matmul.accumulator < 0 || c->fp8_matmul.accumulator >= ENG_ACCUMULATORS)
-    return error_set(ENG_ERR_VALUE, "fp8_matmul: there is no accumulator %lld; accumulators: 0 to %d", (long long)c->fp8_matmul.accumulator, ENG_ACCUMULATORS - 1);
-  if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 || c->fp8_matmul.promotion > 1ll << 40)
-    return error_set(ENG_ERR_VALUE, "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld", (long long)c->fp8_matmul.promotion);
+    return error_set(ENG_ERR_VALUE,
+                     "fp8_matmul: there is no accumulator %lld; accumulators: 0 to %d",
+                     (long long)c->fp8_matmul.accumulator, ENG_ACCUMULATORS - 1);
+  if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 ||
+      c->fp8_matmul.promotion > 1ll << 40)
+    return error_set(
+      ENG_ERR_VALUE,
+      "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld",
+      (long long)c->fp8_matmul.promotion);
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != n))
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s", (long long)n, tensor_text(bias));
-  if (c->fp8_matmul.add && bias) return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
+    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s",
+                     (long long)n, tensor_text(bias));
+  if (c->fp8_matmul.add && bias)
+    return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
   put(s, 0, c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
   return ENG_OK;
 }

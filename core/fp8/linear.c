@@ -1,18 +1,19 @@
-// Linear layers in FP8, made of three operations that every device has: quantize, dequantize, fp8_matmul.
-// Bit for bit what a script gets by calling these itself.
+// Linear layers in FP8, made of three operations that every device has: quantize, dequantize,
+// fp8_matmul. Bit for bit what a script gets by calling these itself.
 //
 //   forward   xq = quantize(x), wq = quantize(W), y = fp8_matmul(xq, wq^T) + bias, in one rounding
 //   backward  dyq = quantize(dy); dx = fp8_matmul(dyq, wq); dW += fp8_matmul(dyq^T, xq), onto the
 //             parameter's own gradient; the bias' gradient is summed from dy itself
 //
-// A product along the other side of a matrix needs blocks along that side. Where blocks are square, or
-// the whole matrix, the same bytes serve, read transposed. Else the transposed matrix is quantized: dy
-// and W in the pass that makes the other copy, x as the role's `keep` says. So the tape keeps one copy
-// of x, shared by all layers that read it alike, and nothing of x itself.
+// A product along the other side of a matrix needs blocks along that side. Where blocks are square,
+// or the whole matrix, the same bytes serve, read transposed. Else the transposed matrix is
+// quantized: dy and W in the pass that makes the other copy, x as the role's `keep` says. So the
+// tape keeps one copy of x, shared by all layers that read it alike, and nothing of x itself.
 //
-// Where x is the output of a swiglu and only this layer reads it, its codes are made by the swiglu and x
-// is never written (swiglu.c). W is quantized from what a forward pass reads otherwise (its low-precision
-// copy, or the master), once, until that changes. The operations inside are not recorded.
+// Where x is the output of a swiglu and only this layer reads it, its codes are made by the swiglu
+// and x is never written (swiglu.c). W is quantized from what a forward pass reads otherwise (its
+// low-precision copy, or the master), once, until that changes. The operations inside are not
+// recorded.
 #include "sites.h"
 
 #include "base/error.h"
@@ -24,7 +25,8 @@
 
 // ---- quantizing
 
-/// A matrix in FP8 as a product takes it: codes, scales, the blocks as they are given, and whether the dimension of the sum is first.
+/// A matrix in FP8 as a product takes it: codes, scales, the blocks as they are given, and whether
+/// the dimension of the sum is first.
 typedef struct factor {
   tensor *q, *scale;
   int64_t block_rows, block_columns;
@@ -43,20 +45,32 @@ static void drop_copies(copies *c)
 
 static int64_t flags_of(const eng_fp8_role *r, bool transposed)
 {
-  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) | (transposed ? QUANTIZE_TRANSPOSED : 0);
+  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) |
+         (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// x in a role's format and blocks, into the given copies if any; transposed: also of x transposed. `swiglu`: x has
-/// no memory, and its codes are made from that call's inputs.
-static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x, const op_call *swiglu, bool transposed)
+/// x in a role's format and blocks, into the given copies if any; transposed: also of x transposed.
+/// `swiglu`: x has no memory, and its codes are made from that call's inputs.
+static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
+                           const op_call *swiglu, bool transposed)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, factor},
+  op_call c = {.op = ENG_OP_quantize,
+               .n_in = 2,
+               .n_out = 5,
+               .in = {x, factor},
                .out = {out->q, out->scale, NULL, out->q_t, out->scale_t},
-               .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
-                            .flags = flags_of(r, transposed), .eps = r->eps, .margin = r->margin}};
-  if (swiglu) c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1], c.in[2] = factor;
+               .quantize = {.format = r->format,
+                            .block_rows = r->block_rows,
+                            .block_columns = r->block_columns,
+                            .rule = r->rule,
+                            .flags = flags_of(r, transposed),
+                            .eps = r->eps,
+                            .margin = r->margin}};
+  if (swiglu)
+    c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1],
+    c.in[2] = factor;
   ENG_TRY(fp8_amax_slot(&c.out[2], number, role));
   tensor *amax = c.out[2];
   eng_status status = op_run(&c);
@@ -73,22 +87,39 @@ static eng_status flat(tensor **out, tensor *x)
 }
 
 /// a b: a's and b's codes may have any number of dimensions. y: given, or made in dtype.
-static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a, const factor *b, tensor *bias, int dtype, bool add)
+static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
+                           const factor *b, tensor *bias, int dtype, bool add)
 {
   tensor *qa, *qb;
   ENG_TRY(flat(&qa, a->q));
   eng_status status = flat(&qb, b->q);
   if (status == ENG_OK) {
     const eng_fp8_product *p = &s->recipe.product[product];
-    op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1, .in = {qa, a->scale, qb, b->scale, bias}, .out = {*y},
-                 .fp8_matmul = {.transpose_a = a->turned, .transpose_b = b->turned, .a_rows = a->block_rows, .a_columns = a->block_columns,
-                                .b_rows = b->block_rows, .b_columns = b->block_columns, .yields = (*y ? (*y)->dtype : dtype) + 1,
-                                .accumulator = p->accumulator, .promotion = p->promotion, .add = add}};
+    op_call c = {.op = ENG_OP_fp8_matmul,
+                 .n_in = 5,
+                 .n_out = 1,
+                 .in = {qa, a->scale, qb, b->scale, bias},
+                 .out = {*y},
+                 .fp8_matmul = {.transpose_a = a->turned,
+                                .transpose_b = b->turned,
+                                .a_rows = a->block_rows,
+                                .a_columns = a->block_columns,
+                                .b_rows = b->block_rows,
+                                .b_columns = b->block_columns,
+                                .yields = (*y ? (*y)->dtype : dtype) + 1,
+                                .accumulator = p->accumulator,
+                                .promotion = p->promotion,
+                                .add = add}};
     status = op_run(&c);
     if (status == ENG_OK) *y = c.out[0];
-    else status = error_prefix(status, "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in %lld x %lld", s->name, fp8_product_name[product],
-                        (long long)qa->shape[0], (long long)qa->shape[1], a->turned ? " transposed" : "", (long long)a->block_rows, (long long)a->block_columns,
-                        (long long)qb->shape[0], (long long)qb->shape[1], b->turned ? " transposed" : "", (long long)b->block_rows, (long long)b->block_columns);
+    else
+      status = error_prefix(
+        status,
+        "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in %lld x %lld",
+        s->name, fp8_product_name[product], (long long)qa->shape[0], (long long)qa->shape[1],
+        a->turned ? " transposed" : "", (long long)a->block_rows, (long long)a->block_columns,
+        (long long)qb->shape[0], (long long)qb->shape[1], b->turned ? " transposed" : "",
+        (long long)b->block_rows, (long long)b->block_columns);
     tensor_drop(qb);
   }
   tensor_drop(qa);
@@ -122,7 +153,8 @@ static params_stamp weight_stamp(const params_derived *copy)
 {
   const fp8_weight *weight = (const fp8_weight *)copy;
   fp8_site *s;
-  return (params_stamp){weight->q->data, weight->site, fp8_site_get(&s, weight->site) == ENG_OK ? s->version : 0};
+  return (params_stamp){weight->q->data, weight->site,
+                        fp8_site_get(&s, weight->site) == ENG_OK ? s->version : 0};
 }
 
 static void weight_outdate(params_derived *copy)
@@ -134,11 +166,13 @@ static void weight_outdate(params_derived *copy)
 static int64_t weight_bytes(const params_derived *copy)
 {
   const fp8_weight *weight = (const fp8_weight *)copy;
-  return weight->q->count + 4 * weight->scale->count + (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
+  return weight->q->count + 4 * weight->scale->count +
+         (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
 }
 
 /// New tensors of the copies' shapes, which outlive the step.
-static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w, bool transposed)
+static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
+                              bool transposed)
 {
   int64_t shape[2];
   fp8_scales_for(r->block_rows, r->block_columns, w->shape[0], w->shape[1], shape);
@@ -146,11 +180,13 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
   ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, 2, shape));
   if (!transposed) return ENG_OK;
   fp8_scales_for(r->block_rows, r->block_columns, w->shape[1], w->shape[0], shape);
-  ENG_TRY(tensor_make(&to->q_t, ARENA_PARAMETER, r->format, 2, (int64_t[]){w->shape[1], w->shape[0]}));
+  ENG_TRY(
+    tensor_make(&to->q_t, ARENA_PARAMETER, r->format, 2, (int64_t[]){w->shape[1], w->shape[0]}));
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 2, shape);
 }
 
-/// The copies of w: its parameter's where those are still true, else made now. *kept: they belong to the parameter.
+/// The copies of w: its parameter's where those are still true, else made now. *kept: they belong
+/// to the parameter.
 static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
@@ -176,7 +212,9 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
     p->derived = &c->derived;
   }
   *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
-  if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] && !fp8_measuring()) return ENG_OK;
+  if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] &&
+      !fp8_measuring())
+    return ENG_OK;
   c->site = 0;   // until it is done
   ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
   bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
@@ -184,8 +222,16 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
   }
-  *c = (fp8_weight){.derived = c->derived, .site = number, .recipe = s->version, .seen = source->store->writes, .source = source, .factor = s->factor[ENG_FP8_W],
-                    .q = c->q, .scale = c->scale, .q_t = c->q_t, .scale_t = c->scale_t};
+  *c = (fp8_weight){.derived = c->derived,
+                    .site = number,
+                    .recipe = s->version,
+                    .seen = source->store->writes,
+                    .source = source,
+                    .factor = s->factor[ENG_FP8_W],
+                    .q = c->q,
+                    .scale = c->scale,
+                    .q_t = c->q_t,
+                    .scale_t = c->scale_t};
   return ENG_OK;
 }
 
@@ -203,14 +249,24 @@ static int swiglu_of(const tensor *x)
 static eng_status check_shapes(const fp8_site *s, const op_call *c)
 {
   const tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
-  bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 && w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
-  if (!fits) return error_set(ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s", tensor_text(x), tensor_text(w));
+  bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 &&
+              w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
+  if (!fits)
+    return error_set(ENG_ERR_SHAPE,
+                     "linear: expected x [.. x K] and a weight [N x K], got %s and %s",
+                     tensor_text(x), tensor_text(w));
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
-    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s", (long long)w->shape[0], tensor_text(bias));
+    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s",
+                     (long long)w->shape[0], tensor_text(bias));
   if (w->shape[1] == 0)
-    return error_set(ENG_ERR_SHAPE, "%s: FP8 has no scale for rows of no elements, got x %s and a weight %s", s->name, tensor_text(x), tensor_text(w));
+    return error_set(ENG_ERR_SHAPE,
+                     "%s: FP8 has no scale for rows of no elements, got x %s and a weight %s",
+                     s->name, tensor_text(x), tensor_text(w));
   if (s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8)
-    return error_set(ENG_ERR_SHAPE, "%s: keeping x in e5m6 packs 8 numbers of a row, got x %s; hint: keep = \"codes\"", s->name, tensor_text(x));
+    return error_set(
+      ENG_ERR_SHAPE,
+      "%s: keeping x in e5m6 packs 8 numbers of a row, got x %s; hint: keep = \"codes\"", s->name,
+      tensor_text(x));
   return ENG_OK;
 }
 
@@ -219,8 +275,10 @@ static const op_call *attention_of(const tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
   while (tape_holds(x) && tape_call(x->node)->op == ENG_OP_reshape) x = tape_call(x->node)->in[0];
-  if (!tape_holds(x) || x->output != 0 || tape_call(x->node)->op != ENG_OP_fp8_attention) return NULL;
-  bool same = x->shape[2] * x->shape[3] == columns && x->store->writes == tape_at(x->node)->out_writes[0];
+  if (!tape_holds(x) || x->output != 0 || tape_call(x->node)->op != ENG_OP_fp8_attention)
+    return NULL;
+  bool same =
+    x->shape[2] * x->shape[3] == columns && x->store->writes == tape_at(x->node)->out_writes[0];
   return same ? tape_call(x->node) : NULL;
 }
 
@@ -250,12 +308,13 @@ static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
 
 static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
 {
-  return a->format == b->format && a->block_rows == b->block_rows && a->block_columns == b->block_columns && a->rule == b->rule &&
-         a->pow2 == b->pow2 && !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
+  return a->format == b->format && a->block_rows == b->block_rows &&
+         a->block_columns == b->block_columns && a->rule == b->rule && a->pow2 == b->pow2 &&
+         !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// One of the last linear layers that keeps the codes this one needs: of the same x in the same way, scaled by
-/// its own amax (gate and up of a SwiGLU). One copy serves both. NULL: none does.
+/// One of the last linear layers that keeps the codes this one needs: of the same x in the same
+/// way, scaled by its own amax (gate and up of a SwiGLU). One copy serves both. NULL: none does.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -263,9 +322,13 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
   int length = eng_tape_length();
   for (int i = length - 1; i >= 0 && i >= length - BACK; i--) {
     const op_call *c = tape_call(i);
-    if (c->op != ENG_OP_fp8_linear || c->in[IN_X] != x || !c->out[OUT_XQ] || c->fp8_linear.keep != ENG_FP8_KEEP_CODES) continue;
+    if (c->op != ENG_OP_fp8_linear || c->in[IN_X] != x || !c->out[OUT_XQ] ||
+        c->fp8_linear.keep != ENG_FP8_KEEP_CODES)
+      continue;
     const fp8_site *other = fp8_site_in_force(c->fp8_linear.site);
-    if (!other || other->factor[ENG_FP8_X] != 0 || s->factor[ENG_FP8_X] != 0 || !same_role(&other->recipe.role[ENG_FP8_X], role)) continue;
+    if (!other || other->factor[ENG_FP8_X] != 0 || s->factor[ENG_FP8_X] != 0 ||
+        !same_role(&other->recipe.role[ENG_FP8_X], role))
+      continue;
     if (fp8_amax_can_share(c->fp8_linear.round) && tape_unwritten(i, IN_X)) return c;
   }
   return NULL;
@@ -286,17 +349,20 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
     fp8_amax_share(a->site, a->slot);
     if (fp8_measuring()) status = fp8_measure(s, ENG_FP8_X, x, xq.q, xq.scale);
   } else {
-    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu, keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx));
+    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu,
+                      keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx));
     a->slot = fp8_amax_last().slot;
   }
   a->round = fp8_amax_last().round;
   if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w);
   tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
-  if (status == ENG_OK && bias && bias->parameter && bias->parameter->shadow) status = params_shadow(&bias, bias->parameter);
+  if (status == ENG_OK && bias && bias->parameter && bias->parameter->shadow)
+    status = params_shadow(&bias, bias->parameter);
   if (status == ENG_OK) {
     factor left = {xq.q, xq.scale, rx->block_rows, rx->block_columns, false},
            right = {wq.q, wq.scale, rw->block_rows, rw->block_columns, true};
-    status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias, compute >= 0 ? compute : x->dtype, false);
+    status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias,
+                      compute >= 0 ? compute : x->dtype, false);
   }
   if (status == ENG_OK) {
     int64_t shape[ENG_MAX_DIMS];
@@ -326,7 +392,8 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
 eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
-  if (c->out[OUT_Y]) return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 makes its own output", s->name);
+  if (c->out[OUT_Y])
+    return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 makes its own output", s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);
@@ -344,7 +411,10 @@ static eng_status run_linear(op_call *c)
 {
   fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
   if (s) return fp8_linear_in_force(c, s, NULL);
-  op_call plain = {.op = ENG_OP_linear, .n_in = 3, .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]}, .out = {c->out[OUT_Y]}};
+  op_call plain = {.op = ENG_OP_linear,
+                   .n_in = 3,
+                   .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]},
+                   .out = {c->out[OUT_Y]}};
   ENG_TRY(op_run(&plain));
   c->out[OUT_Y] = plain.out[0];
   c->n_out = 1;
@@ -354,7 +424,8 @@ static eng_status run_linear(op_call *c)
 // ---- backward
 
 /// x for dW: the sum goes over its rows.
-static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s, const op_call *node)
+static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
+                         const op_call *node)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
@@ -365,16 +436,29 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   out->turned = true;
   if (keep == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
   if (again) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->fp8_linear.swiglu)));
-  else ENG_TRY(op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
-                       (int64_t[]){ENG_f32, packed ? 1 : r->block_rows, packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0}, 4, 0, 0));
+  else
+    ENG_TRY(
+      op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
+              (int64_t[]){ENG_f32, packed ? 1 : r->block_rows,
+                          packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0},
+              4, 0, 0));
   // once more, in blocks along the other side; neither an amax nor a measurement of x
   bool turn = !fp8_is_square(r);
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},
-               .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
-                            .flags = flags_of(r, turn), .eps = r->eps, .margin = r->margin}};
+  op_call c = {.op = ENG_OP_quantize,
+               .n_in = 2,
+               .n_out = 5,
+               .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},
+               .quantize = {.format = r->format,
+                            .block_rows = r->block_rows,
+                            .block_columns = r->block_columns,
+                            .rule = r->rule,
+                            .flags = flags_of(r, turn),
+                            .eps = r->eps,
+                            .margin = r->margin}};
   eng_status status = op_run(&c);
   tensor_drop(x);
-  if (status != ENG_OK) return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
+  if (status != ENG_OK)
+    return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
   tensor_drop(c.out[2]);
   *made = (copies){c.out[0], c.out[1], c.out[3], c.out[4]};
   out->q = turn ? made->q_t : made->q;
@@ -389,7 +473,8 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
   const eng_fp8_role *rd = &s->recipe.role[ENG_FP8_DY], *rw = &s->recipe.role[ENG_FP8_W];
   tensor *x = node->in[IN_X], *flat_dx = NULL, *dx;
   factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
-         b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns, node->fp8_linear.turned};
+         b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns,
+              node->fp8_linear.turned};
   ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, x->dtype, false));
   eng_status status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
@@ -406,7 +491,8 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
   bool accumulate = false;
   tensor *dw = grad_target(g, IN_W, &accumulate);
   bool direct = dw != NULL;
-  eng_status status = multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, g->call->in[IN_W]->dtype, accumulate);
+  eng_status status =
+    multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, g->call->in[IN_W]->dtype, accumulate);
   if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
   drop_copies(&made);
   return status == ENG_OK && !direct ? grad_emit(g, IN_W, dw) : status;
@@ -417,7 +503,11 @@ static eng_status emit_bias(grad_call *g)
   bool accumulate = false;
   tensor *dy, *bias = g->call->in[IN_BIAS];
   ENG_TRY(flat(&dy, g->dy[0]));
-  op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {grad_target(g, IN_BIAS, &accumulate)}, .bias_grad = {.dtype = bias->dtype}};
+  op_call c = {.op = ENG_OP_bias_grad,
+               .n_in = 1,
+               .in = {dy},
+               .out = {grad_target(g, IN_BIAS, &accumulate)},
+               .bias_grad = {.dtype = bias->dtype}};
   bool direct = c.out[0] != NULL;
   c.bias_grad.add = accumulate;
   eng_status status = op_run(&c);
@@ -434,7 +524,8 @@ static eng_status linear_grad(grad_call *g)
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
     copies dy = {0};
-    eng_status status = quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL, wants_w && !fp8_is_square(&s->recipe.role[ENG_FP8_DY]));
+    eng_status status = quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
+                                 wants_w && !fp8_is_square(&s->recipe.role[ENG_FP8_DY]));
     if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
     if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
     drop_copies(&dy);

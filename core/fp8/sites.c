@@ -1,6 +1,6 @@
-// Sites: the linear layers under an FP8 recipe. A site has a name, its recipe, the factors of delayed
-// scaling, the amaxes of its quantizations, and meters. See sites.h; engine.h has the contracts.
-// Owns the table of sites. Called by Lua and by the FP8 layers.
+// Sites: the linear layers under an FP8 recipe. A site has a name, its recipe, the factors of
+// delayed scaling, the amaxes of its quantizations, and meters. See sites.h; engine.h has the
+// contracts. Owns the table of sites. Called by Lua and by the FP8 layers.
 #include "sites.h"
 
 #include "base/error.h"
@@ -21,7 +21,8 @@ const char *const fp8_product_name[] = { "forward", "dgrad", "wgrad" };
 eng_status fp8_site_get(fp8_site **out, int64_t site)
 {
   *out = site >= 1 && site <= sites.length ? sites.item[site - 1] : NULL;
-  return *out ? ENG_OK : error_set(ENG_ERR_STATE, "there is no FP8 site %lld (any more)", (long long)site);
+  return *out ? ENG_OK
+              : error_set(ENG_ERR_STATE, "there is no FP8 site %lld (any more)", (long long)site);
 }
 
 // ---- tensors that the tape may still need after their owner dropped them
@@ -51,13 +52,15 @@ void fp8_let_go(tensor *x)
   orphans.item[orphans.length++] = x;
 }
 
-// ---- amaxes: every quantization writes one into a slot of device memory; slots are read on request
+// ---- amaxes: every quantization writes one into a slot of device memory; slots are read on
+// request
 
 enum { AMAX_SLOTS = 4096 };
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
-  bool    asked;                         // eng_fp8_amax was called since the slots were last full; else they are overwritten unread
+  // eng_fp8_amax was called since the slots were last full; else they are overwritten unread
+  bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // how often the slots were reused
   struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // sites that share the x of a slot
@@ -100,7 +103,8 @@ eng_status fp8_amax_slot(tensor **out, int64_t site, int role)
     fp8_let_go(amaxes.slots);
     amaxes.slots = NULL;
   }
-  if (!amaxes.slots) ENG_TRY(tensor_make(&amaxes.slots, ARENA_KEPT, ENG_f32, 1, (int64_t[]){AMAX_SLOTS}));
+  if (!amaxes.slots)
+    ENG_TRY(tensor_make(&amaxes.slots, ARENA_KEPT, ENG_f32, 1, (int64_t[]){AMAX_SLOTS}));
   if (amaxes.used == AMAX_SLOTS) {
     if (amaxes.asked) ENG_TRY(collect_amaxes());
     amaxes_restart();
@@ -170,21 +174,38 @@ static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, in
 {
   const eng_fp8_role *r = &recipe->role[role];
   if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
-    return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d", s->name, fp8_role_name[role], r->format);
+    return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
+                     s->name, fp8_role_name[role], r->format);
   if (r->block_rows < 0 || r->block_columns < 0)
-    return error_set(ENG_ERR_VALUE, "%s: blocks of %s: expected 1 or more rows and columns, or 0 for all, got %d x %d", s->name, fp8_role_name[role], r->block_rows, r->block_columns);
-  if (r->rule < 0 || r->rule >= ENG_SCALES) return error_set(ENG_ERR_VALUE, "%s: %s: there is no scale rule %d", s->name, fp8_role_name[role], r->rule);
-  if (r->margin < -100 || r->margin > 100) return error_set(ENG_ERR_VALUE, "%s: %s: expected a margin within +-100, got %d", s->name, fp8_role_name[role], r->margin);
-  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU) return error_set(ENG_ERR_VALUE, "%s: %s: there is no way number %d to keep it", s->name, fp8_role_name[role], r->keep);
-  if (!(r->eps <= 1e30)) return error_set(ENG_ERR_VALUE, "%s: %s: expected eps up to 1e30, or negative for the rule's, got %g", s->name, fp8_role_name[role], r->eps);
+    return error_set(
+      ENG_ERR_VALUE,
+      "%s: blocks of %s: expected 1 or more rows and columns, or 0 for all, got %d x %d", s->name,
+      fp8_role_name[role], r->block_rows, r->block_columns);
+  if (r->rule < 0 || r->rule >= ENG_SCALES)
+    return error_set(ENG_ERR_VALUE, "%s: %s: there is no scale rule %d", s->name,
+                     fp8_role_name[role], r->rule);
+  if (r->margin < -100 || r->margin > 100)
+    return error_set(ENG_ERR_VALUE, "%s: %s: expected a margin within +-100, got %d", s->name,
+                     fp8_role_name[role], r->margin);
+  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
+    return error_set(ENG_ERR_VALUE, "%s: %s: there is no way number %d to keep it", s->name,
+                     fp8_role_name[role], r->keep);
+  if (!(r->eps <= 1e30))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: expected eps up to 1e30, or negative for the rule's, got %g", s->name,
+                     fp8_role_name[role], r->eps);
   return ENG_OK;
 }
 
-/// Blocks of two factors along the side that a product sums over: one must hold a whole number of the other.
-static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a, const char *b_name, int64_t b)
+/// Blocks of two factors along the side that a product sums over: one must hold a whole number of
+/// the other.
+static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
+                                const char *b_name, int64_t b)
 {
   if (a == 0 || b == 0 || a % b == 0 || b % a == 0) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: %s: blocks of %s hold %lld, those of %s %lld along the side they are summed over, and one must divide the other",
+  return error_set(ENG_ERR_SHAPE,
+                   "%s: %s: blocks of %s hold %lld, those of %s %lld along the side they are "
+                   "summed over, and one must divide the other",
                    s->name, fp8_product_name[product], a_name, (long long)a, b_name, (long long)b);
 }
 
@@ -194,18 +215,27 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
   ENG_TRY(fp8_site_get(&s, site));
   fp8_release_orphans();
   if (!tape_empty())
-    return error_set(ENG_ERR_STATE, "%s: its FP8 recipe cannot change while operations stand on the tape; hint: change it between steps", s->name);
+    return error_set(ENG_ERR_STATE,
+                     "%s: its FP8 recipe cannot change while operations stand on the tape; hint: "
+                     "change it between steps",
+                     s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
-        return error_set(ENG_ERR_VALUE, "%s: %s: there is no accumulator %d", s->name, fp8_product_name[p], of->accumulator);
+        return error_set(ENG_ERR_VALUE, "%s: %s: there is no accumulator %d", s->name,
+                         fp8_product_name[p], of->accumulator);
       if (of->promotion < 0 || of->promotion % 32)
-        return error_set(ENG_ERR_VALUE, "%s: %s: expected a promotion every multiple of 32 steps, or 0 for none, got %d", s->name, fp8_product_name[p], of->promotion);
+        return error_set(
+          ENG_ERR_VALUE,
+          "%s: %s: expected a promotion every multiple of 32 steps, or 0 for none, got %d", s->name,
+          fp8_product_name[p], of->promotion);
     }
-    // a matrix whose blocks are not square enters the other product transposed: the blocks along its columns lie along the sum in both
-    const eng_fp8_role *x = &recipe->role[ENG_FP8_X], *w = &recipe->role[ENG_FP8_W], *dy = &recipe->role[ENG_FP8_DY];
+    // a matrix whose blocks are not square enters the other product transposed: the blocks along
+    // its columns lie along the sum in both
+    const eng_fp8_role *x = &recipe->role[ENG_FP8_X], *w = &recipe->role[ENG_FP8_W],
+                       *dy = &recipe->role[ENG_FP8_DY];
     ENG_TRY(check_nesting(s, ENG_FP8_FORWARD, "x", x->block_columns, "w", w->block_columns));
     ENG_TRY(check_nesting(s, ENG_FP8_DGRAD, "dy", dy->block_columns, "w", w->block_columns));
     ENG_TRY(check_nesting(s, ENG_FP8_WGRAD, "dy", dy->block_columns, "x", x->block_columns));
@@ -221,15 +251,23 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
 {
   fp8_site *s;
   ENG_TRY(fp8_site_get(&s, site));
-  if (role < 0 || role >= ENG_FP8_ROLES) return error_set(ENG_ERR_VALUE, "%s: an FP8 site has no role %d", s->name, role);
+  if (role < 0 || role >= ENG_FP8_ROLES)
+    return error_set(ENG_ERR_VALUE, "%s: an FP8 site has no role %d", s->name, role);
   const eng_fp8_role *r = &s->recipe.role[role];
-  if (!s->on) return error_set(ENG_ERR_STATE, "%s: there is no FP8 recipe here that could delay its scales", s->name);
+  if (!s->on)
+    return error_set(ENG_ERR_STATE, "%s: there is no FP8 recipe here that could delay its scales",
+                     s->name);
   if (!(amax >= 0) || !f32_is_finite((float)amax))
-    return error_set(ENG_ERR_VALUE, "%s: the amax of %s: expected a finite f32, or 0 for its own, got %g", s->name, fp8_role_name[role], amax);
+    return error_set(ENG_ERR_VALUE,
+                     "%s: the amax of %s: expected a finite f32, or 0 for its own, got %g", s->name,
+                     fp8_role_name[role], amax);
   if (amax != 0 && (r->block_rows || r->block_columns))
-    return error_set(ENG_ERR_VALUE, "%s: %s has blocks of %d x %d, and delayed scaling is for one block; hint: block = \"tensor\"", s->name, fp8_role_name[role],
-                     r->block_rows, r->block_columns);
-  fp8_scale scale = fp8_scale_of((float)amax, fp8_largest(r->format), r->rule, r->pow2, fp8_eps(r->rule, r->eps), r->margin, fp8_limit(0, 0, ENG_f32));
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s has blocks of %d x %d, and delayed scaling is for one block; hint: "
+                     "block = \"tensor\"",
+                     s->name, fp8_role_name[role], r->block_rows, r->block_columns);
+  fp8_scale scale = fp8_scale_of((float)amax, fp8_largest(r->format), r->rule, r->pow2,
+                                 fp8_eps(r->rule, r->eps), r->margin, fp8_limit(0, 0, ENG_f32));
   float wanted = amax == 0 ? 0.0f : fp8_divides(r->rule) ? 1.0f / scale.scale : scale.factor;
   if (s->factor_of[role] && s->factor_of[role]->store->space != arena_space()) {
     fp8_let_go(s->factor_of[role]);
@@ -238,7 +276,8 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   }
   if (s->factor[role] == (double)wanted) return ENG_OK;
   if (amax != 0) {
-    if (!s->factor_of[role]) ENG_TRY(tensor_make(&s->factor_of[role], ARENA_KEPT, ENG_f32, 1, (int64_t[]){1}));
+    if (!s->factor_of[role])
+      ENG_TRY(tensor_make(&s->factor_of[role], ARENA_KEPT, ENG_f32, 1, (int64_t[]){1}));
     ENG_TRY(transfer_set(s->factor_of[role], wanted));
   }
   s->factor[role] = wanted;
@@ -280,7 +319,8 @@ eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site)
 
 enum { MOST_MEASURED = 1 << 16 };
 
-static void meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest, float limit)
+static void meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
+                          float limit)
 {
   if (!f32_is_finite(x)) {
     m->nonfinite++;
@@ -307,7 +347,8 @@ static eng_status read_rows(float *to, tensor *x, int64_t every)
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
   tensor *flat, *some;
   ENG_TRY(op_reshape(&flat, x, 2, (int64_t[]){rows, columns}));
-  eng_status status = op_run1(&some, ENG_OP_slice, flat, NULL, NULL, (int64_t[]){0, 0, rows, every}, 4, 0, 0);
+  eng_status status =
+    op_run1(&some, ENG_OP_slice, flat, NULL, NULL, (int64_t[]){0, 0, rows, every}, 4, 0, 0);
   if (status == ENG_OK) {
     status = transfer_read(to, ENG_f32, some);
     tensor_drop(some);
@@ -321,7 +362,8 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   const eng_fp8_role *r = &s->recipe.role[role];
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
   if (x->count == 0) return ENG_OK;
-  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1, every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
+  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1,
+          every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns, rows, columns, NULL);
   float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
   if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
@@ -333,7 +375,8 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
   for (int64_t i = 0; i < taken && status == ENG_OK; i++)
     for (int64_t k = 0; k < columns; k++)
-      meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k], scales[fp8_scale_at(&at, i * every, k)], largest, limit);
+      meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k],
+                    scales[fp8_scale_at(&at, i * every, k)], largest, limit);
   free(values);
   return status;
 }

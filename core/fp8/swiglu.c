@@ -1,26 +1,35 @@
-// SwiGLU in front of a linear layer in FP8. Its two inputs stay on the tape as FP8 codes only, and its
-// output not at all: the layer computes it again from them for dW (DeepSeek-V3, section 3.3.3 of its
-// report). The codes are made like the layer's own x.
+// SwiGLU in front of a linear layer in FP8. Its two inputs stay on the tape as FP8 codes only, and
+// its output not at all: the layer computes it again from them for dW (DeepSeek-V3, section 3.3.3
+// of its report). The codes are made like the layer's own x.
 //
-// swiglu and linear in one: where only the layer reads the output of the SwiGLU, its codes are made by the
-// pass that computes it, and the output is never written. The tape has the same two operations, with a
-// tensor between them that has no memory: no gradient rule reads it.
+// swiglu and linear in one: where only the layer reads the output of the SwiGLU, its codes are made
+// by the pass that computes it, and the output is never written. The tape has the same two
+// operations, with a tensor between them that has no memory: no gradient rule reads it.
 #include "sites.h"
 
 #include "base/error.h"
 
 enum { OUT_Y, OUT_GATE_Q, OUT_GATE_SCALE, OUT_UP_Q, OUT_UP_SCALE, OUT_COUNT };
 
-static bool recomputes(const fp8_site *s) { return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
+static bool recomputes(const fp8_site *s)
+{ return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
 
 /// Puts the codes of gate and up into the outputs after y.
 static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   for (int k = 0; k < 2; k++) {
-    op_call q = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {c->in[k]},
-                 .quantize = {.format = r->format, .block_rows = r->block_rows, .block_columns = r->block_columns, .rule = r->rule,
-                              .flags = r->pow2 ? QUANTIZE_POW2 : 0, .eps = r->eps, .margin = r->margin}};
+    op_call q = {.op = ENG_OP_quantize,
+                 .n_in = 2,
+                 .n_out = 5,
+                 .in = {c->in[k]},
+                 .quantize = {.format = r->format,
+                              .block_rows = r->block_rows,
+                              .block_columns = r->block_columns,
+                              .rule = r->rule,
+                              .flags = r->pow2 ? QUANTIZE_POW2 : 0,
+                              .eps = r->eps,
+                              .margin = r->margin}};
     bool recording = eng_grad_enabled(false);
     eng_status status = op_run(&q);
     eng_grad_enabled(recording);
@@ -59,8 +68,11 @@ static eng_status run_swiglu(op_call *c)
 static eng_status inputs_again(tensor *out[2], const op_call *node)
 {
   for (int k = 0; k < 2; k++) {
-    op_call c = {.op = ENG_OP_dequantize, .n_in = 2, .in = {node->out[OUT_GATE_Q + 2 * k], node->out[OUT_GATE_SCALE + 2 * k]},
-                 .dequantize = {.dtype = node->in[k]->dtype, .block_rows = node->fp8_swiglu.block_rows,
+    op_call c = {.op = ENG_OP_dequantize,
+                 .n_in = 2,
+                 .in = {node->out[OUT_GATE_Q + 2 * k], node->out[OUT_GATE_SCALE + 2 * k]},
+                 .dequantize = {.dtype = node->in[k]->dtype,
+                                .block_rows = node->fp8_swiglu.block_rows,
                                 .block_columns = node->fp8_swiglu.block_columns}};
     ENG_TRY(op_run(&c));
     out[k] = c.out[0];
@@ -94,11 +106,12 @@ static eng_status swiglu_grad(grad_call *g)
 
 // ---- swiglu and linear in one
 
-/// Whether both can run without writing what lies between: that has the site's codes alone.
+/// Whether both can run without writing the values between them, which become codes only.
 static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
 {
-  return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 && gate->dtype == up->dtype &&
-         dtype_is_float(gate->dtype) && tensor_same_shape(gate, up) && gate->count > 0;
+  return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 &&
+         gate->dtype == up->dtype && dtype_is_float(gate->dtype) && tensor_same_shape(gate, up) &&
+         gate->count > 0;
 }
 
 static eng_status run_in_one(op_call *swiglu, op_call *linear, fp8_site *s)
@@ -118,8 +131,15 @@ static eng_status run_swiglu_linear(op_call *c)
 {
   int64_t site = c->fp8_swiglu_linear.site;
   fp8_site *s = fp8_site_in_force(site);
-  op_call swiglu = {.op = ENG_OP_fp8_swiglu, .n_in = 2, .in = {c->in[0], c->in[1]}, .fp8_swiglu = {.site = site}},
-          linear = {.op = ENG_OP_fp8_linear, .n_in = 3, .in = {NULL, c->in[2], c->in[3]}, .out = {c->out[0]}, .fp8_linear = {.site = site}};
+  op_call swiglu = {.op = ENG_OP_fp8_swiglu,
+                    .n_in = 2,
+                    .in = {c->in[0], c->in[1]},
+                    .fp8_swiglu = {.site = site}},
+          linear = {.op = ENG_OP_fp8_linear,
+                    .n_in = 3,
+                    .in = {NULL, c->in[2], c->in[3]},
+                    .out = {c->out[0]},
+                    .fp8_linear = {.site = site}};
   if (fits(s, c->in[0], c->in[1])) {
     ENG_TRY(run_in_one(&swiglu, &linear, s));
   } else {

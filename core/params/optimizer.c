@@ -1,5 +1,5 @@
-// Optimizer state: the moments of a parameter set in flat buffers, and the door to the device's fused
-// update. See engine.h for the contract; the formulas stand in cpu/optimizer.c.
+// Optimizer state: the moments of a parameter set in flat buffers, and the call of the device's
+// fused update. engine.h has the contract, cpu/optimizer.c the formulas.
 //
 // Owns the moments. Holds a reference on the set, so that both may be freed in any order.
 #include "base/error.h"
@@ -14,21 +14,31 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype;
   int32_t     *group;        // [set->n]
-  int32_t      slot;         // which of the device's counters of lagged updates is this optimizer's; -1: none yet
+  // which of the device's counters of lagged updates is this optimizer's; -1: none yet
+  int32_t      slot;
   bool         in_a_row;     // the last update was a lagged one
   int64_t      lagged_t;     // number of the next lagged update, where the device computes at once
-  int64_t     *begun;        // [set->n] storage.writes of moment 1 when it was seen to hold something; -1: it was not
-  flat_buffer *moment[2];    // NULL where there is none (yet: they are made by the first update, SGD's when momentum asks for it)
+  // [set->n] storage.writes of moment 1 when it was seen to hold something; -1: it was not
+  int64_t     *begun;
+  // NULL: not made yet (the first update makes them, SGD's only with momentum)
+  flat_buffer *moment[2];
 };
 
-static const struct { const char *name; int moments; } kinds[] = {
-  [ENG_SGD] = {"sgd", 1}, [ENG_ADAM] = {"adam", 2}, [ENG_ADAMW] = {"adamw", 2}, [ENG_LION] = {"lion", 1},
+static const struct { const char *name; int moments;
+} kinds[] = {
+  [ENG_SGD] = {"sgd", 1},
+  [ENG_ADAM] = {"adam", 2},
+  [ENG_ADAMW] = {"adamw", 2},
+  [ENG_LION] = {"lion", 1},
 };
 enum { KINDS = sizeof kinds / sizeof kinds[0] };
 
 static eng_status check_alive(const eng_optimizer *state)
 {
-  return state->set->freed ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed", kinds[state->kind].name) : ENG_OK;
+  return state->set->freed
+           ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed",
+                       kinds[state->kind].name)
+           : ENG_OK;
 }
 
 static uint64_t slots_taken;   // a bit for each of the device's counters
@@ -39,7 +49,10 @@ static eng_status take_slot(eng_optimizer *state)
   for (int k = 0; k < ENG_UPDATE_SLOTS && state->slot < 0; k++)
     if (!(slots_taken >> k & 1)) state->slot = k;
   if (state->slot < 0)
-    return error_set(ENG_ERR_STATE, "%s: %d optimizers had lagged updates already; hint: let go of some, and collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
+    return error_set(
+      ENG_ERR_STATE,
+      "%s: %d optimizers had lagged updates already; hint: let go of some, and collectgarbage()",
+      kinds[state->kind].name, ENG_UPDATE_SLOTS);
   slots_taken |= 1ull << state->slot;
   return ENG_OK;
 }
@@ -49,22 +62,28 @@ static eng_status moment_new(eng_optimizer *state, int which)
   if (state->moment[which] || state->set->n == 0) return ENG_OK;
   int32_t *dtype = state->set->which;   // free between passes
   for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
-  if (state->set->sharded) ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
+  if (state->set->sharded)
+    ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
-  return transfer_zero(state->set->space, state->moment[which]->memory, state->moment[which]->bytes);
+  return transfer_zero(state->set->space, state->moment[which]->memory,
+                       state->moment[which]->bytes);
 }
 
-eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of)
+eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
+                             const int32_t *group_of)
 {
   *out = NULL;
-  if (kind < 0 || kind >= KINDS) return error_set(ENG_ERR_VALUE, "there is no optimizer number %d", kind);
+  if (kind < 0 || kind >= KINDS)
+    return error_set(ENG_ERR_VALUE, "there is no optimizer number %d", kind);
   if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
-    return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
-  if (set->freed) return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
+    return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name,
+                     eng_dtype_name(moment_dtype));
+  if (set->freed)
+    return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
   for (int i = 0; group_of && i < set->n; i++)
     if (group_of[i] < 0)
-      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d; expected 0 or more", kinds[kind].name,
-                       set->member[i].name, group_of[i]);
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d; expected 0 or more",
+                       kinds[kind].name, set->member[i].name, group_of[i]);
 
   eng_optimizer *state = calloc(1, sizeof *state);
   int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
@@ -75,7 +94,12 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
     free(begun);
     return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
   }
-  *state = (eng_optimizer){.slot = -1, .set = set, .kind = kind, .moment_dtype = moment_dtype, .group = group, .begun = begun};
+  *state = (eng_optimizer){.slot = -1,
+                           .set = set,
+                           .kind = kind,
+                           .moment_dtype = moment_dtype,
+                           .group = group,
+                           .begun = begun};
   for (int i = 0; i < set->n; i++) begun[i] = -1;
   if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
   set->references++;
@@ -101,7 +125,9 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
 {
   ENG_TRY(check_alive(state));
   eng_params *set = state->set;
-  if (!set->sharded) return error_set(ENG_ERR_STATE, "%s: its parameters are not shared out among ranks", kinds[state->kind].name);
+  if (!set->sharded)
+    return error_set(ENG_ERR_STATE, "%s: its parameters are not shared out among ranks",
+                     kinds[state->kind].name);
   int size = eng_dtype_size(state->moment_dtype);
   for (int which = 0; which < kinds[state->kind].moments; which++) {
     flat_buffer *whole = state->moment[which], *part;
@@ -123,20 +149,26 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   const char *name = kinds[state->kind].name;
   if (update->kind != state->kind)
     return error_set(ENG_ERR_VALUE, "this is the state of %s, the update is of %s", name,
-                     update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name : "no known optimizer");
-  if (update->t < 1) return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name, (long long)update->t);
+                     update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name
+                                                               : "no known optimizer");
+  if (update->t < 1)
+    return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name,
+                     (long long)update->t);
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
     if (update->groups[g].dampening != 0)
-      return error_set(ENG_ERR_VALUE, "%s: dampening treats a tensor's first update apart, which ranks that hold parts of it cannot tell; hint: zero=0", name);
+      return error_set(ENG_ERR_VALUE,
+                       "%s: dampening treats a tensor's first update apart, which ranks that hold "
+                       "parts of it cannot tell; hint: zero=0",
+                       name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
-      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups", name,
-                       state->set->member[i].name, state->group[i], update->n_groups);
+      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups",
+                       name, state->set->member[i].name, state->group[i], update->n_groups);
   return ENG_OK;
 }
 
-/// Whether no update has reached this moment yet. Told from its bits, so that a state loaded from a
-/// checkpoint goes on exactly like the one that was saved.
+/// Whether no update has reached this moment yet. Decided by its bits, so that a state loaded from a
+/// checkpoint continues exactly like the saved one.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;
@@ -153,7 +185,8 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
-/// Whether an update has reached parameter i's moment. Looked at until then alone: it may mean waiting for a card.
+/// Whether an update has reached parameter i's moment. Reads the moment only until one has, because
+/// that can mean waiting for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
@@ -169,7 +202,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
-  if (!device->optimize) return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
+  if (!device->optimize)
+    return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)
@@ -178,15 +212,18 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
-  if (update->lagged && !device->gradstats_start) {   // a card decides by itself
+  if (update->lagged && !device->gradstats_start) {   // otherwise the GPU decides
     here.t = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
     state->lagged_t = here.t;
     state->in_a_row = true;
-    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor, update->clip_norm)) return ENG_OK;
+    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor,
+                              update->clip_norm))
+      return ENG_OK;
     state->lagged_t++;
   }
-  if (!lagged) here.gradient_factor = clip_factor(update->gradient_factor, update->norm, update->clip_norm);
+  if (!lagged)
+    here.gradient_factor = clip_factor(update->gradient_factor, update->norm, update->clip_norm);
   if (here.lagged) ENG_TRY(take_slot(state));
   here.slot = here.lagged ? state->slot : 0;
   here.fresh = !state->in_a_row;
@@ -201,10 +238,13 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     span->group = state->group[i];
     span->moment_dtype = state->moment_dtype;
     const eng_hyper *h = &update->groups[span->group];
-    if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0)) span->moment1 = state->moment[0]->part[i]->data;
+    if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0))
+      span->moment1 = state->moment[0]->part[i]->data;
     if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
-    // Without dampening the first update needs no exception: momentum * 0 + gradient is the gradient.
-    span->starts = state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
+    // Without dampening the first update needs no exception: momentum * 0 + gradient is the
+    // gradient.
+    span->starts =
+      state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
   }
   ENG_TRY(device->optimize(set->span, m, update));
   if (some) state->in_a_row = lagged;   // else the device counted nothing
@@ -217,8 +257,10 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(state));
   if (index < 0 || index >= state->set->n)
-    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", state->set->n - 1, index);
-  if (which < 1 || which > 2) return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
+    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d",
+                     state->set->n - 1, index);
+  if (which < 1 || which > 2)
+    return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
   if (which > kinds[state->kind].moments) return ENG_OK;
   ENG_TRY(moment_new(state, which - 1));
   *out = tensor_handle(state->moment[which - 1]->part[index]);

@@ -1,10 +1,11 @@
-// Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision copies
-// in others. See engine.h for what each function promises.
+// Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision
+// copies in others. See engine.h for what each function promises.
 //
-// A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient into
-// parameter.gradient and sets has_gradient; a parameter without gradient is absent from statistics
-// and updates. What a gradient carries beside the loss scale (layers scaled apart) stands in the spans: the passes
-// over them divide by it. Buffers that a view or the tape still looks at when they are given up wait in a list.
+// A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient
+// into parameter.gradient and sets has_gradient; a parameter without gradient is absent from
+// statistics and updates. A span has what its gradient carries beside the loss scale (layers
+// scaled apart); passes over spans divide by it. Released buffers that a view or the tape still uses
+// wait in a list.
 #include "params.h"
 
 #include "base/error.h"
@@ -28,7 +29,7 @@ static bool in_use(const flat_buffer *flat)
   return false;
 }
 
-/// Releases the buffers that nothing looks at any more.
+/// Frees the released buffers that nothing uses any more.
 static void release_waiting(void)
 {
   if (!waiting || tensor_tape_length > 0) return;
@@ -83,13 +84,15 @@ static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int 
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->member[i].value->count, dtype[i]);
+  for (int i = 0; i < set->n; i++)
+    bytes += params_part_bytes(set->member[i].value->count, dtype[i]);
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
     if (dtype[i] < 0) continue;
-    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], value->ndim, value->shape);
+    eng_status status =
+      tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], value->ndim, value->shape);
     if (status != ENG_OK) {
       flat_release(*out);
       *out = NULL;
@@ -100,10 +103,12 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
   return ENG_OK;
 }
 
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
+                        const int32_t *dtype)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) bytes += params_part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
+  for (int i = 0; i < set->n; i++)
+    bytes += params_part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
@@ -127,15 +132,23 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
   if (status != ENG_OK) return error_prefix(status, "parameter %s", name);
   const tensor *x = *out;
   if (x->parameter)
-    return error_set(ENG_ERR_VALUE, "parameter %s: this tensor %s is parameter %s of a set already; hint: a second "
-                     "optimizer of a model must train the same parameters, all of them",
-                     name, tensor_text(x), x->parameter->name);
+    return error_set(
+      ENG_ERR_VALUE,
+      "parameter %s: this tensor %s is parameter %s of a set already; hint: a second "
+      "optimizer of a model must train the same parameters, all of them",
+      name, tensor_text(x), x->parameter->name);
   if (x->dtype != ENG_f32)
-    return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
-                     "the low-precision copies", name, tensor_text(x));
+    return error_set(
+      ENG_ERR_DTYPE,
+      "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
+      "the low-precision copies",
+      name, tensor_text(x));
   if (x->node >= 0)
-    return error_set(ENG_ERR_VALUE, "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
-                     "makes a leaf of it", name, tensor_text(x));
+    return error_set(
+      ENG_ERR_VALUE,
+      "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
+      "makes a leaf of it",
+      name, tensor_text(x));
   return ENG_OK;
 }
 
@@ -169,7 +182,8 @@ static eng_params *set_allocate(int n, const char *const *names)
   set->stats = calloc(some, sizeof *set->stats);
   set->target = calloc(some, sizeof *set->target);
   set->gradient_dtype = calloc(some, sizeof *set->gradient_dtype);
-  bool complete = set->member && set->span && set->which && set->stats && set->target && set->gradient_dtype;
+  bool complete =
+    set->member && set->span && set->which && set->stats && set->target && set->gradient_dtype;
   for (int i = 0; complete && i < n; i++) {
     set->member[i].set = set;
     set->member[i].index = i;
@@ -199,14 +213,15 @@ static eng_status copy_values(eng_params *set)
   return ENG_OK;
 }
 
-/// Makes the members look at their copies; nothing here can fail any more.
+/// Makes the members views of their copies; cannot fail.
 static void adopt(eng_params *set)
 {
   float *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
     tensor_rehome(x, at);
-    for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) x->stride[d] = stride;
+    for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--)
+      x->stride[d] = stride;
     x->parameter = &set->member[i];
     set->masters->part[i] = x;
     set->count += x->count;
@@ -214,12 +229,14 @@ static void adopt(eng_params *set)
   }
 }
 
-eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names, int n)
+eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
+                          int n)
 {
   *out = NULL;
   release_waiting();
   if (n < 0) return error_set(ENG_ERR_VALUE, "a parameter set cannot have %d members", n);
-  if (n > 0 && (!tensors || !names)) return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
+  if (n > 0 && (!tensors || !names))
+    return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
   for (int i = 0; i < n; i++)
     if (!names[i]) return error_set(ENG_ERR_VALUE, "parameter number %d has no name", i);
 
@@ -234,13 +251,17 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     bytes += params_part_bytes(p->value->count, ENG_f32);
     if (i == 0) set->space = p->value->store->space;
     if (p->value->store->space != set->space)
-      status = error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices", set->member[0].name, p->name);
+      status =
+        error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices",
+                  set->member[0].name, p->name);
     for (int k = 0; k < i; k++)
       if (set->member[k].value == p->value)
-        status = error_set(ENG_ERR_VALUE, "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
-                           set->member[k].name, p->name, tensor_text(p->value));
+        status =
+          error_set(ENG_ERR_VALUE,
+                    "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
+                    set->member[k].name, p->name, tensor_text(p->value));
   }
-  // All memory first: a failure leaves the tensors to their owner.
+  // Memory first: after a failure the tensors still belong to their owner.
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
@@ -293,7 +314,7 @@ void eng_params_free(eng_params *set)
 
 // ---- precision
 
-/// Where a member's gradient stands when nothing is computed.
+/// The memory of a member's gradient between passes.
 static tensor *resting_place(const eng_params *set, int i)
 {
   return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
@@ -316,8 +337,8 @@ static bool any_format(const int32_t *dtype, int n)
 static eng_status check_format(const eng_params *set, int i, const char *what, int dtype)
 {
   if (dtype == ENG_f32 || dtype_is_low(dtype)) return ENG_OK;
-  return error_set(ENG_ERR_DTYPE, "parameter %s: expected %s in f32, f16 or bf16, got %s", set->member[i].name, what,
-                   eng_dtype_name(dtype));
+  return error_set(ENG_ERR_DTYPE, "parameter %s: expected %s in f32, f16 or bf16, got %s",
+                   set->member[i].name, what, eng_dtype_name(dtype));
 }
 
 static void link_parts(eng_params *set)
@@ -352,23 +373,28 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
 {
   ENG_TRY(check_alive(set));
   release_waiting();
-  if (set->kept) return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  if (set->kept)
+    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
   for (int i = 0; i < set->n; i++) {
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
   bool new_gradients = false;
-  for (int i = 0; i < set->n; i++) new_gradients = new_gradients || set->gradient_dtype[i] != (gradient ? gradient[i] : ENG_f32);
+  for (int i = 0; i < set->n; i++)
+    new_gradients = new_gradients || set->gradient_dtype[i] != (gradient ? gradient[i] : ENG_f32);
   if (new_gradients && set->divided)
-    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot change their format; hint: a new optimizer");
+    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
+                                    "change their format; hint: a new optimizer");
   // The new buffer first, so that a failure leaves the set as it was.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // free between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
   if (new_shadows && set->shadows && tensor_tape_length > 0)
-    return error_set(ENG_ERR_STATE, "low-precision weights cannot change their format while operations stand on the tape; "
-                     "hint: change the precision between steps");
+    return error_set(
+      ENG_ERR_STATE,
+      "low-precision weights cannot change their format while operations stand on the tape; "
+      "hint: change the precision between steps");
   if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
   if (new_shadows) {
     flat_release(set->shadows);
@@ -394,7 +420,12 @@ static const backend *set_device(const eng_params *set)
 static eng_status refresh(parameter *p)
 {
   const backend *device = set_device(p->set);
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {p->value}, .out = {p->shadow}, .ints = {p->shadow->dtype}};
+  op_call c = {.op = ENG_OP_cast,
+               .n_in = 1,
+               .n_out = 1,
+               .in = {p->value},
+               .out = {p->shadow},
+               .ints = {p->shadow->dtype}};
   if (p->value->count > 0) ENG_TRY(device->kernel[c.op](&c));
   p->shadow->store->writes++;
   p->seen = p->value->store->writes;
@@ -427,8 +458,9 @@ void params_written(parameter *p)
 eng_status params_gradients(eng_params *set)
 {
   if (set->divided)
-    return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2): only a trainer's step can compute them; "
-                     "hint: zero=1");
+    return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks "
+                                    "(zero=2): only a trainer's step can compute them; "
+                                    "hint: zero=1");
   if (set->gradients || set->n == 0) return ENG_OK;
   ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype));
   for (int i = 0; i < set->n; i++)
@@ -471,13 +503,19 @@ static int spans(eng_params *set, const int64_t *own)
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
     if (!p->has_gradient || from == to) continue;
-    const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];     // divided: it begins with the own elements
+    // divided: it begins with the own elements
+    const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];
     set->which[m] = i;
     set->span[m++] = (param_span){
-      .name = p->name, .count = to - from, .master = past(p->value, from),
-      .shadow = p->shadow ? past(p->shadow, from) : NULL, .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
-      .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]), .gradient_dtype = gradient->dtype,
-      .moment_dtype = ENG_f32, .scale = p->unscaled ? 1 : p->carry,
+      .name = p->name,
+      .count = to - from,
+      .master = past(p->value, from),
+      .shadow = p->shadow ? past(p->shadow, from) : NULL,
+      .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
+      .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]),
+      .gradient_dtype = gradient->dtype,
+      .moment_dtype = ENG_f32,
+      .scale = p->unscaled ? 1 : p->carry,
     };
   }
   return m;
@@ -492,21 +530,28 @@ eng_status params_here(const eng_params *set, const char *pass)
   const backend *device = backend_current();
   if (set->n == 0 || set->space == device->space) return ENG_OK;
   const char *home = backend_of_space(set->space)->name;
-  return error_set(ENG_ERR_DEVICE, "the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')", home, device->name, home);
+  return error_set(
+    ENG_ERR_DEVICE,
+    "the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')", home,
+    device->name, home);
 }
 
 eng_status params_whole(const eng_params *set)
 {
-  return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks (zero=2), and this rank has its own "
-                                  "elements alone; hint: zero=1") : ENG_OK;
+  return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided "
+                                                 "among ranks (zero=2), and this rank has its own "
+                                                 "elements alone; hint: zero=1")
+                      : ENG_OK;
 }
 
-eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs)
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
+                            double scale, unsigned needs)
 {
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
-  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  if (!device->gradstats)
+    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
@@ -515,8 +560,9 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   return ENG_OK;
 }
 
-void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
-                   int m, double scale, unsigned needs)
+void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set,
+                   const eng_tensor_stats *of_span, const int32_t *which, int m, double scale,
+                   unsigned needs)
 {
   gradstats_sum(record, of_span, m, scale, needs);
   if (record->first_bad >= 0) record->first_bad = which[record->first_bad];
@@ -531,16 +577,19 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
   const backend *device = backend_current();
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
-  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  if (!device->gradstats)
+    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   int m = params_own_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
   memset(stats, 0, (size_t)set->n * sizeof *stats);
   for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
-  for (int i = 0; i < set->n; i++) stats[i].carry = set->member[i].unscaled ? 1 : set->member[i].carry;
+  for (int i = 0; i < set->n; i++)
+    stats[i].carry = set->member[i].unscaled ? 1 : set->member[i].carry;
   return ENG_OK;
 }
 
-void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale, unsigned needs)
+void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,
+                  unsigned needs)
 {
   int m = 0;
   for (int i = 0; i < set->n; i++) {
@@ -566,13 +615,15 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "unscaling"));
   const backend *device = backend_current();
-  if (!device->unscale) return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
+  if (!device->unscale)
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(params_whole(set));
   ENG_TRY(unscaled_buffer(set));
   int m = params_spans(set);
   for (int k = 0; k < m; k++) {
     const parameter *p = &set->member[set->which[k]];
-    set->target[k] = p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
+    set->target[k] =
+      p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
   }
   ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
   for (int k = 0; k < m; k++) {
@@ -588,8 +639,10 @@ eng_status eng_params_carry(eng_params *set, const double *carry)
   ENG_TRY(check_alive(set));
   for (int i = 0; i < set->n; i++) {
     if (!carry || (f64_is_finite(carry[i]) && carry[i] > 0)) continue;
-    return error_set(ENG_ERR_VALUE, "parameter %s: its gradient cannot carry the factor %g: expected a positive finite number",
-                     set->member[i].name, carry[i]);
+    return error_set(
+      ENG_ERR_VALUE,
+      "parameter %s: its gradient cannot carry the factor %g: expected a positive finite number",
+      set->member[i].name, carry[i]);
   }
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
@@ -606,9 +659,12 @@ eng_status eng_params_reference_begin(eng_params *set)
   ENG_TRY(check_alive(set));
   if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward runs already");
   for (int i = 0; i < set->n; i++)
-    if (set->member[i].unscaled) return error_set(ENG_ERR_STATE, "a reference backward comes before the gradients are unscaled");
+    if (set->member[i].unscaled)
+      return error_set(ENG_ERR_STATE,
+                       "a reference backward comes before the gradients are unscaled");
   for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
-  if (!set->reference && set->n > 0) ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
+  if (!set->reference && set->n > 0)
+    ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
   if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
   for (int i = 0; i < set->n; i++) {
@@ -629,8 +685,10 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward");
   if (status == ENG_OK)
-    status = device->gradstats ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
-                               : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+    status =
+      device->gradstats
+        ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
+        : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   double sum_squares = 0;
   for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
   for (int k = 0; k < m && status == ENG_OK; k++) {
@@ -655,7 +713,8 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 {
   const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
   for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
-  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++) bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
+  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++)
+    bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
   bytes[3] = 0;
   for (int i = 0; i < set->n; i++) {
     const params_derived *derived = set->member[i].derived;

@@ -1,6 +1,7 @@
-// Gradient statistics that nobody waits for (lagged mode): asked for at one step, read at the next. On a card they stay there
-// until they are fetched; a device that computes at once keeps them here, so that a script sees the same on both.
-// Owns eng_params.pending. Called by Lua and, for the update, by optimizer.c.
+// Gradient statistics of lagged mode: started in one step, read in the next, without waiting.
+// A GPU keeps them until they are fetched; for a device that computes at once they are kept here, so
+// that scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua and, for the
+// update, by optimizer.c.
 #include "params.h"
 
 #include "base/error.h"
@@ -34,10 +35,13 @@ void eng_params_stats_forget(eng_params *set)
 eng_status eng_params_stats_withdraw(eng_params *set)
 {
   const backend *device = backend_of_space(set->space);
-  if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
-  const pending_stats *p = &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+  if (set->n_pending == 0)
+    return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+  const pending_stats *p =
+    &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
   if (set->newest == p) set->newest = NULL;
-  return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0) : ENG_OK;
+  return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0)
+                                           : ENG_OK;
 }
 
 void params_forget_lagged(eng_params *set)
@@ -52,26 +56,37 @@ void params_forget_lagged(eng_params *set)
 
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 {
-  if (n < 0 || n > MOST_LOSSES) return error_set(ENG_ERR_VALUE, "lagged statistics: expected 0 to %d losses, got %d", MOST_LOSSES, n);
+  if (n < 0 || n > MOST_LOSSES)
+    return error_set(ENG_ERR_VALUE, "lagged statistics: expected 0 to %d losses, got %d",
+                     MOST_LOSSES, n);
   for (int i = 0; i < n; i++) {
     ENG_TRY(tensor_get(&loss[i], &losses[i]));
     if (loss[i]->dtype != ENG_f32 || loss[i]->count != 1)
-      return error_set(ENG_ERR_DTYPE, "lagged statistics: expected a loss of one f32 element, got %s; hint: loss:to('f32'), or mode=sync",
+      return error_set(ENG_ERR_DTYPE,
+                       "lagged statistics: expected a loss of one f32 element, got %s; hint: "
+                       "loss:to('f32'), or mode=sync",
                        tensor_text(loss[i]));
     if (loss[i]->store->space != arena_space())
-      return error_set(ENG_ERR_DEVICE, "lagged statistics: the loss %s is not in the memory of the device in force, %s", tensor_text(loss[i]), backend_current()->name);
+      return error_set(
+        ENG_ERR_DEVICE,
+        "lagged statistics: the loss %s is not in the memory of the device in force, %s",
+        tensor_text(loss[i]), backend_current()->name);
   }
   return ENG_OK;
 }
 
-eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses, int n_losses)
+eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
+                                  int n_losses)
 {
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
   if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
-    return error_set(ENG_ERR_STATE, "lagged statistics: %d are on their way already; hint: fetch the oldest first", ENG_STATS_ON_THEIR_WAY);
+    return error_set(ENG_ERR_STATE,
+                     "lagged statistics: %d are on their way already; hint: fetch the oldest first",
+                     ENG_STATS_ON_THEIR_WAY);
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
-  if (!device->gradstats) return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+  if (!device->gradstats)
+    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
   ENG_TRY(params_whole(set));
   tensor *loss[MOST_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
@@ -100,16 +115,18 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   return ENG_OK;
 }
 
-eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss, eng_params *set, double scale)
+eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
+                                  eng_params *set, double scale)
 {
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (set->n_pending == 0) return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+  if (set->n_pending == 0)
+    return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];
   const eng_tensor_stats *found = p->stats;
   set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
-  set->n_pending--;   // gone, whatever comes back
+  set->n_pending--;   // used up, even when the fetch fails
   if (device->gradstats_fetch) {
     double values[MOST_LOSSES];
     ENG_TRY(device->gradstats_fetch(p->ticket, set->stats, p->m, values, p->n_losses));
@@ -128,7 +145,8 @@ int eng_params_stats_pending(const eng_params *set)
   return set->n_pending;
 }
 
-bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor, double clip_norm)
+bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
+                          double clip_norm)
 {
   const pending_stats *p = set->newest;
   *factor = gradient_factor;

@@ -1,12 +1,12 @@
-// Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks come from mmap, those of
-// another memory space from its device, which may ask to be told what is handed out and what is not; nothing here looks into a piece,
-// for the host may not be able to.
+// Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
+// come from mmap, those of another memory space from its device, which can ask for marks of what is
+// in use. Nothing here reads a piece: the host may be unable to.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
 // A request first looks for a returned piece of its size, then bumps, then takes another chunk.
 // Chunks of the step and scratch arenas stay until the process ends; in the lasting arenas a chunk
-// that served one large request alone goes back to the system when that piece is freed.
+// that served only one large request returns to the system when that piece is freed.
 #include "arena.h"
 
 #include "base/error.h"
@@ -17,7 +17,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Under AddressSanitizer whatever is not handed out is poisoned, and pieces stand apart, so that a kernel
+// Under AddressSanitizer free memory is poisoned and pieces have gaps between them, so that a kernel
 // that leaves its tensors is caught although all memory comes in big chunks.
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -68,7 +68,8 @@ typedef struct arena {
   [ARENA_STEP]      = {.name = prefix "step",       .chunk_size = 64 << 20}, \
   [ARENA_SCRATCH]   = {.name = prefix "scratch",    .chunk_size = 8 << 20}, \
 }
-static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""), [SPACE_CUDA] = ARENAS_OF("cuda ")};
+static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""),
+                                                 [SPACE_CUDA] = ARENAS_OF("cuda ")};
 static arena_source sources[SPACE_COUNT];
 static int in_force = SPACE_HOST;
 static int pinned[SPACE_COUNT];
@@ -139,7 +140,7 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
-/// A number of bytes in a file of the kernel's; `otherwise` when there is none.
+/// A number of bytes in a file of the kernel; `otherwise` when it has no number.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");
@@ -150,14 +151,16 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Memory of the machine, or what its container may use. Beyond it the system would not refuse: it kills.
+/// Memory of the machine, or the limit of its container. Past it the system does not refuse memory,
+/// it kills the process.
 static int64_t machine_memory(void)
 {
   static int64_t known;
   if (known) return known;
   int64_t all = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
   if (all <= 0) all = INT64_MAX;
-  int64_t group = number_in("/sys/fs/cgroup/memory.max", number_in("/sys/fs/cgroup/memory/memory.limit_in_bytes", all));
+  int64_t group = number_in("/sys/fs/cgroup/memory.max",
+                            number_in("/sys/fs/cgroup/memory/memory.limit_in_bytes", all));
   known = group < all ? group : all;
   return known;
 }
@@ -167,11 +170,13 @@ static int64_t memory_of(int space)
   return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
 }
 
-/// What a piece is from here on: handed out, or closed to everybody. Memory of a captured step stays open while that is there.
+/// Marks a piece as in use or closed to all access. Memory of a captured step stays open as long as
+/// the step exists.
 static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
 {
   if (space != SPACE_HOST) {
-    if (sources[space].mark && bytes > 0 && (out || lasting(id) || pinned[space] == 0)) sources[space].mark(memory, bytes, out);
+    if (sources[space].mark && bytes > 0 && (out || lasting(id) || pinned[space] == 0))
+      sources[space].mark(memory, bytes, out);
   } else if (out) OPEN(memory, bytes);
   else CLOSE(memory, bytes);
 }
@@ -186,7 +191,8 @@ static int64_t reserved_in_all(int space)
 static void *memory_take(int space, int64_t size)
 {
   if (space != SPACE_HOST) return sources[space].take(size);
-  void *memory = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void *memory =
+    mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return NULL;
   if (size >= 4 << 20) madvise(memory, (size_t)size, MADV_HUGEPAGE);
   return memory;
@@ -203,7 +209,7 @@ static void chunk_return(int space, arena *a, chunk **at)
   chunk *c = *at;
   *at = c->next;
   if (a->current == c) a->current = a->first;
-  if (space == SPACE_HOST) OPEN(c->memory, c->size);   // another mapping may take the place
+  if (space == SPACE_HOST) OPEN(c->memory, c->size);   // another mapping may get these addresses
   memory_give(space, c->memory, c->size);
   a->reserved -= c->size;
   free(c);
@@ -214,7 +220,8 @@ static void return_empty_chunks(int space)
 {
   for (int i = 0; i < ARENA_COUNT; i++)
     for (chunk **at = &arenas[space][i].first; *at;) {
-      if ((*at)->used == 0 && (lasting((arena_id)i) || pinned[space] == 0)) chunk_return(space, &arenas[space][i], at);
+      if ((*at)->used == 0 && (lasting((arena_id)i) || pinned[space] == 0))
+        chunk_return(space, &arenas[space][i], at);
       else at = &(*at)->next;
     }
 }
@@ -225,14 +232,20 @@ static void complain(int space, const arena *wanting, int64_t bytes)
   char table[768];
   int at = 0;
   for (int i = 0; i < ARENA_COUNT && at < (int)sizeof table; i++)
-    at += snprintf(table + at, sizeof table - (size_t)at, "\n  %-15s %10.1f MiB in use, %10.1f MiB reserved",
-                   all[i].name, (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
+    at += snprintf(table + at, sizeof table - (size_t)at,
+                   "\n  %-15s %10.1f MiB in use, %10.1f MiB reserved", all[i].name,
+                   (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
   char bound[64] = "";
   if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));
-  else snprintf(bound, sizeof bound, " (%s has %.1f MiB)", space == SPACE_HOST ? "this machine" : "the card", (double)memory_of(space) / (1 << 20));
-  error_set(ENG_ERR_MEMORY, "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
-            "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
-            wanting->name, (double)bytes / (1 << 20), bound, table);
+  else
+    snprintf(bound, sizeof bound, " (%s has %.1f MiB)",
+             space == SPACE_HOST ? "this machine" : "the card",
+             (double)memory_of(space) / (1 << 20));
+  error_set(
+    ENG_ERR_MEMORY,
+    "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
+    "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
+    wanting->name, (double)bytes / (1 << 20), bound, table);
 }
 
 static chunk *chunk_new(int space, arena_id id, int64_t bytes)
@@ -242,7 +255,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
   int64_t size = dedicated || bytes > a->chunk_size ? bytes : a->chunk_size;
   int64_t most = memory_of(space);
   if (limit && limit < most) most = limit;
-  if (reserved_in_all(space) > most - size) size = bytes;   // a smaller chunk may still do
+  if (reserved_in_all(space) > most - size) size = bytes;   // a smaller chunk may still fit
   if (reserved_in_all(space) > most - size) return_empty_chunks(space);
   if (reserved_in_all(space) > most - size) {
     complain(space, a, bytes);
@@ -250,7 +263,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
   }
   size = (size + 4095) / 4096 * 4096;
   void *memory = memory_take(space, size);
-  if (!memory) {   // others may use the machine or the card, too
+  if (!memory) {   // other processes may use the machine or the GPU
     return_empty_chunks(space);
     size = (bytes + 4095) / 4096 * 4096;
     memory = memory_take(space, size);

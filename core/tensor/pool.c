@@ -1,5 +1,6 @@
-// Pools: first fit among gaps that are kept in order of place. See pool.h. There are few blocks and few pieces (buckets of gradients), so
-// that a look through all gaps costs nothing beside what is done with a piece.
+// Pools: first fit among gaps that are kept in order of place. See pool.h. There are few blocks and
+// few pieces (buckets of gradients), so that a look through all gaps costs nothing beside what is
+// done with a piece.
 #include "pool.h"
 
 #include "base/error.h"
@@ -35,7 +36,8 @@ static void erase(pool *p, int at)
 static eng_status add_block(pool *p, int64_t bytes)
 {
   ENG_TRY(grow((void **)&p->block, p->n_blocks + 1, &p->room_blocks, sizeof *p->block));
-  void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44) : arena_alloc_in(p->space, p->arena, bytes);
+  void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44)
+                             : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
   insert(p, p->n_gaps, (pool_gap){memory, bytes, p->n_blocks});
   p->block[p->n_blocks++] = (pool_block){memory, bytes};
@@ -46,7 +48,8 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
 {
   *out = NULL;
   bytes = pool_rounded(bytes);
-  // Every piece and every block may leave a gap behind: there is room for it from now on, so that giving back cannot fail.
+  // Every piece and every block may leave a gap behind: there is room for it from now on, so that
+  // giving back cannot fail.
   ENG_TRY(grow((void **)&p->gap, p->pieces + p->n_blocks + 3, &p->room_gaps, sizeof *p->gap));
   int k = 0;
   while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
@@ -66,7 +69,9 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
 static int block_of(const pool *p, const char *piece)
 {
   int k = 0;
-  while (k + 1 < p->n_blocks && !(piece >= p->block[k].memory && piece < p->block[k].memory + p->block[k].bytes)) k++;
+  while (k + 1 < p->n_blocks &&
+         !(piece >= p->block[k].memory && piece < p->block[k].memory + p->block[k].bytes))
+    k++;
   return k;
 }
 
@@ -75,15 +80,19 @@ void pool_give(pool *p, void *piece, int64_t bytes)
   if (!piece) return;
   pool_gap fresh = {piece, pool_rounded(bytes), block_of(p, piece)};
   int k = 0;
-  while (k < p->n_gaps && (p->gap[k].block < fresh.block || (p->gap[k].block == fresh.block && p->gap[k].at < fresh.at))) k++;
+  while (k < p->n_gaps && (p->gap[k].block < fresh.block ||
+                           (p->gap[k].block == fresh.block && p->gap[k].at < fresh.at)))
+    k++;
   insert(p, k, fresh);
   p->pieces--;
   // One with its neighbours.
-  if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block && fresh.at + fresh.bytes == p->gap[k + 1].at) {
+  if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block &&
+      fresh.at + fresh.bytes == p->gap[k + 1].at) {
     p->gap[k].bytes += p->gap[k + 1].bytes;
     erase(p, k + 1);
   }
-  if (k > 0 && p->gap[k - 1].block == fresh.block && p->gap[k - 1].at + p->gap[k - 1].bytes == fresh.at) {
+  if (k > 0 && p->gap[k - 1].block == fresh.block &&
+      p->gap[k - 1].at + p->gap[k - 1].bytes == fresh.at) {
     p->gap[k - 1].bytes += p->gap[k].bytes;
     erase(p, k);
   }
@@ -91,7 +100,8 @@ void pool_give(pool *p, void *piece, int64_t bytes)
 
 void pool_free(pool *p)
 {
-  for (int k = 0; k < p->n_blocks && !p->imagined; k++) arena_free_in(p->space, p->arena, p->block[k].memory, p->block[k].bytes);
+  for (int k = 0; k < p->n_blocks && !p->imagined; k++)
+    arena_free_in(p->space, p->arena, p->block[k].memory, p->block[k].bytes);
   free(p->block);
   free(p->gap);
   p->block = NULL;

@@ -1,7 +1,7 @@
 // The slot table and the life of tensors. See tensor.h.
 //
-// Tensors of a step stand in a list, by which step.c drops them; the last one gone, the step arena starts over.
-// A slot's generation grows whenever its tensor goes, so an old handle is recognised.
+// Tensors of a step are in a list, from which step.c drops them; after the last one the step arena
+// restarts. A slot's generation grows when its tensor is dropped, so an old handle is recognised.
 #include "tensor.h"
 
 #include "base/error.h"
@@ -11,15 +11,18 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
-static const int64_t MOST_ELEMENTS = 1ll << 48;   // so that kernels may count bytes of work space without fear of overflow
+// so that kernels may count bytes of work space without fear of overflow
+static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;
 static int n_blocks;
-static tensor *free_slots;        // linked through .gradient, first in, first out: a stale handle finds its
+// linked through .gradient, first in, first out: a stale handle finds its
+static tensor *free_slots;
 static tensor *free_slots_end;    // own remains for as long as possible, for a better message
 static storage *free_storages;    // linked through .memory
 
-static tensor **step_list;        // tensors of the step, in order of making; NULL where dropped early
+// tensors of the step, in order of making; NULL where dropped early
+static tensor **step_list;
 static int step_length, step_capacity;
 int tensor_tape_length;
 static int64_t step_count;
@@ -94,17 +97,20 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
     if (x->done && !x->store->memory && x->count > 0)
-      return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back", tensor_text(x));
+      return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back",
+                       tensor_text(x));
     *out = x;
     return ENG_OK;
   }
   if (!x->live && x->generation == handle->generation + 1) {
     if (x->of_step)
-      return error_set(ENG_ERR_STALE, "tensor %s belongs to step %lld, now %lld: use :keep() to copy it",
+      return error_set(ENG_ERR_STALE,
+                       "tensor %s belongs to step %lld, now %lld: use :keep() to copy it",
                        tensor_text(x), (long long)x->step, (long long)step_count);
     return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
   }
-  return error_set(ENG_ERR_STALE, "a tensor of an earlier step is used in step %lld: use :keep() to copy it",
+  return error_set(ENG_ERR_STALE,
+                   "a tensor of an earlier step is used in step %lld: use :keep() to copy it",
                    (long long)step_count);
 }
 
@@ -134,14 +140,18 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
 {
   if (ndim < 0 || ndim > ENG_MAX_DIMS)
     return error_set(ENG_ERR_VALUE, "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
-  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT) return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", dtype);
+  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
+    return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", dtype);
   x->dtype = dtype;
   x->ndim = ndim;
   int64_t count = 1, bound = 1;   // bound: the product without empty dimensions
   for (int d = ndim - 1; d >= 0; d--) {
-    if (shape[d] < 0) return error_set(ENG_ERR_VALUE, "a dimension cannot be negative: %s", tensor_shape_text(ndim, shape));
+    if (shape[d] < 0)
+      return error_set(ENG_ERR_VALUE, "a dimension cannot be negative: %s",
+                       tensor_shape_text(ndim, shape));
     if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > MOST_ELEMENTS)
-      return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));
+      return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s",
+                       tensor_shape_text(ndim, shape));
     x->shape[d] = shape[d];
     x->stride[d] = count;
     count *= shape[d];
@@ -162,7 +172,8 @@ static void slot_return(tensor *x)
   free_slots_end = x;
 }
 
-static eng_status make(tensor **out, int space, int arena, void *memory, int dtype, int ndim, const int64_t *shape)
+static eng_status make(tensor **out, int space, int arena, void *memory, int dtype, int ndim,
+                       const int64_t *shape)
 {
   *out = NULL;
   tensor *x = slot_take();
@@ -172,7 +183,11 @@ static eng_status make(tensor **out, int space, int arena, void *memory, int dty
     return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
   }
   eng_status status = set_shape(x, dtype, ndim, shape);
-  *s = (storage){.bytes = x->count * eng_dtype_size(dtype), .references = 1, .arena = arena, .space = space, .memory = memory};
+  *s = (storage){.bytes = x->count * eng_dtype_size(dtype),
+                 .references = 1,
+                 .arena = arena,
+                 .space = space,
+                 .memory = memory};
   if (status == ENG_OK && arena == ARENA_STEP) status = enter_step_list(x);
   if (status == ENG_OK && arena >= 0) {
     s->memory = arena_alloc_in(space, (arena_id)arena, s->bytes);
@@ -195,7 +210,8 @@ eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const 
   return make(out, arena_space(), arena, NULL, dtype, ndim, shape);
 }
 
-eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape)
+eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim,
+                          const int64_t *shape)
 {
   return make(out, space, arena, NULL, dtype, ndim, shape);
 }
@@ -214,14 +230,16 @@ eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *sh
   return status;
 }
 
-eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape)
+eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
+                       const int64_t *shape)
 {
   ENG_TRY(make(out, space, -1, memory, dtype, ndim, shape));
   (*out)->held = true;
   return ENG_OK;
 }
 
-eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride)
+eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape,
+                       const int64_t *stride)
 {
   *out = NULL;
   tensor *y = slot_take();
@@ -256,12 +274,14 @@ void tensor_rehome(tensor *x, void *memory)
   old->done -= x->done;
   x->done = false;
   if (s) {
-    *s = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
+    *s = (storage){
+      .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
     x->store = s;
     storage_release(old);
   } else if (old->references == 1) {   // no room for another: reuse the one we leave
     arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
-    *old = (storage){.memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
+    *old = (storage){
+      .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
   }
   x->data = memory;
   x->held = true;
@@ -314,7 +334,8 @@ bool tensor_contiguous(const tensor *x)
 
 bool tensor_same_shape(const tensor *a, const tensor *b)
 {
-  return a->ndim == b->ndim && memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) == 0;
+  return a->ndim == b->ndim &&
+         memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) == 0;
 }
 
 static char *text_buffer(void)
@@ -328,7 +349,8 @@ const char *tensor_shape_text(int ndim, const int64_t *shape)
 {
   char *text = text_buffer();
   int at = snprintf(text, 160, "[");
-  for (int d = 0; d < ndim && at < 150; d++) at += snprintf(text + at, (size_t)(160 - at), "%s%lld", d ? " x " : "", (long long)shape[d]);
+  for (int d = 0; d < ndim && at < 150; d++)
+    at += snprintf(text + at, (size_t)(160 - at), "%s%lld", d ? " x " : "", (long long)shape[d]);
   snprintf(text + at, (size_t)(160 - at), "]");
   return text;
 }

@@ -304,7 +304,7 @@ for number, name in ipairs(M_ffi.op_names) do   -- the unary operations of ops.d
   end
 end
 
---- Rows of x.
+--- Computed as above; contiguous copies the bits.
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
