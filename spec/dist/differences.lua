@@ -1,4 +1,4 @@
--- Ranks that were not started alike, a build without MPI, a disk that is full.
+-- Ranks that were started differently, a build without MPI, a disk that is full.
 --   ./engine spec/dist/differences.lua [only=NAME] [seed=1]
 -- Other scripts (a file, its text, a module it requires), arguments, settings of the script, seeds, data, models, policies, code (the
 -- library, a Lua file of the engine) or numbers of ranks on one rank, a random one of three: the job ends before the first step, with a line

@@ -47,7 +47,7 @@ describe("shards", function()
       ["model's 'w' has 5 elements in the shards, expected 6"] = { { ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@2"] = engine.tensor { 4, 5, 6 } } },
       ["shard-00002-of-00002.safetensors: 'model/w@2' differs from the other shards"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@2"] = engine.tensor({ 3, 4, 5, 6 }, "f16") } },
-      ["'weight' is no piece of a tensor"] = { { weight = engine.tensor { 1, 2 } }, {} },
+      ["'weight' is not a piece of a tensor"] = { { weight = engine.tensor { 1, 2 } }, {} },
     } do
       local good, problem = pcall(index, unpack(files))
       assert.is_false(good)

@@ -1,15 +1,15 @@
 -- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine
--- train.lua` or, where each has a card, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
--- The trainer uses them by itself; what a script may want of them:
+-- train.lua` or, with a card for each, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
+-- The trainer uses them by itself; for scripts:
 --   local ranks = require("engine").ranks
---   ranks.rank(), ranks.size()          this process's number, from 0, and how many there are (0 and 1 where it is alone)
---   ranks.reduce(x, "sum")              a number over all ranks: "sum", "mean" or "max"; the same on each, bit for bit
---   ranks.from_first(text)              rank 0's text on every rank
---   ranks.say("...")                    a line from any rank; print() is rank 0's alone
---   ranks.text()                        "Open MPI v4.1.4, 4 ranks, 4 of them here", and how what lies on cards goes between them
---   ranks.group(4)                      this rank's group of four neighbours, for what is divided inside groups (nn.moe's experts)
--- Every rank runs the same script and must come to the same calls. Who does not come is named, and
--- the job ends (core/dist/comm.c).
+--   ranks.rank(), ranks.size()   this process's number, from 0, and the number of ranks
+--   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; same bits on each
+--   ranks.from_first(text)       rank 0's text on every rank
+--   ranks.say("...")             a line from any rank; print() prints on rank 0 alone
+--   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the link of cards
+--   ranks.group(4)               this rank's group of four neighbours (for nn.moe's experts)
+-- Every rank runs the same script and must make the same calls. A rank that misses one is named,
+-- and the job ends (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
@@ -19,16 +19,16 @@ local M = {}
 local launched_rank, launched_size = ffi.new("int[1]"), ffi.new("int[1]")
 local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
-local code          -- what must be the same on every rank before anything else: lines
+local code          -- returns lines that must be the same on every rank before anything else
 
---- The group of all ranks; the first call starts the transport, and stops ranks that run other code
---- than rank 0.
+--- The group of all ranks. The first call starts the transport and stops ranks whose code differs
+--- from rank 0's.
 function M.world()
   if world then return world end
   local out = ffi.new("eng_comm *[1]")
   check(C.eng_comm_world(out), true)
   world = out[0]
-  -- Each process would take all cores, and they would stand in each other's way.
+  -- Each process would take all cores, and they would slow each other down.
   if not os.getenv("OMP_NUM_THREADS") then
     C.eng_threads(math.min(C.eng_threads(0), C.eng_comm_threads()))
   end
@@ -36,7 +36,7 @@ function M.world()
   return world
 end
 
---- What the starter says, without starting anything.
+--- This process's number, as the starter says; starts nothing.
 function M.rank() return launched and launched_rank[0] or 0 end
 --- The number of ranks, as the starter says; 1 without one.
 function M.size() return launched and launched_size[0] or 1 end
@@ -102,7 +102,7 @@ function M.job_text(size, zero, comm_dtype)
     comm_dtype ~= "own" and ", comm dtype " .. comm_dtype or "")
 end
 
--- ------------------------------------------------------------------ telling the ranks apart
+-- ------------------------------------------------------------------ comparing the ranks
 
 local function crc_of(path)
   local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
@@ -122,7 +122,7 @@ local function add_modules(lines, folder, below)
   end
 end
 
---- A line for a file of code that all ranks must have alike.
+--- A line for a file of code that must be the same on all ranks.
 function M.file_line(what, path) return ("%s %s %s"):format(what, path, crc_of(path)) end
 
 function code()
@@ -146,10 +146,10 @@ local function first_difference(own, first)
   return ""
 end
 
-local MOST = 20     -- ranks that are told of
+local MOST = 20     -- ranks listed in a message
 
---- Stops all ranks when one of them has other lines than rank 0, and says what the first difference
---- of each is.
+--- Raises an error on all ranks when the lines of one differ from rank 0's, with the first
+--- difference of each such rank.
 function M.compare(own)
   local first = {}
   for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do
@@ -163,15 +163,15 @@ function M.compare(own)
       problems[#problems + 1] = ("\n  rank %d differs from rank 0: %s"):format(i - 1, text)
     elseif text ~= "" then more = more + 1 end
   end
-  error("the ranks were not started alike:" .. table.concat(problems) ..
+  error("the ranks were started differently:" .. table.concat(problems) ..
     (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
 end
 
 local groups = {}
 
---- This rank's group of `size` neighbours (as a rule all ranks): { comm =, rank =, size = }, and
---- `across`: those who have the same place in the other groups, { comm =, rank =, size = }. Every
---- rank calls it; the same size gives the same group.
+--- This rank's group of `size` neighbours (all ranks by default): { comm =, rank =, size = }, and
+--- `across`, the ranks with the same position in the other groups: { comm =, rank =, size = }.
+--- Every rank calls it; the same size returns the same group.
 function M.group(size)
   size = size or M.size()
   if type(size) ~= "number" or size % 1 ~= 0 or size < 1 or M.size() % size ~= 0 then
@@ -191,7 +191,7 @@ function M.group(size)
   return group
 end
 
---- "ranks 0, 2 and 3" of a list.
+--- A list of ranks in words: "ranks 0, 2 and 3".
 function M.names(list)
   if #list == 1 then return "rank " .. list[1] end
   return "ranks " .. table.concat(list, ", ", 1, #list - 1) .. " and " .. list[#list]

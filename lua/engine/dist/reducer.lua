@@ -1,13 +1,13 @@
--- The trainer's part of data parallelism: what a step does differently where several ranks make it
--- together (ranks.lua). Each rank has its share of the step's batches; gradients are summed as
--- backward completes them; the record is made the same everywhere by one message a step, and so is
--- the verdict; a hash of it travels with the next record, and ranks that decided differently stop.
--- Only rank 0 shows, writes and listens; what it hears is told to all between two steps.
+-- The reducer: the trainer's part of data parallelism, what a step does differently when several
+-- ranks make it together (ranks.lua). Each rank has its share of the step's batches. Gradients are
+-- summed over ranks as backward completes them. One message a step makes the record, and so the
+-- verdict, the same everywhere; a hash of the verdict travels with the next record, and ranks that
+-- decided differently stop. Only rank 0 shows, writes and listens; its requests reach the other
+-- ranks between two steps.
 --
--- Batches of a step are numbered over all ranks, this rank's first one being rank * accumulate. So
--- a job with the same product of ranks and accumulate sees the same batches, with the same random
--- numbers. Owned by trainer.lua. A process of its own has a `Reducer` with one rank, which costs
--- nothing.
+-- Batches of a step are numbered over all ranks, from rank * accumulate on each. So jobs with the
+-- same product of ranks and accumulate see the same batches and the same random numbers. Owned by
+-- the trainer. A single process has a reducer of one rank, which costs nothing.
 local M_ffi = require "engine.base.ffi"
 local exact = require("engine.base.show").exact
 local ranks = require "engine.dist.ranks"
@@ -22,9 +22,9 @@ Reducer.__index = Reducer
 
 local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 local MIB = 2 ^ 20
-M.BUCKET = 2            -- MiB of gradients that travel together, where nobody says otherwise
+M.BUCKET = 2            -- MiB of gradients sent together, by default
 
---- What is wrong with the trainer's options about ranks: expected text, or nil.
+--- The first of the trainer's options about ranks that cannot be, and what it must be; or nil.
 function M.wrong(o)
   if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
     return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
@@ -40,11 +40,11 @@ function M.wrong(o)
   end
 end
 
--- ------------------------------------------------------------------ telling the ranks apart
+-- ------------------------------------------------------------------ comparing the ranks
 
 local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
 
--- Modules that the script required, not the engine's: a line each.
+-- A line for each module that the script required, except the engine's.
 local function add_modules(lines)
   local names = {}
   for name in pairs(package.loaded) do
@@ -57,7 +57,7 @@ local function add_modules(lines)
   end
 end
 
--- Where the data stands; that of which each rank has its own is nobody else's business.
+-- The position in the data; data of which each rank has its own is not compared.
 local function data_text(data)
   if data.sharded then return "of each rank's own" end
   local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
@@ -73,7 +73,7 @@ local function policy_text(policy)
     table.concat(options, " "))
 end
 
--- What must be the same on every rank, a line each, beside the code (ranks.lua).
+-- What must be the same on every rank beside the code (ranks.lua): a line for each.
 local function identity(self, o)
   local trainer = self.trainer
   local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"),
@@ -112,7 +112,7 @@ end
 
 -- ------------------------------------------------------------------ making
 
---- What the core is told of a reduction, from a trainer's options.
+--- The core's options of a reduction, from a trainer's.
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
@@ -135,8 +135,7 @@ local function reduction(params, options)
   return handle
 end
 
---- Norms of a reference backward that are of all ranks: some know those of parameters that others
---- hold from these.
+--- Completes the norms of a reference backward with those of parameters that only other ranks hold.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -145,15 +144,15 @@ function Reducer:share_norms(norm, norms, n)
   norm[0] = math.sqrt(squares)
 end
 
--- Places in the sums of a record's message, and in its maxima.
+-- Positions in the sums and in the maxima of a record's message.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
   drawn = 6, unknown = 7 }
 local N_SUMS, N_MAXIMA = 2, 8
 
--- Parameters that not all ranks hold: { [name] = { held =, shape = } }, a mark for each of the
--- optimizer's, and the group of those ranks that hold the same ones. Modules declare them (nn.moe,
--- `_apart`). nil: there are none.
+-- Parameters that only some ranks hold: { [name] = { held =, shape = } }, a mark for each of the
+-- optimizer's parameters, and the group of ranks that hold the same ones; or nil. Modules declare
+-- them (nn.moe, `_apart`).
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
@@ -174,13 +173,13 @@ local function find_apart(model, list)
   return apart, marks, group.across
 end
 
---- The whole shape of a parameter, wherever it is.
+--- The whole shape of a parameter, whichever rank holds it.
 function Reducer:shape(p)
   local apart = self.apart and self.apart[p.name]
   return apart and apart.shape or p.tensor.shape
 end
 
---- Before the run's files are opened: the ranks meet and compare what they were started with.
+--- Connects the ranks and compares how they were started. Called before files are opened.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
     signals = signals,
@@ -188,7 +187,7 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- updates, and gradients, are shared out
+  -- zero: each rank updates its part; divided: and keeps only those gradients
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
@@ -203,7 +202,7 @@ function M.new(trainer, o)
   return self
 end
 
---- Where the gradients lie on cards: how they go between the ranks.
+--- How gradients on cards travel between the ranks, or nil.
 function Reducer:text()
   return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " ..
     ranks.text() or nil
@@ -211,7 +210,7 @@ end
 
 function Reducer:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
 
---- What a job of several ranks is beside one process: "4 ranks, ZeRO-1, wire bf16"; nil for one.
+--- The job in words, "4 ranks, ZeRO-1, comm dtype bf16"; nil for one process.
 function Reducer:described()
   return self.many and ranks.job_text(self.size, self:level_of_zero(), self.comm_dtype) or nil
 end
@@ -221,7 +220,7 @@ function Reducer:make_room()
   self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
 end
 
--- Names of tensors in order, so that all ranks send them alike.
+--- Names of tensors in the order in which all ranks send them.
 function M.sorted(tensors)
   local names = {}
   for name in pairs(tensors) do names[#names + 1] = name end
@@ -257,7 +256,8 @@ function Reducer:start(spread)
     local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (
       self.size / self.holders.size)
     if other ~= sum or alike and other_own ~= own then
-      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it got the " ..
+      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it received " ..
+        "the " ..
         "same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
@@ -293,8 +293,8 @@ function Reducer:draw(s, i)
   C.eng_rng_set(place.seed + number * 0x9E3779B97F4A7C15ULL, place.counter)
 end
 
---- Micro-batch i's backward pass is about to begin: the last one's gradients are reduced on the
---- way, with ZeRO-2 everyone's.
+--- Before micro-batch i's backward pass, during which gradients are reduced: those of the last
+--- micro-batch, with ZeRO-2 those of each.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
@@ -305,7 +305,7 @@ function Reducer:backward_begins(i)
   end
 end
 
---- Runs f, a backward pass of this rank alone, whose gradients nobody wants.
+--- Runs f, a backward pass of this rank alone whose gradients are dropped.
 function Reducer:alone(f)
   if not self.divided then return f() end
   check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
@@ -455,7 +455,7 @@ function Reducer:decide(record, verdict)
   if self.zero then self:agree() end
 end
 
---- Compares decisions now: at the end of a run, too.
+--- Compares decisions now; also called at the end of a run.
 function Reducer:agree()
   if not self.many then return end
   local hash = C.eng_crc32c(0, self.decided, #self.decided)
@@ -464,7 +464,7 @@ function Reducer:agree()
   if both[0] ~= -both[1] then self:differ() end
 end
 
---- The ranks decided differently: each decision with the ranks it is of.
+--- Raises an error that lists each decision with its ranks.
 function Reducer:differ()
   local of, order = {}, {}
   for i, text in ipairs(ranks.from_all(self.decided)) do
@@ -481,7 +481,7 @@ function Reducer:differ()
       "either", 0)
 end
 
---- After an update: everybody's part of the weights to everybody (ZeRO).
+--- After an update: sends every rank's part of the weights to all ranks (ZeRO).
 function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
@@ -492,9 +492,9 @@ function Reducer:interrupted()
   return self.level > 0
 end
 
--- ------------------------------------------------------------------ whose overflow
+-- ------------------------------------------------------------------ ranks that overflowed
 
-local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past the wire's fp16" } }
+local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past fp16, the comm dtype" } }
 
 -- { { rank =, tensor =, what = "inf" } ... }: for each rank and kind the first tensor, in the
 -- model's order, of which the rank contributed such a gradient to the last reduction.

@@ -4,16 +4,17 @@
 --     model.safetensors  optimizer.safetensors     tensors by name; one file per part
 --     state.json              everything else as plain data, and the sizes and CRC-32C of the rest
 --
--- written beside, synced and renamed into place as a whole: it is there complete or not at all.
--- What is damaged later (a truncated file, a bad disk) is found by its checksum, and the one before
--- is used.
+-- written beside its place, synced and renamed as a whole, so that it is complete or absent. Later
+-- damage (a truncated file, a bad disk) is found by checksum, and the checkpoint before is used.
 --
---   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } }, { keep = 3 })
---   local c, message = checkpoint.load(dir)        the newest good one: c.step, c.model, c.optimizer, c.state, c.skipped
---   local c, message = checkpoint.open(dir)        the same, tensors when they are asked for: c:read("model", name)
+--   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
+--     { keep = 3 })
+--   local c, message = checkpoint.load(dir)   -- the newest good one: c.step, c.model, c.optimizer,
+--                                             -- c.state, c.skipped
+--   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
 --
--- Of several ranks each writes a shard in place of the parts: shards.lua. Both kinds are read
--- alike.
+-- With several ranks each writes a shard (shards.lua), listed in the same state.json. Both kinds
+-- are read alike.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local folder_names = require("engine.base.file").names
@@ -26,14 +27,14 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local WHOLE, SHARDS = 1, 2                   -- formats: a file a part; a file a rank
-local FILE, DIRECTORY = 1, 2                -- what eng_file_kind says
+local WHOLE, SHARDS = 1, 2   -- formats: a file for each part; a file for each rank
+local FILE, DIRECTORY = 1, 2 -- of eng_file_kind
 
 local function names_in(directory)
   return folder_names(directory) or M_ffi.raise(M_ffi.message())
 end
 
--- A checkpoint holds files only; whatever else somebody put there stops the removal.
+-- A checkpoint holds files only; anything else in the directory stops the removal.
 local function remove(directory)
   if C.eng_file_kind(directory) ~= DIRECTORY then return end
   for _, name in ipairs(names_in(directory)) do
@@ -76,21 +77,20 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- The text of state.json closes with a checksum of what stands before it, so that it vouches for
--- itself.
+-- state.json ends with a checksum of the text before it.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
 end
 
---- Writes a file of tensors and reads it back; gives its { crc32c =, bytes = }.
+--- Writes a file of tensors and reads it back; returns { crc32c =, bytes = }.
 local function write_tensors(directory, name, tensors, metadata)
   local path = directory .. "/" .. name
   local crc = safetensors.save(path, tensors, metadata)
   local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
   check(C.eng_file_checksum(seen, size, path))
   if seen[0] ~= crc then
-    error(("%s: what was read back differs from what was written; hint: a failing disk?"):format(
+    error(("%s: the file read back differs from what was written; hint: a failing disk?"):format(
       path), 0)
   end
   return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
@@ -104,7 +104,7 @@ local function write_state(directory, step, format, files, state)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 
--- A step that is saved again (after resuming at an earlier one) takes the old one's place.
+-- A step saved again, after a resume at an earlier one, replaces the old checkpoint.
 local function put_in_place(temporary, final)
   if C.eng_file_kind(final) == 0 then
     check(C.eng_file_rename(temporary, final))
@@ -116,7 +116,7 @@ local function put_in_place(temporary, final)
   end
 end
 
---- Makes room for the checkpoint of `step` beside its place: { temporary =, final =, dir = }.
+-- Makes a temporary directory beside the checkpoint's place: { temporary =, final =, dir = }.
 local function begin(dir, step)
   check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
@@ -128,12 +128,12 @@ local function begin(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
---- All files are written there: the checkpoint takes its place, and those past options.keep go.
---- Gives its path, and a message when an old one could not be removed.
+-- All files are written: moves the checkpoint into its place and removes those past options.keep.
+-- Returns its path, and a message when an old one could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
-      error(("%s is not in %s; hint: the ranks need a disk in common"):format(name,
+      error(("%s is not in %s; hint: the ranks need a shared disk"):format(name,
         place.temporary), 0)
     end
   end
@@ -149,9 +149,9 @@ end
 local function abandon(place) pcall(remove, place.temporary) end
 
 --- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every
---- other part a table of tensors. options.keep: how many checkpoints to keep (nil: all). Raises
---- when it fails; then nothing in dir has changed. That an old checkpoint could not be removed
---- comes back as a second value.
+--- other part a table of tensors. options.keep: how many checkpoints to keep (nil: all). On an
+--- error nothing in dir has changed. The second result is a message when an old checkpoint could
+--- not be removed.
 function M.save(dir, step, parts, options)
   if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then
     error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2)
@@ -182,13 +182,13 @@ local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
 
--- Without the script's line, which has no part in it.
+-- The message without the script's line.
 local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
 -- Writes this rank's file; returns "crc bytes".
 local function write_own(place, pieces, step)
   if C.eng_file_kind(place.temporary) ~= DIRECTORY then
-    error(("there is no %s here; hint: the ranks need a disk in common"):format(
+    error(("there is no %s here; hint: the ranks need a shared disk"):format(
       place.temporary), 0)
   end
   local file
@@ -246,7 +246,7 @@ function M.save_shards(dir, step, pieces, state, options)
   return told:sub(2), note
 end
 
---- Removes the checkpoints after `step`: a run that resumes there writes its own.
+--- Removes the checkpoints after `step`; a run that resumes there writes its own.
 function M.forget_after(dir, step)
   for _, entry in ipairs(list(dir)) do
     if entry.step > step then remove(entry.path) end
@@ -289,8 +289,8 @@ local function read_state(directory)
   return header
 end
 
--- What is in a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } }; `pieces`
--- of shards alone.
+-- The contents of a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } };
+-- `pieces` only for shards.
 local function contents(path, header)
   local names, parts = {}, {}
   for name in pairs(header.files) do names[#names + 1] = name end
@@ -309,8 +309,7 @@ local function contents(path, header)
   return parts
 end
 
--- The contents of state.json, and `parts`, when every file is as it was written, or nil and what is
--- wrong.
+-- The contents of state.json, with `parts`, if every file is intact; else nil and what is wrong.
 local function verify(directory)
   local header, problem = read_state(directory)
   if not header then return nil, problem end
@@ -333,7 +332,7 @@ local function verify(directory)
   return header
 end
 
--- The newest whole checkpoint as path and header, or nil; and messages about those passed over.
+-- The path and header of the newest intact checkpoint, or nil; and messages about skipped ones.
 local function newest(dir)
   local all, skipped = list(dir), {}
   for i = #all, 1, -1 do
@@ -344,8 +343,8 @@ local function newest(dir)
   return nil, nil, skipped
 end
 
---- Path of the newest whole checkpoint in dir, or nil, and a list of messages about damaged ones
---- passed over.
+--- The path of the newest intact checkpoint in dir, or nil, and messages about damaged ones that
+--- were skipped.
 function M.latest(dir)
   local path, _, skipped = newest(dir)
   return path, skipped
@@ -359,7 +358,7 @@ local function file_of(self, name)
   return self.files[name]
 end
 
---- A tensor, whole and kept.
+--- Reads a tensor, whole and kept.
 function Checkpoint:read(part, name)
   local entry = self.parts[part] and self.parts[part][name]
     or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
@@ -372,10 +371,9 @@ function Checkpoint:close()
   self.files = {}
 end
 
---- Opens a checkpoint: of a directory of checkpoints the newest whole one, or the one that dir is.
---- Returns { step, path, state, skipped = { messages }, parts = { model = { name = { dtype =, shape
---- =, count = } } ... }, read(part, name), close() }, or nil, why not, and whether there are some
---- that are damaged.
+--- Opens a checkpoint: the newest intact one of a directory, or `dir` itself. Returns { step, path,
+--- state, skipped = { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... },
+--- read(part, name), close() }, or nil, the reason, and whether there are damaged ones.
 function M.open(dir)
   local path, header, skipped
   if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
@@ -398,7 +396,7 @@ function M.open(dir)
 end
 
 --- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and
---- why not.
+--- the reason.
 function M.load(dir)
   local c, message = M.open(dir)
   if not c then return nil, message end

@@ -1,13 +1,14 @@
--- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine attach
--- RUN`), a pause, other settings, an end. It costs nothing without requests; a client that reads no
--- answers is disconnected.
+-- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine
+-- attach RUN`), a pause, other settings, an end. It costs nothing without requests; a client that
+-- reads no answers is disconnected.
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
 -- ... }, and so is the answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":,
 -- "error": }. The commands are in `commands` below.
 --
 -- With several ranks, rank 0 listens. The record of the next step tells all ranks that there is a
--- request; then rank 0 sends it to them, and all carry it out at the same step. Owned by the trainer.
+-- request; then rank 0 sends it to them, and all carry it out at the same step. Owned by the
+-- trainer.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
@@ -270,11 +271,13 @@ function Control:wishes()
   return #self.heard > 0 or self.wish ~= nil
 end
 
--- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was interrupted.
+-- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was
+-- interrupted.
 local function together(self)
   local json, ranks = require "engine.base.json", require "engine.dist.ranks"
   local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
-    left = self.paused and self.paused.by and self.socket ~= nil and not C.eng_attach_here(self.socket,
+    left = self.paused and self.paused.by and self.socket ~= nil
+      and not C.eng_attach_here(self.socket,
       self.paused.by) }
   self.heard, self.wish = {}, nil
   news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
@@ -349,7 +352,8 @@ function Control:restore(saved)
     end
   end
   table.sort(parts)
-  return #parts > 0 and "settings changed by a client, as before: " .. table.concat(parts, " ") or nil
+  if #parts == 0 then return nil end
+  return "settings changed by a client, as before: " .. table.concat(parts, " ")
 end
 
 return M

@@ -1,9 +1,8 @@
--- What a run leaves behind: its directory, its history and its checkpoints, and how it goes on from
--- them.
+-- The files of a run, and how a run resumes from them.
 --   runs/<name>/history.db       every step (history.lua)
---   runs/<name>/tensorboard/     event files, where they are wanted (tensorboard.lua)
+--   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- Called by trainer.lua alone. Owns the order of things when a run is resumed.
+-- Called by the trainer alone. Owns the order in which a run's parts are restored.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local shards = require "engine.run.shards"
@@ -54,8 +53,7 @@ local function state_of(trainer)
   }
 end
 
---- Lets `policy` take over from the one a checkpoint was written with; false when that one is not
---- to be had any more.
+-- Lets `policy` take over from the policy of a checkpoint; false when that one no longer exists.
 local function follow(policy, saved)
   local load = require("engine.policy.policy").load
   local good, old = pcall(load, saved.name)
@@ -63,7 +61,7 @@ local function follow(policy, saved)
   return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
 end
 
--- What the state in a checkpoint must hold; a text about what it lacks.
+-- What a checkpoint's state lacks, or nil.
 local function state_problem(state)
   if type(state) ~= "table" then return "it has no state" end
   for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
@@ -91,7 +89,7 @@ local function take_tensors(c, part, f)
   if not good then error(message, 0) end
 end
 
---- Puts an opened checkpoint into the trainer's parts; returns lines about what is not as it was.
+-- Restores the trainer's parts from an open checkpoint; returns lines about what differs now.
 local function take_over(trainer, c)
   local notes, state = {}, c.state
   local problem = state_problem(state) or not c.told
@@ -104,7 +102,7 @@ local function take_over(trainer, c)
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
       state.optimizer.name, trainer.optimizer.name), 0)
   end
-  if not trainer.reducer.many then  -- else parallel:start() tells all ranks
+  if not trainer.reducer.many then  -- else reducer:start() sends them to all ranks
     take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments,
       state.optimizer.updates) end)
     take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
@@ -146,7 +144,7 @@ end
 
 -- ------------------------------------------------------------------ opening
 
--- Whether there is a run: one that failed before its first step is none, and its name is free.
+-- Whether there is a run. The name of a run that failed before its first step is free.
 local function exists(path)
   local file = path .. "/history.db"
   if C.eng_file_kind(file) == 0 then return false end
@@ -161,8 +159,8 @@ end
 
 local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it
 
---- Makes the run's directory and holds it against other writers; false and a message when another
---- one has it. A trainer of this process that never ran gives way.
+--- Makes the run's directory and locks it; returns false and a message when another process has the
+--- lock. A trainer of this process that never ran gives it up.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
@@ -184,8 +182,7 @@ function Run:give()
   self.lock, self.running = nil, false
 end
 
---- Takes the directory of a name, or, where a run is there already that shall not go on, of the
---- next free one.
+--- Takes the directory of a name; if a run is there that is not to be resumed, the next free one.
 function Run:find_place(path, resume)
   if resume or not exists(path) then
     local good, message = self:take(path)
@@ -197,11 +194,11 @@ function Run:find_place(path, resume)
   end
   local n = 2
   while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
-  self.notes[1] = ("%s exists: this run writes %s (resume=auto goes on with the old one)"):format(
+  self.notes[1] = ("%s exists: this run writes %s (resume=auto continues the old one)"):format(
     path, self.path)
 end
 
---- The checkpoint to go on from, or nil; raises when a named one is not there.
+-- The checkpoint to resume from, or nil; raises an error when a named one does not exist.
 local function find_checkpoint(self, resume)
   local dir = self.path and self.path .. "/checkpoints"
   if resume == "auto" or resume == true then
@@ -222,8 +219,8 @@ local function find_checkpoint(self, resume)
   end
   if c then
     for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
-  elseif damaged then      -- to begin anew would drop what the run has recorded
-    error(("resume: no checkpoint can be used: %s; hint: put back what is missing, or " ..
+  elseif damaged then      -- a fresh start would drop the run's records
+    error(("resume: no checkpoint can be used: %s; hint: restore what is missing, or " ..
       "run=ANOTHER_NAME begins anew"):format(message), 0)
   elseif message then
     self.notes[#self.notes + 1] = message
@@ -231,7 +228,7 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens the history; what an earlier run recorded from this step on goes.
+--- Opens the history. cut: removes what an earlier run recorded from this step on.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
@@ -241,7 +238,7 @@ function Run:open_history(cut)
   self:describe()
 end
 
--- What rank 0 opened and read, on the other ranks: they write shards of checkpoints alone.
+-- On ranks above 0: takes what rank 0 opened and read. They write only shards of checkpoints.
 local function told(self)
   local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded = news.path, news.recorded
@@ -277,7 +274,7 @@ local function open(self, resume)
   self:open_history(resume)
 end
 
---- Opens a trainer's run: nothing when it has no name; a new directory; or the one to be resumed.
+--- Opens a trainer's run: nothing without a name, else a new directory or the one to resume.
 function M.open(trainer, options)
   local self = setmetatable({ trainer = trainer, notes = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
@@ -304,12 +301,12 @@ function M.open(trainer, options)
   return self
 end
 
---- Whether what is written down, by rank 0, holds exponent histograms.
+--- Whether rank 0 records exponent histograms.
 function Run:wants_hist()
   return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= ""
 end
 
---- Opens the event file for TensorBoard, where one is wanted.
+--- Opens the event file for TensorBoard, if asked for.
 function Run:open_tensorboard()
   local wanted = self.wants_tensorboard
   if not wanted or wanted == "" or self.events then return end
@@ -318,7 +315,7 @@ function Run:open_tensorboard()
     self.trainer.steps_done)
 end
 
---- A trainer runs again: after an error, or for more steps.
+--- Opens the files again when a trainer runs once more, after an error or for more steps.
 function Run:reopen()
   self.running = true
   self:open_tensorboard()
@@ -330,7 +327,7 @@ function Run:reopen()
   self:open_history(true)
 end
 
---- Writes down what this run is: parameters, settings, the policy's source.
+--- Records what this run is: parameters, settings, the policy's source.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   for i, p in ipairs(trainer.optimizer.list) do
@@ -361,10 +358,10 @@ end
 
 -- ------------------------------------------------------------------ while it runs
 
---- A failure to write the history is told once and does not end the run.
+--- Reports a failure to write the history, once; the run continues.
 function Run:complain(good, message)
   if good ~= nil and good ~= false then return end
-  local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- the script's line has no part in it
+  local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- without the script's line
   if self.complained == line then return end
   self.complained = line
   if self.trainer.progress then
@@ -372,7 +369,7 @@ function Run:complain(good, message)
   else self.notes[#self.notes + 1] = line end
 end
 
--- What the script published, where it changed.
+-- Records published signals where they changed.
 function Run:append_signals(step, signals)
   local told_before = self.signals
   for name, value in pairs(signals) do
@@ -384,8 +381,8 @@ function Run:append_signals(step, signals)
   end
 end
 
---- A step: its record and verdict, statistics per tensor, the tokens it trained on and the signals
---- ({ name = number }) its policy saw.
+--- Records a step: record, verdict, per-tensor statistics, tokens, and the signals
+--- ({ name = number }) that its policy saw.
 function Run:append(record, verdict, stats, tokens, signals)
   local history, events = self.history, self.events
   self.running = true
@@ -412,7 +409,7 @@ function Run:append(record, verdict, stats, tokens, signals)
   end
 end
 
---- Meters of FP8 layers (fp8_sites.lua).
+--- Records the meters of FP8 layers (fp8_sites.lua).
 function Run:fp8(step, rows)
   if not self.history then return end
   self:complain(self.history:append_fp8(step, rows))
@@ -422,7 +419,7 @@ function Run:event(step, kind, text, data)
   if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
 end
 
--- The checkpoint's path, or nil and what went wrong.
+-- Writes a checkpoint; returns its path, or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
   if trainer.reducer.many and not alone then
@@ -436,15 +433,15 @@ local function write(self, alone)
       state = state_of(trainer) }, options)
   end)
   if good then return path, note end
-  return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- the script's line has no part in it
+  return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- without the script's line
 end
 
 --- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
---- shard, or rank 0 does it `alone`, when it is not known whether the others are there still.
+--- shard; with `alone` rank 0 writes the whole state, for when other ranks may have died.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
-  -- a run killed after this goes on from here: no step may be missing
+  -- a run killed after this resumes from here, so no step may be missing
   if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)
   if not path then
@@ -456,14 +453,14 @@ function Run:save(alone)
   return path, note
 end
 
---- Whether a checkpoint is to be written after this step.
+--- Whether a checkpoint is due after this step.
 function Run:due()
   local every = self.checkpoint_every
   return self.path ~= nil and every > 0 and self.trainer.steps_done % every == 0
 end
 
---- Called after each step: a checkpoint when one is due, or at the end. Returns a line worth
---- showing, or nil.
+--- Called after each step: writes a checkpoint when one is due, or at the end. Returns a line to
+--- show, or nil.
 function Run:after_step(last, alone)
   if not self.path then return nil end
   if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end

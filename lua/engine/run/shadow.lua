@@ -1,7 +1,7 @@
 -- Shadows: policies that see every record of a run and decide nothing. The history gets their
--- verdicts where they change, and the summary counts the steps they would have skipped, how far their
--- scale is from the one in force, and the steps in which their scale would have pushed the largest
--- gradient past its format's range. Made by the trainer from its option `shadow`.
+-- verdicts where they change, and the summary counts the steps they would have skipped, how far
+-- their scale is from the one in force, and the steps in which their scale would have pushed the
+-- largest gradient past its format's range. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi

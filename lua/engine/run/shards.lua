@@ -42,8 +42,7 @@ local Pieces = {}
 Pieces.__index = Pieces
 function M.pieces() return setmetatable({ tensors = {}, shapes = {} }, Pieces) end
 
---- Elements [from, to) of x, a tensor `shape` large called `name` in `part` ("model" or
---- "optimizer").
+--- Adds elements [from, to) of x, which has `name` and `shape` in `part` ("model" or "optimizer").
 function Pieces:add(part, name, x, from, to, shape)
   local key = part .. "/" .. name
   self.tensors[("%s@%d"):format(key, from)] = to - from == x.count and x:view(-1)
@@ -95,7 +94,7 @@ function M.of_rank(reducer)
   return pieces
 end
 
--- Raises where a part of a checkpoint does not have the tensors { name = shape } that are wanted.
+-- Raises an error unless a part of a checkpoint has exactly the tensors { name = shape } wanted.
 local function want_tensors(c, part, wanted)
   local problems, text = {}, tensor.shape_text
   for name, shape in pairs(wanted) do
@@ -177,7 +176,7 @@ function M.index(path, names)
         entry_name:match("^(%w+)/(.*)@(%d+)$")
       local shape_text = part and file.metadata[part .. "/" .. tensor_name]
       if not shape_text then
-        error(("%s: '%s' is no piece of a tensor"):format(name, entry_name), 0)
+        error(("%s: '%s' is not a piece of a tensor"):format(name, entry_name), 0)
       end
       local shape, count = {}, 1
       for n in shape_text:gmatch("%d+") do
@@ -214,7 +213,7 @@ function M.index(path, names)
   return parts
 end
 
---- A tensor of an index, whole and kept. open(file): an open file of that name.
+--- Reads a tensor of an index, whole and kept. open(file): returns the open file of that name.
 function M.read(whole, open)
   local x = M_ffi.Tensor()
   local shape = ffi.new("int64_t[6]", whole.shape)

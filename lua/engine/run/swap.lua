@@ -1,11 +1,11 @@
 -- Swaps of the policy during a run: because its file was saved, on SIGHUP, from the script
--- (policy:swap(file)) or from `engine attach`. Between two steps the new policy is compiled, tried on
--- the records of the last steps, and takes over from the old one (its `migrate`). If anything fails,
--- the old policy stays and the history says why. A policy that fails its first decision is replaced
--- at once, and the old one decides that step.
--- All ranks swap at the same step to the same bytes, rank 0's, or none does: each rank compiles and
--- tries them, and an objection of one is an objection of all.
--- Owned by the trainer: observe() sees every record after the decision, between() runs between steps.
+-- (policy:swap(file)) or from `engine attach`. Between two steps the new policy is compiled, tried
+-- on the records of the last steps, and takes over from the old one (its `migrate`). If anything
+-- fails, the old policy stays and the history says why. A policy that fails its first decision is
+-- replaced at once, and the old one decides that step. All ranks swap at the same step to the same
+-- bytes, rank 0's, or none does: each rank compiles and tries them, and an objection of one is an
+-- objection of all. Owned by the trainer: observe() sees every record after the decision, between()
+-- runs between steps.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -87,8 +87,8 @@ function Swap:remember(record)
 end
 
 -- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with it, or
--- nil. Records that lack a statistic it needs are left out; per-tensor statistics are always those of
--- the last step.
+-- nil. Records that lack a statistic it needs are left out; per-tensor statistics are always those
+-- of the last step.
 local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
@@ -196,9 +196,9 @@ local function attempt(self, source, options, by)
   return true
 end
 
---- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes them,
---- with options for it. Returns true, or nil and what is wrong with it. Inside a step the swap waits
---- for the step's end.
+--- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes
+--- them, with options for it. Returns true, or nil and what is wrong with it. Inside a step the
+--- swap waits for the step's end.
 function Swap:swap(source, options, by)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   if self.trainer.current then
