@@ -146,7 +146,7 @@ describe("looking closer", function()
       factor = 1
       return loss
     end }:run()
-    assert.matches("not the same each time", events("trap")[1].text)
+    assert.matches("its computation is not deterministic", events("trap")[1].text)
   end)
 end)
 
@@ -159,7 +159,7 @@ describe("a run that is stuck", function()
     local text = events("stuck")[1].text
     assert.matches("first tensor with inf: .*; with nan: wte.weight", text)
     assert.matches("first inf in affine, in Net", text, 1, true)
-    assert.matches("no loss scale mends", text, 1, true)
+    assert.matches("no loss scale repairs", text, 1, true)
     assert.matches("engine attach", text, 1, true)
   end)
 

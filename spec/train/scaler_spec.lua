@@ -147,7 +147,7 @@ describe("scaler", function()
       raises(function() scaler:unscale(opt) end, "unscaled already")
       scaler:step(opt)
       raises(function() scaler:step(opt) end,
-        "has made its step; call update() before the next one")
+        "has already stepped; call update() before the next step")
       raises(function() scaler:unscale(opt) end, "unscale before step()")
       raises(function() scaler:step(opt, function() end) end, "closures are not supported")
       scaler:update()

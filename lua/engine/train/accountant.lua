@@ -1,12 +1,12 @@
--- Memory by role: what a precision recipe should take, from shapes and formats alone, beside what
--- it does take.
+-- Memory by role: the prediction of a precision recipe, from shapes and formats alone, beside the
+-- measurement.
 --
---   print(opt:memory(function() return model:loss(x, y) end))     one forward pass under the optimizer's precision
+--   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --
--- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, where a
--- loss is given, what the tape keeps for the backward pass, in all and of that as FP8 codes and
--- scales. What is kept of FP8 layers is predicted from the shape of each layer and the rows that
--- went through it. Called by Optimizer:memory.
+-- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, with a
+-- loss, what the tape keeps for the backward pass, and how much of that is FP8 codes and scales.
+-- The FP8 part is predicted from the shape of each layer and the rows that went through it. Called
+-- by Optimizer:memory.
 local M_ffi = require "engine.base.ffi"
 local precision = require "engine.train.precision"
 
@@ -17,7 +17,7 @@ local M = {}
 local SIZE = { f32 = 4, bf16 = 2, f16 = 2 }
 local function padded(n, to) return math.ceil(n / to) * to end
 
---- f32 numbers of the scales of a matrix, as core/base/fp8_layout.h lays them out.
+-- The number of f32 scales of a matrix, in the layout of core/base/fp8_layout.h.
 local function scales(role, rows, columns)
   local r, c = role.block_rows, role.block_columns
   local down, across = r > 0 and math.ceil(rows / r) or 1, c > 0 and math.ceil(columns / c) or 1
@@ -51,7 +51,7 @@ local function predicted(opt)
   return sums
 end
 
---- Bytes that FP8 layers keep of their inputs, from the rows that went through each.
+-- Bytes that FP8 layers keep of their inputs, from the rows that went through each.
 local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
@@ -78,14 +78,14 @@ local meta = { __tostring = function(rows)
   return table.concat(lines, "\n")
 end }
 
---- Rows { role, predicted, measured } in bytes. loss: a function that makes a loss, or nil; the
---- step ends with it.
+--- Rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or nil; it
+--- ends the step.
 function M.new(opt, loss)
   local bytes, fp8_bytes, kept_all = M_ffi.new("int64_t[4]"), M_ffi.new("int64_t[1]"), nil
   local rows_of = {}
   if loss then
     local paths = {}
-    -- one copy of x serves all layers that keep its codes in one way
+    -- layers that keep the codes of x in the same way share one copy
     local inputs, seen, sharing = {}, {}, {}
     for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
       local role = site.recipe.role[0]
@@ -113,7 +113,7 @@ function M.new(opt, loss)
       kept_all = tonumber(C.eng_tape_bytes(fp8_bytes))
     end)
     for m in pairs(paths) do rawset(m, "forward", inputs[m]) end
-    -- says that operations stand on the tape, which the step's end empties
+    -- an error: operations are on the tape, which the step's end empties
     C.eng_scope_end(mark[0])
     check(C.eng_step_end())
     if not good then error(message, 0) end

@@ -1,5 +1,4 @@
--- A contest: the same job under several policies and several seeds, and what came of each as mean
--- and spread.
+-- Contests: the same job under several policies and several seeds, compared by mean and spread.
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
@@ -43,8 +42,7 @@ end
 
 local KNOWN = { policies = true, also = true, seeds = true, run = true }
 
--- With `also` at the end, unless it is one of them, or the name alone of one that stands there with
--- options.
+-- The policies, and `also` at the end unless it is listed, with or without options.
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
@@ -56,9 +54,9 @@ local function with(policies, also)
   return list
 end
 
---- Runs `run(policy, seed)` for every policy, and for `also` where that is none of them, and the
---- seeds 1 to `seeds` (5); it gives back a table of numbers. Returns a list of { policy =, NAME = {
---- mean =, spread = standard deviation, values } ... } which prints as a table.
+--- Calls run(policy, seed), which returns a table of numbers, for every policy, for `also` unless
+--- it is listed, and for the seeds 1 to `seeds` (5). Returns a list of { policy =, NAME = { mean =,
+--- spread = standard deviation, values } ... } which prints as a table.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
   if type(options.policies) ~= "table" or #options.policies == 0
@@ -72,7 +70,7 @@ function M.new(options)
     for seed = 1, options.seeds or 5 do
       local numbers = options.run(policy, seed)
       if type(numbers) ~= "table" then
-        M_ffi.raise("contest: expected run to give back a table of numbers, got %s",
+        M_ffi.raise("contest: expected run to return a table of numbers, got %s",
           M_ffi.value_text(numbers))
       end
       for name, value in pairs(numbers) do

@@ -33,7 +33,7 @@ local LOST_STEPS = 10   -- steps in a row whose loss is inf or nan, before a lin
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end
-  return ("step %d: the loss has been %g for %d steps, and no loss scale mends that: weights or "
+  return ("step %d: the loss has been %g for %d steps, and no loss scale repairs that: weights or "
     .. "data hold inf or nan; hint: a smaller learning rate, clip=1"):format(tonumber(record.step),
     record.loss, LOST_STEPS)
 end

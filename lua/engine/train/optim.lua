@@ -57,9 +57,9 @@ end
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
---- Splits parameters into groups: options.groups is a list of { match = pattern or function(name,
---- tensor), lr_mul =, overrides ... }, the first match wins; decay = "matrices" takes weight decay
---- off everything with fewer than two dimensions.
+-- Splits parameters into groups: options.groups is a list of { match = pattern or function(name,
+-- tensor), lr_mul =, overrides ... }, and the first match wins; decay = "matrices" applies no
+-- weight decay to parameters of fewer than two dimensions.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
   local function add(overrides, label)
@@ -132,9 +132,9 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
---- The set that an earlier optimizer of these very parameters made, or a new one. The modules hold
---- it, so that their weights outlive the optimizer and another one can follow; those of tensors
---- without a module live on, too.
+-- The set that an earlier optimizer of the same parameters made, or a new one. The modules hold it,
+-- so that the weights outlive the optimizer and another optimizer can follow; `loose` holds those
+-- of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
   for i = 1, n do
@@ -221,13 +221,16 @@ local function new(name, model, options)
   return self
 end
 
---- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a list of
---- tensors. Options of all: lr, weight_decay, precision (a recipe), moments ("f32", "bf16"), groups, decay
---- ("matrices": no weight decay on vectors). One update unscales, clips, moves the weights and rounds them.
+--- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a
+--- list of tensors. Options of all: lr, weight_decay, precision (a recipe), moments ("f32",
+--- "bf16"), groups, decay ("matrices": no weight decay on vectors). One update unscales, clips,
+--- moves the weights and rounds them.
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
----   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the gradient; lr 1e-3
+---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the
+---            gradient; lr 1e-3
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
----   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the weights; lr 1e-4
+---   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the
+---            weights; lr 1e-4
 for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
 end
@@ -256,7 +259,7 @@ function Optimizer:zero_grad()
   check(C.eng_params_zero_grad(self.params))
 end
 
---- Global norm of the gradients divided by `scale` (1): of the finite values.
+--- The global norm of the gradients, divided by `scale` (1), over finite values.
 function Optimizer:grad_norm(scale)
   check(C.eng_params_stats(self._record, nil, self.params, scale or 1, C.ENG_NEED_NORM))
   return self._record.norm
@@ -290,7 +293,7 @@ local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; clip_norm, the
 --- limit for `norm`, the norm of the gradients times gradient_factor; lagged: the device takes the
 --- norm from the statistics asked for last, and makes no update when a gradient is inf or nan.
---- A limit set by clip_grad_norm goes before clip_norm.
+--- A limit set by clip_grad_norm replaces clip_norm.
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
@@ -318,8 +321,7 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
---- Moments as { ["name.moment1"] = tensor } over the optimizer's own memory, and its counters, for
---- checkpoints.
+--- The moments, for checkpoints: { ["name.moment1"] = tensor } over the optimizer's own memory.
 function Optimizer:state_tensors()
   local state, most = {}, self.name == "sgd" and 0 or 2
   for _, group in ipairs(self.groups) do
@@ -335,8 +337,8 @@ function Optimizer:state_tensors()
   return state
 end
 
---- Takes moments and the number of updates back. What does not fit is an error before anything has
---- changed.
+--- Restores moments and the number of updates. Raises an error before anything changes if they do
+--- not fit.
 function Optimizer:load_state(tensors, updates)
   if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
     raise("optimizer state: expected the number of updates as a whole number of 0 or more, got %s",
@@ -363,7 +365,7 @@ function Optimizer:load_state(tensors, updates)
   self.updates = updates
 end
 
---- What training takes, by role: see accountant.lua.
+--- The memory that training takes, by role (accountant.lua).
 function Optimizer:memory(loss) return require("engine.train.accountant").new(self, loss) end
 
 function Optimizer:__tostring()

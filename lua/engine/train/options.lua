@@ -13,8 +13,8 @@ local function list_of(words)
   return set
 end
 
-local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps clip
-  clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error stats_every
+local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
+  clip clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error stats_every
   history config evaluate mode graph ref_every ref_layers shadow trap watch attach tensorboard
   comm_dtype bucket zero rank_timeout]]
 
@@ -74,7 +74,7 @@ local OPTIONAL = {
   { "resume", "'auto', a path, or false", any_of(is "string", is "boolean") },
 }
 
---- Options as a table of our own, with the names of 0.1 replaced by today's.
+--- A copy of the options with the names of version 0.1 replaced.
 function M.current(given)
   local o = {}
   for key, value in pairs(given) do o[key] = value end
@@ -86,7 +86,7 @@ function M.current(given)
   return o
 end
 
---- Raises an error that names the first option that cannot be.
+--- Raises an error that names the first invalid option.
 function M.check(o)
   for key in pairs(o) do
     if not KNOWN[key] then

@@ -1,6 +1,6 @@
--- Overflows of a run: what an event says of one, looking closer (trap.lua), and advice when no loss
--- scale mends it. Owned by the trainer, which calls look() for every step that overflowed and
--- changed no weight.
+-- Overflows of a run: the text of their events, running a step again (trap.lua), and advice when no
+-- loss scale helps. Owned by the trainer, which calls look() for every step that overflowed and
+-- left the weights unchanged.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local ranks = require "engine.dist.ranks"
@@ -20,15 +20,14 @@ function M.new(trainer, every_time)
     told = {} }, Overflows)
 end
 
--- The first parameter, in the model's order, whose gradient holds inf ("inf") or nan ("nan"); nil:
--- none does.
+-- The first parameter, in the model's order, whose gradient holds inf or nan (`field`), or nil.
 local function first_with(self, stats, field)
   for i, p in ipairs(self.trainer.optimizer.list) do
     if stats[i - 1][field] > 0 then return p.name end
   end
 end
 
---- Text and JSON of an overflow's event.
+--- The text and JSON of an overflow's event.
 function Overflows:text(record, stats, reason)
   local first = { inf = first_with(self, stats, "inf"), nan = first_with(self, stats, "nan") }
   local parts = {}
@@ -48,9 +47,8 @@ function Overflows:text(record, stats, reason)
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
---- Runs the step's forward and backward pass again under the watch, from the batches and random
---- numbers it had. Gives a finding (trap.lua), or nil and a message. Leaves the random numbers
---- where they were.
+-- Runs the step's forward and backward pass again with the trap set, from the same batches and
+-- random numbers. Returns a finding (trap.lua), or nil and a message. Restores the random numbers.
 local function run_again(trainer, scale)
   local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
   C.eng_rng_get(seed, counter)
@@ -65,13 +63,13 @@ local function run_again(trainer, scale)
     end
   end)
   C.eng_backward_abort()
-  -- with an error where the pass ended early; the step's end then drops what is left
+  -- an error if the pass ended early; the step's end then drops the rest
   C.eng_scope_end(mark[0])
   C.eng_rng_set(seed[0], counter[0])
   return finding, message
 end
 
--- What may help, by what is known.
+-- Lines of advice.
 local function advice(self, record, finding)
   local trainer, lines = self.trainer, {}
   local function say(format, ...) lines[#lines + 1] = "  " .. format:format(...) end
@@ -89,13 +87,15 @@ local function advice(self, record, finding)
     end
   end
   if weight then
-    say("the weight %s is lost: go on from a checkpoint before it (resume=RUN/checkpoints/STEP) " ..
+    say("the weight %s is lost: resume from a checkpoint before this step " ..
+      "(resume=RUN/checkpoints/STEP) " ..
       "with a smaller learning rate or clip=1", weight)
   elseif held and not held.backward then
-    say("look at the data of this step, and at masks and constants: the loss scale has no part " ..
+    say("look at the data of this step, and at masks and constants: the loss scale plays no " ..
+      "part " ..
       "in it")
   elseif record.loss - record.loss ~= 0 or forward then
-    say("the forward pass itself leaves the format's range, which no loss scale mends: a " ..
+    say("the forward pass itself leaves the format's range, and no loss scale repairs that: a " ..
       "smaller learning rate, clip=1, precision=bf16, or this part in f32")
   else
     say("the backward pass overflows at scale %g: a policy that goes lower (min_scale=), " ..
@@ -112,13 +112,15 @@ local function advice(self, record, finding)
   return lines
 end
 
---- A step overflowed and left the weights as they were. Runs it again where that was asked for, or
---- where the run is stuck: the policy stops it, or lets the scale stand at overflow after overflow.
+--- Looks at a step that overflowed. Runs it again if every overflow is to be trapped, or if the run
+--- is stuck: the policy stops it, or keeps the scale at overflow after overflow. A stuck run gets
+--- advice. With a delay of 1 the step cannot run again, and the advice goes without a finding.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]
-  local mine = not culprit or culprit.rank == trainer.reducer.rank  -- whose batches it was looks
-  if not mine and not trainer.reducer.apart then return end  -- the others' experts take part
+  -- the rank whose batches overflowed looks
+  local mine = not culprit or culprit.rank == trainer.reducer.rank
+  if not mine and not trainer.reducer.apart then return end  -- experts take all ranks
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1

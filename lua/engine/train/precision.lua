@@ -1,6 +1,7 @@
 -- Precision recipes: which number format each role has. A recipe is a table; users write their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
---   engine.trainer{ precision = { name = "mine", base = "fp8_current", fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
+--   engine.trainer{ precision = { name = "mine", base = "fp8_current",
+--     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
@@ -10,37 +11,45 @@ local M = {}
 
 -- weights            format the forward pass reads parameters in (masters stay f32); norms keep f32
 -- activations        inputs and outputs of matrix products and attention
--- residual           the residual stream: what an embedding yields
--- norm               what layer and RMS norm yield (their statistics are always f32)
+-- residual           the residual stream: the output of an embedding
+-- norm               the output of layer and RMS norm (their statistics are always f32)
 -- wide               softmax, exponentials, losses and sums
--- weight_gradients   format a parameter's gradient is stored in
+-- weight_gradients   the format of a parameter's gradient
 -- norm_gradients     the same for norm parameters
 -- moments            the optimizer's state
 M.recipes = {
   fp32 = { weights = "f32", activations = "f32", residual = "f32", norm = "f32", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- bf16 has f32's range: no loss scale. Products are rounded once, gradients summed in f32.
+  -- bf16 has f32's range and needs no loss scale. Products are rounded once, gradients summed in
+  -- f32.
   bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Wants a loss
+  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Needs a loss
   -- scale.
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }
 
--- FP8: linear layers multiply FP8 numbers; everything else is as bf16 has it. `fp8` is
---   x, w, dy                 how a layer's input, weight and output's gradient become FP8: format (e4m3, e5m2), block (tensor, row, 1x128,
---                            128x128, { rows, columns }), rule (transformer_engine, deepseek, deepgemm, torchao, msamp), pow2, eps, margin,
---                            stochastic; of x also keep, what stands on the tape for dW: codes (quantized once more along the other side
---                            where blocks are not square), transposed (so quantized in the forward pass), e5m6, swiglu (nothing:
---                            the inputs of the SwiGLU that made x stand there in FP8, and x is computed from them once more)
---   forward, dgrad, wgrad    the products: accumulator (device: the tensor cores' on a card, else fp32; fp32, exact, hopper, e4m3),
---                            promotion (steps of K; 0: none)
---   high                     patterns of modules that stay in high precision. Tied heads, the gates of nn.moe, norms, embeddings and
---                            attention itself always do
---   layers                   { { match = pattern, high =, x =, w =, .. } .. }: what is different in some layers; the last match wins
---   policy                   an FP8 policy, or a list of them (fp8_sites.lua), policies/fp8_delayed.lua and fp8_fallback.lua
---   sample                   steps between two looks at SNR, underflow and the like (100; 0: none)
+-- FP8: linear layers multiply FP8 numbers; everything else is as in bf16. The fields of `fp8`:
+--   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized:
+--               format      e4m3, e5m2
+--               block       tensor, row, 1x128, 128x128, { rows, columns }
+--               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
+--               pow2, eps, margin, stochastic
+--               keep        of x only: what the tape keeps for dW. codes (quantized again along the
+--                           other side where blocks are not square), transposed (quantized that way
+--                           in the forward pass), e5m6, swiglu (nothing: the tape keeps the FP8
+--                           inputs of the SwiGLU that made x, and x is recomputed)
+--   forward, dgrad, wgrad   the products:
+--               accumulator device (that of a card's tensor cores, else fp32), fp32, exact, hopper,
+--                           e4m3
+--               promotion   steps of K between promotions to f32; 0: none
+--   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
+--             norms, embeddings and attention itself always do
+--   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
+--             match wins
+--   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback
+--   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 M.usual_high = HYBRID.high
@@ -69,9 +78,9 @@ local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
   keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
 -- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online
--- amaxes, promotion every 128, bf16 moments; weights stand in FP8 beside the f32 masters. The input
--- of the linear after attention is kept in e5m6 with powers of two, SwiGLU's inputs in FP8, its
--- output is computed again.
+-- amaxes, promotion every 128, bf16 moments; FP8 weights beside the f32 masters. The input of the
+-- linear after attention is kept in e5m6 with power-of-two scales, and SwiGLU's inputs in FP8; its
+-- output is recomputed.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
@@ -98,7 +107,7 @@ local function find(name)
     nearest.hint(tostring(name), names), table.concat(names, " "))
 end
 
-local full_recipes = setmetatable({}, { __mode = "k" })   -- what resolve made
+local full_recipes = setmetatable({}, { __mode = "k" })   -- made by resolve
 
 --- The full recipe for a name or a table (missing fields come from its `base`, fp32 by default).
 function M.resolve(recipe)
@@ -153,7 +162,7 @@ function M.same(a, b)
   return a.fp8 == b.fp8
 end
 
---- Whether a full recipe leaves every operation as it is.
+-- Whether a full recipe changes no operation.
 local function is_plain(full)
   return not full.fp8 and full.activations == "f32" and full.residual == "f32"
     and full.norm == "f32" and full.wide == "f32"
@@ -186,8 +195,7 @@ function M.parameter_formats(full, list)
   local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
   for i, p in ipairs(list) do
     local norm = p.role == "norm"
-    -- a layer in FP8 reads the FP8 copy of its matrix, which is made from the master: no other one
-    -- beside it
+    -- an FP8 layer reads the FP8 copy of its matrix, made from the master: it needs no other copy
     local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
     shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
     gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]
@@ -195,7 +203,7 @@ function M.parameter_formats(full, list)
   return shadow, gradient
 end
 
---- A recipe in a few lines.
+--- Describes a recipe in a few lines.
 function M.describe(recipe)
   local full = M.resolve(recipe)
   local lines = { "precision " .. full.name }

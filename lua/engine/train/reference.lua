@@ -1,8 +1,8 @@
--- A reference backward: now and then the step's own batches go through the model in f32 as well,
+-- Reference backwards: every few steps the step's own batches also go through the model in f32,
 -- with the same dropout, so that a policy can compare the norm of its low-precision gradients with
--- the true one (record.norm_ref). The step's gradients, its random numbers and its place in the
--- data are as if nothing had happened; what it costs is time, and f32 gradients kept beside the
--- others. Called by trainer.lua for policies that need "norm_ref".
+-- the true one (record.norm_ref). The step's gradients, random numbers and position in the data are
+-- not affected; it costs time, and memory for f32 gradients beside the others. Called by the
+-- trainer for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local precision = require "engine.train.precision"
@@ -14,8 +14,8 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- every: steps between two; layers: a Lua pattern of the parameters it is for ("": all). The
---- backward of the others is spared.
+--- every: steps between two of them; layers: a Lua pattern of the parameters they cover ("": all).
+--- The others take no part in the backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   for _, p in ipairs(list) do
@@ -45,8 +45,8 @@ local function backward(self, s, batches)
   end
 end
 
---- In a step whose turn it is: draws the step's batches, runs them in f32 and gives them back for
---- the step itself. Else nil.
+--- Every `every` steps: draws the step's batches, runs them in f32 and returns them for the step
+--- itself. Else returns nil.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0
@@ -71,7 +71,7 @@ function Reference:batches(s)
   return batches
 end
 
---- Writes what it found into the step's record and its statistics.
+--- Writes the norms into the step's record and statistics.
 function Reference:tell(record, stats)
   record.norm_ref = self.norm
   for i = 0, self.n - 1 do stats[i].norm_ref = self.norm == self.norm and self.norms[i] or 0 end

@@ -1,15 +1,14 @@
--- Loss scaling for a loop written out, with the state machine of PyTorch's GradScaler:
+-- Loss scaling for an explicit loop, with the state machine of PyTorch's GradScaler:
 --   local scaler = engine.scaler{ policy = "dynamic", init_scale = 2^16 }
---   scaler:scale(loss):backward()          -- the scale seeds the backward pass; no extra pass over anything
---   scaler:unscale(opt)           -- only when the loop looks at gradients or clips them
+--   scaler:scale(loss):backward()   -- the scale seeds the backward pass: no extra pass
+--   scaler:unscale(opt)             -- only if the loop reads gradients or clips them
 --   opt:clip_grad_norm(1)
---   local result = scaler:step(opt)        -- { skipped = true, reason = ... } when gradients are inf or nan
---   local verdict = scaler:update()        -- the policy decides on the next scale
+--   local result = scaler:step(opt)    -- { skipped = true, reason = ... } on inf or nan
+--   local verdict = scaler:update()    -- the policy decides on the next scale
 --   opt:zero_grad()
--- With model = the module that is trained, a policy may scale its layers apart
--- (policies/layerwise.lua). Each optimizer decides its own skip; update() tells the policy of an
--- overflow when any of them had one. The verdict's scale is what this loop needs; its action, clip
--- and lr_mul are for the loop to honour or not (engine.trainer honours them).
+-- With model = the trained module, a policy may scale its layers apart (policies/layerwise.lua).
+-- Each optimizer decides its own skip; update() reports an overflow to the policy if any had one.
+-- The loop needs the verdict's scale; it may honour action, clip and lr_mul (engine.trainer does).
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -74,7 +73,7 @@ function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
 
 function Scaler:is_enabled() return self.enabled end
 
---- The loss, ready for :backward() with the scale; a list of losses gives a list.
+--- The loss, ready for :backward() with the scale; a list of losses returns a list.
 function Scaler:scale(loss)
   if type(loss) == "table" and not getmetatable(loss) then
     local list = {}
@@ -92,7 +91,7 @@ function Scaler:scale(loss)
   if object and object.scale_loss then
     loss, seed = object:scale_loss(loss), 1
     if not tensor.is_tensor(loss) then
-      error(("loss scaler '%s': scale_loss must give back a tensor"):format(self.policy.name), 2)
+      error(("loss scaler '%s': scale_loss must return a tensor"):format(self.policy.name), 2)
     end
   end
   return setmetatable({ loss = loss, seed = seed }, Scaled)
@@ -135,7 +134,7 @@ end
 
 local out_found = ffi.new("int[1]")
 
---- Divides the optimizer's gradients by the scale, so that the loop may look at them and clip them.
+--- Divides the optimizer's gradients by the scale, so that the loop can read and clip them.
 function Scaler:unscale(opt)
   local entry = entry_of(self, opt, "unscale")
   if not self.enabled then return end
@@ -145,7 +144,7 @@ function Scaler:unscale(opt)
       "optimizer once between two update() calls", 2)
   end
   if entry.stage == STEPPED then
-    error("scaler:unscale: this optimizer has made its step; unscale before step()", 2)
+    error("scaler:unscale: this optimizer has already stepped; unscale before step()", 2)
   end
   inspect(self, entry)
   local object = self.policy.object
@@ -183,7 +182,7 @@ function Scaler:step(opt, options)
   end
   need_scale(self, "step")
   if entry.stage == STEPPED then
-    error("scaler:step: this optimizer has made its step; call update() before the next one", 2)
+    error("scaler:step: this optimizer has already stepped; call update() before the next step", 2)
   end
   local object = self.policy.object
   if entry.stage == READY then
@@ -227,7 +226,7 @@ local function add_up(self)
     end
     before = before + #(entry.opt.list or {})
   end
-  -- One optimizer's norm as it was computed: squaring and rooting it again would round.
+  -- One optimizer's norm as computed: squaring it and taking the root again would round.
   total.norm = #self.order == 1 and self.order[1].record.norm or math.sqrt(squares)
   total.step, total.updates, total.scale = self.attempts, self.updates, self:get_scale()
   total.elapsed = C.eng_clock() - self.started
@@ -237,7 +236,7 @@ local function add_up(self)
   return total
 end
 
--- Names the tensors once per set of optimizers, and lays their statistics end to end.
+-- Names the tensors once per set of optimizers, and joins their statistics.
 local function stats_of(self)
   local wanted = bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0
   if not wanted and not self.model then return nil end
@@ -312,14 +311,14 @@ function Scaler:update(new_scale)
   return verdict
 end
 
---- Everything a resumed run needs; {} when disabled.
+--- The state that a resumed run needs; {} when disabled.
 function Scaler:state_dict()
   if not self.enabled then return {} end
   return { policy = self.policy.name, state = self.policy:save(), scale = self:get_scale(),
     attempts = self.attempts, updates = self.updates }
 end
 
---- Takes a state_dict() back. Disabled scalers ignore it.
+--- Restores a state_dict(). Disabled scalers ignore it.
 function Scaler:load_state_dict(dict)
   if not self.enabled then return end
   if type(dict) ~= "table" or next(dict) == nil then

@@ -20,8 +20,8 @@ function Schedule:values(n)
   return list
 end
 
--- Linear from 0 over `warmup` updates (the first update already moves: (u+1)/warmup), then
--- `after(u)`.
+-- Linear from 0 over `warmup` updates, (u + 1) / warmup so that the first update moves, then
+-- after(u).
 local function with_warmup(lr, warmup, after)
   return function(u)
     if u < warmup then return lr * (u + 1) / warmup end
@@ -70,7 +70,7 @@ define("constant", { lr = 1e-3, warmup = 0 }, function(o)
   return with_warmup(o.lr, o.warmup, function() return o.lr end)
 end)
 
---- Straight down from lr to floor at `total`.
+--- Linear from lr down to floor at `total`.
 define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
   return with_warmup(o.lr, o.warmup,
     function(u) return o.lr + (o.floor - o.lr) * progress(u, o) end)
@@ -100,7 +100,7 @@ define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(o)
     function(u) return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1)) end)
 end)
 
---- Warm-up, stable, decay: lr until `decay` updates before `total`, then straight down to floor (Hu
+--- Warm-up, stable, decay: lr until `decay` updates before `total`, then linear down to floor (Hu
 --- et al. 2024, MiniCPM).
 define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, function(o)
   return with_warmup(o.lr, o.warmup, function(u)

@@ -1,8 +1,8 @@
--- Why a step overflowed: runs its forward and backward pass again, same batch, same random numbers,
--- same scale, and looks at what every operation gives (core/autograd/trap.c). Names the first
--- operation that made an inf and the first that made a nan, with its module, shapes and magnitudes.
--- Costs a few steps' time, once per overflow. Called by the trainer: with trap = "overflow" at
--- every overflow, else when a run is stuck at one.
+-- The trap: why a step overflowed. Runs the step's forward and backward pass again (same batch,
+-- random numbers and scale) and checks the result of every operation (core/autograd/trap.c). Names
+-- the first operation that made an inf and the first that made a nan, with module, shapes and
+-- magnitudes. Costs the time of a few steps.
+-- Called by overflow.lua: with trap = "overflow" at every overflow, else when a run is stuck.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -33,7 +33,7 @@ local function read_site(nan, backward, paths)
   return list
 end
 
--- Paths of the modules by number, and how the core hears of them while they run.
+-- Numbers the modules, and tells the core which one runs. Returns their paths by number.
 local function follow(model)
   local module = require "engine.nn.module"
   local paths, number_of = {}, {}
@@ -60,7 +60,7 @@ local function follow(model)
   return paths
 end
 
---- Runs f (a forward and backward pass) under the watch. Gives a finding, or nil and a message.
+--- Runs f (a forward and backward pass) with the trap set. Returns a finding, or nil and a message.
 function M.watch(model, f)
   local paths = follow(model)
   C.eng_trap(true)
@@ -72,14 +72,13 @@ function M.watch(model, f)
   for _, kind in ipairs { "inf", "nan" } do
     local nan = kind == "nan"
     local forward, backward = read_site(nan, false, paths), read_site(nan, true, paths)
-    -- an inf of the forward pass may be meant (a mask of -inf), so the backward one is told beside
-    -- it
+    -- an inf of the forward pass may be intended (a mask of -inf), so both are reported
     if forward or backward then finding[kind] = { forward = forward, backward = backward } end
   end
   return finding
 end
 
--- "blocks.3.mlp.up.weight f16 [512 x 128] amax 0.31"; amax is of the finite elements
+-- "blocks.3.mlp.up.weight f16 [512 x 128] amax 0.31"; amax over the finite elements
 local function tensor_text(t)
   if t.text == "" then return nil end
   local text = (t.name and t.name .. " " or "") .. t.text
@@ -91,7 +90,7 @@ local function tensor_text(t)
   return text .. " " .. table.concat(more, ", ")
 end
 
---- One place in words.
+--- One site in words.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
   local what = s.backward and (s.kernel == s.op and "backward of " ..
@@ -114,7 +113,7 @@ function M.site_text(s)
     table.concat(outputs, "; "), from)
 end
 
---- A line for each kind and pass in which something was found.
+--- A line for each kind and pass with a finding.
 function Finding:lines()
   local lines = {}
   for _, kind in ipairs { "inf", "nan" } do
@@ -130,12 +129,12 @@ end
 function Finding:__tostring()
   local lines = self:lines()
   if #lines == 0 then
-    return "run again, the step had no inf and no nan: what it computes is not the same each time"
+    return "run again, the step had no inf and no nan: its computation is not deterministic"
   end
   return table.concat(lines, "\n")
 end
 
---- Where it began, without magnitudes: equal for findings of one cause.
+--- The origin without magnitudes: equal for findings of one cause.
 function Finding:place()
   local parts = {}
   for _, kind in ipairs { "inf", "nan" } do
