@@ -14,9 +14,9 @@ local function list_of(words)
 end
 
 local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
-  clip clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error stats_every
-  history config evaluate mode graph ref_every ref_layers shadow trap watch attach tensorboard
-  comm_dtype bucket zero rank_timeout]]
+  clip clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error
+  stats_every history config evaluate mode graph ref_every ref_layers shadow trap watch attach
+  tensorboard comm_dtype bucket zero rank_timeout]]
 
 local function want(condition, key, expected, got)
   if condition then return end
