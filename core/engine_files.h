@@ -1,4 +1,5 @@
-// Part of engine.h, which includes it: files, the socket of a run, histories. Nothing else includes it.
+// Part of engine.h, which includes it; no other file does. Files, the attach socket of a run,
+// histories.
 #ifndef ENGINE_FILES_H
 #define ENGINE_FILES_H
 
@@ -6,51 +7,55 @@
 
 /// The bytes of a file, mapped read-only. An empty file has size 0 and data NULL.
 typedef struct eng_mapping { const void *data; int64_t size; } eng_mapping;
-/// Maps a file. A file that shrinks while mapped ends the process: map what nobody rewrites in place.
+/// Maps a file. If the file shrinks while it is mapped, reading it ends the process: map only files
+/// that are not rewritten in place.
 eng_status eng_file_map(eng_mapping *out, const char *path);
 void       eng_file_unmap(eng_mapping *mapping);
 
-/// Writes a whole file: beside, synced, renamed into place. Whoever reads `path` finds the old
-/// contents or the new ones, also after a crash. On an error the old file is untouched.
+/// Writes a whole file: into a temporary file beside it, synced, then renamed. A reader of `path`
+/// finds the old contents or the new ones, also after a crash. On an error the old file is
+/// unchanged.
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
 /// CRC-32C and size in bytes of a file.
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
-/// CRC-32C (Castagnoli, as iSCSI and ext4 use it) of bytes; `crc` continues an earlier one, 0 begins.
+/// CRC-32C (Castagnoli, as in iSCSI and ext4) of bytes; `crc` continues an earlier one, 0 begins.
 uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
 /// What `path` names, links followed: ENG_FILE_*.
 enum { ENG_FILE_NONE = 0, ENG_FILE_REGULAR = 1, ENG_FILE_FOLDER = 2, ENG_FILE_OTHER = 3 };
 int        eng_file_kind(const char *path);
-/// A number that changes whenever the file at `path` is written or replaced (device, inode, size, times); 0: there is no file.
+/// A number that changes whenever the file at `path` is written or replaced (device, inode, size,
+/// times); 0: there is no file.
 uint64_t   eng_file_stamp(const char *path);
-/// Makes a directory and those above it; fine when it is there.
+/// Makes a directory and its parents; fine when it exists.
 eng_status eng_file_mkdir(const char *path);
-/// Brings a directory's entries to the disk.
+/// Syncs a directory's entries to the disk.
 eng_status eng_file_sync(const char *path);
-/// Renames within a file system and brings the new name to the disk. A file replaces a file.
+/// Renames within a file system and syncs the new name. A file replaces a file.
 eng_status eng_file_rename(const char *from, const char *to);
-/// Swaps two names of one file system at once, so that there is no moment without either.
-/// Errors: IO, also where the file system cannot.
+/// Exchanges two names of one file system atomically: both always exist. Errors: IO, also where the
+/// file system does not support it.
 eng_status eng_file_exchange(const char *a, const char *b);
-/// Removes a file or an empty directory; fine when nothing is there.
+/// Removes a file or an empty directory; fine when it does not exist.
 eng_status eng_file_remove(const char *path);
-/// Holds the file `path`, made when missing, against other holders until eng_file_unlock or the end of the process;
-/// it then contains the process's number. `lock` is -1 where the file system knows no locks.
-/// Errors: STATE (somebody holds it: the text says which process), IO.
+/// Locks the file `path`, made when missing, against other processes until eng_file_unlock or the
+/// end of this process; the file then holds the process's number. `lock` is -1 where the file
+/// system has no locks. Errors: STATE (another process holds it; the text gives its number), IO.
 eng_status eng_file_lock(int *lock, const char *path);
 void       eng_file_unlock(int lock);
-/// The names in a directory, sorted by bytes, "." and ".." left out.
+/// The names in a directory, sorted by bytes, without "." and "..".
 typedef struct eng_listing eng_listing;
 eng_status  eng_file_list(eng_listing **out, const char *path);
 /// Name i from 0; NULL past the end.
 const char *eng_listing_name(const eng_listing *listing, int i);
 void        eng_listing_free(eng_listing *listing);
 
-/// A safetensors file opened for reading: its header was checked whole, so every entry lies inside
-/// the file and has the size that its shape and dtype say.
+/// A safetensors file opened for reading. The whole header has been checked: every entry lies
+/// inside the file and has the size of its shape and dtype.
 typedef struct eng_safetensors eng_safetensors;
 
-/// One tensor in the file. `name` lives as long as the file is open; begin and end are bytes from the file's start.
+/// One tensor in the file. `name` lives as long as the file is open; begin and end are bytes from
+/// the file's start.
 typedef struct eng_safetensors_entry {
   const char *name;
   int32_t dtype, ndim;
@@ -58,113 +63,137 @@ typedef struct eng_safetensors_entry {
   int64_t begin, end;
 } eng_safetensors_entry;
 
-/// Errors: IO (missing, unreadable), FORMAT (anything in the header that the format forbids),
-/// DTYPE (a number format that this engine lacks, named).
+/// Errors: IO (missing, unreadable), FORMAT (a header that violates the format), DTYPE (a dtype
+/// that this engine lacks; the text names it).
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
 /// NULL is fine.
 void        eng_safetensors_close(eng_safetensors *file);
 int64_t     eng_safetensors_count(const eng_safetensors *file);
 /// Entry `index` in the order of the data. Errors: VALUE (no such entry).
-eng_status  eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file, int64_t index);
+eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
+                               int64_t index);
 /// Index of the entry called `name`, or -1.
 int64_t     eng_safetensors_find(const eng_safetensors *file, const char *name);
-/// Reads an entry into a new tensor that lives as eng_new says.
-eng_status  eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index, bool keep);
+/// Reads an entry into a new tensor, which lives as ENG_KEEP or ENG_AUTO say (eng_new).
+eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
+                                bool keep);
 /// Key and value of metadata pair `index`, in file order; VALUE past the end.
 int64_t     eng_safetensors_metadata_count(const eng_safetensors *file);
-eng_status  eng_safetensors_metadata(const char **key, const char **value, const eng_safetensors *file, int64_t index);
+eng_status eng_safetensors_metadata(const char **key, const char **value,
+                                    const eng_safetensors *file, int64_t index);
 
 /// A safetensors file being written.
 typedef struct eng_safetensors_writer eng_safetensors_writer;
 eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path);
-/// Names a tensor of any strides to be written, row-major, in the order of these calls. It is read
-/// at commit and must live until then.
-eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name, const eng_tensor *x);
-eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key, const char *value);
-/// Writes beside, syncs, renames into place; `crc` (may be NULL) is the file's CRC-32C. Ends the
-/// writer, whatever comes back; after an error the old file is there as before and nothing beside it.
+/// Adds a tensor of any strides, to be written row-major in the order of these calls. It is read at
+/// commit and must live until then.
+eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
+                               const eng_tensor *x);
+eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
+                                    const char *value);
+/// Writes to a temporary file, syncs and renames it; `crc` (may be NULL) is the file's CRC-32C.
+/// Frees the writer whatever the status; on an error the old file is unchanged and no temporary
+/// file remains.
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
-/// Forgets a writer that was not committed. NULL is fine.
+/// Frees a writer that was not committed. NULL is fine.
 void       eng_safetensors_abort(eng_safetensors_writer *writer);
 
 // ------------------------------------------------------------------ attach
 
-/// A run's door for other processes of its owner: a Unix socket, mode 0600, that takes lines and gives lines back. Other
-/// users are turned away, up to 8 clients are served at once, and none of them can make the run wait.
+/// The attach socket of a run, for other processes of the same user: a Unix socket, mode 0600, with
+/// a line-based protocol. Other users are rejected, up to 8 clients are served at once, and no
+/// client can make the run wait.
 typedef struct eng_attach eng_attach;
-enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };   // most bytes of a line from a client; of answers that wait for one
-/// Opens the door at `path`, however long. A socket that nobody listens at is replaced. Errors: STATE (somebody does), IO.
+// bytes at most: a line from a client; unread replies to it
+enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
+/// Opens the socket at `path`, of any length. A socket without a listener is replaced. Errors:
+/// STATE (another process listens), IO.
 eng_status eng_attach_open(eng_attach **out, const char *path);
-/// Lets all clients go and removes the socket. NULL is fine.
+/// Disconnects all clients and removes the socket. NULL is fine.
 void       eng_attach_close(eng_attach *door);
-/// Serves the sockets, waiting up to `milliseconds` for something to happen (0: under a microsecond when nobody is there). True:
-/// a line came, without its end, from the client of that number; it is valid until the next call.
-bool       eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *door, int milliseconds);
-/// Answers a client with a line. It is let go when it left too much unread; one that is gone already is fine.
+/// Serves the sockets, waiting up to `milliseconds` for activity (0: takes under a microsecond
+/// without clients). True: a line, without its newline, has come from client number *client; it is
+/// valid until the next call.
+bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *door,
+                     int milliseconds);
+/// Sends a line to a client. A client with too many unread bytes is disconnected; one that has
+/// disconnected is fine.
 void       eng_attach_answer(eng_attach *door, int client, const char *text, int64_t size);
 bool       eng_attach_here(eng_attach *door, int client);
 int        eng_attach_count(const eng_attach *door);
 
-/// The client's side. Errors: STATE (nobody listens), IO.
+/// The client's side. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
-/// The next line, valid until the next call. Errors: IO (the run is gone), STATE (none within `seconds`), INTERRUPTED.
-eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link, double seconds);
+/// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
+/// `seconds`), INTERRUPTED.
+eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link,
+                              double seconds);
 void       eng_attach_leave(eng_attach_link *link);
 
 // ------------------------------------------------------------------ history
 
-/// A run's history: an SQLite file in WAL mode. Appending puts rows into a queue in memory; a thread
-/// commits them every quarter of a second, so that a killed run loses at most the last of it.
-/// NaN is stored as NULL.
+/// A run's history: an SQLite file in WAL mode. Appending puts rows into a queue in memory; a
+/// thread commits them every quarter of a second, so that a killed run loses at most the last of
+/// them. NaN is stored as NULL.
 typedef struct eng_history eng_history;
 
-/// Opens a history: with `write` for the run itself (made when missing), else read-only for anyone,
-/// also while the run writes. Errors: IO; FORMAT (no history, or of a newer engine).
+/// Opens a history: with `write` for the run itself (made when missing), else read-only for any
+/// process, also while the run writes. Errors: IO; FORMAT (not a history, or of a newer engine).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits what is queued and closes. The history is gone whatever comes back. NULL is fine.
+/// Commits queued rows and closes. Frees the history whatever the status. NULL is fine.
 eng_status eng_history_close(eng_history *history);
 
-/// Every append tells a failure of the writing thread (disk full) once, as IO. The row is queued all
-/// the same and written when the disk has room again; once the queue is full rows are dropped, and an
-/// event 'history' then says how many. So a run can go on after the error.
+/// Every append reports a failure of the writing thread (disk full) once, as IO. The row is still
+/// queued and is written when the disk has room again. When the queue is full, rows are dropped,
+/// and an event 'history' records how many. A run can continue after the error.
 /// One row in `steps`. `tokens`: tokens this step trained on.
-eng_status eng_history_step(eng_history *history, const eng_record *record, const eng_verdict *verdict, double tokens);
+eng_status eng_history_step(eng_history *history, const eng_record *record,
+                            const eng_verdict *verdict, double tokens);
 /// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
-eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats, int n);
-/// What a shadow policy would have decided, in `shadows`. Written where its scale or its action differs from the row before: a
-/// verdict holds until the next row of that name.
-eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name, const eng_verdict *verdict);
-/// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares), amax, least, scale_min, scale_max (without the
-/// loss scale), count.
-eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role, const double value[9]);
-/// What a script published under `name` (record.signals), in `signals`. Written where it differs from the row before of that name.
+eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
+                               int n);
+/// The decision of a shadow policy, in `shadows`. Written when its scale or action differs from the
+/// row before: a decision holds until the next row of that name.
+eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
+                              const eng_verdict *verdict);
+/// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares),
+/// amax, least, scale_min, scale_max (without the loss scale), count.
+eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
+                           const double value[9]);
+/// A value that the script published as `name` (record.signals), in `signals`. Written when it
+/// differs from the row before of that name.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
-/// `time` is set here; `data` is free text (JSON) for programs, may be NULL.
-eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data);
+/// `time` is set here; `data` is free text (JSON) for programs and may be NULL.
+eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
+                             const char *data);
 /// A key and its value in `table`, "meta" or "config"; replaces an earlier value.
-eng_status eng_history_text(eng_history *history, const char *table, const char *key, const char *value);
+eng_status eng_history_text(eng_history *history, const char *table, const char *key,
+                            const char *value);
 /// A policy's source under its hash.
-eng_status eng_history_policy(eng_history *history, const char *hash, const char *name, const char *source);
+eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
+                              const char *source);
 /// Name and shape of parameter `index`, the index of first_bad and of tensor_stats.
-eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim, const int64_t *shape);
-/// The run continues at `step`: rows of it and of later steps go, and an event 'resumed' comes, in
-/// one transaction. Waits for the commit.
+eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
+                                 const int64_t *shape);
+/// The run continues at `step`: deletes the rows of that and later steps and appends an event
+/// 'resumed', in one transaction. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
 /// Waits until everything appended so far is committed.
 eng_status eng_history_flush(eng_history *history);
 
-/// One SQL statement on a history, which can only read. Parameters and columns count from 0.
+/// One read-only SQL statement on a history. Parameters and columns count from 0.
 typedef struct eng_query eng_query;
-/// Sees all rows appended before. Errors: VALUE (SQL error, or a statement that writes).
+/// The query sees all rows appended before. Errors: VALUE (an SQL error, or a statement that
+/// writes).
 eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
 void        eng_query_close(eng_query *query);
 int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Sets `row` when there is one more.
+/// Sets `row` if there is another row.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);
@@ -179,8 +208,9 @@ double      eng_query_double(const eng_query *query, int column);
 /// Text or blob and its size in bytes, valid until the next row.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
-/// Unpacks the blob of tensor_stats (or steps.hist: one tensor, histogram only). `n`: how many it
-/// holds; fills at most `capacity`. Errors: FORMAT.
-eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob, int64_t size);
+/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). `n`: tensors in
+/// the blob; fills at most `capacity`. Errors: FORMAT.
+eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
+                              int64_t size);
 
 #endif

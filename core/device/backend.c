@@ -1,4 +1,4 @@
-// The registry of devices and the one in force. See backend.h.
+// The registry of devices and the current device. See backend.h.
 #include "backend.h"
 
 #include "base/error.h"
@@ -11,7 +11,7 @@ static struct { const char *name; const backend *(*get)(void); } built_in[4];
 static int n_built_in;
 
 static const backend *current;
-static const backend *of_space[SPACE_COUNT];   // who owns a space, once it was loaded
+static const backend *of_space[SPACE_COUNT];   // the owner of a space, once it has been loaded
 
 static bool capturing;
 
@@ -27,7 +27,7 @@ const backend *backend_find(const char *name)
     if (strcmp(name, built_in[i].name) == 0) return built_in[i].get();
   if (strcmp(name, "cuda") == 0) {
     const backend *cuda = plugin_cuda();
-    if (cuda && !of_space[cuda->space]) {   // its memory is there from now on, whichever device is in force
+    if (cuda && !of_space[cuda->space]) {   // registers its memory, whichever device is current
       of_space[cuda->space] = cuda;
       arena_register(cuda->space, &cuda->memory);
     }

@@ -5,7 +5,8 @@
 #include <math.h>
 #include <string.h>
 
-void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale, unsigned needs)
+void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
+                   unsigned needs)
 {
   int64_t count = 0, inf = 0, nan = 0, zeros = 0, underflow = 0;
   double amax = 0, sum_squares = 0;
@@ -18,7 +19,7 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
     nan += s->nan;
     zeros += s->zeros;
     underflow += s->underflow;
-    // Exact where a layer is scaled by a power of two.
+    // exact where a layer's scale is a power of two
     double carry = gradstats_carry(s);
     if (s->amax / carry > amax) amax = s->amax / carry;
     sum_squares += s->sum_squares / carry / carry;

@@ -13,11 +13,13 @@ static inline double gradstats_carry(const eng_tensor_stats *s)
   return s->carry > 0 ? s->carry : 1;
 }
 
-/// Adds the statistics of `n` tensors into one record: counts, sums of squares, maxima, histogram.
-/// `scale` is the loss scale the gradients carry: amax and norm in the record are true magnitudes.
+/// Sums the statistics of `n` tensors into one record: counts, sums of squares, maxima, histogram.
+/// `scale` is the gradients' loss scale: amax and norm in the record are true magnitudes.
 void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale);
 
-/// The same where only `needs` (ENG_NEED_*) was computed: leaves out the histogram when it was not.
-void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale, unsigned needs);
+/// The same for a pass that computed only `needs` (ENG_NEED_*): skips the histogram if it was not
+/// among them.
+void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
+                   unsigned needs);
 
 #endif

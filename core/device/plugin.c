@@ -1,5 +1,6 @@
-// Loads the CUDA device: libengine_cuda.so beside this library, only when it is asked for, so that a machine without a driver
-// runs everything else and nobody pays for the CUDA libraries at start. Called by backend.c.
+// Loads the CUDA device, libengine_cuda.so beside this library, on first use: a machine without a
+// driver runs everything else, and starting does not load the CUDA libraries. Called by backend.c
+// and, for NVIDIA's libraries, by dist/comm_nccl.c.
 #define _GNU_SOURCE
 #include "plugin.h"
 
@@ -16,13 +17,22 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static eng_status plugin_error(eng_status status, const char *text) { return error_set(status, "%s", text); }
-static void *plugin_alloc(arena_id id, int64_t bytes) { return arena_alloc_in(SPACE_CUDA, id, bytes); }
-static void plugin_free(arena_id id, void *piece, int64_t bytes) { arena_free_in(SPACE_CUDA, id, piece, bytes); }
+static eng_status plugin_error(eng_status status, const char *text)
+{ return error_set(status, "%s", text); }
+static void *plugin_alloc(arena_id id, int64_t bytes)
+{ return arena_alloc_in(SPACE_CUDA, id, bytes); }
+static void plugin_free(arena_id id, void *piece, int64_t bytes)
+{ arena_free_in(SPACE_CUDA, id, piece, bytes); }
 
 static const backend_host host = {
-  .abi = BACKEND_ABI, .error = plugin_error, .alloc = plugin_alloc, .free = plugin_free, .tensor_text = tensor_text,
-  .tensor_contiguous = tensor_contiguous, .rng_seed = rng_seed, .interrupted = eng_interrupted,
+  .abi = BACKEND_ABI,
+  .error = plugin_error,
+  .alloc = plugin_alloc,
+  .free = plugin_free,
+  .tensor_text = tensor_text,
+  .tensor_contiguous = tensor_contiguous,
+  .rng_seed = rng_seed,
+  .interrupted = eng_interrupted,
 };
 
 /// The folder of this library.
@@ -48,34 +58,40 @@ void *plugin_library(const char *name, int mode)
   snprintf(patterns[1], sizeof patterns[1], "/usr/local/cuda/lib64/%s", name);
   snprintf(patterns[2], sizeof patterns[2], "/usr/local/cuda-*/lib64/%s", name);
   snprintf(patterns[3], sizeof patterns[3], "/usr/local/cuda*/targets/x86_64-linux/lib/%s", name);
-  snprintf(patterns[4], sizeof patterns[4], "/usr/lib/python3*/dist-packages/nvidia/*/lib/%s", name);
-  snprintf(patterns[5], sizeof patterns[5], "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib/%s", name);
+  snprintf(patterns[4], sizeof patterns[4], "/usr/lib/python3*/dist-packages/nvidia/*/lib/%s",
+           name);
+  snprintf(patterns[5], sizeof patterns[5],
+           "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib/%s", name);
   for (int i = 0; i < 6; i++) {
     glob_t found;
     if (glob(patterns[i], 0, NULL, &found) == 0)
-      for (size_t k = 0; k < found.gl_pathc && !library; k++) library = dlopen(found.gl_pathv[k], RTLD_NOW | mode);
+      for (size_t k = 0; k < found.gl_pathc && !library; k++)
+        library = dlopen(found.gl_pathv[k], RTLD_NOW | mode);
     globfree(&found);
     if (library) return library;
   }
   return NULL;
 }
 
-/// What is wrong with a file that dlopen must not see: a pipe would keep it waiting, and a library that ends before its last segment or its
-/// table of sections does, mapped in, would end the process. NULL: the loader may have it.
+/// The reason why a file must not be passed to dlopen: a pipe would block it, and mapping a library
+/// that is cut off before its last segment or section table would end the process. NULL: the file
+/// is fit.
 static const char *unfit(const char *path)
 {
   struct stat about;
   Elf64_Ehdr head;
   int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   bool is_file = fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode), cut = false;
-  if (is_file && pread(fd, &head, sizeof head, 0) == (ssize_t)sizeof head && memcmp(head.e_ident, ELFMAG, SELFMAG) == 0 &&
-      head.e_ident[EI_CLASS] == ELFCLASS64) {
+  if (is_file && pread(fd, &head, sizeof head, 0) == (ssize_t)sizeof head &&
+      memcmp(head.e_ident, ELFMAG, SELFMAG) == 0 && head.e_ident[EI_CLASS] == ELFCLASS64) {
     uint64_t size = (uint64_t)about.st_size, sections = (uint64_t)head.e_shnum * head.e_shentsize;
     cut = head.e_shoff > size || sections > size - head.e_shoff;
     for (int i = 0; i < head.e_phnum && !cut; i++) {
       Elf64_Phdr segment;
-      cut = pread(fd, &segment, sizeof segment, (off_t)(head.e_phoff + (uint64_t)i * sizeof segment)) != (ssize_t)sizeof segment ||
-            segment.p_offset > size || segment.p_filesz > size - segment.p_offset;
+      cut =
+        pread(fd, &segment, sizeof segment, (off_t)(head.e_phoff + (uint64_t)i * sizeof segment)) !=
+          (ssize_t)sizeof segment ||
+        segment.p_offset > size || segment.p_filesz > size - segment.p_offset;
     }
   }
   if (fd >= 0) close(fd);
@@ -91,12 +107,16 @@ const backend *plugin_cuda(void)
     error_set(ENG_ERR_DEVICE, "cuda: cannot tell the folder of libengine.so");
     return NULL;
   }
-  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // for specs: a device that needs no card
+  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs name a device that needs no card
   if (other && !*other) other = NULL;
-  if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);   // a file, never a name for the loader to look for
+  // a file, never a name that the loader searches for
+  if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
-    error_set(ENG_ERR_DEVICE, "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the PATH; or device=cpu", path);
+    error_set(ENG_ERR_DEVICE,
+              "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the "
+              "PATH; or device=cpu",
+              path);
     return NULL;
   }
   const char *wrong = unfit(path);
@@ -112,13 +132,18 @@ const backend *plugin_cuda(void)
   if (!other) plugin_library("libcublasLt.so.13", RTLD_GLOBAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
-    error_set(ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path, dlerror());
+    error_set(
+      ENG_ERR_DEVICE,
+      "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path,
+      dlerror());
     return NULL;
   }
   union { void *object; backend_plugin *function; } entry = {dlsym(library, "eng_cuda_backend")};
-  if (!entry.object) error_set(ENG_ERR_DEVICE, "cuda: %s is no device of this engine; hint: make", path);
+  if (!entry.object)
+    error_set(ENG_ERR_DEVICE, "cuda: %s is no device of this engine; hint: make", path);
   else {
-    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: make", path);
+    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: make",
+              path);
     loaded = entry.function(&host);
   }
   if (!loaded) dlclose(library);

@@ -1,5 +1,5 @@
-// Between host memory and tensors, wherever these live. See transfer.h.
-// Conversion happens on the host: what is read or written here are batches, scalars, files and prints.
+// Transfers between host memory and tensors in any memory. See transfer.h. Values are converted on
+// the host: transfers carry batches, scalars, files and printed tensors.
 #include "transfer.h"
 
 #include "backend.h"
@@ -65,7 +65,7 @@ eng_status transfer_set(const tensor *x, double value)
 
 // ---- elements on the host
 
-/// Element-wise conversion between a row-major buffer and a tensor of any strides, both in host memory.
+/// Converts elements between a row-major buffer and a tensor of any strides, both in host memory.
 static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   bool exact_ints = dtype_is_integer(format) && dtype_is_integer(x->dtype);
@@ -78,9 +78,11 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
   }
   int64_t index[ENG_MAX_DIMS] = {0}, at = 0;
   for (int64_t i = 0; i < x->count; i++) {
-    if (into_tensor && exact_ints) tensor_store_int(x->data, x->dtype, at, tensor_load_int(buffer, format, i));
+    if (into_tensor && exact_ints)
+      tensor_store_int(x->data, x->dtype, at, tensor_load_int(buffer, format, i));
     else if (into_tensor) tensor_store(x->data, x->dtype, at, tensor_load(buffer, format, i));
-    else if (exact_ints) tensor_store_int(buffer, format, i, tensor_load_int(x->data, x->dtype, at));
+    else if (exact_ints)
+      tensor_store_int(buffer, format, i, tensor_load_int(x->data, x->dtype, at));
     else tensor_store(buffer, format, i, tensor_load(x->data, x->dtype, at));
     for (int d = x->ndim - 1; d >= 0; d--) {
       at += x->stride[d];
@@ -93,10 +95,16 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// x's shape, row-major, over other memory.
+/// A row-major tensor of x's shape over other memory.
 static tensor rows_over(const tensor *x, storage *store, void *memory)
 {
-  tensor y = {.data = memory, .count = x->count, .ndim = x->ndim, .dtype = x->dtype, .store = store, .live = true, .node = -1};
+  tensor y = {.data = memory,
+              .count = x->count,
+              .ndim = x->ndim,
+              .dtype = x->dtype,
+              .store = store,
+              .live = true,
+              .node = -1};
   for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) {
     y.shape[d] = x->shape[d];
     y.stride[d] = stride;
@@ -104,10 +112,15 @@ static tensor rows_over(const tensor *x, storage *store, void *memory)
   return y;
 }
 
-/// Copies between tensors of one shape in one device space, strides free.
+/// Copies between tensors of one shape in one device's memory; any strides.
 static eng_status copy_strided(const tensor *to, const tensor *from)
 {
-  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {(tensor *)from}, .out = {(tensor *)to}, .ints = {to->dtype}};
+  op_call call = {.op = ENG_OP_cast,
+                  .n_in = 1,
+                  .n_out = 1,
+                  .in = {(tensor *)from},
+                  .out = {(tensor *)to},
+                  .ints = {to->dtype}};
   return backend_of_space(from->store->space)->kernel[ENG_OP_cast](&call);
 }
 
@@ -119,12 +132,13 @@ eng_status transfer_rows(void *to, const tensor *x)
     convert(to, x->dtype, x, false);
     return ENG_OK;
   }
-  storage nobody = {.memory = to, .bytes = bytes_of(x), .references = 1, .arena = -1, .space = x->store->space};
+  storage nobody = {
+    .memory = to, .bytes = bytes_of(x), .references = 1, .arena = -1, .space = x->store->space};
   tensor y = rows_over(x, &nobody, to);
   return copy_strided(&y, x);
 }
 
-/// The same through host memory: rows in x's own format, converted here.
+/// Reads or writes through host memory: rows travel in x's dtype and are converted here.
 static eng_status through_host(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   int space = x->store->space;
@@ -133,7 +147,8 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   void *rows = converts ? malloc((size_t)bytes) : buffer;
   void *piece = gathers ? arena_alloc_in(space, ARENA_SCRATCH, bytes) : x->data;
   eng_status status = ENG_OK;
-  if (!rows) status = error_set(ENG_ERR_MEMORY, "out of memory to bring %s to the host", tensor_text(x));
+  if (!rows)
+    status = error_set(ENG_ERR_MEMORY, "out of memory to bring %s to the host", tensor_text(x));
   else if (!piece) status = ENG_ERR_MEMORY;
   storage nobody = {.references = 1, .arena = -1, .space = SPACE_HOST};
   tensor host = rows_over(x, &nobody, rows);
@@ -141,7 +156,8 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
     if (converts) convert(buffer, format, &host, true);
     status = transfer_from_host(space, piece, rows, bytes);
     if (status == ENG_OK && gathers) {
-      storage there = {.memory = piece, .bytes = bytes, .references = 1, .arena = -1, .space = space};
+      storage there = {
+        .memory = piece, .bytes = bytes, .references = 1, .arena = -1, .space = space};
       tensor y = rows_over(x, &there, piece);
       status = copy_strided(x, &y);
     }

@@ -20,7 +20,7 @@ static line_completer *current_completer;
 static void *completer_data;
 static bool was_interrupted;
 
-static char *plain_line;      // of getline, without a terminal
+static char *plain_line;      // of getline, when there is no terminal
 static size_t plain_size;
 
 bool line_is_edited(void)
@@ -122,7 +122,7 @@ line_result line_read(const char **text, const char *prompt, line_completer *com
   struct sigaction before, now;
   sigaction(SIGINT, NULL, &before);
   now = before;
-  now.sa_flags &= ~SA_RESTART;          // so that Ctrl-C ends the read
+  now.sa_flags &= ~SA_RESTART;          // so that Ctrl-C interrupts the read
   sigaction(SIGINT, &now, NULL);
 
   line_result result;

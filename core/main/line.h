@@ -1,5 +1,5 @@
-// Line editing for the REPL, through libedit: history, completion, Ctrl-C that drops the line.
-// Owns the terminal while a line is being read. Called by main.c alone; knows nothing of Lua.
+// Line editing for the REPL through libedit: history, completion, and Ctrl-C that drops the line.
+// Owns the terminal while a line is read. Called by main.c alone; knows nothing of Lua.
 #ifndef ENG_LINE_H
 #define ENG_LINE_H
 
@@ -8,22 +8,23 @@
 
 typedef enum line_result { LINE_OK, LINE_END, LINE_INTERRUPTED } line_result;
 
-/// What to do about Tab: `before` is the line up to the cursor. Writes what is to be inserted into `insert`
-/// and the candidates to be listed, one a line, into `list`; either may stay empty.
-typedef void line_completer(void *data, const char *before, char *insert, size_t insert_size, char *list, size_t list_size);
+/// Completes on Tab: `before` is the line up to the cursor. Writes the text to insert into `insert`
+/// and the candidates, one per line, into `list`; either may stay empty.
+typedef void line_completer(void *data, const char *before, char *insert, size_t insert_size,
+                            char *list, size_t list_size);
 
-/// Reads a line without its end into *text, which is valid until the next call. Without a
-/// terminal it reads stdin plainly.
+/// Reads a line, without its newline, into *text, which is valid until the next call. Without a
+/// terminal it reads plain stdin.
 line_result line_read(const char **text, const char *prompt, line_completer *complete, void *data);
 
-/// Adds an entry to the history; `file` (may be NULL) is where line_history_load read it from.
+/// Adds an entry to the history; `file` (may be NULL) is the file that line_history_load read.
 void line_history_add(const char *entry, const char *file);
 void line_history_load(const char *file);
 
-/// Whether lines are edited, that is whether stdin and stdout are a terminal that can.
+/// Whether lines are edited: stdin and stdout are a capable terminal.
 bool line_is_edited(void);
 
-/// Gives the terminal back.
+/// Restores the terminal.
 void line_close(void);
 
 #endif

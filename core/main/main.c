@@ -1,7 +1,7 @@
-// The `engine` binary: LuaJIT with the engine beside it. Takes the command line of the standalone
-// lua interpreter, so that Lua tools run under it, plus subcommands written in Lua (lua/engine/cli).
-// Owns the Lua state, the signal handlers and the REPL's terminal. Only this file and
-// policy_vm.c include lua.h.
+// The `engine` binary: LuaJIT with the engine beside it. It takes the command line of the
+// standalone lua interpreter, so that Lua tools run under it, plus subcommands written in Lua
+// (lua/engine/cli).
+// Owns the Lua state, the signal handlers and the REPL's terminal.
 #define _GNU_SOURCE
 #include "engine.h"     // eng_version, eng_interrupt
 #include "line.h"       // line_read
@@ -25,8 +25,9 @@
 static lua_State *main_state;
 static pthread_t main_thread;
 static volatile sig_atomic_t last_signal;
-static int rank, ranks;        // of several processes on one job; 0 and 1 for one alone
-static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];   // root: the folder of Lua modules
+static int rank, ranks;        // of several processes on one job; 0 and 1 for a single process
+// root: the folder of Lua modules
+static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];
 
 // ------------------------------------------------------------------ signals
 
@@ -42,10 +43,11 @@ static void say(const char *text)
   if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
-// First time: the trainer ends at its step's end, what waits gives up, or the script is stopped. Second time: exit.
+// The first signal: the trainer stops at the end of its step, a waiting call gives up, or the
+// script is stopped. The second one exits.
 static void on_signal(int signal_number)
 {
-  if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread: Lua's hook is not ours to set
+  if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;
   }
@@ -59,28 +61,32 @@ static void on_signal(int signal_number)
   } else {
     eng_interrupt(2);
     alarm(1);
-    if (main_state) lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+    if (main_state)
+      lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
   }
 }
 
-// A second later: compiled Lua loops and long operations look at no hook.
+// One second later: compiled Lua loops and long operations check no hook.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;
   if (eng_interrupted() && rank == 0) say("\nstill at work in one call; again to stop at once\n");
 }
 
-// A mapped file was cut off while it was read. What was not in the file cannot be had: end with a reason.
+// A mapped file was truncated while it was read. The missing data cannot be read: exit with the
+// reason.
 static void on_bus(int signal_number)
 {
-  say("\nengine: a data or weight file became shorter while it was in use; hint: resume=auto goes on from the last checkpoint\n");
+  say("\nengine: a data or weight file became shorter while it was in use; hint: resume=auto goes "
+      "on from the last checkpoint\n");
   _exit(128 + signal_number);
 }
 
-static bool hangup_ignored;      // nohup
+static bool hangup_ignored;      // by nohup
 
-// kill -HUP: a run reads its policy's file again; without a run it ends the process as ever. A terminal that went away
-// (the kernel tells, not a process) ends a run as Ctrl-C does, but for one started with nohup.
+// kill -HUP: a run reads its policy's file again; without a run the process ends as usual. A
+// terminal that has closed (the signal then comes from the kernel) stops a run as Ctrl-C does,
+// unless it was started with nohup.
 static void on_hangup(int signal_number, siginfo_t *from, void *context)
 {
   (void)context;
@@ -99,7 +105,8 @@ static void catch_signals(void)
   main_thread = pthread_self();
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  struct sigaction before, hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
+  struct sigaction before,
+    hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
   sigemptyset(&hangup.sa_mask);
   hangup_ignored = sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
   sigaction(SIGHUP, &hangup, NULL);
@@ -109,7 +116,7 @@ static void catch_signals(void)
   sigaction(SIGBUS, &action, NULL);
 }
 
-// Forgets an interrupt that has been answered. Gives whether there was one.
+// Clears an interrupt that has been handled. Returns whether there was one.
 static bool settle_interrupt(lua_State *L)
 {
   bool was = eng_interrupted() != 0;
@@ -121,14 +128,14 @@ static bool settle_interrupt(lua_State *L)
 
 // ------------------------------------------------------------------ errors
 
-// Of several ranks all have the same to say as a rule: rank 0 says it and ends the job. Who has something else says it a little later,
-// unless the job has been ended by then.
+// Ranks usually have the same error: rank 0 prints it and ends the job. Another rank prints its own
+// a little later, unless the job has ended by then.
 static void complain(const char *text)
 {
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
-    if (before == 2) return;              // it was told to end, and says so to nobody
+    if (before == 2) return;              // the signal asked it to end: print nothing
     for (int i = 0; i < 50; i++) usleep(10000);
     if (eng_interrupted() > before) return;
     fprintf(stderr, "engine: rank %d: %s\n", rank, text);
@@ -136,26 +143,31 @@ static void complain(const char *text)
   fflush(stderr);
 }
 
-// Whether a place, "file:line: ...", is in the engine's own Lua files. Lua cuts long paths at the front.
+// Whether a place, "file:line: ...", is in the engine's own Lua files. Lua cuts long paths at the
+// front.
 static bool is_own_place(const char *place, size_t length)
 {
   size_t n = strlen(root);
-  if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0) return true;
+  if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0)
+    return true;
   return length > 3 && memcmp(place, "...", 3) == 0 &&
-         (memmem(place, length, "/lua/engine/", 12) || memmem(place, length, "/lua/5.1/engine/", 16));
+         (memmem(place, length, "/lua/engine/", 12) ||
+          memmem(place, length, "/lua/5.1/engine/", 16));
 }
 
 static bool is_plumbing(const char *frame, size_t length)
 {
-  static const char *const names[] = {"[C]: in function 'error'", "[C]: in function 'pcall'", "[C]: in function 'xpcall'"};
+  static const char *const names[] = {"[C]: in function 'error'", "[C]: in function 'pcall'",
+                                      "[C]: in function 'xpcall'"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
     if (length == strlen(names[i]) && memcmp(frame, names[i], length) == 0) return true;
   return false;
 }
 
-// Pushes `text`, a message and its traceback, for those who wrote the script: without the engine's own frames, and without
-// a traceback that would only name the message's place again, or that has no part in the file which the message is about (a policy's).
-// A message that names the engine's files keeps everything.
+// Pushes `text`, a message with its traceback, reduced for the script's author: without the
+// engine's own frames, and without a traceback that only repeats the message's place or contains no
+// frame of the file in the message (a policy's). A message about the engine's own files stays
+// complete.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -164,7 +176,8 @@ static void push_trimmed(lua_State *L, const char *text)
   luaL_Buffer kept;
   luaL_buffinit(L, &kept);
   luaL_addlstring(&kept, text, (size_t)(trace - text) + strlen(head));
-  size_t dropped = 0, others = 0, own = strcspn(text, " \n");          // own: length of the place the message names, "file.lua:" or with a line
+  // own: length of the message's place, "file.lua:" or with a line
+  size_t dropped = 0, others = 0, own = strcspn(text, " \n");
   bool elsewhere = own >= 5 && text[own - 1] == ':' && memmem(text, own, ".lua:", 5);
   for (const char *line = trace + strlen(head); line < end;) {
     const char *frame = line + strspn(line, "\n\t"), *stop = frame + strcspn(frame, "\n");
@@ -184,9 +197,9 @@ static void push_trimmed(lua_State *L, const char *text)
   lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
 }
 
-static bool keeps_locals;      // -i: the REPL that follows sees what the script's main chunk called its own
+static bool keeps_locals;      // -i: the REPL afterwards sees the locals of the script's main chunk
 
-// Makes the locals of the main chunk global, but for names that are taken.
+// Makes the locals of the main chunk global, except names that are taken.
 static void keep_locals(lua_State *L)
 {
   lua_Debug chunk, frame;
@@ -208,18 +221,19 @@ static void keep_locals(lua_State *L)
   }
 }
 
-// Any error value as text, with a traceback below.
+// Converts any error value to text with a traceback.
 static int on_error(lua_State *L)
 {
   if (keeps_locals) keep_locals(L);
-  if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {   // false: what the user typed is wrong, not the script
+  // false: a mistake in the user's input, not in the script
+  if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {
     bool plain = !lua_toboolean(L, -1);
     lua_settop(L, 1);
     if (plain && luaL_callmeta(L, 1, "__tostring")) return 1;
   }
   if (!lua_isstring(L, 1)) {
     if (lua_isnoneornil(L, 1)) {
-      return 1;                          // error(): how a tool such as busted leaves without a word
+      return 1;  // error() without a value: how a tool such as busted exits silently
     } else if (luaL_callmeta(L, 1, "__tostring") && lua_isstring(L, -1)) {
       // the text is on top
     } else {
@@ -228,12 +242,13 @@ static int on_error(lua_State *L)
     lua_replace(L, 1);
     lua_settop(L, 1);
   }
-  if (!strstr(lua_tostring(L, 1), "\nstack traceback:")) luaL_traceback(L, L, lua_tostring(L, 1), 1);
+  if (!strstr(lua_tostring(L, 1), "\nstack traceback:"))
+    luaL_traceback(L, L, lua_tostring(L, 1), 1);
   push_trimmed(L, lua_tostring(L, -1));
   return 1;
 }
 
-// Calls the function below its `n_args` arguments. On an error says it and gives false.
+// Calls the function below its `n_args` arguments. On an error prints it and returns false.
 static bool call(lua_State *L, int n_args, int n_results)
 {
   int base = lua_gettop(L) - n_args;
@@ -242,7 +257,8 @@ static bool call(lua_State *L, int n_args, int n_results)
   int status = lua_pcall(L, n_args, n_results, base);
   lua_remove(L, base);
   if (status == 0) return true;
-  if (!lua_isnil(L, -1)) complain(lua_isstring(L, -1) ? lua_tostring(L, -1) : "error in error handling");
+  if (!lua_isnil(L, -1))
+    complain(lua_isstring(L, -1) ? lua_tostring(L, -1) : "error in error handling");
   lua_pop(L, 1);
   return false;
 }
@@ -257,7 +273,7 @@ static bool call_loaded(lua_State *L, int load_status)
 
 // ------------------------------------------------------------------ the REPL's hands
 
-static lua_State *completing;         // its stack top is the Lua completer while a line is read
+static lua_State *completing;  // the Lua completer is on top of its stack while a line is read
 
 static void copy_text(char *target, size_t size, lua_State *L, int index)
 {
@@ -269,7 +285,8 @@ static void copy_text(char *target, size_t size, lua_State *L, int index)
   target[length] = 0;
 }
 
-static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list, size_t list_size)
+static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list,
+                     size_t list_size)
 {
   (void)data;
   lua_State *L = completing;
@@ -284,8 +301,8 @@ static void complete(void *data, const char *before, char *insert, size_t insert
   }
 }
 
-// read(prompt, completer) -> line, or nil and "end" or "interrupted".
-// The completer gets the line up to the cursor and gives what to insert and a text to show, or nil.
+// read(prompt, completer) -> line, or nil and "end" or "interrupted". The completer receives the
+// line up to the cursor and returns the text to insert and a text to show, or nil.
 static int l_read(lua_State *L)
 {
   const char *prompt = luaL_checkstring(L, 1), *text;
@@ -315,28 +332,28 @@ static int l_history_add(lua_State *L)
   return 0;
 }
 
-// trim(text) -> a message and its traceback without what is the engine's own.
+// trim(text) -> a message and its traceback without the engine's own frames.
 static int l_trim(lua_State *L)
 {
   push_trimmed(L, luaL_checkstring(L, 1));
   return 1;
 }
 
-// keep(): what a script under -i ends with.
+// keep(): called at the end of a script under -i.
 static int l_keep(lua_State *L)
 {
   keep_locals(L);
   return 0;
 }
 
-// settle() -> whether an interrupt was pending; it is forgotten.
+// settle() -> whether an interrupt was pending; clears it.
 static int l_settle(lua_State *L)
 {
   lua_pushboolean(L, settle_interrupt(L));
   return 1;
 }
 
-// require "engine.host": what a Lua module may want to know of the binary it runs in.
+// require "engine.host": what Lua modules can learn about the binary.
 static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
@@ -363,8 +380,8 @@ static bool has_modules(const char *folder)
   return access(file, R_OK) == 0;
 }
 
-// The executable, the library it was linked with, and the Lua modules: ../share/lua/5.1 when
-// installed, lua/ in the tree (../../lua for a build kept in build/NAME).
+// Finds the executable, the library it is linked with, and the Lua modules: ../share/lua/5.1 when
+// installed, lua/ in the tree (../../lua for a build in build/NAME).
 static bool find_places(const char *argv0)
 {
   static const char *const places[] = {"lua", "../share/lua/5.1", "../../lua", "../lua"};
@@ -373,7 +390,8 @@ static bool find_places(const char *argv0)
   else if (!realpath(argv0, executable)) snprintf(executable, sizeof executable, "%s", argv0);
 
   Dl_info where;
-  if (dladdr((void *)(uintptr_t)eng_version, &where) && where.dli_fname && !realpath(where.dli_fname, library))
+  if (dladdr((void *)(uintptr_t)eng_version, &where) && where.dli_fname &&
+      !realpath(where.dli_fname, library))
     snprintf(library, sizeof library, "%s", where.dli_fname);
 
   char folder[PATH_MAX];
@@ -397,7 +415,7 @@ static void set_path(lua_State *L)
   lua_pushfstring(L, "%s/?.lua;%s/?/init.lua;%s", root, root, lua_tostring(L, -1));
   lua_setfield(L, -3, "path");
   lua_pop(L, 1);
-  lua_getfield(L, -1, "cpath");   // a folder made by `make dist` brings its own modules
+  lua_getfield(L, -1, "cpath");   // a folder made by `make dist` has its own modules
   lua_pushfstring(L, "%s/../lib/lua/?.so;%s", root, lua_tostring(L, -1));
   lua_setfield(L, -3, "cpath");
   lua_pop(L, 1);
@@ -424,7 +442,7 @@ static void usage(void)
         "engine --help says more.\n", stderr);
 }
 
-// Fills `o`; false on an unknown option.
+// Fills `o`; false for an unknown option.
 static bool parse(options *o, int argc, char **argv)
 {
   int i = 1;
@@ -505,7 +523,7 @@ static bool run_options(lua_State *L, const options *o, char **argv)
   return true;
 }
 
-// arg[0] is the script, what stands before it has negative indices.
+// arg[0] is the script; the words before it have negative indices.
 static void set_arg(lua_State *L, int argc, char **argv, int script)
 {
   if (script >= argc) script = 0;
@@ -517,7 +535,7 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
   lua_setglobal(L, "arg");
 }
 
-// Loads a script that leaves its locals to the REPL: a call stands at its end, or before the `return` it ends with.
+// Loads a script whose locals the REPL keeps: adds a call at its end, or before its final `return`.
 static bool load_kept(lua_State *L, const char *name)
 {
   static const char keep[] = "\nrequire('engine.host').keep() ";
@@ -525,7 +543,8 @@ static bool load_kept(lua_State *L, const char *name)
   if (!file) return false;
   luaL_Buffer read;
   luaL_buffinit(L, &read);
-  for (size_t n; (n = fread(luaL_prepbuffer(&read), 1, LUAL_BUFFERSIZE, file)) > 0;) luaL_addsize(&read, n);
+  for (size_t n; (n = fread(luaL_prepbuffer(&read), 1, LUAL_BUFFERSIZE, file)) > 0;)
+    luaL_addsize(&read, n);
   fclose(file);
   luaL_pushresult(&read);
   int top = lua_gettop(L);
@@ -535,7 +554,8 @@ static bool load_kept(lua_State *L, const char *name)
   lua_pushstring(L, keep);
   lua_concat(L, 2);
   bool good = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), chunk) == 0;
-  for (before = length; !good && before > 0 && strncmp(text + before, "\nreturn", 7) != 0;) before--;
+  for (before = length; !good && before > 0 && strncmp(text + before, "\nreturn", 7) != 0;)
+    before--;
   if (!good && before > 0) {
     lua_pushlstring(L, text, before);
     lua_pushstring(L, keep);
@@ -552,7 +572,8 @@ static bool run_script(lua_State *L, int argc, char **argv, int script)
 {
   const char *name = argv[script];
   if (strcmp(name, "-") == 0 && strcmp(argv[script - 1], "--") != 0) name = NULL;
-  if (!(keeps_locals && name && load_kept(L, name)) && luaL_loadfile(L, name) != 0) return call_loaded(L, 1);
+  if (!(keeps_locals && name && load_kept(L, name)) && luaL_loadfile(L, name) != 0)
+    return call_loaded(L, 1);
   for (int i = script + 1; i < argc; i++) lua_pushstring(L, argv[i]);
   return call(L, argc - script - 1, 0);
 }
@@ -585,20 +606,25 @@ static bool run_environment(lua_State *L)
   return call_loaded(L, luaL_loadbuffer(L, init, strlen(init), "=LUA_INIT"));
 }
 
-// Numbers live in tables and policies for as long as a run lasts: a 1 GiB heap would not do.
+// Tables and policies hold data as long as a run lasts: a heap limited to 1 GiB is too small.
 static bool check_gc64(lua_State *L)
 {
   static const char code[] = "return require('ffi').abi('gc64')";
-  bool wide = luaL_loadbuffer(L, code, sizeof code - 1, "=gc64") == 0 && lua_pcall(L, 0, 1, 0) == 0 && lua_toboolean(L, -1);
+  bool wide = luaL_loadbuffer(L, code, sizeof code - 1, "=gc64") == 0 &&
+              lua_pcall(L, 0, 1, 0) == 0 && lua_toboolean(L, -1);
   lua_settop(L, 0);
-  if (!wide) complain("this LuaJIT was built without GC64, which limits Lua to 1 GiB; hint: use Debian's libluajit-5.1-2 or build LuaJIT with XCFLAGS=-DLUAJIT_ENABLE_GC64");
+  if (!wide)
+    complain("this LuaJIT was built without GC64, which limits Lua to 1 GiB; hint: use Debian's "
+             "libluajit-5.1-2 or build LuaJIT with XCFLAGS=-DLUAJIT_ENABLE_GC64");
   return wide;
 }
 
-// A word that names no file (a folder such as runs/ is no script): a subcommand.
+// Whether a word is a subcommand: it names no file (a folder such as runs/ is not a script).
 static bool is_command(const char *word)
 {
-  if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER || !(word[0] >= 'a' && word[0] <= 'z')) return false;
+  if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER ||
+      !(word[0] >= 'a' && word[0] <= 'z'))
+    return false;
   return strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
 }
 
@@ -630,24 +656,27 @@ static int run(lua_State *L, int argc, char **argv)
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
   bool interrupted = settle_interrupt(L);
-  if (o.interactive) ok = run_repl(L);          // after an error, too: what the script left is worth a look
+  // also after an error: the script's variables are worth inspecting
+  if (o.interactive) ok = run_repl(L);
   else if (!ok && interrupted) return 128 + last_signal;
   return ok ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
-// OpenMP's threads wait for each other by spinning for milliseconds, which on a busy machine costs a factor of ten. The
-// runtime reads its settings when it is loaded, before main: so they are set and the binary starts once more (a
-// millisecond). About 50 us of spinning keep the quick hand-over between kernels.
+// OpenMP's threads spin for milliseconds while they wait for each other, which costs a factor of
+// ten on a busy machine. The runtime reads its settings when it is loaded, before main. So the
+// settings are made and the binary starts again (one millisecond). About 50 us of spinning keep the
+// quick hand-over between kernels.
 static void tame_openmp(char **argv)
 {
   if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
-  if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);   // where that fails we go on as we are
+  // continue as we are if that fails
+  if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
 }
 
 int main(int argc, char **argv)
 {
   tame_openmp(argv);
-  prctl(PR_SET_NAME, "engine");         // else what ps shows is that second start's name, exe
+  prctl(PR_SET_NAME, "engine");         // otherwise ps shows "exe", the name of the second start
   setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
   bool found = find_places(argv[0]);
   lua_State *L = luaL_newstate();
@@ -658,7 +687,11 @@ int main(int argc, char **argv)
   luaL_openlibs(L);
   if (!check_gc64(L)) return EXIT_FAILURE;
   set_path(L);
-  if (!found) fprintf(stderr, "engine: its Lua modules are missing (looked for %s); hint: keep lua/ beside the binary, or use make install\n", root);
+  if (!found)
+    fprintf(stderr,
+            "engine: its Lua modules are missing (looked for %s); hint: keep lua/ beside the "
+            "binary, or use make install\n",
+            root);
   main_state = L;
   eng_comm_launched(&rank, &ranks);
   catch_signals();

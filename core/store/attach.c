@@ -1,7 +1,9 @@
-// A run's door for its owner's other processes: a Unix socket in the run's directory that takes lines and gives lines back.
-// Nothing here waits for a client: what one does not read is kept up to a limit, and then the client is let go. What the lines
-// mean is Lua's (lua/engine/run/control.lua, lua/engine/cli/attach.lua). Both sides stand here.
-// Called from Lua: by the trainer between steps, by `engine attach`.
+// The attach socket of a run: a Unix socket in the run's directory through which other processes of
+// the same user send lines and receive lines. The run never waits for a client: unread replies are
+// kept up to a limit, and then the client is disconnected. Lua defines the lines
+// (lua/engine/run/control.lua, lua/engine/cli/attach.lua). Both the server and the client side are
+// here.
+// Called by Lua: the trainer between steps, and `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred
 #include "engine.h"
 #include "base/error.h"
@@ -19,22 +21,22 @@
 
 enum { CLIENTS = 8, CHUNK = 4096 };
 
-/// Bytes on their way, at `from` the first that is still wanted.
+/// Bytes in a buffer; `from` is the first one not yet consumed.
 typedef struct bytes { char *data; size_t from, size, capacity; } bytes;
 
 typedef struct client {
-  int   fd;                  // -1: nobody
-  int   number;              // of this client, never used again
+  int   fd;                  // -1: free
+  int   number;              // the client's number, never reused
   bytes in, out;
 } client;
 
 struct eng_attach {
-  int    fd, folder;         // the socket, and the directory it stands in
-  dev_t  device;             // the socket's file, so that no other's is removed
+  int    fd, folder;         // the socket and its directory
+  dev_t  device;  // of the socket's file, so that another process's file is never removed
   ino_t  inode;
-  int    count, last_number, turn;   // turn: whose line is given out next
+  int    count, last_number, turn;   // turn: the client whose line is returned next
   char  *name;               // within the folder
-  char  *line;               // the last one given out
+  char  *line;               // the last one returned
   client clients[CLIENTS];
 };
 
@@ -61,10 +63,11 @@ static bool bytes_add(bytes *b, const char *data, size_t size, size_t limit)
   return true;
 }
 
-/// The first whole line as text of its own, NULL when there is none (or no memory).
+/// Returns the first complete line as a separate string; NULL when there is none (or no memory).
 static char *bytes_line(bytes *b, int64_t *length)
 {
-  char *start = b->data + b->from, *end = b->size > b->from ? memchr(start, '\n', b->size - b->from) : NULL;
+  char *start = b->data + b->from,
+       *end = b->size > b->from ? memchr(start, '\n', b->size - b->from) : NULL;
   if (!end) return NULL;
   char *line = malloc((size_t)(end - start) + 1);
   if (!line) return NULL;
@@ -83,8 +86,10 @@ static void bytes_free(bytes *b)
 
 // ---- addresses
 
-/// The address of `name` in an open folder. A socket's path has room for 107 bytes: a longer one goes by the folder's number.
-static eng_status address_of(struct sockaddr_un *out, const char *path, int folder, const char *name)
+/// The address of `name` in an open folder. A socket address has room for 107 bytes: a longer path
+/// uses the folder's descriptor.
+static eng_status address_of(struct sockaddr_un *out, const char *path, int folder,
+                             const char *name)
 {
   *out = (struct sockaddr_un){.sun_family = AF_UNIX};
   if (strlen(path) < sizeof out->sun_path) {
@@ -93,10 +98,11 @@ static eng_status address_of(struct sockaddr_un *out, const char *path, int fold
   }
   int length = snprintf(out->sun_path, sizeof out->sun_path, "/proc/self/fd/%d/%s", folder, name);
   if (length > 0 && (size_t)length < sizeof out->sun_path) return ENG_OK;
-  return error_set(ENG_ERR_IO, "%s: the name of a socket can have %d bytes", path, (int)sizeof out->sun_path - 24);
+  return error_set(ENG_ERR_IO, "%s: the name of a socket can have %d bytes", path,
+                   (int)sizeof out->sun_path - 24);
 }
 
-/// Opens the directory of `path`; `name` is what stands behind its last slash.
+/// Opens the directory of `path`; `name` is the part after the last slash.
 static eng_status open_folder(int *folder, const char **name, const char *path)
 {
   const char *slash = strrchr(path, '/');
@@ -104,21 +110,24 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
   char *parent = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
   if (!parent) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   *folder = open(parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
-  eng_status status = *folder >= 0 ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
+  eng_status status =
+    *folder >= 0 ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
   free(parent);
   return status;
 }
 
 // ---- the run's side
 
-/// Removes a socket that nobody listens at any more.
-static eng_status clear_place(const struct sockaddr_un *address, const char *path, int folder, const char *name)
+/// Removes a socket that no longer has a listener.
+static eng_status clear_place(const struct sockaddr_un *address, const char *path, int folder,
+                              const char *name)
 {
   struct stat there;
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
   if (!S_ISSOCK(there.st_mode)) return error_set(ENG_ERR_IO, "%s: is there and is no socket", path);
   int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN);
+  bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 ||
+                              errno == EAGAIN);
   if (fd >= 0) close(fd);
   if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens there", path);
   unlinkat(folder, name, 0);
@@ -132,8 +141,9 @@ static eng_status listen_at(eng_attach *door, const char *path)
   ENG_TRY(address_of(&address, path, door->folder, door->name));
   ENG_TRY(clear_place(&address, path, door->folder, door->name));
   door->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  // The mode set on the socket is that of the file: there is no moment in which others could come in.
-  if (door->fd < 0 || fchmod(door->fd, 0600) != 0 || bind(door->fd, (const struct sockaddr *)&address, sizeof address) != 0)
+  // The mode set on the socket becomes that of the file: other users can connect at no moment.
+  if (door->fd < 0 || fchmod(door->fd, 0600) != 0 ||
+      bind(door->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
   if (fstatat(door->folder, door->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
     door->device = made.st_dev;
@@ -153,7 +163,8 @@ eng_status eng_attach_open(eng_attach **out, const char *path)
   door->fd = door->folder = -1;
   for (int i = 0; i < CLIENTS; i++) door->clients[i].fd = -1;
   eng_status status = open_folder(&door->folder, &name, path);
-  if (status == ENG_OK && (door->name = strdup(name)) == NULL) status = error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  if (status == ENG_OK && (door->name = strdup(name)) == NULL)
+    status = error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   if (status == ENG_OK) status = listen_at(door, path);
   if (status != ENG_OK) eng_attach_close(door);
   else *out = door;
@@ -175,7 +186,8 @@ void eng_attach_close(eng_attach *door)
   struct stat there;
   if (!door) return;
   for (int i = 0; i < CLIENTS; i++) let_go(door, &door->clients[i]);
-  if (door->inode && fstatat(door->folder, door->name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == door->device && there.st_ino == door->inode)
+  if (door->inode && fstatat(door->folder, door->name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+      there.st_dev == door->device && there.st_ino == door->inode)
     unlinkat(door->folder, door->name, 0);
   if (door->fd >= 0) close(door->fd);
   if (door->folder >= 0) close(door->folder);
@@ -188,7 +200,8 @@ static bool is_owner(int fd)
 {
   struct ucred peer;
   socklen_t size = sizeof peer;
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == geteuid() || peer.uid == 0);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
+         (peer.uid == geteuid() || peer.uid == 0);
 }
 
 static void take_in(eng_attach *door)
@@ -207,18 +220,19 @@ static void take_in(eng_attach *door)
   }
 }
 
-/// Sends what the socket takes. False when the client is gone.
+/// Sends as much as the socket accepts. False when the client has disconnected.
 static bool push_out(client *c)
 {
   while (c->out.from < c->out.size) {
-    ssize_t sent = send(c->fd, c->out.data + c->out.from, c->out.size - c->out.from, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t sent = send(c->fd, c->out.data + c->out.from, c->out.size - c->out.from,
+                        MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) return errno == EAGAIN || errno == EINTR;
     c->out.from += (size_t)sent;
   }
   return true;
 }
 
-/// Reads some of what has come. False when the client is gone, or sent a line that is too long.
+/// Reads available bytes. False when the client has disconnected or sent a line that is too long.
 static bool pull_in(client *c)
 {
   char chunk[CHUNK];
@@ -230,7 +244,7 @@ static bool pull_in(client *c)
   return bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER) && push_out(c) && false;
 }
 
-/// Whether there is room to read on: one who talks faster than he is answered waits.
+/// Whether there is room to read on: stop reading from a client whose replies are backed up.
 static bool has_room(const client *c)
 {
   size_t waiting = c->in.size - c->in.from;
@@ -244,7 +258,7 @@ static bool give_line(const char **line, int64_t *length, int *number, eng_attac
     client *c = &door->clients[place];
     char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
     if (!text) continue;
-    door->turn = place + 1;    // so that one who talks without end does not silence the others
+    door->turn = place + 1;    // so that a client that keeps sending does not block the others
     free(door->line);
     *line = door->line = text;
     *number = c->number;
@@ -253,7 +267,8 @@ static bool give_line(const char **line, int64_t *length, int *number, eng_attac
   return false;
 }
 
-bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach *door, int milliseconds)
+bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach *door,
+                     int milliseconds)
 {
   struct pollfd wanted[1 + CLIENTS];
   int who[1 + CLIENTS], n = 1;
@@ -262,10 +277,14 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     const client *c = &door->clients[i];
     if (c->fd < 0) continue;
     who[n] = i;
-    wanted[n++] = (struct pollfd){.fd = c->fd, .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
-    if (c->in.size > c->in.from && memchr(c->in.data + c->in.from, '\n', c->in.size - c->in.from)) milliseconds = 0;
+    wanted[n++] = (struct pollfd){
+      .fd = c->fd,
+      .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
+    if (c->in.size > c->in.from && memchr(c->in.data + c->in.from, '\n', c->in.size - c->in.from))
+      milliseconds = 0;
   }
-  if (poll(wanted, (nfds_t)n, milliseconds) <= 0) return door->count > 0 && give_line(line, length, number, door);
+  if (poll(wanted, (nfds_t)n, milliseconds) <= 0)
+    return door->count > 0 && give_line(line, length, number, door);
   for (int k = 1; k < n; k++) {
     client *c = &door->clients[who[k]];
     if (wanted[k].revents == 0) continue;
@@ -275,7 +294,7 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     if (here) here = push_out(c);
     if (!here) let_go(door, c);
   }
-  if (wanted[0].revents) take_in(door);      // last: who just left made room
+  if (wanted[0].revents) take_in(door);      // last: a client that just left made room
   return door->count > 0 && give_line(line, length, number, door);
 }
 
@@ -290,7 +309,9 @@ void eng_attach_answer(eng_attach *door, int number, const char *text, int64_t s
 {
   client *c = find(door, number);
   if (!c) return;
-  if (!bytes_add(&c->out, text, (size_t)size, ENG_ATTACH_ANSWER) || !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c)) let_go(door, c);
+  if (!bytes_add(&c->out, text, (size_t)size, ENG_ATTACH_ANSWER) ||
+      !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c))
+    let_go(door, c);
 }
 
 bool eng_attach_here(eng_attach *door, int number)
@@ -315,11 +336,16 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
   *out = NULL;
   ENG_TRY(open_folder(&folder, &name, path));
   eng_attach_link *link = calloc(1, sizeof *link);
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);      // else many who wait to be let in would hold us up
-  eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name) : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  // otherwise many pending clients would block this one
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name)
+                                      : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
     bool nobody = errno == ENOENT || errno == ECONNREFUSED;
-    const char *why = nobody ? "nobody listens there" : errno == EAGAIN ? "others wait to be let in already, and the run answers nobody" : strerror(errno);
+    const char *why = nobody ? "nobody listens there"
+                      : errno == EAGAIN
+                        ? "others wait to be let in already, and the run answers nobody"
+                        : strerror(errno);
     status = error_set(nobody ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
   } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
     status = error_set(ENG_ERR_IO, "%s: %s", path, strerror(errno));
@@ -347,7 +373,8 @@ eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size
   return ENG_OK;
 }
 
-eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link, double seconds)
+eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link,
+                              double seconds)
 {
   const double until = eng_clock() + seconds;
   char chunk[CHUNK];
@@ -366,7 +393,8 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return error_set(ENG_ERR_IO, "the run is gone");
-    if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK)) return error_set(ENG_ERR_IO, "the answer is too long");
+    if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK))
+      return error_set(ENG_ERR_IO, "the answer is too long");
   }
 }
 

@@ -1,4 +1,5 @@
-// What a run appends to its history, and the queue it goes through. See history.h.
+// Appending to a run's history: the rows and the queue they pass through. See history.h.
+// Owns open histories. Called by Lua.
 #include "history.h"
 
 #include "base/error.h"
@@ -16,7 +17,8 @@ static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void close_all(void)
 {
-  while (open_histories != NULL && open_histories->process == getpid()) eng_history_close(open_histories);
+  while (open_histories != NULL && open_histories->process == getpid())
+    eng_history_close(open_histories);
 }
 
 static void enlist(eng_history *history)
@@ -53,7 +55,8 @@ static eng_status start(eng_history *history)
 {
   pthread_condattr_t clock;
   history->queue = malloc(HISTORY_QUEUE);
-  if (history->queue == NULL) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
+  if (history->queue == NULL)
+    return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   ENG_TRY(history_writer_open(history));
   pthread_mutex_init(&history->lock, NULL);
   pthread_condattr_init(&clock);
@@ -85,13 +88,16 @@ eng_status eng_history_open(eng_history **out, const char *path, bool write)
 
 static eng_status moved_error(const eng_history *history)
 {
-  return error_set(ENG_ERR_IO, "history %s: was removed or replaced while this run wrote it; its rows from then on are lost", history->path);
+  return error_set(
+    ENG_ERR_IO,
+    "history %s: was removed or replaced while this run wrote it; its rows from then on are lost",
+    history->path);
 }
 
 eng_status eng_history_close(eng_history *history)
 {
   if (history == NULL) return ENG_OK;
-  if (history->process != getpid()) return ENG_OK;       // a forked child has no thread to end
+  if (history->process != getpid()) return ENG_OK;       // a forked child has no thread to stop
   eng_status status = ENG_OK;
   if (history->writing) {
     delist(history);
@@ -101,8 +107,10 @@ eng_status eng_history_close(eng_history *history)
     pthread_mutex_unlock(&history->lock);
     pthread_join(history->thread, NULL);
     if (history->failing || history->dropped > 0)
-      status = error_set(ENG_ERR_IO, "history %s: its last %lld rows are lost: %s", history->path,
-                         (long long)(history->appended - history->committed) + (long long)history->dropped, history->trouble);
+      status =
+        error_set(ENG_ERR_IO, "history %s: its last %lld rows are lost: %s", history->path,
+                  (long long)(history->appended - history->committed) + (long long)history->dropped,
+                  history->trouble);
     else if (history->moved && history->news) status = moved_error(history);
     pthread_cond_destroy(&history->wake);
     pthread_cond_destroy(&history->done);
@@ -114,32 +122,40 @@ eng_status eng_history_close(eng_history *history)
 
 // ---- the queue
 
-// A message being put together in the queue, `at` its next byte.
+// A message being built in the queue; `at` is its next byte.
 typedef struct draft { history_message *message; uint8_t *at; } draft;
 
 static eng_status trouble_told(eng_history *history)
 {
   history->news = false;
   if (history->moved) return moved_error(history);
-  return error_set(ENG_ERR_IO, "history %s: %s; hint: is the disk full? rows wait in memory, the run can go on", history->path, history->trouble);
+  return error_set(ENG_ERR_IO,
+                   "history %s: %s; hint: is the disk full? rows wait in memory, the run can go on",
+                   history->path, history->trouble);
 }
 
-// Takes the lock and a piece of the queue for a message whose values take at most `bytes`. With
+// Takes the lock and space in the queue for a message whose values take at most `bytes`. With
 // message NULL the row is dropped: the queue is full and cannot be written out.
-static eng_status begin(draft *out, eng_history *history, history_statement statement, int fields, int64_t bytes)
+static eng_status begin(draft *out, eng_history *history, history_statement statement, int fields,
+                        int64_t bytes)
 {
   *out = (draft){ NULL, NULL };
-  if (!history->writing) return error_set(ENG_ERR_STATE, "history %s: was opened for reading", history->path);
-  const uint64_t need = sizeof(history_message) + (uint64_t)fields * (sizeof(history_field) + 8) + ((uint64_t)bytes + 7) / 8 * 8;
+  if (!history->writing)
+    return error_set(ENG_ERR_STATE, "history %s: was opened for reading", history->path);
+  const uint64_t need = sizeof(history_message) + (uint64_t)fields * (sizeof(history_field) + 8) +
+                        ((uint64_t)bytes + 7) / 8 * 8;
   if (need > HISTORY_QUEUE / 2)
-    return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d", history->path, (long long)need, HISTORY_QUEUE / 2);
+    return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d",
+                     history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
-  if (history->head == history->tail) history->head = history->tail = 0;      // stay in few pages
+  if (history->head == history->tail) history->head = history->tail = 0;      // use few pages
   for (;;) {
-    uint64_t place = history->head % HISTORY_QUEUE, skip = HISTORY_QUEUE - place < need ? HISTORY_QUEUE - place : 0;
+    uint64_t place = history->head % HISTORY_QUEUE,
+             skip = HISTORY_QUEUE - place < need ? HISTORY_QUEUE - place : 0;
     if (history->head + skip + need - history->tail <= HISTORY_QUEUE) {
       if (skip > 0) {
-        *(history_message *)(history->queue + place) = (history_message){ (uint32_t)skip, HISTORY_WRAP, 0 };
+        *(history_message *)(history->queue + place) =
+          (history_message){(uint32_t)skip, HISTORY_WRAP, 0};
         history->head += skip;
       }
       break;
@@ -168,9 +184,10 @@ static void put(draft *row, history_type type, const void *value, int64_t bytes)
 
 static void put_int(draft *row, int64_t value)     { put(row, FIELD_INT, &value, 8); }
 static void put_double(draft *row, double value)   { put(row, FIELD_DOUBLE, &value, 8); }
-static void put_text(draft *row, const char *text) { put(row, text ? FIELD_TEXT : FIELD_NULL, text, text ? (int64_t)strlen(text) : 0); }
+static void put_text(draft *row, const char *text)
+{ put(row, text ? FIELD_TEXT : FIELD_NULL, text, text ? (int64_t)strlen(text) : 0); }
 
-// Publishes the message and gives the lock back.
+// Publishes the message and releases the lock.
 static eng_status finish(draft *row, eng_history *history)
 {
   if (row->message != NULL) {
@@ -190,7 +207,8 @@ static int64_t length(const char *text)
 
 // ---- rows
 
-eng_status eng_history_step(eng_history *history, const eng_record *record, const eng_verdict *verdict, double tokens)
+eng_status eng_history_step(eng_history *history, const eng_record *record,
+                            const eng_verdict *verdict, double tokens)
 {
   draft row;
   int used = 0;
@@ -198,7 +216,8 @@ eng_status eng_history_step(eng_history *history, const eng_record *record, cons
   char reason[sizeof verdict->reason + 1];
   memcpy(reason, verdict->reason, sizeof verdict->reason);
   reason[sizeof verdict->reason] = 0;
-  ENG_TRY(begin(&row, history, HISTORY_STEP, 24, length(reason) + (used ? history_pack_bound(1) : 0)));
+  ENG_TRY(
+    begin(&row, history, HISTORY_STEP, 24, length(reason) + (used ? history_pack_bound(1) : 0)));
   put_int(&row, record->step);
   put_int(&row, record->updates);
   put_double(&row, record->loss);
@@ -233,10 +252,12 @@ eng_status eng_history_step(eng_history *history, const eng_record *record, cons
   return finish(&row, history);
 }
 
-eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats, int n)
+eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
+                               int n)
 {
   draft row;
-  // What it may take at most is far more than it takes: packed apart first.
+  // The upper bound is far larger than the actual size, so the statistics are packed in a buffer
+  // first.
   uint8_t *blob = malloc((size_t)history_pack_bound(n));
   if (blob == NULL) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   int64_t bytes = history_pack(blob, stats, n);
@@ -250,7 +271,8 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
   return status;
 }
 
-eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name, const eng_verdict *verdict)
+eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
+                              const eng_verdict *verdict)
 {
   draft row;
   char reason[sizeof verdict->reason + 1];
@@ -266,7 +288,8 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
   return finish(&row, history);
 }
 
-eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role, const double value[9])
+eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
+                           const double value[9])
 {
   draft row;
   ENG_TRY(begin(&row, history, HISTORY_FP8, 12, length(site) + length(role)));
@@ -287,7 +310,8 @@ eng_status eng_history_signal(eng_history *history, int64_t step, const char *na
   return finish(&row, history);
 }
 
-eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text, const char *data)
+eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
+                             const char *data)
 {
   draft row;
   struct timespec now;
@@ -301,19 +325,24 @@ eng_status eng_history_event(eng_history *history, int64_t step, const char *kin
   return finish(&row, history);
 }
 
-eng_status eng_history_text(eng_history *history, const char *table, const char *key, const char *value)
+eng_status eng_history_text(eng_history *history, const char *table, const char *key,
+                            const char *value)
 {
   draft row;
   const bool meta = strcmp(table, "meta") == 0;
   if (!meta && strcmp(table, "config") != 0)
-    return error_set(ENG_ERR_VALUE, "history %s: expected the table \"meta\" or \"config\", got \"%s\"", history->path, table);
-  ENG_TRY(begin(&row, history, meta ? HISTORY_META : HISTORY_CONFIG, 2, length(key) + length(value)));
+    return error_set(ENG_ERR_VALUE,
+                     "history %s: expected the table \"meta\" or \"config\", got \"%s\"",
+                     history->path, table);
+  ENG_TRY(
+    begin(&row, history, meta ? HISTORY_META : HISTORY_CONFIG, 2, length(key) + length(value)));
   put_text(&row, key);
   put_text(&row, value);
   return finish(&row, history);
 }
 
-eng_status eng_history_policy(eng_history *history, const char *hash, const char *name, const char *source)
+eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
+                              const char *source)
 {
   draft row;
   ENG_TRY(begin(&row, history, HISTORY_POLICY, 3, length(hash) + length(name) + length(source)));
@@ -323,13 +352,15 @@ eng_status eng_history_policy(eng_history *history, const char *hash, const char
   return finish(&row, history);
 }
 
-eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim, const int64_t *shape)
+eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
+                                 const int64_t *shape)
 {
   draft row;
   char text[ENG_MAX_DIMS * 22 + 4] = "[";
   size_t used = 1;
   for (int d = 0; d < ndim && d < ENG_MAX_DIMS; d++)
-    used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", d ? "," : "", (long long)shape[d]);
+    used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", d ? "," : "",
+                             (long long)shape[d]);
   snprintf(text + used, sizeof text - used, "]");
   ENG_TRY(begin(&row, history, HISTORY_PARAMETER, 3, length(name) + length(text)));
   put_int(&row, index);

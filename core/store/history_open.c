@@ -30,19 +30,24 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
   if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
-    return error_set(ENG_ERR_FORMAT, "history %s: is not a history, or is damaged: %s", path, sqlite3_errmsg(db));
-  if (code != SQLITE_OK) return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
+    return error_set(ENG_ERR_FORMAT, "history %s: is not a history, or is damaged: %s", path,
+                     sqlite3_errmsg(db));
+  if (code != SQLITE_OK)
+    return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
   if (fresh != NULL) *fresh = tables == 0 && application == 0;
   if (fresh != NULL && *fresh) return ENG_OK;
   if (application != HISTORY_APPLICATION)
     return error_set(ENG_ERR_FORMAT, "history %s: is an SQLite file, but no history", path);
   if (version > HISTORY_SCHEMA)
-    return error_set(ENG_ERR_FORMAT, "history %s: was written by a newer engine (schema %lld, this one knows %d); hint: update the engine", path,
-                     (long long)version, HISTORY_SCHEMA);
+    return error_set(ENG_ERR_FORMAT,
+                     "history %s: was written by a newer engine (schema %lld, this one knows %d); "
+                     "hint: update the engine",
+                     path, (long long)version, HISTORY_SCHEMA);
   return ENG_OK;
 }
 
-// A URI for a file that no process writes; characters with a meaning in URIs are escaped. To be freed.
+// A URI for a file that no process writes; characters with a meaning in URIs are escaped. To be
+// freed.
 static char *immutable_uri(const char *path)
 {
   static const char tail[] = "?immutable=1";
@@ -60,7 +65,8 @@ static char *immutable_uri(const char *path)
 static eng_status open_and_check(sqlite3 **out, const char *name, int flags, const char *path)
 {
   eng_status status = ENG_OK;
-  if (sqlite3_open_v2(name, out, flags | SQLITE_OPEN_READONLY | SQLITE_OPEN_FULLMUTEX, NULL) != SQLITE_OK)
+  if (sqlite3_open_v2(name, out, flags | SQLITE_OPEN_READONLY | SQLITE_OPEN_FULLMUTEX, NULL) !=
+      SQLITE_OK)
     status = error_set(ENG_ERR_IO, "history %s: cannot open: %s", path, sqlite3_errmsg(*out));
   if (status == ENG_OK) {
     sqlite3_busy_timeout(*out, 2000);
@@ -76,7 +82,8 @@ static eng_status open_and_check(sqlite3 **out, const char *name, int flags, con
 eng_status history_reader_open(sqlite3 **out, const char *path)
 {
   *out = NULL;
-  if (eng_file_kind(path) != ENG_FILE_REGULAR) return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
+  if (eng_file_kind(path) != ENG_FILE_REGULAR)
+    return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
   // WAL mode needs a file beside the database. Where it cannot be created (an archive, another

@@ -1,13 +1,18 @@
-// Gradient statistics as compact blobs: a version byte, the number of tensors, then for each five
-// counts as variable-length numbers (7 bits a byte, low first), amax and sum of squares as 8-byte
-// doubles, the histogram as first bin, bins, and their counts, and (since version 2) carry and reference
-// norm as doubles. A tensor takes about 45 bytes without a histogram. Called by history.c; unpacked for scripts.
+// Gradient statistics as compact blobs: a version byte and the number of tensors; for each tensor
+// five counts as variable-length numbers (7 bits per byte, low bits first), amax and sum of squares
+// as doubles, the histogram as first bin, number of bins and their counts, and (since version 2)
+// carry and reference norm as doubles. A tensor takes about 45 bytes without a histogram.
+// Called by history.c, and by Lua to unpack.
 #include "base/error.h"
 #include "history.h"
 
 #include <string.h>
 
-enum { PACK_VERSION = 2, NUMBER_MOST = 10, TENSOR_MOST = 5 * NUMBER_MOST + 32 + 2 * NUMBER_MOST + ENG_HIST_BINS * NUMBER_MOST };
+enum {
+  PACK_VERSION = 2,
+  NUMBER_MOST = 10,
+  TENSOR_MOST = 5 * NUMBER_MOST + 32 + 2 * NUMBER_MOST + ENG_HIST_BINS * NUMBER_MOST
+};
 
 static uint8_t *put_number(uint8_t *to, uint64_t value)
 {
@@ -117,19 +122,22 @@ static void get_tensor(reader *from, eng_tensor_stats *s, int version)
   s->norm_ref = get_double(from);
 }
 
-eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob, int64_t size)
+eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
+                              int64_t size)
 {
   reader from = { blob, (const uint8_t *)blob + size, false };
   *n = 0;
   int version = size < 2 ? 0 : *from.now++;
-  if (version < 1 || version > PACK_VERSION) return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged or of a newer engine");
+  if (version < 1 || version > PACK_VERSION)
+    return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged or of a newer engine");
   int64_t count = get_number(&from);
   if (count > size) from.bad = true;           // a tensor takes more than a byte
   for (int64_t i = 0; i < count && !from.bad; i++) {
     eng_tensor_stats scratch;
     get_tensor(&from, i < capacity ? &stats[i] : &scratch, version);
   }
-  if (from.bad || from.now != from.end) return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged");
+  if (from.bad || from.now != from.end)
+    return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged");
   *n = (int)count;
   return ENG_OK;
 }

@@ -28,9 +28,11 @@ static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
   if (sqlite3_prepare_v2(db, sql, -1, &query->statement, &rest) != SQLITE_OK)
     return error_set(ENG_ERR_VALUE, "history %s: %s, in: %s", query->path, sqlite3_errmsg(db), sql);
   if (query->statement == NULL)
-    return error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing", query->path);
+    return error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing",
+                     query->path);
   if (rest[strspn(rest, " \t\r\n;")] != 0)
-    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %s", query->path, rest);
+    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %s",
+                     query->path, rest);
   if (!sqlite3_stmt_readonly(query->statement))
     return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %s", query->path, sql);
   return ENG_OK;
@@ -67,7 +69,8 @@ void eng_query_close(eng_query *query)
 static eng_status bound(eng_query *query, int parameter, int code)
 {
   if (code == SQLITE_OK) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "history %s: the statement has %d parameters, got one numbered %d", query->path,
+  return error_set(ENG_ERR_VALUE,
+                   "history %s: the statement has %d parameters, got one numbered %d", query->path,
                    sqlite3_bind_parameter_count(query->statement), parameter + 1);
 }
 
@@ -88,7 +91,9 @@ eng_status eng_query_bind_double(eng_query *query, int parameter, double value)
 
 eng_status eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes)
 {
-  return bound(query, parameter, sqlite3_bind_text64(query->statement, parameter + 1, value, (sqlite3_uint64)bytes, SQLITE_TRANSIENT, SQLITE_UTF8));
+  return bound(query, parameter,
+               sqlite3_bind_text64(query->statement, parameter + 1, value, (sqlite3_uint64)bytes,
+                                   SQLITE_TRANSIENT, SQLITE_UTF8));
 }
 
 eng_status eng_query_next(bool *row, eng_query *query)
@@ -97,14 +102,20 @@ eng_status eng_query_next(bool *row, eng_query *query)
   *row = code == SQLITE_ROW;
   if (code == SQLITE_ROW || code == SQLITE_DONE) return ENG_OK;
   const char *text = sqlite3_errmsg(sqlite3_db_handle(query->statement));
-  return error_set(code == SQLITE_CORRUPT || code == SQLITE_NOTADB ? ENG_ERR_FORMAT : ENG_ERR_IO, "history %s: %s", query->path, text);
+  return error_set(code == SQLITE_CORRUPT || code == SQLITE_NOTADB ? ENG_ERR_FORMAT : ENG_ERR_IO,
+                   "history %s: %s", query->path, text);
 }
 
-int         eng_query_columns(const eng_query *query)            { return sqlite3_column_count(query->statement); }
-const char *eng_query_name(const eng_query *query, int column)   { return sqlite3_column_name(query->statement, column); }
-int         eng_query_type(const eng_query *query, int column)   { return sqlite3_column_type(query->statement, column); }
-int64_t     eng_query_int(const eng_query *query, int column)    { return sqlite3_column_int64(query->statement, column); }
-double      eng_query_double(const eng_query *query, int column) { return sqlite3_column_double(query->statement, column); }
+int eng_query_columns(const eng_query *query)
+{ return sqlite3_column_count(query->statement); }
+const char *eng_query_name(const eng_query *query, int column)
+{ return sqlite3_column_name(query->statement, column); }
+int eng_query_type(const eng_query *query, int column)
+{ return sqlite3_column_type(query->statement, column); }
+int64_t eng_query_int(const eng_query *query, int column)
+{ return sqlite3_column_int64(query->statement, column); }
+double eng_query_double(const eng_query *query, int column)
+{ return sqlite3_column_double(query->statement, column); }
 
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column)
 {

@@ -1,6 +1,7 @@
-// The history's thread: takes messages from the queue and commits them in one transaction a round.
-// A round that fails is rolled back and tried again later: nothing leaves the queue uncommitted.
-// Owns the writing connection. Called by history.c.
+// The history's thread: takes messages from the queue and commits them in one transaction per
+// round. A failed round is rolled back and tried again later: a message leaves the queue only when
+// it is committed.
+// Owns the writing connection and the schema. Called by history.c.
 #include "base/error.h"
 #include "history.h"
 
@@ -10,73 +11,88 @@
 #include <string.h>
 #include <time.h>
 
-// Counts are of the gradients as the scaled backward pass left them; amax and norm are unscaled.
-// A value that is NaN stands as NULL, infinities stand as they are. `scale` is what the step's backward
-// pass used, next_scale what the policy decided.
+// Counts are of the scaled gradients; amax and norm are unscaled. NaN is stored as NULL, infinities
+// as they are. `scale` is the scale of the step's backward pass, next_scale the policy's decision.
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE policies(hash TEXT PRIMARY KEY, name TEXT, source TEXT) WITHOUT ROWID;"
-  "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT);"   // id: as in first_bad, from 0
-  "CREATE TABLE steps(step INTEGER, attempt INTEGER, updates INTEGER, loss REAL, lr REAL, scale REAL, next_scale REAL,"
-  " action TEXT, overflow INTEGER, inf INTEGER, nan INTEGER, count INTEGER, zeros INTEGER, underflow INTEGER, amax REAL,"
-  " norm REAL, norm_ref REAL, clip REAL, lr_mul REAL, policy_failed INTEGER, first_bad INTEGER, reason TEXT, elapsed REAL,"
+  // id: as in first_bad, from 0
+  "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT);"
+  "CREATE TABLE steps(step INTEGER, attempt INTEGER, updates INTEGER, loss REAL, lr REAL,"
+  " scale REAL, next_scale REAL, action TEXT, overflow INTEGER, inf INTEGER, nan INTEGER,"
+  " count INTEGER, zeros INTEGER, underflow INTEGER, amax REAL, norm REAL, norm_ref REAL,"
+  " clip REAL, lr_mul REAL, policy_failed INTEGER, first_bad INTEGER, reason TEXT, elapsed REAL,"
   " tokens REAL, hist BLOB, PRIMARY KEY(step, attempt)) WITHOUT ROWID;"
   "CREATE INDEX steps_overflow ON steps(step) WHERE overflow;"
   "CREATE TABLE tensor_stats(step INTEGER PRIMARY KEY, stats BLOB);"
-  "CREATE TABLE events(id INTEGER PRIMARY KEY, step INTEGER, time REAL, kind TEXT, text TEXT, data TEXT);"
+  "CREATE TABLE events(id INTEGER PRIMARY KEY, step INTEGER, time REAL, kind TEXT, text TEXT,"
+  " data TEXT);"
   "CREATE INDEX events_step ON events(step);";
 
-// Came later than the rest: made whenever it is missing, so that a history from before can go on.
+// Added later: created whenever missing, so that an older history can continue.
 static const char schema_shadows[] =
-  "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT, failed INTEGER, reason TEXT,"
-  " PRIMARY KEY(name, step)) WITHOUT ROWID;";
+  "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
+  " failed INTEGER, reason TEXT, PRIMARY KEY(name, step)) WITHOUT ROWID;";
 
 static const char schema_fp8[] =
-  "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL, overflow REAL, zeros REAL, amax REAL, least REAL,"
-  " scale_min REAL, scale_max REAL, count REAL, PRIMARY KEY(site, role, step)) WITHOUT ROWID;";
+  "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL,"
+  " overflow REAL, zeros REAL, amax REAL, least REAL, scale_min REAL, scale_max REAL, count REAL,"
+  " PRIMARY KEY(site, role, step)) WITHOUT ROWID;";
 
 static const char schema_signals[] =
-  "CREATE TABLE IF NOT EXISTS signals(name TEXT, step INTEGER, value REAL, PRIMARY KEY(name, step)) WITHOUT ROWID;";
+  "CREATE TABLE IF NOT EXISTS signals(name TEXT, step INTEGER, value REAL,"
+  " PRIMARY KEY(name, step)) WITHOUT ROWID;";
 
-// Since schema 2: what long runs are drawn and counted from. Block b sums up steps b * 256 to b * 256 + 255, once a later step
-// came; what has no block yet stands in `steps` alone. For each number its finite values: how many, least, largest, sum.
-#define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") X(norm, "norm") X(stored, "amax * scale") \
-  X(zeros, "1.0 * zeros / count") X(underflow, "1.0 * underflow / count")
-#define SUMMED_COLUMNS(name, value) ", " #name "_n INTEGER, " #name "_min REAL, " #name "_max REAL, " #name "_sum REAL"
+// Since schema 2: summaries for plotting and counting long runs. Block b summarizes steps b * 256
+// to b * 256 + 255, once a later step has come; later steps are in `steps` alone. For each number:
+// the count, minimum, maximum and sum of its finite values.
+#define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
+  X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
+  X(underflow, "1.0 * underflow / count")
+#define SUMMED_COLUMNS(name, value) \
+  ", " #name "_n INTEGER, " #name "_min REAL, " #name "_max REAL, " #name "_sum REAL"
 #define FINITE(value) "nullif(nullif(" value ", 9e999), -9e999)"
-#define SUMMED_VALUES(name, value) ", count(" FINITE(value) "), min(" FINITE(value) "), max(" FINITE(value) "), total(" FINITE(value) ")"
+#define SUMMED_VALUES(name, value) ", count(" FINITE(value) "), min(" FINITE(value) ")" \
+  ", max(" FINITE(value) "), total(" FINITE(value) ")"
 _Static_assert(HISTORY_BLOCK == 256, "the statements below say 256");
 
 static const char schema_blocks[] =
-  "CREATE TABLE IF NOT EXISTS blocks(block INTEGER PRIMARY KEY, rows INTEGER, first INTEGER, last INTEGER, overflows INTEGER,"
-  " skipped INTEGER, failed INTEGER, tokens REAL, seconds REAL" EACH_SUMMED(SUMMED_COLUMNS) ");";
+  "CREATE TABLE IF NOT EXISTS blocks(block INTEGER PRIMARY KEY, rows INTEGER, first INTEGER,"
+  " last INTEGER, overflows INTEGER, skipped INTEGER, failed INTEGER, tokens REAL, seconds REAL"
+  EACH_SUMMED(SUMMED_COLUMNS) ");";
 
 static const char *const sql[HISTORY_STATEMENTS] = {
-  [HISTORY_STEP] = "INSERT OR REPLACE INTO steps(step, updates, loss, lr, scale, next_scale, overflow, action, inf, nan, count, zeros,"
-                   " underflow, amax, norm, norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens, hist, attempt)"
-                   " VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+  [HISTORY_STEP] =
+    "INSERT OR REPLACE INTO steps(step, updates, loss, lr, scale, next_scale, overflow, action,"
+    " inf, nan, count, zeros, underflow, amax, norm, norm_ref, clip, lr_mul, policy_failed,"
+    " first_bad, reason, elapsed, tokens, hist, attempt)"
+    " VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
   [HISTORY_TENSORS] = "INSERT OR REPLACE INTO tensor_stats(step, stats) VALUES(?,?)",
   [HISTORY_EVENT] = "INSERT INTO events(step, time, kind, text, data) VALUES(?,?,?,?,?)",
   [HISTORY_META] = "INSERT OR REPLACE INTO meta(key, value) VALUES(?,?)",
   [HISTORY_CONFIG] = "INSERT OR REPLACE INTO config(key, value) VALUES(?,?)",
   [HISTORY_POLICY] = "INSERT OR REPLACE INTO policies(hash, name, source) VALUES(?,?,?)",
   [HISTORY_PARAMETER] = "INSERT OR REPLACE INTO parameters(id, name, shape) VALUES(?,?,?)",
-  [HISTORY_SHADOW] = "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason) VALUES(?,?,?,?,?,?)",
-  [HISTORY_FP8] = "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min, scale_max, count)"
-                  " VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+  [HISTORY_SHADOW] =
+    "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason) VALUES(?,?,?,?,?,?)",
+  [HISTORY_FP8] =
+    "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least,"
+    " scale_min, scale_max, count) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
   [HISTORY_SIGNAL] = "INSERT OR REPLACE INTO signals(step, name, value) VALUES(?,?,?)",
   [HISTORY_DELETE_SIGNALS] = "DELETE FROM signals WHERE step >= ?",
   [HISTORY_DELETE_FP8] = "DELETE FROM fp8 WHERE step >= ?",
   [HISTORY_DELETE_STEPS] = "DELETE FROM steps WHERE step >= ?",
   [HISTORY_DELETE_TENSORS] = "DELETE FROM tensor_stats WHERE step >= ?",
   [HISTORY_DELETE_SHADOWS] = "DELETE FROM shadows WHERE step >= ?",
-  // That the run was resumed before stays known.
+  // Earlier resumes stay on record.
   [HISTORY_DELETE_EVENTS] = "DELETE FROM events WHERE step >= ? AND kind <> 'resumed'",
   [HISTORY_DELETE_BLOCKS] = "DELETE FROM blocks WHERE block >= ? / 256",
-  [HISTORY_SUM_UP] = "INSERT OR REPLACE INTO blocks SELECT step / 256, count(*), min(step), max(step), total(overflow), total(action <> 'step'),"
-                     " total(policy_failed), total(tokens), max(elapsed)" EACH_SUMMED(SUMMED_VALUES)
-                     " FROM steps WHERE step >= ? * 256 AND step < ? * 256 GROUP BY step / 256",
+  [HISTORY_SUM_UP] =
+    "INSERT OR REPLACE INTO blocks SELECT step / 256, count(*), min(step), max(step), "
+    "total(overflow), total(action <> 'step'), total(policy_failed), total(tokens), max(elapsed)"
+    EACH_SUMMED(SUMMED_VALUES)
+    " FROM steps WHERE step >= ? * 256 AND step < ? * 256 GROUP BY step / 256",
 };
 enum { STEP_PARAMETER_ATTEMPT = 25 };
 
@@ -96,7 +112,10 @@ static eng_status read_position(eng_history *history)
 {
   sqlite3_stmt *query;
   history->last_step = -1;
-  if (sqlite3_prepare_v2(history->db, "SELECT step, attempt, action FROM steps ORDER BY step DESC, attempt DESC LIMIT 1", -1, &query, NULL) != SQLITE_OK)
+  if (sqlite3_prepare_v2(
+        history->db,
+        "SELECT step, attempt, action FROM steps ORDER BY step DESC, attempt DESC LIMIT 1", -1,
+        &query, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "read");
   history->last_attempt = 0;
   history->last_retry = false;
@@ -108,7 +127,8 @@ static eng_status read_position(eng_history *history)
   }
   sqlite3_finalize(query);
   history->next_block = 0;
-  if (sqlite3_prepare_v2(history->db, "SELECT max(block) + 1 FROM blocks", -1, &query, NULL) != SQLITE_OK)
+  if (sqlite3_prepare_v2(history->db, "SELECT max(block) + 1 FROM blocks", -1, &query, NULL) !=
+      SQLITE_OK)
     return sqlite_error(history->db, history->path, "read");
   if (sqlite3_step(query) == SQLITE_ROW) history->next_block = sqlite3_column_int64(query, 0);
   sqlite3_finalize(query);
@@ -123,7 +143,8 @@ static eng_status make_schema(eng_history *history)
   gmtime_r(&now, &parts);
   strftime(stamp, sizeof stamp, "%Y-%m-%dT%H:%M:%SZ", &parts);
   sqlite3_snprintf(sizeof text, text,
-                   "PRAGMA application_id = %d; PRAGMA user_version = %d; INSERT INTO meta VALUES('schema', '%d'), ('created', %Q), ('engine', %Q); COMMIT;",
+                   "PRAGMA application_id = %d; PRAGMA user_version = %d; INSERT INTO meta "
+                   "VALUES('schema', '%d'), ('created', %Q), ('engine', %Q); COMMIT;",
                    HISTORY_APPLICATION, HISTORY_SCHEMA, HISTORY_SCHEMA, stamp, eng_version());
   if (sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema, NULL, NULL, NULL) != SQLITE_OK ||
@@ -135,12 +156,16 @@ static eng_status make_schema(eng_history *history)
 eng_status history_writer_open(eng_history *history)
 {
   bool fresh;
-  if (sqlite3_open_v2(history->path, &history->db, SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE | SQLITE_OPEN_FULLMUTEX, NULL) != SQLITE_OK)
+  if (sqlite3_open_v2(history->path, &history->db,
+                      SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE | SQLITE_OPEN_FULLMUTEX,
+                      NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "open");
   sqlite3_busy_timeout(history->db, 2000);
   ENG_TRY(history_check(history->db, history->path, &fresh));
-  // With NORMAL a commit reaches the system, not the disk: it survives the process, not always the machine.
-  if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL, NULL, NULL) != SQLITE_OK)
+  // With NORMAL a commit reaches the operating system, not the disk: it survives the process, but
+  // not always a crash of the machine.
+  if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL,
+                   NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));
   if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK ||
@@ -148,12 +173,14 @@ eng_status history_writer_open(eng_history *history)
       sqlite3_exec(history->db, schema_signals, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "make the tables");
-  // A history of schema 1 is one of schema 2 without blocks; they come with its next row.
+  // A history of schema 1 is one of schema 2 without blocks; they are created with its next row.
   char version[64];
   snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
-  if (sqlite3_exec(history->db, version, NULL, NULL, NULL) != SQLITE_OK) return sqlite_error(history->db, history->path, "write");
+  if (sqlite3_exec(history->db, version, NULL, NULL, NULL) != SQLITE_OK)
+    return sqlite_error(history->db, history->path, "write");
   for (int i = 0; i < HISTORY_STATEMENTS; i++)
-    if (sqlite3_prepare_v3(history->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT, &history->statements[i], NULL) != SQLITE_OK)
+    if (sqlite3_prepare_v3(history->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT,
+                           &history->statements[i], NULL) != SQLITE_OK)
       return sqlite_error(history->db, history->path, "use its tables");
   return read_position(history);
 }
@@ -181,8 +208,10 @@ static int bind(sqlite3_stmt *statement, int parameter, const history_field *fie
   switch ((history_type)field->type) {
   case FIELD_INT:    return sqlite3_bind_int64(statement, parameter, *(const int64_t *)value);
   case FIELD_DOUBLE: return sqlite3_bind_double(statement, parameter, *(const double *)value);
-  case FIELD_TEXT:   return sqlite3_bind_text(statement, parameter, value, (int)field->bytes, SQLITE_STATIC);
-  case FIELD_BLOB:   return sqlite3_bind_blob(statement, parameter, value, (int)field->bytes, SQLITE_STATIC);
+  case FIELD_TEXT:
+    return sqlite3_bind_text(statement, parameter, value, (int)field->bytes, SQLITE_STATIC);
+  case FIELD_BLOB:
+    return sqlite3_bind_blob(statement, parameter, value, (int)field->bytes, SQLITE_STATIC);
   case FIELD_NULL:   break;
   }
   return sqlite3_bind_null(statement, parameter);
@@ -227,18 +256,21 @@ static int resume_at(eng_history *history, int64_t step)
     if (code != SQLITE_OK) return code;
     if (i == HISTORY_DELETE_STEPS) removed = sqlite3_changes(history->db);
   }
-  snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", (long long)step, (long long)removed);
+  snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", (long long)step,
+           (long long)removed);
   int code = add_event(history, step, "resumed", text);
   if (code == SQLITE_OK && read_position(history) != ENG_OK) code = SQLITE_ERROR;
   return code;
 }
 
-// Sums up the blocks before that of `step`; where a step comes that is earlier, those that it changes begin anew.
+// Summarizes the blocks before that of `step`. For an earlier step, deletes the blocks that it
+// changes.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);
   if (block == history->next_block) return SQLITE_OK;
-  sqlite3_stmt *statement = history->statements[block < history->next_block ? HISTORY_DELETE_BLOCKS : HISTORY_SUM_UP];
+  sqlite3_stmt *statement =
+    history->statements[block < history->next_block ? HISTORY_DELETE_BLOCKS : HISTORY_SUM_UP];
   if (block < history->next_block) {
     sqlite3_bind_int64(statement, 1, step);
   } else {
@@ -252,17 +284,19 @@ static int sum_up(eng_history *history, int64_t step)
 static int do_message(eng_history *history, const history_message *message)
 {
   const history_field *field = (const history_field *)(message + 1);
-  if (message->statement == HISTORY_RESUME) return resume_at(history, *(const int64_t *)(field + 1));
+  if (message->statement == HISTORY_RESUME)
+    return resume_at(history, *(const int64_t *)(field + 1));
   sqlite3_stmt *statement = history->statements[message->statement];
   for (int i = 1; i <= message->fields; i++, field = next_field(field)) {
     int code = bind(statement, i, field);
     if (code != SQLITE_OK) return code;
   }
   if (message->statement != HISTORY_STEP) return execute(statement);
-  // A retry is a further attempt, whether the run counts it as a step of its own or not.
+  // A retry is a further attempt, whether or not the run counts it as a step of its own.
   int64_t step = *(const int64_t *)(field_at(message, STEP_FIELD_STEP) + 1);
   const history_field *action = field_at(message, STEP_FIELD_ACTION);
-  history->last_attempt = history->last_retry || step == history->last_step ? history->last_attempt + 1 : 1;
+  history->last_attempt =
+    history->last_retry || step == history->last_step ? history->last_attempt + 1 : 1;
   history->last_step = step;
   history->last_retry = action->bytes == 5 && memcmp(action + 1, "retry", 5) == 0;
   sqlite3_bind_int64(statement, STEP_PARAMETER_ATTEMPT, history->last_attempt);
@@ -270,15 +304,18 @@ static int do_message(eng_history *history, const history_message *message)
   return code == SQLITE_OK ? sum_up(history, step) : code;
 }
 
-// Commits the messages in [tail, head). A row that cannot be stored for its own sake is left out and
-// told of; anything else rolls the round back.
-static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int64_t dropped, char *trouble, size_t room)
+// Commits the messages in [tail, head). A row that SQLite refuses because of its contents is left
+// out and reported; any other error rolls the round back.
+static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int64_t dropped,
+                         char *trouble, size_t room)
 {
-  const int64_t step = history->last_step, attempt = history->last_attempt, block = history->next_block;
+  const int64_t step = history->last_step, attempt = history->last_attempt,
+                block = history->next_block;
   const bool retry = history->last_retry;
   int code = sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL);
   while (code == SQLITE_OK && tail != head) {
-    const history_message *message = (const history_message *)(history->queue + tail % HISTORY_QUEUE);
+    const history_message *message =
+      (const history_message *)(history->queue + tail % HISTORY_QUEUE);
     tail += message->bytes;
     if (message->statement == HISTORY_WRAP) continue;
     code = do_message(history, message);
@@ -289,7 +326,8 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   }
   if (code == SQLITE_OK && dropped > 0) {
     char text[120];
-    snprintf(text, sizeof text, "%lld rows were lost while the file could not be written", (long long)dropped);
+    snprintf(text, sizeof text, "%lld rows were lost while the file could not be written",
+             (long long)dropped);
     code = add_event(history, history->last_step, "history", text);
   }
   if (code == SQLITE_OK) code = sqlite3_exec(history->db, "COMMIT", NULL, NULL, NULL);
@@ -303,11 +341,13 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   return false;
 }
 
-/// Whether somebody removed or replaced the file, which would otherwise take our rows without a word.
+/// Whether the file was removed or replaced. SQLite would write to the removed file without an
+/// error.
 static bool has_moved(sqlite3 *db)
 {
   int moved = 0;
-  return sqlite3_file_control(db, "main", SQLITE_FCNTL_HAS_MOVED, &moved) == SQLITE_OK && moved != 0;
+  return sqlite3_file_control(db, "main", SQLITE_FCNTL_HAS_MOVED, &moved) == SQLITE_OK &&
+         moved != 0;
 }
 
 // ---- the thread
@@ -328,7 +368,7 @@ void *history_writer_run(void *argument)
   eng_history *history = argument;
   sigset_t all;
   sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, NULL);    // signals are the main thread's
+  pthread_sigmask(SIG_BLOCK, &all, NULL);    // signals belong to the main thread
   pthread_mutex_lock(&history->lock);
   for (;;) {
     wait_for_work(history);
@@ -351,7 +391,7 @@ void *history_writer_run(void *argument)
       history->news = history->news || !history->failing;
     }
     if (committed) {
-      history->tail += head - tail;      // relative: an empty queue begins anew at 0 meanwhile
+      history->tail += head - tail;      // relative, because an empty queue restarts at 0 meanwhile
       history->committed = appended;
       history->dropped -= dropped;
     }

@@ -1,4 +1,4 @@
-// Reading and writing safetensors files. See safetensors.h.
+// Reads and writes safetensors files. See safetensors.h.
 #include "safetensors.h"
 
 #include "base/error.h"
@@ -14,15 +14,16 @@
 #include <unistd.h>
 
 enum {
-  PREFIX = 8,                  // bytes of the header length
+  PREFIX = 8,                  // bytes of the header's length
   HEADER_MOST = 100000000,     // bytes; the format's own limit
-  GATHER_BYTES = 16384         // of a tensor that is not contiguous, put together at once
+  GATHER_BYTES = 16384         // bytes of a non-contiguous tensor gathered at once
 };
 
-static const struct { const char *name; int dtype; } formats[] = {
-  { "F32", ENG_f32 }, { "F64", ENG_f64 }, { "F16", ENG_f16 }, { "BF16", ENG_bf16 }, { "U8", ENG_u8 },
-  { "F8_E4M3", ENG_e4m3 }, { "F8_E5M2", ENG_e5m2 },
-  { "I8", ENG_i8 }, { "I16", ENG_i16 }, { "I32", ENG_i32 }, { "I64", ENG_i64 }, { "BOOL", ENG_bool },
+static const struct { const char *name; int dtype;
+} formats[] = {
+  {"F32", ENG_f32}, {"F64", ENG_f64},      {"F16", ENG_f16},      {"BF16", ENG_bf16},
+  {"U8", ENG_u8},   {"F8_E4M3", ENG_e4m3}, {"F8_E5M2", ENG_e5m2}, {"I8", ENG_i8},
+  {"I16", ENG_i16}, {"I32", ENG_i32},      {"I64", ENG_i64},      {"BOOL", ENG_bool},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
@@ -31,15 +32,15 @@ typedef struct pair { const char *key, *value; } pair;
 struct eng_safetensors {
   char                  *path;
   int                    fd;          // -1 in the fuzzer
-  char                  *header;      // the strings live in here
-  eng_safetensors_entry *entries;     // by place in the file
+  char                  *header;      // owns the strings below
+  eng_safetensors_entry *entries;     // ordered by position in the file
   int64_t                count, room;
   const eng_safetensors_entry **by_name;
   pair                  *metadata;    // in file order
   int64_t                metadata_count, metadata_room;
 };
 
-// Bytes of an element; the one list of dtypes.
+// Bytes of an element, from the one list of dtypes.
 static int64_t bytes_of(int dtype)
 {
   static const int64_t size[] = {
@@ -50,7 +51,7 @@ static int64_t bytes_of(int dtype)
   return size[dtype];
 }
 
-// Room for one more of `size` bytes in a growing array.
+// Makes room for one more element of `size` bytes in a growing array.
 static void *grown(void *array, int64_t count, int64_t *room, size_t size)
 {
   if (count < *room) return array;
@@ -69,8 +70,10 @@ static eng_status find_format(int32_t *dtype, const char *name)
     *dtype = formats[i].dtype;
     return ENG_OK;
   }
-  return error_set(ENG_ERR_DTYPE, "dtype %s is not supported; hint: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 U8 I8 I16 I32 I64 BOOL are",
-                   json_show(name));
+  return error_set(
+    ENG_ERR_DTYPE,
+    "dtype %s is not supported; hint: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 U8 I8 I16 I32 I64 BOOL are",
+    json_show(name));
 }
 
 static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
@@ -86,8 +89,8 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
   return json_expect(json, ']');
 }
 
-// The bytes that shape and dtype ask for. The product of the dimensions that are not 0 must fit in
-// 63 bits even when one is 0, since strides are made of it.
+// Computes the bytes of a shape and dtype. The product of the non-zero dimensions must fit in 63
+// bits even if one dimension is 0, because strides are computed from it.
 static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
 {
   int64_t product = bytes_of(entry->dtype);
@@ -112,8 +115,13 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
       char *key, *dtype;
       ENG_TRY(json_string(json, &key));
       ENG_TRY(json_expect(json, ':'));
-      unsigned now = strcmp(key, "dtype") == 0 ? DTYPE : strcmp(key, "shape") == 0 ? SHAPE : strcmp(key, "data_offsets") == 0 ? OFFSETS : 0;
-      if (now == 0) return error_set(ENG_ERR_FORMAT, "unknown key %s; expected dtype, shape, data_offsets", json_show(key));
+      unsigned now = strcmp(key, "dtype") == 0          ? DTYPE
+                     : strcmp(key, "shape") == 0        ? SHAPE
+                     : strcmp(key, "data_offsets") == 0 ? OFFSETS
+                                                        : 0;
+      if (now == 0)
+        return error_set(ENG_ERR_FORMAT, "unknown key %s; expected dtype, shape, data_offsets",
+                         json_show(key));
       if (seen & now) return error_set(ENG_ERR_FORMAT, "%s comes twice", key);
       seen |= now;
       if (now == DTYPE) {
@@ -132,16 +140,23 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
     ENG_TRY(json_expect(json, '}'));
   }
   if (seen != (DTYPE | SHAPE | OFFSETS))
-    return error_set(ENG_ERR_FORMAT, "has no %s", !(seen & DTYPE) ? "dtype" : !(seen & SHAPE) ? "shape" : "data_offsets");
+    return error_set(ENG_ERR_FORMAT, "has no %s",
+                     !(seen & DTYPE)   ? "dtype"
+                     : !(seen & SHAPE) ? "shape"
+                                       : "data_offsets");
   int64_t bytes = 0;
   ENG_TRY(size_of(&bytes, entry));
   if (entry->begin > entry->end)
-    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] run backward", (long long)entry->begin, (long long)entry->end);
+    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] run backward",
+                     (long long)entry->begin, (long long)entry->end);
   if (entry->end > data_size)
-    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] reach past the end, there are %lld bytes of data; hint: is the file complete?",
+    return error_set(ENG_ERR_FORMAT,
+                     "data_offsets [%lld, %lld] reach past the end, there are %lld bytes of data; "
+                     "hint: is the file complete?",
                      (long long)entry->begin, (long long)entry->end, (long long)data_size);
   if (entry->end - entry->begin != bytes)
-    return error_set(ENG_ERR_FORMAT, "dtype and shape ask for %lld bytes, data_offsets give %lld", (long long)bytes, (long long)(entry->end - entry->begin));
+    return error_set(ENG_ERR_FORMAT, "dtype and shape ask for %lld bytes, data_offsets give %lld",
+                     (long long)bytes, (long long)(entry->end - entry->begin));
   return ENG_OK;
 }
 
@@ -154,7 +169,8 @@ static eng_status read_metadata(json_reader *json, eng_safetensors *file)
     ENG_TRY(json_string(json, &key));
     ENG_TRY(json_expect(json, ':'));
     ENG_TRY(json_string(json, &value));
-    pair *bigger = grown(file->metadata, file->metadata_count, &file->metadata_room, sizeof *bigger);
+    pair *bigger =
+      grown(file->metadata, file->metadata_count, &file->metadata_room, sizeof *bigger);
     if (bigger == NULL) return error_set(ENG_ERR_MEMORY, "out of memory reading the metadata");
     file->metadata = bigger;
     file->metadata[file->metadata_count++] = (pair){ key, value };
@@ -172,7 +188,8 @@ static int by_place(const void *a, const void *b)
 
 static int by_name(const void *a, const void *b)
 {
-  return strcmp((*(const eng_safetensors_entry *const *)a)->name, (*(const eng_safetensors_entry *const *)b)->name);
+  return strcmp((*(const eng_safetensors_entry *const *)a)->name,
+                (*(const eng_safetensors_entry *const *)b)->name);
 }
 
 static int by_key(const void *a, const void *b)
@@ -180,7 +197,7 @@ static int by_key(const void *a, const void *b)
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// Names must differ; the ranges must tile the data.
+// Names must be unique; the ranges must tile the data.
 static eng_status check_together(eng_safetensors *file, int64_t data_size)
 {
   eng_safetensors_entry *e = file->entries;
@@ -188,22 +205,28 @@ static eng_status check_together(eng_safetensors *file, int64_t data_size)
   if (file->count > 0) {
     qsort(e, (size_t)file->count, sizeof *e, by_place);
     file->by_name = malloc((size_t)file->count * sizeof *file->by_name);
-    if (file->by_name == NULL) return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors", (long long)file->count);
+    if (file->by_name == NULL)
+      return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors",
+                       (long long)file->count);
     for (int64_t i = 0; i < file->count; i++) file->by_name[i] = &e[i];
     qsort(file->by_name, (size_t)file->count, sizeof *file->by_name, by_name);
   }
   for (int64_t i = 1; i < file->count; i++)
     if (strcmp(file->by_name[i - 1]->name, file->by_name[i]->name) == 0)
-      return error_set(ENG_ERR_FORMAT, "two tensors are called %s", json_show(file->by_name[i]->name));
+      return error_set(ENG_ERR_FORMAT, "two tensors are called %s",
+                       json_show(file->by_name[i]->name));
   for (int64_t i = 0; i < file->count; i++) {
     if (e[i].begin < reached)
-      return error_set(ENG_ERR_FORMAT, "tensors %s and %s overlap", json_show(e[i - 1].name), json_show(e[i].name));
+      return error_set(ENG_ERR_FORMAT, "tensors %s and %s overlap", json_show(e[i - 1].name),
+                       json_show(e[i].name));
     if (e[i].begin > reached)
-      return error_set(ENG_ERR_FORMAT, "%lld bytes before tensor %s belong to no tensor", (long long)(e[i].begin - reached), json_show(e[i].name));
+      return error_set(ENG_ERR_FORMAT, "%lld bytes before tensor %s belong to no tensor",
+                       (long long)(e[i].begin - reached), json_show(e[i].name));
     reached = e[i].end;
   }
   if (reached != data_size)
-    return error_set(ENG_ERR_FORMAT, "%lld bytes after the last tensor belong to no tensor", (long long)(data_size - reached));
+    return error_set(ENG_ERR_FORMAT, "%lld bytes after the last tensor belong to no tensor",
+                     (long long)(data_size - reached));
   return ENG_OK;
 }
 
@@ -217,7 +240,8 @@ static eng_status check_metadata(const eng_safetensors *file)
   eng_status status = ENG_OK;
   for (int64_t i = 1; i < file->metadata_count && status == ENG_OK; i++)
     if (strcmp(sorted[i - 1].key, sorted[i].key) == 0)
-      status = error_set(ENG_ERR_FORMAT, "two metadata entries are called %s", json_show(sorted[i].key));
+      status =
+        error_set(ENG_ERR_FORMAT, "two metadata entries are called %s", json_show(sorted[i].key));
   free(sorted);
   return status;
 }
@@ -228,7 +252,8 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
   bool metadata = false;
   ENG_TRY(json_open(&json, "the header", file->header, size));
   if (size == 0 || file->header[0] != '{')
-    return error_set(ENG_ERR_FORMAT, "the header does not begin with '{'; hint: is this a safetensors file?");
+    return error_set(ENG_ERR_FORMAT,
+                     "the header does not begin with '{'; hint: is this a safetensors file?");
   ENG_TRY(json_expect(&json, '{'));
   if (!json_accept(&json, '}')) {
     do {
@@ -241,8 +266,11 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
         ENG_TRY(read_metadata(&json, file));
         continue;
       }
-      eng_safetensors_entry *bigger = grown(file->entries, file->count, &file->room, sizeof *bigger);
-      if (bigger == NULL) return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors", (long long)file->count);
+      eng_safetensors_entry *bigger =
+        grown(file->entries, file->count, &file->room, sizeof *bigger);
+      if (bigger == NULL)
+        return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors",
+                         (long long)file->count);
       file->entries = bigger;
       eng_safetensors_entry *entry = &file->entries[file->count];
       *entry = (eng_safetensors_entry){ .name = name };
@@ -262,7 +290,8 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
   return ENG_OK;
 }
 
-eng_status safetensors_parse(eng_safetensors **out, const char *path, char *header, int64_t size, int64_t data_size)
+eng_status safetensors_parse(eng_safetensors **out, const char *path, char *header, int64_t size,
+                             int64_t data_size)
 {
   *out = NULL;
   eng_safetensors *file = calloc(1, sizeof *file);
@@ -273,7 +302,8 @@ eng_status safetensors_parse(eng_safetensors **out, const char *path, char *head
   file->fd = -1;
   file->header = header;
   file->path = strdup(path);
-  eng_status status = file->path == NULL ? error_set(ENG_ERR_MEMORY, "out of memory") : read_header(file, size, data_size);
+  eng_status status = file->path == NULL ? error_set(ENG_ERR_MEMORY, "out of memory")
+                                         : read_header(file, size, data_size);
   if (status != ENG_OK) {
     error_prefix(status, "%s", path);
     eng_safetensors_close(file);
@@ -288,22 +318,31 @@ eng_status safetensors_parse(eng_safetensors **out, const char *path, char *head
 static eng_status open_header(eng_safetensors **out, const char *path, int fd)
 {
   struct stat stat_now;
-  if (fstat(fd, &stat_now) != 0) return error_set(ENG_ERR_IO, "%s: cannot examine: %s", path, strerror(errno));
+  if (fstat(fd, &stat_now) != 0)
+    return error_set(ENG_ERR_IO, "%s: cannot examine: %s", path, strerror(errno));
   if (!S_ISREG(stat_now.st_mode))
-    return error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path, S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
+    return error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
+                     S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
   int64_t total = stat_now.st_size;
   if (total < PREFIX)
-    return error_set(ENG_ERR_FORMAT, "%s: %lld bytes are too few for a safetensors file", path, (long long)total);
+    return error_set(ENG_ERR_FORMAT, "%s: %lld bytes are too few for a safetensors file", path,
+                     (long long)total);
   uint64_t length;
   ENG_TRY(file_read_at(fd, path, &length, PREFIX, 0));
   if (length > HEADER_MOST)
-    return error_set(ENG_ERR_FORMAT, "%s: header length %llu is larger than the format's limit of %d; hint: is this a safetensors file?",
+    return error_set(ENG_ERR_FORMAT,
+                     "%s: header length %llu is larger than the format's limit of %d; hint: is "
+                     "this a safetensors file?",
                      path, (unsigned long long)length, HEADER_MOST);
   if ((int64_t)length > total - PREFIX)
-    return error_set(ENG_ERR_FORMAT, "%s: header length %llu reaches past the end, the file has %lld bytes; hint: is the file complete?",
+    return error_set(ENG_ERR_FORMAT,
+                     "%s: header length %llu reaches past the end, the file has %lld bytes; hint: "
+                     "is the file complete?",
                      path, (unsigned long long)length, (long long)total);
   char *header = malloc((size_t)length + 1);
-  if (header == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory for a header of %llu bytes", path, (unsigned long long)length);
+  if (header == NULL)
+    return error_set(ENG_ERR_MEMORY, "%s: out of memory for a header of %llu bytes", path,
+                     (unsigned long long)length);
   eng_status status = file_read_at(fd, path, header, (int64_t)length, PREFIX);
   if (status != ENG_OK) {
     free(header);
@@ -340,10 +379,12 @@ int64_t eng_safetensors_count(const eng_safetensors *file)
   return file->count;
 }
 
-eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file, int64_t index)
+eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
+                               int64_t index)
 {
   if (index < 0 || index >= file->count)
-    return error_set(ENG_ERR_VALUE, "%s: expected a tensor index below %lld, got %lld", file->path, (long long)file->count, (long long)index);
+    return error_set(ENG_ERR_VALUE, "%s: expected a tensor index below %lld, got %lld", file->path,
+                     (long long)file->count, (long long)index);
   *out = file->entries[index];
   return ENG_OK;
 }
@@ -361,20 +402,21 @@ int64_t eng_safetensors_find(const eng_safetensors *file, const char *name)
   return -1;
 }
 
-eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index, bool keep)
+eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
+                                bool keep)
 {
   eng_safetensors_entry entry;
   eng_tensor_info info;
   ENG_TRY(eng_safetensors_get(&entry, file, index));
   ENG_TRY(eng_new(out, entry.dtype, entry.ndim, entry.shape, keep));
   eng_status status = eng_info(&info, out);
-  // A card's memory is filled through a piece of the host's.
+  // A tensor on a card is filled through a host buffer.
   int64_t bytes = entry.end - entry.begin;
   void *host = info.data;
   if (status == ENG_OK && info.space != 0 && !(host = malloc(bytes > 0 ? (size_t)bytes : 1)))
     status = error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
   if (status == ENG_OK) status = file_read_at(file->fd, file->path, host, bytes, entry.begin);
-  // Kernels rely on 0 and 1; a file can hold anything.
+  // Kernels rely on 0 and 1; a file can contain any byte.
   if (status == ENG_OK && entry.dtype == ENG_bool)
     for (int64_t i = 0; i < info.count; i++) ((uint8_t *)host)[i] = ((uint8_t *)host)[i] != 0;
   if (status == ENG_OK && info.space != 0) status = eng_write(out, host, entry.dtype, info.count);
@@ -392,10 +434,12 @@ int64_t eng_safetensors_metadata_count(const eng_safetensors *file)
   return file->metadata_count;
 }
 
-eng_status eng_safetensors_metadata(const char **key, const char **value, const eng_safetensors *file, int64_t index)
+eng_status eng_safetensors_metadata(const char **key, const char **value,
+                                    const eng_safetensors *file, int64_t index)
 {
   if (index < 0 || index >= file->metadata_count)
-    return error_set(ENG_ERR_VALUE, "%s: expected a metadata index below %lld, got %lld", file->path, (long long)file->metadata_count, (long long)index);
+    return error_set(ENG_ERR_VALUE, "%s: expected a metadata index below %lld, got %lld",
+                     file->path, (long long)file->metadata_count, (long long)index);
   *key = file->metadata[index].key;
   *value = file->metadata[index].value;
   return ENG_OK;
@@ -442,12 +486,16 @@ void eng_safetensors_abort(eng_safetensors_writer *writer)
   free(writer);
 }
 
-eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name, const eng_tensor *x)
+eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
+                               const eng_tensor *x)
 {
   eng_tensor_info info;
   ENG_TRY(eng_info(&info, x));
-  if (!json_is_text(name)) return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path, json_show(name));
-  if (strcmp(name, "__metadata__") == 0) return error_set(ENG_ERR_VALUE, "%s: no tensor can be called __metadata__", writer->path);
+  if (!json_is_text(name))
+    return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path,
+                     json_show(name));
+  if (strcmp(name, "__metadata__") == 0)
+    return error_set(ENG_ERR_VALUE, "%s: no tensor can be called __metadata__", writer->path);
   item *bigger = grown(writer->items, writer->count, &writer->room, sizeof *bigger);
   char *own = strdup(name);
   if (bigger != NULL) writer->items = bigger;
@@ -459,12 +507,16 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
   return ENG_OK;
 }
 
-eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key, const char *value)
+eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
+                                    const char *value)
 {
   if (!json_is_text(key) || !json_is_text(value))
-    return error_set(ENG_ERR_VALUE, "%s: the metadata of %s is not UTF-8", writer->path, json_show(key));
+    return error_set(ENG_ERR_VALUE, "%s: the metadata of %s is not UTF-8", writer->path,
+                     json_show(key));
   for (int64_t i = 0; i < writer->note_count; i++)
-    if (strcmp(writer->notes[i].key, key) == 0) return error_set(ENG_ERR_VALUE, "%s: the metadata %s comes twice", writer->path, json_show(key));
+    if (strcmp(writer->notes[i].key, key) == 0)
+      return error_set(ENG_ERR_VALUE, "%s: the metadata %s comes twice", writer->path,
+                       json_show(key));
   note *bigger = grown(writer->notes, writer->note_count, &writer->note_room, sizeof *bigger);
   note own = { strdup(key), strdup(value) };
   if (bigger != NULL) writer->notes = bigger;
@@ -486,7 +538,9 @@ static eng_status check_names(const eng_safetensors_writer *writer)
   qsort(names, (size_t)writer->count, sizeof *names, by_key);
   eng_status status = ENG_OK;
   for (int64_t i = 1; i < writer->count && status == ENG_OK; i++)
-    if (strcmp(names[i - 1], names[i]) == 0) status = error_set(ENG_ERR_VALUE, "%s: two tensors are called %s", writer->path, json_show(names[i]));
+    if (strcmp(names[i - 1], names[i]) == 0)
+      status = error_set(ENG_ERR_VALUE, "%s: two tensors are called %s", writer->path,
+                         json_show(names[i]));
   free(names);
   return status;
 }
@@ -517,12 +571,15 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
     eng_status status = eng_info(&info, &writer->items[i].tensor);
     const char *format = status == ENG_OK ? format_name(info.dtype) : NULL;
     if (status == ENG_OK && format == NULL)
-      status = error_set(ENG_ERR_DTYPE, "the format has no dtype for %s", eng_dtype_name(info.dtype));
-    if (status != ENG_OK) return error_prefix(status, "%s: tensor %s", writer->path, json_show(writer->items[i].name));
+      status =
+        error_set(ENG_ERR_DTYPE, "the format has no dtype for %s", eng_dtype_name(info.dtype));
+    if (status != ENG_OK)
+      return error_prefix(status, "%s: tensor %s", writer->path, json_show(writer->items[i].name));
     if (i > 0 || writer->note_count > 0) fputs(",", to);
     json_put_string(to, writer->items[i].name);
     fprintf(to, ":{\"dtype\":\"%s\",\"shape\":[", format);
-    for (int d = 0; d < info.ndim; d++) fprintf(to, "%s%lld", d ? "," : "", (long long)info.shape[d]);
+    for (int d = 0; d < info.ndim; d++)
+      fprintf(to, "%s%lld", d ? "," : "", (long long)info.shape[d]);
     int64_t next = offset + info.count * bytes_of(info.dtype);
     fprintf(to, "],\"data_offsets\":[%lld,%lld]}", (long long)offset, (long long)next);
     offset = next;
@@ -532,7 +589,7 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
   return ENG_OK;
 }
 
-// The header in new memory.
+// Builds the header in new memory.
 static eng_status make_header(char **header, size_t *size, const eng_safetensors_writer *writer)
 {
   *header = NULL;
@@ -540,9 +597,11 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   if (to == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   eng_status status = put_header(to, writer);
   bool failed = ferror(to);
-  if (fclose(to) != 0 || failed) status = error_set(ENG_ERR_MEMORY, "%s: out of memory for the header", writer->path);
+  if (fclose(to) != 0 || failed)
+    status = error_set(ENG_ERR_MEMORY, "%s: out of memory for the header", writer->path);
   if (status == ENG_OK && *size > HEADER_MOST)
-    status = error_set(ENG_ERR_VALUE, "%s: the header would take %zu bytes, the format allows %d", writer->path, *size, HEADER_MOST);
+    status = error_set(ENG_ERR_VALUE, "%s: the header would take %zu bytes, the format allows %d",
+                       writer->path, *size, HEADER_MOST);
   if (status != ENG_OK) {
     free(*header);
     *header = NULL;
@@ -555,12 +614,13 @@ static void copy_run(char *to, const char *from, int64_t count, int64_t stride, 
   for (int64_t i = 0; i < count; i++) memcpy(to + i * size, from + i * stride * size, (size_t)size);
 }
 
-// Elements in row-major order, a bounded piece at a time.
+// Writes elements in row-major order, a bounded piece at a time.
 static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
 {
   const int64_t size = bytes_of(info->dtype);
   if (info->count == 0) return ENG_OK;
-  if (info->contiguous || info->ndim == 0) return file_writer_put(out, info->data, info->count * size);
+  if (info->contiguous || info->ndim == 0)
+    return file_writer_put(out, info->data, info->count * size);
   char piece[GATHER_BYTES];
   int64_t filled = 0, index[ENG_MAX_DIMS] = { 0 };
   const int last = info->ndim - 1;
@@ -568,8 +628,10 @@ static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
     int64_t row = 0;
     for (int d = 0; d < last; d++) row += index[d] * info->stride[d];
     for (int64_t at = 0; at < info->shape[last];) {
-      int64_t fits = (GATHER_BYTES - filled) / size, run = info->shape[last] - at < fits ? info->shape[last] - at : fits;
-      copy_run(piece + filled, (const char *)info->data + (row + at * info->stride[last]) * size, run, info->stride[last], size);
+      int64_t fits = (GATHER_BYTES - filled) / size,
+              run = info->shape[last] - at < fits ? info->shape[last] - at : fits;
+      copy_run(piece + filled, (const char *)info->data + (row + at * info->stride[last]) * size,
+               run, info->stride[last], size);
       filled += run * size;
       at += run;
       if (filled == GATHER_BYTES) {
@@ -611,7 +673,9 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
   for (int64_t i = 0; i < writer->count && status == ENG_OK; i++) {
     eng_tensor_info info;
     status = eng_info(&info, &writer->items[i].tensor);
-    if (status == ENG_OK) status = info.space == 0 ? put_tensor(&out, &info) : put_from_card(&out, &writer->items[i].tensor, &info);
+    if (status == ENG_OK)
+      status = info.space == 0 ? put_tensor(&out, &info)
+                               : put_from_card(&out, &writer->items[i].tensor, &info);
   }
   if (status == ENG_OK) status = file_writer_commit(&out);
   if (status == ENG_OK && crc != NULL) *crc = out.crc;

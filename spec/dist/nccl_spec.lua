@@ -159,7 +159,7 @@ describe("NCCL", function()
   it("alone says in one line what is missing", function()
     for environment, expected in pairs {
       ["FAKE_CARD=same"] = "Duplicate GPU detected", ["ENGINE_NCCL_LIBRARY=/none.so"] = "there is no /none.so", ["FAKE_NCCL_VERSION=30001"] = "expected version 2.18 or a later 2",
-      ["ENGINE_NCCL=off"] = "there is nothing else between these processes", ["ENGINE_CUDA_PLUGIN=/none.so"] = "there is no /none.so",
+      ["ENGINE_NCCL=off"] = "these processes have no other connection", ["ENGINE_CUDA_PLUGIN=/none.so"] = "there is no /none.so",
     } do
       local result = start.nccl(2, WORLD, {}, { folder = folder, environment = environment, limit = 20 })
       local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which meet over NCCL and need a card each: [^\n]*")

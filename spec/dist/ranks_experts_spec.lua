@@ -54,7 +54,7 @@ describe("rows between ranks", function()
     for message, status in pairs {
       ["2 rows are to be sent, got f32 [3 x 4]"] = function() return try(engine.zeros(3, 4), x, 2, 3) end,
       ["expected 0 or more rows, got -1"] = function() return try(engine.zeros(3, 4), x, -1, 3) end,
-      ["expected rows of one kind"] = function() return try(engine.zeros(3, 5), x, 3, 3) end,
+      ["expected two tensors of one dtype, width and device"] = function() return try(engine.zeros(3, 5), x, 3, 3) end,
       ["expected contiguous rows"] = function() return try(x:transpose(), engine.zeros(4, 3), 4, 4) end,
       ["no comm dtype number 9"] = function() return try(engine.zeros(3, 4), x, 3, 3, 9) end,
     } do
