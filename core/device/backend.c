@@ -53,7 +53,8 @@ void backend_capturing(bool on) { capturing = on; }
 eng_status backend_forbids(const char *what)
 {
   if (!capturing) return ENG_OK;
-  return error_set(ENG_ERR_STATE, "graph: %s cannot be part of a captured step; hint: graph=false", what);
+  return error_set(ENG_ERR_STATE,
+                   "graph: %s cannot be part of a captured step; hint: graph=false", what);
 }
 
 void backend_use(const backend *device)

@@ -300,9 +300,7 @@ eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
 bool comm_cards(void) { return nccl.talk; }
 const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
-// ------------------------------------------------------------------ host messages by way of the
-// cards
-
+// ------------------------------------------------------------------ host messages over the cards
 
 /// Messages in flight with a staging buffer on the card. A finished one is reused, so that a step
 /// allocates nothing after the first.

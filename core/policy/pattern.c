@@ -1,4 +1,5 @@
-// The bounded pattern matcher. See pattern.h. Character classes are those of ASCII, whatever the locale.
+// The bounded pattern matcher. See pattern.h. Character classes are those of ASCII, whatever the
+// locale.
 #include "pattern.h"
 
 #include <string.h>
@@ -43,7 +44,8 @@ static bool in_class(int c, int class)
   return is_upper(class) ? !yes : yes;
 }
 
-// Offset past the item (character, %class or [set]) that begins at p; 0 with the error set when cut short.
+// The offset after the item (character, %class or [set]) at p; 0 with the error set if it is
+// incomplete.
 static size_t item_end(pattern_state *m, size_t p)
 {
   char c = m->pattern[p++];
@@ -53,7 +55,7 @@ static size_t item_end(pattern_state *m, size_t p)
   }
   if (c != '[') return p;
   if (p < m->pattern_length && m->pattern[p] == '^') ++p;
-  for (bool first = true;; first = false) {        // a ']' right at the start is a member
+  for (bool first = true;; first = false) {        // a ']' at the start is a member
     if (p >= m->pattern_length) { refuse(m, "malformed pattern (missing ']')"); return 0; }
     c = m->pattern[p++];
     if (c == ']' && !first) return p;
@@ -86,7 +88,7 @@ static bool in_set(const pattern_state *m, int c, size_t p, size_t last)
   return !member;
 }
 
-// Whether the subject has at s a character that fits the item [p, end).
+// Whether the subject's character at s matches the item [p, end).
 static bool fits(pattern_state *m, size_t s, size_t p, size_t end)
 {
   m->work -= m->pattern[p] == '[' ? (int64_t)(end - p) : 1;
@@ -101,7 +103,7 @@ static bool fits(pattern_state *m, size_t s, size_t p, size_t end)
   }
 }
 
-// ------------------------------------------------------------------ items with a meaning of their own
+// ------------------------------------------------------------------ special items
 
 static ptrdiff_t balanced(pattern_state *m, size_t s, size_t p)      // %bxy, p at x
 {
@@ -125,7 +127,8 @@ static ptrdiff_t same_again(pattern_state *m, size_t s, int index)   // %1
   size_t length = (size_t)m->capture[index].length;
   m->work -= (int64_t)length;
   if (m->work < 0) return refuse(m, pattern_exhausted);
-  if (m->subject_length - s < length || memcmp(m->subject + m->capture[index].begin, m->subject + s, length) != 0)
+  if (m->subject_length - s < length ||
+      memcmp(m->subject + m->capture[index].begin, m->subject + s, length) != 0)
     return NO_MATCH;
   return (ptrdiff_t)(s + length);
 }
@@ -180,9 +183,12 @@ static ptrdiff_t match_items(pattern_state *m, size_t s, size_t p)
     if (--m->work < 0) return refuse(m, pattern_exhausted);
     if (p == m->pattern_length) return (ptrdiff_t)s;
     char c = m->pattern[p], next = p + 1 < m->pattern_length ? m->pattern[p + 1] : '\0';
-    if (c == '(') return next == ')' ? open_capture(m, s, p + 2, PATTERN_POSITION) : open_capture(m, s, p + 1, PATTERN_OPEN);
+    if (c == '(')
+      return next == ')' ? open_capture(m, s, p + 2, PATTERN_POSITION)
+                         : open_capture(m, s, p + 1, PATTERN_OPEN);
     if (c == ')') return close_capture(m, s, p + 1);
-    if (c == '$' && p + 1 == m->pattern_length) return s == m->subject_length ? (ptrdiff_t)s : NO_MATCH;
+    if (c == '$' && p + 1 == m->pattern_length)
+      return s == m->subject_length ? (ptrdiff_t)s : NO_MATCH;
     if (c == '%' && (next == 'b' || is_digit(next))) {
       ptrdiff_t r = next == 'b' ? balanced(m, s, p + 2) : same_again(m, s, next - '1');
       if (r < 0) return r;
@@ -190,9 +196,10 @@ static ptrdiff_t match_items(pattern_state *m, size_t s, size_t p)
       p += next == 'b' ? 4 : 2;
       continue;
     }
-    if (c == '%' && next == 'f') {               // %f[set]: before no member, here a member
+    if (c == '%' && next == 'f') {  // %f[set]: the character before is no member, this one is
       p += 2;
-      if (p >= m->pattern_length || m->pattern[p] != '[') return refuse(m, "missing '[' after '%f' in pattern");
+      if (p >= m->pattern_length || m->pattern[p] != '[')
+        return refuse(m, "missing '[' after '%f' in pattern");
       size_t end = item_end(m, p);
       if (!end) return NO_MATCH;
       int before = s == 0 ? 0 : (unsigned char)m->subject[s - 1];

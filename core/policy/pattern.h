@@ -1,6 +1,6 @@
-// Lua patterns (%a, [sets], * + - ?, captures, %b, %f) with a bound on the work: the matcher that
-// policies use in place of LuaJIT's, which may backtrack for hours inside one call.
-// Knows nothing of Lua states. Called by policy_box.c.
+// Lua patterns (%a, [sets], * + - ?, captures, %b, %f) with bounded work: the matcher for policies,
+// because LuaJIT's may backtrack for hours inside one call. Knows nothing of Lua states.
+// Called by policy_box.c.
 #ifndef ENG_PATTERN_H
 #define ENG_PATTERN_H
 
@@ -17,22 +17,22 @@ typedef struct pattern_capture {
 
 enum { PATTERN_OPEN = -1, PATTERN_POSITION = -2 };
 
-/// One match under way. Set subject, pattern and work; the rest is filled.
+/// The state of one match. The caller sets subject, pattern and work; the rest is filled in.
 typedef struct pattern_state {
   const char *subject, *pattern;
   size_t subject_length, pattern_length;
-  int64_t work;             // single-character tests left; below zero ends in an error
-  const char *error;        // NULL, or why the pattern is refused; EXHAUSTED when work ran out
+  int64_t work;             // single-character tests left; below zero the match ends with an error
+  const char *error;  // NULL, or why the pattern is refused; pattern_exhausted when `work` ran out
   int depth;
   int captures;
   pattern_capture capture[PATTERN_CAPTURES];
 } pattern_state;
 
-/// What `error` points to when the work ran out.
+/// The value of `error` when `work` ran out.
 extern const char pattern_exhausted[];
 
-/// Matches the pattern from offset `at` in pattern and `start` in the subject, anchored there.
-/// True with *end (offset past the match) and the captures; false with error NULL: no match.
+/// Matches the pattern from offset `at` in the pattern and `start` in the subject, anchored there.
+/// True with *end (offset after the match) and the captures; false with error NULL: no match.
 bool pattern_match(pattern_state *m, size_t start, size_t at, size_t *end);
 
 #endif

@@ -1,7 +1,9 @@
-// The library a policy sees, all of it constant: base, math, table, string and bit, less whatever could leave the sandbox, keep
-// hidden state, eat the clock inside one C call, or answer differently on the next run of the same record.
-// Ours in place of LuaJIT's: pairs and next (fixed order), tostring and string.format (no addresses),
-// math.random (seeded by the step), table.sort and the pattern functions (bounded work and C stack).
+// The library that a policy sees, all of it constant: base, math, table, string and bit, without
+// anything that could leave the sandbox, keep hidden state, run long inside one C call, or differ
+// when the same record is replayed.
+// Our own functions replace LuaJIT's for pairs and next (fixed order), tostring and string.format
+// (no addresses), math.random (seeded by the step), table.sort and the pattern functions (bounded
+// work and C stack).
 // Called by policy_vm.c when a policy is loaded.
 #define _GNU_SOURCE
 #include "policy_vm.h"
@@ -17,30 +19,36 @@
 
 // ------------------------------------------------------------------ base
 
-// The environment has no such name. What was taken away on purpose is told apart from a slip.
+// Raises for an undefined global. A name that was removed on purpose gets a different message from
+// a misspelt one.
 static int unknown_global(lua_State *L)
 {
   static const char *const names[] = {
-    "assert", "error", "ipairs", "next", "pairs", "pcall", "select", "tonumber", "tostring", "type", "unpack",
-    "math", "table", "string", "bit", "check", "back_off", "grow" };
+    "assert", "error",  "ipairs", "next",  "pairs",  "pcall", "select", "tonumber", "tostring",
+    "type",   "unpack", "math",   "table", "string", "bit",   "check",  "back_off", "grow"};
   static const char *const removed[] = {
-    "load", "loadstring", "loadfile", "dofile", "require", "collectgarbage", "getfenv", "setfenv", "newproxy", "rawset",
-    "rawget", "rawequal", "setmetatable", "getmetatable", "xpcall", "print", "coroutine", "io", "os", "debug", "package",
-    "ffi", "jit", "module", "gcinfo", "_G" };
+    "load",    "loadstring", "loadfile",  "dofile", "require",  "collectgarbage", "getfenv",
+    "setfenv", "newproxy",   "rawset",    "rawget", "rawequal", "setmetatable",   "getmetatable",
+    "xpcall",  "print",      "coroutine", "io",     "os",       "debug",          "package",
+    "ffi",     "jit",        "module",    "gcinfo", "_G"};
   const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?";
   for (size_t i = 0; i < sizeof removed / sizeof *removed; ++i)
-    if (strcmp(name, removed[i]) == 0) return luaL_error(L, "'%s' does not exist in a policy (policies/README.md says what does)", name);
-  return luaL_error(L, "'%s' is not defined%s", name, nearest_hint(name, names, (int)(sizeof names / sizeof *names)));
+    if (strcmp(name, removed[i]) == 0)
+      return luaL_error(L, "'%s' does not exist in a policy (policies/README.md says what does)",
+                        name);
+  return luaL_error(L, "'%s' is not defined%s", name,
+                    nearest_hint(name, names, (int)(sizeof names / sizeof *names)));
 }
 
 static int global_assigned(lua_State *L)
 {
-  return luaL_error(L, "a policy has no global variables ('%s'): write 'local', and keep in 'state' what must last",
-                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
+  return luaL_error(
+    L, "a policy has no global variables ('%s'): write 'local', and keep in 'state' what must last",
+    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 
-// A budget that is spent ends the policy whoever would catch its errors; and each call costs something, for with the stack nearly full
-// LuaJIT raises before it counts an instruction.
+// An exhausted budget ends the policy even inside a pcall. Each pcall costs some budget, because
+// LuaJIT with a nearly full stack raises before it counts an instruction.
 static int box_pcall(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -48,7 +56,7 @@ static int box_pcall(lua_State *L)
   policy_check_stack(p);
   policy_charge(p, 16);
   int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
-  policy_charge(p, 0);                                     // raises again where the policy is being ended
+  policy_charge(p, 0);  // raises again if the policy is being ended
   lua_pushboolean(L, status == 0);
   lua_insert(L, 1);
   return lua_gettop(L);
@@ -61,30 +69,35 @@ static int box_tostring(lua_State *L)
     case LUA_TSTRING:  lua_settop(L, 1); break;
     case LUA_TNUMBER:  lua_settop(L, 1); lua_tostring(L, 1); break;
     case LUA_TBOOLEAN: lua_pushstring(L, lua_toboolean(L, 1) ? "true" : "false"); break;
-    case LUA_TUSERDATA: lua_pushstring(L, policy_record_name(L, 1) ? policy_record_name(L, 1) : "userdata"); break;
+    case LUA_TUSERDATA:
+      lua_pushstring(L, policy_record_name(L, 1) ? policy_record_name(L, 1) : "userdata");
+      break;
     default:           lua_pushstring(L, luaL_typename(L, 1));
   }
   return 1;
 }
 
-// table.insert and table.move write past a metatable: into their first argument or their fifth. An insert moves what follows its place.
+// table.insert and table.move ignore metatables: they write to their first or fifth argument. An
+// insert moves all later elements.
 static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
 {
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
     lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
-    if (!(at >= 1 && at <= n + 1)) return luaL_error(L, "table.insert: place %f of a list of %f", at, n);
+    if (!(at >= 1 && at <= n + 1))
+      return luaL_error(L, "table.insert: place %f of a list of %f", at, n);
     policy_charge(policy_of(L), (int64_t)(n + 1 - at));
   }
   for (int i = 1; i <= 5; i += 4)
-    if (lua_istable(L, i) && lua_getmetatable(L, i)) return luaL_error(L, "this table is constant; keep in 'state' what changes");
+    if (lua_istable(L, i) && lua_getmetatable(L, i))
+      return luaL_error(L, "this table is constant; keep in 'state' what changes");
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
   lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);
   return lua_gettop(L);
 }
 
-// ---- pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order of
-// string keys changes from process to process.
+// pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order
+// of string keys changes from process to process.
 
 typedef struct key { int rank; size_t length; double number; const char *text; } key;
 
@@ -105,8 +118,10 @@ static key read_key(lua_State *L, int index)
     case LUA_TNUMBER:  k.number = lua_tonumber(L, index); break;
     case LUA_TSTRING:  k.rank = 1; k.text = lua_tolstring(L, index, &k.length); break;
     case LUA_TBOOLEAN: k.rank = 2; k.number = lua_toboolean(L, index); break;
-    default: luaL_error(L, "a %s as a key has no fixed order; use numbers, strings or booleans", luaL_typename(L, index));
-  }
+    default:
+      luaL_error(L, "a %s as a key has no fixed order; use numbers, strings or booleans",
+                 luaL_typename(L, index));
+    }
   return k;
 }
 
@@ -117,7 +132,7 @@ static void push_key(lua_State *L, const key *k)
   else lua_pushnumber(L, k->number);
 }
 
-// Upvalues: the table, its sorted keys, the place among them.
+// Upvalues: the table, its sorted keys, the index of the current key.
 static int pairs_step(lua_State *L)
 {
   lua_Integer i = lua_tointeger(L, lua_upvalueindex(3));
@@ -161,7 +176,7 @@ static int box_pairs(lua_State *L)
   return 3;
 }
 
-// The smallest key above the given one.
+// Returns the smallest key above the given one.
 static int box_next(lua_State *L)
 {
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -173,7 +188,8 @@ static int box_next(lua_State *L)
   int64_t n = 0;
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1), ++n) {
     key k = read_key(L, -2);
-    if ((first || by_key(&k, &after) > 0) && (!found || by_key(&k, &best) < 0)) best = k, found = true;
+    if ((first || by_key(&k, &after) > 0) && (!found || by_key(&k, &best) < 0))
+      best = k, found = true;
   }
   policy_charge(policy_of(L), n);
   if (!found) { lua_pushnil(L); return 1; }
@@ -185,14 +201,15 @@ static int box_next(lua_State *L)
 
 // ------------------------------------------------------------------ math
 
-// Rounds to float, as a scaler that keeps its scale in a float32 tensor does.
+// Rounds to float, like a scaler that keeps its scale in a float32 tensor.
 static int box_f32(lua_State *L)
 {
   lua_pushnumber(L, (double)(float)luaL_checknumber(L, 1));
   return 1;
 }
 
-// SplitMix64 over a counter, begun anew by every record: the same step always draws the same numbers.
+// SplitMix64 over a counter that restarts with every record: one step always draws the same
+// numbers.
 static uint64_t mix(uint64_t z)
 {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -203,7 +220,8 @@ static uint64_t mix(uint64_t z)
 static int box_random(lua_State *L)
 {
   eng_policy *p = policy_of(L);
-  uint64_t draw = mix(mix(p->random_key + 0x9E3779B97F4A7C15ull) + ++p->random_count * 0x9E3779B97F4A7C15ull);
+  uint64_t draw =
+    mix(mix(p->random_key + 0x9E3779B97F4A7C15ull) + ++p->random_count * 0x9E3779B97F4A7C15ull);
   double r = (double)(draw >> 11) * 0x1p-53, low = 1, high;
   switch (lua_gettop(L)) {
     case 0: lua_pushnumber(L, r); return 1;
@@ -219,7 +237,7 @@ static int box_random(lua_State *L)
 
 enum { BYTES_PER_INSTRUCTION = 64 };
 
-// A library function whose work is the length of its result, which need not be new memory.
+// Calls a library function whose work is proportional to its result, which may be shared memory.
 static int box_charged(lua_State *L)                   // upvalue: LuaJIT's function
 {
   lua_pushvalue(L, lua_upvalueindex(1));
@@ -254,11 +272,14 @@ static int box_format(lua_State *L)                    // upvalue: LuaJIT's form
     if (format[i] != '%') continue;
     ++i;
     while (i < length && strchr("-+ #0123456789.", format[i])) ++i;
-    if (i < length && format[i] == 'p') return luaL_error(L, "string.format: '%%p' is not available in a policy");
+    if (i < length && format[i] == 'p')
+      return luaL_error(L, "string.format: '%%p' is not available in a policy");
   }
   for (int i = 2; i <= n; ++i)
-    if (lua_type(L, i) != LUA_TNUMBER && lua_type(L, i) != LUA_TSTRING && lua_type(L, i) != LUA_TBOOLEAN && !lua_isnil(L, i))
-      return luaL_error(L, "string.format: argument %d is a %s, which has no text", i, luaL_typename(L, i));
+    if (lua_type(L, i) != LUA_TNUMBER && lua_type(L, i) != LUA_TSTRING &&
+        lua_type(L, i) != LUA_TBOOLEAN && !lua_isnil(L, i))
+      return luaL_error(L, "string.format: argument %d is a %s, which has no text", i,
+                        luaL_typename(L, i));
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
   lua_call(L, n, 1);
@@ -272,7 +293,7 @@ static void begin_match(lua_State *L, pattern_state *m)
   m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
 }
 
-// What the matcher's work costs of the budget.
+// Tests of the matcher that cost one instruction of the budget.
 enum { TESTS_PER_INSTRUCTION = 8 };
 
 static bool try_match(lua_State *L, pattern_state *m, size_t start, size_t at, size_t *end)
@@ -292,11 +313,12 @@ static void push_capture(lua_State *L, const pattern_state *m, int i, size_t sta
   if (i >= m->captures) {
     if (i > 0) luaL_error(L, "invalid capture index");
     lua_pushlstring(L, m->subject + start, end - start);
-  } else if (m->capture[i].length == PATTERN_POSITION) lua_pushinteger(L, (lua_Integer)m->capture[i].begin + 1);
+  } else if (m->capture[i].length == PATTERN_POSITION)
+    lua_pushinteger(L, (lua_Integer)m->capture[i].begin + 1);
   else lua_pushlstring(L, m->subject + m->capture[i].begin, (size_t)m->capture[i].length);
 }
 
-// All captures; the whole match where the pattern has none and `whole` is set.
+// Pushes all captures; the whole match if the pattern has none and `whole` is set.
 static int push_captures(lua_State *L, const pattern_state *m, bool whole, size_t start, size_t end)
 {
   int n = m->captures == 0 && whole ? 1 : m->captures;
@@ -327,7 +349,8 @@ static int find_or_match(lua_State *L, bool find)
   size_t start = first_index(L, 3, m.subject_length), end;
   if (find && (lua_toboolean(L, 4) || is_plain(&m))) {
     policy_charge(policy_of(L), (int64_t)(m.subject_length / TESTS_PER_INSTRUCTION));
-    const char *at = memmem(m.subject + start, m.subject_length - start, m.pattern, m.pattern_length);
+    const char *at =
+      memmem(m.subject + start, m.subject_length - start, m.pattern, m.pattern_length);
     if (!at) { lua_pushnil(L); return 1; }
     lua_pushinteger(L, at - m.subject + 1);
     lua_pushinteger(L, at - m.subject + (lua_Integer)m.pattern_length);
@@ -355,7 +378,7 @@ static int box_match(lua_State *L)
   return find_or_match(L, false);
 }
 
-// Upvalues: subject, pattern, offset to go on from.
+// Upvalues: subject, pattern, offset to continue from.
 static int gmatch_step(lua_State *L)
 {
   pattern_state m;
@@ -364,9 +387,11 @@ static int gmatch_step(lua_State *L)
   lua_pushvalue(L, lua_upvalueindex(2));
   begin_match(L, &m);
   size_t end;
-  for (size_t start = (size_t)lua_tointeger(L, lua_upvalueindex(3)); start <= m.subject_length; ++start) {
+  for (size_t start = (size_t)lua_tointeger(L, lua_upvalueindex(3)); start <= m.subject_length;
+       ++start) {
     if (!try_match(L, &m, start, 0, &end)) continue;
-    lua_pushinteger(L, (lua_Integer)(end == start ? end + 1 : end));   // an empty match moves on by one
+    // an empty match advances by one
+    lua_pushinteger(L, (lua_Integer)(end == start ? end + 1 : end));
     lua_replace(L, lua_upvalueindex(3));
     return push_captures(L, &m, true, start, end);
   }
@@ -383,7 +408,8 @@ static int box_gmatch(lua_State *L)
   return 1;
 }
 
-static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m, size_t start, size_t end)
+static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m, size_t start,
+                            size_t end)
 {
   switch (lua_type(L, 3)) {
     case LUA_TFUNCTION:
@@ -402,8 +428,10 @@ static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m
         if (text[i] != '%') { luaL_addchar(b, text[i]); continue; }
         char c = ++i < length ? text[i] : '\0';
         if (c == '0') luaL_addlstring(b, m->subject + start, end - start);
-        else if (c >= '1' && c <= '9') { push_capture(L, m, c - '1', start, end); luaL_addvalue(b); }
-        else luaL_addchar(b, c);
+        else if (c >= '1' && c <= '9') {
+          push_capture(L, m, c - '1', start, end);
+          luaL_addvalue(b);
+        } else luaL_addchar(b, c);
       }
       return;
     }
@@ -411,7 +439,8 @@ static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m
   if (!lua_toboolean(L, -1)) {                       // nil or false: the match stays
     lua_pop(L, 1);
     lua_pushlstring(L, m->subject + start, end - start);
-  } else if (!lua_isstring(L, -1)) luaL_error(L, "string.gsub: a replacement is a %s; expected a text", luaL_typename(L, -1));
+  } else if (!lua_isstring(L, -1))
+    luaL_error(L, "string.gsub: a replacement is a %s; expected a text", luaL_typename(L, -1));
   luaL_addvalue(b);
 }
 
@@ -420,8 +449,9 @@ static int box_gsub(lua_State *L)
   pattern_state m;
   begin_match(L, &m);
   int type = lua_type(L, 3);
-  luaL_argcheck(L, type == LUA_TSTRING || type == LUA_TNUMBER || type == LUA_TTABLE || type == LUA_TFUNCTION, 3,
-                "expected a text, a table or a function");
+  luaL_argcheck(
+    L, type == LUA_TSTRING || type == LUA_TNUMBER || type == LUA_TTABLE || type == LUA_TFUNCTION, 3,
+    "expected a text, a table or a function");
   lua_Integer most = luaL_optinteger(L, 4, (lua_Integer)m.subject_length + 1), count = 0;
   bool anchored = m.pattern_length > 0 && m.pattern[0] == '^';
   size_t at = 0, end;
@@ -446,7 +476,8 @@ static int box_gsub(lua_State *L)
 
 // ------------------------------------------------------------------ the environment
 
-// Copies names (NULL at the end) of the library table on top of the stack into a new table, and drops the former.
+// Copies names (NULL at the end) from the library table on top of the stack into a new table, and
+// pops the former.
 static void take(lua_State *L, const char *const *names)
 {
   lua_newtable(L);
@@ -470,7 +501,7 @@ static void set_function(lua_State *L, const char *name, lua_CFunction function)
   lua_setfield(L, -2, name);
 }
 
-// The library on top of the stack goes into the environment below it.
+// Adds the library on top of the stack to the environment below it.
 static void set_library(lua_State *L, const char *name)
 {
   char what[32];
@@ -479,7 +510,7 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-// Puts `function` in place of the library's own, which becomes its upvalue.
+// Replaces a function of the library by `function`, with the original as its upvalue.
 static void wrap(lua_State *L, const char *name, lua_CFunction function)
 {
   lua_getfield(L, -1, name);
@@ -489,13 +520,19 @@ static void wrap(lua_State *L, const char *name, lua_CFunction function)
 
 void policy_box_open(eng_policy *p)
 {
-  static const char *const base[] = { "assert", "error", "ipairs", "select", "tonumber", "type", "unpack", NULL };
-  static const char *const math_names[] = { "abs", "acos", "asin", "atan", "atan2", "ceil", "cos", "cosh", "deg", "exp", "floor", "fmod",
-    "frexp", "huge", "ldexp", "log", "log10", "max", "min", "modf", "pi", "pow", "rad", "sin", "sinh", "sqrt", "tan", "tanh", NULL };
-  static const char *const table_names[] = { "concat", "insert", "maxn", "move", "remove", "sort", NULL };
-  static const char *const string_names[] = { "byte", "char", "format", "len", "lower", "rep", "reverse", "sub", "upper", NULL };
-  static const char *const bit_names[] = { "arshift", "band", "bnot", "bor", "bswap", "bxor", "lshift", "rol", "ror", "rshift",
-    "tobit", "tohex", NULL };
+  static const char *const base[] = {"assert",   "error", "ipairs", "select",
+                                     "tonumber", "type",  "unpack", NULL};
+  static const char *const math_names[] = {
+    "abs",   "acos", "asin",  "atan", "atan2", "ceil", "cos",   "cosh", "deg", "exp",
+    "floor", "fmod", "frexp", "huge", "ldexp", "log",  "log10", "max",  "min", "modf",
+    "pi",    "pow",  "rad",   "sin",  "sinh",  "sqrt", "tan",   "tanh", NULL};
+  static const char *const table_names[] = {"concat", "insert", "maxn", "move",
+                                            "remove", "sort",   NULL};
+  static const char *const string_names[] = {"byte", "char",    "format", "len",   "lower",
+                                             "rep",  "reverse", "sub",    "upper", NULL};
+  static const char *const bit_names[] = {"arshift", "band",   "bnot", "bor", "bswap",
+                                          "bxor",    "lshift", "rol",  "ror", "rshift",
+                                          "tobit",   "tohex",  NULL};
   lua_State *L = p->L;
   open_library(L, luaopen_base, "");
   open_library(L, luaopen_math, LUA_MATHLIBNAME);

@@ -1,26 +1,27 @@
-// What most scalers say alike, as functions a policy finds beside its library: checks of options in `init` (check.positive,
-// check.floor ...) and the two ways a scale moves in `decide` (back_off, grow), with their reasons. policies/README.md has the list.
-// None of them keeps anything; a policy could write each in a line of Lua. Called by policy_box.c when a policy is loaded.
+// Functions for what most scalers have in common: checks of options in `init` (check.positive,
+// check.floor ...) and the two ways a scale moves in `decide` (back_off, grow), with their reasons.
+// policies/README.md lists them. They keep no state; a policy could write each in a line of Lua.
+// Called by policy_box.c when a policy is loaded.
 #include "policy_vm.h"
 
 #include <math.h>
 
-// Raises the text on top of the stack as it is, without a position: it speaks of an option, not of a line.
+// Raises the text on top of the stack without a position: it is about an option, not a line.
 static int refuse(lua_State *L) { return lua_error(L); }
 
-// Whether the options at `index` say strict=false.
+// Whether the options at `index` have strict=false.
 static bool is_lenient(lua_State *L, int index)
 {
   lua_pushvalue(L, index);
   policy_open_constant(L, lua_gettop(L));
   lua_pushliteral(L, "strict");
-  lua_rawget(L, -2);                                       // it need not be an option
+  lua_rawget(L, -2);                                       // the option may be absent
   bool lenient = lua_isboolean(L, -1) && !lua_toboolean(L, -1);
   lua_pop(L, 2);
   return lenient;
 }
 
-// Raises the text on top of the stack unless the options, argument 1, say strict=false.
+// Raises the text on top of the stack unless the options, argument 1, have strict=false.
 static int refuse_strictly(lua_State *L)
 {
   if (is_lenient(L, 1)) return 0;
@@ -34,7 +35,8 @@ static double option(lua_State *L, int name)
   const char *text = luaL_checkstring(L, name);
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_getfield(L, 1, text);
-  if (lua_type(L, -1) != LUA_TNUMBER) return luaL_error(L, "check: there is no option '%s' that is a number", text);
+  if (lua_type(L, -1) != LUA_TNUMBER)
+    return luaL_error(L, "check: there is no option '%s' that is a number", text);
   double x = lua_tonumber(L, -1);
   lua_pop(L, 1);
   return x;
@@ -45,8 +47,11 @@ static double option(lua_State *L, int name)
 typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, STEPS } range;
 
 static const char *const wanted[] = {
-  [POSITIVE] = "a positive finite number", [FLOAT32] = "a positive number that float32 can hold",
-  [NOT_NEGATIVE] = "0 or a positive finite number", [FACTOR] = "greater than 1 and finite", [STEPS] = "a positive number of steps",
+  [POSITIVE] = "a positive finite number",
+  [FLOAT32] = "a positive number that float32 can hold",
+  [NOT_NEGATIVE] = "0 or a positive finite number",
+  [FACTOR] = "greater than 1 and finite",
+  [STEPS] = "a positive number of steps",
 };
 
 static bool within(range r, double x)
@@ -62,7 +67,8 @@ static bool within(range r, double x)
   return false;
 }
 
-// check.RANGE(options, name, ...): the options' numbers, as float32 values by check.float32.
+// check.RANGE(options, name, ...): returns the options' numbers, as float32 values with
+// check.float32.
 static int check_range(lua_State *L)                       // upvalue: the range
 {
   range r = (range)lua_tointeger(L, lua_upvalueindex(1));
@@ -70,7 +76,8 @@ static int check_range(lua_State *L)                       // upvalue: the range
   for (int name = 2; name <= last; ++name) {
     double x = option(L, name);
     if (!within(r, x)) {
-      if (r == SHARE) lua_pushfstring(L, "%s must lie between 0 and 1, got %f", lua_tostring(L, name), x);
+      if (r == SHARE)
+        lua_pushfstring(L, "%s must lie between 0 and 1, got %f", lua_tostring(L, name), x);
       else lua_pushfstring(L, "%s must be %s, got %f", lua_tostring(L, name), wanted[r], x);
       return refuse(L);
     }
@@ -79,9 +86,9 @@ static int check_range(lua_State *L)                       // upvalue: the range
   return last > 1 ? last - 1 : 0;
 }
 
-// ------------------------------------------------------------------ settings that are probably mistakes
+// ------------------------------------------------------------------ traps: likely mistakes
 
-// check.trap(options, condition, text): refuses the options, unless they say strict=false.
+// check.trap(options, condition, text): refuses the options, unless they have strict=false.
 static int check_trap(lua_State *L)
 {
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -90,11 +97,13 @@ static int check_trap(lua_State *L)
   return lua_toboolean(L, 2) ? refuse_strictly(L) : 0;
 }
 
-// check.count(options, name [, consequence]): a trap unless the option is a whole number of at least 1. Infinity is one: never.
+// check.count(options, name [, consequence]): a trap unless the option is a whole number of at
+// least 1. Infinity is allowed and means never.
 static int check_count(lua_State *L)
 {
   double x = option(L, 2);
-  const char *consequence = luaL_optstring(L, 3, "is never met by a whole number of steps, so the scale would never grow");
+  const char *consequence =
+    luaL_optstring(L, 3, "is never met by a whole number of steps, so the scale would never grow");
   if (x >= 1 && x == floor(x)) return 0;
   lua_pushfstring(L, "%s = %f %s", lua_tostring(L, 2), x, consequence);
   return refuse_strictly(L);
@@ -105,8 +114,8 @@ static int check_floor(lua_State *L)
 {
   double least = option(L, 2), first = option(L, 3);
   if (!(least > first)) return 0;
-  lua_pushfstring(L, "%s = %f is above %s = %f, so an overflow would raise the scale; lower %s", lua_tostring(L, 2), least, lua_tostring(L, 3), first,
-                  lua_tostring(L, 2));
+  lua_pushfstring(L, "%s = %f is above %s = %f, so an overflow would raise the scale; lower %s",
+                  lua_tostring(L, 2), least, lua_tostring(L, 3), first, lua_tostring(L, 2));
   return refuse_strictly(L);
 }
 
@@ -121,7 +130,8 @@ static double scale_of(lua_State *L)                       // of the state, argu
   return scale;
 }
 
-// The scale becomes `scale`, in the state and in a verdict { scale =, reason = the text on top of the stack, action = "stop" }.
+// Sets the scale in the state and in a verdict { scale =, reason = the text on top of the stack,
+// action = "stop" }.
 static int verdict(lua_State *L, double scale, bool stop)
 {
   lua_pushnumber(L, scale);
@@ -138,13 +148,17 @@ static int verdict(lua_State *L, double scale, bool stop)
   return 1;
 }
 
-// back_off(state, to): the verdict on an overflow after which the scale is `to`; a scale of 0 stops the run.
+// back_off(state, to): the verdict after an overflow; `to` is the new scale; a scale of 0 stops the
+// run.
 static int back_off(lua_State *L)
 {
   double to = luaL_checknumber(L, 2), scale = scale_of(L);
   if (to == 0) {
-    lua_pushfstring(L, "the loss scale fell to %f and gradients still overflow: they are inf or nan for another reason than the scale"
-                       " (look at the first bad tensor, the learning rate, the data)", scale);
+    lua_pushfstring(L,
+                    "the loss scale fell to %f and gradients still overflow: they are inf or nan "
+                    "for another reason than the scale"
+                    " (look at the first bad tensor, the learning rate, the data)",
+                    scale);
     return verdict(L, scale, true);
   }
   if (to == scale) lua_pushfstring(L, "overflow at the smallest scale %f", scale);
@@ -152,8 +166,8 @@ static int back_off(lua_State *L)
   return verdict(L, to, false);
 }
 
-// grow(state, to, why [, options]): the verdict on good steps, `why`, after which the scale is `to`. A scale that would become
-// infinite stays as it is; with options that say strict=false, the run stops.
+// grow(state, to, why [, options]): the verdict after good steps; `to` is the new scale. A scale
+// that would become infinite stays; with strict=false in the options the run stops.
 static int grow(lua_State *L)
 {
   double to = luaL_checknumber(L, 2);
@@ -161,7 +175,8 @@ static int grow(lua_State *L)
   double scale = scale_of(L);
   if (to == INFINITY) {
     bool lenient = lua_istable(L, 4) && is_lenient(L, 4);
-    lua_pushstring(L, lenient ? "the loss scale would grow to infinity and stay there" : "growth would reach infinity: the scale stays");
+    lua_pushstring(L, lenient ? "the loss scale would grow to infinity and stay there"
+                              : "growth would reach infinity: the scale stays");
     return verdict(L, scale, lenient);
   }
   if (to == scale) lua_pushfstring(L, "the largest scale, %f", scale);
@@ -175,8 +190,9 @@ void policy_checks_open(lua_State *L)
   lua_setfield(L, -2, "back_off");
   lua_pushcfunction(L, grow);
   lua_setfield(L, -2, "grow");
-  static const struct { const char *name; range range; } ranges[] = {
-    { "positive", POSITIVE }, { "float32", FLOAT32 }, { "not_negative", NOT_NEGATIVE }, { "factor", FACTOR }, { "share", SHARE }, { "steps", STEPS } };
+  static const struct { const char *name; range range;
+  } ranges[] = {{"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
+                {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};
   static const struct { const char *name; lua_CFunction function; } others[] = {
     { "trap", check_trap }, { "count", check_count }, { "floor", check_floor } };
   lua_newtable(L);

@@ -5,7 +5,8 @@
 
 static int constant_assigned(lua_State *L)                 // upvalue: what it is
 {
-  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes", lua_tostring(L, lua_upvalueindex(1)),
+  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes",
+                    lua_tostring(L, lua_upvalueindex(1)),
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
 }
 

@@ -1,4 +1,4 @@
-// Blobs and their text. See policy_data.h.
+// Blobs and their text form. See policy_data.h.
 #define _GNU_SOURCE
 #include "policy_data.h"
 
@@ -70,7 +70,8 @@ const char *data_find(const char *at, const char *key)
   if (item.tag != '{') return NULL;
   while (*at != '}') {
     const char *value = data_read(&item, at);
-    if (item.tag == 's' && item.length == length && memcmp(item.string, key, length) == 0) return value;
+    if (item.tag == 's' && item.length == length && memcmp(item.string, key, length) == 0)
+      return value;
     at = data_skip(value);
   }
   return NULL;
@@ -78,7 +79,7 @@ const char *data_find(const char *at, const char *key)
 
 // ------------------------------------------------------------------ numbers as text
 
-static locale_t plain_locale(void)     // a host that called setlocale must not turn 0.5 into 0,5
+static locale_t plain_locale(void)     // so that a host's setlocale cannot turn 0.5 into 0,5
 {
   static locale_t plain;
   if (!plain) plain = newlocale(LC_ALL_MASK, "C", (locale_t)0);
@@ -184,7 +185,8 @@ static void put_table(data_blob *text, const char *at)
   int first = 0;
   while (first < n && entries[first].key.tag == 'n' && entries[first].key.number < 1) ++first;
   int last = first;                                   // the sequence 1..last-first
-  while (last < n && entries[last].key.tag == 'n' && entries[last].key.number == last - first + 1) ++last;
+  while (last < n && entries[last].key.tag == 'n' && entries[last].key.number == last - first + 1)
+    ++last;
 
   data_tag(text, '{');
   for (int i = first; i < last; ++i) {
@@ -267,11 +269,15 @@ static bool parse_string(reader *r)
       if (c == 'n') c = '\n';
       else if (c >= '0' && c <= '9') {
         int code = c - '0';
-        for (int i = 0; i < 2 && r->at < r->size && r->text[r->at] >= '0' && r->text[r->at] <= '9'; ++i)
+        for (int i = 0; i < 2 && r->at < r->size && r->text[r->at] >= '0' && r->text[r->at] <= '9';
+             ++i)
           code = code * 10 + (r->text[r->at++] - '0');
         if (code > 255) { free(copy); return refuse(r, "an escape past \\255"); }
         c = (char)code;
-      } else if (c != '"' && c != '\\') { free(copy); return refuse(r, "an unknown escape in a string"); }
+      } else if (c != '"' && c != '\\') {
+        free(copy);
+        return refuse(r, "an unknown escape in a string");
+      }
     }
     copy[length++] = c;
   }
@@ -286,8 +292,11 @@ static bool parse_string(reader *r)
 static size_t word_length(const reader *r)
 {
   size_t n = 0;
-  while (r->at + n < r->size && (is_letter(r->text[r->at + n]) || (r->text[r->at + n] >= '0' && r->text[r->at + n] <= '9')
-                                 || r->text[r->at + n] == '.' || r->text[r->at + n] == '-' || r->text[r->at + n] == '+')) ++n;
+  while (r->at + n < r->size &&
+         (is_letter(r->text[r->at + n]) ||
+          (r->text[r->at + n] >= '0' && r->text[r->at + n] <= '9') || r->text[r->at + n] == '.' ||
+          r->text[r->at + n] == '-' || r->text[r->at + n] == '+'))
+    ++n;
   return n;
 }
 
@@ -331,7 +340,8 @@ static bool parse_table(reader *r, int depth)
 static bool parse_value(reader *r, int depth)
 {
   char c = peek(r);
-  if (c == '{') return depth == DATA_DEPTH ? refuse(r, "tables nest too deeply") : parse_table(r, depth + 1);
+  if (c == '{')
+    return depth == DATA_DEPTH ? refuse(r, "tables nest too deeply") : parse_table(r, depth + 1);
   if (c == '"') return parse_string(r);
   size_t word = word_length(r);
   const char *text = r->text + r->at;
@@ -347,7 +357,8 @@ static bool parse_value(reader *r, int depth)
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size)
 {
   reader r = { .text = text, .size = size, .out = out };
-  bool fine = parse_value(&r, 0) && (peek(&r) == '\0' && r.at == size ? true : refuse(&r, "something follows the end"));
+  bool fine = parse_value(&r, 0) &&
+              (peek(&r) == '\0' && r.at == size ? true : refuse(&r, "something follows the end"));
   if (fine && out->failed) fine = refuse(&r, "out of memory");
   if (!fine) snprintf(error, error_size, "%s (byte %zu of %zu)", r.error, r.at, size);
   return fine;

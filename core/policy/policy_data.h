@@ -1,6 +1,6 @@
-// Plain data outside of Lua: numbers, strings, booleans and trees of tables as a flat run of bytes (a
-// blob), and blobs as canonical text. A blob is what a policy's state is copied into after every decision;
-// the text is what checkpoints hold. Knows nothing of Lua states.
+// Plain data outside of Lua: numbers, strings, booleans and trees of tables as a sequence of bytes
+// (a blob), and blobs as canonical text. A policy's state is copied into a blob after every
+// decision; checkpoints hold the text. Knows nothing of Lua states.
 // Called by policy_state.c.
 #ifndef ENG_POLICY_DATA_H
 #define ENG_POLICY_DATA_H
@@ -16,14 +16,14 @@ enum { DATA_DEPTH = 32 };       // tables inside tables
 typedef struct data_blob {
   char  *bytes;
   size_t size, capacity;
-  bool   failed;                // memory ran out; what follows is dropped
+  bool   failed;                // memory ran out; later writes are dropped
 } data_blob;
 
 void data_free(data_blob *b);
 bool data_grow(data_blob *b, size_t room);
 void data_append(data_blob *b, const char *bytes, size_t size);
 
-// Inline, for they run at every decision of every policy.
+// Inline, because they run at every decision of every policy.
 static inline char *data_reserve(data_blob *b, size_t room)
 {
   if (b->capacity - b->size < room && !data_grow(b, room)) return NULL;
@@ -56,11 +56,16 @@ static inline void data_string(data_blob *b, const char *s, size_t length)
   memcpy(at + 1 + sizeof n, s, length);
 }
 
-/// One value read from a blob. A table's item is its '{'; its contents follow.
-typedef struct data_item { char tag; uint32_t length; double number; const char *string; } data_item;
-/// Reads the item at `at`; gives what follows it.
+/// One value read from a blob. The item of a table is its '{'; the contents follow.
+typedef struct data_item {
+  char tag;
+  uint32_t length;
+  double number;
+  const char *string;
+} data_item;
+/// Reads the item at `at`; returns the position after it.
 const char *data_read(data_item *out, const char *at);
-/// Past the value at `at`, with all a table holds.
+/// The position after the value at `at`, including a table's contents.
 const char *data_skip(const char *at);
 /// The value of the string key `key` in the table at `at`, or NULL.
 const char *data_find(const char *at, const char *key);
@@ -68,12 +73,12 @@ const char *data_find(const char *at, const char *key);
 /// Appends the canonical text of the value at `at`: 1..n first, then other keys in order (numbers,
 /// strings by bytes, booleans); doubles with the fewest digits that give them back; inf, nan, -0.
 void data_text(data_blob *text, const char *at);
-/// Reads such a text (spaces allowed). False with a sentence in `error`.
+/// Reads such a text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);
 
-/// Writes the shortest decimal that reads back as x, whatever the locale.
+/// Writes the shortest decimal that reads back as x, in any locale.
 void data_format_number(char out[32], double x);
-/// Reads the number that is the whole of text[0..size), whatever the locale: decimal, "inf", "-inf", "nan".
+/// Reads a number that fills text[0..size), in any locale: decimal, "inf", "-inf", "nan".
 bool data_read_number(double *out, const char *text, size_t size);
 
 #endif

@@ -1,7 +1,7 @@
-// The record as a policy sees it: userdata that read the host's structures on access, so that a decision
-// pays only for the fields it looks at, nothing is copied, and nothing can be written.
-// Owns the names of tensors and groups, the groups' sums, and the signals.
-// Called by policy_vm.c when a policy is loaded, by policy_box.c for pairs() and tostring().
+// The record as a policy sees it: userdata that reads the host's structures on access. A decision
+// pays only for the fields it reads; nothing is copied, and nothing can be written.
+// Owns the names of tensors and groups, the groups' sums, and the signals. Called by policy_vm.c
+// when a policy is loaded, and by policy_box.c for pairs() and tostring().
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -13,32 +13,86 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef enum view_kind { VIEW_RECORD, VIEW_HIST, VIEW_TENSORS, VIEW_GROUPS, VIEW_SIGNALS, VIEW_TENSOR, VIEW_GROUP,
-                         VIEW_TENSOR_HIST, VIEW_GROUP_HIST, VIEW_KINDS } view_kind;
+typedef enum view_kind {
+  VIEW_RECORD,
+  VIEW_HIST,
+  VIEW_TENSORS,
+  VIEW_GROUPS,
+  VIEW_SIGNALS,
+  VIEW_TENSOR,
+  VIEW_GROUP,
+  VIEW_TENSOR_HIST,
+  VIEW_GROUP_HIST,
+  VIEW_KINDS
+} view_kind;
 
-static const char *const view_names[VIEW_KINDS] = { "record", "record.hist", "record.tensors", "record.groups", "record.signals",
-                                                    "a tensor's statistics", "a group's statistics", "a tensor's hist", "a group's hist" };
+static const char *const view_names[VIEW_KINDS] = {
+  "record",         "record.hist",           "record.tensors",       "record.groups",
+  "record.signals", "a tensor's statistics", "a group's statistics", "a tensor's hist",
+  "a group's hist"};
 
 typedef struct view { int32_t kind, index; } view;
 
 
-// Places in the registry; 1 and 2 are policy_vm.c's.
+// Indices in the registry; 1 and 2 are policy_run.c's and policy_vm.c's.
 enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
 
-enum { F_STEP, F_UPDATES, F_SCALE, F_LOSS, F_LR, F_OVERFLOW, F_INF, F_NAN, F_COUNT, F_ZEROS, F_UNDERFLOW, F_AMAX, F_NORM,
-       F_NORM_REF, F_ELAPSED, F_FIRST_BAD, F_HIST, F_TENSORS, F_GROUPS, F_SIGNALS, F_END };
-static const char *const record_fields[F_END] = { "step", "updates", "scale", "loss", "lr", "overflow", "inf", "nan", "count",
-  "zeros", "underflow", "amax", "norm", "norm_ref", "elapsed", "first_bad", "hist", "tensors", "groups", "signals" };
-static const unsigned record_needs[F_END] = { [F_ZEROS] = ENG_NEED_ZEROS, [F_UNDERFLOW] = ENG_NEED_UNDERFLOW,
-  [F_AMAX] = ENG_NEED_AMAX, [F_NORM] = ENG_NEED_NORM, [F_NORM_REF] = ENG_NEED_NORM_REF, [F_HIST] = ENG_NEED_HIST,
-  [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS };
+enum {
+  F_STEP,
+  F_UPDATES,
+  F_SCALE,
+  F_LOSS,
+  F_LR,
+  F_OVERFLOW,
+  F_INF,
+  F_NAN,
+  F_COUNT,
+  F_ZEROS,
+  F_UNDERFLOW,
+  F_AMAX,
+  F_NORM,
+  F_NORM_REF,
+  F_ELAPSED,
+  F_FIRST_BAD,
+  F_HIST,
+  F_TENSORS,
+  F_GROUPS,
+  F_SIGNALS,
+  F_END
+};
+static const char *const record_fields[F_END] = {
+  "step",    "updates",   "scale", "loss",      "lr",     "overflow", "inf",
+  "nan",     "count",     "zeros", "underflow", "amax",   "norm",     "norm_ref",
+  "elapsed", "first_bad", "hist",  "tensors",   "groups", "signals"};
+static const unsigned record_needs[F_END] = {
+  [F_ZEROS] = ENG_NEED_ZEROS,     [F_UNDERFLOW] = ENG_NEED_UNDERFLOW, [F_AMAX] = ENG_NEED_AMAX,
+  [F_NORM] = ENG_NEED_NORM,       [F_NORM_REF] = ENG_NEED_NORM_REF,   [F_HIST] = ENG_NEED_HIST,
+  [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS};
 
-enum { S_NAME, S_SCALE, S_OVERFLOW, S_INF, S_NAN, S_COUNT, S_ZEROS, S_UNDERFLOW, S_AMAX, S_NORM, S_NORM_REF, S_MEASURED, S_CLIPPED,
-       S_SNR, S_HIST, S_END };
-static const char *const stats_fields[S_END] = { "name", "scale", "overflow", "inf", "nan", "count", "zeros", "underflow", "amax", "norm",
-                                                   "norm_ref", "measured", "clipped", "snr", "hist" };
-static const unsigned stats_needs[S_END] = { [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW,
-  [S_AMAX] = ENG_NEED_AMAX, [S_NORM] = ENG_NEED_NORM, [S_NORM_REF] = ENG_NEED_NORM_REF, [S_HIST] = ENG_NEED_HIST };
+enum {
+  S_NAME,
+  S_SCALE,
+  S_OVERFLOW,
+  S_INF,
+  S_NAN,
+  S_COUNT,
+  S_ZEROS,
+  S_UNDERFLOW,
+  S_AMAX,
+  S_NORM,
+  S_NORM_REF,
+  S_MEASURED,
+  S_CLIPPED,
+  S_SNR,
+  S_HIST,
+  S_END
+};
+static const char *const stats_fields[S_END] = {
+  "name", "scale", "overflow", "inf",      "nan",     "count", "zeros", "underflow",
+  "amax", "norm",  "norm_ref", "measured", "clipped", "snr",   "hist"};
+static const unsigned stats_needs[S_END] = {
+  [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW, [S_AMAX] = ENG_NEED_AMAX,
+  [S_NORM] = ENG_NEED_NORM,   [S_NORM_REF] = ENG_NEED_NORM_REF,   [S_HIST] = ENG_NEED_HIST};
 
 void field_map_add(field_map *map, const char *key, int field)
 {
@@ -56,14 +110,16 @@ static const eng_record *record_in_view(eng_policy *p)
 
 static int unknown_field(lua_State *L, const char *what, const char *const *fields, int n)
 {
-  if (lua_type(L, 2) != LUA_TSTRING) return luaL_error(L, "%s: the field is a %s; expected a name", what, luaL_typename(L, 2));
+  if (lua_type(L, 2) != LUA_TSTRING)
+    return luaL_error(L, "%s: the field is a %s; expected a name", what, luaL_typename(L, 2));
   const char *name = lua_tostring(L, 2);
   return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, fields, n));
 }
 
 static int not_needed(lua_State *L, const char *what, const char *field)
 {
-  return luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what, field, field);
+  return luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what,
+                    field, field);
 }
 
 // ------------------------------------------------------------------ the record
@@ -91,7 +147,8 @@ static int push_record_field(lua_State *L, eng_policy *p, int field)
       break;
     case F_ELAPSED:   lua_pushnumber(L, r->elapsed); break;
     case F_FIRST_BAD:
-      if (r->first_bad >= 0 && r->first_bad < p->n_tensors) lua_pushstring(L, p->tensors[r->first_bad]);
+      if (r->first_bad >= 0 && r->first_bad < p->n_tensors)
+        lua_pushstring(L, p->tensors[r->first_bad]);
       else lua_pushnil(L);
       break;
     default:
@@ -101,7 +158,7 @@ static int push_record_field(lua_State *L, eng_policy *p, int field)
   return 1;
 }
 
-static int record_index(lua_State *L)                        // upvalue: views of hist, tensors, groups, signals
+static int record_index(lua_State *L)  // upvalue: views of hist, tensors, groups, signals
 {
   eng_policy *p = policy_of(L);
   const char *key = lua_tostring(L, 2);
@@ -113,7 +170,8 @@ static int record_index(lua_State *L)                        // upvalue: views o
 
 // ------------------------------------------------------------------ tensors and groups
 
-// A group keeps the carry of its first tensor; where its tensors differ, amax and norm are brought to that one.
+// A group takes the carry of its first tensor. amax and norm of tensors with another carry are
+// converted to it.
 static void sum_groups(eng_policy *p)
 {
   memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);
@@ -121,7 +179,7 @@ static void sum_groups(eng_policy *p)
     if (p->group_of[i] < 0) continue;
     eng_tensor_stats *g = &p->group_stats[p->group_of[i]];
     const eng_tensor_stats *t = &p->stats[i];
-    if (t->count == 0) continue;                             // no gradient came
+    if (t->count == 0) continue;                             // no gradient
     g->count += t->count;
     g->inf += t->inf;
     g->nan += t->nan;
@@ -143,7 +201,8 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   record_in_view(p);
   if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
   bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
-  if (v->index >= (group ? p->n_groups : p->n_tensors)) luaL_error(p->L, "these statistics belong to another model");
+  if (v->index >= (group ? p->n_groups : p->n_tensors))
+    luaL_error(p->L, "these statistics belong to another model");
   if (!group) return &p->stats[v->index];
   if (!p->groups_summed) sum_groups(p);
   return &p->group_stats[v->index];
@@ -154,29 +213,31 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int fiel
   const eng_tensor_stats *s = stats_in_view(p, v);
   double scale = p->record->scale * gradstats_carry(s);
   switch (field) {
-    case S_NAME:      lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
-    case S_SCALE:     lua_pushnumber(L, scale); break;
-    case S_OVERFLOW:  lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
-    case S_INF:       lua_pushnumber(L, (double)s->inf); break;
-    case S_NAN:       lua_pushnumber(L, (double)s->nan); break;
-    case S_COUNT:     lua_pushnumber(L, (double)s->count); break;
-    case S_ZEROS:     lua_pushnumber(L, (double)s->zeros); break;
-    case S_UNDERFLOW: lua_pushnumber(L, (double)s->underflow); break;
-    case S_AMAX:      lua_pushnumber(L, s->amax / scale); break;
-    case S_NORM:      lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
-    case S_NORM_REF:
-      if (s->norm_ref == 0) lua_pushnil(L);                  // no reference backward reached it
-      else lua_pushnumber(L, s->norm_ref);
-      break;
-    case S_MEASURED:
-    case S_CLIPPED:
-    case S_SNR:
-      if (s->measured == 0) lua_pushnil(L);                  // a gradient, or nobody looked in this step
-      else lua_pushnumber(L, field == S_SNR ? s->snr : (double)(field == S_CLIPPED ? s->clipped : s->measured));
-      break;
-    default:                                                 // the hist view stands in the view's environment
-      lua_getfenv(L, 1);
-      lua_rawgeti(L, -1, 1);
+  case S_NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
+  case S_SCALE: lua_pushnumber(L, scale); break;
+  case S_OVERFLOW: lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
+  case S_INF: lua_pushnumber(L, (double)s->inf); break;
+  case S_NAN: lua_pushnumber(L, (double)s->nan); break;
+  case S_COUNT: lua_pushnumber(L, (double)s->count); break;
+  case S_ZEROS: lua_pushnumber(L, (double)s->zeros); break;
+  case S_UNDERFLOW: lua_pushnumber(L, (double)s->underflow); break;
+  case S_AMAX: lua_pushnumber(L, s->amax / scale); break;
+  case S_NORM: lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
+  case S_NORM_REF:
+    if (s->norm_ref == 0) lua_pushnil(L); // no reference backward reached it
+    else lua_pushnumber(L, s->norm_ref);
+    break;
+  case S_MEASURED:
+  case S_CLIPPED:
+  case S_SNR:
+    if (s->measured == 0) lua_pushnil(L); // a gradient, or not measured in this step
+    else
+      lua_pushnumber(L, field == S_SNR ? s->snr
+                                       : (double)(field == S_CLIPPED ? s->clipped : s->measured));
+    break;
+  default: // the hist view is in the view's environment
+    lua_getfenv(L, 1);
+    lua_rawgeti(L, -1, 1);
   }
   return 1;
 }
@@ -188,11 +249,12 @@ static int stats_index(lua_State *L)
   const char *key = lua_tostring(L, 2);
   int field = key ? field_map_find(&p->stats_map, key) : -1;
   if (field < 0) return unknown_field(L, view_names[v->kind], stats_fields, S_END);
-  if (stats_needs[field] & ~p->needs) return not_needed(L, view_names[v->kind], stats_fields[field]);
+  if (stats_needs[field] & ~p->needs)
+    return not_needed(L, view_names[v->kind], stats_fields[field]);
   return push_stats_field(L, p, v, field);
 }
 
-// By name or by number from 1; nil for an unknown one.
+// Indexes by name or by number from 1; nil for an unknown one.
 static int list_index(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
@@ -224,7 +286,8 @@ static int hist_sum(lua_State *L)
   const view *v = lua_touserdata(L, 1);
   if (!v || !(v->kind == VIEW_HIST || v->kind == VIEW_TENSOR_HIST || v->kind == VIEW_GROUP_HIST))
     return luaL_error(L, "hist:sum(from, to): call it with ':' on a histogram");
-  double from = luaL_optnumber(L, 2, ENG_HIST_FIRST) - ENG_HIST_FIRST, to = luaL_optnumber(L, 3, ENG_HIST_FIRST + ENG_HIST_BINS - 1) - ENG_HIST_FIRST;
+  double from = luaL_optnumber(L, 2, ENG_HIST_FIRST) - ENG_HIST_FIRST,
+         to = luaL_optnumber(L, 3, ENG_HIST_FIRST + ENG_HIST_BINS - 1) - ENG_HIST_FIRST;
   const int64_t *bins = bins_in_view(p, v);
   double sum = 0;
   for (int b = 0; b < ENG_HIST_BINS; ++b)
@@ -239,7 +302,8 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
   const view *v = lua_touserdata(L, 1);
   if (lua_type(L, 2) == LUA_TNUMBER) {
     double e = lua_tonumber(L, 2) - ENG_HIST_FIRST;
-    if (e != floor(e)) return luaL_error(L, "%s: an exponent must be a whole number", view_names[v->kind]);
+    if (e != floor(e))
+      return luaL_error(L, "%s: an exponent must be a whole number", view_names[v->kind]);
     const int64_t *bins = bins_in_view(p, v);
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
     return 1;
@@ -296,16 +360,20 @@ static int read_only(lua_State *L)
 
 const char *policy_record_name(lua_State *L, int index)
 {
-  return lua_type(L, index) == LUA_TUSERDATA ? view_names[((const view *)lua_touserdata(L, index))->kind] : NULL;
+  return lua_type(L, index) == LUA_TUSERDATA
+           ? view_names[((const view *)lua_touserdata(L, index))->kind]
+           : NULL;
 }
 
-// Next name and value of a record or of statistics, those left out that are not computed. Upvalues: view, place.
+// The next name and value of a record or of statistics; fields that are not computed are skipped.
+// Upvalues: view, index.
 static int fields_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, lua_upvalueindex(1));
   bool whole = v->kind == VIEW_RECORD;
-  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < (whole ? (int)F_END : (int)S_END); ++i) {
+  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < (whole ? (int)F_END : (int)S_END);
+       ++i) {
     if ((whole ? record_needs[i] : stats_needs[i]) & ~p->needs) continue;
     lua_pushinteger(L, i + 1);
     lua_replace(L, lua_upvalueindex(2));
@@ -318,7 +386,7 @@ static int fields_step(lua_State *L)
   return 0;
 }
 
-// Next name and view of a list, next exponent and count (not 0) of a histogram, next signal.
+// The next name and view of a list, exponent and nonzero count of a histogram, or signal.
 static int items_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -353,14 +421,18 @@ bool policy_record_pairs(lua_State *L, int index)
   int kind = ((const view *)lua_touserdata(L, index))->kind;
   lua_pushvalue(L, index);
   lua_pushinteger(L, 0);
-  lua_pushcclosure(L, kind == VIEW_RECORD || kind == VIEW_TENSOR || kind == VIEW_GROUP ? fields_step : items_step, 2);
+  lua_pushcclosure(
+    L, kind == VIEW_RECORD || kind == VIEW_TENSOR || kind == VIEW_GROUP ? fields_step : items_step,
+    2);
   lua_pushvalue(L, index);
   lua_pushnil(L);
   return true;
 }
 
-// Pushes a view whose metatable has `index` (with the value on top as its upvalue, which it pops) and, unless NULL, `length`.
-static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index, lua_CFunction length)
+// Pushes a view whose metatable has `index` (its upvalue is popped from the top of the stack) and,
+// unless NULL, `length`.
+static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index,
+                      lua_CFunction length)
 {
   lua_pushcclosure(L, index, 1);
   view *v = lua_newuserdata(L, sizeof *v);
@@ -447,7 +519,7 @@ static char **copy_names(const char *const *names, int n)
   return copy;
 }
 
-// A view like the one at stack index `model`, with its metatable.
+// Pushes a view with the metatable of the one at stack index `model`.
 static void push_like(lua_State *L, int model, int place)
 {
   const view *from = lua_touserdata(L, model);
@@ -457,7 +529,8 @@ static void push_like(lua_State *L, int model, int place)
   lua_setmetatable(L, -2);
 }
 
-static void fill_list(eng_policy *p, view_kind kind, view_kind hist, const char *const *names, int n, int place)
+static void fill_list(eng_policy *p, view_kind kind, view_kind hist, const char *const *names,
+                      int n, int place)
 {
   lua_State *L = p->L;
   lua_createtable(L, n, n);
@@ -490,13 +563,14 @@ static void name_task(eng_policy *p, void *argument)
   fill_list(p, VIEW_GROUP, VIEW_GROUP_HIST, naming->groups, naming->n_groups, KEEP_GROUPS);
 }
 
-eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int32_t *group_of, int n,
-                              const char *const *groups, int n_groups, bool scalable)
+eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int32_t *group_of,
+                              int n, const char *const *groups, int n_groups, bool scalable)
 {
   for (int i = 0; i < n; ++i)
     if (group_of && (group_of[i] < -1 || group_of[i] >= n_groups))
-      return error_set(ENG_ERR_VALUE, "policy %s: tensor '%s' is in group %d of %d", p->name, names[i], group_of[i], n_groups);
-  // Views take a few hundred bytes each: worth it only for a policy that reads them.
+      return error_set(ENG_ERR_VALUE, "policy %s: tensor '%s' is in group %d of %d", p->name,
+                       names[i], group_of[i], n_groups);
+  // Views take a few hundred bytes each: made only for a policy that reads them.
   if (p->needs & ENG_NEED_TENSORS) {
     struct naming naming = { names, groups, n, n_groups };
     size_t before = p->used;
@@ -507,7 +581,8 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
   char **tensor_copy = copy_names(names, n), **group_copy = copy_names(groups, n_groups);
   int32_t *group_of_copy = calloc((size_t)n + 1, sizeof *group_of_copy);
   eng_tensor_stats *sums = calloc((size_t)n_groups + 1, sizeof *sums);
-  double *scale = calloc((size_t)n_groups + 1, sizeof *scale), *next = calloc((size_t)n_groups + 1, sizeof *next);
+  double *scale = calloc((size_t)n_groups + 1, sizeof *scale),
+         *next = calloc((size_t)n_groups + 1, sizeof *next);
   if (!tensor_copy || !group_copy || !group_of_copy || !sums || !scale || !next) {
     free_names(tensor_copy, n);
     free_names(group_copy, n_groups);
@@ -515,7 +590,8 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     free(sums);
     free(scale);
     free(next);
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors", p->name, n);
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
+                     p->name, n);
   }
   for (int i = 0; i < n; ++i) group_of_copy[i] = group_of ? group_of[i] : -1;
   free_names(p->tensors, p->n_tensors);

@@ -45,7 +45,8 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
     return NULL;
   }
   if (size > old && p->running) {
-    // The cap on one piece bounds what a single instruction (a concatenation, a comparison) can cost.
+    // The cap on one piece bounds what a single instruction (a concatenation, a comparison) can
+    // cost.
     if (p->used - old + size > p->limit || size > p->limit / 4) return NULL;
     p->budget -= (int64_t)((size - old) / BYTES_PER_INSTRUCTION);
   }
@@ -59,7 +60,7 @@ static void budget_hook(lua_State *L, lua_Debug *at);
 
 static void kill_at(eng_policy *p, const char *why, int level)
 {
-  // From now on the hook raises at every instruction, so that no pcall in the policy can go on.
+  // From now on the hook raises at every instruction, so that no pcall in the policy can continue.
   p->killed = why;
   lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, 1);
   luaL_where(p->L, level);
@@ -73,10 +74,12 @@ void policy_kill(eng_policy *p, const char *why)
   kill_at(p, why, 1);
 }
 
-static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes a few hundred instructions as a rule";
-static const char out_of_time[] = "the policy ran past its time limit; a decision must take microseconds";
+static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes "
+                                    "a few hundred instructions as a rule";
+static const char out_of_time[] =
+  "the policy ran past its time limit; a decision must take microseconds";
 
-// The clock is read where some work was done: a short decision never pays for it.
+// The clock is read only after some work, so that a short decision does not pay for it.
 static bool past_deadline(eng_policy *p)
 {
   double now = eng_clock();
@@ -135,7 +138,8 @@ const char *policy_error_text(eng_policy *p)
   static _Thread_local char text[512];
   if (lua_type(p->L, -1) != LUA_TSTRING) {
     bool nothing = lua_isnoneornil(p->L, -1);
-    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file, nothing ? "without a text" : "that is no text but a ",
+    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file,
+             nothing ? "without a text" : "that is no text but a ",
              nothing ? "" : luaL_typename(p->L, -1));
     return text;
   }
@@ -145,9 +149,11 @@ const char *policy_error_text(eng_policy *p)
   if (lua_isfunction(p->L, -1)) lua_getinfo(p->L, ">S", &where);
   else lua_pop(p->L, 1);
   if (strcmp(raised, "not enough memory") == 0)
-    snprintf(text, sizeof text, "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
+    snprintf(text, sizeof text,
+             "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
              p->file, (long long)p->limit);
-  else if (strncmp(raised, p->file, strlen(p->file)) == 0 || strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
+  else if (strncmp(raised, p->file, strlen(p->file)) == 0 ||
+           strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
     snprintf(text, sizeof text, "%s", raised);             // it carries file and line
   else snprintf(text, sizeof text, "%s: %s", p->file, raised);
   return text;
@@ -160,7 +166,8 @@ static int run_task(lua_State *L)
   return lua_gettop(L) > 0 ? 1 : 0;
 }
 
-static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *), void *argument)
+static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *),
+                          void *argument)
 {
   p->task = task;
   p->task_argument = argument;
@@ -180,7 +187,8 @@ eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), v
   return protect(p, 0, task, argument);
 }
 
-eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
+eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *),
+                                     void *argument)
 {
   return protect(p, 1, task, argument);
 }
@@ -202,7 +210,8 @@ eng_status policy_call(eng_policy *p, int n)
 
 static int open_state(lua_State *L)
 {
-  luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);            // hooks do not fire in compiled traces
+  // hooks do not fire in compiled traces
+  luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);
   lua_gc(L, LUA_GCSETPAUSE, 150);
   lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   lua_pushcfunction(L, run_task);

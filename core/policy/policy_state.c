@@ -1,5 +1,6 @@
-// A policy's state as plain data: copied out after every decision, so that a failed one can be undone and
-// a state that could not be saved is noticed at once; saved as text, restored, handed to another policy.
+// A policy's state as plain data. It is copied out after every decision, so that a failed decision
+// can be undone and a state that cannot be saved is noticed at once. It is saved as text, restored,
+// and handed to another policy.
 // Called by policy_vm.c, and by hosts through engine.h.
 #include "policy_vm.h"
 
@@ -10,12 +11,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save puts the state into a table of its own
+enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the state in a table
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// Tables met so far: a state must be a tree, for a copy would silently turn one shared table into two.
-typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;   // few is not cleared
+// The tables visited so far: a state must be a tree, because a copy would turn one shared table
+// into two.
+// `few` is not cleared
+typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;
 
 static bool meet(met *m, const void *table)
 {
@@ -27,7 +30,7 @@ static bool meet(met *m, const void *table)
       return true;
     }
   }
-  if (m->n * 2 >= m->capacity) {                            // an open hash from here on
+  if (m->n * 2 >= m->capacity) {                            // an open-addressing hash from here on
     size_t capacity = m->capacity ? m->capacity * 4 : 64;
     const void **wider = calloc(capacity, sizeof *wider);
     if (!wider) return true;
@@ -53,7 +56,7 @@ static bool meet(met *m, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  int         root, base;     // stack indices: the outermost table, and what lies below its keys
+  int         root, base;     // stack indices: the outermost table; the level below its keys
   const char *refusal;
   met         met;
 } walk;
@@ -64,13 +67,16 @@ static void room_task(eng_policy *p, void *argument)
   luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
 }
 
-// The table at index `table`; keys and values of all levels stand above w->base. On a refusal the stack
-// stays, so that the path can be read off it.
+// Writes the table at index `table`; keys and values of all levels are on the stack above w->base.
+// On a refusal they remain, so that the path can be read from them.
 static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
-  if (depth == 4) {                                          // Lua's small stack is enough up to here
-    if (policy_protected(w->policy, room_task, NULL) != ENG_OK) { w->refusal = "out of memory"; return false; }
+  if (depth == 4) {  // Lua's minimal stack suffices up to here
+    if (policy_protected(w->policy, room_task, NULL) != ENG_OK) {
+      w->refusal = "out of memory";
+      return false;
+    }
     lua_settop(L, table);
   }
   data_tag(w->out, '{');
@@ -97,7 +103,10 @@ static bool encode(walk *w, int table, int depth)
       case LUA_TTABLE:
         if (depth == STATE_DEPTH) { w->refusal = "tables nest too deeply"; return false; }
         if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
-        if (!meet(&w->met, lua_topointer(L, -1))) { w->refusal = "the same table stands in two places"; return false; }
+        if (!meet(&w->met, lua_topointer(L, -1))) {
+          w->refusal = "the same table stands in two places";
+          return false;
+        }
         if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
         break;
       case LUA_TUSERDATA:
@@ -113,13 +122,14 @@ static bool encode(walk *w, int table, int depth)
   return true;
 }
 
-// "state.groups["a b"][3]" from the keys that stand on the stack from `base` on.
+// Builds "state.groups["a b"][3]" from the keys on the stack from `base` on.
 static void tell_path(char *out, size_t size, lua_State *L, int base, const char *root)
 {
   char number[32];
   size_t used = (size_t)snprintf(out, size, "%s", root);
   for (int i = base; i < lua_gettop(L) && used < size; i += 2) {
-    if (lua_type(L, i) == LUA_TSTRING) used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
+    if (lua_type(L, i) == LUA_TSTRING)
+      used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
     else if (lua_type(L, i) == LUA_TNUMBER) {
       data_format_number(number, lua_tonumber(L, i));
       used += (size_t)snprintf(out + used, size - used, "[%s]", number);
@@ -127,7 +137,8 @@ static void tell_path(char *out, size_t size, lua_State *L, int base, const char
   }
 }
 
-bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, char *error, size_t error_size)
+bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, char *error,
+                   size_t error_size)
 {
   lua_State *L = p->L;
   out->size = 0;
@@ -148,7 +159,10 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
     char path[160];
     tell_path(path, sizeof path, L, w.base + 1, root);
     bool is_type = w.refusal[0] && strchr(w.refusal, ' ') == NULL;
-    if (is_type) snprintf(error, error_size, "%s is a %s; only numbers, strings, booleans and tables can be saved", path, w.refusal);
+    if (is_type)
+      snprintf(error, error_size,
+               "%s is a %s; only numbers, strings, booleans and tables can be saved", path,
+               w.refusal);
     else snprintf(error, error_size, "%s: %s", path, w.refusal);
   }
   if (!fine) lua_settop(L, w.base);
@@ -158,7 +172,8 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
 
 // ------------------------------------------------------------------ the copy after every decision
 
-enum { KEEP_FLAT_KEYS = 7 };       // place in the registry; below are those of policy_vm.c and policy_record.c
+// registry index; smaller ones belong to policy_run.c, policy_vm.c and policy_record.c
+enum { KEEP_FLAT_KEYS = 7 };
 
 static void swap_blobs(eng_policy *p)
 {
@@ -167,7 +182,7 @@ static void swap_blobs(eng_policy *p)
   p->next = swap;
 }
 
-// Holds on to the keys, so that an address goes on meaning the same string.
+// Keeps the keys alive, so that an address keeps identifying the same string.
 static void keep_keys_task(eng_policy *p, void *argument)
 {
   (void)argument;
@@ -181,8 +196,8 @@ static void keep_keys_task(eng_policy *p, void *argument)
   lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
 }
 
-// Learns the layout of `good` when the state is a small flat table; `next` then gets the same bytes, of which
-// the following snapshots only write the numbers.
+// Learns the layout of `good` when the state is a small flat table. `next` then gets the same
+// bytes, and later snapshots write only the values.
 static void learn_layout(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -199,14 +214,15 @@ static void learn_layout(eng_policy *p)
   if (policy_protected_on_state(p, keep_keys_task, NULL) != ENG_OK) return;
   lua_settop(L, SLOT_COUNT);
   int i = 0;
-  for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1)) p->flat[i++].key = lua_topointer(L, -2);
+  for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1))
+    p->flat[i++].key = lua_topointer(L, -2);
   p->next.size = 0;
   p->next.failed = false;
   data_append(&p->next, p->good.bytes, p->good.size);
   if (!p->next.failed) p->n_flat = n;
 }
 
-// As long as the state keeps its fields and their types, only values are copied.
+// While the state keeps its fields and their types, only values are copied.
 static bool snapshot_flat(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -274,7 +290,7 @@ void policy_decode(eng_policy *p, const char *at)
 
 static void state_task(eng_policy *p, void *at)
 {
-  // Garbage of a failed call first: it may be all the memory there is.
+  // Collects the garbage of a failed call first: it may be all the memory left.
   if (p->used > p->limit / 2) lua_gc(p->L, LUA_GCCOLLECT, 0);
   decode(p->L, at);
 }
@@ -311,8 +327,9 @@ static double option_number(const eng_policy *p, const char *name)
 {
   double number;
   for (int i = 0; i < p->n_options; ++i)
-    if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER
-        && data_read_number(&number, p->options[i].value, strlen(p->options[i].value))) return number;
+    if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER &&
+        data_read_number(&number, p->options[i].value, strlen(p->options[i].value)))
+      return number;
   return 0;
 }
 
@@ -326,7 +343,7 @@ static void default_state_task(eng_policy *p, void *argument)   // { scale = opt
   lua_setfield(p->L, -2, "scale");
 }
 
-// Leaves the state that init makes on top of the stack.
+// Leaves init's state on top of the stack.
 static eng_status fresh_state(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -340,12 +357,14 @@ static eng_status fresh_state(eng_policy *p)
   lua_pushvalue(L, SLOT_OPTIONS);
   ENG_TRY(policy_call(p, 1));
   if (lua_istable(L, -1)) return ENG_OK;
-  error_set(ENG_ERR_POLICY, "%s: init must return a table, the state; it returned %s", p->file, luaL_typename(L, -1));
+  error_set(ENG_ERR_POLICY, "%s: init must return a table, the state; it returned %s", p->file,
+            luaL_typename(L, -1));
   lua_settop(L, SLOT_COUNT);
   return ENG_ERR_POLICY;
 }
 
-// Takes the state on top of the stack into force: copy, scale, verdict. `scale` is used where the state names none.
+// Makes the state on top of the stack current: copy, scale, verdict. `scale` is used if the state
+// has no scale.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   lua_State *L = p->L;
@@ -354,14 +373,17 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   p->n_flat = 0;
   if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file, maker, why);
+    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file,
+                     maker, why);
   }
   find_number(&scale, p->next.bytes, "scale");
   if (!policy_is_scale(scale)) {
     char number[32];
     data_format_number(number, scale);
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: %s gives no loss scale to begin with: expected a positive finite number in state.scale%s, got %s",
+    return error_set(ENG_ERR_POLICY,
+                     "%s: %s gives no loss scale to begin with: expected a positive finite number "
+                     "in state.scale%s, got %s",
                      p->file, maker, p->has_init ? "" : " or the option init_scale", number);
   }
   swap_blobs(p);
@@ -374,7 +396,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// Between policies of one name the last verdict goes along, too: clip, factor on the learning rate, scales of groups.
+// Between policies of one name the last verdict is handed over, too: clip, factor on the learning
+// rate, scales of groups.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
   if (strcmp(p->name, old->name) != 0) return;
@@ -404,8 +427,12 @@ static void scale_task(eng_policy *p, void *scale)
 
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
 {
-  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
-  if (!policy_is_scale(scale)) return error_set(ENG_ERR_VALUE, "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
+  if (!p->ready)
+    return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
+  if (!policy_is_scale(scale))
+    return error_set(ENG_ERR_VALUE,
+                     "policy %s: a loss scale must be a positive finite number, got %g", p->name,
+                     scale);
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
     char why[256];
@@ -464,7 +491,8 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
   p->text.failed = b->failed;
   if (!b->failed) data_text(&p->text, b->bytes);
   data_tag(&p->text, '\0');
-  if (p->text.failed) return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its saved state", p->name);
+  if (p->text.failed)
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its saved state", p->name);
   *text = p->text.bytes;
   *bytes = (int64_t)p->text.size - 1;
   return ENG_OK;
@@ -474,21 +502,35 @@ static eng_status take_back(eng_policy *p, const char *at)
 {
   data_item item;
   double version, scale, clip, lr_mul, failures;
-  const char *policy = data_find(at, "policy"), *state = data_find(at, "state"), *scales = data_find(at, "scales");
-  if (!find_number(&version, at, "version")) return error_set(ENG_ERR_FORMAT, "a policy's saved state without 'version'");
-  if (version != TEXT_VERSION) return error_set(ENG_ERR_FORMAT, "a policy's saved state of version %g; this engine reads %d", version, TEXT_VERSION);
-  if (!policy || !state || *state != '{' || !scales || *scales != '{' || !find_number(&scale, at, "scale") || !policy_is_scale(scale)
-      || !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) || !find_number(&lr_mul, at, "lr_mul")
-      || !(lr_mul >= 0) || !f64_is_finite(lr_mul) || !find_number(&failures, at, "failures"))
-    return error_set(ENG_ERR_FORMAT, "a policy's saved state must have policy, state, scale, scales, clip, lr_mul and failures");
+  const char *policy = data_find(at, "policy"), *state = data_find(at, "state"),
+             *scales = data_find(at, "scales");
+  if (!find_number(&version, at, "version"))
+    return error_set(ENG_ERR_FORMAT, "a policy's saved state without 'version'");
+  if (version != TEXT_VERSION)
+    return error_set(ENG_ERR_FORMAT, "a policy's saved state of version %g; this engine reads %d",
+                     version, TEXT_VERSION);
+  if (!policy || !state || *state != '{' || !scales || *scales != '{' ||
+      !find_number(&scale, at, "scale") || !policy_is_scale(scale) ||
+      !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
+      !find_number(&lr_mul, at, "lr_mul") || !(lr_mul >= 0) || !f64_is_finite(lr_mul) ||
+      !find_number(&failures, at, "failures"))
+    return error_set(
+      ENG_ERR_FORMAT,
+      "a policy's saved state must have policy, state, scale, scales, clip, lr_mul and failures");
   data_read(&item, policy);
-  if (item.tag != 's' || item.length != strlen(p->name) || memcmp(item.string, p->name, item.length) != 0)
-    return error_set(ENG_ERR_POLICY, "policy %s: this state was saved by policy '%.*s'; let the new policy take over by migrating",
-                     p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
+  if (item.tag != 's' || item.length != strlen(p->name) ||
+      memcmp(item.string, p->name, item.length) != 0)
+    return error_set(
+      ENG_ERR_POLICY,
+      "policy %s: this state was saved by policy '%.*s'; let the new policy take over by migrating",
+      p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
 
   data_blob blob = {0};
   data_append(&blob, state, (size_t)(data_skip(state) - state));
-  if (blob.failed) { data_free(&blob); return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name); }
+  if (blob.failed) {
+    data_free(&blob);
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name);
+  }
   eng_status status = policy_protected(p, state_task, blob.bytes);
   if (status != ENG_OK) { data_free(&blob); return status; }
   lua_replace(p->L, SLOT_STATE);
@@ -523,7 +565,7 @@ eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
 
 struct handing { const eng_policy *old; double scale; };
 
-static void arguments_task(eng_policy *p, void *argument)   // leaves { old state, old name }
+static void arguments_task(eng_policy *p, void *argument)   // returns { old state, old name }
 {
   const struct handing *handing = argument;
   lua_createtable(p->L, 2, 0);
@@ -533,7 +575,8 @@ static void arguments_task(eng_policy *p, void *argument)   // leaves { old stat
   lua_rawseti(p->L, -2, 2);
 }
 
-// Leaves the fresh state (in `next`) with everything the old state holds put over it, or with the scale alone.
+// Returns the fresh state (in `next`) overlaid with all fields of the old state, or with its scale
+// alone.
 static void merge_task(eng_policy *p, void *argument)
 {
   const struct handing *handing = argument;
@@ -562,7 +605,9 @@ static void merge_task(eng_policy *p, void *argument)
 eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
 {
   lua_State *L = p->L;
-  if (!old->ready) return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet", p->name, old->name);
+  if (!old->ready)
+    return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet",
+                     p->name, old->name);
   lua_settop(L, SLOT_COUNT);
   double scale = old->last.scale;
   struct handing handing = { old, scale };
@@ -574,7 +619,8 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
     lua_pushvalue(L, SLOT_OPTIONS);
     ENG_TRY(policy_call(p, 3));
     if (!lua_istable(L, -1)) {
-      error_set(ENG_ERR_POLICY, "%s: migrate must return a table, the state; it returned %s", p->file, luaL_typename(L, -1));
+      error_set(ENG_ERR_POLICY, "%s: migrate must return a table, the state; it returned %s",
+                p->file, luaL_typename(L, -1));
       lua_settop(L, SLOT_COUNT);
       return ENG_ERR_POLICY;
     }
@@ -587,7 +633,8 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   p->n_flat = 0;
   if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: init made a state that is no plain data: %s", p->file, why);
+    return error_set(ENG_ERR_POLICY, "%s: init made a state that is no plain data: %s", p->file,
+                     why);
   }
   lua_settop(L, SLOT_COUNT);
   if (strcmp(p->name, old->name) != 0) handing.old = NULL;

@@ -1,5 +1,6 @@
-// What a policy answers: the fields of the table that decide gives back, each checked, with a message that says what was wrong; and its
-// texts, made fit for a terminal. Called by policy_vm.c, after a decision.
+// The verdict that a policy returns: checks each field of the table from `decide`, with a message
+// that names the mistake; and makes its texts safe for a terminal. Called by policy_vm.c after a
+// decision.
 #include "policy_vm.h"
 
 #include "base/nearest.h"
@@ -7,17 +8,24 @@
 #include <stdio.h>
 #include <string.h>
 
-const char *const policy_verdict_fields[VERDICT_FIELDS] = { "scale", "action", "clip", "lr_mul", "reason", "scales" };
+const char *const policy_verdict_fields[VERDICT_FIELDS] = {"scale",  "action", "clip",
+                                                           "lr_mul", "reason", "scales"};
 
-// Bytes of the UTF-8 character at `at`, 0 when it is none, or a control character that a terminal would obey.
+// Bytes of the UTF-8 character at `at`; 0 for an invalid byte or a control character that a
+// terminal would execute.
 static size_t printable(const unsigned char *at, size_t left)
 {
   if (*at < 0x80) return *at >= 0x20 && *at != 0x7F;
-  size_t n = *at >= 0xC2 && *at < 0xE0 ? 2 : *at >= 0xE0 && *at < 0xF0 ? 3 : *at >= 0xF0 && *at < 0xF5 ? 4 : 0;
+  size_t n = *at >= 0xC2 && *at < 0xE0   ? 2
+             : *at >= 0xE0 && *at < 0xF0 ? 3
+             : *at >= 0xF0 && *at < 0xF5 ? 4
+                                         : 0;
   if (n == 0 || n > left) return 0;
   for (size_t i = 1; i < n; ++i)
     if ((at[i] & 0xC0) != 0x80) return 0;
-  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F)) return 0;
+  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) ||
+      (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F))
+    return 0;
   return *at == 0xC2 && at[1] < 0xA0 ? 0 : n;
 }
 
@@ -35,7 +43,8 @@ void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
   out[to] = '\0';
 }
 
-// Says in `why` that the value on top of the stack does not do for `field`: "scale = nan; expected ...". Gives false.
+// Writes to `why` that the value on top of the stack is invalid for `field`: "scale = nan; expected
+// ...". Returns false.
 static bool bad_value(lua_State *L, char *why, size_t size, const char *field, const char *expected)
 {
   char number[32];
@@ -44,10 +53,15 @@ static bool bad_value(lua_State *L, char *why, size_t size, const char *field, c
       data_format_number(number, lua_tonumber(L, -1));
       snprintf(why, size, "%s = %s; expected %s", field, number, expected);
       break;
-    case LUA_TSTRING:  snprintf(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected); break;
-    case LUA_TBOOLEAN: snprintf(why, size, "%s = %s; expected %s", field, lua_toboolean(L, -1) ? "true" : "false", expected); break;
-    default:           snprintf(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
-  }
+    case LUA_TSTRING:
+      snprintf(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected);
+      break;
+    case LUA_TBOOLEAN:
+      snprintf(why, size, "%s = %s; expected %s", field, lua_toboolean(L, -1) ? "true" : "false",
+               expected);
+      break;
+    default: snprintf(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
+    }
   return false;
 }
 
@@ -61,7 +75,8 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
   }
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "'scales' with a %s as a key; expected names of groups", luaL_typename(L, -2));
+      snprintf(why, size, "'scales' with a %s as a key; expected names of groups",
+               luaL_typename(L, -2));
       return false;
     }
     const char *name = lua_tostring(L, -2);
@@ -100,7 +115,8 @@ static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
   return false;
 }
 
-enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES };      // in the order of policy_verdict_fields
+// in the order of policy_verdict_fields
+enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES };
 
 bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
 {
@@ -109,16 +125,19 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
   bool has_scale = false;
   for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }", luaL_typename(L, -2));
+      snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }",
+               luaL_typename(L, -2));
       return false;
     }
     const char *key = lua_tostring(L, -2);
     int field = 0;
     while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
-    double number = lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
+    double number =
+      lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
     switch (field) {
       case V_SCALE:
-        if (!policy_is_scale(number)) return bad_value(L, why, size, "scale", "a positive finite number");
+        if (!policy_is_scale(number))
+          return bad_value(L, why, size, "scale", "a positive finite number");
         out->scale = number;
         has_scale = true;
         break;
@@ -126,11 +145,13 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         if (!read_action(out, L, why, size)) return false;
         break;
       case V_CLIP:
-        if (f64_is_nan(number) || !(number > 0)) return bad_value(L, why, size, "clip", "a positive number, the largest gradient norm");
+        if (f64_is_nan(number) || !(number > 0))
+          return bad_value(L, why, size, "clip", "a positive number, the largest gradient norm");
         out->clip = f64_is_finite(number) ? number : 0;
         break;
       case V_LR_MUL:
-        if (!f64_is_finite(number) || number < 0) return bad_value(L, why, size, "lr_mul", "a finite factor, 0 or more");
+        if (!f64_is_finite(number) || number < 0)
+          return bad_value(L, why, size, "lr_mul", "a finite factor, 0 or more");
         out->lr_mul = number;
         break;
       case V_REASON: {
@@ -144,7 +165,8 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         if (!read_scales(p, why, size)) return false;
         break;
       default:
-        snprintf(why, size, "an unknown field '%.60s'%s", key, nearest_hint(key, policy_verdict_fields, VERDICT_FIELDS));
+        snprintf(why, size, "an unknown field '%.60s'%s", key,
+                 nearest_hint(key, policy_verdict_fields, VERDICT_FIELDS));
         return false;
     }
   }

@@ -1,7 +1,7 @@
 // A policy: loading its file, asking it for decisions, freeing it. Each policy runs in a small Lua
-// state of its own with limits (policy_run.c) and a reduced library (policy_box.c), so that it cannot
-// harm the run. policies/README.md is the contract enforced here.
-// Owns eng_policy. Called by hosts through engine.h.
+// state of its own with limits (policy_run.c) and a reduced library (policy_box.c), so that it
+// cannot harm the run. policies/README.md is the contract enforced here. Owns eng_policy. Called by
+// hosts through engine.h.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -17,11 +17,24 @@ enum { LARGEST_SOURCE = 1 << 20 };   // bytes
 
 // ------------------------------------------------------------------ reading the file
 
-static const char *const file_fields[] = { "name", "doc", "kind", "options", "needs", "init", "decide", "migrate" };
-static const char *const need_names[] = { "amax", "norm", "zeros", "underflow", "hist", "tensors", "norm_ref",
-                                          "overflow", "inf", "nan", "count", "groups", "signals" };
-static const unsigned need_bits[] = { ENG_NEED_AMAX, ENG_NEED_NORM, ENG_NEED_ZEROS, ENG_NEED_UNDERFLOW, ENG_NEED_HIST,
-                                      ENG_NEED_TENSORS, ENG_NEED_NORM_REF, 0, 0, 0, 0, ENG_NEED_TENSORS, 0 };
+static const char *const file_fields[] = {"name",  "doc",  "kind",   "options",
+                                          "needs", "init", "decide", "migrate"};
+static const char *const need_names[] = {"amax",    "norm",     "zeros",    "underflow", "hist",
+                                         "tensors", "norm_ref", "overflow", "inf",       "nan",
+                                         "count",   "groups",   "signals"};
+static const unsigned need_bits[] = {ENG_NEED_AMAX,
+                                     ENG_NEED_NORM,
+                                     ENG_NEED_ZEROS,
+                                     ENG_NEED_UNDERFLOW,
+                                     ENG_NEED_HIST,
+                                     ENG_NEED_TENSORS,
+                                     ENG_NEED_NORM_REF,
+                                     0,
+                                     0,
+                                     0,
+                                     0,
+                                     ENG_NEED_TENSORS,
+                                     0};
 
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
@@ -30,7 +43,8 @@ static bool is_word(char c)
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// The line where `word =` stands in the source, comments left out; for "return" its last line. 1 when nowhere.
+// The line of `word =` in the source, without comments; for "return" the last such line. 1 when it
+// does not occur.
 static int line_of(const eng_policy *p, const char *word)
 {
   bool is_return = strcmp(word, "return") == 0;
@@ -42,7 +56,8 @@ static int line_of(const eng_policy *p, const char *word)
       while (c[1] && c[1] != '\n') ++c;
       continue;
     }
-    if ((c > p->source && is_word(c[-1])) || strncmp(c, word, length) != 0 || is_word(c[length])) continue;
+    if ((c > p->source && is_word(c[-1])) || strncmp(c, word, length) != 0 || is_word(c[length]))
+      continue;
     const char *after = c + length;
     while (*after == ' ' || *after == '\t') ++after;
     if (is_return) found = line;
@@ -80,24 +95,32 @@ static void stem(char *out, size_t size, const char *file)
   if (dot && dot != out) *dot = '\0';
 }
 
-// All readers below find the file's table at stack index 1 of the load task.
+// The readers below find the file's table at stack index 1 of the load task.
 static void read_identity(eng_policy *p)
 {
   lua_State *L = p->L;
   lua_pushnil(L);
   while (lua_next(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) fail(p, "return", "the policy's table has a %s as a key; expected names", luaL_typename(L, -2));
+    if (lua_type(L, -2) != LUA_TSTRING)
+      fail(p, "return", "the policy's table has a %s as a key; expected names",
+           luaL_typename(L, -2));
     const char *key = lua_tostring(L, -2);
     int known = 0;
     while (known < COUNT(file_fields) && strcmp(key, file_fields[known]) != 0) ++known;
-    if (known == COUNT(file_fields)) fail(p, key, "unknown field '%s'%s", key, nearest_hint(key, file_fields, COUNT(file_fields)));
-    static const int types[] = { LUA_TSTRING, LUA_TSTRING, LUA_TSTRING, LUA_TTABLE, LUA_TTABLE, LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION };
+    if (known == COUNT(file_fields))
+      fail(p, key, "unknown field '%s'%s", key, nearest_hint(key, file_fields, COUNT(file_fields)));
+    static const int types[] = {LUA_TSTRING, LUA_TSTRING,   LUA_TSTRING,   LUA_TTABLE,
+                                LUA_TTABLE,  LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION};
     if (lua_type(L, -1) != types[known])
-      fail(p, key, "'%s' must be a %s, got a %s", key, lua_typename(L, types[known]), luaL_typename(L, -1));
+      fail(p, key, "'%s' must be a %s, got a %s", key, lua_typename(L, types[known]),
+           luaL_typename(L, -1));
     lua_pop(L, 1);
   }
   lua_getfield(L, 1, "decide");
-  if (lua_isnil(L, -1)) fail(p, "return", "'decide' is missing: a policy returns { decide = function(state, record, options) ... end, ... }");
+  if (lua_isnil(L, -1))
+    fail(p, "return",
+         "'decide' is missing: a policy returns { decide = function(state, record, options) ... "
+         "end, ... }");
   if (lua_iscfunction(L, -1)) fail(p, "decide", "'decide' must be a function written in Lua");
   lua_getfield(L, 1, "init");
   p->has_init = !lua_isnil(L, -1);
@@ -108,7 +131,10 @@ static void read_identity(eng_policy *p)
   lua_getfield(L, 1, "kind");
   p->fp8 = !lua_isnil(L, -1) && strcmp(lua_tostring(L, -1), "fp8") == 0;
   if (!lua_isnil(L, -1) && !p->fp8 && strcmp(lua_tostring(L, -1), "scale") != 0)
-    fail(p, "kind", "'kind' must be \"scale\" (a loss scale, as when it is left out) or \"fp8\" (what FP8 layers do), got \"%.60s\"", lua_tostring(L, -1));
+    fail(p, "kind",
+         "'kind' must be \"scale\" (a loss scale, as when it is left out) or \"fp8\" (what FP8 "
+         "layers do), got \"%.60s\"",
+         lua_tostring(L, -1));
   lua_getfield(L, 1, "name");
   char from_file[128];
   stem(from_file, sizeof from_file, p->file);
@@ -131,7 +157,9 @@ static void read_needs(eng_policy *p)
       const char *need = lua_tostring(L, -1);
       int i = 0;
       while (i < COUNT(need_names) && strcmp(need, need_names[i]) != 0) ++i;
-      if (i == COUNT(need_names)) fail(p, "needs", "unknown need '%s'%s", need, nearest_hint(need, need_names, COUNT(need_names)));
+      if (i == COUNT(need_names))
+        fail(p, "needs", "unknown need '%s'%s", need,
+             nearest_hint(need, need_names, COUNT(need_names)));
       p->needs |= need_bits[i];
       lua_pop(L, 1);
     }
@@ -167,13 +195,17 @@ static void read_options(eng_policy *p)
     if (!p->options) luaL_error(L, "not enough memory");
     lua_pushnil(L);
     while (lua_next(L, 2)) {
-      if (lua_type(L, -2) != LUA_TSTRING) fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
+      if (lua_type(L, -2) != LUA_TSTRING)
+        fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
       const char *name = lua_tostring(L, -2);
       int type = lua_type(L, -1);
       if (type != LUA_TNUMBER && type != LUA_TBOOLEAN && type != LUA_TSTRING)
-        fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a text", name, lua_typename(L, type));
+        fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a text", name,
+             lua_typename(L, type));
       policy_option *option = &p->options[p->n_options++];
-      option->type = type == LUA_TNUMBER ? ENG_OPTION_NUMBER : type == LUA_TBOOLEAN ? ENG_OPTION_BOOLEAN : ENG_OPTION_STRING;
+      option->type = type == LUA_TNUMBER    ? ENG_OPTION_NUMBER
+                     : type == LUA_TBOOLEAN ? ENG_OPTION_BOOLEAN
+                                            : ENG_OPTION_STRING;
       option->name = copy_text(p, name);
       option->preset = value_text(p, -1);
       option->value = value_text(p, -1);
@@ -190,7 +222,9 @@ static bool read_number(double *out, const char *text)
   const char *power = strchr(text, '^');
   if (!power) return data_read_number(out, text, strlen(text));
   double base, exponent;
-  if (!data_read_number(&base, text, (size_t)(power - text)) || !data_read_number(&exponent, power + 1, strlen(power + 1))) return false;
+  if (!data_read_number(&base, text, (size_t)(power - text)) ||
+      !data_read_number(&exponent, power + 1, strlen(power + 1)))
+    return false;
   *out = pow(base, exponent);
   return true;
 }
@@ -209,13 +243,18 @@ static void set_option(eng_policy *p, const char *name, const char *value)
       size_t used = strlen(all);
       snprintf(all + used, sizeof all - used, "%s%s", i ? ", " : "; it has ", p->options[i].name);
     }
-    const char *hint = nearest_hint(name, names, p->n_options < COUNT(names) ? p->n_options : COUNT(names));
-    fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name, *hint ? hint : p->n_options ? all : "; it has none");
+    const char *hint =
+      nearest_hint(name, names, p->n_options < COUNT(names) ? p->n_options : COUNT(names));
+    fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name,
+         *hint          ? hint
+         : p->n_options ? all
+                        : "; it has none");
   }
   double number;
   if (option->type == ENG_OPTION_NUMBER && !read_number(&number, value))
     fail(p, option->name, "option '%s' must be a number, got '%s'", name, value);
-  if (option->type == ENG_OPTION_BOOLEAN && strcmp(value, "true") != 0 && strcmp(value, "false") != 0)
+  if (option->type == ENG_OPTION_BOOLEAN && strcmp(value, "true") != 0 &&
+      strcmp(value, "false") != 0)
     fail(p, option->name, "option '%s' must be true or false, got '%s'", name, value);
   char number_text[32];
   if (option->type == ENG_OPTION_NUMBER) data_format_number(number_text, number);
@@ -227,7 +266,8 @@ static void set_option(eng_policy *p, const char *name, const char *value)
 static int unknown_option(lua_State *L)
 {
   const eng_policy *p = policy_of(L);
-  const char *names[64], *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
+  const char *names[64],
+    *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
   int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
   for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
   return luaL_error(L, "there is no option '%s'%s", name, nearest_hint(name, names, n));
@@ -243,7 +283,8 @@ static void push_options(eng_policy *p)
     if (option->type == ENG_OPTION_NUMBER) {
       data_read_number(&number, option->value, strlen(option->value));
       lua_pushnumber(L, number);
-    } else if (option->type == ENG_OPTION_BOOLEAN) lua_pushboolean(L, strcmp(option->value, "true") == 0);
+    } else if (option->type == ENG_OPTION_BOOLEAN)
+      lua_pushboolean(L, strcmp(option->value, "true") == 0);
     else lua_pushstring(L, option->value);
     lua_setfield(L, -2, option->name);
   }
@@ -256,7 +297,7 @@ static void push_options(eng_policy *p)
 
 struct load { const char *source; int64_t bytes; const char *const *names, *const *values; int n; };
 
-// Leaves { policy, decide, options, record }, which then take their slots.
+// Returns { policy, decide, options, record }, which then move to their slots.
 static void load_task(eng_policy *p, void *argument)
 {
   const struct load *load = argument;
@@ -264,7 +305,8 @@ static void load_task(eng_policy *p, void *argument)
   policy_box_open(p);                                                    // 1: environment
   char chunk[512];
   snprintf(chunk, sizeof chunk, "@%s", p->file);
-  if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0]) fail(p, NULL, "compiled code; a policy is Lua text");
+  if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0])
+    fail(p, NULL, "compiled code; a policy is Lua text");
   policy_enter(p);
   if (luaL_loadbufferx(L, load->source, (size_t)load->bytes, chunk, "t") != 0) lua_error(L);
   lua_pushvalue(L, 1);
@@ -274,15 +316,17 @@ static void load_task(eng_policy *p, void *argument)
   if (p->killed) luaL_error(L, "%s: %s", p->file, p->killed);
   if (lua_gettop(L) != 2 || !lua_istable(L, 2))
     fail(p, "return", "the file must return one table with the policy's fields, it returned %s",
-         lua_gettop(L) == 1 ? "nothing" : lua_gettop(L) > 2 ? "several values" : lua_isnil(L, 2) ? "nil" :
-         lua_pushfstring(L, "a %s", luaL_typename(L, 2)));
+         lua_gettop(L) == 1  ? "nothing"
+         : lua_gettop(L) > 2 ? "several values"
+         : lua_isnil(L, 2)   ? "nil"
+                             : lua_pushfstring(L, "a %s", luaL_typename(L, 2)));
   lua_remove(L, 1);
   read_identity(p);
   read_needs(p);
   read_options(p);
   for (int i = 0; i < load->n; ++i) set_option(p, load->names[i], load->values[i]);
 
-  lua_createtable(L, VERDICT_FIELDS, 0);                                 // anchors of the interned names
+  lua_createtable(L, VERDICT_FIELDS, 0);  // keep the interned names alive
   for (int i = 0; i < VERDICT_FIELDS; ++i) {
     lua_pushstring(L, policy_verdict_fields[i]);
     p->verdict_key[i] = lua_tostring(L, -1);
@@ -305,7 +349,9 @@ eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, 
                            const char *const *names, const char *const *values, int n)
 {
   *out = NULL;
-  if (bytes > LARGEST_SOURCE) return error_set(ENG_ERR_POLICY, "%s: %lld bytes; a policy file has at most %d", file, (long long)bytes, LARGEST_SOURCE);
+  if (bytes > LARGEST_SOURCE)
+    return error_set(ENG_ERR_POLICY, "%s: %lld bytes; a policy file has at most %d", file,
+                     (long long)bytes, LARGEST_SOURCE);
   eng_policy *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
   p->file = strdup(file);
@@ -356,8 +402,13 @@ void eng_policy_free(eng_policy *p)
 
 void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
 {
-  *out = (eng_policy_info){ .name = p->name, .doc = p->doc, .file = p->file, .needs = p->needs, .fp8 = p->fp8,
-                            .options = p->n_options, .failures = p->failures };
+  *out = (eng_policy_info){.name = p->name,
+                           .doc = p->doc,
+                           .file = p->file,
+                           .needs = p->needs,
+                           .fp8 = p->fp8,
+                           .options = p->n_options,
+                           .failures = p->failures};
 }
 
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, int index)
@@ -382,8 +433,9 @@ double eng_policy_group_scale(const eng_policy *p, int group)
 
 // ------------------------------------------------------------------ verdicts
 
-// The answer to a failed call: what held before it, and the state as it was.
-static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason, bool with_position)
+// The verdict after a failed call: the last good one, and the state as it was before.
+static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason,
+                      bool with_position)
 {
   char text[512];
   if (with_position) {
@@ -400,15 +452,18 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
   if (policy_roll_back(p) != ENG_OK) {
-    // No memory even to rebuild the old state: the policy decides no more until restored.
+    // No memory even to rebuild the old state: the policy makes no decisions until it is restored.
     p->ready = false;
-    snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file, eng_error_message());
+    snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file,
+             eng_error_message());
   }
 }
 
-eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record, const eng_tensor_stats *stats)
+eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record,
+                             const eng_tensor_stats *stats)
 {
-  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: decide before init or restore", p->name);
+  if (!p->ready)
+    return error_set(ENG_ERR_STATE, "policy %s: decide before init or restore", p->name);
   lua_State *L = p->L;
   p->record = record;
   p->stats = stats;
@@ -439,7 +494,8 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
   bool good = false;
   if (lua_gettop(L) != SLOT_COUNT + 1) {
-    snprintf(why, sizeof why, "%s; expected one scale or one table", lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
+    snprintf(why, sizeof why, "%s; expected one scale or one table",
+             lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
   } else if (lua_type(L, -1) == LUA_TNUMBER) {
     out->scale = lua_tonumber(L, -1);
     good = policy_is_scale(out->scale);
@@ -449,7 +505,9 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
       snprintf(why, sizeof why, "scale = %s; expected a positive finite number", number);
     }
   } else if (lua_istable(L, -1)) good = policy_read_verdict(p, out, why, sizeof why);
-  else snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }", luaL_typename(L, -1));
+  else
+    snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }",
+             luaL_typename(L, -1));
   if (!good) {
     fall_back(out, p, record, why, true);
     return ENG_OK;
@@ -461,7 +519,8 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     return ENG_OK;
   }
   lua_settop(L, SLOT_COUNT);
-  if (p->n_groups) memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
+  if (p->n_groups)
+    memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
   p->last.scale = out->scale;
   p->last.clip = out->clip;
   p->last.lr_mul = out->lr_mul;

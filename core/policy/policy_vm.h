@@ -21,7 +21,15 @@
 #include <lua.h>
 
 // Fixed slots on the policy's Lua stack: a decision copies from them without a lookup.
-enum { SLOT_POLICY = 1, SLOT_DECIDE, SLOT_STATE, SLOT_OPTIONS, SLOT_RECORD, SLOT_TASK, SLOT_COUNT = SLOT_TASK };
+enum {
+  SLOT_POLICY = 1,
+  SLOT_DECIDE,
+  SLOT_STATE,
+  SLOT_OPTIONS,
+  SLOT_RECORD,
+  SLOT_TASK,
+  SLOT_COUNT = SLOT_TASK
+};
 
 enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 6, FLAT_FIELDS = 24 };
 
@@ -35,8 +43,8 @@ typedef struct policy_signal { char *name; double value; } policy_signal;
 /// Interned names by address: Lua keeps one copy of each string, so no text is compared.
 typedef struct field_map { const char *key[FIELD_BUCKETS]; int8_t field[FIELD_BUCKETS]; } field_map;
 
-/// The offset of a field's value in the state's blob, for a state that is a flat table of numbers and
-/// booleans.
+/// The offset of a field's value in the state's blob, for a state that is a flat table of numbers
+/// and booleans.
 typedef struct flat_field { const void *key; uint32_t offset; bool is_boolean; } flat_field;
 
 struct eng_policy {
@@ -94,8 +102,8 @@ struct eng_policy {
 
 /// Makes the Lua state with its limits and its stack slots. False: out of memory.
 bool policy_open(eng_policy *policy);
-/// Runs `task` in protected mode, without limits: it may raise Lua errors and leave one result on the
-/// stack. Errors: POLICY with the Lua message; MEMORY.
+/// Runs `task` in protected mode, without limits: it may raise Lua errors and leave one result on
+/// the stack. Errors: POLICY with the Lua message; MEMORY.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// The same with the state at stack index 1 of the task.
 eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *),
@@ -111,15 +119,15 @@ void policy_check_stack(eng_policy *policy);
 void policy_kill(eng_policy *policy, const char *why);
 /// The policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
-/// Calls the policy's function below its `n` arguments on the stack, under its limits, and leaves one
-/// result. Errors: POLICY; the stack is then as it was at rest.
+/// Calls the policy's function below its `n` arguments on the stack, under its limits, and leaves
+/// one result. Errors: POLICY; the stack is then as it was at rest.
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
 
 // ---- policy_constant.c
-/// Replaces the table on top of the stack by a constant, an empty table through which it can be read
-/// and not written; `what` names it in messages, in the plural.
+/// Replaces the table on top of the stack by a constant, an empty table through which it can be
+/// read and not written; `what` names it in messages, in the plural.
 void policy_make_constant(lua_State *L, const char *what);
 /// Replaces a constant at `index` (absolute) by the table behind it; any other value stays.
 void policy_open_constant(lua_State *L, int index);
@@ -163,8 +171,8 @@ static inline int field_map_find(const field_map *map, const char *key)
 /// function, a table in two places, or nesting past DATA_DEPTH.
 bool policy_encode(eng_policy *policy, int index, const char *root, data_blob *out, char *error,
                    size_t error_size);
-/// Copies the state after a good call into `good`. False, with `good` unchanged, when it is not plain
-/// data.
+/// Copies the state after a good call into `good`. False, with `good` unchanged, when it is not
+/// plain data.
 bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
 /// Pushes the value in a blob. Raises when memory runs out: call it under policy_protected.
 void policy_decode(eng_policy *policy, const char *at);
