@@ -113,7 +113,7 @@ describe("gradients of several ranks on their way", function()
     assert.same({ 258, 1 }, sum)
   end)
 
-  it("must be of one kind", function()
+  it("must be of one dtype and device", function()
     local none = ffi.new("int[1]")
     assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0, false))
     assert.matches("expected [ranks x n] and [n] of one dtype and device, got f32 [1 x 4] and f32 [3]", M_ffi.message(), 1, true)
