@@ -1,10 +1,12 @@
--- Every `sh` and `lua` block of the guides runs as printed, in the order of its page, in a folder of
--- its own that sees ./engine, examples/ and policies/. A Lua block whose first line is a file name
--- in a comment is written to that file; other Lua blocks are run.
+-- Every `sh` and `lua` block of the guides runs as printed, in the order of its page, in a folder
+-- of its own that sees ./engine, examples/ and policies/. A Lua block whose first line is a file
+-- name in a comment is written to that file; other Lua blocks are run.
 local helper = require "spec.helper"
 
 local GUIDES = {}
-for path in helper.shell("ls docs/*.md").out:gmatch("docs/([%w_-]+)%.md") do GUIDES[#GUIDES + 1] = path end
+for path in helper.shell("ls docs/*.md").out:gmatch("docs/([%w_-]+)%.md") do
+  GUIDES[#GUIDES + 1] = path
+end
 
 -- { language, text, line } of a page.
 local function blocks_of(path)
@@ -32,9 +34,13 @@ describe("the guide", function()
 
   before_each(function()
     folder = helper.folder()
-    for name, target in pairs { engine = helper.engine, examples = "examples", policies = "policies", core = "core",
-                                ["README.md"] = "README.md" } do
-      helper.shell(("ln -s %s %s"):format(helper.quote(absolute(target)), helper.quote(folder .. "/" .. name)))
+    local targets = { engine = helper.engine }
+    for _, name in ipairs { "examples", "policies", "core", "README.md" } do
+      targets[name] = name
+    end
+    for name, target in pairs(targets) do
+      helper.shell(("ln -s %s %s"):format(helper.quote(absolute(target)),
+        helper.quote(folder .. "/" .. name)))
     end
   end)
   after_each(function() helper.remove(folder) end)
@@ -46,7 +52,8 @@ describe("the guide", function()
         local where = ("%s:%d"):format(path, block.line)
         local file = block.text:match("^%-%- ([%w_-]+%.lua)\n")
         local known = { lua = true, sh = true, text = true }
-        assert.is_true(known[block.language] or false, where .. ": expected a block of lua, sh or text")
+        assert.is_true(known[block.language] or false,
+          where .. ": expected a block of lua, sh or text")
         if block.language == "lua" and file then
           helper.write(folder .. "/" .. file, block.text)
         elseif block.language == "lua" then
@@ -54,7 +61,8 @@ describe("the guide", function()
           local result = helper.shell(("cd %s && ./engine block.lua"):format(helper.quote(folder)))
           assert.are.equal(0, result.code, where .. ": " .. result.err)
         elseif block.language == "sh" then
-          local result = helper.shell(("cd %s && set -e && PATH=$PWD:$PATH\n%s"):format(helper.quote(folder), block.text))
+          local start = ("cd %s && set -e && PATH=$PWD:$PATH\n"):format(helper.quote(folder))
+          local result = helper.shell(start .. block.text)
           assert.are.equal(0, result.code, where .. ": " .. result.err)
         end
       end

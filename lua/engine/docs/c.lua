@@ -27,7 +27,8 @@ local function header(path, add)
       local code = declaration:gsub("%s*//[^\n]*", "")
       local name = code:match("^typedef struct ([%w_]+)") or code:match("^typedef enum ([%w_]+)")
         or code:match("([%w_]+)%s*%(")
-      local kind = code:find("^typedef") and "C type" or code:find("^enum") and "C constants" or "C function"
+      local kind = code:find("^typedef") and "C type" or code:find("^enum") and "C constants"
+        or "C function"
       if kind == "C constants" then name = code:match("([%u%d_]+)") end
       if name then
         add { name = name, kind = kind, area = "c", signature = declaration, text = text,
@@ -49,9 +50,9 @@ local function arguments(text)
   return list
 end
 
--- core/ops.def: its first comment names the arguments of each macro, ENG_OP(name, inputs, ...). ENG_OP
--- and ENG_UNARY make an operation, the other macros add facts to it. The text of an operation is the
--- comment above its group.
+-- core/ops.def: its first comment names the arguments of each macro, ENG_OP(name, inputs, ...).
+-- ENG_OP and ENG_UNARY make an operation, the other macros add facts to it. The text of an
+-- operation is the comment above its group.
 local function operations(add)
   local path = "core/ops.def"
   local lines, columns, made = source.lines(path), {}, {}
@@ -73,18 +74,23 @@ local function operations(add)
       local values = arguments(body or line:match("%((.*)%)"))
       local name, facts = table.remove(values, 1), {}
       for k, value in ipairs(values) do
-        if not value:find("^%(no_") then facts[k] = ("%s %s"):format((columns[macro] or {})[k] or "", value) end
+        if not value:find("^%(no_") then
+          facts[k] = ("%s %s"):format((columns[macro] or {})[k] or "", value)
+        end
       end
       for k = #values, 1, -1 do
         if not facts[k] then table.remove(facts, k) end
       end
       facts, below = table.concat(facts, ", "), true
       if macro == "OP" or macro == "UNARY" then
-        made[name] = { name = "op." .. name, kind = "operation", area = "operations", signature = name .. ": " .. facts,
-          text = (beside and name .. ": " .. beside .. "\n\n" or "") .. text, where = ("%s:%d"):format(path, first) }
+        made[name] = { name = "op." .. name, kind = "operation", area = "operations",
+          signature = name .. ": " .. facts,
+          text = (beside and name .. ": " .. beside .. "\n\n" or "") .. text,
+          where = ("%s:%d"):format(path, first) }
         add(made[name])
       elseif made[name] then
-        made[name].signature = ("%s\n  %s %s"):format(made[name].signature, macro:lower():gsub("_", " "), facts)
+        made[name].signature = ("%s\n  %s %s"):format(made[name].signature,
+          macro:lower():gsub("_", " "), facts)
       end
     else
       text = ""

@@ -1,15 +1,20 @@
 -- What users write that is no function: policies with their options, the fields of policies,
--- records and verdicts, the trainer's options, environment variables, the guides. Used by index.lua.
+-- records and verdicts, the trainer's options, environment variables, the guides. Used by
+-- index.lua.
 local source = require "engine.docs.source"
 
 local M = {}
 
 -- Tables with a name in the first cell of a row: several names in a cell share the row's text.
 local TABLES = {
-  { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field", area = "contract" },
-  { path = "policies/README.md", heading = "## The record", prefix = "record.", kind = "record field", area = "contract" },
-  { path = "policies/README.md", heading = "## The verdict", prefix = "verdict.", kind = "verdict field", area = "contract" },
-  { path = "docs/environment.md", heading = "# Environment variables", prefix = "", kind = "environment variable",
+  { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field",
+    area = "contract" },
+  { path = "policies/README.md", heading = "## The record", prefix = "record.",
+    kind = "record field", area = "contract" },
+  { path = "policies/README.md", heading = "## The verdict", prefix = "verdict.",
+    kind = "verdict field", area = "contract" },
+  { path = "docs/environment.md", heading = "# Environment variables", prefix = "",
+    kind = "environment variable",
     area = "environment" },
 }
 
@@ -39,8 +44,10 @@ end
 local function options(trainer, add)
   for _, option in ipairs(source.option_list(trainer.text)) do
     for _, name in ipairs(option.names) do
-      add { name = "trainer." .. name, kind = "trainer option", area = "trainer", where = trainer.where,
-        signature = "engine.trainer { " .. name .. " = ... }", text = source.shared(option.names) .. option.text }
+      add { name = "trainer." .. name, kind = "trainer option", area = "trainer",
+        where = trainer.where,
+        signature = "engine.trainer { " .. name .. " = ... }",
+        text = source.shared(option.names) .. option.text }
     end
   end
 end
@@ -56,7 +63,8 @@ local function policies(add)
     table.sort(names)
     for i, key in ipairs(names) do
       local remark = text:match("\n%s*" .. key .. "%s*=[^\n]-,?%s*%-%-%s*([^\n]+)")
-      lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]), remark and "   -- " .. remark or "")
+      lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]),
+        remark and "   -- " .. remark or "")
     end
     local doc = p.doc or text:match('doc%s*=%s*"(.-)"') or ""
     local header = source.header(path, "%-%-")
@@ -68,12 +76,15 @@ end
 
 local function guides(add)
   local paths = source.list("docs", ".md")
-  for _, more in ipairs { "policies/README.md", "examples/README.md" } do paths[#paths + 1] = more end
+  for _, more in ipairs { "policies/README.md", "examples/README.md" } do
+    paths[#paths + 1] = more
+  end
   for _, path in ipairs(paths) do
     local text = source.text(path)
     local name = path:match("^docs/(.*)%.md$") or path:match("^(%w+)/")
     if name == "README" then name = "docs" end
-    add { name = name, kind = "guide", area = "guides", signature = text and text:match("^# ([^\n]*)") or name,
+    add { name = name, kind = "guide", area = "guides",
+      signature = text and text:match("^# ([^\n]*)") or name,
       text = text or "", where = path .. ":1" }
   end
 end

@@ -33,19 +33,25 @@ end
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
-    local leads = candidate:find(('^[%%w_ =.]+%%("%s"'):format(name)) or candidate:find("^[%w_.]+%." .. name .. " = %a")
+    local leads = candidate:find(('^[%%w_ =.]+%%("%s"'):format(name))
+      or candidate:find("^[%w_.]+%." .. name .. " = %a")
     if leads and comment_above(lines, i, "%-%-%-") ~= "" then
       line, at.line, options = i, i, candidate:match('"' .. name .. '", (%b{})')
     end
   end
   for above = line - 1, math.max(1, line - 4), -1 do
     if lines[above]:find("^%s*for ") and not lines[line - 1]:find("^%s*%-%-") then line = above end
-    if lines[above]:find("^%s*$") or lines[above]:find("^%s*end") or lines[above]:find("^%s*%-%-") then break end
+    if lines[above]:find("^%s*$") or lines[above]:find("^%s*end")
+      or lines[above]:find("^%s*%-%-") then
+      break
+    end
   end
   local text = comment_above(lines, line, "%-%-")
   for _, row in ipairs(source.option_list(text)) do
     for _, own in ipairs(row.names) do
-      if own == name then return source.shared(row.names) .. row.text .. "\n\n" .. text:gsub("\n  .*$", "") end
+      if own == name then
+        return source.shared(row.names) .. row.text .. "\n\n" .. text:gsub("\n  .*$", "")
+      end
     end
   end
   return options and text .. "\n\nOptions and defaults: " .. options or text
@@ -81,9 +87,11 @@ local function classes_of(functions)
       local name, value = debug.getupvalue(f, i)
       if not name then break end
       if type(value) == "function" then look(value, path, depth + 1)
-      elseif type(value) == "table" and type(rawget(value, "__index")) == "table" and not seen[value] then
+      elseif type(value) == "table" and type(rawget(value, "__index")) == "table"
+        and not seen[value] then
         seen[value] = true
-        found[#found + 1] = { name = name:gsub("^%u", string.lower), methods = rawget(value, "__index") }
+        found[#found + 1] = { name = name:gsub("^%u", string.lower),
+          methods = rawget(value, "__index") }
       end
     end
   end
@@ -134,7 +142,9 @@ function M.read(engine, add)
           rawget(value, "init") and 1 or math.huge)
       elseif type(value) == "table" and key:find("^%u") then                   -- a class
         for _, method in ipairs(sorted(value)) do
-          if type(value[method]) == "function" then enter(key:lower() .. ":" .. method, value[method], area, 1) end
+          if type(value[method]) == "function" then
+            enter(key:lower() .. ":" .. method, value[method], area, 1)
+          end
         end
       end
     end
@@ -142,11 +152,15 @@ function M.read(engine, add)
 
   local tensor = require "engine.tensor.tensor"
   for _, name in ipairs(sorted(engine)) do
-    if type(engine[name]) == "function" and not tensor.methods[name] then enter("engine." .. name, engine[name], "engine") end
+    if type(engine[name]) == "function" and not tensor.methods[name] then
+      enter("engine." .. name, engine[name], "engine")
+    end
   end
   for _, name in ipairs(sorted(tensor.methods)) do
     enter("tensor:" .. name, tensor.methods[name], "tensor", 1)
-    if rawget(engine, name) == tensor.methods[name] then enter("engine." .. name, engine[name], "tensor") end
+    if rawget(engine, name) == tensor.methods[name] then
+      enter("engine." .. name, engine[name], "tensor")
+    end
   end
   for _, name in ipairs(sorted(tensor.getters)) do
     local at = definition(tensor.getters[name])

@@ -1,5 +1,5 @@
 -- The reference and the guides as a folder of pages: an index with a search, a page for each area,
--- a page for each guide. Nothing on them comes from elsewhere. Called by `engine help --html FOLDER`.
+-- a page for each guide. They need no other files. Called by `engine help --html FOLDER`.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local page = require "engine.docs.page"
@@ -31,8 +31,11 @@ const entries = %s;
 const q = document.getElementById("q"), found = document.getElementById("found");
 q.oninput = () => {
   const words = q.value.toLowerCase().split(/\s+/).filter(w => w);
-  const rank = e => (e[0].toLowerCase().split(/[.:]/).pop() === words[0] ? 0 : e[0].toLowerCase().includes(words[0]) ? 1 : 2);
-  const hits = words.length ? entries.filter(e => words.every(w => (e[0] + " " + e[2]).toLowerCase().includes(w))) : [];
+  const lower = e => e[0].toLowerCase();
+  const last = e => lower(e).split(/[.:]/).pop();
+  const rank = e => last(e) === words[0] ? 0 : lower(e).includes(words[0]) ? 1 : 2;
+  const matches = e => words.every(w => (e[0] + " " + e[2]).toLowerCase().includes(w));
+  const hits = words.length ? entries.filter(matches) : [];
   hits.sort((a, b) => rank(a) - rank(b));
   found.replaceChildren(...hits.slice(0, 30).map(e => {
     const item = document.createElement("li"), link = document.createElement("a");
@@ -44,7 +47,8 @@ q.oninput = () => {
 </script>]]
 
 local function page_of(entry)
-  return entry.kind == "guide" and (entry.name == "docs" and "guides" or entry.name) .. ".html" or "ref-" .. entry.area .. ".html"
+  return entry.kind == "guide" and (entry.name == "docs" and "guides" or entry.name) .. ".html"
+    or "ref-" .. entry.area .. ".html"
 end
 local function address(entry)
   return entry.kind == "guide" and page_of(entry) or page_of(entry) .. "#" .. entry.name
@@ -52,7 +56,8 @@ end
 
 local function entry_html(entry, links)
   local html = {
-    ('<h3 id="%s">%s<span class="kind">%s</span></h3>'):format(entry.name, page.escape(entry.name), entry.kind),
+    ('<h3 id="%s">%s<span class="kind">%s</span></h3>'):format(entry.name, page.escape(entry.name),
+      entry.kind),
     ('<pre class="signature">%s</pre>'):format(page.escape(entry.signature)),
   }
   if entry.kind == "command" then html[2] = "<pre>" .. page.escape(entry.text) .. "</pre>"
@@ -122,17 +127,22 @@ function M.write(index, folder)
   local body, rows = { "<h1>engine</h1>", "" }, {}
   body[#body + 1] = "<h2>Guides</h2><ul>"
   for _, entry in ipairs(guides) do
-    body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(page_of(entry), page.escape(entry.signature))
+    body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(page_of(entry),
+      page.escape(entry.signature))
   end
   body[#body + 1] = "</ul>"
   for _, area in ipairs(areas_of(index)) do
-    local html, name = { ("<h1>%s</h1>"):format(page.escape(area.title)) }, "ref-" .. area.name .. ".html"
-    body[#body + 1] = ('<h2><a href="%s">%s</a></h2><ul class="names">'):format(name, page.escape(area.title))
+    local html, name = { ("<h1>%s</h1>"):format(page.escape(area.title)) },
+      "ref-" .. area.name .. ".html"
+    body[#body + 1] = ('<h2><a href="%s">%s</a></h2><ul class="names">'):format(name,
+      page.escape(area.title))
     for _, entry in ipairs(area.entries) do
       html[#html + 1] = entry_html(entry, links)
-      body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(address(entry), page.escape(entry.name))
+      body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(address(entry),
+        page.escape(entry.name))
       for _, own in ipairs(entry.names) do
-        rows[#rows + 1] = ("[%q,%q,%q]"):format(own, address(entry), source.summary(entry.text)):gsub("\\?\n", " ")
+        rows[#rows + 1] = ("[%q,%q,%q]"):format(own, address(entry),
+          source.summary(entry.text)):gsub("\\?\n", " ")
       end
     end
     body[#body + 1] = "</ul>"
@@ -143,7 +153,9 @@ function M.write(index, folder)
   publish("index.html", "reference", table.concat(body, "\n"))
 
   for _, link in ipairs(pending) do
-    if not anchors[link[3]] then warnings[#warnings + 1] = ("%s: the link to %s leads nowhere"):format(link[1], link[2]) end
+    if not anchors[link[3]] then
+      warnings[#warnings + 1] = ("%s: the link to %s leads nowhere"):format(link[1], link[2])
+    end
   end
   return warnings
 end

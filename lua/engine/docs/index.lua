@@ -1,5 +1,5 @@
--- The reference in memory: entries { name, names, kind, area, signature, text, example, where } from
--- the readers beside this file, found by name for `engine help NAME`, html.lua and types.lua.
+-- The reference in memory: entries { name, names, kind, area, signature, text, example, where }
+-- from the readers beside this file, found by name for `engine help NAME`, html.lua and types.lua.
 local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 
@@ -17,7 +17,8 @@ function M.new(commands)
     self.entries[#self.entries + 1] = entry
   end
   for _, command in ipairs(commands or {}) do
-    add { name = command.name, kind = "command", area = "commands", signature = "engine " .. command.name,
+    add { name = command.name, kind = "command", area = "commands",
+      signature = "engine " .. command.name,
       text = command.help or command.doc or "", doc = command.doc, where = command.where }
   end
   require("engine.docs.functions").read(require "engine", add)
@@ -37,18 +38,22 @@ function M.new(commands)
   return self
 end
 
--- docs/examples.md: a heading names entries, the block below it shows them.
+-- docs/examples.md: each block of code is the example of the names in the text above it.
 function Index:read_examples()
-  local names, block
+  local names, block = {}, nil
   for _, line in ipairs(source.lines("docs/examples.md") or {}) do
-    if line:find("^## ") then names = line:sub(4)
-    elseif line == "```lua" then block = {}
-    elseif line == "```" and block and names then
-      for name in names:gmatch("[^%s,]+") do
-        for _, entry in ipairs(self.by_name[name] or {}) do entry.example = table.concat(block, "\n") end
+    if line == "```lua" then block = {}
+    elseif line == "```" and block then
+      for _, name in ipairs(names) do
+        for _, entry in ipairs(self.by_name[name] or {}) do
+          entry.example = table.concat(block, "\n")
+        end
       end
-      names, block = nil, nil
-    elseif block then block[#block + 1] = line end
+      names, block = {}, nil
+    elseif block then block[#block + 1] = line
+    else
+      for name in line:gmatch("`([%w_.:]+)`") do names[#names + 1] = name end
+    end
   end
 end
 
@@ -65,7 +70,8 @@ function Index:find(name)
       for _, own in ipairs(entry.names) do
         local same = pass == 1 and own or own:lower()
         local asked = pass == 1 and wanted or wanted:lower()
-        is_full = is_full or same == asked or same:gsub(":", ".") == asked or same == "engine." .. asked
+        is_full = is_full or same == asked or same:gsub(":", ".") == asked
+          or same == "engine." .. asked
         is_part = is_part or last_part(same) == asked
       end
       if is_full then full[#full + 1] = entry elseif is_part then parts[#parts + 1] = entry end
@@ -95,12 +101,15 @@ end
 function M.text(entry)
   local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
   if entry.kind == "command" or entry.kind == "guide" then lines = {} end
-  lines[#lines + 1] = (entry.text:gsub("%s+$", ""):gsub(entry.kind == "guide" and "%z" or "%*%*", ""))
+  lines[#lines + 1] = (entry.text:gsub("%s+$", ""))
+  if entry.kind ~= "guide" then lines[#lines] = lines[#lines]:gsub("%*%*", "") end
   if entry.example then
     lines[#lines + 1] = "\nExample:"
     lines[#lines + 1] = "  " .. entry.example:gsub("\n", "\n  ")
   end
-  if entry.kind ~= "command" and entry.kind ~= "guide" then lines[#lines + 1] = "\n" .. entry.where end
+  if entry.kind ~= "command" and entry.kind ~= "guide" then
+    lines[#lines + 1] = "\n" .. entry.where
+  end
   return table.concat(lines, "\n")
 end
 

@@ -20,7 +20,8 @@ code, pre { font: .86rem/1.45 ui-monospace, monospace }
 code { background: var(--box); border-radius: 3px; padding: .08em .25em }
 pre { background: var(--box); border-radius: 5px; padding: .7rem .8rem; overflow-x: auto }
 pre code { background: none; padding: 0 }
-.signature { margin: 0 0 .4rem; white-space: pre-wrap } .where { color: var(--soft); font-size: .8rem }
+.signature { margin: 0 0 .4rem; white-space: pre-wrap }
+.where { color: var(--soft); font-size: .8rem }
 .kind { color: var(--soft); font-weight: normal; font-size: .8rem; margin-left: .4em }
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .92rem }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
@@ -31,11 +32,13 @@ ul.names { columns: 15rem; padding-left: 1.1rem } img { max-width: 100% }
 ]]
 
 function M.escape(text)
-  return (text:gsub("[&<>\"]", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&quot;" }))
+  local entities = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&quot;" }
+  return (text:gsub('[&<>"]', entities))
 end
 
 function M.slug(heading)
-  return (heading:lower():gsub("<[^>]*>", ""):gsub("&%w+;", ""):gsub("[^%w%s_-]", ""):gsub("%s", "-"))
+  local text = heading:lower():gsub("<[^>]*>", ""):gsub("&%w+;", "")
+  return (text:gsub("[^%w%s_-]", ""):gsub("%s", "-"))
 end
 
 --- A whole page.
@@ -58,7 +61,8 @@ local function linked(html, links)
 end
 
 local function inline(text, links)
-  local html = M.escape(text):gsub("`([^`]+)`", "<code>%1</code>"):gsub("%*%*([^*]+)%*%*", "<b>%1</b>")
+  local html = M.escape(text):gsub("`([^`]+)`", "<code>%1</code>")
+    :gsub("%*%*([^*]+)%*%*", "<b>%1</b>")
   return linked(html, links)
 end
 
@@ -81,11 +85,12 @@ end
 --- A Markdown file as HTML. Every heading has an anchor. resolve(address) gives the address of a
 --- link on a page, or nil for one that becomes plain text.
 function M.markdown(path, links, resolve)
-  local pipe = assert(io.popen(("cmark-gfm -e table '%s' 2>&1"):format((source.path(path):gsub("'", "'\\''")))))
+  local quoted = source.path(path):gsub("'", "'\\''")
+  local pipe = assert(io.popen(("cmark-gfm -e table '%s' 2>&1"):format(quoted)))
   local html = pipe:read("*a")
   pipe:close()
   if html ~= "" and not html:find("^<") then
-    error("the guides are rendered by cmark-gfm, which does not run here; hint: apt-get install cmark-gfm", 0)
+    error("cmark-gfm, which renders the guides, does not run here; hint: make deps", 0)
   end
   html = html:gsub("<(h[1-6])>(.-)</h[1-6]>", function(tag, text)
     return ('<%s id="%s">%s</%s>'):format(tag, M.slug(text), text, tag)

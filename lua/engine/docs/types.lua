@@ -5,38 +5,76 @@ local source = require "engine.docs.source"
 
 local M = {}
 
+-- name -> type, from a text with two columns.
+local function columns(text)
+  local map = {}
+  for name, value in text:gmatch("(%S+) +([^\n]+)\n") do map[name] = value end
+  return map
+end
+
 -- Types that the texts do not say; the rest is `number` for fields of records, `any` for options.
-local TYPE = {
-  ["policy.kind"] = '"scale"|"fp8"', ["policy.options"] = "table<string, number|boolean|string>",
-  ["policy.name"] = "string", ["policy.doc"] = "string", ["policy.needs"] = "engine.Statistic[]",
-  ["policy.init"] = "fun(options: table): table",
-  ["policy.decide"] = "fun(state: table, record: engine.Record, options: table): number|engine.Verdict",
-  ["policy.migrate"] = "fun(old_state: table, old_name: string, options: table): table",
-  ["record.overflow"] = "boolean", ["record.first_bad"] = "string?", ["record.norm_ref"] = "number?",
-  ["record.hist"] = "engine.Histogram", ["record.tensors"] = "table<string|integer, engine.TensorRecord>?",
-  ["record.groups"] = "table<string|integer, engine.TensorRecord>?", ["record.signals"] = "table<string, number?>",
-  ["verdict.action"] = '"step"|"skip"|"retry"|"stop"', ["verdict.reason"] = "string",
-  ["verdict.scales"] = "table<string, number>",
-  ["trainer.steps"] = "integer", ["trainer.accumulate"] = "integer", ["trainer.checkpoint_every"] = "integer",
-  ["trainer.keep"] = "integer", ["trainer.stats_every"] = "integer", ["trainer.ref_every"] = "integer",
-  ["trainer.clip"] = "number", ["trainer.clip_value"] = "number", ["trainer.bucket"] = "number",
-  ["trainer.rank_timeout"] = "number", ["trainer.graph"] = "boolean", ["trainer.run"] = "string",
-  ["trainer.log"] = '"line"|"json"|"quiet"', ["trainer.mode"] = '"sync"|"lagged"',
-  ["trainer.on_policy_error"] = '"hold"|"stop"', ["trainer.loss"] = "fun(model: table, batch: table): engine.Tensor",
-  ["tensor.shape"] = "integer[]", ["tensor.ndim"] = "integer", ["tensor.count"] = "integer",
-  ["tensor.dtype"] = "string", ["tensor.device"] = "string", ["tensor.is_leaf"] = "boolean",
-  ["tensor.grad"] = "engine.Tensor?",
-}
+local TYPE = columns [[
+policy.name                string
+policy.doc                 string
+policy.kind                "scale"|"fp8"
+policy.options             table<string, number|boolean|string>
+policy.needs               engine.Statistic[]
+policy.init                fun(options: table): table
+policy.decide              engine.Decide
+policy.migrate             fun(old_state: table, old_name: string, options: table): table
+record.overflow            boolean
+record.first_bad           string?
+record.norm_ref            number?
+record.hist                engine.Histogram
+record.tensors             table<string|integer, engine.TensorRecord>?
+record.groups              table<string|integer, engine.TensorRecord>?
+record.signals             table<string, number?>
+verdict.action             "step"|"skip"|"retry"|"stop"
+verdict.reason             string
+verdict.scales             table<string, number>
+trainer.steps              integer
+trainer.accumulate         integer
+trainer.checkpoint_every   integer
+trainer.keep               integer
+trainer.stats_every        integer
+trainer.ref_every          integer
+trainer.clip               number
+trainer.clip_value         number
+trainer.bucket             number
+trainer.rank_timeout       number
+trainer.graph              boolean
+trainer.run                string
+trainer.log                "line"|"json"|"quiet"
+trainer.mode               "sync"|"lagged"
+trainer.on_policy_error    "hold"|"stop"
+trainer.loss               fun(model: table, batch: table): engine.Tensor
+tensor.shape               integer[]
+tensor.ndim                integer
+tensor.count               integer
+tensor.dtype               string
+tensor.device              string
+tensor.is_leaf             boolean
+tensor.grad                engine.Tensor?
+]]
 local REQUIRED = { ["policy.decide"] = true, ["verdict.scale"] = true, ["trainer.model"] = true,
   ["trainer.data"] = true, ["trainer.optimizer"] = true, ["trainer.steps"] = true }
 
--- What functions return; tensor methods and makers of tensors return a tensor unless named here.
-local RETURNS = { ["tensor:item"] = "number", ["tensor:size"] = "integer", ["tensor:is_contiguous"] = "boolean",
-  ["tensor:totable"] = "table", ["tensor:read"] = "ffi.cdata*, integer", ["tensor:free"] = "", ["tensor:done"] = "",
-  ["tensor:backward"] = "", ["engine.trainer"] = "engine.Trainer", ["engine.is_tensor"] = "boolean" }
-local MAKERS = {}
-for name in ("zeros ones full rand randn randint arange tensor from_memory concat stack attention cross_entropy mse"):gmatch("%w[%w_]*") do
-  MAKERS["engine." .. name] = true
+-- What functions return; the other methods of tensors return a tensor.
+local RETURNS = columns [[
+tensor:item                number
+tensor:size                integer
+tensor:is_contiguous       boolean
+tensor:totable             table
+tensor:read                ffi.cdata*, integer
+tensor:free                nil
+tensor:done                nil
+tensor:backward            nil
+engine.trainer             engine.Trainer
+engine.is_tensor           boolean
+]]
+for name in ([[zeros ones full rand randn randint arange tensor from_memory concat stack attention
+  cross_entropy mse]]):gmatch("[%w_]+") do
+  RETURNS["engine." .. name] = "engine.Tensor"
 end
 
 -- LuaLS accepts unknown fields in a table constructor, even of an exact class. A field of any other
@@ -47,7 +85,12 @@ local PREAMBLE = [[
 ---@meta engine
 -- Made by `engine help --types`; do not edit. Names and texts are those of the reference.
 
----@alias engine.Statistic "amax"|"norm"|"zeros"|"underflow"|"hist"|"tensors"|"groups"|"norm_ref"|"overflow"|"inf"|"nan"|"count"
+---@alias engine.Statistic
+---| "amax" | "norm" | "zeros" | "underflow" | "hist" | "tensors" | "groups" | "norm_ref"
+---| "overflow" | "inf" | "nan" | "count"
+
+---@alias engine.Decide
+---| fun(state: table, record: engine.Record, options: table): number|engine.Verdict
 
 ---@alias engine.NoSuchField "there is no such field"
 
@@ -82,16 +125,10 @@ local function field(entry)
     (entry.text:gsub("%s+", " ")))
 end
 
-local KEYWORDS = {}
-for word in ("and break do else elseif end false for function if in local nil not or repeat return then true until while goto"):gmatch("%w+") do
-  KEYWORDS[word] = true
-end
-
--- "engine.nn.gpt(options)" as a declaration; nil for what cannot be one.
-local function declaration(signature, root)
-  local name, arguments = signature:match("^(.-)(%(.*%))$")
-  if not name or KEYWORDS[name:match("[%w_]+$")] then return nil end
-  return ("function %s%s end"):format(root and name:gsub("^tensor", root) or name, arguments)
+-- "engine.nn.gpt(options)" as a declaration; nil when the name is a keyword.
+local function declaration(signature)
+  local code = ("function %s end"):format(signature)
+  return loadstring(code) and code or nil
 end
 
 --- Writes the types into a file; returns a list of warnings.
@@ -100,19 +137,26 @@ function M.write(index, path)
   local function class(title, name, kind, rest)
     out[#out + 1] = ("--- %s\n---@class %s"):format(title, name)
     for _, entry in ipairs(index.entries) do
-      if entry.kind == kind and (type(rest) ~= "function" or rest(entry)) then out[#out + 1] = field(entry) end
+      if entry.kind == kind and (type(rest) ~= "function" or rest(entry)) then
+        out[#out + 1] = field(entry)
+      end
     end
     out[#out + 1] = (type(rest) == "string" and rest or "") .. "\n"
   end
-  local shared = { overflow = 1, inf = 1, nan = 1, count = 1, zeros = 1, underflow = 1, amax = 1, norm = 1,
-    norm_ref = 1, hist = 1, scale = 1 }
-  local function is_shared(entry) return shared[entry.name:match("[^.]+$")] ~= nil end
+  local shared = {}                                      -- by records, tensors and groups
+  for name in ([[overflow inf nan count zeros underflow amax norm norm_ref hist
+    scale]]):gmatch("%S+") do
+    shared["record." .. name] = true
+  end
+  local function is_shared(entry) return shared[entry.name] ~= nil end
   class("Statistics of gradients.", "(exact) engine.RecordStatistics", "record field", is_shared)
-  class("What a policy is told about a step; read-only.", "(exact) engine.Record: engine.RecordStatistics", "record field",
+  class("What a policy is told about a step; read-only.",
+    "(exact) engine.Record: engine.RecordStatistics", "record field",
     function(entry) return not is_shared(entry) end)
   class("What `decide` returns.", "(exact) engine.Verdict", "verdict field", NO_OTHER)
   class("A policy file returns this.", "(exact) engine.Policy", "policy field", NO_OTHER)
-  class("The options of engine.trainer.", "(exact) engine.TrainerOptions", "trainer option", NO_OTHER)
+  class("The options of engine.trainer.", "(exact) engine.TrainerOptions", "trainer option",
+    NO_OTHER)
   class("A tensor: a handle that is valid until its step ends.", "engine.Tensor", "field")
   out[#out] = nil
   for _, operator in ipairs { "add", "sub", "mul", "div", "pow" } do
@@ -132,7 +176,8 @@ function M.write(index, path)
       local object = name:match("^(%w+):")
       if object and not made[object] then
         if object ~= "tensor" then
-          out[#out + 1] = ("---@class engine.%s\nlocal %s = {}\n"):format(object:gsub("^%l", string.upper), object)
+          local class_name = object:gsub("^%l", string.upper)
+          out[#out + 1] = ("---@class engine.%s\nlocal %s = {}\n"):format(class_name, object)
         end
         made[object] = true
       end
@@ -143,8 +188,8 @@ function M.write(index, path)
           code = code:gsub("%(.*%)", "(options)")
           out[#out + 1] = "---@param options engine.TrainerOptions"
         end
-        local result = RETURNS[name] or (object == "tensor" or MAKERS[name] or entry.name:find("^tensor:")) and "engine.Tensor"
-        if result and result ~= "" then out[#out + 1] = "---@return " .. result end
+        local result = RETURNS[name] or entry.name:find("^tensor:") and "engine.Tensor"
+        if result then out[#out + 1] = "---@return " .. result end
         out[#out + 1] = code .. "\n"
       end
     end
