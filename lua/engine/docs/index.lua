@@ -55,6 +55,11 @@ function Index:read_examples()
       for name in line:gmatch("`([%w_.:]+)`") do names[#names + 1] = name end
     end
   end
+  local shared = {}                            -- functions that one loop defines share an example
+  for _, entry in ipairs(self.entries) do
+    shared[entry.where] = entry.example or shared[entry.where]
+  end
+  for _, entry in ipairs(self.entries) do entry.example = entry.example or shared[entry.where] end
 end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
@@ -63,7 +68,7 @@ local function last_part(name) return name:match("([^.:]+)$") or name end
 --- tensor:gelu). The second result has the others of that last part.
 function Index:find(name)
   local full, parts = {}, {}
-  local wanted = name:gsub("%(.*$", ""):gsub("^engine%.h$", "engine")
+  local wanted = name:gsub("%(.*$", "")
   for pass = 1, 2 do                                   -- the second one ignores case
     for _, entry in ipairs(self.entries) do
       local is_full, is_part
@@ -97,12 +102,26 @@ function Index:hint(name)
   return nearest.hint(name, names)
 end
 
+-- Lines of at most 100 columns; the rest of a line keeps its indentation.
+local function wrap(text)
+  return (text:gsub("[^\n]+", function(line)
+    local indent, lines = line:match("^ *"), {}
+    while #line > 100 do
+      local head, rest = line:sub(1, 100):match("^(.*%S) +(%S*)$")
+      if not head then break end
+      lines[#lines + 1], line = head, indent .. rest .. line:sub(101)
+    end
+    lines[#lines + 1] = line
+    return table.concat(lines, "\n")
+  end))
+end
+
 --- An entry as text for the terminal.
 function M.text(entry)
   local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
   if entry.kind == "command" or entry.kind == "guide" then lines = {} end
   lines[#lines + 1] = (entry.text:gsub("%s+$", ""))
-  if entry.kind ~= "guide" then lines[#lines] = lines[#lines]:gsub("%*%*", "") end
+  if entry.kind ~= "guide" then lines[#lines] = wrap((lines[#lines]:gsub("%*%*", ""))) end
   if entry.example then
     lines[#lines + 1] = "\nExample:"
     lines[#lines + 1] = "  " .. entry.example:gsub("\n", "\n  ")

@@ -126,7 +126,8 @@ end
 function M.summary(text)
   local first = M.blocks(text)[1]
   local line = first and table.concat(first.lines, " "):gsub("%s+", " ") or ""
-  return (line:match("^(.-[^.]%.)%s") or line):sub(1, 160)
+  local sentence = line:match("^(.-[^.]%.)%s") or line
+  return #sentence > 160 and sentence:sub(1, 160):gsub("%s+%S*$", " ...") or sentence
 end
 
 return M
