@@ -113,7 +113,8 @@ try() {
     awk '/^[0-9]+ success/ {p += $1; f += $4 + $7; s += $10; n++}
          END {if (n) print p " passed, " f " failed, " s " pending"}')
   # shellcheck disable=SC2086
-  printf "$ROW" "$1" "$2" ${versions:-- - - - -} "$demo" "$test" "${counts:-build $build}"
+  printf "$ROW" "$1" "$2" ${versions:-- - - - -} "$demo" "$test" \
+    "${counts:-${BUILD_ONLY:+build $build}}"
   case "$build$demo$test" in
     *FAILED*) failures=$((failures + 1)); grep -nE 'rror:|^Failure|^Error' "$log" | head -n 20 ;;
     *) rm -rf "$root" ;;
