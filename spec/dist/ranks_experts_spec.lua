@@ -52,7 +52,7 @@ describe("rows between ranks", function()
     local function try(y, x, n, m, wire) return C.eng_comm_exchange_rows(y, x, comm, ffi.new("int64_t[1]", n), ffi.new("int64_t[1]", m), wire or 0, nil) end
     local x = engine.zeros(3, 4)
     for message, status in pairs {
-      ["2 rows are to be sent, got f32 [3 x 4]"] = function() return try(engine.zeros(3, 4), x, 2, 3) end,
+      ["expected 2 rows to be sent, got f32 [3 x 4]"] = function() return try(engine.zeros(3, 4), x, 2, 3) end,
       ["expected 0 or more rows, got -1"] = function() return try(engine.zeros(3, 4), x, -1, 3) end,
       ["expected two tensors of one dtype, width and device"] = function() return try(engine.zeros(3, 5), x, 3, 3) end,
       ["expected contiguous rows"] = function() return try(x:transpose(), engine.zeros(4, 3), 4, 4) end,
