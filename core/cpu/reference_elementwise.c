@@ -228,7 +228,7 @@ eng_status reference_unary_grad(const op_call *call)
       case ENG_OP_gelu:        slope = gelu_slope(v); break;
       case ENG_OP_gelu_tanh:   slope = gelu_tanh_slope(v); break;
       case ENG_OP_silu:        slope = silu_slope(v); break;
-      case ENG_OP_hardswish:   slope = v < 3 ? (2 * v + 3) / 6 : 1.0; g = v <= -3 ? 0.0 : g; break;
+      case ENG_OP_hardswish:   slope = v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0; g = v <= -3 ? 0.0 : g; break;
       default:
         return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
                          eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0]) : "a number that is no operation");
