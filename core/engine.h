@@ -83,7 +83,8 @@ enum { ENG_MAX_DIMS = 6 };
 /// A handle that outlived its step is answered with ENG_ERR_STALE, never with a crash.
 typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
 
-/// What a tensor is. Strides are in elements; the last dimension is contiguous when its stride is 1.
+/// What a tensor is. Strides are in elements; the last dimension is contiguous when its stride is
+/// 1.
 typedef struct eng_tensor_info {
   int64_t shape[6], stride[6];
   int64_t count;              // elements
@@ -97,8 +98,8 @@ typedef struct eng_tensor_info {
   void   *data;               // first element; NULL when not in host memory
 } eng_tensor_info;
 
-/// Where a new tensor lives: AUTO, inside a step or scope (see eng_step_begin) in the step, outside until
-/// eng_free; KEEP, until eng_free; STEP, in the step, as the results of operations do.
+/// Where a new tensor lives: AUTO, inside a step or scope (see eng_step_begin) in the step, outside
+/// until eng_free; KEEP, until eng_free; STEP, in the step, as the results of operations do.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// A new tensor of `ndim` dimensions (0: a scalar), contents zero.
@@ -118,7 +119,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 /// (round to nearest even; to integers: toward zero, saturating, NaN becomes 0).
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
-/// Copies all elements in row-major order into host memory in format `to`, converting likewise; as f64 a negative NaN has no payload.
+/// Copies all elements in row-major order into host memory in format `to`, converting likewise; as
+/// f64 a negative NaN has no payload.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// The value of a tensor with one element, as double.
@@ -132,8 +134,8 @@ eng_status eng_fill(const eng_tensor *x, double value);
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
 
-/// A copy of `x` in the memory of device `name`, of the lifetime ENG_AUTO gives, row-major; not recorded. Where the memory is the
-/// same ("cpu", "reference"), too. Errors: DEVICE.
+/// A copy of `x` in the memory of device `name`, of the lifetime ENG_AUTO gives, row-major; not
+/// recorded. Where the memory is the same ("cpu", "reference"), too. Errors: DEVICE.
 eng_status eng_to_device(eng_tensor *out, const eng_tensor *x, const char *name);
 
 /// Copies `source` into `target` elementwise with conversion and broadcasting; not recorded.
@@ -151,13 +153,18 @@ eng_status eng_step_end(void);
 /// The number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling), but for
-/// kept tensors. Nothing on the tape may lie after the mark. Scopes nest; each begin needs its end, also after an error.
+/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling),
+/// but for kept tensors. Nothing on the tape may lie after the mark. Scopes nest; each begin needs
+/// its end, also after an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
-/// Bytes by purpose. `reserved` is taken from the system, `used` in use now, `peak` the most so far.
-typedef struct eng_memory_row { const char *name; int64_t used, peak, reserved, allocations; } eng_memory_row;
+/// Bytes by purpose. `reserved` is taken from the system, `used` in use now, `peak` the most so
+/// far.
+typedef struct eng_memory_row {
+  const char *name;
+  int64_t used, peak, reserved, allocations;
+} eng_memory_row;
 /// Fills up to `capacity` rows and gives their number. `allocations` counts requests to the
 /// system: after the first step it must stand still.
 int eng_memory(eng_memory_row *rows, int capacity);
@@ -185,8 +192,8 @@ enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS =
   } name;
 
 /// One call of an operation. ops.def describes inputs, outputs and attributes of each operation. An
-/// absent optional input is {0, 0}. Attributes have names, as in call.sum.mask; `ints` and `floats` are
-/// the same memory by position.
+/// absent optional input is {0, 0}. Attributes have names, as in call.sum.mask; `ints` and `floats`
+/// are the same memory by position.
 typedef struct eng_op_call {
   int32_t op, n_in, n_out, reserved;
   eng_tensor in[16], out[8];
@@ -202,9 +209,9 @@ typedef struct eng_op_call {
 /// records it on the tape when a gradient can be asked for. Outputs come back in call->out.
 eng_status eng_run(eng_op_call *call);
 
-/// The same for matmul and fp8_matmul (ENG_ADDS in ops.def), not recorded, with output 0 written or added
-/// into a tensor of the caller's: of the output's shape, contiguous, of any floating-point dtype, not in
-/// the memory of an input.
+/// The same for matmul and fp8_matmul (ENG_ADDS in ops.def), not recorded, with output 0 written or
+/// added into a tensor of the caller's: of the output's shape, contiguous, of any floating-point
+/// dtype, not in the memory of an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
 /// A row of ops.def. Bit k of a mask is input or output k.
@@ -227,31 +234,51 @@ bool eng_op_supported(const char *device, int op);
 
 /// What the operations quantize, dequantize and fp8_matmul take (ops.def).
 enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
-/// How a block's amax becomes its scale, each as the project of that name does it (core/base/fp8_scale.h).
-enum { ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2, ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5 };
-/// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32 products at a time,
-/// truncated); products and running sum rounded to e4m3, saturating.
+/// How a block's amax becomes its scale, each as the project of that name does it
+/// (core/base/fp8_scale.h).
+enum {
+  ENG_SCALE_TRANSFORMER_ENGINE = 0,
+  ENG_SCALE_DEEPSEEK = 1,
+  ENG_SCALE_DEEPGEMM = 2,
+  ENG_SCALE_TORCHAO = 3,
+  ENG_SCALE_MSAMP = 4,
+  ENG_SCALES = 5
+};
+/// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32
+/// products at a time, truncated); products and running sum rounded to e4m3, saturating.
 /// ENG_ACCUMULATE_DEVICE: the device's own way; only a recipe can name it.
 enum { ENG_ACCUMULATE_DEVICE = -1 };
-enum { ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1, ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4 };
+enum {
+  ENG_ACCUMULATE_FP32 = 0,
+  ENG_ACCUMULATE_EXACT = 1,
+  ENG_ACCUMULATE_HOPPER = 2,
+  ENG_ACCUMULATE_E4M3 = 3,
+  ENG_ACCUMULATORS = 4
+};
 
-/// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0" (toward zero; mode 1: up), "f16", "bf16".
-/// mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and e5m2). -1: there is no such format.
+/// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
+/// (toward zero; mode 1: up), "f16", "bf16". mode: 1 saturates, 2 rounds stochastically by `random`
+/// (e4m3 and e5m2). -1: there is no such format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
 /// The number behind a code; NaN for a format that does not exist.
 double eng_small_decode(const char *format, uint32_t code);
 
-/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their amaxes and
-/// their meters. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is 1. Three
-/// tensors are quantized there.
+/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their
+/// amaxes and their meters. The operation fp8_linear names a site and runs in FP8 while
+/// eng_precision.fp8 is 1. Three tensors are quantized there.
 enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
 /// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side, by
-/// quantizing their values once more); the transposed codes that the forward pass makes from x; x in e5m6,
-/// blocks of 1 x 128, powers of two; nothing, where x comes from an fp8_swiglu of this site, which keeps
-/// its inputs as codes in x's format, and x is computed again from them.
-enum { ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2, ENG_FP8_KEEP_SWIGLU = 3 };
+/// quantizing their values once more); the transposed codes that the forward pass makes from x; x
+/// in e5m6, blocks of 1 x 128, powers of two; nothing, where x comes from an fp8_swiglu of this
+/// site, which keeps its inputs as codes in x's format, and x is computed again from them.
+enum {
+  ENG_FP8_KEEP_CODES = 0,
+  ENG_FP8_KEEP_TRANSPOSED = 1,
+  ENG_FP8_KEEP_E5M6 = 2,
+  ENG_FP8_KEEP_SWIGLU = 3
+};
 
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
@@ -272,15 +299,19 @@ typedef struct eng_fp8_recipe {
 /// A new site; numbers are from 1 and never used again. `name` stands in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
-/// Its recipe, NULL: high precision. Between steps alone. Errors: VALUE, SHAPE, DTYPE (what no product can be made of), STATE.
+/// Its recipe, NULL: high precision. Between steps alone. Errors: VALUE, SHAPE, DTYPE (what no
+/// product can be made of), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling: from now on a role in one block is scaled as if `amax` were its largest |x|; 0: by its own again. Errors: VALUE.
+/// Delayed scaling: from now on a role in one block is scaled as if `amax` were its largest |x|; 0:
+/// by its own again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was quantized. Waits for the
-/// device. Of what thousands of quantizations left that nobody asked for, the oldest is forgotten: ask once before what is to be known.
+/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was
+/// quantized. Waits for the device. Of what thousands of quantizations left that nobody asked for,
+/// the oldest is forgotten: ask once before what is to be known.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
-/// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even distances).
+/// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even
+/// distances).
 typedef struct eng_fp8_meter {
   int64_t count, zeros;               // finite elements; those that are 0, whatever their sign
   int64_t underflow;                  // not 0, but of code 0 or -0
@@ -294,14 +325,15 @@ typedef struct eng_fp8_meter {
 bool       eng_fp8_measure(bool on);
 /// What was measured since this was asked last.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
-/// Bytes that the tape keeps for the backward pass: of memory that rules will read, each piece once, without parameters. `fp8`: those
-/// of them that are codes and scales.
+/// Bytes that the tape keeps for the backward pass: of memory that rules will read, each piece
+/// once, without parameters. `fp8`: those of them that are codes and scales.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
 
-/// The caller is done with a tensor of the step: its memory goes back at once unless a view that nobody is done with, or a gradient rule on
-/// the tape, looks at it. Whoever uses it after all is told so (STALE).
+/// The caller is done with a tensor of the step: its memory goes back at once unless a view that
+/// nobody is done with, or a gradient rule on the tape, looks at it. Whoever uses it after all is
+/// told so (STALE).
 eng_status eng_done(const eng_tensor *x);
 
 /// Marks a leaf; backward() then accumulates into its gradient.
@@ -316,9 +348,10 @@ bool eng_grad_enabled(bool on);
 /// Errors: GRADIENT (nothing requires a gradient, the tape was emptied).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
-/// From now on recorded operations have gradients that carry the factor `carry` beside the seed (1 at first): for layers
-/// that are scaled apart. What flows from one carry into another is multiplied by their ratio, once; the gradients of
-/// parameters end in the carry that eng_params_carry gives them, those of other leaves in 1. Errors: VALUE.
+/// From now on recorded operations have gradients that carry the factor `carry` beside the seed (1
+/// at first): for layers that are scaled apart. What flows from one carry into another is
+/// multiplied by their ratio, once; the gradients of parameters end in the carry that
+/// eng_params_carry gives them, those of other leaves in 1. Errors: VALUE.
 eng_status eng_gradient_carry(double *before, double carry);
 
 /// The pull-style protocol for gradients written in Lua. After eng_backward or
@@ -332,7 +365,8 @@ eng_status eng_backward_resume(void);
 /// Abandons a backward pass that waits for Lua (an error was raised there) and empties the tape.
 void       eng_backward_abort(void);
 /// Puts a Lua node on the tape: outputs y depend on inputs x by a rule that Lua knows as `id`.
-eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out);
+eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y,
+                          int n_out);
 
 /// The gradient of a leaf after backward(), as a tensor of the step (a view of the parameter
 /// set's buffer for its members). slot 0 when there is none.

@@ -4,11 +4,12 @@
 
 #include "tape.h"
 
-/// Reports complete gradients of parameters during backward: no operation left on the way adds to them.
-/// `begins` comes first, while parameter.expected marks the parameters that will be reported; `ready` is
-/// called once for each of these, as soon as its gradient is complete; `between` after every operation;
-/// `place` gives memory to parameter.gradient when a gradient is to be written that has none (ZeRO-2).
-/// An error ends the pass. NULL ends the watch, and so does the end of the pass.
+/// Reports complete gradients of parameters during backward: no operation left on the way adds to
+/// them. `begins` comes first, while parameter.expected marks the parameters that will be reported;
+/// `ready` is called once for each of these, as soon as its gradient is complete; `between` after
+/// every operation; `place` gives memory to parameter.gradient when a gradient is to be written
+/// that has none (ZeRO-2). An error ends the pass. NULL ends the watch, and so does the end of the
+/// pass.
 typedef struct backward_watch {
   eng_status (*begins)(void *data);
   eng_status (*ready)(void *data, struct parameter *p);
@@ -18,8 +19,8 @@ typedef struct backward_watch {
 } backward_watch;
 void backward_set_watch(const backward_watch *watch);
 
-/// The node whose gradient is being computed, -1 outside of backward; `op` (may be NULL): its operation,
-/// -1 for a Lua node.
+/// The node whose gradient is being computed, -1 outside of backward; `op` (may be NULL): its
+/// operation, -1 for a Lua node.
 int backward_node(int *op);
 
 /// Ends a step: abandons a pass, empties the tape and drops the gradients of leaves.

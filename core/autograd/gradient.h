@@ -20,12 +20,14 @@ void grad_register(int op, grad_rule *rule);
 /// True when input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);
 
-/// Gives the gradient of input k and takes ownership of `dx`. It is summed over broadcast dimensions to
-/// the input's shape, brought from the node's carry to the input's, and rounded to the input's dtype.
+/// Gives the gradient of input k and takes ownership of `dx`. It is summed over broadcast
+/// dimensions to the input's shape, brought from the node's carry to the input's, and rounded to
+/// the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 
-/// The memory for input k's gradient, when it is a parameter: a rule can write there directly (adding
-/// when *accumulate) instead of emitting. NULL otherwise, and where it carries another factor.
+/// The memory for input k's gradient, when it is a parameter: a rule can write there directly
+/// (adding when *accumulate) instead of emitting. NULL otherwise, and where it carries another
+/// factor.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Takes that back when the rule failed to write there.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
@@ -33,7 +35,8 @@ void grad_target_failed(grad_call *g, int k, bool accumulate);
 /// Another tensor over the same memory, for a gradient that goes to two places.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// Rules that the FP8 layers share: of swiglu with its inputs, of attention with its output y given.
+/// Rules that the FP8 layers share: of swiglu with its inputs, of attention with its output y
+/// given.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 
@@ -46,7 +49,8 @@ void gradient_hang(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
 /// Drops the gradients of leaves outside parameter sets.
 void gradient_drop_leaves(void);
-/// Gives memory to the gradient of a parameter whose set has none of its own (ZeRO-2). NULL ends it.
+/// Gives memory to the gradient of a parameter whose set has none of its own (ZeRO-2). NULL ends
+/// it.
 typedef eng_status gradient_place(void *data, struct parameter *p);
 void gradient_set_place(gradient_place *place, void *data);
 

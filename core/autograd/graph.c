@@ -1,9 +1,9 @@
 // A captured step: forward and backward of one batch as one launch of the device, for steps so
 // small that launching their kernels one by one takes longer than running them. A capture holds the
-// device's work only: the memory it reads and writes stays fixed, so a launch needs its batch at the
-// same addresses, which the arena gives to a step that begins the same way. The host counts random
-// numbers, so operations that draw some are refused. Owns the captured graphs. Called by Lua;
-// backward.c takes the seed from here.
+// device's work only: the memory it reads and writes stays fixed, so a launch needs its batch at
+// the same addresses, which the arena gives to a step that begins the same way. The host counts
+// random numbers, so operations that draw some are refused. Owns the captured graphs. Called by
+// Lua; backward.c takes the seed from here.
 #include "graph.h"
 
 #include "base/error.h"
@@ -160,7 +160,8 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   memcpy(graph->input, input, sizeof input);
   set->references++;
   outdate_copies(set);
-  arena_pin(device->space, 1);   // memory that the capture uses and frees must not return to the system
+  // memory that the capture uses and frees must not return to the system
+  arena_pin(device->space, 1);
   graph->pinned = true;
   eng_status status = device->capture_begin();
   if (status != ENG_OK) {

@@ -4,7 +4,8 @@
 
 #include "tensor/tensor.h"
 
-/// While a step is captured: the place of a loss's gradient is noted, its value written before each launch. False when none is.
+/// While a step is captured: the place of a loss's gradient is noted, its value written before each
+/// launch. False when none is.
 bool graph_takes_seed(const tensor *seed);
 
 #endif

@@ -55,7 +55,8 @@ static eng_status apply_precision(op_call *c, int *yields)
   op_cast cast = op_table[c->op].cast;
   if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
   for (int k = 0; k < c->n_in; k++)
-    if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;   // autocast leaves f64 alone: scripts ask for it explicitly
+    // autocast leaves f64 alone: scripts ask for it explicitly
+    if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;
   switch (cast) {
     case CAST_LOWER:
       if (precision.compute < 0) break;

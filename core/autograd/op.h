@@ -17,7 +17,8 @@ typedef struct op_info {
   op_cast   cast;
   bool      differentiable;
   bool      takes_codes;        // FP8 tensors; all other operations refuse them
-  int32_t   later, later_from;  // outputs after the first with a gradient, where one of these inputs requires one
+  // outputs after the first with a gradient, where one of these inputs requires one
+  int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;
 
@@ -25,8 +26,8 @@ extern const op_info op_table[ENG_OP_COUNT];
 
 /// Outputs that this call does not make.
 int op_absent_outputs(const op_call *call);
-/// The counter of a call that draws random numbers, and the Philox blocks for 4 elements; NULL: draws none. The attribute
-/// after it tells whether the counter is given.
+/// The counter of a call that draws random numbers, and the Philox blocks for 4 elements; NULL:
+/// draws none. The attribute after it tells whether the counter is given.
 int64_t *op_random_place(op_call *call, int *blocks);
 /// Whether the call adds onto a given output; whether output 0 of an operation can be the caller's.
 bool op_adds_onto(const op_call *call, int output);
@@ -37,11 +38,12 @@ typedef struct op_shape {
   struct { int dtype, ndim; int64_t shape[ENG_MAX_DIMS]; } out[ENG_OP_OUTPUTS];
 } op_shape;
 
-/// Checks inputs and attributes of a call (with a message that names expected and got) and says what
-/// comes out. Normalises negative dimensions in the attributes.
+/// Checks inputs and attributes of a call (with a message that names expected and got) and says
+/// what comes out. Normalises negative dimensions in the attributes.
 eng_status op_infer(op_call *call, op_shape *shape);
 
-/// A shape rule, and how an operation of layout CALLS runs. fp8/ registers those that ops.def calls `registered`.
+/// A shape rule, and how an operation of layout CALLS runs. fp8/ registers those that ops.def calls
+/// `registered`.
 typedef eng_status op_infer_rule(op_call *call, op_shape *shape);
 typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);
@@ -58,7 +60,8 @@ eng_status op_view(op_call *call, const op_shape *shape);
 eng_status op_run(op_call *call);
 
 /// Shorthands for gradient rules: one output, inputs by position, attributes by compound literal.
-eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *c, const int64_t *ints, int n_ints, double f0, double f1);
+eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *c, const int64_t *ints,
+                   int n_ints, double f0, double f1);
 
 /// x in another shape, as a view where its strides allow that; one size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);

@@ -4,7 +4,8 @@
 
 #include "tensor/arena.h"
 
-/// Where a new tensor lives: inside a step or scope in the step's arena; outside, what a factory makes is kept.
+/// Where a new tensor lives: inside a step or scope in the step's arena; outside, what a factory
+/// makes is kept.
 arena_id step_home(bool factory);
 
 #endif

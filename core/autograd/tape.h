@@ -9,8 +9,10 @@
 typedef struct tape_node {
   op_call call;
   int64_t lua_id;       // >= 0: a gradient that Lua computes; call.op is -1
-  double  carry;        // what the gradients of its outputs carry beside the seed (eng_gradient_carry)
-  uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];   // storage.writes when it was recorded
+  // what the gradients of its outputs carry beside the seed (eng_gradient_carry)
+  double  carry;
+  // storage.writes when it was recorded
+  uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
 } tape_node;
 
 /// Whether recording is on and some input requires a gradient.

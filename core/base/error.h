@@ -17,6 +17,10 @@ __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 
 /// Leave the function with the status of `call` unless it is ENG_OK.
-#define ENG_TRY(call) do { eng_status try_status_ = (call); if (try_status_ != ENG_OK) return try_status_; } while (0)
+#define ENG_TRY(call) \
+  do { \
+    eng_status try_status_ = (call); \
+    if (try_status_ != ENG_OK) return try_status_; \
+  } while (0)
 
 #endif

@@ -1,19 +1,23 @@
-// FP8 and its relatives, bit-exact: conversions of single numbers, inline and free of libraries as in numerics.h, which
-// includes this. Vector versions are tested against these on every input.
+// FP8 and its relatives, bit-exact: conversions of single numbers, inline and free of libraries as
+// in numerics.h, which includes this. Vector versions are tested against these on every input.
 //
 //             bits    bias  largest          smallest normal / subnormal   Inf      NaN
 //   e4m3      1-4-3   7     448     0x7E     2^-6   / 2^-9                 none     0x7F, 0xFF
-//   e5m2      1-5-2   15    57344   0x7B     2^-14  / 2^-16                0x7C     0x7D to 0x7F, 0xFD to 0xFF
-//   e5m6      1-5-6   15    65024   0x7BF    2^-14  / 2^-20                0x7C0    0x7C1 to 0x7FF: the top 12 bits of f16
-//   ue8m0     0-8-0   127   2^127   0xFE     2^-127                        none     0xFF: powers of two, for scales
+//   e5m2      1-5-2   15    57344   0x7B     2^-14  / 2^-16                0x7C     0x7D-0x7F, 0xFD-FF
+//   e5m6      1-5-6   15    65024   0x7BF    2^-14  / 2^-20                0x7C0    0x7C1-0x7FF
+//   ue8m0     0-8-0   127   2^127   0xFE     2^-127                        none     0xFF
 //
-// Rounding is to nearest even, of the real value, once, from any source format: what __nv_cvt_double_to_fp8 of cuda_fp8.hpp
-// and ml_dtypes (float8.h, ConvertImpl) compute. A number past the largest one after rounding (e4m3: |x| > 464, e5m2:
-// |x| >= 61440) and infinity overflow: to Inf, or NaN where there is no Inf, with the number's sign; saturating, to the largest
-// finite number. -0 stays. NaN becomes +0x7F, as the processors' cvt instructions have it (e5m6: +0x7E0).
+// e5m6 is the top 12 bits of f16; ue8m0 holds powers of two, for scales.
 //
-// Stochastic rounding takes the two neighbours of x with probabilities by its distance to them, from the top bits of a random
-// word: 20 of them decide in e4m3, 21 in e5m2, so a probability is exact to 2^-20 or 2^-21. Numbers of the format never move.
+// Rounding is to nearest even, of the real value, once, from any source format: what
+// __nv_cvt_double_to_fp8 of cuda_fp8.hpp and ml_dtypes (float8.h, ConvertImpl) compute. A number
+// past the largest one after rounding (e4m3: |x| > 464, e5m2: |x| >= 61440) and infinity overflow:
+// to Inf, or NaN where there is no Inf, with the number's sign; saturating, to the largest finite
+// number. -0 stays. NaN becomes +0x7F, as the processors' cvt instructions have it (e5m6: +0x7E0).
+//
+// Stochastic rounding takes the two neighbours of x with probabilities by its distance to them,
+// from the top bits of a random word: 20 of them decide in e4m3, 21 in e5m2, so a probability is
+// exact to 2^-20 or 2^-21. Numbers of the format never move.
 #ifndef ENG_FP8_H
 #define ENG_FP8_H
 
@@ -25,31 +29,36 @@ enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
 #define E5M2_MAX 57344.0f
 #define E5M6_MAX 65024.0f
 
-/// The double as a float that a rounding to fewer bits cannot tell from it: toward zero, with lost bits marked in the last one
-/// ("round to odd").
+/// The double as a float that a rounding to fewer bits cannot tell from it: toward zero, with lost
+/// bits marked in the last one ("round to odd").
 ENG_INLINE float f32_odd_from_f64(double x)
 {
   float nearest = (float)x;
   if (!f64_is_finite(x) || (double)nearest == x) return nearest;
   uint32_t bits = f32_bits(nearest);
-  bits -= (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);   // it had been rounded away from zero
+  // it had been rounded away from zero
+  bits -= (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
   return f32_from(bits | 1u);
 }
 
-/// Code of |x| (given as the bits of a double, finite or infinite) rounded to nearest even on the grid of a format with
-/// `fraction` bits and this bias; past the largest number of the format it counts on.
+/// Code of |x| (given as the bits of a double, finite or infinite) rounded to nearest even on the
+/// grid of a format with `fraction` bits and this bias; past the largest number of the format it
+/// counts on.
 ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
 {
   int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
-  if (exponent < least - fraction - 1) return 0;                   // below half of the smallest subnormal
+  // below half of the smallest subnormal
+  if (exponent < least - fraction - 1) return 0;
   uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;
   int drop = 52 - fraction + (exponent < least ? least - exponent : 0);
-  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1), half = 1ull << (drop - 1);
+  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1),
+           half = 1ull << (drop - 1);
   kept += rest > half || (rest == half && (kept & 1));
   return (exponent < least ? 0u : (uint32_t)(exponent - least) << fraction) + (uint32_t)kept;
 }
 
-/// What becomes of a rounded magnitude: past `largest` it is the largest when saturating, else `over`.
+/// What becomes of a rounded magnitude: past `largest` it is the largest when saturating, else
+/// `over`.
 ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, uint32_t over, int mode)
 {
   if (code <= largest) return code;
@@ -62,27 +71,31 @@ ENG_INLINE uint8_t e4m3_from_f64(double x, int mode)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
   if (magnitude > 0x7FF0000000000000ull) return 0x7F;
-  return (uint8_t)((bits >> 56 & 0x80) | small_bound(small_code(magnitude, 3, 7), E4M3_MAX_CODE, 0x7F, mode));
+  return (uint8_t)((bits >> 56 & 0x80) |
+                   small_bound(small_code(magnitude, 3, 7), E4M3_MAX_CODE, 0x7F, mode));
 }
 
 ENG_INLINE uint8_t e5m2_from_f64(double x, int mode)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
   if (magnitude > 0x7FF0000000000000ull) return 0x7F;
-  return (uint8_t)((bits >> 56 & 0x80) | small_bound(small_code(magnitude, 2, 15), E5M2_MAX_CODE, 0x7C, mode));
+  return (uint8_t)((bits >> 56 & 0x80) |
+                   small_bound(small_code(magnitude, 2, 15), E5M2_MAX_CODE, 0x7C, mode));
 }
 
 ENG_INLINE uint16_t e5m6_from_f64(double x, int mode)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
   if (magnitude > 0x7FF0000000000000ull) return 0x7E0;
-  return (uint16_t)((bits >> 52 & 0x800) | small_bound(small_code(magnitude, 6, 15), E5M6_MAX_CODE, 0x7C0, mode));
+  return (uint16_t)((bits >> 52 & 0x800) |
+                    small_bound(small_code(magnitude, 6, 15), E5M6_MAX_CODE, 0x7C0, mode));
 }
 
 // ---- from float, without doubles: what kernels use
 
-/// Magnitude of a finite float on the grid of e4m3 (fraction 3) or e5m2 (2), to nearest even. Below the smallest normal number
-/// the sum with 2^(23 + exponent of the smallest subnormal) rounds at that subnormal.
+/// Magnitude of a finite float on the grid of e4m3 (fraction 3) or e5m2 (2), to nearest even. Below
+/// the smallest normal number the sum with 2^(23 + exponent of the smallest subnormal) rounds at
+/// that subnormal.
 ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -90,16 +103,20 @@ ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
     uint32_t unit = (uint32_t)(127 + 24 - bias - fraction) << 23;
     return f32_bits(f32_from(magnitude) + f32_from(unit)) - unit;
   }
-  return ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) - ((uint32_t)(127 - bias) << fraction);
+  return ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) -
+         ((uint32_t)(127 - bias) << fraction);
 }
 
-/// The same with stochastic rounding; magnitudes below the grid's finest step count as they are cut to 2^-20 or 2^-21 of it.
+/// The same with stochastic rounding; magnitudes below the grid's finest step count as they are cut
+/// to 2^-20 or 2^-21 of it.
 ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32_t random)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
   random >>= 32 - drop;
-  if (magnitude < (uint32_t)(128 - bias) << 23) {   // |x| in units of the smallest subnormal times 2^-drop
-    uint32_t steps = (uint32_t)(f32_from(magnitude) * f32_from((uint32_t)(127 + bias - 1 + fraction + drop) << 23));
+  // |x| in units of the smallest subnormal times 2^-drop
+  if (magnitude < (uint32_t)(128 - bias) << 23) {
+    uint32_t steps = (uint32_t)(f32_from(magnitude) *
+                                f32_from((uint32_t)(127 + bias - 1 + fraction + drop) << 23));
     return (steps + random) >> drop;
   }
   return ((magnitude + random) >> drop) - ((uint32_t)(127 - bias) << fraction);
@@ -109,26 +126,32 @@ ENG_INLINE uint8_t fp8_from_f32(float x, int fraction, int mode, uint32_t random
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7F;
-  uint32_t code = magnitude >= 0x47800000u ? 0xFFu   // 65536 and beyond
-                : mode & FP8_STOCHASTIC ? fp8_code_stochastic(magnitude, fraction, random) : fp8_code_f32(magnitude, fraction);
+  uint32_t code = magnitude >= 0x47800000u ? 0xFFu // 65536 and beyond
+                  : mode & FP8_STOCHASTIC  ? fp8_code_stochastic(magnitude, fraction, random)
+                                           : fp8_code_f32(magnitude, fraction);
   if (fraction == 3) code = small_bound(code, E4M3_MAX_CODE, 0x7F, mode);
   else code = small_bound(code, E5M2_MAX_CODE, 0x7C, mode);
   return (uint8_t)((bits >> 24 & 0x80u) | code);
 }
 
-ENG_INLINE uint8_t e4m3_from_f32(float x, int mode) { return fp8_from_f32(x, 3, mode & FP8_SATURATE, 0); }
-ENG_INLINE uint8_t e5m2_from_f32(float x, int mode) { return fp8_from_f32(x, 2, mode & FP8_SATURATE, 0); }
+ENG_INLINE uint8_t e4m3_from_f32(float x, int mode)
+{ return fp8_from_f32(x, 3, mode & FP8_SATURATE, 0); }
+ENG_INLINE uint8_t e5m2_from_f32(float x, int mode)
+{ return fp8_from_f32(x, 2, mode & FP8_SATURATE, 0); }
 ENG_INLINE uint16_t e5m6_from_f32(float x, int mode) { return e5m6_from_f64((double)x, mode); }
 
-/// As TileKernels casts to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): toward zero into f16, then up by a rule that is nearest
-/// even for normal results alone. For |x| <= 65024, what its scales see to; saturates above.
+/// As TileKernels casts to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): toward zero into f16,
+/// then up by a rule that is nearest even for normal results alone. For |x| <= 65024, what its
+/// scales see to; saturates above.
 ENG_INLINE uint16_t e5m6_from_f32_tilekernels(float x)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;
   if (magnitude > 0x7F800000u) return 0x7E0;
-  if (magnitude >= 0x47800000u) half = 0x7BFFu;                                      // 65536 and beyond
+  // 65536 and beyond
+  if (magnitude >= 0x47800000u) half = 0x7BFFu;
   else if (magnitude >= 0x38800000u) half = (magnitude >> 13) - (112u << 10);
-  else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);                         // in units of 2^-24
+  // in units of 2^-24
+  else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);
   uint32_t code = half >> 4;
   code += (code & 1u) + (bits & 0x1FFFFu) > 0x10000u;
   return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, 0x7C0, FP8_SATURATE));
@@ -151,16 +174,19 @@ ENG_INLINE float e4m3_to_f32(uint8_t code)
 /// 2^(code - 127); 0xFF is NaN.
 ENG_INLINE float ue8m0_to_f32(uint8_t code)
 {
-  return code == 0xFF ? f32_from(0x7FC00000u) : code == 0 ? f32_from(0x00400000u) : f32_from((uint32_t)code << 23);
+  return code == 0xFF ? f32_from(0x7FC00000u)
+         : code == 0  ? f32_from(0x00400000u)
+                      : f32_from((uint32_t)code << 23);
 }
 
-/// The power of two next to |x|: the smaller one, or the larger one when `up`. Bounded by 2^-127 and, unless x is infinite
-/// (NaN then) 2^127.
+/// The power of two next to |x|: the smaller one, or the larger one when `up`. Bounded by 2^-127
+/// and, unless x is infinite (NaN then) 2^127.
 ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 {
   uint32_t magnitude = f32_bits(x) & 0x7FFFFFFFu;
   if (magnitude >= 0x7F800000u) return 0xFF;
-  if (magnitude < 0x00800000u) return up && magnitude > 0x00400000u;   // subnormal: 2^-127 is 0x00400000
+  // subnormal: 2^-127 is 0x00400000
+  if (magnitude < 0x00800000u) return up && magnitude > 0x00400000u;
   uint32_t code = (magnitude >> 23) + (up && (magnitude & 0x7FFFFFu));
   return (uint8_t)(code > 0xFE ? 0xFE : code);
 }
@@ -170,7 +196,8 @@ ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 ENG_INLINE void e5m6_pack(uint32_t word[3], const uint16_t code[8])
 {
   word[0] = (uint32_t)code[0] << 20 | (uint32_t)code[1] << 8 | (uint32_t)code[2] >> 4;
-  word[1] = (uint32_t)code[2] << 28 | (uint32_t)code[3] << 16 | (uint32_t)code[4] << 4 | (uint32_t)code[5] >> 8;
+  word[1] = (uint32_t)code[2] << 28 | (uint32_t)code[3] << 16 | (uint32_t)code[4] << 4 |
+            (uint32_t)code[5] >> 8;
   word[2] = (uint32_t)code[5] << 24 | (uint32_t)code[6] << 12 | (uint32_t)code[7];
 }
 

@@ -1,12 +1,17 @@
-// Hopper's FP8 accumulator as a formula: what the tensor core's wgmma instructions do with 32 products at a time. Two independent
-// models agree on it: MMA-Sim (simulator/nv_ptx.py, class wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m;
-// arXiv 2512.07004). Inline, scalar, for gcc and nvcc: the truth of fp8_matmul's accumulator `hopper`. (mma.sync keeps 25 bits.)
+// Hopper's FP8 accumulator as a formula: what the tensor core's wgmma instructions do with 32
+// products at a time. Two independent models agree on it: MMA-Sim (simulator/nv_ptx.py, class
+// wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m; arXiv 2512.07004). Inline,
+// scalar, for gcc and nvcc: the truth of fp8_matmul's accumulator `hopper`. (mma.sync keeps 25
+// bits.)
 //
-//   1. every product keeps its significands' product as it is, in [1, 4), with the sum of the exponents; subnormal inputs count
+//   1. every product keeps its significands' product as it is, in [1, 4), with the sum of the
+//      exponents; subnormal inputs count
 //      with the least exponent, zeros do not count; the accumulator c is one more term
-//   2. E is the largest of these exponents; every term is cut toward zero to a multiple of 2^(E - 13)
+//   2. E is the largest of these exponents; every term is cut toward zero to a multiple of
+//      2^(E - 13)
 //   3. their sum, exact, is cut toward zero to 13 fraction bits
-// A NaN, an infinity times zero or two opposite infinities give NaN 0x7FFFFFFF; an infinity stays one. A sum of zero is +0.
+// A NaN, an infinity times zero or two opposite infinities give NaN 0x7FFFFFFF; an infinity stays
+// one. A sum of zero is +0.
 #ifndef ENG_FP8_HOPPER_H
 #define ENG_FP8_HOPPER_H
 
@@ -14,7 +19,8 @@
 
 enum { HOPPER_GROUP = 32, HOPPER_BITS = 13 };
 
-/// A code as sign, significand (an integer) and exponent: value = significand * 2^(exponent - fraction).
+/// A code as sign, significand (an integer) and exponent: value = significand * 2^(exponent -
+/// fraction).
 typedef struct fp8_parts { int negative, significand, exponent; } fp8_parts;
 
 /// fraction: 3 for e4m3, 2 for e5m2. Not for Inf and NaN.
@@ -28,14 +34,17 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
   return p;
 }
 
-ENG_INLINE float fp8_to_f32(uint8_t code, int fraction) { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
+ENG_INLINE float fp8_to_f32(uint8_t code, int fraction)
+{ return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
-/// The accumulator `fp32` adds n products in pairs, the later one of each first, as instructions that multiply two at a time do: which step
-/// comes step-th.
-ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n) { return (step ^ 1) < n ? step ^ 1 : step; }
+/// The accumulator `fp32` adds n products in pairs, the later one of each first, as instructions
+/// that multiply two at a time do: which step comes step-th.
+ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n)
+{ return (step ^ 1) < n ? step ^ 1 : step; }
 
 /// c + a[0] b[0] + .. + a[n-1] b[n-1] for n <= 32; strides in elements.
-ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction, const uint8_t *b, int64_t b_stride, int b_fraction, int n, float c)
+ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction, const uint8_t *b,
+                              int64_t b_stride, int b_fraction, int n, float c)
 {
   int largest = -1000, odd = !f32_is_finite(c);
   for (int i = 0; i < n; i++) {
@@ -44,12 +53,15 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
   }
   if (odd) {   // f32 arithmetic knows what becomes of Inf and NaN
     float sum = c;
-    for (int i = 0; i < n; i++) sum += fp8_to_f32(a[i * a_stride], a_fraction) * fp8_to_f32(b[i * b_stride], b_fraction);
+    for (int i = 0; i < n; i++)
+      sum += fp8_to_f32(a[i * a_stride], a_fraction) * fp8_to_f32(b[i * b_stride], b_fraction);
     return f32_is_nan(sum) ? f32_from(0x7FFFFFFFu) : sum;
   }
   for (int i = 0; i < n; i++) {
-    fp8_parts x = fp8_parts_of(a[i * a_stride], a_fraction), y = fp8_parts_of(b[i * b_stride], b_fraction);
-    if (x.significand && y.significand && x.exponent + y.exponent > largest) largest = x.exponent + y.exponent;
+    fp8_parts x = fp8_parts_of(a[i * a_stride], a_fraction),
+              y = fp8_parts_of(b[i * b_stride], b_fraction);
+    if (x.significand && y.significand && x.exponent + y.exponent > largest)
+      largest = x.exponent + y.exponent;
   }
   uint32_t c_bits = f32_bits(c);
   int c_exponent = (int)(c_bits >> 23 & 0xFF) - 127;
@@ -57,7 +69,8 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
   if (largest == -1000) return 0.0f;
   int64_t sum = 0;
   for (int i = 0; i < n; i++) {
-    fp8_parts x = fp8_parts_of(a[i * a_stride], a_fraction), y = fp8_parts_of(b[i * b_stride], b_fraction);
+    fp8_parts x = fp8_parts_of(a[i * a_stride], a_fraction),
+              y = fp8_parts_of(b[i * b_stride], b_fraction);
     int64_t term = (int64_t)x.significand * y.significand;
     int shift = x.exponent + y.exponent - a_fraction - b_fraction - (largest - HOPPER_BITS);
     term = shift >= 0 ? term << shift : shift > -63 ? term >> -shift : 0;

@@ -1,26 +1,30 @@
-// From the largest magnitude of a block to its scale: the rules of the projects whose numbers are to be met, to the bit. Inline,
-// so that gcc and nvcc compile the same truth. Uses f32 and f64 division alone, rounded to nearest even.
+// From the largest magnitude of a block to its scale: the rules of other projects, bit for bit.
+// Inline, so that gcc and nvcc compile the same code. Uses only f32 and f64 division, rounded to
+// nearest even.
 //
-// A value is quantized as q = x * factor (or x / scale where the rule divides) and is worth q * scale. What q then becomes in its
-// format is fp8.h's, saturating. `largest` is the format's: 448, 57344, 65024.
+// A value is quantized as q = x * factor (or x / scale where the rule divides) and is worth q *
+// scale. fp8.h then rounds q to its format, saturating. `largest` is that of the format:
+// 448, 57344, 65024.
 //
-//   rule                 source                                          formula
+//   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
-//                        factor = largest / max(amax, eps), eps 0; 1 where amax is 0, Inf or NaN; an infinite factor becomes
-//                        `limit` (FLT_MAX per tensor, the input format's largest number per block); powers of two by clearing
-//                        the fraction of the factor; scale = 1 / factor
-//   deepseek             DeepSeek-V3 inference/kernel.py
-//                        scale = max(amax, 1e-4) / largest; powers of two upward; q = x / scale
-//   deepgemm             DeepGEMM utils/math.py; TileKernels agrees
-//                        the same scale; powers of two upward, biased exponent within 1..254; q = x * (1 / scale)
-//   torchao              torchao float8/float8_utils.py
-//                        factor = largest / max(amax, 1e-12), divided in f64, then f32; powers of two by clearing the
-//                        fraction of the factor; scale = 1 / factor. A NaN in the block makes all of it NaN
-//   msamp                MS-AMP common/tensor/meta.py
-//                        factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0, Inf or NaN
+//     factor = largest / max(amax, eps), eps 0; 1 where amax is 0, Inf or NaN; an infinite factor
+//     becomes `limit` (FLT_MAX per tensor, the input format's largest number per block); powers of
+//     two by clearing the fraction of the factor; scale = 1 / factor
+//   deepseek   DeepSeek-V3 inference/kernel.py
+//     scale = max(amax, 1e-4) / largest; powers of two upward; q = x / scale
+//   deepgemm   DeepGEMM utils/math.py; TileKernels agrees
+//     the same scale; powers of two upward, biased exponent within 1..254; q = x * (1 / scale)
+//   torchao   torchao float8/float8_utils.py
+//     factor = largest / max(amax, 1e-12), divided in f64, then f32; powers of two by clearing the
+//     fraction of the factor; scale = 1 / factor. A NaN in the block makes all of it NaN
+//   msamp   MS-AMP common/tensor/meta.py
+//     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
+//     Inf or NaN
 //
-// amax is max |x| with NaN left out, as fmax and Triton's max do, for all rules but torchao's. Where upward and downward
-// rounding to powers of two stand above they agree: the scale rounded up is the factor rounded down.
+// amax is max |x| with NaN left out, as fmax and Triton's max do, for all rules but torchao's.
+// Where upward and downward rounding to powers of two stand above they agree: the scale rounded up
+// is the factor rounded down.
 #ifndef ENG_FP8_SCALE_H
 #define ENG_FP8_SCALE_H
 
@@ -37,12 +41,15 @@ typedef struct fp8_scale {
 ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 
 /// The largest number of a format, e4m3, e5m2 or ENG_FORMAT_E5M6.
-ENG_INLINE float fp8_largest(int64_t format) { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
+ENG_INLINE float fp8_largest(int64_t format)
+{ return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
 
-/// What an infinite factor becomes, for scales in these blocks (0: the whole side) of a tensor of this dtype.
+/// What an infinite factor becomes, for scales in these blocks (0: the whole side) of a tensor of
+/// this dtype.
 ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
 {
-  if ((block_rows == 0 && block_columns == 0) || (dtype != ENG_f16 && dtype != ENG_bf16)) return f32_from(0x7F7FFFFFu);
+  if ((block_rows == 0 && block_columns == 0) || (dtype != ENG_f16 && dtype != ENG_bf16))
+    return f32_from(0x7F7FFFFFu);
   return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
 }
 
@@ -50,7 +57,9 @@ ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
 ENG_INLINE float fp8_eps(int rule, double eps)
 {
   if (eps >= 0) return (float)eps;
-  return rule == ENG_SCALE_DEEPSEEK || rule == ENG_SCALE_DEEPGEMM ? 1e-4f : rule == ENG_SCALE_TORCHAO ? 1e-12f : 0.0f;
+  return rule == ENG_SCALE_DEEPSEEK || rule == ENG_SCALE_DEEPGEMM ? 1e-4f
+         : rule == ENG_SCALE_TORCHAO                              ? 1e-12f
+                                                                  : 0.0f;
 }
 
 /// 2^exponent for -149 <= exponent <= 127, clamped to these.
@@ -58,7 +67,8 @@ ENG_INLINE float fp8_power(int exponent)
 {
   if (exponent > 127) exponent = 127;
   if (exponent < -149) exponent = -149;
-  return exponent < -126 ? f32_from(1u << (exponent + 149)) : f32_from((uint32_t)(exponent + 127) << 23);
+  return exponent < -126 ? f32_from(1u << (exponent + 149))
+                         : f32_from((uint32_t)(exponent + 127) << 23);
 }
 
 /// floor(log2 x) of a positive finite x.
@@ -78,8 +88,10 @@ ENG_INLINE float fp8_power_above(float x)
   return power < x ? fp8_power(fp8_exponent(x) + 1) : power;
 }
 
-/// amax: largest magnitude, NaN left out (torchao: NaN when there is one). margin: a whole number; scales become 2^margin times larger.
-ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power_of_two, float eps, int margin, float limit)
+/// amax: largest magnitude, NaN left out (torchao: NaN when there is one). margin: a whole number;
+/// scales become 2^margin times larger.
+ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power_of_two, float eps,
+                                  int margin, float limit)
 {
   fp8_scale s;
   int finite = f32_is_finite(amax);
@@ -87,7 +99,8 @@ ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power
     s.scale = (finite && amax < eps ? eps : amax) / largest;
     s.scale *= fp8_power(margin);
     if (power_of_two && f32_is_finite(s.scale) && s.scale > 0) {
-      if (rule == ENG_SCALE_DEEPGEMM && s.scale < f32_from(0x00800000u)) s.scale = f32_from(0x00800000u);
+      if (rule == ENG_SCALE_DEEPGEMM && s.scale < f32_from(0x00800000u))
+        s.scale = f32_from(0x00800000u);
       s.scale = fp8_power_above(s.scale);
     }
     s.factor = rule == ENG_SCALE_DEEPSEEK ? s.scale : 1.0f / s.scale;
@@ -95,7 +108,8 @@ ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power
   }
   if (rule == ENG_SCALE_TORCHAO) {
     s.factor = (float)((double)largest / (double)(amax < eps ? eps : amax)) * fp8_power(-margin);
-    if (power_of_two && !f32_is_nan(s.factor)) s.factor = f32_from(f32_bits(s.factor) & 0xFF800000u);
+    if (power_of_two && !f32_is_nan(s.factor))
+      s.factor = f32_from(f32_bits(s.factor) & 0xFF800000u);
     s.scale = 1.0f / s.factor;
     return s;
   }
@@ -104,7 +118,8 @@ ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power
   if (!finite || amax == 0) return s;
   s.factor = largest / amax;
   if (rule == ENG_SCALE_MSAMP) {
-    s.factor = f32_is_finite(s.factor) ? fp8_power(fp8_exponent(s.factor) - margin) : fp8_power(127);
+    s.factor =
+      f32_is_finite(s.factor) ? fp8_power(fp8_exponent(s.factor) - margin) : fp8_power(127);
   } else {
     s.factor *= fp8_power(-margin);
     if (!f32_is_finite(s.factor)) s.factor = limit;

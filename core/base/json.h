@@ -1,6 +1,6 @@
-// A strict pull reader for small JSON of a known form, made for headers from strangers: no recursion,
-// no allocation, no number but whole ones from 0 to 2^63-1, no NUL in a string. The caller asks for
-// what must come next; anything else is an ENG_ERR_FORMAT that tells the byte.
+// A strict pull reader for small JSON of a known form, made for headers from strangers: no
+// recursion, no allocation, no number but whole ones from 0 to 2^63-1, no NUL in a string. The
+// caller asks for what must come next; anything else is an ENG_ERR_FORMAT that tells the byte.
 // Called by safetensors.c.
 #ifndef ENG_JSON_H
 #define ENG_JSON_H
@@ -32,8 +32,8 @@ bool json_is_text(const char *text);
 /// Writes UTF-8 `text` as a JSON string.
 void json_put_string(FILE *to, const char *text);
 
-/// `text` for a message: quoted, cut to a line, control characters as '?', so that a name in a hostile
-/// file cannot drive the terminal. A rotating buffer of this thread (4 of them).
+/// `text` for a message: quoted, cut to a line, control characters as '?', so that a name in a
+/// hostile file cannot drive the terminal. A rotating buffer of this thread (4 of them).
 const char *json_show(const char *text);
 
 #endif

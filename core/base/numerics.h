@@ -22,8 +22,10 @@ ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.
 ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 ENG_INLINE int f32_is_inf(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) == 0x7F800000u; }
 ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
-ENG_INLINE int f64_is_nan(double x)   { return (f64_bits(x) & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull; }
-ENG_INLINE int f64_is_finite(double x){ return (f64_bits(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
+ENG_INLINE int f64_is_nan(double x)
+{ return (f64_bits(x) & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull; }
+ENG_INLINE int f64_is_finite(double x)
+{ return (f64_bits(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
 
 // ---- f16: IEEE binary16, 1-5-10, bias 15, largest 65504, smallest subnormal 2^-24 ----
 
@@ -52,8 +54,10 @@ ENG_INLINE uint16_t f16_from_f64(double x)
   if (exponent < -25) return sign;                        // below half of the smallest subnormal
   if (exponent > 15) return (uint16_t)(sign | 0x7C00u);
   uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;   // 53 bits
-  int drop = 42 + (exponent < -14 ? -14 - exponent : 0);  // bits below the f16 unit in the last place
-  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1), half = 1ull << (drop - 1);
+  // bits below the f16 unit in the last place
+  int drop = 42 + (exponent < -14 ? -14 - exponent : 0);
+  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1),
+           half = 1ull << (drop - 1);
   kept += rest > half || (rest == half && (kept & 1));
   // A carry out of the fraction correctly moves into the exponent, up to infinity.
   uint32_t biased = exponent < -14 ? 0u : (uint32_t)(exponent + 14) << 10;

@@ -20,7 +20,8 @@ ENG_INLINE void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
 {
   for (int round = 0; round < 10; round++) {
     uint64_t a = (uint64_t)0xD2511F53u * word[0], b = (uint64_t)0xCD9E8D57u * word[2];
-    uint32_t next0 = (uint32_t)(b >> 32) ^ word[1] ^ key0, next2 = (uint32_t)(a >> 32) ^ word[3] ^ key1;
+    uint32_t next0 = (uint32_t)(b >> 32) ^ word[1] ^ key0,
+             next2 = (uint32_t)(a >> 32) ^ word[3] ^ key1;
     word[1] = (uint32_t)b;
     word[3] = (uint32_t)a;
     word[0] = next0;

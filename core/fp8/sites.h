@@ -10,7 +10,8 @@ typedef struct fp8_site {
   bool     on;
   uint32_t version;                      // of the recipe
   eng_fp8_recipe recipe;
-  double   factor[ENG_FP8_ROLES];        // of delayed scaling; 0: the role is scaled by its own amax
+  // of delayed scaling; 0: the role is scaled by its own amax
+  double   factor[ENG_FP8_ROLES];
   tensor  *factor_of[ENG_FP8_ROLES];     // the same in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
@@ -19,7 +20,8 @@ typedef struct fp8_site {
 extern const char *const fp8_role_name[], *const fp8_product_name[];
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
-/// Whether there is such a site and it has a recipe; the site when autocast asks for FP8 as well, else NULL.
+/// Whether there is such a site and it has a recipe; the site when autocast asks for FP8 as well,
+/// else NULL.
 bool fp8_site_on(int64_t site);
 fp8_site *fp8_site_in_force(int64_t site);
 
@@ -27,7 +29,8 @@ fp8_site *fp8_site_in_force(int64_t site);
 typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
-/// Another site quantizes the same x: its amax is that of the slot, as long as the slots were not reused.
+/// Another site quantizes the same x: its amax is that of the slot, as long as the slots were not
+/// reused.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
@@ -39,9 +42,11 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
 void fp8_let_go(tensor *x);
 void fp8_release_orphans(void);
 
-static inline bool fp8_is_square(const eng_fp8_role *r) { return r->block_rows == r->block_columns; }
+static inline bool fp8_is_square(const eng_fp8_role *r)
+{ return r->block_rows == r->block_columns; }
 
-/// Runs fp8_linear of a site in force. `swiglu`: the call that makes x, whose x has no memory; NULL: x has values.
+/// Runs fp8_linear of a site in force. `swiglu`: the call that makes x, whose x has no memory;
+/// NULL: x has values.
 eng_status fp8_linear_in_force(op_call *call, fp8_site *s, const op_call *swiglu);
 /// The output of a recorded fp8_swiglu, computed again from its codes.
 eng_status fp8_swiglu_again(tensor **y, const op_call *node);

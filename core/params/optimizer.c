@@ -167,8 +167,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Whether no update has reached this moment yet. Decided by its bits, so that a state loaded from a
-/// checkpoint continues exactly like the saved one.
+/// Whether no update has reached this moment yet. Decided by its bits, so that a state loaded from
+/// a checkpoint continues exactly like the saved one.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;

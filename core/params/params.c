@@ -3,9 +3,9 @@
 //
 // A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient
 // into parameter.gradient and sets has_gradient; a parameter without gradient is absent from
-// statistics and updates. A span has what its gradient carries beside the loss scale (layers
-// scaled apart); passes over spans divide by it. Released buffers that a view or the tape still uses
-// wait in a list.
+// statistics and updates. A span has what its gradient carries beside the loss scale (layers scaled
+// apart); passes over spans divide by it. Released buffers that a view or the tape still uses wait
+// in a list.
 #include "params.h"
 
 #include "base/error.h"

@@ -17,7 +17,8 @@ typedef struct params_stamp {
 typedef struct params_derived {
   void         (*free)(struct params_derived *copy);
   int64_t      (*bytes)(const struct params_derived *copy);
-  void         (*outdate)(struct params_derived *copy);       // it is made again at its next use, in the same memory
+  // it is made again at its next use, in the same memory
+  void         (*outdate)(struct params_derived *copy);
   params_stamp (*stamp)(const struct params_derived *copy);
 } params_derived;
 
@@ -27,8 +28,11 @@ typedef struct parameter {
   int32_t     index;
   char       *name;
   tensor     *value;          // the f32 master, the leaf that scripts hold
-  tensor     *shadow;         // low-precision weights, or NULL; a leaf whose gradient is this parameter's
-  tensor     *gradient;       // where it stands: in the flat buffer, in gradient dtype (f32 once unscaled). NULL: it has no memory yet, or,
+  // low-precision weights, or NULL; a leaf whose gradient is this parameter's
+  tensor     *shadow;
+  // where it stands: in the flat buffer, in gradient dtype (f32 once unscaled). NULL: it has no
+  // memory yet, or,
+  tensor     *gradient;
                               // where gradients are divided, it is not being computed
   bool        has_gradient;   // something was accumulated since the last zero_grad
   bool        expected;       // a mark of the tape's, while it makes its list
@@ -58,7 +62,8 @@ typedef struct pending_stats {
   double  *carry;             // [n] what entry k carries beside the loss scale
   int64_t  ticket;            // the device's, where it does not compute at once
   eng_tensor_stats *stats;    // [n], where it does; NULL on a card
-  double   loss, sum_squares; // likewise; squares of the gradients as stored, each divided by its span's scale
+  // likewise; squares of the gradients as stored, each divided by its span's scale
+  double   loss, sum_squares;
   bool     overflow;
 } pending_stats;
 
@@ -72,8 +77,10 @@ struct eng_params {
   int32_t      space;         // whose memory all buffers are in
   parameter   *member;        // [n]
   flat_buffer *masters, *shadows;
-  flat_buffer *gradients;     // NULL until the first backward pass; `divided`: of each member the own elements alone
-  bool         divided;       // ZeRO-2: what backward writes has memory of comm_buckets.c's, until its sum over ranks is known
+  // NULL until the first backward pass; `divided`: of each member the own elements alone
+  flat_buffer *gradients;
+  // ZeRO-2: what backward writes has memory of comm_buckets.c's, until its sum over ranks is known
+  bool         divided;
   int32_t     *gradient_dtype;// [n]
   flat_buffer *unscaled;      // f32 gradients of the members whose own are f16 or bf16
   flat_buffer *reference;     // f32 gradients of a reference backward
@@ -82,28 +89,37 @@ struct eng_params {
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
   float      **target;        // [n]
-  int64_t     *own;           // [n][2] elements [from, to) of each member that this rank looks after; NULL: all (comm_gradients.c)
+  // [n][2] elements [from, to) of each member that this rank looks after; NULL: all
+  // (comm_gradients.c)
+  int64_t     *own;
   bool         sharded;       // it updates these alone (ZeRO-1)
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
-  pending_stats *newest;      // what a lagged update goes by on devices that compute at once; NULL: none
+  // what a lagged update goes by on devices that compute at once; NULL: none
+  pending_stats *newest;
 };
 
-/// A buffer with room for parameter i's elements in dtype[i]; a negative dtype: no part. Contents undefined.
+/// A buffer with room for parameter i's elements in dtype[i]; a negative dtype: no part. Contents
+/// undefined.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
 /// The same for the own elements of each member, as tensors of one dimension.
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
+                        const int32_t *dtype);
 /// What a member's elements take of one.
 int64_t params_part_bytes(int64_t count, int dtype);
-/// Gives memory and tensors back, or does so later when the tape or a view still looks at them. NULL is fine.
+/// Gives memory and tensors back, or does so later when the tape or a view still looks at them.
+/// NULL is fine.
 void flat_release(flat_buffer *flat);
 
-/// The low-precision weights of a member that has some, rounded again if a script wrote into the master since.
+/// The low-precision weights of a member that has some, rounded again if a script wrote into the
+/// master since.
 eng_status params_shadow(tensor **out, parameter *p);
 
-/// Memory for the gradients of a set that has none yet. Errors: MEMORY; STATE where they are divided.
+/// Memory for the gradients of a set that has none yet. Errors: MEMORY; STATE where they are
+/// divided.
 eng_status params_gradients(eng_params *set);
-/// From now on the set keeps its own elements of gradients alone, in the given buffer (flat_new_own).
+/// From now on the set keeps its own elements of gradients alone, in the given buffer
+/// (flat_new_own).
 void params_divide(eng_params *set, flat_buffer *own);
 
 /// Forgets a member's gradient.
@@ -113,11 +129,13 @@ static inline void params_forget(parameter *p)
   p->carry = p->carry_next;
 }
 
-/// Notes that a member's values changed, those of its low-precision weights with them: a tape that read them is out of date.
+/// Notes that a member's values changed, those of its low-precision weights with them: a tape that
+/// read them is out of date.
 void params_written(parameter *p);
 
-/// What every pass over them asks first: an error where the parameters are not in the memory of the device in force (DEVICE), or where a step
-/// is being captured, in which there is no place for `pass` (STATE).
+/// What every pass over them asks first: an error where the parameters are not in the memory of the
+/// device in force (DEVICE), or where a step is being captured, in which there is no place for
+/// `pass` (STATE).
 eng_status params_here(const eng_params *set, const char *pass);
 /// An error where this rank has its own elements of the gradients alone (ZeRO-2).
 eng_status params_whole(const eng_params *set);
@@ -128,14 +146,19 @@ int params_own_spans(eng_params *set);
 /// Statistics of the own elements of each member [n]; zeros where there are none.
 eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs);
 /// The record of statistics of all members [n], of which those without a gradient count nothing.
-void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale, unsigned needs);
-/// The record of a pass over m spans, span k being member which[k]'s; and each member's statistics (of_member may be NULL).
-void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set, const eng_tensor_stats *of_span, const int32_t *which,
-                   int m, double scale, unsigned needs);
+void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,
+                  unsigned needs);
+/// The record of a pass over m spans, span k being member which[k]'s; and each member's statistics
+/// (of_member may be NULL).
+void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set,
+                   const eng_tensor_stats *of_span, const int32_t *which, int m, double scale,
+                   unsigned needs);
 
-/// Lagged statistics (params_lagged.c): what an update of a device that computes at once goes by, false when it must be skipped, with
-/// the factor that clips to `clip_norm` (0: none); and giving their memory back.
-bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor, double clip_norm);
+/// Lagged statistics (params_lagged.c): what an update of a device that computes at once goes by,
+/// false when it must be skipped, with the factor that clips to `clip_norm` (0: none); and giving
+/// their memory back.
+bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
+                          double clip_norm);
 void params_forget_lagged(eng_params *set);
 /// Gives one reference back; the last one ends the set.
 void params_release(eng_params *set);

@@ -1,6 +1,6 @@
-// Gradient statistics of lagged mode: started in one step, read in the next, without waiting.
-// A GPU keeps them until they are fetched; for a device that computes at once they are kept here, so
-// that scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua and, for the
+// Gradient statistics of lagged mode: started in one step, read in the next, without waiting. A GPU
+// keeps them until they are fetched; for a device that computes at once they are kept here, so that
+// scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua and, for the
 // update, by optimizer.c.
 #include "params.h"
 

@@ -17,8 +17,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Under AddressSanitizer free memory is poisoned and pieces have gaps between them, so that a kernel
-// that leaves its tensors is caught although all memory comes in big chunks.
+// Under AddressSanitizer free memory is poisoned and pieces have gaps between them, so that a
+// kernel that leaves its tensors is caught although all memory comes in big chunks.
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))

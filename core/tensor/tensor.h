@@ -45,23 +45,31 @@ typedef struct tensor {
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
-/// A new tensor with undefined contents, in the memory space in force. Belongs to the step when `arena` is ARENA_STEP.
+/// A new tensor with undefined contents, in the memory space in force. Belongs to the step when
+/// `arena` is ARENA_STEP.
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape);
 /// The same in a memory space by number.
-eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim, const int64_t *shape);
-/// One of the step that never has memory: done (eng_done) from the beginning. What stands on the tape for its shape alone.
+eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim,
+                          const int64_t *shape);
+/// One of the step that never has memory: done (eng_done) from the beginning. What stands on the
+/// tape for its shape alone.
 eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape);
-/// A second look at x's memory: same dtype, new shape and strides, first element `offset` elements in.
-eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape, const int64_t *stride);
+/// A second look at x's memory: same dtype, new shape and strides, first element `offset` elements
+/// in.
+eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape,
+                       const int64_t *stride);
 /// A tensor over memory of space `space` that somebody else owns and keeps (parameter buffers).
-eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim, const int64_t *shape);
-/// Makes x look at memory of its space that somebody else owns, its values already there; its old memory is released.
+eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
+                       const int64_t *shape);
+/// Makes x look at memory of its space that somebody else owns, its values already there; its old
+/// memory is released.
 void tensor_rehome(tensor *x, void *memory);
 /// Forgets a tensor; memory returns to its arena with the last view.
 void tensor_drop(tensor *x);
 
-/// The step's tensors stand in a list, in order of making: where it ends now, dropping what was made since a mark
-/// (`hung_too`: also gradients that hang at a tensor from before it), and counting to the next step. See step.c.
+/// The step's tensors stand in a list, in order of making: where it ends now, dropping what was
+/// made since a mark (`hung_too`: also gradients that hang at a tensor from before it), and
+/// counting to the next step. See step.c.
 int tensor_mark(void);
 void tensor_drop_since(int mark, bool hung_too);
 void tensor_next_step(void);
