@@ -509,6 +509,8 @@ eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, cons
                               const char *const *groups, int n_groups, bool scalable);
 /// The loss scale the last good verdict gives a group; its `scale` where it names none.
 double     eng_policy_group_scale(const eng_policy *policy, int group);
+/// Whether the last good verdict gives some group another scale than its `scale`.
+bool       eng_policy_scales_groups(const eng_policy *policy);
 /// Publishes record.signals[name]; holds until set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 

@@ -431,6 +431,13 @@ double eng_policy_group_scale(const eng_policy *p, int group)
   return own ? p->group_scale[group] : p->last.scale;
 }
 
+bool eng_policy_scales_groups(const eng_policy *p)
+{
+  for (int i = 0; i < p->n_groups; i++)
+    if (p->group_scale[i] > 0 && p->group_scale[i] != p->last.scale) return true;
+  return false;
+}
+
 // ------------------------------------------------------------------ verdicts
 
 // The verdict after a failed call: the last good one, and the state as it was before.

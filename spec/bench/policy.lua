@@ -32,8 +32,28 @@ end
 local empty = engine.policy.load { file = "empty", source = "return { init = function() return { scale = 1 } end, decide = function() return 1 end }" }
 local call = best(function() for _ = 1, BATCH do C.eng_step_count() end end)
 local floor = decisions(empty)
+-- From a trainer to its policy and back: the scale for a step, groups, the decision, probation,
+-- checks of the verdict. A GPT of 12 layers has 15 groups.
+local function path()
+  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 12 }
+  local t = engine.trainer { model = model, steps = 1e9, log = "quiet", policy = empty,
+    data = engine.data.text { text = ("abc"):rep(500), batch = 1, context = 8 },
+    optimizer = engine.optim.adamw(model, { precision = "fp16" }) }
+  t:step()
+  local s = { signals = {} }
+  return best(function()
+    for i = 1, BATCH do
+      record.step, record.scale = i, t.policy:scale()
+      t.groups:apply(t.policy)
+      t:decide(s, record)
+    end
+  end)
+end
+
 print(("%-12s %8.1f ns"):format("library call", call))
 print(("%-12s %8.1f ns"):format("empty policy", floor))
+local whole = path()
+print(("%-12s %8.1f ns  %.1fx empty"):format("by a trainer", whole, whole / floor))
 for _, name in ipairs(engine.policy.names()) do
   local time = decisions(engine.policy.load(name))
   print(("%-12s %8.1f ns  %.1fx empty"):format(name, time, time / floor))

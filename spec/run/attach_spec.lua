@@ -31,8 +31,10 @@ local engine = require "engine"
 engine.seed(1)
 local model = engine.nn.linear(4, 1)
 local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
-local trainer = engine.trainer { model = model, data = data, loss = function(m, b) return engine.mse(m(b.x), b.y) end,
-  optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic:growth_interval=1e9", steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
+local trainer = engine.trainer { model = model, data = data,
+  loss = function(m, b) return engine.mse(m(b.x), b.y) end,
+  optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic:growth_interval=1e9",
+    steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
   resume = arg[3] }
 local summary = trainer:run()
 print(summary.stopped, summary.steps)
@@ -120,7 +122,8 @@ describe("engine attach", function()
     local run = folder .. "/run"
     local pid = start(run)
     helper.write(folder .. "/mine.lua",
-      "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
+      "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return " ..
+        "s.scale end }")
     local result = attach(run, "print(run)", 'run:set("lr", 1e-4)',
       ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
     assert.equal(0, result.code, result.err)

@@ -201,11 +201,13 @@ describe("another run in the same directory", function()
     engine.seed(1)
     local net = engine.nn.linear(2, 1)
     local data = { next = function() return { x = engine.rand(4, 2), tokens = 4 } end }
-    engine.trainer { model = net, data = data, optimizer = engine.optim.sgd(net), steps = tonumber(arg[2]), run = arg[1], resume = arg[3], log = "quiet",
+    engine.trainer { model = net, data = data, optimizer = engine.optim.sgd(net),
+      steps = tonumber(arg[2]), run = arg[1], resume = arg[3], log = "quiet",
       checkpoint_every = tonumber(arg[4] or 0), loss = function(m, b) return m(b.x):sum() end,
       on_step = function(t)
         if t.steps_done == 1 then io.write("running\n") io.flush() end
-        if arg[5] then local until_then = os.clock() + tonumber(arg[5]) while os.clock() < until_then do end end
+        local until_then = os.clock() + (tonumber(arg[5]) or 0)
+        while os.clock() < until_then do end
       end }:run()
     print("finished")]]
 

@@ -76,7 +76,8 @@ describe("swapping a policy", function()
     trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
       if step == 2 then assert(t.policy:swap("deepspeed")) end
       if step == 4 then
-        assert(t.policy:swap { file = "m.lua", source = [[return { name = "mine", init = function() return { scale = 1, from = "" } end,
+        assert(t.policy:swap { file = "m.lua", source = [[return { name = "mine", init = function()
+          return { scale = 1, from = "" } end,
           migrate = function(old, name) return { scale = old.scale / 2, from = name } end,
           decide = function(state) assert(state.from == "deepspeed") return state.scale end }]] })
       end
@@ -190,15 +191,17 @@ describe("a bad policy", function()
   end
 
   it("that fails only at its first decision goes at once", function()
-    local source = [[return { name = "late", options = { init_scale = 8 }, migrate = function(old) return { scale = old.scale } end,
-      decide = function(state, record) if record.step >= 6 then error("too late") end return state.scale end }]]
+    local source = [[return { name = "late", options = { init_scale = 8 }, migrate = function(old)
+      return { scale = old.scale } end,
+      decide = function(state, record) if record.step >= 6 then error("too late") end
+        return state.scale end }]]
     local traced, trainer = trace({ steps = 20, run = folder .. "/run",
       policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
       if step == 6 then assert(t.policy:swap { source = source, file = "late.lua" }) end
     end)
     assert.equal(plain, traced)
     assert.equal("dynamic", trainer.policy.name)
-    assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
+    assert.matches("late.lua:3: too late", events("swap_refused")[1].text, 1, true)
   end)
 
   it("file whose place a pipe or a device took leaves the policy alone", function()
@@ -270,12 +273,16 @@ describe("SIGHUP", function()
       local path = %q
       local model = engine.nn.linear(4, 1)
       local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
-      engine.trainer { model = model, data = data, loss = function(m, b) return engine.mse(m(b.x), b.y) end, watch = false,
-        optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = path, steps = 6, run = arg[1], log = "quiet",
+      engine.trainer { model = model, data = data, watch = false,
+        loss = function(m, b) return engine.mse(m(b.x), b.y) end,
+        optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = path, steps = 6,
+          run = arg[1], log = "quiet",
         on_step = function(t)
           if t.steps_done == 2 then os.execute("kill -HUP $PPID; sleep 0.05") end
           if t.steps_done == 4 then
-            local f = io.open(path, "w") f:write("return { options = { init_scale = 8 }, decide = function() return 32 end }") f:close()
+            local f = io.open(path, "w")
+            f:write("return { options = { init_scale = 8 }, decide = function() return 32 end }")
+            f:close()
             os.execute("kill -HUP $PPID; sleep 0.05")
           end
         end }:run() ]]):format(folder .. "/p.lua"))

@@ -111,8 +111,10 @@ describe("a shadow", function()
   end)
 
   it("asks for the statistics it needs", function()
-    local source = [[return { name = "h", needs = { "amax", "hist", "tensors" }, options = { init_scale = 4 },
-      decide = function(s, r) assert(r.hist:sum(-160, 159) > 0) assert(r.tensors[1].amax) return 4 end }]]
+    local source = [[return { name = "h", needs = { "amax", "hist", "tensors" },
+      options = { init_scale = 4 },
+      decide = function(s, r) assert(r.hist:sum(-160, 159) > 0) assert(r.tensors[1].amax) return 4
+        end }]]
     local _, trainer = trace { shadow = { { source = source, file = "h.lua" } }, policy = "static" }
     assert.equal(0, trainer.shadows.list[1].failed)
   end)

@@ -8,8 +8,10 @@ local nn = engine.nn
 local function policy(text) return { source = "return { " .. text .. " }", file = "apart.lua" } end
 
 -- Scales of powers of two for a part of the model's groups, others than the common 2^10.
-local APART = policy [[ name = "apart", options = { init_scale = 2^10 }, needs = { "groups", "amax", "norm" },
-  decide = function(state) return { scale = state.scale, scales = { ["blocks.1"] = 2^15, ["blocks.2"] = 2^4, wte = 2^3, norm = 2^13 } } end ]]
+local APART = policy [[ name = "apart", options = { init_scale = 2^10 }, needs = { "groups",
+  "amax", "norm" },
+  decide = function(state) return { scale = state.scale, scales = { ["blocks.1"] = 2^15,
+    ["blocks.2"] = 2^4, wte = 2^3, norm = 2^13 } } end ]]
 
 local function batch()
   return { x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 }, { 3, 1, 4, 1, 5, 9, 2, 6 } },
@@ -66,7 +68,8 @@ describe("layers scaled apart", function()
   end)
 
   it("whose factor is no power of two differ by rounding only", function()
-    local third = policy [[ name = "third", options = { init_scale = 1000 }, decide = function(state)
+    local third = policy [[ name = "third", options = { init_scale = 1000 },
+      decide = function(state)
       return { scale = state.scale, scales = { ["blocks.1"] = 77777, ["blocks.3"] = 0.3 } } end ]]
     local whole, apart = train { policy = "static:loss_scale=1000" }, (train { policy = third })
     for i, row in ipairs(whole) do
@@ -95,7 +98,8 @@ describe("layers scaled apart", function()
       return seen
     end
     assert.is_true(first_layer("static:loss_scale=1024").lost > 0.9)
-    local apart = first_layer(policy [[ name = "up", options = { init_scale = 2^10 }, decide = function(state)
+    local apart = first_layer(policy [[ name = "up", options = { init_scale = 2^10 },
+      decide = function(state)
       local scales = {}
       for i = 1, 12 do scales[tostring(i)] = 2^10 * 4^(12 - i) end
       return { scale = state.scale, scales = scales } end ]])
@@ -105,12 +109,17 @@ describe("layers scaled apart", function()
   end)
 
   it("tell a policy each group's scale and true magnitudes", function()
-    local seen = policy [[ name = "seen", options = { init_scale = 2^10 }, needs = { "groups", "amax", "norm" }, decide = function(state, record)
+    local seen = policy [[ name = "seen", options = { init_scale = 2^10 }, needs = { "groups",
+      "amax", "norm" }, decide = function(state, record)
       local g = record.groups["blocks.2"]
-      if record.step == 1 then assert(g.scale == 2^15 and record.groups.wte.scale == 2^10, "scales") end
-      if record.step == 1 then assert(math.abs(g.norm / state.norm - 1) < 1e-3 and math.abs(g.amax / state.amax - 1) < 1e-3, "magnitudes") end
+      if record.step == 1 then assert(g.scale == 2^15 and record.groups.wte.scale == 2^10,
+        "scales") end
+      if record.step == 1 then
+        assert(math.abs(g.norm / state.norm - 1) < 1e-3, "norm")
+        assert(math.abs(g.amax / state.amax - 1) < 1e-3, "amax") end
       state.norm, state.amax = g.norm, g.amax
-      return { scale = state.scale, scales = { ["blocks.2"] = 2^15 }, action = record.step == 0 and "skip" or "step" } end ]]
+      return { scale = state.scale, scales = { ["blocks.2"] = 2^15 },
+        action = record.step == 0 and "skip" or "step" } end ]]
     train { policy = seen, steps = 3 }
   end)
 
@@ -187,9 +196,11 @@ describe("layers scaled apart", function()
 end)
 
 describe("a reference backward", function()
-  local WANTS = policy [[ name = "wants", options = { init_scale = 2^10, ref_every = 3 }, needs = { "norm", "norm_ref", "groups" },
+  local WANTS = policy [[ name = "wants", options = { init_scale = 2^10, ref_every = 3 },
+    needs = { "norm", "norm_ref", "groups" },
     decide = function(state, record)
-      if (record.norm_ref ~= nil) ~= (record.step % 3 == 0) then error("norm_ref at step " .. record.step) end
+      if (record.norm_ref ~= nil) ~= (record.step % 3 == 0) then error("norm_ref at step "
+        .. record.step) end
       state.part = record.groups["blocks.2"].norm_ref or 0
       state.other = record.groups["blocks.1"].norm_ref or 0
       state.own = record.groups["blocks.2"].norm
@@ -212,7 +223,8 @@ describe("a reference backward", function()
 
   it("tells in fp16 what was lost", function()
     local rows = train { policy = "static:loss_scale=0.001", precision = "fp16", steps = 1 }
-    local watched = train { policy = policy [[ name = "low", options = { init_scale = 0.001 }, needs = { "norm_ref" },
+    local watched = train { policy = policy [[ name = "low", options = { init_scale = 0.001 },
+      needs = { "norm_ref" },
       decide = function() return 0.001 end ]], precision = "fp16", steps = 1 }
     assert.are.equal(rows[1][2], watched[1][2])
     local ratio = watched[1][4] / watched[1][2]
@@ -247,7 +259,8 @@ describe("a reference backward", function()
       calls = calls + 1
       return calls == 3 and {} or batch()
     end }
-    local policy_of_one = policy [[ name = "one", options = { init_scale = 1, ref_every = 1 }, needs = { "norm_ref" }, decide = function() return 1 end ]]
+    local policy_of_one = policy [[ name = "one", options = { init_scale = 1, ref_every = 1 },
+      needs = { "norm_ref" }, decide = function() return 1 end ]]
     assert.has_error(function() train { policy = policy_of_one, data = data } end)
     train { policy = policy_of_one, steps = 2 }
   end)

@@ -131,7 +131,8 @@ describe("both modes", function()
   it("resume with the clip and lr_mul of the last verdict", function()
     local policy = helper.write(folder .. "/slow.lua", [[return { name = "slow", options = {},
       init = function() return { scale = 256 } end,
-      decide = function(_, r) return { scale = 256, lr_mul = 0.5 + r.step / 8, clip = 0.25 } end }]])
+      decide = function(_, r) return { scale = 256, lr_mul = 0.5 + r.step / 8, clip = 0.25 }
+        end }]])
     local words = { "policy=" .. policy, "checkpoint_every=4" }
     local whole = history_of("lagged", 1, words)
     helper.remove(folder .. "/lagged")

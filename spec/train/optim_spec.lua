@@ -375,9 +375,11 @@ end)
 describe("an optimizer refuses", function()
   local cases = {
     { "optim.adamw(net, { lrr = 1 })",
-      "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr weight_decay groups decay precision moments" },
+      "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr " ..
+        "weight_decay groups decay precision moments" },
     { "optim.sgd(net, { beta1 = 0.9 })",
-      "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay groups decay precision moments" },
+      "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay " ..
+        "groups decay precision moments" },
     { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr as a number >= 0, got -1" },
     { "optim.adam(net, { lr = 'fast' })", "optim.adam: expected lr as a number >= 0, got 'fast'" },
     { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr as a number >= 0, got " ..
@@ -386,7 +388,8 @@ describe("an optimizer refuses", function()
     { "optim.lion(net, { betas = 0.9 })",
       "optim.lion: expected betas as a list of two numbers, got 0.9" },
     { "optim.adam(net, { eps = 0 })",
-      "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0), got 0" },
+      "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state " ..
+        "would round it to 0), got 0" },
     { "optim.sgd(net, { nesterov = true })",
       "optim.sgd: nesterov needs a momentum and no dampening" },
     { "optim.sgd(net, { nesterov = 'yes' })",
@@ -402,7 +405,8 @@ describe("an optimizer refuses", function()
     { "optim.sgd { engine.zeros(2) }",
       "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
-      "parameter p1: expected f32 master weights, got f16 [2]; hint: the precision recipe makes the low-precision copies" },
+      "parameter p1: expected f32 master weights, got f16 [2]; hint: the precision recipe makes " ..
+        "the low-precision copies" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
@@ -415,7 +419,8 @@ describe("an optimizer refuses", function()
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
     { "opt:step { gradient_fact = 2 }",
-      "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: clip_norm clip_value gradient_factor lagged lr_mul norm" },
+      "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: " ..
+        "clip_norm clip_value gradient_factor lagged lr_mul norm" },
     { "(function() opt.lr = 0/0 opt:step() end)()",
       "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
   }

@@ -146,7 +146,8 @@ describe("a precision recipe", function()
         "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{ name = 'a', weight = 'f16' }",
-        "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations moments norm "
+        "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
+          "moments norm "
         .. "norm_gradients residual weight_gradients weights wide" },
       { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
         "bf16" },
@@ -380,6 +381,7 @@ describe("low-precision weights", function()
     opt:set_precision { base = "fp16", weights = "f32", activations = "f32" }
     assert.equal(1 + 2 ^ -9, output(net, "fp32"))
     assert.error_matches(function() opt:set_precision { moments = "bf16" } end,
-      "set_precision: the recipe 'custom' wants moments in bf16, this optimizer was made for f32; hint")
+      "set_precision: the recipe 'custom' wants moments in bf16, this optimizer was made for " ..
+        "f32; hint")
   end))
 end)

@@ -200,7 +200,8 @@ describe("scaler", function()
     end)
     local before = weights(model)
     assert.has_error(function() step(function() backward(scaler, model) end) end,
-      "scaler:scale: policy shrinks asks for a loss scale of 1e-60; gradients in float32 carry scales from 2^-126 to 3.4e38")
+      "scaler:scale: policy shrinks asks for a loss scale of 1e-60; gradients in float32 carry " ..
+        "scales from 2^-126 to 3.4e38")
     assert.same(before, weights(model))
   end)
 
@@ -248,7 +249,8 @@ describe("scaler", function()
       assert.are.equal(whole.updates, second.updates)
     end
     assert.has_error(function() whole:load_state_dict {} end,
-      "scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled when it was saved")
+      "scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled " ..
+        "when it was saved")
     assert.has_error(function() whole:load_state_dict(
       engine.scaler({ policy = "static" }):state_dict()) end,
       "scaler:load_state_dict: the state is of policy 'static', this scaler uses 'dynamic'")
@@ -293,12 +295,16 @@ describe("scaler", function()
 
   it("shows a policy every statistic it needs, also of several optimizers", function()
     local folder = helper.folder()
-    local path = helper.write(folder .. "/look.lua", [[return { needs = { "amax", "norm", "hist", "tensors", "zeros" },
+    local path = helper.write(folder .. "/look.lua", [[return { needs = { "amax", "norm", "hist",
+      "tensors", "zeros" },
       init = function() return { scale = 16 } end, decide = function(state, r)
-        local names = {} for name, t in pairs(r.tensors) do names[#names + 1] = name .. ":" .. t.count end
+        local names = {} for name, t in pairs(r.tensors) do names[#names + 1] = name .. ":"
+          .. t.count end
         local groups = {} for name in pairs(r.groups) do groups[#groups + 1] = name end
-        return { scale = 16, clip = r.amax, lr_mul = r.norm, reason = table.concat(names, " ") .. "; " .. table.concat(groups, " ")
-          .. "; " .. r.hist:sum() .. " " .. r.count .. " " .. r.step .. " " .. r.updates .. " " .. r.lr } end }]])
+        return { scale = 16, clip = r.amax, lr_mul = r.norm, reason = table.concat(names, " ")
+          .. "; " .. table.concat(groups, " ")
+          .. "; " .. r.hist:sum() .. " " .. r.count .. " " .. r.step .. " " .. r.updates .. " "
+            .. r.lr } end }]])
     local a, opt_a = setup(5)
     local b, opt_b = setup(5)
     local scaler = engine.scaler { policy = path }
@@ -387,7 +393,8 @@ describe("a registered loss scaler", function()
     assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)
     assert.has_error(function() engine.register_loss_scaler("odd",
       { get_scale = print, update = print, needs = { "tensor" } }) end,
-      "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean 'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
+      "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean " ..
+        "'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
   end)
 
   it("may scale the loss and unscale the gradients itself", function()

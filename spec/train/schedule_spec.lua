@@ -95,9 +95,11 @@ describe("a schedule", function()
   it("refuses what it does not know or cannot use", function()
     local cases = {
       { "schedule.cosine { warm = 1 }",
-        "schedule.cosine: unknown option 'warm'; did you mean 'warmup'?; options: floor lr total warmup" },
+        "schedule.cosine: unknown option 'warm'; did you mean 'warmup'?; options: floor lr " ..
+          "total warmup" },
       { "schedule.cosine { totl = 1 }",
-        "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total warmup" },
+        "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total " ..
+          "warmup" },
       { "schedule.cosine { lr = 'a' }",
         "schedule.cosine: expected lr as a finite number >= 0, got 'a'" },
       { "schedule.linear { total = -1 }",

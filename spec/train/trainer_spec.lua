@@ -121,7 +121,8 @@ describe("the trainer", function()
 
   it("retry sees the same batch and the same dropout again", function()
     local source = [[return { name = "again", init = function() return { scale = 1, n = 0 } end,
-      decide = function(state) state.n = state.n + 1 return { scale = 1, action = state.n % 2 == 1 and "retry" or "step" } end }]]
+      decide = function(state) state.n = state.n + 1 return { scale = 1,
+        action = state.n % 2 == 1 and "retry" or "step" } end }]]
     local losses = {}
     local summary = job { steps = 6, dropout = 0.2,
       policy = { source = source, file = "again.lua" },
@@ -135,19 +136,21 @@ describe("the trainer", function()
 
   it("stop ends the run with the policy's reason", function()
     local source = [[return { name = "enough", init = function() return { scale = 1 } end,
-      decide = function(_, record) return { scale = 1, action = record.step == 2 and "stop" or "step", reason = "seen enough" } end }]]
+      decide = function(_, record) return { scale = 1,
+        action = record.step == 2 and "stop" or "step", reason = "seen enough" } end }]]
     local summary = job { policy = { source = source, file = "enough.lua" } }:run()
     assert.equal(3, summary.steps)
     assert.equal("seen enough", summary.stopped)
   end)
 
   it("a policy that raises does not hurt the run", function()
-    local source = [[return { name = "bad", init = function() return { scale = 1 } end, decide = function(_, r) if r.step > 1 then error("oops") end return 1 end }]]
+    local source = [[return { name = "bad", init = function() return { scale = 1 } end,
+      decide = function(_, r) if r.step > 1 then error("oops") end return 1 end }]]
     local summary = job { policy = { source = source, file = "bad.lua" } }:run()
     assert.equal(10, summary.updates)
     summary = job { policy = { source = source, file = "bad.lua" }, on_policy_error = "stop" }:run()
     assert.equal(3, summary.steps)
-    assert.matches("bad.lua:1: oops", summary.stopped, 1, true)
+    assert.matches("bad.lua:2: oops", summary.stopped, 1, true)
   end)
 
   it("clips by norm and by value", function()
@@ -193,12 +196,17 @@ describe("the trainer", function()
     local script = helper.write(folder .. "/job.lua", ([[
       local engine = require "engine"
       engine.seed(3)
-      local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2, dropout = 0.1 }
+      local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
+        dropout = 0.1 }
       local out = io.open(arg[1], "a")
-      engine.trainer { model = model, data = engine.data.text { text = require("engine.report.lab").text(40000), batch = 4, context = 16 },
-        optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = %d, run = arg[2], resume = "auto", checkpoint_every = 3,
+      local text = require("engine.report.lab").text(40000)
+      engine.trainer { model = model,
+        data = engine.data.text { text = text, batch = 4, context = 16 },
+        optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = %d,
+          run = arg[2], resume = "auto", checkpoint_every = 3,
         policy_options = { init_scale = 2 ^ 22, growth_interval = 4 }, log = "quiet",
-        on_step = function(t, record) out:write(("%%d %%.17g %%.17g\n"):format(t.steps_done, record.loss, record.scale)) out:flush() end }:run()
+        on_step = function(t, record) out:write(("%%d %%.17g %%.17g\n"):format(t.steps_done,
+          record.loss, record.scale)) out:flush() end }:run()
       out:write("end\n") out:close()]]):format(helper.sanitized and 30 or 120))
     local function losses(path)
       local by_step, ended = {}, false
@@ -301,7 +309,8 @@ describe("the trainer", function()
 
   it("resumed with another policy, that one takes over from the old", function()
     local run, mine = folder .. "/a", folder .. "/mine.lua"
-    helper.write(mine, [[return { options = { init_scale = 1 }, migrate = function(old, name) return { scale = old.scale / 4, from = name } end,
+    helper.write(mine, [[return { options = { init_scale = 1 }, migrate = function(old, name)
+      return { scale = old.scale / 4, from = name } end,
       decide = function(state) return { scale = state.scale, reason = state.from } end }]])
     local first = job { run = run, steps = 3, precision = "fp16" }
     first:run()

@@ -189,6 +189,7 @@ end
 -- A class reads the script's own variables, so signals and groups do not reach it.
 function ClassPolicy:signal() end
 function ClassPolicy:group_scale() return self.last end
+function ClassPolicy:scales_groups() return false end
 
 function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)

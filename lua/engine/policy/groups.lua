@@ -52,7 +52,7 @@ end
 --- parameter sets that make up the list, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
-  local self = setmetatable({ modules = {}, sets = sets, scaled = false,
+  local self = setmetatable({ modules = {}, sets = sets, apart = false,
     carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
@@ -63,20 +63,11 @@ function M.new(model, list, sets)
   return self
 end
 
---- True if the policy gives some group a scale of its own.
-function Groups:apart(policy)
-  local scale = policy:scale()
-  for i = 1, #self.groups do
-    if policy:group_scale(i) ~= scale then return true end
-  end
-  return false
-end
-
 --- From the next forward pass on, every group carries the scale that the policy chose for it. Costs
 --- almost nothing while all scales are equal.
 function Groups:apply(policy)
-  local scale, apart = policy:scale(), self:apart(policy)
-  if not apart and not self.scaled then return end
+  local scale, apart = policy:scale(), policy:scales_groups()
+  if not apart and not self.apart then return end
   for i, module in ipairs(self.modules) do
     if module then rawset(module, "_carry", apart and policy:group_scale(i) / scale or nil) end
   end
@@ -86,7 +77,7 @@ function Groups:apply(policy)
     check(C.eng_params_carry(set.params, self.carry + first))
     first = first + set.n
   end
-  self.scaled = apart
+  self.apart = apart
 end
 
 return M

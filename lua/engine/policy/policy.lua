@@ -105,6 +105,9 @@ end
 --- The scale that the last verdict gives group i (from 1).
 function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
 
+--- Whether the last verdict gives some group a scale of its own.
+function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) end
+
 --- Publishes record.signals[name]; the value holds until it is set again.
 function Policy:signal(name, value)
   if type(value) ~= "number" then

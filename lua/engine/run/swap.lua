@@ -79,11 +79,14 @@ end
 
 -- ------------------------------------------------------------------ trying
 
---- Keeps a step's record, to try candidates on.
+local WHOLE, WITHOUT_HIST = ffi.sizeof("eng_record"), ffi.offsetof("eng_record", "hist")
+
+--- Keeps a step's record, to try candidates on; its histogram only where one was computed.
 function Swap:remember(record)
-  local at = self.seen % RING
-  ffi.copy(self.ring + at, record, ffi.sizeof("eng_record"))
-  self.ring_needs[at], self.seen = self.trainer.needs, self.seen + 1
+  local at, needs = self.seen % RING, self.trainer.needs
+  local bytes = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and WHOLE or WITHOUT_HIST
+  ffi.copy(self.ring + at, record, bytes)
+  self.ring_needs[at], self.seen = needs, self.seen + 1
 end
 
 -- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with it, or

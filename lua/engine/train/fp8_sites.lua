@@ -1,20 +1,25 @@
--- FP8 recipes on a model: which linear layers run in FP8 and how (the `fp8` table of a precision recipe, precision.lua), what their
--- scales and meters say from step to step, and the policies that go by it.
+-- FP8 recipes on a model: which linear layers run in FP8 and how (the `fp8` table of a precision
+-- recipe, precision.lua), their scales and meters from step to step, and the policies that choose
+-- scales.
 --
---   local opt = engine.optim.adamw(model, { precision = "fp8_block" })     -- makes opt.fp8; the trainer does the rest
---   engine.autocast("fp8_block", f)                                        -- a loop of one's own: forward passes in FP8 ...
---   opt.fp8:observe(record)                                                -- ... and this once a step, before it ends
---   print(opt.fp8)                                                         -- layers, formats, the last meters
+--   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
+--   engine.autocast("fp8_block", f)      -- an explicit loop: forward passes in FP8 ...
+--   opt.fp8:observe(record)              -- ... and this once a step, before it ends
+--   print(opt.fp8)                       -- layers, formats, the last meters
 --
--- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. Policies are files as policies/README.md has them.
--- They see a role as record.tensors["blocks.1.mlp.up:x"] and may answer with scales["blocks.1.mlp.up:x"] = the amax the role is to be
--- scaled by (delayed scaling), and, with any number but its `scale`, scales["blocks.1.mlp.up:high"] for a layer that shall compute in
--- high precision in the next step. What they leave out has their `scale`, which means nothing here.
+-- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. FP8
+-- policies are files as in policies/README.md. They see a role as
+-- record.tensors["blocks.1.mlp.up:x"] and may answer with scales["blocks.1.mlp.up:x"] = the amax to
+-- scale the role by (delayed scaling), and with scales["blocks.1.mlp.up:high"] = any number but the
+-- verdict's `scale`, so that the layer computes in high precision in the next step. A name that the
+-- answer leaves out gets `scale`, which means nothing here.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
+local policy_files = require "engine.policy.policy"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
+  M_ffi.value_text
 
 local M = {}
 
@@ -40,7 +45,8 @@ local function known(t, fields, where)
   if type(t) ~= "table" then raise("%s: expected a table, got %s", where, value_text(t)) end
   for key in pairs(t) do
     if fields[key] == nil then
-      raise("%s: unknown field '%s'%s; fields: %s", where, tostring(key), nearest.hint(tostring(key), names_of(fields)), table.concat(names_of(fields), " "))
+      raise("%s: unknown field '%s'%s; fields: %s", where, tostring(key),
+        nearest.hint(tostring(key), names_of(fields)), table.concat(names_of(fields), " "))
     end
   end
 end
@@ -48,7 +54,8 @@ end
 local function choose(list, name, where, what)
   if list[name] ~= nil then return list[name] end
   local names = names_of(list)
-  raise("%s: there is no %s %s%s; there are %s", where, what, value_text(name), nearest.hint(tostring(name), names), table.concat(names, ", "))
+  raise("%s: there is no %s %s%s; there are %s", where, what, value_text(name),
+    nearest.hint(tostring(name), names), table.concat(names, ", "))
 end
 
 local function whole(v, where, what)
@@ -58,7 +65,8 @@ end
 
 local function read_block(block, where)
   if type(block) == "table" and #block == 2 then
-    return { whole(block[1], where, "the rows of a block"), whole(block[2], where, "the columns of a block") }
+    return { whole(block[1], where, "the rows of a block"),
+      whole(block[2], where, "the columns of a block") }
   end
   local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return { tonumber(rows), tonumber(columns) } end
@@ -66,21 +74,31 @@ local function read_block(block, where)
 end
 
 local function boolean(v, where, what)
-  if v ~= nil and type(v) ~= "boolean" then raise("%s: expected %s as true or false, got %s", where, what, value_text(v)) end
+  if v ~= nil and type(v) ~= "boolean" then
+    raise("%s: expected %s as true or false, got %s", where, what, value_text(v))
+  end
   return v and 1 or 0
 end
 
-local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true, stochastic = true, keep = true }
+local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
+  stochastic = true, keep = true }
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
-  if role.keep ~= nil and name ~= "x" then raise("%s: keep belongs to x, what stands on the tape for dW, got %s", where, value_text(role.keep)) end
-  if role.eps ~= nil and type(role.eps) ~= "number" then raise("%s: expected eps as a number, got %s", where, value_text(role.eps)) end
+  if role.keep ~= nil and name ~= "x" then
+    raise("%s: keep is for x alone (what the tape keeps for dW), got %s", where,
+      value_text(role.keep))
+  end
+  if role.eps ~= nil and type(role.eps) ~= "number" then
+    raise("%s: expected eps as a number, got %s", where, value_text(role.eps))
+  end
   to.format = choose(FORMATS, role.format or "e4m3", where, "format")
   local block = read_block(role.block or "tensor", where)
   to.block_rows, to.block_columns = block[1], block[2]
   to.rule = choose(RULES, role.rule or "transformer_engine", where, "scale rule")
-  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"), boolean(role.stochastic, where, "stochastic")
-  to.margin, to.keep = whole(role.margin or 0, where, "margin"), choose(KEEPS, role.keep or "codes", where, "way to keep x")
+  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
+    boolean(role.stochastic, where, "stochastic")
+  to.margin, to.keep = whole(role.margin or 0, where, "margin"),
+    choose(KEEPS, role.keep or "codes", where, "way to keep x")
   to.eps = role.eps or -1
 end
 
@@ -88,13 +106,18 @@ local PRODUCT = { accumulator = true, promotion = true }
 local function read_product(to, product, where)
   known(product, PRODUCT, where)
   local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
-  -- `device`: the tensor cores' own on a card, f32 sums elsewhere
-  if number < 0 then number = M_ffi.string(C.eng_device_name()) == "cuda" and ACCUMULATORS.hopper or ACCUMULATORS.fp32 end
+  -- `device`: that of the tensor cores on a card, f32 sums elsewhere
+  if number < 0 then
+    number = M_ffi.string(C.eng_device_name()) == "cuda" and ACCUMULATORS.hopper
+      or ACCUMULATORS.fp32
+  end
   to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
 end
 
-local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true }
-local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true, high = true, layers = true, policy = true, sample = true }
+local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
+  dgrad = true, wgrad = true }
+local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
+  high = true, layers = true, policy = true, sample = true }
 
 local function merged(base, over)
   local all = {}
@@ -103,8 +126,8 @@ local function merged(base, over)
   return all
 end
 
---- The fields of each role and product of a layer: the recipe's, and over them those of every entry of `layers` that matches. False:
---- high precision.
+-- The fields of each role and product of a layer: the recipe's, overridden by every matching entry
+-- of `layers`. Returns false for high precision.
 local function layer_of(fp8, path)
   for _, pattern in ipairs(fp8.high or {}) do
     if path:find(pattern) then return false end
@@ -126,14 +149,19 @@ end
 
 local function structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
-  for i, name in ipairs(M.roles) do read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name) end
-  for i, name in ipairs(M.products) do read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name)) end
+  for i, name in ipairs(M.roles) do
+    read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name)
+  end
+  for i, name in ipairs(M.products) do
+    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name))
+  end
   return recipe
 end
 
 local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 
---- Refuses what a card would do by a formula, many times slower than in high precision, unless the user asked for that.
+-- Refuses products that a card can only emulate by a formula, many times slower than high
+-- precision, unless the user asked for that.
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()
   if able == 2 then return end
@@ -141,23 +169,32 @@ local function refuse_formula(layer, recipe, where)
     local whole_tensors = true
     for k, role in ipairs(M.roles) do
       local r = recipe.role[k - 1]
-      if role == FACTORS[name][1] or role == FACTORS[name][2] then whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0 end
+      if role == FACTORS[name][1] or role == FACTORS[name][2] then
+        whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
+      end
     end
-    local asked = (layer[name].accumulator or "device") == "device" and recipe.product[i - 1].accumulator == ACCUMULATORS.hopper
+    local asked = (layer[name].accumulator or "device") == "device"
+      and recipe.product[i - 1].accumulator == ACCUMULATORS.hopper
     if asked and not (able == 1 and whole_tensors) then
       local what, expected = "scales by row or block", "compute capability 9.0"
-      if whole_tensors then what, expected = "a scale for each tensor", "compute capability 8.9 or later" end
-      raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: precision=bf16%s; or ENGINE_FP8_FORMULA=1: the same " ..
-        "numbers by a formula, slowly", where, name, machine.device_text():match("^[^,]*, [^,]*"), what, expected, able == 1 and ", fp8_current" or "")
+      if whole_tensors then
+        what, expected = "a scale for each tensor", "compute capability 8.9 or later"
+      end
+      raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: " ..
+        "precision=bf16%s; or ENGINE_FP8_FORMULA=1: the same " ..
+        "numbers by a formula, slowly", where, name, machine.device_text():match("^[^,]*, [^,]*"),
+          what, expected, able == 1 and ", fp8_current" or "")
     end
   end
 end
 
---- Refuses what cannot be an `fp8` table; `where` begins the message.
+--- Raises an error if `fp8` is not a valid table; `where` begins the message.
 function M.check(fp8, where)
   known(fp8, FP8, where)
   for _, list in ipairs { "high", "layers" } do
-    if fp8[list] ~= nil and type(fp8[list]) ~= "table" then raise("%s: expected %s as a list, got %s", where, list, value_text(fp8[list])) end
+    if fp8[list] ~= nil and type(fp8[list]) ~= "table" then
+      raise("%s: expected %s as a list, got %s", where, list, value_text(fp8[list]))
+    end
   end
   for _, pattern in ipairs(fp8.high or {}) do
     if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
@@ -166,10 +203,13 @@ function M.check(fp8, where)
   end
   for _, list in ipairs { M.roles, M.products } do
     for _, name in ipairs(list) do
-      if fp8[name] ~= nil and type(fp8[name]) ~= "table" then raise("%s: %s: expected a table, got %s", where, name, value_text(fp8[name])) end
+      if fp8[name] ~= nil and type(fp8[name]) ~= "table" then
+        raise("%s: %s: expected a table, got %s", where, name, value_text(fp8[name]))
+      end
     end
   end
-  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward, dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
+  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward,
+    dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
   structure(layer, where)
   for i, over in ipairs(fp8.layers or {}) do
     local at = ("%s: layers[%d]"):format(where, i)
@@ -181,7 +221,9 @@ function M.check(fp8, where)
     local own = merged(layer)
     for _, list in ipairs { M.roles, M.products } do
       for _, name in ipairs(list) do
-        if over[name] ~= nil and type(over[name]) ~= "table" then raise("%s: %s: expected a table, got %s", at, name, value_text(over[name])) end
+        if over[name] ~= nil and type(over[name]) ~= "table" then
+          raise("%s: %s: expected a table, got %s", at, name, value_text(over[name]))
+        end
         own[name] = merged(layer[name], over[name])
       end
     end
@@ -192,7 +234,8 @@ function M.check(fp8, where)
     raise("%s: expected policy as a name or a list of names, got %s", where, value_text(policy))
   end
   if fp8.sample ~= nil and whole(fp8.sample, where, "sample") < 0 then
-    raise("%s: expected sample as steps between two looks, 0 for none, got %s", where, value_text(fp8.sample))
+    raise("%s: expected sample as steps between two measurements, 0 for none, got %s", where,
+      value_text(fp8.sample))
   end
 end
 
@@ -201,41 +244,44 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- numbers kept of each role (read)
+local SUMS, MAXIMA = 7, 5      -- numbers of each role (read)
 
 local function load_policies(names, where)
   local list = {}
   if type(names) ~= "table" or names.source or names.decide then names = { names } end
   for i, name in ipairs(names) do
-    local good, result = pcall(require("engine.policy.policy").load, name, nil, "fp8")
+    local good, result = pcall(policy_files.load, name, nil, "fp8")
     if not good then raise("%s: policy: %s", where, result) end
     list[i] = result
   end
   return list
 end
 
---- Refuses a pattern of the user's own that means no module of the model: a slip of the pen would leave the layer as it was. Those that recipes
---- come with (heads, which may be tied) need not.
+-- Refuses a user's pattern that matches no module, because a typo would silently change nothing.
+-- Patterns of the shipped recipes (heads, which may be tied) may match none.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
-    for _, usual in ipairs(require("engine.train.precision").usual_high) do
+    for _, usual in ipairs(full.usual_high) do
       if pattern == usual then return end
     end
     local found = false
     model:apply(function(_, path) found = found or path:find(pattern) ~= nil end)
     if found then return end
-    raise("%s: %s: the pattern '%s' means no layer of this model; linear layers: %s", where, of, pattern,
+    raise("%s: %s: the pattern '%s' matches no layer of this model; linear layers: %s", where, of,
+      pattern,
       #linears <= 8 and table.concat(linears, " ") or table.concat(linears, " ", 1, 8) .. " ..")
   end
   for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
---- Gives every linear layer of a model that the recipe means a site; what an earlier recipe gave it goes. Nil for a recipe without FP8.
+--- Gives a site to every linear layer that the recipe puts in FP8, and removes those of an earlier
+--- recipe. Returns nil for a recipe without FP8.
 function M.attach(model, full)
   local fp8 = full.fp8
-  local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {}, amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
+  local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {},
+    amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
   local number, linears = ffi.new("int64_t[1]"), {}
   model:apply(function(module, path)
     if module._class == "linear" then linears[#linears + 1] = path end
@@ -256,15 +302,18 @@ function M.attach(model, full)
     check(C.eng_fp8_site_set(id, recipe))
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
-    self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder, module = module, recipe = recipe, on = true,
+    self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
+      module = module, recipe = recipe, on = true,
       meters = {} }
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
-    raise("precision '%s': no linear layer of this model is in FP8: `high` keeps them all in high precision, or there is none", full.name)
+    raise("precision '%s': no linear layer of this model is in FP8: it has none, or `high` " ..
+      "excludes all", full.name)
   end
   self.sample = fp8.sample or 100
-  self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name)) or {})
+  self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))
+    or {})
   return self
 end
 
@@ -279,16 +328,20 @@ function Sites:prepare(policies)
   end
   for _, site in ipairs(self.list) do groups[#groups + 1] = site.path .. ":high" end
   for _, policy in ipairs(policies) do
-    if not policy.handle then raise("an FP8 policy is a file (policies/README.md), not a class: %s", tostring(policy.name)) end
+    if not policy.handle then
+      raise("an FP8 policy is a file (policies/README.md), not a class: %s", tostring(policy.name))
+    end
     policy:tensors(names, group_of, groups, true)
   end
-  if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end      -- from now on they are to be kept
+  -- keeps amaxes from now on
+  if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end
   self.policies, self.names = policies, names
   self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
-  self.sums, self.maxima = ffi.new("double[?]", SUMS * #names), ffi.new("double[?]", MAXIMA * #names)
+  self.sums, self.maxima = ffi.new("double[?]", SUMS * #names),
+    ffi.new("double[?]", MAXIMA * #names)
 end
 
---- Before a step's forward passes: whether this one is looked at closely.
+--- Before a step's forward passes: decides whether this step is measured.
 function Sites:begin(step)
   self.looking = self.sample > 0 and step % self.sample == 0
   C.eng_fp8_measure(self.looking)
@@ -299,26 +352,28 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- What the core knows of a site since it was asked last, as numbers that ranks add up (SUMS of them for each role) or of which they take the
--- largest (MAXIMA).
+-- Reads what the core gathered of a site since the last read: for each role, SUMS numbers that
+-- ranks add up and MAXIMA numbers of which they take the largest.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
   for r = 0, 2 do
-    local m, sums, maxima = self.meter[r], self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
+    local m, sums, maxima = self.meter[r], self.sums + SUMS * (first + r),
+      self.maxima + MAXIMA * (first + r)
     maxima[0] = self.amax[r]
     if self.looking then
       local list = { m.count, m.zeros, m.underflow, m.overflow, m.nonfinite, m.signal, m.error }
       for k, value in ipairs(list) do sums[k - 1] = tonumber(value) end
-      -- the least of several are the largest of their inverses
-      maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0, m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
+      -- the minimum over ranks is the maximum of inverses
+      maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0,
+        m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
     end
   end
 end
 
 local function inverse(x) return x > 0 and 1 / x or 0 end
 
--- Statistics for policies and the site's meters. `gradient` is what dy carries.
+-- Fills the statistics for policies and the site's meters. gradient: the factor on dy.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, M.roles[r + 1]
@@ -332,9 +387,12 @@ local function tell(self, site, gradient, first)
       s.measured, s.count, s.zeros, s.underflow, s.clipped = count, count, sums[1], sums[2], sums[3]
       s.sum_squares, s.snr = sums[5] / (unit * unit), decibel(sums[5], sums[6])
       local least = inverse(maxima[2])
-      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count, overflow = sums[3] / count, zeros = sums[1] / count,
-        amax = maxima[1] / unit, least = least / unit, range = least > 0 and math.log(maxima[1] / least) / math.log(2) or 0,
-        scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count, nonfinite = sums[4] }
+      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count,
+        overflow = sums[3] / count, zeros = sums[1] / count,
+        amax = maxima[1] / unit, least = least / unit, range = least > 0
+          and math.log(maxima[1] / least) / math.log(2) or 0,
+        scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count,
+          nonfinite = sums[4] }
     end
   end
 end
@@ -351,7 +409,9 @@ function Sites:measure(step, gradient, world)
   if world then
     local f64 = M_ffi.dtype.f64
     check(C.eng_comm_all_reduce(world, self.maxima, MAXIMA * n, f64, C.ENG_MAX))
-    if self.looking then check(C.eng_comm_all_reduce(world, self.sums, SUMS * n, f64, C.ENG_SUM)) end
+    if self.looking then
+      check(C.eng_comm_all_reduce(world, self.sums, SUMS * n, f64, C.ENG_SUM))
+    end
   end
   for i, site in ipairs(self.list) do tell(self, site, gradient, 3 * (i - 1)) end
   return self.looking and self:meters() or nil
@@ -375,36 +435,42 @@ function Sites:observe(record, gradient, next_gradient)
   self:decide(record, next_gradient or gradient)
 end
 
---- Carries out what the policies decided last.
+--- Applies the policies' last decisions. gradient: the factor on the next step's gradients.
 function Sites:apply(gradient)
   if #self.policies == 0 then return end
   local n = #self.names
   for i, site in ipairs(self.list) do
     local high = false
-    for _, policy in ipairs(self.policies) do high = high or policy:group_scale(n + i) ~= policy:scale() end
+    for _, policy in ipairs(self.policies) do
+      high = high or policy:group_scale(n + i) ~= policy:scale()
+    end
     if high == site.on then
       check(C.eng_fp8_site_set(site.id, not high and site.recipe or nil))
       site.on = not high
     end
     for r = 0, 2 do
-      local whole_side = site.recipe.role[r].block_rows == 0 and site.recipe.role[r].block_columns == 0
+      local whole_side = site.recipe.role[r].block_rows == 0
+        and site.recipe.role[r].block_columns == 0
       if site.on and whole_side then
         local amax
         for _, policy in ipairs(self.policies) do
           local own = policy:group_scale(3 * (i - 1) + r + 1)
           if own ~= policy:scale() then amax = own end
         end
-        -- a policy that says nothing of a role leaves it to its own amax
+        -- a role that no policy names is scaled by its own amax
         check(C.eng_fp8_delay(site.id, r, amax and amax * (r == 2 and gradient or 1) or 0))
       end
     end
   end
 end
 
---- State for a checkpoint, and taking it back; `gradient`: what the next step's gradients carry. Gives a line about what did not fit.
+--- The state for a checkpoint, and restoring it. gradient: the factor on the next step's gradients.
+--- restore() returns a line about a policy that starts fresh, or nil.
 function Sites:state()
   local list = {}
-  for i, policy in ipairs(self.policies) do list[i] = { name = policy.name, state = policy:save() } end
+  for i, policy in ipairs(self.policies) do
+    list[i] = { name = policy.name, state = policy:save() }
+  end
   return { policies = list }
 end
 function Sites:restore(saved, gradient)
@@ -412,16 +478,20 @@ function Sites:restore(saved, gradient)
   for i, policy in ipairs(self.policies) do
     local own = type(saved) == "table" and type(saved.policies) == "table" and saved.policies[i]
     if own and own.name == policy.name then policy:restore(own.state)
-    else note = ("the FP8 policy %s starts fresh: the checkpoint has no state of it"):format(policy.name) end
+    else
+      note = ("the FP8 policy %s starts fresh: the checkpoint has no state for it"):format(
+        policy.name)
+    end
   end
   self:apply(gradient)
   return note
 end
 
--- ------------------------------------------------------------------ telling
+-- ------------------------------------------------------------------ meters
 
---- The last meters: a list of { site, role, step, snr, underflow, overflow, zeros, amax, least, range, scale_min, scale_max }, shares of 1,
---- range in binades, amaxes without the loss scale. `match`: a pattern of module paths.
+--- The last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros (fractions),
+--- amax, least (without the loss scale), range (binades), scale_min, scale_max }. match: a pattern
+--- of module paths.
 function Sites:meters(match)
   local rows = {}
   for _, site in ipairs(self.list) do
@@ -449,9 +519,11 @@ function Sites:__tostring()
     local parts = {}
     for r, role in ipairs(M.roles) do
       local of, m = site.recipe.role[r - 1], site.meters[role]
-      parts[r] = ("%s %s %s%s"):format(role, M_ffi.dtype_name[of.format], block_text(of), m and (" %.1f dB"):format(m.snr) or "")
+      parts[r] = ("%s %s %s%s"):format(role, M_ffi.dtype_name[of.format], block_text(of),
+        m and (" %.1f dB"):format(m.snr) or "")
     end
-    lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "), site.on and "" or "   now in high precision")
+    lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "),
+      site.on and "" or "   now in high precision")
   end
   return table.concat(lines, "\n")
 end

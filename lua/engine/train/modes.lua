@@ -16,7 +16,7 @@ local M = {}
 
 M.MOST_LOSSES = 64   -- micro-batches whose losses the core reads together with the statistics
 
---- Why a policy cannot be in force in this mode, or nil. groups: how many may have a scale.
+--- Why a policy cannot be in force in this mode, or nil.
 function M.policy_refusal(trainer, policy)
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
@@ -24,7 +24,7 @@ function M.policy_refusal(trainer, policy)
     return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; "
       .. "hint: mode=sync"):format(policy.name)
   end
-  if not trainer.groups:apart(policy) then return nil end
+  if not policy:scales_groups() then return nil end
   return ("%s: policy %s scales layers apart, which takes the record of the step itself; hint: %s")
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end

@@ -4,6 +4,7 @@
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
+local fp8_sites = require "engine.train.fp8_sites"
 local nearest = require "engine.base.nearest"
 local module = require "engine.nn.module"
 local precision = require "engine.train.precision"
@@ -198,7 +199,7 @@ local function new(name, model, options)
     raise("optim.%s: the precision '%s' is for the layers of a module, got a list of tensors", name,
       full.name)
   end
-  local sites = module.is_module(model) and require("engine.train.fp8_sites").attach(model, full)
+  local sites = module.is_module(model) and fp8_sites.attach(model, full)
     or nil
   local moments = options.moments or full.moments
   if moments ~= "f32" and moments ~= "bf16" then
@@ -248,7 +249,7 @@ function Optimizer:set_precision(recipe)
       "of a list of tensors")
   end
   self.precision = full
-  self.fp8 = self.model and require("engine.train.fp8_sites").attach(self.model, full) or nil
+  self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
   local shadow, gradient = precision.parameter_formats(self.precision, self.list)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end

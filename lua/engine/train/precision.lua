@@ -3,6 +3,7 @@
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
 local M_ffi = require "engine.base.ffi"
+local fp8_sites = require "engine.train.fp8_sites"
 local nearest = require "engine.base.nearest"
 
 local C, dtype, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.raise, M_ffi.value_text
@@ -52,7 +53,6 @@ M.recipes = {
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
-M.usual_high = HYBRID.high
 local function hybrid(more)
   local all = {}
   for key, value in pairs(HYBRID) do all[key] = value end
@@ -120,7 +120,7 @@ function M.resolve(recipe)
     raise("precision: expected a name or a recipe table, got %s", value_text(recipe))
   end
   local base = find(recipe.base or "fp32")
-  local full = { name = recipe.name or "custom", scaled = base.scaled }
+  local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
   if recipe.scaled ~= nil then full.scaled = recipe.scaled end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   if recipe.fp8 == false then full.fp8 = nil
@@ -135,7 +135,7 @@ function M.resolve(recipe)
     full.own_fp8 = recipe.fp8
   else full.fp8 = base.fp8 end
   if full.fp8 then
-    require("engine.train.fp8_sites").check(full.fp8, ("precision '%s': fp8"):format(full.name))
+    fp8_sites.check(full.fp8, ("precision '%s': fp8"):format(full.name))
   end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then

@@ -188,9 +188,11 @@ end
 
 --- Why a policy cannot be in force with the scales it asks for, or nil.
 function Trainer:refuses(policy)
-  local apart = self.groups:apart(policy)
-  return policies.unusable(policy, apart and #self.groups.groups or 0)
-    or modes.policy_refusal(self, policy)
+  local problem
+  if policy:scales_groups() or not policies.usable(policy:scale()) then
+    problem = policies.unusable(policy, #self.groups.groups)
+  end
+  return problem or modes.policy_refusal(self, policy)
 end
 
 --- Unscales, clips and updates in one pass, where the verdict is to step. With a delay of 1 there

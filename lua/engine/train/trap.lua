@@ -4,6 +4,7 @@
 -- magnitudes. Costs the time of a few steps.
 -- Called by overflow.lua: with trap = "overflow" at every overflow, else when a run is stuck.
 local M_ffi = require "engine.base.ffi"
+local module = require "engine.nn.module"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -35,7 +36,6 @@ end
 
 -- Numbers the modules, and tells the core which one runs. Returns their paths by number.
 local function follow(model)
-  local module = require "engine.nn.module"
   local paths, number_of = {}, {}
   local function number(m, path)
     if not number_of[m] then
@@ -66,7 +66,7 @@ function M.watch(model, f)
   C.eng_trap(true)
   local good, message = pcall(f)
   C.eng_trap(false)
-  require("engine.nn.module").watch(nil)
+  module.watch(nil)
   if not good then return nil, tostring(message):match("^[^\n]*") end
   local finding = setmetatable({}, Finding)
   for _, kind in ipairs { "inf", "nan" } do
