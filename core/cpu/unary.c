@@ -1,12 +1,13 @@
 // Elementwise functions of one input, their derivatives, and swiglu. Any strides; f64 and integers
-// go to the reference. Accuracy and edge cases of the functions: vmath.h.
-// Called through backend.kernel[].
+// go to the reference kernels. Accuracy and edge cases of the functions: vmath.h. Called through
+// backend.kernel[]; owns nothing.
 //
-//   relu       NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
-//   gelu, silu forward as the formula says: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
-//              infinite x are the limits 0 and 1
-//   hardswish  NaN at -inf; slope 0 at -3 and below, dy itself at 3, above and at NaN, as in PyTorch.
-//              x * (relu6(x + 3) / 6) cannot overflow, PyTorch's (x * relu6(x + 3)) / 6 can
+//   relu        keeps NaN; its slope is 0 at 0 and below, even where dy is not finite, and 1 at NaN
+//   gelu, silu  as the formula says: NaN at -inf (-inf * 0), as in PyTorch; the slopes at infinite x
+//               are the limits 0 and 1
+//   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 at -3 and below, and dy itself at 3 and
+//               above and at NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
+//               (x * relu6(x + 3)) / 6 can
 #include "operand.h"
 #include "simd.h"
 
@@ -25,7 +26,7 @@ static inline vf vf_hardswish_slope(vf x, vf dy)
   return vf_select(vf_le(x, vf_neg(three)), vf_zero(), inside);
 }
 
-// One tile; apart from the caller, so that each instruction set holds every function once.
+// One tile. Not inlined, so that each instruction set holds every function once.
 static __attribute__((noinline)) void unary_tile(int op, float *y, const float *x, int n)
 {
   vf one = vf_set1(1.0f);
@@ -50,18 +51,24 @@ static __attribute__((noinline)) void unary_tile(int op, float *y, const float *
   }
 }
 
-// slope * dy; a is x, b is dy.
-static __attribute__((noinline)) void slope_tile(int op, float *y, const float *x, const float *dy, int n)
+// y = slope * dy for one tile; inside the macros a is x and b is dy.
+static __attribute__((noinline)) void slope_tile(int op, float *y, const float *x, const float *dy,
+                                                 int n)
 {
   vf one = vf_set1(1.0f), half = vf_set1(0.5f);
   switch (op) {
     case ENG_OP_neg:         MAP1(y, dy, n, vf_neg(a)); break;
-    case ENG_OP_abs:         MAP2(y, x, dy, n, vf_mul(b, vf_select(vf_eq(a, vf_zero()), vf_zero(),
-                                                    vf_select(vf_ne(a, a), a, vf_copysign(one, a))))); break;
+    case ENG_OP_abs:
+      MAP2(y, x, dy, n,
+           vf_mul(b, vf_select(vf_eq(a, vf_zero()), vf_zero(),
+                               vf_select(vf_ne(a, a), a, vf_copysign(one, a)))));
+      break;
     case ENG_OP_exp:         MAP2(y, x, dy, n, vf_mul(vf_exp(a), b)); break;
     case ENG_OP_log:         MAP2(y, x, dy, n, vf_div(b, a)); break;
     case ENG_OP_sqrt:        MAP2(y, x, dy, n, vf_mul(vf_div(half, vf_sqrt(a)), b)); break;
-    case ENG_OP_rsqrt:       MAP2(y, x, dy, n, vf_mul(vf_div(vf_div(vf_neg(half), vf_sqrt(a)), a), b)); break;
+    case ENG_OP_rsqrt:
+      MAP2(y, x, dy, n, vf_mul(vf_div(vf_div(vf_neg(half), vf_sqrt(a)), a), b));
+      break;
     case ENG_OP_sin:         for (int i = 0; i < n; i++) y[i] = cosf(x[i]) * dy[i]; break;
     case ENG_OP_cos:         for (int i = 0; i < n; i++) y[i] = -sinf(x[i]) * dy[i]; break;
     case ENG_OP_tanh:        MAP2(y, x, dy, n, vf_mul(vf_tanh_derivative(a), b)); break;
@@ -98,7 +105,8 @@ static void slope_body(const work *w, int64_t first, int n)
 {
   const tensor *dx = w->out[0];
   float tx[TILE], tdy[TILE], tdx[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n), *pdy = operand_load(&w->in[1], tdy, first, n);
+  const float *px = operand_load(&w->in[0], tx, first, n),
+              *pdy = operand_load(&w->in[1], tdy, first, n);
   float *to = tile_target(tdx, dx->data, dx->dtype, first);
   slope_tile(w->op, to, px, pdy, n);
   tile_store(dx->data, dx->dtype, first, to, n);
@@ -120,7 +128,8 @@ static void swiglu_body(const work *w, int64_t first, int n)
 {
   const tensor *y = w->out[0];
   float tgate[TILE], tup[TILE], ty[TILE];
-  const float *gate = operand_load(&w->in[0], tgate, first, n), *up = operand_load(&w->in[1], tup, first, n);
+  const float *gate = operand_load(&w->in[0], tgate, first, n),
+              *up = operand_load(&w->in[1], tup, first, n);
   float *to = tile_target(ty, y->data, y->dtype, first);
   MAP2(to, gate, up, n, vf_mul(vf_silu(a), b));
   tile_store(y->data, y->dtype, first, to, n);
@@ -138,7 +147,8 @@ static void swiglu_grad_body(const work *w, int64_t first, int n)
 {
   const tensor *dgate = w->out[0], *dup = w->out[1];
   float tgate[TILE], tup[TILE], tdy[TILE], tout[TILE];
-  const float *gate = operand_load(&w->in[0], tgate, first, n), *dy = operand_load(&w->in[2], tdy, first, n);
+  const float *gate = operand_load(&w->in[0], tgate, first, n),
+              *dy = operand_load(&w->in[2], tdy, first, n);
   if (dup) {
     float *to = tile_target(tout, dup->data, dup->dtype, first);
     MAP2(to, gate, dy, n, vf_mul(vf_silu(a), b));

@@ -1,23 +1,27 @@
 // vmath.h: elementary functions on float vectors, the same source on every instruction set.
-// Polynomials are minimax fits (Remez) made for these intervals. All keep NaN, take infinities to
-// their limits, and underflow gradually. Largest errors seen, in units in the last place (ulp), over
-// 70 million f32 (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2,
-// sigmoid 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30:
-// silu 3.1, gelu 8, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh)
-// in f32 would have no digit left there). Derivatives of these three cross zero; absolute error 2e-7.
-// Included by simd.h at its end; not to be included alone.
+// Polynomials are minimax fits (Remez) made for these intervals. All functions keep NaN, take
+// infinities to their limits, and underflow gradually.
+//
+// Largest errors measured, in units in the last place (ulp), over 70 million f32
+// (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2, sigmoid
+// 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30: silu
+// 3.1, gelu 8, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh) in
+// f32 would have no correct digit left there). The derivatives of these three cross zero; their
+// absolute error is 2e-7.
+//
+// Included by simd.h at its end; not to be included alone. Owns nothing.
 #ifndef ENG_VMATH_H
 #define ENG_VMATH_H
 
 #define VF_C(x) vf_set1(x)
 
-/// exp(hi + lo) for |lo| far below 1: where an argument is known to more than 24 bits.
+/// exp(hi + lo) for |lo| far below 1: for an argument known to more than 24 bits.
 VF_INLINE vf vf_exp_split(vf hi, vf lo)
 {
   vm gone = vf_lt(hi, VF_C(-104.0f));
   hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond: infinity, zero
   vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
-  // ln 2 in two parts, the first of 9 bits, so that n times it is exact without fma, too
+  // ln 2 in two parts. The first has 9 bits, so that n times it is exact even without fma.
   vf r = vf_fma(n, VF_C(-0.693359375f), hi);
   r = vf_add(vf_fma(n, VF_C(2.12194440e-4f), r), lo);
   vf q = VF_C(0.001380887215f);
@@ -26,11 +30,12 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
-  p = vf_select(gone, vf_zero(), p);                         // underflow in the last step would cost 30 times as much
+  // A result that underflows in the last step would cost 30 times as much.
+  p = vf_select(gone, vf_zero(), p);
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);
 #else
-  // 2^n in two factors, each a normal number; only the second product can round (to a subnormal)
+  // 2^n in two factors, each a normal number; only the second product can round (to a subnormal).
   vi k = vf_to_vi(n), half = vi_sar(k, 1);
   vf first = vf_from_bits(vi_shl(vi_add(half, vi_set1(127)), 23));
   vf second = vf_from_bits(vi_shl(vi_add(vi_sub(k, half), vi_set1(127)), 23));
@@ -40,14 +45,14 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
-/// exp(x) for x that is not far above 0 and never +inf: minus a magnitude, a difference to a maximum or to a
-/// log sum. Cheaper than vf_exp there, as accurate, and as gradual in underflow.
+/// exp(x) for x that is not far above 0 and never +inf: a negated magnitude, or a difference to a
+/// maximum or to a log sum. Cheaper than vf_exp there, as accurate, and underflows as gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
 #if defined(ENG_ISA_avx512)
   vm gone = vf_lt(x, VF_C(-104.0f));
   x = vf_max(VF_C(-106.0f), x);
-  // Adding 1.5 * 2^23 leaves no bits for a fraction: x / ln 2 to the nearest integer.
+  // Adding 1.5 * 2^23 leaves no bits for a fraction: it rounds x / ln 2 to the nearest integer.
   vf n = vf_sub(vf_fma(x, VF_C(1.44269504f), VF_C(12582912.0f)), VF_C(12582912.0f));
   vf r = vf_fma(n, VF_C(2.12194440e-4f), vf_fma(n, VF_C(-0.693359375f), x));
   vf p = vf_fma(VF_C(0.001380887215f), r, VF_C(0.008371494614f));   // coefficients of vf_exp
@@ -61,12 +66,13 @@ VF_INLINE vf vf_exp_low(vf x)
 #endif
 }
 
-/// log: -inf at 0, NaN below.
+/// log: -inf at 0, NaN for negative x.
 VF_INLINE vf vf_log(vf x)
 {
   vm tiny = vf_lt(x, VF_C(1.17549435e-38f));
   vi bits = vf_bits(vf_select(tiny, vf_mul(x, VF_C(8388608.0f)), x));
-  vi k = vi_sar(vi_sub(bits, vi_set1(0x3F3504F3)), 23);      // the rest lies in [sqrt(1/2), sqrt(2))
+  // x = 2^k * (1 + f), with 1 + f in [sqrt(1/2), sqrt(2))
+  vi k = vi_sar(vi_sub(bits, vi_set1(0x3F3504F3)), 23);
   vf f = vf_sub(vf_from_bits(vi_sub(bits, vi_shl(k, 23))), VF_C(1.0f));
   vf e = vf_sub(vi_to_vf(k), vf_select(tiny, VF_C(23.0f), vf_zero()));
   vf p = VF_C(0.06746703498f);
@@ -115,14 +121,16 @@ VF_INLINE vf vf_sigmoid(vf x)
   return vf_div(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), vf_add(z, VF_C(1.0f)));
 }
 
-/// exp(-a^2 / 2) for 0 <= a <= 15; a^2 is carried to twice the precision, as its error grows in the exponent.
+/// exp(-a^2 / 2) for 0 <= a <= 15. a^2 is computed to twice the precision, because its error grows
+/// in the exponent.
 VF_INLINE vf vf_bell_(vf a)
 {
   vf square = vf_mul(a, a);
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
   vf rest = vf_fma(a, a, vf_neg(square));
 #else
-  vf top = vf_from_bits(vi_and(vf_bits(a), vi_set1((int32_t)0xFFFFF000)));   // 12 bits: its square is exact
+  // 12 significant bits: the square of `top` is exact.
+  vf top = vf_from_bits(vi_and(vf_bits(a), vi_set1((int32_t)0xFFFFF000)));
   square = vf_mul(top, top);
   vf rest = vf_mul(vf_sub(a, top), vf_add(a, top));
 #endif
@@ -145,8 +153,8 @@ VF_INLINE vf vf_tail_factor_(vf a)
   return vf_fma(q, t, VF_C(0.1215139475f));
 }
 
-/// The normal distribution function at x and, through `bell`, exp(-x^2 / 2). Accurate relative to
-/// the result in the lower tail, too, which 0.5 (1 + erf) is not.
+/// The normal distribution function at x and, through `bell`, exp(-x^2 / 2). It keeps its relative
+/// accuracy in the lower tail, unlike 0.5 (1 + erf).
 VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
 {
   vf a = vf_min(VF_C(15.0f), vf_abs(x));
@@ -188,10 +196,11 @@ VF_INLINE vf vf_cos(vf x)
   return vf_load(v);
 }
 
-// ------------------------------------------------------------------ activations and their derivatives
+// ------------------------------------------------------------------ activations and their
+// derivatives
 
-// Forward, a gated activation is x times its gate, NaN at -inf (-inf * 0) as in PyTorch. Derivatives
-// hold x at a bound beyond which they are constant, so that infinite x yields their limits 0 and 1.
+// A gated activation is x times its gate: NaN at -inf (-inf * 0), as in PyTorch. Derivatives are
+// constant beyond a bound and clamp x to it, so that infinite x yields their limits 0 and 1.
 
 VF_INLINE vf vf_gelu(vf x)
 {
@@ -244,10 +253,11 @@ VF_INLINE vf vf_sigmoid_derivative(vf x)
   return vf_mul(vf_mul(z, r), r);
 }
 
-/// 1 - tanh^2, without the cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
+/// 1 - tanh^2 without cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
 VF_INLINE vf vf_tanh_derivative(vf x)
 {
-  vf a = vf_abs(x), z = vf_exp_low(vf_neg(vf_add(a, a))), r = vf_div(VF_C(2.0f), vf_add(z, VF_C(1.0f)));
+  vf a = vf_abs(x), z = vf_exp_low(vf_neg(vf_add(a, a))),
+     r = vf_div(VF_C(2.0f), vf_add(z, VF_C(1.0f)));
   return vf_mul(vf_mul(z, r), r);
 }
 

@@ -1,4 +1,5 @@
-// Gradients between ranks, in host memory. See wire.h.
+// The arithmetic of gradient messages between ranks, in host memory: search for inf and nan, sums
+// over ranks, e4m3 encoding. The functions are declared in device/wire.h. Owns nothing.
 #include "device/wire.h"
 
 #include "base/fp8_scale.h"
@@ -42,7 +43,7 @@ int wire_flags(const void *x, int dtype, int64_t n)
 
 static void divided(float *restrict out, const float *restrict x, int m, float share, bool exact)
 {
-  float factor = 1 / share;               // of a power of two, the product is the quotient
+  float factor = 1 / share;               // exact for a power of two: x * factor equals x / share
   if (exact) for (int i = 0; i < m; i++) out[i] = x[i] * factor;
   else for (int i = 0; i < m; i++) out[i] = x[i] / share;
 }
@@ -61,14 +62,15 @@ void wire_sum(float *out, const float *const *in, int n, int64_t count, float sh
   for (int64_t from = 0; from < count; from += PIECE) {
     int m = (int)(count - from < PIECE ? count - from : PIECE);
     int level[LEVELS], depth = 0;
-    for (int k = 0; k < p; k++) {         // a counter in binary: equal neighbours merge
+    for (int k = 0; k < p; k++) {         // a binary counter: equal neighbours merge
       divided(room[depth], in[k] + from, m, share, exact);
       if (k + p < n) {
         divided(term, in[k + p] + from, m, share, exact);
         add(room[depth], term, m);
       }
       level[depth++] = 0;
-      for (; depth > 1 && level[depth - 1] == level[depth - 2]; depth--, level[depth - 1]++) add(room[depth - 2], room[depth - 1], m);
+      for (; depth > 1 && level[depth - 1] == level[depth - 2]; depth--, level[depth - 1]++)
+        add(room[depth - 2], room[depth - 1], m);
     }
     memcpy(out + from, room[0], (size_t)m * sizeof *out);
   }
@@ -83,11 +85,13 @@ void wire_e4m3_encode(uint8_t *codes, float *scales, const float *x, int64_t n)
       float magnitude = f32_from(f32_bits(x[from + i]) & 0x7FFFFFFFu);
       if (f32_is_finite(magnitude) && magnitude > amax) amax = magnitude;
     }
-    fp8_scale s = fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
+    fp8_scale s =
+      fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
     scales[block] = s.scale;
     for (int i = 0; i < m; i++)
-      codes[from + i] = f32_is_finite(x[from + i]) ? e4m3_from_f32(x[from + i] * s.factor, FP8_SATURATE)
-                                                   : (uint8_t)(0x7F | (f32_bits(x[from + i]) >> 24 & 0x80));
+      codes[from + i] = f32_is_finite(x[from + i])
+                          ? e4m3_from_f32(x[from + i] * s.factor, FP8_SATURATE)
+                          : (uint8_t)(0x7F | (f32_bits(x[from + i]) >> 24 & 0x80));
   }
 }
 
