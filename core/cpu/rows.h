@@ -1,8 +1,10 @@
 // What the row kernels share: the rows of a tensor, rows of any fast dtype as f32, sums in a fixed
-// order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set. Owns nothing.
+// order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set. Owns
+// nothing.
 //
-// Sums: lanes within a tile of TILE elements, a fixed tree over the lanes, tiles in double in order.
-// The order depends on the length of a row and the lanes of the instruction set, never on threads.
+// Order of a sum: lanes within a tile of TILE elements, a fixed tree over the lanes, then the tiles
+// in order, in double. The order depends on the length of a row and the lanes of the instruction
+// set, never on threads.
 #ifndef ENG_ROWS_H
 #define ENG_ROWS_H
 
@@ -12,7 +14,8 @@
 
 #include <omp.h>
 
-enum { PARALLEL_ELEMENTS = 16384 };   // below this waking the other threads costs more than it saves
+// Below this, waking the other threads costs more than it saves.
+enum { PARALLEL_ELEMENTS = 16384 };
 
 /// The last dimension (1 for a scalar) and the number of rows of that length.
 static inline int64_t row_length(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
@@ -23,7 +26,7 @@ static inline int64_t row_count(const tensor *x)
   return n;
 }
 
-/// Whether every tensor of the call, absent ones aside, is f32, f16 or bf16.
+/// Whether every tensor of the call is f32, f16 or bf16; absent tensors do not count.
 static inline bool all_fast(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)
@@ -41,7 +44,8 @@ static inline eng_status forward_to_reference(const op_call *call)
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b)  { return a > b ? a : b; }
 
-/// `count` floats of each thread's own in one piece, apart by whole cache lines.
+/// `count` rounded up to whole cache lines of floats, so that the buffers of two threads share no
+/// line.
 static inline int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
 
 static inline float get(const void *data, int dtype, int64_t i)
@@ -51,28 +55,31 @@ static inline float get(const void *data, int dtype, int64_t i)
   return dtype == ENG_f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
 }
 
-/// Rounds once from double.
+/// Stores a double, rounded once.
 static inline void put(void *data, int dtype, int64_t i, double value)
 {
   if (dtype == ENG_f32) ((float *)data)[i] = (float)value;
   else ((uint16_t *)data)[i] = dtype == ENG_f16 ? f16_from_f64(value) : bf16_from_f64(value);
 }
 
-/// n contiguous elements as f32: the source itself when it is f32, else converted into `buffer` [n].
-static inline const float *row_load(float *buffer, const void *source, int dtype, int64_t first, int64_t n)
+/// n contiguous elements as f32: the source itself when it is f32, else converted into `buffer`
+/// [n].
+static inline const float *row_load(float *buffer, const void *source, int dtype, int64_t first,
+                                    int64_t n)
 {
   if (dtype == ENG_f32) return (const float *)source + first;
   floats_from(buffer, source, dtype, first, n);
   return buffer;
 }
 
-/// The last n < VF_LANES elements of a row, the other lanes `fill`.
+/// The last n < VF_LANES elements of a row; the other lanes hold `fill`.
 VF_INLINE vf load_tail(const float *source, int n, float fill)
 {
   return vf_select(vm_first(n), vf_load_n(source, n), vf_set1(fill));
 }
 
-/// The same in double, one by one: for a tile whose f32 sum leaves the range (or that holds Inf or NaN).
+/// The sum of one tile in double, element by element: for a tile whose f32 sum overflows, or that
+/// holds Inf or NaN.
 static __attribute__((noinline, unused)) double wide_sum(const float *x, int n)
 {
   double sum = 0.0;
@@ -134,7 +141,7 @@ static inline double row_squares(const float *x, int64_t n, float centre)
   return sum;
 }
 
-/// The largest element of a tile; arbitrary among the others when there is a NaN.
+/// The largest element of a tile. When the tile holds a NaN, the result is arbitrary.
 static inline float tile_max(const float *x, int n)
 {
   vf a = vf_set1(-INFINITY), b = a, c = a, d = a;
@@ -150,13 +157,15 @@ static inline float tile_max(const float *x, int n)
   return vf_maxall(vf_max(vf_max(a, b), vf_max(c, d)));
 }
 
-/// Sum of exp(x - shift) over a tile; exp of each element goes to `keep` [n] unless that is NULL.
+/// Sum of exp(x - shift) over a tile; the exp of each element goes to `keep` [n] unless that is
+/// NULL.
 VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
 {
   vf m = vf_set1(shift), a = vf_set1(0.0f), b = a;
   int i = 0;
   for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    vf p = vf_exp_low(vf_sub(vf_load(x + i), m)), q = vf_exp_low(vf_sub(vf_load(x + i + VF_LANES), m));
+    vf p = vf_exp_low(vf_sub(vf_load(x + i), m)),
+       q = vf_exp_low(vf_sub(vf_load(x + i + VF_LANES), m));
     if (keep) {
       vf_store(keep + i, p);
       vf_store(keep + i + VF_LANES, q);
@@ -164,7 +173,7 @@ VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
     a = vf_add(a, p);
     b = vf_add(b, q);
   }
-  for (; i < n; i += VF_LANES) {   // twice at most: a whole vector, then the rest
+  for (; i < n; i += VF_LANES) {   // at most twice: a whole vector, then the rest
     bool whole = i + VF_LANES <= n;
     vf p = vf_exp_low(vf_sub(whole ? vf_load(x + i) : load_tail(x + i, n - i, -INFINITY), m));
     if (keep) {
@@ -177,13 +186,14 @@ VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
 }
 
 /// The largest element of a row and the sum of exp(x - max), found in one pass. Where max is -inf,
-/// sum is that of exp(x): 0. A NaN anywhere, or +inf, makes sum NaN.
+/// the sum is that of exp(x): 0. A NaN anywhere, or +inf, makes the sum NaN.
 typedef struct row_exponents {
   float  max;
   double sum;
 } row_exponents;
 
-/// Elements [first, first + n) of x. The sum so far is scaled anew when a tile holds a larger maximum.
+/// The row is elements [first, first + n) of x. A tile with a larger maximum rescales the sum so
+/// far.
 static inline row_exponents row_exponents_of(const void *x, int dtype, int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));

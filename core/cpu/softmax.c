@@ -1,9 +1,10 @@
-// Softmax, log softmax and logsumexp over the last dimension, with their gradients.
-// The largest element of a row is taken out first, so nothing finite overflows. As in PyTorch a row
-// with NaN or +inf yields NaN, and so does one of -inf only; logsumexp gives +inf and -inf for those.
-// Rows of up to SHORT elements take one exp an element and one read of memory; longer ones two of each,
-// the second read from the caches.
-// Registered by cpu.c, called through the backend table.
+// Softmax, log softmax and logsumexp over the last dimension, with their gradients. Registered by
+// cpu.c, called through the backend table; owns nothing.
+//
+// The largest element of a row is subtracted first, so nothing finite overflows. As in PyTorch, a
+// row with NaN or +inf yields NaN, and so does a row of -inf only; logsumexp gives +inf and -inf
+// for those two. A row of up to SHORT elements takes one exp per element and one read of memory. A
+// longer row takes two of each; its second read comes from the caches.
 #include "simd.h"
 #include "rows.h"
 
@@ -11,7 +12,7 @@ enum { SHORT = 4096 };   // floats, 16 KiB of stack
 
 // ------------------------------------------------------------------ softmax
 
-/// y = exp * factor for one tile, where exp is in `from`.
+/// y = exp * factor for one tile; `from` holds the exps.
 static void scale_tile(const float *from, float factor, void *y, int dtype, int64_t first, int n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
@@ -24,13 +25,15 @@ static void scale_tile(const float *from, float factor, void *y, int dtype, int6
 }
 
 /// y = exp(x - max) * factor for one tile.
-static void exp_tile(const float *x, float max, float factor, void *y, int dtype, int64_t first, int n)
+static void exp_tile(const float *x, float max, float factor, void *y, int dtype, int64_t first,
+                     int n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, y, dtype, first);
   vf m = vf_set1(max), f = vf_set1(factor);
   int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_exp_low(vf_sub(vf_load(x + i), m)), f));
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    vf_store(out + i, vf_mul(vf_exp_low(vf_sub(vf_load(x + i), m)), f));
   if (i < n) vf_store_n(out + i, vf_mul(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), m)), f), n - i);
   tile_store(y, dtype, first, out, n);
 }
@@ -41,9 +44,11 @@ static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n
   const float *in = row_load(row, x->data, x->dtype, first, n);
   float max = tile_max(in, n);
   double sum = 0.0;
-  for (int at = 0; at < n; at += TILE) sum += tile_exp_sum(in + at, (int)smaller(TILE, n - at), max, row + at);
   for (int at = 0; at < n; at += TILE)
-    scale_tile(row + at, (float)(1.0 / sum), y->data, y->dtype, first + at, (int)smaller(TILE, n - at));
+    sum += tile_exp_sum(in + at, (int)smaller(TILE, n - at), max, row + at);
+  for (int at = 0; at < n; at += TILE)
+    scale_tile(row + at, (float)(1.0 / sum), y->data, y->dtype, first + at,
+               (int)smaller(TILE, n - at));
 }
 
 static void softmax_long(const tensor *x, const tensor *y, int64_t first, int64_t n)
@@ -71,13 +76,15 @@ static eng_status softmax(const op_call *call)
 }
 
 /// dx = y * (dy - sum(y * dy)).
-static void softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype, int64_t first, int64_t n)
+static void softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype,
+                              int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, dx, dtype, first);
   vf s = vf_set1((float)sum);
   int64_t i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_load(y + i), vf_sub(vf_load(dy + i), s)));
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    vf_store(out + i, vf_mul(vf_load(y + i), vf_sub(vf_load(dy + i), s)));
   if (i < n) {
     int rest = (int)(n - i);
     vf_store_n(out + i, vf_mul(vf_load_n(y + i, rest), vf_sub(vf_load_n(dy + i, rest), s)), rest);
@@ -116,7 +123,7 @@ static eng_status softmax_grad(const op_call *call)
     }
     for (int64_t at = 0; at < n; at += TILE) {
       int length = (int)smaller(TILE, n - at);
-      if (n > TILE) {   // a single tile still lies there
+      if (n > TILE) {   // the buffers still hold a single tile
         p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
         d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
       }
@@ -129,7 +136,8 @@ static eng_status softmax_grad(const op_call *call)
 // ------------------------------------------------------------------ log softmax
 
 /// y = (x - max) - log(sum): two steps, because max may be large and log(sum) small.
-static void log_softmax_tile(const float *x, float max, float log_sum, void *y, int dtype, int64_t first, int n)
+static void log_softmax_tile(const float *x, float max, float log_sum, void *y, int dtype,
+                             int64_t first, int n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, y, dtype, first);
@@ -160,7 +168,8 @@ static eng_status log_softmax(const op_call *call)
 }
 
 /// dx = dy - exp(y) * sum(dy).
-static void log_softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype, int64_t first, int n)
+static void log_softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype,
+                                  int64_t first, int n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, dx, dtype, first);

@@ -1,5 +1,5 @@
-// Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes. Strides in elements. Included by
-// copy.c and fp8_quantize.c. Owns nothing.
+// Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes.
+// Strides are in elements. Included by copy.c and fp8_quantize.c. Owns nothing.
 #ifndef ENG_TURN_H
 #define ENG_TURN_H
 
@@ -13,7 +13,8 @@ static inline void turn_words(uint32_t *y, int64_t y_stride, const uint32_t *x, 
 {
   words a = *(const words *)x, b = *(const words *)(x + x_stride);
   words c = *(const words *)(x + 2 * x_stride), d = *(const words *)(x + 3 * x_stride);
-  words ab = __builtin_shuffle(a, b, (words){0, 4, 1, 5}), cd = __builtin_shuffle(c, d, (words){0, 4, 1, 5});
+  words ab = __builtin_shuffle(a, b, (words){0, 4, 1, 5}),
+        cd = __builtin_shuffle(c, d, (words){0, 4, 1, 5});
   *(words *)y = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
   *(words *)(y + y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
   ab = __builtin_shuffle(a, b, (words){2, 6, 3, 7});
@@ -43,8 +44,10 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
 #pragma GCC unroll 4
   for (int round = 0; round < 4; round++) {   // each round interleaves rows k and k + 8
     for (int k = 0; k < 8; k++) {
-      next[2 * k] = __builtin_shuffle(row[k], row[k + 8], (bytes){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-      next[2 * k + 1] = __builtin_shuffle(row[k], row[k + 8], (bytes){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+      next[2 * k] = __builtin_shuffle(
+        row[k], row[k + 8], (bytes){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      next[2 * k + 1] = __builtin_shuffle(
+        row[k], row[k + 8], (bytes){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }
     for (int k = 0; k < 16; k++) row[k] = next[k];
   }
