@@ -1,18 +1,20 @@
 // simd.h: one vector type for the CPU kernels. A kernel file is compiled three times, with
-// ENG_ISA_plain, ENG_ISA_avx2 or ENG_ISA_avx512 defined; this header gives each build float vectors
-// of 4, 8 or 16 lanes under the same names, conversions that are bit-equal to numerics.h, and the
-// tiles by which one loop over f32 serves every mix of f32, f16 and bf16 tensors.
-// Included by the kernel files of cpu/ and by nothing else. Owns nothing. Math stands in vmath.h.
+// ENG_ISA_plain, ENG_ISA_avx2 or ENG_ISA_avx512 defined. This header gives each build float vectors
+// of 4, 8 or 16 lanes under the same names, conversions that are bit-equal to numerics.h, and
+// tiles: buffers of f32 through which one loop serves every mix of f32, f16 and bf16 tensors. The
+// elementary functions are in vmath.h. Included by the kernel files of cpu/ only. Owns nothing.
 //
 // vf   VF_LANES floats           vi   as many int32
 // vm   a mask, one flag per lane
+//
 // Rules that hold on every instruction set:
-//   vf_min(a, b), vf_max(a, b)   b where either is NaN, and where both are zero: put the value whose NaN
-//                                shall survive second
+//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: to keep the NaN
+//                                of a value, pass it second
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
-//   comparisons                  false where either side is NaN, but vf_ne: true
-//   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load gives 0 in the others
+//   comparisons                  false where either side is NaN, except vf_ne: true
+//   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills the
+//                                other lanes with 0
 //   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
 #ifndef ENG_SIMD_H
 #define ENG_SIMD_H
@@ -53,7 +55,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * VF_LANES), may_alias));
 // ------------------------------------------------------------------ the same on every set
 
 VF_INLINE vf vf_zero(void)       { return (vf){0}; }
-VF_INLINE vf vf_set1(float x)    { return x - (vf){0}; }      // x - 0 keeps -0, and NaN as it is
+VF_INLINE vf vf_set1(float x)    { return x - (vf){0}; }      // x - 0 keeps -0 and NaN
 VF_INLINE vi vi_set1(int32_t x)  { return x + (vi){0}; }
 VF_INLINE vi vf_bits(vf a)       { return (vi)a; }
 VF_INLINE vf vf_from_bits(vi a)  { return (vf)a; }
@@ -65,7 +67,10 @@ VF_INLINE vf vf_div(vf a, vf b)  { return a / b; }
 VF_INLINE vf vf_neg(vf a)        { return (vf)((vi)a ^ (int32_t)0x80000000); }
 VF_INLINE vf vf_abs(vf a)        { return (vf)((vi)a & 0x7FFFFFFF); }
 /// Magnitude of a, sign of b.
-VF_INLINE vf vf_copysign(vf a, vf b) { return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000)); }
+VF_INLINE vf vf_copysign(vf a, vf b)
+{
+  return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000));
+}
 
 VF_INLINE vi vi_add(vi a, vi b)  { return (vi)((vu)a + (vu)b); }   // wraps
 VF_INLINE vi vi_sub(vi a, vi b)  { return (vi)((vu)a - (vu)b); }
@@ -73,8 +78,8 @@ VF_INLINE vi vi_and(vi a, vi b)  { return a & b; }
 VF_INLINE vi vi_or(vi a, vi b)   { return a | b; }
 VF_INLINE vi vi_xor(vi a, vi b)  { return a ^ b; }
 VF_INLINE vi vi_shl(vi a, int n) { return (vi)((vu)a << n); }
-VF_INLINE vi vi_shr(vi a, int n) { return (vi)((vu)a >> n); }   // zeros come in
-VF_INLINE vi vi_sar(vi a, int n) { return a >> n; }             // the sign comes in
+VF_INLINE vi vi_shr(vi a, int n) { return (vi)((vu)a >> n); }   // shifts in zeros
+VF_INLINE vi vi_sar(vi a, int n) { return a >> n; }             // shifts in the sign
 VF_INLINE vi vi_load(const int32_t *p)     { vi a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vi_store(int32_t *p, vi a)  { memcpy(p, &a, sizeof a); }
 
@@ -90,7 +95,7 @@ VF_INLINE uint32_t vm_bits(vm a)           { return a; }
 
 VF_INLINE vf vf_load(const float *p)                { return _mm512_loadu_ps(p); }
 VF_INLINE void vf_store(float *p, vf a)             { _mm512_storeu_ps(p, a); }
-VF_INLINE vf vf_load_n(const float *p, int n)       { return _mm512_maskz_loadu_ps(vm_first(n), p); }
+VF_INLINE vf vf_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm512_mask_storeu_ps(p, vm_first(n), a); }
 
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm512_fmadd_ps(a, b, c); }
@@ -108,11 +113,14 @@ VF_INLINE vm vf_gt(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CM
 VF_INLINE vm vf_ge(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 VF_INLINE vm vf_eq(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 VF_INLINE vm vf_ne(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
-VF_INLINE vm vi_gt(vi a, vi b)             { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
-VF_INLINE vm vi_eq(vi a, vi b)             { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
+VF_INLINE vm vi_gt(vi a, vi b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
+VF_INLINE vm vi_eq(vi a, vi b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
 /// a where the mask is set, b elsewhere.
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm512_mask_blend_ps(m, b, a); }
-VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a); }
+VF_INLINE vi vi_select(vm m, vi a, vi b)
+{
+  return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a);
+}
 
 VF_INLINE float vf_sum(vf a)
 {
@@ -130,25 +138,54 @@ VF_INLINE float vf_maxall(vf a)
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-VF_INLINE vf vf_load_f16(const uint16_t *p)               { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)      { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)            { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)   { _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+VF_INLINE vf vf_load_f16(const uint16_t *p)
+{
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)
+{
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p));
+}
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)
+{
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
+{
+  _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
 
-VF_INLINE vf vf_widen_bf16_(__m256i h)                    { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)              { return vf_widen_bf16_(_mm256_loadu_si256((const __m256i *)p)); }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)     { return vf_widen_bf16_(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
-// Not the processor's own conversion: vcvtneps2bf16 flushes subnormals to zero.
+VF_INLINE vf vf_widen_bf16_(__m256i h)
+{
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
+VF_INLINE vf vf_load_bf16(const uint16_t *p)
+{
+  return vf_widen_bf16_(_mm256_loadu_si256((const __m256i *)p));
+}
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)
+{
+  return vf_widen_bf16_(_mm256_maskz_loadu_epi16(vm_first(n), p));
+}
+// The processor's own conversion, vcvtneps2bf16, is not used: it flushes subnormals to zero.
 VF_INLINE __m256i vf_narrow_bf16_(vf a)
 {
   __m512i u = (__m512i)a, top = _mm512_srli_epi32(u, 16);
-  __m512i even = _mm512_add_epi32(_mm512_and_si512(top, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
+  __m512i even =
+    _mm512_add_epi32(_mm512_and_si512(top, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
   __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, even), 16);
-  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), top, _mm512_set1_epi32(0x40));
+  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), top,
+                                 _mm512_set1_epi32(0x40));
   return _mm512_cvtepi32_epi16(rounded);
 }
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)           { _mm256_storeu_si256((__m256i *)p, vf_narrow_bf16_(a)); }
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)  { _mm256_mask_storeu_epi16(p, vm_first(n), vf_narrow_bf16_(a)); }
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
+{
+  _mm256_storeu_si256((__m256i *)p, vf_narrow_bf16_(a));
+}
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
+{
+  _mm256_mask_storeu_epi16(p, vm_first(n), vf_narrow_bf16_(a));
+}
 
 #elif defined(ENG_ISA_avx2)
 // ------------------------------------------------------------------ AVX2 with FMA and F16C
@@ -161,8 +198,14 @@ VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)_mm256_movemask_ps
 
 VF_INLINE vf vf_load(const float *p)                { return _mm256_loadu_ps(p); }
 VF_INLINE void vf_store(float *p, vf a)             { _mm256_storeu_ps(p, a); }
-VF_INLINE vf vf_load_n(const float *p, int n)       { return _mm256_maskload_ps(p, (__m256i)vm_first(n)); }
-VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm256_maskstore_ps(p, (__m256i)vm_first(n), a); }
+VF_INLINE vf vf_load_n(const float *p, int n)
+{
+  return _mm256_maskload_ps(p, (__m256i)vm_first(n));
+}
+VF_INLINE void vf_store_n(float *p, vf a, int n)
+{
+  _mm256_maskstore_ps(p, (__m256i)vm_first(n), a);
+}
 
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm256_fmadd_ps(a, b, c); }
 VF_INLINE vf vf_max(vf a, vf b)            { return _mm256_max_ps(a, b); }
@@ -210,25 +253,47 @@ VF_INLINE void vf_put_halves_(uint16_t *p, __m128i h, int n)
   for (int i = 0; i < n; i++) p[i] = lane[i];
 }
 
-VF_INLINE vf vf_load_f16(const uint16_t *p)               { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)      { return _mm256_cvtph_ps(vf_halves_(p, n)); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)            { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)   { vf_put_halves_(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), n); }
+VF_INLINE vf vf_load_f16(const uint16_t *p)
+{
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return _mm256_cvtph_ps(vf_halves_(p, n)); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)
+{
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
+{
+  vf_put_halves_(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), n);
+}
 
-VF_INLINE vf vf_widen_bf16_(__m128i h)                    { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)              { return vf_widen_bf16_(_mm_loadu_si128((const __m128i *)p)); }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)     { return vf_widen_bf16_(vf_halves_(p, n)); }
+VF_INLINE vf vf_widen_bf16_(__m128i h)
+{
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+}
+VF_INLINE vf vf_load_bf16(const uint16_t *p)
+{
+  return vf_widen_bf16_(_mm_loadu_si128((const __m128i *)p));
+}
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return vf_widen_bf16_(vf_halves_(p, n)); }
 VF_INLINE __m128i vf_narrow_bf16_(vf a)
 {
   vi u = (vi)a, top = vi_shr(u, 16);
   vi rounded = vi_shr(vi_add(u, (top & 1) + 0x7FFF), 16);
   vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
   rounded = vi_select(nan, top | 0x40, rounded);
-  __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);   // lanes 0123 0123 | 4567 4567
+  // lanes 0123 0123 | 4567 4567
+  __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)           { _mm_storeu_si128((__m128i *)p, vf_narrow_bf16_(a)); }
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)  { vf_put_halves_(p, vf_narrow_bf16_(a), n); }
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
+{
+  _mm_storeu_si128((__m128i *)p, vf_narrow_bf16_(a));
+}
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
+{
+  vf_put_halves_(p, vf_narrow_bf16_(a), n);
+}
 
 #else
 // ------------------------------------------------------------------ plain C, any processor
@@ -237,11 +302,19 @@ VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3} < n; }
 VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
 VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
 VF_INLINE vm vm_not(vm a)                  { return ~a; }
-VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8)); }
+VF_INLINE uint32_t vm_bits(vm a)
+{
+  return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8));
+}
 
 VF_INLINE vf vf_load(const float *p)                { vf a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vf_store(float *p, vf a)             { memcpy(p, &a, sizeof a); }
-VF_INLINE vf vf_load_n(const float *p, int n)       { vf a = {0}; for (int i = 0; i < n; i++) a[i] = p[i]; return a; }
+VF_INLINE vf vf_load_n(const float *p, int n)
+{
+  vf a = {0};
+  for (int i = 0; i < n; i++) a[i] = p[i];
+  return a;
+}
 VF_INLINE void vf_store_n(float *p, vf a, int n)    { for (int i = 0; i < n; i++) p[i] = a[i]; }
 
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return (vf)((m & (vi)a) | (~m & (vi)b)); }
@@ -258,8 +331,8 @@ VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return a * b + c; }
 VF_INLINE vf vf_max(vf a, vf b)            { return vf_select(a > b, a, b); }
 VF_INLINE vf vf_min(vf a, vf b)            { return vf_select(a < b, a, b); }
-VF_INLINE vf vf_sqrt(vf a)                 { return (vf){sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
-// Adding 2^23 leaves no bits for a fraction; from there on every number is an integer already.
+VF_INLINE vf vf_sqrt(vf a) { return (vf){sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
+// Adding 2^23 leaves no bits for a fraction; every number from 2^23 on is an integer already.
 VF_INLINE vf vf_rint(vf a)
 {
   vf t = vf_abs(a), whole = (t + 8388608.0f) - 8388608.0f;
@@ -276,7 +349,10 @@ VF_INLINE float vf_maxall(vf a)
 }
 
 VF_INLINE vi vf_halves_(const uint16_t *p)               { return (vi){p[0], p[1], p[2], p[3]}; }
-VF_INLINE void vf_put_halves_(uint16_t *p, vi h)         { for (int l = 0; l < VF_LANES; l++) p[l] = (uint16_t)h[l]; }
+VF_INLINE void vf_put_halves_(uint16_t *p, vi h)
+{
+  for (int l = 0; l < VF_LANES; l++) p[l] = (uint16_t)h[l];
+}
 VF_INLINE vf vf_widen_f16_(vi h)
 {
   vi magnitude = h & 0x7FFF, sign = vi_shl(h & 0x8000, 16);
@@ -284,16 +360,20 @@ VF_INLINE vf vf_widen_f16_(vi h)
   vi special = vi_shl(magnitude, 13) | 0x7F800000;
   special = vi_select(magnitude > 0x7C00, special | 0x00400000, special);
   vf subnormal = vi_to_vf(magnitude) * 0x1p-24f;
-  vi result = vi_select(magnitude < 0x0400, (vi)subnormal, vi_select(magnitude >= 0x7C00, special, normal));
+  vi result =
+    vi_select(magnitude < 0x0400, (vi)subnormal, vi_select(magnitude >= 0x7C00, special, normal));
   return (vf)(result | sign);
 }
 VF_INLINE vi vf_narrow_f16_(vf a)
 {
   vi bits = (vi)a, magnitude = bits & 0x7FFFFFFF, sign = vi_shr(bits, 16) & 0x8000;
   vi normal = vi_shr(vi_add(magnitude, (vi_shr(magnitude, 13) & 1) + (0xFFF - 0x38000000)), 13);
-  vi subnormal = (vi)((vf)magnitude + 0.5f) - 0x3F000000;    // 0.5 has 2^-24 as its last place: the sum rounds there
+  // The last place of 0.5 is 2^-24, so the sum rounds there.
+  vi subnormal = (vi)((vf)magnitude + 0.5f) - 0x3F000000;
   vi nan = (vi_shr(magnitude, 13) & 0x3FF) | 0x7E00;
-  vi result = vi_select(magnitude < 0x38800000, subnormal, vi_select(magnitude >= 0x477FF000, (vi){0x7C00, 0x7C00, 0x7C00, 0x7C00}, normal));
+  vi result =
+    vi_select(magnitude < 0x38800000, subnormal,
+              vi_select(magnitude >= 0x477FF000, (vi){0x7C00, 0x7C00, 0x7C00, 0x7C00}, normal));
   return vi_select(magnitude > 0x7F800000, nan, result) | sign;
 }
 VF_INLINE vi vf_narrow_bf16_(vf a)
@@ -309,29 +389,44 @@ VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)
 }
 
 VF_INLINE vf vf_load_f16(const uint16_t *p)              { return vf_widen_f16_(vf_halves_(p)); }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)     { return vf_widen_f16_(vf_halves_n_(p, n)); }
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return vf_widen_f16_(vf_halves_n_(p, n)); }
 VF_INLINE void vf_store_f16(uint16_t *p, vf a)           { vf_put_halves_(p, vf_narrow_f16_(a)); }
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)  { vi h = vf_narrow_f16_(a); for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
+{
+  vi h = vf_narrow_f16_(a);
+  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
+}
 VF_INLINE vf vf_load_bf16(const uint16_t *p)             { return (vf)vi_shl(vf_halves_(p), 16); }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)    { return (vf)vi_shl(vf_halves_n_(p, n), 16); }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return (vf)vi_shl(vf_halves_n_(p, n), 16); }
 VF_INLINE void vf_store_bf16(uint16_t *p, vf a)          { vf_put_halves_(p, vf_narrow_bf16_(a)); }
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n) { vi h = vf_narrow_bf16_(a); for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }
+VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
+{
+  vi h = vf_narrow_bf16_(a);
+  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
+}
 #endif
 
 VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }
-VF_INLINE vm vf_isnan(vf a)                { return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
-VF_INLINE vm vf_isinf(vf a)                { return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
+VF_INLINE vm vf_isnan(vf a)
+{
+  return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000));
+}
+VF_INLINE vm vf_isinf(vf a)
+{
+  return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000));
+}
 
 #include "simd_fp8.h"
 
 // ------------------------------------------------------------------ tiles
 
-enum { TILE = 512 };   // floats a tile buffer holds: 2 KiB, so that several fit the first cache
+enum { TILE = 512 };   // floats in a tile buffer: 2 KiB, so that several fit the first cache
 
 VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
-/// n contiguous elements of `src` (fast dtype, or FP8) into floats.
-VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first, int64_t n)
+/// Converts n contiguous elements of `src` (fast dtype, or FP8) to floats.
+VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first,
+                           int64_t n)
 {
   int64_t i = 0;
   if (dtype == ENG_f16) {
@@ -349,8 +444,10 @@ VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dty
   }
 }
 
-/// n floats into contiguous elements of `dst` (fast dtype, or FP8: not saturating), rounded to nearest even.
-VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from, int64_t n)
+/// Converts n floats to contiguous elements of `dst` (fast dtype, or FP8: not saturating), rounded
+/// to nearest even.
+VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from,
+                         int64_t n)
 {
   int64_t i = 0;
   if (dtype == ENG_f16) {
@@ -368,8 +465,8 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
   }
 }
 
-/// The n (<= TILE) contiguous elements of `src` from `first` on as floats: the source itself when it
-/// is f32, else converted into `buffer`.
+/// n (<= TILE) contiguous elements of `src` as floats, beginning with element `first`: the source
+/// itself when it is f32, else converted into `buffer`.
 static inline __attribute__((unused))
 const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int n)
 {
@@ -378,9 +475,10 @@ const float *tile_load(float *buffer, const void *src, int dtype, int64_t first,
   return buffer;
 }
 
-/// The same for elements `stride` apart; `first` in elements.
-static inline __attribute__((unused))
-const float *tile_gather(float *buffer, const void *src, int dtype, int64_t first, int64_t stride, int n)
+/// tile_load for elements `stride` apart; `first` is in elements.
+static inline __attribute__((unused)) const float *tile_gather(float *buffer, const void *src,
+                                                               int dtype, int64_t first,
+                                                               int64_t stride, int n)
 {
   if (stride == 1) return tile_load(buffer, src, dtype, first, n);
   if (stride == 0) {
@@ -404,8 +502,8 @@ const float *tile_gather(float *buffer, const void *src, int dtype, int64_t firs
   return buffer;
 }
 
-/// Where to compute the elements of `dst` from `first` on: the destination itself when it is f32,
-/// else `buffer`, which tile_store then rounds into place.
+/// Where to compute the elements of `dst` that begin with `first`: the destination itself when it
+/// is f32, else `buffer`, which tile_store then rounds into `dst`.
 static inline __attribute__((unused))
 float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
 {

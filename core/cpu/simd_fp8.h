@@ -1,5 +1,6 @@
-// FP8 over vectors: codes of VF_LANES floats and back, bit-equal to core/base/fp8.h. Included by simd.h, between vectors and tiles.
-// `fraction` is 3 for e4m3, 2 for e5m2, a constant where these are inlined. Owns nothing.
+// Vectors of FP8: converts VF_LANES floats to codes and back, bit-equal to core/base/fp8.h.
+// `fraction` is 3 for e4m3 and 2 for e5m2, a constant where these functions are inlined. Included
+// by simd.h, between vectors and tiles. Owns nothing.
 #ifndef ENG_SIMD_FP8_H
 #define ENG_SIMD_FP8_H
 
@@ -12,7 +13,8 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 #endif
 }
 
-/// Codes of finite or infinite magnitudes, past the largest one, with sign and NaN put right.
+/// Finishes codes: bounds finite or infinite magnitudes past the largest number, restores signs,
+/// and sets the code of NaN.
 VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, const bool saturate)
 {
   code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
@@ -20,7 +22,7 @@ VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, 
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// a - b where that is positive, else 0; of numbers whose low halves are zeros.
+/// a - b where that is positive, else 0; both numbers have low halves of zeros.
 VF_INLINE vi vi_above_(vi a, int32_t b)
 {
 #if defined(ENG_ISA_avx512)
@@ -32,9 +34,10 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 #endif
 }
 
-/// Codes, in the low bits of lanes, of magnitudes that do not round past the format's numbers; the bits above hold anything. fraction: 6 for e5m6.
-/// The sum with 2^`drop` times the binade's power of two, that of the subnormals below, rounds at the format's step, to nearest even, and
-/// leaves the significand in its last bits.
+/// The codes of magnitudes that do not round past the format's largest number, in the low bits of
+/// the lanes; the bits above hold anything. fraction: 6 for e5m6. Adding 2^`drop` times the power
+/// of two of the magnitude's binade (for subnormals, of the lowest binade) rounds at the format's
+/// step, to nearest even, and leaves the significand in the last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
@@ -44,25 +47,31 @@ VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 }
 VF_INLINE vi vf_fp8_code_(vi bits, vi magnitude, const int fraction)
 {
-  return vi_or(vi_and(vf_fp8_magnitude_(magnitude, fraction), vi_set1(0x7F)), vi_and(vi_shr(bits, 24), vi_set1(0x80)));
+  return vi_or(vi_and(vf_fp8_magnitude_(magnitude, fraction), vi_set1(0x7F)),
+               vi_and(vi_shr(bits, 24), vi_set1(0x80)));
 }
 
 VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
 {
-  // what stands for all beyond: the largest number, or the next one on its grid, whose code is e4m3's NaN, e5m2's Inf
-  const float bound = fraction == 3 ? (saturate ? 448.0f : 480.0f) : (saturate ? 57344.0f : 65536.0f);
+  // The magnitude that replaces all larger ones: the format's largest number, or the next number on
+  // its grid, whose code is e4m3's NaN or e5m2's Inf.
+  const float bound =
+    fraction == 3 ? (saturate ? 448.0f : 480.0f) : (saturate ? 57344.0f : 65536.0f);
   vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF));
   vi code = vf_fp8_code_(bits, vi_least_(magnitude, (int32_t)f32_bits(bound)), fraction);
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// The same of numbers that are known not to round past the largest one.
+/// vf_to_fp8 for numbers known not to round past the largest one.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 {
   return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
 }
-/// Whether a magnitude is such a one; false for NaN.
-VF_INLINE bool fp8_is_within(float magnitude, const int fraction) { return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f; }
+/// Whether a magnitude does not round past the largest number; false for NaN.
+VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
+{
+  return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;
+}
 
 /// Codes of e5m6, saturating.
 VF_INLINE vi vf_to_e5m6(vf x)
@@ -73,112 +82,192 @@ VF_INLINE vi vf_to_e5m6(vf x)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7E0), code);
 }
 
-/// Stochastic rounding by one random word a lane.
+/// Stochastic rounding; takes one random word per lane.
 VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool saturate)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
-  vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF)), chance = vi_shr(random, 32 - drop);
+  vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF)),
+     chance = vi_shr(random, 32 - drop);
   vi normal = vi_sub(vi_shr(vi_add(magnitude, chance), drop), vi_set1((127 - bias) << fraction));
   vm small = vi_gt(vi_set1((128 - bias) << 23), magnitude);
-  vf steps = vf_mul((vf)vi_select(small, magnitude, vi_set1(0)), vf_from_bits(vi_set1((127 + bias - 1 + fraction + drop) << 23)));
+  vf steps = vf_mul((vf)vi_select(small, magnitude, vi_set1(0)),
+                    vf_from_bits(vi_set1((127 + bias - 1 + fraction + drop) << 23)));
   vi code = vi_select(small, vi_shr(vi_add(vf_to_vi(steps), chance), drop), normal);
   return vf_fp8_finish_(code, bits, magnitude, fraction, saturate);
 }
 
 #if defined(ENG_ISA_avx512)
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)          { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code)); }
-VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n) { _mm_mask_storeu_epi8(p, vm_first(n), _mm512_cvtepi32_epi8((__m512i)code)); }
-VF_INLINE __m128i vf_bytes_(const uint8_t *p)              { return _mm_loadu_si128((const __m128i *)p); }
-VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)     { return _mm_maskz_loadu_epi8(vm_first(n), p); }
-// e4m3's bits are those of an f16 256 times smaller, subnormals included.
+VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
+{
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code));
+}
+VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
+{
+  _mm_mask_storeu_epi8(p, vm_first(n), _mm512_cvtepi32_epi8((__m512i)code));
+}
+VF_INLINE __m128i vf_bytes_(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
+{
+  return _mm_maskz_loadu_epi8(vm_first(n), p);
+}
+// The bits of an e4m3 number are those of an f16 256 times smaller, subnormals included.
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
-  __m256i wide = _mm256_cvtepu8_epi16(bytes), magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
-  __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8));
+  __m256i wide = _mm256_cvtepu8_epi16(bytes),
+          magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
+  __m256i half =
+    _mm256_or_si256(_mm256_slli_epi16(magnitude, 7),
+                    _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8));
   vf x = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
   vi nan = vi_or(vi_and((vi)x, vi_set1((int32_t)0x80000000)), vi_set1(0x7FC00000));
   return vf_select(_mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F)), (vf)nan, x);
 }
-VF_INLINE vf vf_of_e5m2_(__m128i bytes) { return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8)); }
+VF_INLINE vf vf_of_e5m2_(__m128i bytes)
+{
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+}
 
 #elif defined(ENG_ISA_avx2)
 VF_INLINE __m128i vf_narrow_bytes_(vi code)
 {
   code = vi_and(code, vi_set1(0xFF));
-  __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);   // lanes 0123 0123 | 4567 4567
+  // lanes 0123 0123 | 4567 4567
+  __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);
   __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
   return _mm_packus_epi16(halves, halves);
 }
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)          { _mm_storel_epi64((__m128i *)p, vf_narrow_bytes_(code)); }
-VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n) { uint8_t b[16]; _mm_storeu_si128((__m128i *)b, vf_narrow_bytes_(code)); for (int i = 0; i < n; i++) p[i] = b[i]; }
-VF_INLINE __m128i vf_bytes_(const uint8_t *p)              { return _mm_loadl_epi64((const __m128i *)p); }
-VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)     { uint8_t b[8] = {0}; for (int i = 0; i < n; i++) b[i] = p[i]; return vf_bytes_(b); }
+VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
+{
+  _mm_storel_epi64((__m128i *)p, vf_narrow_bytes_(code));
+}
+VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
+{
+  uint8_t b[16];
+  _mm_storeu_si128((__m128i *)b, vf_narrow_bytes_(code));
+  for (int i = 0; i < n; i++) p[i] = b[i];
+}
+VF_INLINE __m128i vf_bytes_(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)p); }
+VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
+{
+  uint8_t b[8] = {0};
+  for (int i = 0; i < n; i++) b[i] = p[i];
+  return vf_bytes_(b);
+}
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
   __m128i wide = _mm_cvtepu8_epi16(bytes), magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
-  __m128i half = _mm_or_si128(_mm_slli_epi16(magnitude, 7), _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8));
+  __m128i half = _mm_or_si128(_mm_slli_epi16(magnitude, 7),
+                              _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8));
   vf x = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
   vi nan = vi_or(vi_and((vi)x, vi_set1((int32_t)0x80000000)), vi_set1(0x7FC00000));
-  return vf_select((vm)_mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F))), (vf)nan, x);
+  return vf_select((vm)_mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F))),
+                   (vf)nan, x);
 }
-VF_INLINE vf vf_of_e5m2_(__m128i bytes) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8)); }
+VF_INLINE vf vf_of_e5m2_(__m128i bytes)
+{
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8));
+}
 
 #else
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)          { for (int l = 0; l < VF_LANES; l++) p[l] = (uint8_t)code[l]; }
-VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n) { for (int l = 0; l < n; l++) p[l] = (uint8_t)code[l]; }
+VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
+{
+  for (int l = 0; l < VF_LANES; l++) p[l] = (uint8_t)code[l];
+}
+VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
+{
+  for (int l = 0; l < n; l++) p[l] = (uint8_t)code[l];
+}
 VF_INLINE vi vf_bytes_(const uint8_t *p)                   { return (vi){p[0], p[1], p[2], p[3]}; }
-VF_INLINE vi vf_bytes_n_(const uint8_t *p, int n)          { vi b = {0}; for (int l = 0; l < n; l++) b[l] = p[l]; return b; }
+VF_INLINE vi vf_bytes_n_(const uint8_t *p, int n)
+{
+  vi b = {0};
+  for (int l = 0; l < n; l++) b[l] = p[l];
+  return b;
+}
 VF_INLINE vf vf_of_e4m3_(vi bytes)
 {
   vi magnitude = bytes & 0x7F, sign = vi_shl(bytes & 0x80, 24);
-  vi x = vi_select(magnitude < 8, (vi)(vi_to_vf(magnitude) * 0x1p-9f), vi_shl(magnitude, 20) + (120 << 23));
+  vi x = vi_select(magnitude < 8, (vi)(vi_to_vf(magnitude) * 0x1p-9f),
+                   vi_shl(magnitude, 20) + (120 << 23));
   return (vf)(sign | vi_select(magnitude == 0x7F, vi_set1(0x7FC00000), x));
 }
 VF_INLINE vf vf_of_e5m2_(vi bytes) { return vf_widen_f16_(vi_shl(bytes, 8)); }
 #endif
 
-VF_INLINE vf vf_load_fp8(const uint8_t *p, const int fraction)           { return fraction == 3 ? vf_of_e4m3_(vf_bytes_(p)) : vf_of_e5m2_(vf_bytes_(p)); }
-VF_INLINE vf vf_load_fp8_n(const uint8_t *p, const int fraction, int n)  { return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n)); }
-VF_INLINE void vf_store_fp8(uint8_t *p, vf x, const int fraction, const bool saturate)          { vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate)); }
-VF_INLINE void vf_store_fp8_n(uint8_t *p, vf x, const int fraction, const bool saturate, int n) { vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n); }
-VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)                        { vf_put_bytes_(p, vf_to_fp8_within(x, fraction)); }
+VF_INLINE vf vf_load_fp8(const uint8_t *p, const int fraction)
+{
+  return fraction == 3 ? vf_of_e4m3_(vf_bytes_(p)) : vf_of_e5m2_(vf_bytes_(p));
+}
+VF_INLINE vf vf_load_fp8_n(const uint8_t *p, const int fraction, int n)
+{
+  return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n));
+}
+VF_INLINE void vf_store_fp8(uint8_t *p, vf x, const int fraction, const bool saturate)
+{
+  vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate));
+}
+VF_INLINE void vf_store_fp8_n(uint8_t *p, vf x, const int fraction, const bool saturate, int n)
+{
+  vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n);
+}
+VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
+{
+  vf_put_bytes_(p, vf_to_fp8_within(x, fraction));
+}
 
 #if defined(ENG_ISA_avx512)
-// 32 bf16 numbers at a time: those in even and in odd places as floats each, their signs put back when all are codes.
+// 32 bf16 numbers at a time. The even and the odd ones become two vectors of floats; the signs are
+// restored when all are codes.
 VF_INLINE vf vf_even_bf16_(__m512i w) { return (vf)_mm512_slli_epi32(w, 16); }
-VF_INLINE vf vf_odd_bf16_(__m512i w)  { return (vf)_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xFFFF0000)); }
+VF_INLINE vf vf_odd_bf16_(__m512i w)
+{
+  return (vf)_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xFFFF0000));
+}
 VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
 {
   __m512i high = _mm512_slli_epi32((__m512i)vf_fp8_magnitude_((vi)odd, fraction), 16);
-  __m512i code = _mm512_mask_blend_epi16(0xAAAAAAAAu, (__m512i)vf_fp8_magnitude_((vi)even, fraction), high);
-  return _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 8), code, _mm512_set1_epi16(0x7F), 0xD8);   // the code where the last is 1, else the sign
+  __m512i code =
+    _mm512_mask_blend_epi16(0xAAAAAAAAu, (__m512i)vf_fp8_magnitude_((vi)even, fraction), high);
+  // Bit by bit: the code where the mask 0x7F is set, else the sign.
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 8), code, _mm512_set1_epi16(0x7F), 0xD8);
 }
 
-VF_INLINE void vf_store_fp8_of_bf16_(uint8_t *p, const uint16_t *x, const int fraction)   // not saturating
+// Does not saturate.
+VF_INLINE void vf_store_fp8_of_bf16_(uint8_t *p, const uint16_t *x, const int fraction)
 {
   __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));
-  __m512i bounded = _mm512_min_epu16(magnitude, _mm512_set1_epi16(fraction == 3 ? 0x43F0 : 0x4780));   // 480, 65536: as vf_to_fp8 has them
+  // 480 and 65536, the bounds of vf_to_fp8
+  __m512i bounded = _mm512_min_epu16(magnitude, _mm512_set1_epi16(fraction == 3 ? 0x43F0 : 0x4780));
   __m512i code = vf_pair_codes_(vf_even_bf16_(bounded), vf_odd_bf16_(bounded), w, fraction);
-  code = _mm512_mask_mov_epi16(code, _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7F80)), _mm512_set1_epi16(0x7F));
+  code = _mm512_mask_mov_epi16(code, _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7F80)),
+                               _mm512_set1_epi16(0x7F));
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi16_epi8(code));
 }
 #endif
 
-VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restrict from, const bool is_f16, const int fraction, int64_t n)
+VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restrict from,
+                                    const bool is_f16, const int fraction, int64_t n)
 {
   int64_t i = 0;
 #if defined(ENG_ISA_avx512)
   for (; !is_f16 && i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    __builtin_prefetch(from + i + 1024);   // the processor's own look ahead stops at pages
+    __builtin_prefetch(from + i + 1024);   // the hardware prefetcher stops at pages
     vf_store_fp8_of_bf16_(to + i, from + i, fraction);
   }
 #endif
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store_fp8(to + i, is_f16 ? vf_load_f16(from + i) : vf_load_bf16(from + i), fraction, false);
-  if (i < n) vf_store_fp8_n(to + i, is_f16 ? vf_load_f16_n(from + i, (int)(n - i)) : vf_load_bf16_n(from + i, (int)(n - i)), fraction, false, (int)(n - i));
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    vf_store_fp8(to + i, is_f16 ? vf_load_f16(from + i) : vf_load_bf16(from + i), fraction, false);
+  if (i < n)
+    vf_store_fp8_n(to + i,
+                   is_f16 ? vf_load_f16_n(from + i, (int)(n - i))
+                          : vf_load_bf16_n(from + i, (int)(n - i)),
+                   fraction, false, (int)(n - i));
 }
 
-/// n numbers of f16 or bf16 as codes, not saturating.
-static inline __attribute__((unused)) void fp8_of_halves(uint8_t *restrict to, int dtype, const uint16_t *restrict from, bool is_f16, int64_t n)
+/// Converts n numbers of f16 or bf16 to codes; does not saturate.
+static inline __attribute__((unused)) void fp8_of_halves(uint8_t *restrict to, int dtype,
+                                                         const uint16_t *restrict from, bool is_f16,
+                                                         int64_t n)
 {
   if (dtype == ENG_e4m3) {
     if (is_f16) fp8_of_halves_typed_(to, from, true, 3, n);
@@ -189,35 +278,48 @@ static inline __attribute__((unused)) void fp8_of_halves(uint8_t *restrict to, i
   }
 }
 
-VF_INLINE void fp8_decode_typed_(float *restrict to, const uint8_t *restrict from, const int fraction, int64_t n)
+VF_INLINE void fp8_decode_typed_(float *restrict to, const uint8_t *restrict from,
+                                 const int fraction, int64_t n)
 {
   int64_t i = 0;
   for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_fp8(from + i, fraction));
   if (i < n) vf_store_n(to + i, vf_load_fp8_n(from + i, fraction, (int)(n - i)), (int)(n - i));
 }
 
-/// n codes as floats.
-static inline __attribute__((unused)) void fp8_decode(float *restrict to, const uint8_t *restrict from, int dtype, int64_t n)
+/// Converts n codes to floats.
+static inline __attribute__((unused)) void fp8_decode(float *restrict to,
+                                                      const uint8_t *restrict from, int dtype,
+                                                      int64_t n)
 {
   if (dtype == ENG_e4m3) fp8_decode_typed_(to, from, 3, n);
   else fp8_decode_typed_(to, from, 2, n);
 }
 
-VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict from, const int fraction, const bool saturate, const uint32_t *random, int64_t n)
+VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict from,
+                                 const int fraction, const bool saturate, const uint32_t *random,
+                                 int64_t n)
 {
   int64_t i = 0;
   if (random) {
     for (; i + VF_LANES <= n; i += VF_LANES)
-      vf_put_bytes_(to + i, vf_to_fp8_random(vf_load(from + i), vi_load((const int32_t *)random + i), fraction, saturate));
-    for (; i < n; i++) to[i] = fp8_from_f32(from[i], fraction, FP8_STOCHASTIC | (saturate ? FP8_SATURATE : 0), random[i]);
+      vf_put_bytes_(to + i,
+                    vf_to_fp8_random(vf_load(from + i), vi_load((const int32_t *)random + i),
+                                     fraction, saturate));
+    for (; i < n; i++)
+      to[i] =
+        fp8_from_f32(from[i], fraction, FP8_STOCHASTIC | (saturate ? FP8_SATURATE : 0), random[i]);
     return;
   }
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store_fp8(to + i, vf_load(from + i), fraction, saturate);
-  if (i < n) vf_store_fp8_n(to + i, vf_load_n(from + i, (int)(n - i)), fraction, saturate, (int)(n - i));
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    vf_store_fp8(to + i, vf_load(from + i), fraction, saturate);
+  if (i < n)
+    vf_store_fp8_n(to + i, vf_load_n(from + i, (int)(n - i)), fraction, saturate, (int)(n - i));
 }
 
-/// n floats as codes; `random`: a word for each of them where they are rounded stochastically, else NULL.
-static inline __attribute__((unused)) void fp8_encode(uint8_t *restrict to, int dtype, const float *restrict from, int64_t n, bool saturate, const uint32_t *random)
+/// Converts n floats to codes. `random`: one word per float for stochastic rounding, else NULL.
+static inline __attribute__((unused)) void fp8_encode(uint8_t *restrict to, int dtype,
+                                                      const float *restrict from, int64_t n,
+                                                      bool saturate, const uint32_t *random)
 {
   if (dtype == ENG_e4m3) {
     if (random) fp8_encode_typed_(to, from, 3, saturate, random, n);
