@@ -1,11 +1,11 @@
-// Philox 4x32-10 (rng.h) over vectors: the words of consecutive blocks, in the order of the elements
-// that take them. Included by elementwise.c, once per instruction set. Owns nothing.
+// Philox 4x32-10 (rng.h) over vectors: the random words of consecutive blocks, in the order of the
+// elements that use them. Included by elementwise.c, once per instruction set. Owns nothing.
 #ifndef ENG_PHILOX_H
 #define ENG_PHILOX_H
 
 #include "simd.h"
 
-// Products of 32-bit lanes with a constant, low and high halves apart.
+// Multiplies 32-bit lanes by a constant; returns the low and high halves of the products.
 VF_INLINE void multiply_(vu a, uint32_t factor, vu *low, vu *high)
 {
 #if defined(ENG_ISA_avx512)
@@ -27,7 +27,7 @@ VF_INLINE void multiply_(vu a, uint32_t factor, vu *low, vu *high)
 #endif
 }
 
-// Interleaving within 128-bit parts.
+// Interleaves within 128-bit parts.
 #if defined(ENG_ISA_avx512)
 VF_INLINE vu low32_(vu a, vu b)  { return (vu)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vu high32_(vu a, vu b) { return (vu)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
@@ -45,10 +45,10 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// The words of VF_LANES blocks from `counter` on, 4 * VF_LANES of them in order.
+/// The words of VF_LANES blocks, the first of them `counter`: 4 * VF_LANES words in order.
 VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
 {
-  // Lane l computes the block that the interleaving at the end puts in its place.
+  // Lane l computes the block that the interleaving at the end moves to that lane's words.
   enum { PARTS = VF_LANES / 4 };
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);

@@ -1,31 +1,30 @@
-// Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
-// f64 and integers go to the reference.
-// Called through backend.kernel[].
+// Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min. f64
+// and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
-// Order of a sum: lanes within a tile (or FLUSH rows), then double, in tiles of a piece in order, then
-// the pieces in order. The cut into pieces depends on the shape alone, never on the threads.
-// Max and min: NaN wins; which of -0 and +0 is not decided.
+// Order of a sum: lanes within a tile (or FLUSH rows), then double over the tiles of a piece in
+// order, then over the pieces in order. The cut into pieces depends on the shape alone, never on
+// the threads. Max and min: NaN wins; the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
 
 enum {
   PIECE = 64 * TILE,   // elements of one result that one task reduces
-  PIECE_ROWS = 256,    // the same where columns are reduced: rows
-  FLUSH = 32,          // rows added up in f32 before they go into double
+  PIECE_ROWS = 256,    // rows that one task reduces, where columns are reduced
+  FLUSH = 32,          // rows added in f32 before the sum goes into double
 };
 
 typedef enum rule { SUM, MAX, MIN } rule;
 
-/// A reduction as two walks over x: the results' dimensions and those reduced.
+/// A reduction as two walks over x: one over the dimensions that are kept, one over those reduced.
 typedef struct reduction {
-  operand kept, gone;            // data of both: x
+  operand kept, gone;            // both point into the data of x
   int64_t results, each;         // number of results, elements in each
   rule    rule;
-  double  divisor;               // of a mean, else 1
+  double  divisor;               // for a mean, else 1
   const tensor *y;
-  int64_t rows, pieces;          // elements or rows that make one piece; pieces of a result
-  double *part;                  // results of the pieces, when there are several
+  int64_t rows, pieces;          // elements or rows per piece; pieces per result
+  double *part;                  // results of the pieces, when a result has several
 } reduction;
 
 static void append(operand *o, int64_t size, int64_t stride)
@@ -54,8 +53,9 @@ static reduction reduction_of(const op_call *call)
 {
   const tensor *x = call->in[0];
   uint64_t mask = (uint64_t)call->ints[0];
-  reduction r = {.kept = {.data = x->data, .dtype = x->dtype}, .gone = {.data = x->data, .dtype = x->dtype},
-                 .results = 1, .each = 1, .divisor = 1, .y = call->out[0]};
+  reduction r = {.kept = {.data = x->data, .dtype = x->dtype},
+                 .gone = {.data = x->data, .dtype = x->dtype}, .results = 1, .each = 1,
+                 .divisor = 1, .y = call->out[0]};
   for (int d = x->ndim - 1; d >= 0; d--) {
     bool gone = mask >> d & 1;
     append(gone ? &r.gone : &r.kept, x->shape[d], x->stride[d]);
@@ -69,7 +69,7 @@ static reduction reduction_of(const op_call *call)
 
 // ------------------------------------------------------------------ tiles
 
-// a, or b where it is larger (smaller) or NaN; a NaN in a stays.
+// b where it is larger (smaller) than a or NaN, else a; a NaN in a stays.
 VF_INLINE vf vf_extreme(vf a, vf b, rule rule)
 {
   return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a);
@@ -80,9 +80,15 @@ static inline double extreme(double a, double b, rule rule)
   return (rule == MAX ? b > a : b < a) || f64_is_nan(b) ? b : a;
 }
 
-static inline double identity(rule rule) { return rule == SUM ? 0.0 : rule == MAX ? -INFINITY : INFINITY; }
+static inline double identity(rule rule)
+{
+  return rule == SUM ? 0.0 : rule == MAX ? -INFINITY : INFINITY;
+}
 
-static inline double combine(double a, double b, rule rule) { return rule == SUM ? a + b : extreme(a, b, rule); }
+static inline double combine(double a, double b, rule rule)
+{
+  return rule == SUM ? a + b : extreme(a, b, rule);
+}
 
 static double tile_extreme(const float *x, int n, rule rule)
 {
@@ -100,9 +106,10 @@ static double tile_extreme(const float *x, int n, rule rule)
   return best;
 }
 
-// ------------------------------------------------------------------ results that lie apart in x: one at a time
+// ------------------------------------------------------------------ results that lie apart in x:
+// one at a time
 
-// Elements [first, first + n) of one result, whose own elements begin at offset `base`.
+// Reduces elements [first, first + n) of one result, whose elements begin at offset `base`.
 static double reduce_piece(const reduction *r, int64_t base, int64_t first, int64_t n)
 {
   operand gone = r->gone;
@@ -121,16 +128,19 @@ static void single_task(const void *context, int64_t task)
 {
   const reduction *r = context;
   int64_t result = task / r->pieces, first = task % r->pieces * r->rows;
-  double total = reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(r->rows, r->each - first));
+  double total =
+    reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(r->rows, r->each - first));
   if (r->part) r->part[task] = total;
   else put(r->y->data, r->y->dtype, result, total / r->divisor);
 }
 
-// The pieces of a result lie `apart` in part, those of neighbouring results `next`.
+// Combines the pieces of a result, which are `apart` elements apart in `part`; neighbouring results
+// are `next` apart.
 static void combine_pieces(const reduction *r, int64_t result, int64_t next, int64_t apart)
 {
   double total = r->part[result * next];
-  for (int64_t k = 1; k < r->pieces; k++) total = combine(total, r->part[result * next + k * apart], r->rule);
+  for (int64_t k = 1; k < r->pieces; k++)
+    total = combine(total, r->part[result * next + k * apart], r->rule);
   put(r->y->data, r->y->dtype, result, total / r->divisor);
 }
 
@@ -140,10 +150,13 @@ static void single_combine(const void *context, int64_t result)
   combine_pieces(r, result, r->pieces, 1);
 }
 
-// ------------------------------------------------------------------ results side by side in x: a tile of columns at a time
+// ------------------------------------------------------------------ results side by side in x: a
+// tile of columns at a time
 
-// Rows [first, first + n) of the `width` columns that begin at offset `base`, into total [width].
-static void reduce_columns(const reduction *r, int64_t base, int width, int64_t first, int64_t n, double *total)
+// Reduces rows [first, first + n) of the `width` columns that begin at offset `base`, into total
+// [width].
+static void reduce_columns(const reduction *r, int64_t base, int width, int64_t first, int64_t n,
+                           double *total)
 {
   float sum[TILE], buffer[TILE];
   vf start = vf_set1((float)identity(r->rule));
@@ -174,7 +187,8 @@ static void columns_task(const void *context, int64_t task)
   int64_t result = task / across / r->pieces * columns + column, first = piece * r->rows;
   int width = (int)smaller(TILE, columns - column);
   double own[TILE], *total = r->part ? r->part + piece * r->results + result : own;
-  reduce_columns(r, cursor_at(&r->kept, result).offset, width, first, smaller(r->rows, r->each - first), total);
+  reduce_columns(r, cursor_at(&r->kept, result).offset, width, first,
+                 smaller(r->rows, r->each - first), total);
   if (!r->part)
     for (int i = 0; i < width; i++) put(r->y->data, r->y->dtype, result + i, total[i] / r->divisor);
 }
@@ -189,15 +203,18 @@ static void columns_combine(const void *context, int64_t result)
 
 static eng_status reduce_by(reduction *r, bool columns)
 {
-  int64_t groups = columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
+  int64_t groups =
+    columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
   bool together = r->results * r->each >= PARALLEL_ELEMENTS;
-  r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;   // 64: enough tasks without cutting
+  // 64 groups are enough tasks without cutting.
+  r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;
   r->pieces = (r->each + r->rows - 1) / r->rows;
   int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);
   if (r->pieces > 1 && !(r->part = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
   run_tasks(groups * r->pieces, together, columns ? columns_task : single_task, r);
   if (r->part) {
-    run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS, columns ? columns_combine : single_combine, r);
+    run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS,
+              columns ? columns_combine : single_combine, r);
     arena_free(ARENA_SCRATCH, r->part, bytes);
   }
   return ENG_OK;
@@ -210,19 +227,21 @@ static eng_status reduce(const op_call *call)
   if (r.results == 0) return ENG_OK;
   bool extremes = call->op == ENG_OP_max || call->op == ENG_OP_min;
   if (r.each == 0) {
-    if (extremes) return forward_to_reference(call);   // has the words
-    for (int64_t i = 0; i < r.results; i++) put(r.y->data, r.y->dtype, i, call->op == ENG_OP_mean ? NAN : 0.0);
+    if (extremes) return forward_to_reference(call);   // which reports the error
+    for (int64_t i = 0; i < r.results; i++)
+      put(r.y->data, r.y->dtype, i, call->op == ENG_OP_mean ? NAN : 0.0);
     return ENG_OK;
   }
   r.rule = call->op == ENG_OP_max ? MAX : call->op == ENG_OP_min ? MIN : SUM;
   if (call->op == ENG_OP_mean) r.divisor = (double)r.each;
-  bool beside = r.kept.stride[0] == 1 && r.kept.shape[0] >= VF_LANES && (r.gone.stride[0] != 1 || r.each == 1);
+  bool beside =
+    r.kept.stride[0] == 1 && r.kept.shape[0] >= VF_LANES && (r.gone.stride[0] != 1 || r.each == 1);
   return reduce_by(&r, beside);
 }
 
 // ------------------------------------------------------------------ gradient of max and min
 
-// Offset of a result in a tensor of the results' shape, reduced dimensions kept as 1 or left out.
+// Offset of a result in a tensor of the results' shape, whose reduced dimensions are 1 or absent.
 static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, int64_t result)
 {
   int64_t offset = 0;
@@ -237,21 +256,23 @@ static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, in
   return offset;
 }
 
-/// A call of extreme_grad: the walks over x, and those over dx, which has its shape.
+/// A call of extreme_grad: the walks over x and over dx, which has the shape of x.
 typedef struct extreme_call {
   const op_call *call;
   reduction from, into;
 } extreme_call;
 
-// dy is shared equally among the elements that equal y; NaN equals NaN here.
+// Shares dy equally among the elements that equal y; NaN equals NaN here.
 static void extreme_grad_task(const void *context, int64_t result)
 {
   const extreme_call *e = context;
-  const tensor *x = e->call->in[0], *y = e->call->in[1], *dy = e->call->in[2], *dx = e->call->out[0];
+  const tensor *x = e->call->in[0], *y = e->call->in[1], *dy = e->call->in[2],
+               *dx = e->call->out[0];
   uint64_t mask = (uint64_t)e->call->ints[0];
   float extreme = get(y->data, y->dtype, result_offset(y, x, mask, result));
   double slope = get(dy->data, dy->dtype, result_offset(dy, x, mask, result));
-  int64_t from = cursor_at(&e->from.kept, result).offset, into = cursor_at(&e->into.kept, result).offset, equals = 0;
+  int64_t from = cursor_at(&e->from.kept, result).offset,
+          into = cursor_at(&e->into.kept, result).offset, equals = 0;
   bool nan = f32_is_nan(extreme);
   for (int pass = 0; pass < 2; pass++) {   // count, then share
     cursor cx = cursor_at(&e->from.gone, 0), cdx = cursor_at(&e->into.gone, 0);

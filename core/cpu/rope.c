@@ -1,16 +1,15 @@
-// Rotary position embedding: pairs of features of x [B x T x H x D] turn by an angle that grows with
-// the position. Angles are made in double (a turn by recurrence, restarted exactly at every
-// RESTART-th position, so that the result depends neither on threads nor on the length), rotations in
-// f32. f64 goes to the reference.
-// Called through backend.kernel[].
+// Rotary position embedding: turns pairs of features of x [B x T x H x D] by an angle that grows
+// with the position. Angles are computed in double, by a recurrence that restarts exactly at every
+// RESTART-th position, so that the result depends neither on threads nor on the length; rotations
+// are in f32. f64 goes to the reference kernel. Called through backend.kernel[]; owns nothing.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call: the angles' cosines and sines, [T x D/2] each (the sine carries the direction), and
-/// for each pair its angle per position with the cosine and sine of that.
+/// One call. It holds the cosines and sines of the angles, [T x D/2] each (the sine carries the
+/// direction), and for each pair its angle per position with that angle's cosine and sine.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;
@@ -29,7 +28,7 @@ static void fill_frequencies(const rotation *r, double base)
   }
 }
 
-// The angles of RESTART positions.
+// Computes the angles of RESTART positions.
 static void angle_task(const void *context, int64_t task)
 {
   const rotation *r = context;
@@ -56,15 +55,19 @@ static void angle_task(const void *context, int64_t task)
   }
 }
 
-// n pairs (a, b) -> (a cos - b sin, b cos + a sin)
-static void rotate(float *ya, float *yb, const float *xa, const float *xb, const float *c, const float *s, int n)
+// Rotates n pairs: (a, b) -> (a cos - b sin, b cos + a sin).
+static void rotate(float *ya, float *yb, const float *xa, const float *xb, const float *c,
+                   const float *s, int n)
 {
   for (int i = 0; i < n; i += VF_LANES) {
     int m = n - i;
     bool whole = m >= VF_LANES;
-    vf a = whole ? vf_load(xa + i) : vf_load_n(xa + i, m), b = whole ? vf_load(xb + i) : vf_load_n(xb + i, m);
-    vf cosine = whole ? vf_load(c + i) : vf_load_n(c + i, m), sine = whole ? vf_load(s + i) : vf_load_n(s + i, m);
-    vf first = vf_fma(a, cosine, vf_neg(vf_mul(b, sine))), second = vf_fma(b, cosine, vf_mul(a, sine));
+    vf a = whole ? vf_load(xa + i) : vf_load_n(xa + i, m),
+       b = whole ? vf_load(xb + i) : vf_load_n(xb + i, m);
+    vf cosine = whole ? vf_load(c + i) : vf_load_n(c + i, m),
+       sine = whole ? vf_load(s + i) : vf_load_n(s + i, m);
+    vf first = vf_fma(a, cosine, vf_neg(vf_mul(b, sine))),
+       second = vf_fma(b, cosine, vf_mul(a, sine));
     if (whole) {
       vf_store(ya + i, first);
       vf_store(yb + i, second);
@@ -75,20 +78,21 @@ static void rotate(float *ya, float *yb, const float *xa, const float *xb, const
   }
 }
 
-// All heads of one position of one sequence.
+// Rotates all heads of one position of one sequence.
 static void rotate_task(const void *context, int64_t row)
 {
   const rotation *r = context;
   const tensor *x = r->x, *y = r->y;
   int64_t half = r->half, heads = x->shape[2], t = row % r->positions;
   int64_t from = row / r->positions * x->stride[0] + t * x->stride[1], to = row * heads * 2 * half;
-  // members of a pair: half a row apart, or side by side
+  // The members of a pair are half a row apart, or next to each other.
   int64_t apart = (r->interleaved ? 1 : half) * x->stride[3], pair = r->interleaved ? 2 : 1;
   for (int64_t h = 0; h < heads; h++)
     for (int64_t i = 0; i < half; i += PAIRS) {
       int n = (int)smaller(PAIRS, half - i);
       float xa[PAIRS], xb[PAIRS], ya[PAIRS], yb[PAIRS], line[TILE];
-      int64_t source = from + h * x->stride[2] + i * pair * x->stride[3], target = to + h * 2 * half + i * pair;
+      int64_t source = from + h * x->stride[2] + i * pair * x->stride[3],
+              target = to + h * 2 * half + i * pair;
       const float *a = tile_gather(xa, x->data, x->dtype, source, pair * x->stride[3], n);
       const float *b = tile_gather(xb, x->data, x->dtype, source + apart, pair * x->stride[3], n);
       rotate(ya, yb, a, b, r->cosine + t * half + i, r->sine + t * half + i, n);
@@ -116,7 +120,8 @@ static eng_status rope(const op_call *call)
   if (!scratch) return ENG_ERR_MEMORY;
   rotation r = {.x = x, .y = y, .first = call->ints[0], .positions = T, .half = half,
                 .interleaved = call->ints[1] != 0, .direction = call->ints[2] ? -1.0 : 1.0,
-                .frequency = scratch, .step_cosine = scratch + half, .step_sine = scratch + 2 * half};
+                .frequency = scratch, .step_cosine = scratch + half,
+                .step_sine = scratch + 2 * half};
   r.cosine = (float *)(scratch + 3 * half);
   r.sine = r.cosine + T * half;
   fill_frequencies(&r, call->floats[0]);
