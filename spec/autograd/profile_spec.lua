@@ -51,7 +51,7 @@ describe("engine.profile", function()
     assert.is_truthy(text:find("(outside kernels)", 1, true))
   end)
 
-  it("begins anew each time and leaves the device in force", function()
+  it("starts from zero each time and leaves the device in force", function()
     local before = engine.device()
     engine.profile(work)
     local profile = engine.profile(function() engine.scope(function() engine.ones(2):exp() end) end)

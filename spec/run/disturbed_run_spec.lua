@@ -315,8 +315,8 @@ describe("files of a run", function()
     os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
     local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
     assert.is_false(good)
-    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back " ..
-      "what is missing, or run=ANOTHER_NAME begins anew", message)
+    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: restore " ..
+      "what is missing, or start a new run with run=ANOTHER_NAME", message)
     assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
   end)
 

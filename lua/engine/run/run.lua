@@ -221,7 +221,7 @@ local function find_checkpoint(self, resume)
     for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
   elseif damaged then      -- a fresh start would drop the run's records
     error(("resume: no checkpoint can be used: %s; hint: restore what is missing, or " ..
-      "run=ANOTHER_NAME begins anew"):format(message), 0)
+      "start a new run with run=ANOTHER_NAME"):format(message), 0)
   elseif message then
     self.notes[#self.notes + 1] = message
   end
