@@ -1,5 +1,5 @@
--- Checkpoints: what is saved comes back exactly, a damaged one is found and the one before it is used,
--- a save that fails leaves nothing behind.
+-- Checkpoints: a saved checkpoint loads exactly, a damaged one is skipped in favour of the one
+-- before it, and a failed save leaves nothing behind.
 local engine = require "engine"
 local checkpoint = require "engine.run.checkpoint"
 local json = require "engine.base.json"
@@ -10,8 +10,9 @@ local ffi = require "ffi"
 describe("plain data as JSON", function()
   local function exact(value) return json.decode(json.encode(value)) end
 
-  it("brings numbers back to the last bit", function()
-    local numbers = { 0, 1, -1, 0.1, 1 / 3, math.pi, 2 ^ 53, 2 ^ 53 - 1, 2 ^ 63, -2 ^ 31, 1e15, 123456789012345680, 5e-324, 2.2250738585072014e-308,
+  it("restores numbers bit for bit", function()
+    local numbers = { 0, 1, -1, 0.1, 1 / 3, math.pi, 2 ^ 53, 2 ^ 53 - 1, 2 ^ 63, -2 ^ 31, 1e15,
+      123456789012345680, 5e-324, 2.2250738585072014e-308,
       1.7976931348623157e308, 9.999999680285692e37, 85196.796875, 1e100, 1e-7 }
     for i = 1, 2000 do numbers[#numbers + 1] = (math.random() - 0.5) * 2 ^ (i % 600 - 300) end
     local back = exact(numbers)
@@ -25,7 +26,7 @@ describe("plain data as JSON", function()
     assert.are.equal("0.1", json.encode(0.1))
   end)
 
-  it("brings 64-bit integers back", function()
+  it("restores 64-bit integers", function()
     for _, x in ipairs { 0LL, -1LL, 9223372036854775807LL, -9223372036854775807LL - 1LL } do
       assert.is_true(exact(x) == x and ffi.istype("int64_t", exact(x)))
     end
@@ -34,25 +35,31 @@ describe("plain data as JSON", function()
     end
   end)
 
-  it("brings any plain table back", function()
+  it("restores any plain table", function()
     local data = {
-      list = { 1, 2, { 3 } }, empty = {}, text = "é\0\n\"\\/\127", bytes = "\255\254\0x", deep = { a = { b = { c = true } } },
-      holes = { [1] = "a", [3] = "c" }, zero = { [0] = 1 }, mixed = { 1, x = 2 }, keys = { [true] = 1, [false] = 2, [-0.5] = 3, ["1"] = 4, [1] = 5 },
+      list = { 1, 2, { 3 } }, empty = {}, text = "é\0\n\"\\/\127", bytes = "\255\254\0x",
+      deep = { a = { b = { c = true } } },
+      holes = { [1] = "a", [3] = "c" }, zero = { [0] = 1 }, mixed = { 1, x = 2 },
+      keys = { [true] = 1, [false] = 2, [-0.5] = 3, ["1"] = 4, [1] = 5 },
       ["$number"] = "nan", tagged = { ["$number"] = "inf" }, ["\255"] = 1, [""] = "",
     }
     assert.are.same(data, exact(data))
   end)
 
-  it("says where what cannot be saved is", function()
+  it("names the path of a value that cannot be saved", function()
     local loop = {}
     loop.again = loop
     local cases = {
-      { { a = { b = print } }, "state.a.b: expected numbers, strings, booleans and tables, got a function" },
-      { { { 1, coroutine.create(print) } }, "state[1][2]: expected numbers, strings, booleans and tables, got a thread" },
+      { { a = { b = print } }, "state.a.b: expected numbers, strings, booleans and tables, got " ..
+        "a function" },
+      { { { 1, coroutine.create(print) } },
+        "state[1][2]: expected numbers, strings, booleans and tables, got a thread" },
       { { [{}] = 1 }, "state: a table cannot be a key" },
       { loop, "state.again: the table contains itself" },
     }
-    for _, case in ipairs(cases) do assert.has_error(function() json.encode(case[1], "state") end, case[2]) end
+    for _, case in ipairs(cases) do
+      assert.has_error(function() json.encode(case[1], "state") end, case[2])
+    end
     local shared = { 1 }
     assert.are.same({ { 1 }, { 1 } }, exact { shared, shared })
   end)
@@ -67,7 +74,8 @@ describe("checkpoint", function()
     return {
       model = { ["wte.weight"] = engine.full({ 4, 3 }, value), bias = engine.full({ 3 }, -value) },
       optimizer = { ["m.wte.weight"] = engine.full({ 4, 3 }, value / 3) },
-      state = { policy = { scale = 65536, good = value }, rng = { seed = 12345678901234567890ULL, counter = 7ULL }, loss = 0 / 0, value = value / 7 },
+      state = { policy = { scale = 65536, good = value },
+        rng = { seed = 12345678901234567890ULL, counter = 7ULL }, loss = 0 / 0, value = value / 7 },
     }
   end
 
@@ -78,9 +86,10 @@ describe("checkpoint", function()
     scratch.write(path, change(scratch.read(path)))
   end
 
-  it("comes back as it was saved", function()
+  it("loads as it was saved", function()
     assert.are.equal(path_of(12), checkpoint.save(dir, 12, parts(1.5)))
-    assert.are.same({ "model.safetensors", "optimizer.safetensors", "state.json" }, scratch.names(path_of(12)))
+    assert.are.same({ "model.safetensors", "optimizer.safetensors", "state.json" },
+      scratch.names(path_of(12)))
     local c = assert(checkpoint.load(dir))
     assert.are.equal(12, c.step)
     assert.are.equal(path_of(12), c.path)
@@ -93,7 +102,7 @@ describe("checkpoint", function()
     assert.are.equal(path_of(12), assert(checkpoint.load(path_of(12))).path)
   end)
 
-  it("keeps the newest ones", function()
+  it("keeps only the newest checkpoints", function()
     for step = 10, 60, 10 do checkpoint.save(dir, step, parts(step), { keep = 3 }) end
     assert.are.same({ "step-00000040", "step-00000050", "step-00000060" }, scratch.names(dir))
     assert.are.same({ 40, 50, 60 }, checkpoint.steps(dir))
@@ -102,42 +111,56 @@ describe("checkpoint", function()
     assert.are.same({ 40, 50 }, checkpoint.steps(dir))
   end)
 
-  it("takes the place of an earlier one of the same step", function()
+  it("replaces an earlier one of the same step", function()
     checkpoint.save(dir, 10, parts(1))
     checkpoint.save(dir, 10, parts(2))
     assert.are.equal(2, assert(checkpoint.load(dir)).state.policy.good)
     assert.are.same({ "step-00000010" }, scratch.names(dir))
   end)
 
-  it("says so when there is none", function()
+  it("reports that a directory has no checkpoint", function()
     assert.are.same({ nil, "there is no checkpoint in " .. dir }, { checkpoint.load(dir) })
-    assert.are.same({ nil, "there is no checkpoint in " .. dir .. "/none" }, { checkpoint.load(dir .. "/none") })
-    assert.are.same({ nil, ("checkpoint %s: there is no such directory"):format(path_of(3)) }, { checkpoint.load(path_of(3)) })
+    assert.are.same({ nil, "there is no checkpoint in " .. dir .. "/none" },
+      { checkpoint.load(dir .. "/none") })
+    assert.are.same({ nil, ("checkpoint %s: there is no such directory"):format(path_of(3)) },
+      { checkpoint.load(path_of(3)) })
     assert.are.same({ nil, {} }, { checkpoint.latest(dir) })
   end)
 
   local ways = {
-    { "a truncated model", "model.safetensors", function(s) return s:sub(1, -2) end, "model.safetensors has %d+ bytes, expected %d+" },
-    { "an empty model", "model.safetensors", function() return "" end, "model.safetensors has 0 bytes" },
-    { "a longer model", "model.safetensors", function(s) return s .. "x" end, "model.safetensors has %d+ bytes" },
-    { "a flipped bit", "model.safetensors", function(s) return s:sub(1, -2) .. string.char(bit.bxor(s:byte(-1), 64)) end,
+    { "a truncated model", "model.safetensors", function(s) return s:sub(1, -2) end,
+      "model.safetensors has %d+ bytes, expected %d+" },
+    { "an empty model", "model.safetensors", function() return "" end,
+      "model.safetensors has 0 bytes" },
+    { "a longer model", "model.safetensors", function(s) return s .. "x" end,
+      "model.safetensors has %d+ bytes" },
+    { "a flipped bit", "model.safetensors",
+      function(s) return s:sub(1, -2) .. string.char(bit.bxor(s:byte(-1), 64)) end,
       "model.safetensors is damaged: its checksum is %x+, expected %x+" },
-    { "zeros in the middle", "optimizer.safetensors", function(s) return s:sub(1, 20) .. ("\0"):rep(20) .. s:sub(41) end, "optimizer.safetensors is damaged" },
-    { "a truncated state", "state.json", function(s) return s:sub(1, -10) end, "state.json is incomplete" },
+    { "zeros in the middle", "optimizer.safetensors",
+      function(s) return s:sub(1, 20) .. ("\0"):rep(20) .. s:sub(41) end,
+      "optimizer.safetensors is damaged" },
+    { "a truncated state", "state.json", function(s) return s:sub(1, -10) end,
+      "state.json is incomplete" },
     { "an empty state", "state.json", function() return "" end, "state.json is incomplete" },
-    { "a changed number", "state.json", function(s) return (s:gsub('"scale":65536', '"scale":65537')) end, "state.json is damaged: its checksum" },
-    { "a changed checksum", "state.json", function(s) return (s:gsub('"crc32c":"%x%x%x%x', '"crc32c":"0000')) end, "damaged" },
-    { "garbage for state", "state.json", function() return "\0\1\2garbage" end, "state.json is incomplete" },
+    { "a changed number", "state.json",
+      function(s) return (s:gsub('"scale":65536', '"scale":65537')) end,
+      "state.json is damaged: its checksum" },
+    { "a changed checksum", "state.json",
+      function(s) return (s:gsub('"crc32c":"%x%x%x%x', '"crc32c":"0000')) end, "damaged" },
+    { "garbage for state", "state.json", function() return "\0\1\2garbage" end,
+      "state.json is incomplete" },
   }
   for _, way in ipairs(ways) do
-    it("passes over one with " .. way[1], function()
+    it("skips a checkpoint with " .. way[1], function()
       checkpoint.save(dir, 10, parts(1))
       checkpoint.save(dir, 20, parts(2))
       damage(20, way[2], way[3])
       local c = assert(checkpoint.load(dir))
       assert.are.equal(10, c.step)
       assert.are.equal(1, #c.skipped)
-      assert.truthy(c.skipped[1]:find("checkpoint " .. path_of(20) .. " is skipped: ", 1, true), c.skipped[1])
+      assert.truthy(c.skipped[1]:find("checkpoint " .. path_of(20) .. " is skipped: ", 1, true),
+        c.skipped[1])
       assert.truthy(c.skipped[1]:find(way[4]), c.skipped[1])
       local none, message = checkpoint.load(path_of(20))
       assert.is_nil(none)
@@ -145,11 +168,12 @@ describe("checkpoint", function()
     end)
   end
 
-  it("passes over several, over missing files and over half-written directories", function()
+  it("skips several, missing files and half-written directories", function()
     for step = 10, 40, 10 do checkpoint.save(dir, step, parts(step)) end
     damage(40, "state.json", function() return "" end)
     os.remove(path_of(30) .. "/optimizer.safetensors")
-    os.execute("mkdir '" .. path_of(50) .. "' '" .. path_of(60) .. ".tmp' && cp '" .. path_of(10) .. "/state.json' '" .. path_of(60) .. ".tmp'")
+    os.execute("mkdir '" .. path_of(50) .. "' '" .. path_of(60) .. ".tmp' && cp '" .. path_of(10) ..
+      "/state.json' '" .. path_of(60) .. ".tmp'")
     scratch.write(path_of(70), "a file")
     local c = assert(checkpoint.load(dir))
     assert.are.equal(20, c.step)
@@ -163,16 +187,18 @@ describe("checkpoint", function()
     assert.are.equal(5, select(2, message:gsub("is skipped", "")))
   end)
 
-  it("refuses one of a newer engine", function()
+  it("refuses a checkpoint of a newer engine", function()
     checkpoint.save(dir, 10, parts(1))
     damage(10, "state.json", function(s)
       local body = s:match('^(.*),"crc32c"'):gsub('"format":1', '"format":9')
-      return body .. (',"crc32c":"%08x"}\n'):format(require("engine.base.ffi").C.eng_crc32c(0, body, #body))
+      return body .. (',"crc32c":"%08x"}\n'):format(require("engine.base.ffi").C.eng_crc32c(0, body,
+        #body))
     end)
-    assert.truthy(select(2, checkpoint.load(dir)):find("newer engine (format 9, this one knows 2)", 1, true))
+    assert.truthy(select(2, checkpoint.load(dir)):find("newer engine (format 9, this one knows 2)",
+      1, true))
   end)
 
-  it("leaves nothing behind when it fails, and sweeps what a killed run left", function()
+  it("leaves nothing behind when it fails, and removes leftovers of a killed run", function()
     checkpoint.save(dir, 10, parts(1))
     local before = scratch.names(dir)
     local bad = parts(2)
@@ -192,11 +218,13 @@ describe("checkpoint", function()
     scratch.write(path_of(15) .. ".tmp/model.safetensors", "half")
     checkpoint.save(dir, 20, parts(2))
     assert.are.same({ "step-00000010", "step-00000020" }, scratch.names(dir))
-    assert.has_error(function() checkpoint.save(dir, -1, parts(1)) end, "checkpoint.save: expected a step of 0 or more, got -1")
-    assert.has_error(function() checkpoint.save(dir, 1, parts(1), { keep = 0 }) end, "checkpoint.save: expected keep to be 1 or more, got 0")
+    assert.has_error(function() checkpoint.save(dir, -1, parts(1)) end,
+      "checkpoint.save: expected a step of 0 or more, got -1")
+    assert.has_error(function() checkpoint.save(dir, 1, parts(1), { keep = 0 }) end,
+      "checkpoint.save: expected keep to be 1 or more, got 0")
   end)
 
-  it("is whole after kill -9 at any moment", function()
+  it("is complete after kill -9 at any moment", function()
     scratch.write(dir .. "/run.lua", ([[
       local engine = require "engine"
       local checkpoint = require "engine.run.checkpoint"

@@ -14,7 +14,7 @@ describe("files", function()
     assert.truthy(M_ffi.message():find(pattern), M_ffi.message())
   end
 
-  it("are mapped whole, empty ones too", function()
+  it("are mapped completely, including empty ones", function()
     local map = ffi.new("eng_mapping")
     scratch.write(dir .. "/a", "abc\0def")
     check(C.eng_file_map(map, dir .. "/a"))
@@ -30,30 +30,36 @@ describe("files", function()
     fails(C.eng_file_map(map, "/dev/zero"), "expected a file, got a device")
   end)
 
-  it("are replaced at once or not at all", function()
+  it("are replaced atomically or not at all", function()
     check(C.eng_file_write(dir .. "/a", "old", 3))
     check(C.eng_file_write(dir .. "/a", "newer", 5))
     assert.are.equal("newer", scratch.read(dir .. "/a"))
-    scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000), 10000), "a: cannot write: .*nothing was replaced") end)
+    scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000),
+      10000), "a: cannot write: .*nothing was replaced") end)
     assert.are.equal("newer", scratch.read(dir .. "/a"))
     assert.are.same({ "a" }, scratch.names(dir))
-    fails(C.eng_file_write(dir .. "/no/a", "", 0), "no/a: cannot create a file beside it: No such file")
+    fails(C.eng_file_write(dir .. "/no/a", "", 0),
+      "no/a: cannot create a file beside it: No such file")
     local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
     check(C.eng_file_checksum(crc, size, dir .. "/a"))
     assert.are.same({ C.eng_crc32c(0, "newer", 5), 5 }, { crc[0], tonumber(size[0]) })
     fails(C.eng_file_checksum(crc, size, dir .. "/b"), "cannot open")
   end)
 
-  it("stand in directories that are made, listed, renamed, swapped and removed", function()
+  it("can be created, listed, renamed, swapped and removed with their directories", function()
     check(C.eng_file_mkdir(dir .. "/x/y//z/"))
     check(C.eng_file_mkdir(dir .. "/x/y/z"))
     scratch.write(dir .. "/x/file", "")
-    assert.are.same({ 0, 1, 2, 3 }, { C.eng_file_kind(dir .. "/q"), C.eng_file_kind(dir .. "/x/file"), C.eng_file_kind(dir .. "/x"), C.eng_file_kind("/dev/null") })
+    assert.are.same({ 0, 1, 2, 3 },
+      { C.eng_file_kind(dir .. "/q"), C.eng_file_kind(dir .. "/x/file"),
+      C.eng_file_kind(dir .. "/x"), C.eng_file_kind("/dev/null") })
     assert.are.same({ "file", "y" }, scratch.names(dir .. "/x"))
-    fails(C.eng_file_mkdir(dir .. "/x/file/deeper"), "x/file: cannot make the directory: File exists")
+    fails(C.eng_file_mkdir(dir .. "/x/file/deeper"),
+      "x/file: cannot make the directory: File exists")
     check(C.eng_file_rename(dir .. "/x/file", dir .. "/x/other"))
     check(C.eng_file_exchange(dir .. "/x/other", dir .. "/x/y"))
-    assert.are.same({ 2, 1 }, { C.eng_file_kind(dir .. "/x/other"), C.eng_file_kind(dir .. "/x/y") })
+    assert.are.same({ 2, 1 }, { C.eng_file_kind(dir .. "/x/other"),
+      C.eng_file_kind(dir .. "/x/y") })
     fails(C.eng_file_remove(dir .. "/x"), "cannot remove")
     check(C.eng_file_remove(dir .. "/x/y"))
     check(C.eng_file_remove(dir .. "/x/y"))

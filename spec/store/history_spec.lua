@@ -1,5 +1,5 @@
--- The run history: what is appended can be read back while the run writes, a killed run loses a moment,
--- a full disk loses nothing that fits in memory.
+-- The run history: appended rows are readable while the run writes, a killed run loses at most a
+-- second, and a full disk loses no row that fits in memory.
 local M_ffi = require "engine.base.ffi"
 local history = require "engine.run.history"
 local scratch = require "spec.store.scratch"
@@ -13,12 +13,15 @@ local function append(h, step, fields)
   ffi.fill(record, ffi.sizeof(record))
   ffi.fill(verdict, ffi.sizeof(verdict))
   record.step, record.updates, record.count, record.first_bad = step, step, 1000, -1
-  record.scale, record.loss, record.lr, record.amax, record.norm, record.norm_ref = 65536, 2, 1e-3, 0.25, 1.5, 0 / 0
+  record.scale, record.loss, record.lr, record.amax, record.norm, record.norm_ref = 65536, 2, 1e-3,
+    0.25, 1.5, 0 / 0
   record.elapsed = step / 10
   verdict.scale, verdict.lr_mul = 65536, 1
   for name, value in pairs(fields or {}) do
     if name == "next_scale" then verdict.scale = value
-    elseif name == "action" or name == "reason" or name == "clip" or name == "lr_mul" or name == "failed" then verdict[name] = value
+    elseif name == "action" or name == "reason" or name == "clip" or name == "lr_mul"
+      or name == "failed" then
+      verdict[name] = value
     elseif name == "hist" then
       for exponent, count in pairs(value) do record.hist[exponent + 160] = count end
     else record[name] = value end
@@ -26,7 +29,8 @@ local function append(h, step, fields)
   return h:append(record, verdict, 512)
 end
 
-local overflow = { overflow = 1, inf = 3, nan = 1, first_bad = 1, action = C.ENG_ACTION_SKIP, next_scale = 32768, reason = "overflow: halved" }
+local overflow = { overflow = 1, inf = 3, nan = 1, first_bad = 1, action = C.ENG_ACTION_SKIP,
+  next_scale = 32768, reason = "overflow: halved" }
 
 describe("history", function()
   local dir, h
@@ -39,12 +43,16 @@ describe("history", function()
     scratch.remove(dir)
   end)
 
-  it("gives back every field of a step", function()
-    append(h, 7, { updates = 5, loss = 0.1, lr = 3e-4, inf = 2, nan = 3, overflow = 1, zeros = 4, underflow = 5, first_bad = 6, amax = 1e-300,
-      norm = 1e300, norm_ref = 2.5, elapsed = 12.25, clip = 1, lr_mul = 0.5, action = 1, next_scale = 2 ^ 24, reason = "é \"q\"", failed = 1 })
+  it("returns every field of a step", function()
+    append(h, 7, { updates = 5, loss = 0.1, lr = 3e-4, inf = 2, nan = 3, overflow = 1, zeros = 4,
+      underflow = 5, first_bad = 6, amax = 1e-300,
+      norm = 1e300, norm_ref = 2.5, elapsed = 12.25, clip = 1, lr_mul = 0.5, action = 1,
+      next_scale = 2 ^ 24, reason = "é \"q\"", failed = 1 })
     local row = h:last(1)[1]
-    assert.are.same({ step = 7, attempt = 1, updates = 5, loss = 0.1, lr = 3e-4, scale = 65536, next_scale = 2 ^ 24, action = "skip", overflow = true,
-      inf = 2, nan = 3, count = 1000, zeros = 4, underflow = 5, amax = 1e-300, norm = 1e300, norm_ref = 2.5, clip = 1, lr_mul = 0.5,
+    assert.are.same({ step = 7, attempt = 1, updates = 5, loss = 0.1, lr = 3e-4, scale = 65536,
+      next_scale = 2 ^ 24, action = "skip", overflow = true,
+      inf = 2, nan = 3, count = 1000, zeros = 4, underflow = 5, amax = 1e-300, norm = 1e300,
+      norm_ref = 2.5, clip = 1, lr_mul = 0.5,
       policy_failed = true, first_bad = 6, reason = "é \"q\"", elapsed = 12.25, tokens = 512 }, row)
   end)
 
@@ -75,10 +83,10 @@ describe("history", function()
 
   it("counts the attempts at a batch", function()
     append(h, 0, { action = C.ENG_ACTION_RETRY })
-    append(h, 1, { action = C.ENG_ACTION_RETRY })     -- a retry as a step of its own
+    append(h, 1, { action = C.ENG_ACTION_RETRY })     -- a retry with a step number of its own
     append(h, 2)
     append(h, 3)
-    append(h, 3)                                      -- or under the same number
+    append(h, 3)                                      -- a retry under the same step number
     append(h, 4)
     local attempts = {}
     for i, row in ipairs(h:steps()) do attempts[i] = row.attempt end
@@ -88,13 +96,15 @@ describe("history", function()
   it("keeps statistics per tensor and histograms", function()
     h:set_parameters { { name = "wte.weight", shape = { 5, 3 } }, { name = "scale", shape = {} } }
     local stats = ffi.new("eng_tensor_stats[2]")
-    stats[0].count, stats[0].inf, stats[0].nan, stats[0].amax, stats[0].sum_squares = 15, 2, 1, 65504, 9
+    stats[0].count, stats[0].inf, stats[0].nan, stats[0].amax, stats[0].sum_squares = 15, 2, 1,
+      65504, 9
     stats[0].hist[0], stats[0].hist[319], stats[1].count, stats[1].underflow = 1, 2 ^ 40, 1, 1
     assert.is_true(h:append_tensors(3, stats, 2))
     append(h, 3, { hist = { [-14] = 7, [3] = 1 } })
     append(h, 4)
     local tensors = h:tensors(3)
-    assert.are.same({ name = "wte.weight", count = 15, inf = 2, nan = 1, zeros = 0, underflow = 0, amax = 65504, norm = 3, carry = 1,
+    assert.are.same({ name = "wte.weight", count = 15, inf = 2, nan = 1, zeros = 0, underflow = 0,
+      amax = 65504, norm = 3, carry = 1,
       hist = { [-160] = 1, [159] = 2 ^ 40 } }, tensors[1])
     assert.are.equal("scale", tensors[2].name)
     assert.is_nil(h:tensors(4))
@@ -126,11 +136,13 @@ describe("history", function()
     assert.has_error(function() M_ffi.check(C.eng_history_text(h.handle, "steps", "a", "b")) end)
   end)
 
-  it("answers any SELECT, and only reads", function()
+  it("answers any SELECT and refuses to write", function()
     for step = 0, 9 do append(h, step) end
-    assert.are.same({ { n = 3 } }, { h:query("SELECT count(*) AS n FROM steps WHERE step < ?", 3)[1] })
+    assert.are.same({ { n = 3 } }, { h:query("SELECT count(*) AS n FROM steps WHERE step < ?",
+      3)[1] })
     local seen = 0
-    for row in h:each("SELECT step, NULL AS none, 'x' AS text, 0.5 AS half FROM steps ORDER BY step LIMIT ?", 5) do
+    for row in h:each("SELECT step, NULL AS none, 'x' AS text, 0.5 AS half FROM steps ORDER BY " ..
+      "step LIMIT ?", 5) do
       assert.are.same({ step = seen, text = "x", half = 0.5 }, row)
       seen = seen + 1
     end
@@ -151,7 +163,7 @@ describe("history", function()
     assert.are.equal(10, #h:steps())
   end)
 
-  it("is not frozen by an iterator that was left unfinished", function()
+  it("is not blocked by an unfinished iterator", function()
     for step = 0, 9 do append(h, step) end
     local left = h:each("SELECT step FROM steps")
     assert.are.equal(0, left().step)
@@ -160,7 +172,7 @@ describe("history", function()
     assert.are.equal(1, left().step)
   end)
 
-  it("is read by others while it is written", function()
+  it("can be read by other processes while it is written", function()
     local reader
     append(h, 0)
     h:flush()
@@ -173,15 +185,18 @@ describe("history", function()
     assert.is_nil(good)
     assert.truthy(message:find("was opened for reading", 1, true))
     _G.read_history = reader
-    local _, offered = require("engine.cli.repl").complete("read_history:")                 -- Tab offers what can be done with it
+    -- Tab completion offers the methods of a history opened for reading.
+    local _, offered = require("engine.cli.repl").complete("read_history:")
     _G.read_history = nil
     assert.truthy(offered:find("tensors", 1, true))
-    for _, writer in ipairs { "append", "set_meta", "flush", "event ", "resume" } do assert.is_nil(offered:find(writer, 1, true), writer) end
+    for _, writer in ipairs { "append", "set_meta", "flush", "event ", "resume" } do
+      assert.is_nil(offered:find(writer, 1, true), writer)
+    end
     reader:close()
     assert.has_error(function() reader:last() end)
   end)
 
-  it("is written without being asked, within a second", function()
+  it("is written within a second without a flush", function()
     append(h, 0)
     local reader = history.open(dir)
     local deadline = os.time() + 5
@@ -190,7 +205,7 @@ describe("history", function()
     reader:close()
   end)
 
-  it("goes on where a run resumes", function()
+  it("continues where a run resumes", function()
     for step = 0, 19 do append(h, step) end
     append(h, 20, { action = C.ENG_ACTION_RETRY })
     h:event(3, "swap", "a")
@@ -211,22 +226,25 @@ describe("history", function()
 
   it("explains a step", function()
     assert.are.equal("the history has no steps", tostring(h:why(0)))
-    h:set_parameters { { name = "wte.weight", shape = { 5, 3 } }, { name = "h.0.w", shape = { 8 } } }
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 } },
+      { name = "h.0.w", shape = { 8 } } }
     for step = 0, 9 do append(h, step, (step == 4 or step == 5) and overflow or nil) end
     h:event(5, "swap", "to max_value")
     local text = h:why(5)
-    for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped", "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8].",
-      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row", "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
+    for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped",
+      "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8].",
+      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row",
+      "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
     end
     assert.truthy(h:why(8):find("The previous overflow was at step 5, 3 steps earlier.", 1, true))
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
-    assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))              -- no quotes
+    assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))  -- no quotes
     assert.has_error(function() h:why() end, "why: expected the number of a step, got nil")
   end)
 
-  it("tells of a full disk once, keeps the rows and writes them when there is room", function()
+  it("reports a full disk once, keeps the rows and writes them when there is room", function()
     append(h, 0)
     h:flush()
     local told = 0
@@ -245,7 +263,7 @@ describe("history", function()
       end
       assert.are.equal(1, #h:steps())
     end)
-    assert.are.equal(0, told)              -- flush() told it
+    assert.are.equal(0, told)              -- flush() reported it
     assert.is_true(h:flush())
     assert.are.equal(51, #h:steps())
     assert.are.equal("ok", h:query("PRAGMA integrity_check")[1].integrity_check)
@@ -310,7 +328,7 @@ describe("opening a history", function()
     assert.truthy(message:find(pattern), message)
   end
 
-  it("refuses what is none", function()
+  it("refuses a file that is not a history", function()
     refused(dir, nil, "history.db: there is no such file")
     refused(dir .. "/no/h.db", { write = true }, "unable to open database file")
     scratch.write(dir .. "/text", ("not a database "):rep(100))
@@ -320,17 +338,18 @@ describe("opening a history", function()
     refused(dir .. "/empty", nil, "is an SQLite file, but no history")
   end)
 
-  it("refuses one of a newer engine in one line", function()
+  it("refuses a history of a newer engine in one line", function()
     history.open(dir, { write = true }):close()
     local bytes = scratch.read(dir .. "/history.db")
     -- PRAGMA user_version is the big-endian number at byte 60 of the file.
     scratch.write(dir .. "/history.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
     for _, options in ipairs { {}, { write = true } } do
-      refused(dir, options, "history.db: was written by a newer engine %(schema 99, this one knows 2%); hint: update the engine$")
+      refused(dir, options, "history.db: was written by a newer engine %(schema 99, this one " ..
+        "knows 2%); hint: update the engine$")
     end
   end)
 
-  it("says that a truncated file is damaged", function()
+  it("reports a truncated file as damaged", function()
     local h = history.open(dir, { write = true })
     for step = 0, 999 do append(h, step) end
     h:close()
@@ -347,6 +366,7 @@ describe("opening a history", function()
     for step = 1, 5000 do append(h, step) end
     local each = (os.clock() - start) / 5000
     h:close()
-    assert.is_true(each < (os.getenv("ENGINE_SANITIZED") and 1e-3 or 2e-5), ("%.1f us a step"):format(each * 1e6))
+    assert.is_true(each < (os.getenv("ENGINE_SANITIZED") and 1e-3 or 2e-5),
+      ("%.1f us a step"):format(each * 1e6))
   end)
 end)

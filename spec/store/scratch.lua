@@ -1,4 +1,5 @@
--- For specs that touch files: directories of their own, raw reading and writing, a full disk.
+-- Helpers for specs that touch files: temporary directories, raw reading and writing, a simulated
+-- full disk.
 local M_ffi = require "engine.base.ffi"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
@@ -19,7 +20,8 @@ local made = 0
 --- A new empty directory.
 function M.make()
   made = made + 1
-  local path = ("%s/engine-spec-%d-%d-%d"):format(os.getenv("TMPDIR") or "/tmp", ffi.C.getpid(), os.time(), made)
+  local path = ("%s/engine-spec-%d-%d-%d"):format(os.getenv("TMPDIR") or "/tmp", ffi.C.getpid(),
+    os.time(), made)
   M_ffi.check(C.eng_file_mkdir(path))
   return path
 end
@@ -47,14 +49,16 @@ function M.names(path)
   local out = ffi.new("eng_listing *[1]")
   M_ffi.check(C.eng_file_list(out, path))
   local names = {}
-  while C.eng_listing_name(out[0], #names) ~= nil do names[#names + 1] = ffi.string(C.eng_listing_name(out[0], #names)) end
+  while C.eng_listing_name(out[0], #names) ~= nil do
+    names[#names + 1] = ffi.string(C.eng_listing_name(out[0], #names))
+  end
   C.eng_listing_free(out[0])
   return names
 end
 
 local FSIZE, SIGXFSZ, IGNORE = 1, 25, 1
 
---- Runs f(...) while no file can grow beyond `bytes`: writes fail as they do on a full disk.
+--- Runs f(...) while no file can grow beyond `bytes`, so writes fail as on a full disk.
 function M.with_file_limit(bytes, f, ...)
   local limit = ffi.new("struct spec_rlimit")
   assert(ffi.C.getrlimit(FSIZE, limit) == 0)
@@ -74,7 +78,8 @@ end
 function M.command(script)
   local target = ffi.new("char[4096]")
   local length = ffi.C.readlink("/proc/self/exe", target, 4095)
-  return ("exec env ENGINE_LIBRARY_DIR='%s' LUA_PATH='%s' '%s' '%s'"):format(M_ffi.library_dir, package.path, ffi.string(target, length), script)
+  return ("exec env ENGINE_LIBRARY_DIR='%s' LUA_PATH='%s' '%s' '%s'"):format(M_ffi.library_dir,
+    package.path, ffi.string(target, length), script)
 end
 
 return M
