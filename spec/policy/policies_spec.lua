@@ -1,5 +1,6 @@
--- The shipped policies against the numbers of the systems they follow. spec/golden/loss_scalers.json holds
--- traces (. good step, x overflow, "3x" three of them) and the scale after each step.
+-- The shipped policies against the numbers of the systems they reproduce.
+-- spec/golden/loss_scalers.json holds traces (. a good step, x an overflow, "3x" three of them) and
+-- the scale after each step.
 local json = require "cjson"
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -26,7 +27,8 @@ end
 
 local record = M_ffi.new("eng_record")
 local function decide(policy, step, overflow)
-  record.step, record.scale, record.overflow, record.first_bad, record.norm_ref = step, policy:scale(), overflow and 1 or 0, -1, 0 / 0
+  record.step, record.scale, record.overflow, record.first_bad, record.norm_ref = step,
+    policy:scale(), overflow and 1 or 0, -1, 0 / 0
   local verdict = policy:decide(record)
   assert.are.equal(0, verdict.failed, verdict:why())
   return verdict
@@ -61,7 +63,8 @@ describe("policy dynamic", function()
   it("has PyTorch's defaults", function()
     local p = engine.policy.load("dynamic")
     assert.are.equal(65536, p:scale())
-    assert.are.same({ init_scale = 65536, growth_factor = 2, backoff_factor = 0.5, growth_interval = 2000, strict = true }, p.options)
+    assert.are.same({ init_scale = 65536, growth_factor = 2, backoff_factor = 0.5,
+      growth_interval = 2000, strict = true }, p.options)
     for step = 1, 1999 do assert.are.equal(65536, decide(p, step, false).scale) end
     assert.are.equal(131072, decide(p, 2000, false).scale)
   end)
@@ -86,26 +89,33 @@ describe("policy dynamic", function()
     assert.are.equal(2 ^ 126, decide(p, 1, true).scale)
   end)
 
-  it("says why the scale changed, and nothing when it did not", function()
+  it("gives a reason exactly when the scale changes", function()
     local p = engine.policy.load("dynamic", { growth_interval = 2 })
     assert.are.equal("", decide(p, 0, false):why())
     assert.are.equal("2 good in a row: scale 65536 -> 131072", decide(p, 1, false):why())
     assert.are.equal("overflow: scale 131072 -> 65536", decide(p, 2, true):why())
   end)
 
-  it("refuses settings that are mistakes", function()
+  it("refuses settings that must be mistakes", function()
     local function refused(options, text)
       assert.has_error(function() engine.policy.load("dynamic", options) end, text)
     end
-    refused({ growth_factor = 1 }, "policies/dynamic.lua: growth_factor must be greater than 1 and finite, got 1")
-    refused({ backoff_factor = 1 }, "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 1")
-    refused({ backoff_factor = 0 }, "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 0")
-    refused({ init_scale = 0 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got 0")
-    refused({ init_scale = 1e39 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got 1e+39")
-    refused({ init_scale = 0 / 0 }, "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got nan")
+    refused({ growth_factor = 1 }, "policies/dynamic.lua: growth_factor must be greater than 1 " ..
+      "and finite, got 1")
+    refused({ backoff_factor = 1 },
+      "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 1")
+    refused({ backoff_factor = 0 },
+      "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 0")
+    refused({ init_scale = 0 }, "policies/dynamic.lua: init_scale must be a positive number " ..
+      "that float32 can hold, got 0")
+    refused({ init_scale = 1e39 }, "policies/dynamic.lua: init_scale must be a positive number " ..
+      "that float32 can hold, got 1e+39")
+    refused({ init_scale = 0 / 0 },
+      "policies/dynamic.lua: init_scale must be a positive number that float32 can hold, got nan")
     assert.has_error(function() engine.policy.load("dynamic", { growth_interval = 2.5 }) end)
     assert.has_error(function() engine.policy.load("dynamic", { growth_interval = 0 }) end)
-    local p = engine.policy.load("dynamic", { growth_interval = 2.5, strict = false })   -- as PyTorch: never grows
+    -- like PyTorch: never grows
+    local p = engine.policy.load("dynamic", { growth_interval = 2.5, strict = false })
     assert.are.same(numbers("65536x10"), run(p, "10."))
   end)
 end)
@@ -134,16 +144,17 @@ describe("policy deepspeed", function()
     local p = engine.policy.load("deepspeed", { init_scale = 1, scale_window = 3 })
     assert.are.same(numbers("1 1 1 2 2 2 4 4 4 8"), run(p, "10."))
     p = engine.policy.load("deepspeed", { init_scale = 4, scale_window = 3, hysteresis = 3 })
-    assert.are.same(numbers("4 4 4 4 4 8"), run(p, ".x4."))      -- an absorbed overflow restarts the window
+    -- An absorbed overflow restarts the window.
+    assert.are.same(numbers("4 4 4 4 4 8"), run(p, ".x4."))
   end)
 
-  it("tells hysteresis in the reason", function()
+  it("reports hysteresis in the reason", function()
     local p = engine.policy.load("deepspeed")
     assert.are.equal("overflow: hysteresis 2 -> 1, scale stays 65536", decide(p, 0, true):why())
     assert.are.equal("overflow: scale 65536 -> 32768", decide(p, 1, true):why())
   end)
 
-  it("refuses traps unless strict=false, which then behave as the original's", function()
+  it("refuses suspicious options unless strict=false, then behaves as the original", function()
     local function trap(options)
       assert.has_error(function() engine.policy.load("deepspeed", options) end)
       options.strict = false
@@ -156,7 +167,8 @@ describe("policy deepspeed", function()
     assert.are.equal(4, decide(p, 0, true).scale)
     trap { scale_window = 2.5 }
     trap { hysteresis = 1.5 }
-    for _, options in ipairs { { scale_window = 0 }, { min_scale = 0 }, { min_scale = -1 }, { init_scale = math.huge }, { scale_factor = 1 } } do
+    for _, options in ipairs { { scale_window = 0 }, { min_scale = 0 }, { min_scale = -1 },
+      { init_scale = math.huge }, { scale_factor = 1 } } do
       options.strict = false
       assert.has_error(function() engine.policy.load("deepspeed", options) end)
     end
@@ -175,13 +187,13 @@ describe("policy static", function()
     assert.are.equal("skip", decide(p, 9, true):what())
   end)
 
-  it("steps in spite of overflow when told to, as DeepSpeed's LossScaler", function()
+  it("steps despite overflow with skip_on_overflow=false, as DeepSpeed's LossScaler", function()
     local p = engine.policy.load("static", { skip_on_overflow = false })
     assert.are.equal("step", decide(p, 0, true):what())
     assert.are.equal(1, p:scale())
   end)
 
-  it("refuses a scale that is none", function()
+  it("refuses a scale that is not positive and finite", function()
     for _, scale in ipairs { -1, 0, math.huge, 0 / 0 } do
       assert.has_error(function() engine.policy.load("static", { loss_scale = scale }) end)
     end
@@ -195,7 +207,7 @@ describe("resuming at every step", function()
     static = { loss_scale = 8 },
   }
   for _, name in ipairs(engine.policy.names()) do
-    it("gives what the uninterrupted run gives: " .. name, function()
+    it("gives the same scales as an uninterrupted run: " .. name, function()
       local trace = "4. x . x 5. 2x 6. 3x 3."
       local steps = expand(trace)
       local expected = run(engine.policy.load(name, options[name]), trace)
@@ -219,7 +231,7 @@ describe("taking over", function()
     local new = engine.policy.load("deepspeed")
     new:take_over(old)
     assert.are.equal(16384, new:scale())
-    assert.are.equal(16384, decide(new, 0, true).scale)      -- hysteresis starts afresh
+    assert.are.equal(16384, decide(new, 0, true).scale)      -- hysteresis starts again
     local edited = engine.policy.load("dynamic", { growth_interval = 4 })
     edited:take_over(old)
     assert.are.equal(32768, decide(edited, 0, false).scale)  -- three good steps were counted before

@@ -1,5 +1,5 @@
--- engine replay and engine tune: traces, the JSON that other programs read, what a recorded run says of other scales (held
--- against runs that really had them), and the search for options.
+-- engine replay and engine tune: traces, the JSON output, predictions of a recorded run for other
+-- scales (compared with runs at those scales), and the search for options.
 local json = require "cjson"
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -14,7 +14,7 @@ local function fails(f, ...)
   return tostring(why)
 end
 
--- A text with words to learn, the same everywhere.
+-- Text to train on, the same on every machine.
 local text = {}
 do
   local seed = 7
@@ -25,16 +25,20 @@ do
   text = table.concat(text)
 end
 
--- A small fp16 job whose weights stay, so that every step's gradients are the same whatever the policy does.
+-- A small fp16 job whose weights do not change, so every step's gradients are the same whatever the
+-- policy does.
 local function record(policy, options, path, steps)
   engine.seed(5)
   local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }
   local overflows, shares = {}, {}
-  engine.trainer { model = model, data = engine.data.text { text = text, batch = 4, context = 16, seed = 9 },
-    optimizer = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" }), policy = policy, policy_options = options, steps = steps or 40,
+  engine.trainer { model = model, data = engine.data.text { text = text, batch = 4, context = 16,
+    seed = 9 },
+    optimizer = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" }), policy = policy,
+    policy_options = options, steps = steps or 40,
     log = "quiet", run = path, on_step = function(_, r)
       overflows[#overflows + 1] = r.overflow ~= 0
-      shares[#shares + 1] = { underflow = tonumber(r.underflow), zeros = tonumber(r.zeros), count = tonumber(r.count) }
+      shares[#shares + 1] = { underflow = tonumber(r.underflow), zeros = tonumber(r.zeros),
+        count = tonumber(r.count) }
     end }:run()
   return overflows, shares
 end
@@ -44,15 +48,16 @@ setup(function() folder = helper.folder() end)
 teardown(function() helper.remove(folder) end)
 
 describe("a string of verdicts", function()
-  it("is read in any spacing", function()
+  it("is parsed with any spacing", function()
     for _, form in ipairs { "4. x 2. 3x", "4.x2.3x", "....x..xxx", " 4 . x\n2.\t3X " } do
-      assert.are.same({ false, false, false, false, true, false, false, true, true, true }, replay.trace(form).overflow)
+      assert.are.same({ false, false, false, false, true, false, false, true, true, true },
+        replay.trace(form).overflow)
     end
     assert.are.equal(1, replay.trace(".").n)
     assert.are.equal(2000, replay.trace("2000.").n)
   end)
 
-  it("is refused in one line when it is none", function()
+  it("is refused in one line when malformed", function()
     assert.matches("'y' at character 4; expected %. for a good step", fails(replay.trace, "4. y"))
     assert.matches("the number 3 repeats nothing", fails(replay.trace, "x 3"))
     assert.matches("the number 12 repeats nothing", fails(replay.trace, "12"))
@@ -66,22 +71,26 @@ end)
 
 describe("engine replay", function()
   it("prints the agreed JSON", function()
-    local result = helper.run { "replay", "4. x 2. 3x", "--policy", "policies/dynamic.lua", "init_scale=256", "growth_interval=2", "--policy", "deepspeed", "--json" }
+    local result = helper.run { "replay", "4. x 2. 3x", "--policy", "policies/dynamic.lua",
+      "init_scale=256", "growth_interval=2", "--policy", "deepspeed", "--json" }
     assert.are.equal(0, result.code, result.err)
     assert.are.equal("", result.err)
     local object = json.decode(result.out)
     assert.are.same({
       name = "dynamic", file = "policies/dynamic.lua",
-      options = { init_scale = 256, growth_factor = 2, backoff_factor = 0.5, growth_interval = 2, strict = true },
+      options = { init_scale = 256, growth_factor = 2, backoff_factor = 0.5, growth_interval = 2,
+        strict = true },
       scales = { 256, 512, 512, 1024, 512, 512, 1024, 512, 256, 128 },
       actions = { "step", "step", "step", "step", "skip", "step", "step", "skip", "skip", "skip" },
       skipped = 4, stopped_at = json.null, reason = json.null }, object.policies[1])
     assert.are.equal("deepspeed", object.policies[2].name)
-    assert.matches('^{"policies":%[{"name":"dynamic","file":"policies/dynamic.lua","options":{.-},"scales":%[256,', result.out)
+    assert.matches('^{"policies":%[{"name":"dynamic","file":"policies/dynamic.lua",' ..
+      '"options":{.-},"scales":%[256,', result.out)
   end)
 
-  it("tells where a policy stops, and why", function()
-    local object = json.decode(helper.run { "replay", "30x", "--policy", "deepspeed", "--json" }.out).policies[1]
+  it("reports where a policy stops, and why", function()
+    local object = json.decode(helper.run { "replay", "30x", "--policy", "deepspeed",
+      "--json" }.out).policies[1]
     assert.are.equal(18, object.stopped_at)
     assert.are.equal(18, #object.scales)
     assert.are.equal(18, object.skipped)
@@ -89,20 +98,23 @@ describe("engine replay", function()
   end)
 
   it("prints a table for people", function()
-    local result = helper.run { "replay", "4. x . x 5. 2x 6. 3x 3.", "--policy", "dynamic", "init_scale=2^8", "growth_interval=2", "--policy=flax" }
+    local result = helper.run { "replay", "4. x . x 5. 2x 6. 3x 3.", "--policy", "dynamic",
+      "init_scale=2^8", "growth_interval=2", "--policy=flax" }
     assert.are.equal(0, result.code, result.err)
     assert.matches("policy +options +steps +skipped", result.out)
-    assert.matches("dynamic +growth_interval=2 init_scale=256 +26 +7 %(26.9 %%%) +9.00 +5.5 steps, then not +512\n", result.out)
+    assert.matches("dynamic +growth_interval=2 init_scale=256 +26 +7 %(26.9 %%%) +9.00 +5.5 " ..
+      "steps, then not +512\n", result.out)
     assert.matches("dynamic: 256 512x2 1024 512x2 256x2", result.out)
   end)
 
   it("takes policy files as words after the trace", function()
-    local object = json.decode(helper.run { "replay", "2x", "policies/dynamic.lua", "policies/static.lua", "loss_scale=8", "--json" }.out)
+    local object = json.decode(helper.run { "replay", "2x", "policies/dynamic.lua",
+      "policies/static.lua", "loss_scale=8", "--json" }.out)
     assert.are.equal("dynamic", object.policies[1].name)
     assert.are.same({ 8, 8 }, object.policies[2].scales)
   end)
 
-  it("answers mistakes in one line", function()
+  it("reports a user's mistake in one line", function()
     local function told(pattern, ...)
       local result = helper.run { "replay", ... }
       assert.are.equal(1, result.code)
@@ -110,9 +122,11 @@ describe("engine replay", function()
       assert.matches("^engine replay: " .. pattern .. "[^\n]*\n$", result.err)
     end
     told("there is no policy 'dynamics'; did you mean 'dynamic'%?", "4.", "--policy", "dynamics")
-    told("policies/dynamic.lua: policy 'dynamic' has no option 'growth_intervall'; did you mean 'growth_interval'", "4.", "--policy", "dynamic", "growth_intervall=3")
+    told("policies/dynamic.lua: policy 'dynamic' has no option 'growth_intervall'; did you mean " ..
+      "'growth_interval'", "4.", "--policy", "dynamic", "growth_intervall=3")
     told("policies/megatron.lua: hysteresis = 0 ", "4.", "--policy", "megatron", "hysteresis=0")
-    told("policies/dynamic.lua:%d+: option 'init_scale' must be a number, got 'many'", "4.", "--policy", "dynamic", "init_scale=many")
+    told("policies/dynamic.lua:%d+: option 'init_scale' must be a number, got 'many'", "4.",
+      "--policy", "dynamic", "init_scale=many")
     told("no option '%-%-polcy'; did you mean '%-%-policy'", "4.", "--polcy", "dynamic")
     told("%-%-policy: expected a value", "4.", "--policy")
     told("expected %-%-policy FILE", "4.")
@@ -126,22 +140,32 @@ describe("engine replay", function()
     assert.matches("^usage: engine replay TRACE", helper.run({ "help", "replay" }).out)
   end)
 
-  it("goes on with a policy that fails, and says so with file and line", function()
-    local bodies = { ["nothing"] = "", ["a string"] = "return 'x'", ["scale = nan"] = "return 0 / 0", ["scale = 0"] = "return 0", ["scale = %-1"] = "return -1",
-      ["scale = inf"] = "return 1e400", ["state.f is a function"] = "state.f = function() end return 1", ["record has no field 'amx'"] = "return record.amx",
+  it("continues after a policy failure and reports its file and line", function()
+    local bodies = { ["nothing"] = "", ["a string"] = "return 'x'",
+      ["scale = nan"] = "return 0 / 0", ["scale = 0"] = "return 0", ["scale = %-1"] = "return -1",
+      ["scale = inf"] = "return 1e400",
+      ["state.f is a function"] = "state.f = function() end return 1",
+        ["record has no field 'amx'"] = "return record.amx",
       ["two places"] = "state.a = {} state.b = state.a return 1" }
     for words, body in pairs(bodies) do
-      local path = helper.write(folder .. "/bad.lua", "return {\n  options = { init_scale = 4 },\n  decide = function(state, record)\n    " .. body .. "\n  end,\n}\n")
+      local path = helper.write(folder .. "/bad.lua",
+        "return {\n  options = { init_scale = 4 },\n  decide = function(state, record)\n    " ..
+        body .. "\n  end,\n}\n")
       local result = helper.run { "replay", "2. x", "--policy", path }
       assert.are.equal(0, result.code, result.err)
-      assert.matches("bad failed in 3 of 3 steps: [^\n]*bad.lua:%d+: [^\n]*" .. words .. "[^\n]*\n$", result.out)
+      assert.matches("bad failed in 3 of 3 steps: [^\n]*bad.lua:%d+: [^\n]*" .. words ..
+        "[^\n]*\n$", result.out)
     end
   end)
 
-  it("gives a policy that needs statistics some", function()
-    local path = helper.write(folder .. "/needs.lua", [[return { options = { init_scale = 4 }, needs = { "amax", "norm", "hist", "zeros", "underflow", "tensors" },
+  it("gives plausible statistics to a policy that needs them", function()
+    local path = helper.write(folder .. "/needs.lua",
+      [[return { options = { init_scale = 4 },
+      needs = { "amax", "norm", "hist", "zeros", "underflow", "tensors" },
       decide = function(state, record)
-        state.scale = record.overflow and state.scale / 2 or 8 * record.amax * record.norm * record.hist:sum(-20, 20) + record.zeros + record.underflow
+        state.scale = record.overflow and state.scale / 2
+          or 8 * record.amax * record.norm * record.hist:sum(-20, 20)
+          + record.zeros + record.underflow
         if record.tensors then error("there are none here") end
         return state.scale
       end }]])
@@ -157,8 +181,9 @@ describe("a replayed run", function()
     trace = replay.trace(path)
   end)
 
-  it("does again what its own policy did, exactly", function()
-    local result = helper.run { "replay", path, "--policy", "dynamic", "init_scale=2^20", "growth_interval=5", "--json" }
+  it("reproduces its own policy's decisions exactly", function()
+    local result = helper.run { "replay", path, "--policy", "dynamic", "init_scale=2^20",
+      "growth_interval=5", "--json" }
     assert.are.equal(0, result.code, result.err)
     local r = json.decode(result.out).policies[1]
     local history = engine.history.open(path)
@@ -173,14 +198,16 @@ describe("a replayed run", function()
     assert.is_number(r.mass_lost)
   end)
 
-  it("knows what other scales would have done: exact verdicts are right, others mostly", function()
+  it("predicts other scales: exact verdicts are right, estimates mostly", function()
     local wrong, bounds = 0, 0
     for exponent = 12, 20, 2 do
       local overflows = record("static", { loss_scale = 2 ^ exponent }, nil, 60)
       local r = replay.run(trace, "static", { loss_scale = 2 ^ exponent })
       for i, overflow in ipairs(overflows) do
         local same = (r.actions[i] ~= "step") == overflow
-        if r.marks[i] == "exact" then assert.is_true(same, ("2^%d, step %d"):format(exponent, i)) else
+        if r.marks[i] == "exact" then
+          assert.is_true(same, ("2^%d, step %d"):format(exponent, i))
+        else
           bounds = bounds + 1
           if not same then wrong = wrong + 1 end
         end
@@ -190,20 +217,23 @@ describe("a replayed run", function()
     assert.is_true(wrong <= bounds / 5, ("%d of %d"):format(wrong, bounds))
   end)
 
-  it("knows what underflows at smaller scales", function()
+  it("predicts underflow at smaller scales", function()
     local high = folder .. "/high"
     local _, reference = record("static", { loss_scale = 2 ^ 15 }, high)
     local at_high = replay.trace(high)
     for exponent = 2, 14, 4 do
       local _, shares = record("static", { loss_scale = 2 ^ exponent })
       local mean = 0
-      for i, s in ipairs(shares) do mean = mean + (s.underflow + s.zeros - reference[i].zeros) / (s.count - reference[i].zeros) / #shares end
+      for i, s in ipairs(shares) do
+        mean = mean + (s.underflow + s.zeros - reference[i].zeros) / (s.count -
+          reference[i].zeros) / #shares
+      end
       local r = replay.run(at_high, "static", { loss_scale = 2 ^ exponent })
       assert.near(1, r.underflow / mean, 0.03)
       assert.are.equal(0, r.skipped)
       assert.are.equal(40, r.exact)
     end
-    -- mass goes down with the scale, and what is lost is less than what underflows
+    -- Lost mass falls as the scale rises, and is less than the share that underflows.
     local lost = {}
     for exponent = -6, 14, 4 do
       local r = replay.run(at_high, "static", { loss_scale = 2 ^ exponent })
@@ -213,20 +243,27 @@ describe("a replayed run", function()
     for i = 2, #lost do assert.is_true(lost[i] < lost[i - 1]) end
   end)
 
-  it("holds an overflow for one where the loss itself is lost, at any scale", function()
+  it("keeps an overflow at any scale where the loss itself is not finite", function()
     local lost = folder .. "/lost"
     local model, n = engine.nn.linear(2, 1), 0
     local x = engine.tensor({ { 1, 2 } }, { keep = true })
-    engine.trainer { model = model, data = { next = function() n = n + 1 return { x = x } end }, optimizer = engine.optim.sgd(model, { lr = 0.1 }),
-      loss = function(m, batch) return m(batch.x):mean() * (n % 5 == 0 and 0 / 0 or 1) end, policy = "dynamic", steps = 20, log = "quiet", run = lost }:run()
+    engine.trainer { model = model, data = { next = function() n = n + 1 return { x = x } end },
+      optimizer = engine.optim.sgd(model, { lr = 0.1 }),
+      loss = function(m, batch)
+        return m(batch.x):mean() * (n % 5 == 0 and 0 / 0 or 1)
+      end, policy = "dynamic", steps = 20, log = "quiet", run = lost }:run()
     local r = replay.run(replay.trace(lost), "static", { loss_scale = 2 ^ -20 })
     assert.are.equal(4, r.skipped)
     assert.are.equal(20, r.exact)
   end)
 
-  it("marks by what the policy reads", function()
-    local source = [[return { options = { init_scale = 2^13.5 }, needs = { %s }, decide = function(state, record) return state.scale end }]]
-    local function exact(needs) return replay.run(trace, { source = source:format(needs), file = "p.lua" }, {}).exact end
+  it("marks verdicts exact or estimated by what the policy reads", function()
+    local source =
+      [[return { options = { init_scale = 2^13.5 }, needs = { %s },
+      decide = function(state, record) return state.scale end }]]
+    local function exact(needs)
+      return replay.run(trace, { source = source:format(needs), file = "p.lua" }, {}).exact
+    end
     local plain = exact ""
     assert.is_true(plain > 40)
     assert.are.equal(plain, exact '"amax"')
@@ -234,7 +271,7 @@ describe("a replayed run", function()
     assert.are.equal(0, exact '"tensors"')
   end)
 
-  it("reads histories without histograms, and leaves alone what is none", function()
+  it("reads histories without histograms, and refuses an empty history", function()
     local h = engine.history.open(folder .. "/old.db", { write = true })
     local r, v = ffi.new("eng_record"), ffi.new("eng_verdict")
     r.scale, r.amax, r.norm, r.count, r.loss, v.scale, v.lr_mul = 1024, 2, 3, 100, 1, 1024, 1
@@ -254,16 +291,20 @@ describe("a replayed run", function()
   end)
 
   it("counts steps from where the run's history begins", function()
-    local r = replay.run(trace, { source = [[return { options = { init_scale = 1 }, decide = function(state, record)
-      return { scale = 1, action = record.step == 7 and "stop" or nil, reason = "enough" } end }]], file = "p.lua" })
+    local r = replay.run(trace, { source = [[return { options = { init_scale = 1 },
+      decide = function(state, record)
+      return { scale = 1, action = record.step == 7 and "stop" or nil,
+        reason = "enough" } end }]], file = "p.lua" })
     assert.are.equal(8, r.stopped_at)
     assert.are.equal("enough", r.reason)
   end)
 
-  it("of a newer engine is told in one line", function()
-    os.execute("cp " .. helper.quote(path .. "/history.db") .. " " .. helper.quote(folder .. "/newer.db"))
+  it("from a newer engine is refused in one line", function()
+    os.execute("cp " .. helper.quote(path .. "/history.db") .. " " ..
+      helper.quote(folder .. "/newer.db"))
     local bytes = helper.read(folder .. "/newer.db")
-    helper.write(folder .. "/newer.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))       -- PRAGMA user_version
+    -- PRAGMA user_version
+    helper.write(folder .. "/newer.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
     local result = helper.run { "replay", folder .. "/newer.db", "--policy", "dynamic" }
     assert.are.equal(1, result.code)
     assert.matches("^engine replay: history [^\n]+newer[^\n]+\n$", result.err)
@@ -277,8 +318,9 @@ describe("engine tune", function()
     record("dynamic", { init_scale = 2 ^ 18, growth_interval = 3 }, path, 60)
   end)
 
-  it("finds options that lose less, the same at every call, and says what it minimizes", function()
-    local words = { "tune", path, "--policy", "dynamic", "--over", "growth_interval=2..200", "init_scale=2^8..2^20" }
+  it("finds better options, deterministically, and names its objective", function()
+    local words = { "tune", path, "--policy", "dynamic", "--over", "growth_interval=2..200",
+      "init_scale=2^8..2^20" }
     local result = helper.run(words)
     assert.are.equal(0, result.code, result.err)
     assert.matches("^objective: share of gradient elements lost", result.out)
@@ -289,7 +331,7 @@ describe("engine tune", function()
     assert.is_true(object.best.cost < object.default.cost)
     assert.are.equal(object.evaluations, #object.rows)
     for _, row in ipairs(object.rows) do assert.is_true(row.cost >= object.best.cost) end
-    -- what it names does what it says
+    -- The options it names have the cost it reports.
     local r = replay.run(replay.trace(path), "dynamic", object.best.options)
     assert.near(object.best.cost, r.costs.elements, 1e-12)
     assert.are.equal(object.best.skipped, r.skipped)
@@ -298,45 +340,59 @@ describe("engine tune", function()
   end)
 
   it("finds the best scale of a sweep", function()
-    local found = engine.tune { runs = { path }, policy = "static", over = { "loss_scale=2^4..2^24" } }
+    local found = engine.tune { runs = { path }, policy = "static",
+      over = { "loss_scale=2^4..2^24" } }
     local least, best = math.huge, nil
     for exponent = 4, 24 do
-      local cost = replay.run(replay.trace(path), "static", { loss_scale = 2 ^ exponent }).costs.elements
+      local cost = replay.run(replay.trace(path), "static",
+        { loss_scale = 2 ^ exponent }).costs.elements
       if cost < least then least, best = cost, 2 ^ exponent end
     end
     assert.are.equal(best, found.best.options.loss_scale)
     assert.are.equal(least, found.best.cost)
   end)
 
-  it("takes lists of values and strings of verdicts, and leaves out what a policy refuses", function()
-    local found = engine.tune { runs = { "20. 4x 20." }, policy = "deepspeed", over = { "hysteresis=0,1,2", "min_scale=1,1024" },
+  it("accepts lists of values and verdict strings, and drops refused options", function()
+    local found = engine.tune { runs = { "20. 4x 20." }, policy = "deepspeed",
+      over = { "hysteresis=0,1,2", "min_scale=1,1024" },
       options = { init_scale = 4 }, objective = "skipped" }
     assert.are.equal(1 + 6, found.evaluations)
     local refused = 0
     for _, row in ipairs(found.rows) do refused = refused + (row.cost == math.huge and 1 or 0) end
     assert.are.equal(4, refused)
-    local broken = helper.write(folder .. "/broken.lua", "return { options = { init_scale = 4 }, decide = function() return 'x' end }")
-    assert.matches("broken failed at every step", fails(engine.tune, { runs = { "9." }, policy = broken, over = { "init_scale=1,2" }, objective = "skipped" }), 1, true)
-    local out = json.decode(helper.run({ "replay", "3.", "--policy", broken, "--json" }).out).policies[1]
+    local broken = helper.write(folder .. "/broken.lua",
+      "return { options = { init_scale = 4 }, decide = function() return 'x' end }")
+    assert.matches("broken failed at every step",
+      fails(engine.tune, { runs = { "9." }, policy = broken, over = { "init_scale=1,2" },
+      objective = "skipped" }), 1, true)
+    local out = json.decode(helper.run({ "replay", "3.", "--policy", broken,
+      "--json" }).out).policies[1]
     assert.are.equal(3, out.failures)
     assert.matches("a string; expected", out.failure, 1, true)
   end)
 
-  it("answers mistakes in one line", function()
+  it("reports a user's mistake in one line", function()
     local function told(pattern, ...)
       local result = helper.run { "tune", ... }
       assert.are.equal(1, result.code)
       assert.matches("^engine tune: " .. pattern .. "[^\n]*\n$", result.err)
     end
-    told("policy 'dynamic' has no option 'growth_intervall'; did you mean 'growth_interval'", path, "--policy", "dynamic", "--over", "growth_intervall=1..5")
-    told("over 'growth_interval=5..1': expected two numbers", path, "--policy", "dynamic", "--over", "growth_interval=5..1")
-    told("over 'growth_interval=abc': expected numbers", path, "--policy", "dynamic", "--over", "growth_interval=abc")
-    told("over 'strict=1..2': strict is a boolean", path, "--policy", "dynamic", "--over", "strict=1..2")
-    told("there is no objective 'mas'; did you mean 'mass'", path, "--policy", "dynamic", "--over", "growth_interval=1..5", "--objective", "mas")
+    told("policy 'dynamic' has no option 'growth_intervall'; did you mean 'growth_interval'", path,
+      "--policy", "dynamic", "--over", "growth_intervall=1..5")
+    told("over 'growth_interval=5..1': expected two numbers", path, "--policy", "dynamic", "--over",
+      "growth_interval=5..1")
+    told("over 'growth_interval=abc': expected numbers", path, "--policy", "dynamic", "--over",
+      "growth_interval=abc")
+    told("over 'strict=1..2': strict is a boolean", path, "--policy", "dynamic", "--over",
+      "strict=1..2")
+    told("there is no objective 'mas'; did you mean 'mass'", path, "--policy", "dynamic", "--over",
+      "growth_interval=1..5", "--objective", "mas")
     told("expected one %-%-policy FILE, got 0", path, "--over", "growth_interval=1..5")
     told("expected runs", "--policy", "dynamic", "--over", "growth_interval=1..5")
     told("expected %-%-over", path, "--policy", "dynamic")
-    told("'4. x' has verdicts and no gradients", "4. x", "--policy", "dynamic", "--over", "growth_interval=1..5")
-    told("policies/dynamic.lua: growth_interval = 0 ", path, "--policy", "dynamic", "growth_interval=0", "--over", "init_scale=1..5")
+    told("'4. x' has verdicts and no gradients", "4. x", "--policy", "dynamic", "--over",
+      "growth_interval=1..5")
+    told("policies/dynamic.lua: growth_interval = 0 ", path, "--policy", "dynamic",
+      "growth_interval=0", "--over", "init_scale=1..5")
   end)
 end)

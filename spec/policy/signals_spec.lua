@@ -1,4 +1,5 @@
--- Numbers a script publishes with engine.signal: policies read them, the history keeps them, replay gives them to other policies.
+-- Numbers that a script publishes with engine.signal: policies read them, the history stores them,
+-- and replay gives them to other policies.
 local json = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -11,14 +12,16 @@ teardown(function()
   for name in pairs(published) do published[name] = nil end
 end)
 
--- A small fp16 job that publishes a falling entropy, every third step only, and a constant named with what other formats must quote.
+-- A small fp16 job. It publishes a falling entropy every third step, and a constant whose name
+-- needs quoting in CSV and JSON.
 local function train(run, options)
   for name in pairs(published) do published[name] = nil end
   engine.seed(3)
   local model = engine.nn.linear(8, 4)
   local data = { next = function() return { x = engine.ones(2, 8), y = engine.ones(2, 4) } end }
   local scales, step = {}, 0
-  local o = { model = model, data = data, policy = "entropy", policy_options = { decay = 0, growth_interval = 7 }, steps = 20, log = "quiet", run = run,
+  local o = { model = model, data = data, policy = "entropy",
+    policy_options = { decay = 0, growth_interval = 7 }, steps = 20, log = "quiet", run = run,
     optimizer = engine.optim.sgd(model, { lr = 1e-3, precision = "fp16" }), precision = "fp16",
     loss = function(m, b)
       if step % 3 == 0 then engine.signal("attention_entropy", 2 - step / 10) end
@@ -39,7 +42,7 @@ describe("signals", function()
     scales = train(run)
   end)
 
-  it("stand in the history where they change", function()
+  it("are stored in the history where they change", function()
     local history = engine.history.open(run)
     local list = history:signals()
     assert.are.same({ 'a "b", c', "attention_entropy" }, { list[1].name, list[2].name })
@@ -49,15 +52,18 @@ describe("signals", function()
     assert.are.same({ 1.7, 7 }, { at(5).attention_entropy, at(5)['a "b", c'] })
     assert.are.equal(2 - 1.8, at(19).attention_entropy)
     assert.matches('Signals of the script: a "b", c 7, attention_entropy 1.4%.', history:why(6))
-    assert.matches("signal attention_entropy +0.2 to 2", tostring(history:plot("signals.attention_entropy")))
+    assert.matches("signal attention_entropy +0.2 to 2",
+      tostring(history:plot("signals.attention_entropy")))
     local good, why = pcall(history.plot, history, "signals.attention_entrop")
     assert.is_false(good)
-    assert.matches("published no signal 'attention_entrop', did you mean 'attention_entropy'", why:gsub(";", ","))
+    assert.matches("published no signal 'attention_entrop', did you mean 'attention_entropy'",
+      why:gsub(";", ","))
     history:close()
   end)
 
-  it("reach a policy that is replayed, which then decides as it did live", function()
-    local r = engine.replay.run(engine.replay.trace(run), "entropy", { decay = 0, growth_interval = 7 })
+  it("reach a replayed policy, which then decides as it did live", function()
+    local r = engine.replay.run(engine.replay.trace(run), "entropy",
+      { decay = 0, growth_interval = 7 })
     assert.are.same(scales, r.scales)
     assert.is_true(#scales == 20 and scales[1] ~= scales[20])
   end)
@@ -80,7 +86,7 @@ describe("signals", function()
     history:close()
   end)
 
-  it("are dropped with the steps that a resumed run makes again", function()
+  it("are dropped with the steps that a resumed run repeats", function()
     local twice = folder .. "/twice"
     train(twice, { checkpoint_every = 5, steps = 10 })
     train(twice, { checkpoint_every = 5, steps = 15, resume = "auto", loss = function(m, b)
@@ -96,10 +102,12 @@ describe("signals", function()
   it("reach the policy of an explicit loop", function()
     local model = engine.nn.linear(4, 2)
     local opt = engine.optim.sgd(model, { lr = 1e-3, precision = "fp16" })
-    local source = "return { init = function() return { scale = 1 } end, decide = function(_, record) return record.signals.wished end }"
+    local source = "return { init = function() return { scale = 1 } end, decide = function(_, " ..
+      "record) return record.signals.wished end }"
     local scaler = engine.scaler { policy = engine.policy.load { file = "wish", source = source } }
     engine.signal("wished", 64)
-    local loss = engine.autocast("fp16", function() return engine.mse(model(engine.ones(2, 4)), engine.ones(2, 2)) end)
+    local loss = engine.autocast("fp16",
+      function() return engine.mse(model(engine.ones(2, 4)), engine.ones(2, 2)) end)
     scaler:scale(loss):backward()
     scaler:step(opt)
     assert.are.equal(64, scaler:update().scale)
