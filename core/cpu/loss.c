@@ -1,8 +1,9 @@
 // Losses: cross entropy over the last dimension with its gradient, and mean squared error.
-// Cross entropy reads the logits once: maximum and sum of exponents together, tile by tile; the
-// probabilities are never stored. The gradient reads logits once and writes once.
-// Per-row results are summed in double in order of the rows, so threads do not matter.
-// Registered by cpu.c, called through the backend table.
+// Registered by cpu.c, called through the backend table; owns nothing.
+//
+// Cross entropy reads the logits once: maximum and sum of exponentials together, tile by tile; the
+// probabilities are never stored. The gradient reads the logits once and writes once. Per-row
+// results are summed in double in the order of the rows, so the result does not depend on threads.
 #include "simd.h"
 #include "rows.h"
 
@@ -10,17 +11,21 @@ enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 
-/// Checks targets before any work and counts those that are not ignored.
-static eng_status check_targets(const op_call *call, const tensor *targets, int64_t rows, int64_t classes, int64_t *counted)
+/// Checks the targets before any work and counts those that are not ignored.
+static eng_status check_targets(const op_call *call, const tensor *targets, int64_t rows,
+                                int64_t classes, int64_t *counted)
 {
   int64_t ignored = call->ints[0], n = 0;
   for (int64_t row = 0; row < rows; row++) {
     int64_t t = tensor_load_int(targets->data, targets->dtype, row);
     if (t == ignored) continue;
     if (t < 0 || t >= classes)
-      return error_set(ENG_ERR_VALUE, "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
-                       "hint: does the vocabulary of the data fit the model?", eng_op_name(call->op),
-                       (long long)classes - 1, (long long)ignored, (long long)t, (long long)row, tensor_text(targets));
+      return error_set(
+        ENG_ERR_VALUE,
+        "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
+        "hint: does the vocabulary of the data fit the model?",
+        eng_op_name(call->op), (long long)classes - 1, (long long)ignored, (long long)t,
+        (long long)row, tensor_text(targets));
     n++;
   }
   *counted = n;
@@ -51,7 +56,8 @@ static eng_status cross_entropy(const op_call *call)
 {
   if (!logits_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
-  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0], reduction = call->ints[1], counted = 0;
+  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0],
+          reduction = call->ints[1], counted = 0;
   double smoothing = call->floats[0];
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
   int64_t bytes = rows * (int64_t)sizeof(double);
@@ -64,7 +70,8 @@ static eng_status cross_entropy(const op_call *call)
     losses[row] = 0.0;
     if (t == ignored && !lse) continue;
     row_exponents e = row_exponents_of(x->data, x->dtype, first, classes);
-    double log_sum = log(e.sum), top = f32_is_finite(e.max) ? (double)e.max : NAN;   // an infinite one: NaN, as PyTorch
+    // An infinite maximum gives NaN, as in PyTorch.
+    double log_sum = log(e.sum), top = f32_is_finite(e.max) ? (double)e.max : NAN;
     if (lse) put(lse->data, lse->dtype, row, top + log_sum);
     if (t == ignored) continue;
     double own = log_sum - ((double)get(x->data, x->dtype, first + t) - top);
@@ -80,39 +87,47 @@ static eng_status cross_entropy(const op_call *call)
     sum += losses[row];
     if (loss && reduction == 0) put(loss->data, loss->dtype, row, losses[row]);
   }
-  if (loss && reduction != 0) put(loss->data, loss->dtype, 0, reduction == 1 ? sum / (double)counted : sum);
+  if (loss && reduction != 0)
+    put(loss->data, loss->dtype, 0, reduction == 1 ? sum / (double)counted : sum);
   arena_free(ARENA_SCRATCH, losses, bytes);
   return ENG_OK;
 }
 
-/// dlogits = (exp(x - lse) - floor) * factor for one tile, where `floor` is what smoothing gives each class.
+/// dlogits = (exp(x - lse) - floor) * factor for one tile; `floor` is the share of smoothing that
+/// each class gets.
 static void gradient_tile(const float *x, float lse, float floor, float factor, float *out, int n)
 {
   vf l = vf_set1(lse), u = vf_set1(floor), f = vf_set1(factor);
   int i = 0;
   for (; i + VF_LANES <= n; i += VF_LANES)
     vf_store(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load(x + i), l)), u), f));
-  if (i < n) vf_store_n(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), l)), u), f), n - i);
+  if (i < n)
+    vf_store_n(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), l)), u), f),
+               n - i);
 }
 
 static eng_status cross_entropy_grad(const op_call *call)
 {
   if (!logits_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3], *dx = call->out[0];
-  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0], reduction = call->ints[1], counted = 0;
+  const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3],
+               *dx = call->out[0];
+  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0],
+          reduction = call->ints[1], counted = 0;
   double smoothing = call->floats[0], floor = smoothing / (double)classes;
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
-    float in_buffer[TILE] __attribute__((aligned(64))), out_buffer[TILE] __attribute__((aligned(64)));
+    float in_buffer[TILE] __attribute__((aligned(64))),
+      out_buffer[TILE] __attribute__((aligned(64)));
     int64_t t = tensor_load_int(targets->data, targets->dtype, row), first = row * classes;
     if (t == ignored) {
       size_t size = dx->dtype == ENG_f32 ? 4 : 2;
       memset((char *)dx->data + (size_t)first * size, 0, (size_t)classes * size);
       continue;
     }
-    // In double: a loss scale past f32 that the mean brings back into range is no overflow.
+    // In double: a loss scale beyond f32 does not overflow if the mean brings the factor back into
+    // range.
     double factor = get(dloss->data, dloss->dtype, reduction == 0 ? row : 0);
     if (reduction == 1) factor /= (double)counted;
     float row_lse = get(lse->data, lse->dtype, row), target = get(x->data, x->dtype, first + t);
@@ -122,7 +137,8 @@ static eng_status cross_entropy_grad(const op_call *call)
       float *out = tile_target(out_buffer, dx->data, dx->dtype, first + at);
       gradient_tile(in, row_lse, (float)floor, (float)factor, out, length);
       if (t >= at && t < at + length)
-        out[t - at] = (float)((exp((double)target - (double)row_lse) - (1.0 - smoothing) - floor) * factor);
+        out[t - at] =
+          (float)((exp((double)target - (double)row_lse) - (1.0 - smoothing) - floor) * factor);
       tile_store(dx->data, dx->dtype, first + at, out, length);
     }
   }
@@ -136,7 +152,8 @@ static double tile_distance(const float *a, const float *b, int n)
   vf p = vf_zero(), q = p;
   int i = 0;
   for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    vf d = vf_sub(vf_load(a + i), vf_load(b + i)), e = vf_sub(vf_load(a + i + VF_LANES), vf_load(b + i + VF_LANES));
+    vf d = vf_sub(vf_load(a + i), vf_load(b + i)),
+       e = vf_sub(vf_load(a + i + VF_LANES), vf_load(b + i + VF_LANES));
     p = vf_fma(d, d, p);
     q = vf_fma(e, e, q);
   }
@@ -147,7 +164,7 @@ static double tile_distance(const float *a, const float *b, int n)
   }
   double sum = vf_sum(vf_add(p, q));
   if (f64_is_finite(sum)) return sum;
-  sum = 0.0;   // past f32, where the mean may still be within
+  sum = 0.0;   // beyond f32, where the mean may still be in range
   for (i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
   return sum;
 }

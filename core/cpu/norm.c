@@ -1,20 +1,24 @@
-// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm whose
-// mean is taken for 0, so both share their loops: `centred` tells them apart at compile time.
-// Rows stay in the first cache: memory is read once forward (x), once backward (x and dy). With a residual the row is x + branch, rounded
-// as the sum that is kept, and its gradient has dsum added: `adds`, known at compile time, too.
-// Statistics in f32 with double between tiles, the variance about the mean just found; all in double where f32 will not do (wide_moments).
-// Registered by cpu.c, called through the backend table.
+// Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm
+// with a mean of 0, so both share their loops; `centred`, a compile-time constant, tells them
+// apart. Registered by cpu.c, called through the backend table; owns nothing.
+//
+// Rows stay in the first cache: memory is read once forward (x) and once backward (x and dy). With
+// a residual, the row is x + branch, rounded as the stored sum is, and the gradient has dsum added:
+// `adds`, also a compile-time constant. Statistics are in f32, with double between tiles; the
+// variance is taken about the mean just found. Where f32 is not enough, both are computed in double
+// (wide_moments).
 #include "simd.h"
 #include "rows.h"
 
 enum {
   BLOCK_ROWS = 32,                   // rows whose column sums one block takes, at least
   BLOCKS_MOST = 128,                 // blocks of a call, at most
-  BLOCK_FLOATS = 4 << 20,            // floats of partial sums of a call, about at most
+  BLOCK_FLOATS = 4 << 20,            // floats of partial sums of a call, roughly at most
   COLUMN_CHUNK = 64                  // columns a thread sums over the blocks at a time
 };
 
-/// A vector of the call as f32 [n]: its own memory, converted into `buffer`, or `absent` n times.
+/// A vector of the call as f32 [n]: its own memory, a conversion into `buffer`, or `absent` n
+/// times.
 static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
 {
   if (v) return row_load(buffer, v->data, v->dtype, 0, n);
@@ -24,11 +28,15 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 
 // ------------------------------------------------------------------ forward
 
-static const double NARROW = 1e-4;   // mean square deviation over the mean's square, below which an error in a tile's sum would show in y
+// The ratio of the mean square deviation to the square of the mean below which an error in a tile's
+// sum would show in y.
+static const double NARROW = 1e-4;
 
-/// Mean and mean square deviation of a row whose sums leave the range of f32 (and of one with Inf or NaN), or that lies far from 0 for its
-/// width: a constant row's mean is that constant, so that nothing is left of it.
-static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred, float *mean)
+/// Mean and mean square deviation, in double, of a row whose f32 sums overflow, a row with Inf or
+/// NaN, or a row whose mean is large for its spread. The mean of a constant row is that constant,
+/// so that its deviations are 0.
+static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred,
+                                                     float *mean)
 {
   double sum = 0.0, squares = 0.0;
   for (int64_t i = 0; i < n && centred; i++) sum += x[i];
@@ -42,8 +50,8 @@ static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, 
 }
 
 /// y = (x - mean) * rstd * weight + bias for one row.
-static void normalise(const float *x, const float *weight, const float *bias, float mean, float rstd,
-                      void *y, int dtype, int64_t first, int64_t n)
+static void normalise(const float *x, const float *weight, const float *bias, float mean,
+                      float rstd, void *y, int dtype, int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   vf m = vf_set1(mean), r = vf_set1(rstd);
@@ -64,33 +72,38 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// Additions that round in between, for each narrow format: a number goes by way of its place in memory, which keeps it in its format.
-//   sum_f16      sum = a + b, and `row` is that in f32
+// Additions that round in between, for each narrow format. Each number is stored and loaded again,
+// which rounds it to its format.
+//   sum_f16      sum = a + b; `row` is that sum in f32
 //   added_f16    y = a + b with b rounded first
-#define NARROW_ADDITIONS(format)                                                                                   \
-  static inline void sum_##format(float *row, uint16_t *sum, const uint16_t *a, const uint16_t *b, int64_t n)     \
-  {                                                                                                                \
-    int64_t i = 0;                                                                                                 \
-    for (; i + VF_LANES <= n; i += VF_LANES) {                                                                     \
-      vf_store_##format(sum + i, vf_add(vf_load_##format(a + i), vf_load_##format(b + i)));                        \
-      vf_store(row + i, vf_load_##format(sum + i));                                                                \
-    }                                                                                                              \
-    int rest = (int)(n - i);                                                                                       \
-    if (rest == 0) return;                                                                                         \
-    vf_store_##format##_n(sum + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(b + i, rest)), rest); \
-    vf_store_n(row + i, vf_load_##format##_n(sum + i, rest), rest);                                                \
-  }                                                                                                                \
-  static inline void added_##format(uint16_t *y, const uint16_t *a, const float *b, int64_t n)                    \
-  {                                                                                                                \
-    int64_t i = 0;                                                                                                 \
-    for (; i + VF_LANES <= n; i += VF_LANES) {                                                                     \
-      vf_store_##format(y + i, vf_load(b + i));                                                                    \
-      vf_store_##format(y + i, vf_add(vf_load_##format(a + i), vf_load_##format(y + i)));                          \
-    }                                                                                                              \
-    int rest = (int)(n - i);                                                                                       \
-    if (rest == 0) return;                                                                                         \
-    vf_store_##format##_n(y + i, vf_load_n(b + i, rest), rest);                                                    \
-    vf_store_##format##_n(y + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(y + i, rest)), rest); \
+#define NARROW_ADDITIONS(format)                                                                   \
+  static inline void sum_##format(float *row, uint16_t *sum, const uint16_t *a, const uint16_t *b, \
+                                  int64_t n)                                                       \
+  {                                                                                                \
+    int64_t i = 0;                                                                                 \
+    for (; i + VF_LANES <= n; i += VF_LANES) {                                                     \
+      vf_store_##format(sum + i, vf_add(vf_load_##format(a + i), vf_load_##format(b + i)));        \
+      vf_store(row + i, vf_load_##format(sum + i));                                                \
+    }                                                                                              \
+    int rest = (int)(n - i);                                                                       \
+    if (rest == 0) return;                                                                         \
+    vf_store_##format##_n(                                                                         \
+      sum + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(b + i, rest)),       \
+      rest);                                                                                       \
+    vf_store_n(row + i, vf_load_##format##_n(sum + i, rest), rest);                                \
+  }                                                                                                \
+  static inline void added_##format(uint16_t *y, const uint16_t *a, const float *b, int64_t n)     \
+  {                                                                                                \
+    int64_t i = 0;                                                                                 \
+    for (; i + VF_LANES <= n; i += VF_LANES) {                                                     \
+      vf_store_##format(y + i, vf_load(b + i));                                                    \
+      vf_store_##format(y + i, vf_add(vf_load_##format(a + i), vf_load_##format(y + i)));          \
+    }                                                                                              \
+    int rest = (int)(n - i);                                                                       \
+    if (rest == 0) return;                                                                         \
+    vf_store_##format##_n(y + i, vf_load_n(b + i, rest), rest);                                    \
+    vf_store_##format##_n(                                                                         \
+      y + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(y + i, rest)), rest);  \
   }
 NARROW_ADDITIONS(f16)
 NARROW_ADDITIONS(bf16)
@@ -99,14 +112,18 @@ static inline void add_floats(float *y, const float *a, const float *b, int64_t 
 {
   int64_t i = 0;
   for (; i + VF_LANES <= n; i += VF_LANES) vf_store(y + i, vf_add(vf_load(a + i), vf_load(b + i)));
-  if (i < n) vf_store_n(y + i, vf_add(vf_load_n(a + i, (int)(n - i)), vf_load_n(b + i, (int)(n - i))), (int)(n - i));
+  if (i < n)
+    vf_store_n(y + i, vf_add(vf_load_n(a + i, (int)(n - i)), vf_load_n(b + i, (int)(n - i))),
+               (int)(n - i));
 }
 
 /// Element i of a tensor of a narrow format.
 static inline uint16_t *narrow_at(const tensor *x, int64_t i) { return (uint16_t *)x->data + i; }
 
-/// Writes a row of sum = x + branch; gives it as it was rounded, in f32: its own memory, or `buffer` [n].
-static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch, int64_t first, int64_t n)
+/// Writes a row of sum = x + branch. Returns that row, as rounded, in f32: its own memory, or
+/// `buffer` [n].
+static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch,
+                            int64_t first, int64_t n)
 {
   float *row = tile_target(buffer, sum->data, sum->dtype, first);
   if (x->dtype == branch->dtype && sum->dtype == x->dtype && x->dtype != ENG_f32) {
@@ -118,7 +135,8 @@ static const float *add_row(float *buffer, const tensor *sum, const tensor *x, c
   float tx[TILE] __attribute__((aligned(64))), tb[TILE] __attribute__((aligned(64)));
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at);
-    add_floats(row + at, tile_load(tx, x->data, x->dtype, first + at, length), tile_load(tb, branch->data, branch->dtype, first + at, length), length);
+    add_floats(row + at, tile_load(tx, x->data, x->dtype, first + at, length),
+               tile_load(tb, branch->data, branch->dtype, first + at, length), length);
     if (sum->dtype == ENG_f32) continue;
     floats_to(sum->data, sum->dtype, first + at, row + at, length);
     floats_from(row + at, sum->data, sum->dtype, first + at, length);
@@ -126,7 +144,7 @@ static const float *add_row(float *buffer, const tensor *sum, const tensor *x, c
   return row;
 }
 
-/// dx = dsum + `values` [n], which are rounded into dx's format first.
+/// dx = dsum + `values` [n], which are first rounded to dx's format.
 static void add_gradient(const tensor *dx, const tensor *dsum, float *values, int64_t first, int n)
 {
   if (dx->dtype == dsum->dtype && dx->dtype != ENG_f32) {
@@ -147,7 +165,7 @@ static inline __attribute__((always_inline))
 eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const int next = adds ? 2 : 1;   // behind x and branch, y and sum
+  const int next = adds ? 2 : 1;   // after x and branch, y and sum
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
@@ -162,10 +180,12 @@ eng_status norm(const op_call *call, bool centred, bool adds)
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
     float *own = scratch + (2 + omp_get_thread_num()) * room;
-    const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n) : row_load(own, x->data, x->dtype, row * n, n);
+    const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n)
+                           : row_load(own, x->data, x->dtype, row * n, n);
     float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
     double variance = row_squares(in, n, mean) / (double)n;
-    if (!f64_is_finite(variance) || variance < NARROW * mean * mean) variance = wide_moments(in, n, centred, &mean);
+    if (!f64_is_finite(variance) || variance < NARROW * mean * mean)
+      variance = wide_moments(in, n, centred, &mean);
     float rstd = (float)(1.0 / sqrt(variance + eps));
     if (means) put(means->data, means->dtype, row, mean);
     if (rstds) put(rstds->data, rstds->dtype, row, rstd);
@@ -186,9 +206,9 @@ static eng_status add_rms_norm(const op_call *call)   { return norm(call, false,
 typedef struct row_means { float g, gx; } row_means;
 
 /// Also adds dy * xhat to dweight [n] and dy to dbias [n] unless they are NULL.
-static inline __attribute__((always_inline))
-row_means backward_sums(const float *x, const float *dy, const float *weight, float mean, float rstd, int64_t n,
-                        float *dweight, float *dbias)
+static inline __attribute__((always_inline)) row_means
+backward_sums(const float *x, const float *dy, const float *weight, float mean, float rstd,
+              int64_t n, float *dweight, float *dbias)
 {
   vf m = vf_set1(mean), r = vf_set1(rstd);
   double sum_g = 0.0, sum_gx = 0.0;
@@ -196,7 +216,8 @@ row_means backward_sums(const float *x, const float *dy, const float *weight, fl
     int64_t end = smaller(n, at + TILE), i = at;
     vf g_lanes = vf_zero(), gx_lanes = vf_zero();
     for (; i + VF_LANES <= end; i += VF_LANES) {
-      vf d = vf_load(dy + i), xhat = vf_mul(vf_sub(vf_load(x + i), m), r), g = vf_mul(d, vf_load(weight + i));
+      vf d = vf_load(dy + i), xhat = vf_mul(vf_sub(vf_load(x + i), m), r),
+         g = vf_mul(d, vf_load(weight + i));
       g_lanes = vf_add(g_lanes, g);
       gx_lanes = vf_fma(g, xhat, gx_lanes);
       if (dweight) vf_store(dweight + i, vf_fma(d, xhat, vf_load(dweight + i)));
@@ -217,14 +238,15 @@ row_means backward_sums(const float *x, const float *dy, const float *weight, fl
   return (row_means){(float)(sum_g / (double)n), (float)(sum_gx / (double)n)};
 }
 
-/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); without the term mean(g) when not centred. A dsum that is there is added to dx as
-/// it was rounded.
-static inline __attribute__((always_inline))
-void backward_row(const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
-                  bool centred, const tensor *dsum, const tensor *dx, int64_t first, int64_t n)
+/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without the term mean(g) when not centred. If
+/// there is a dsum, dx is rounded and dsum is then added.
+static inline __attribute__((always_inline)) void backward_row(
+  const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
+  bool centred, const tensor *dsum, const tensor *dx, int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
-  vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f), minus_gx = vf_set1(-means.gx);
+  vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f),
+     minus_gx = vf_set1(-means.gx);
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at), i = 0;
     const float *in = x + at, *d = dy + at, *w = weight + at;
@@ -235,7 +257,8 @@ void backward_row(const float *x, const float *dy, const float *weight, float me
     }
     if (i < length) {
       int rest = length - i;
-      vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r), g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
+      vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r),
+         g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
       vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), rest);
     }
     if (dsum) add_gradient(dx, dsum, out, first + at, length);
@@ -243,8 +266,10 @@ void backward_row(const float *x, const float *dy, const float *weight, float me
   }
 }
 
-/// Sum of partial [blocks] rows, `stride` floats apart, in order; rounded once into `total` [n]. NULL is fine.
-static void sum_blocks(tensor *total, const float *partial, int64_t blocks, int64_t stride, int64_t n)
+/// Sums the rows of partial [blocks], `stride` floats apart, in order, and rounds once into `total`
+/// [n]. total may be NULL.
+static void sum_blocks(tensor *total, const float *partial, int64_t blocks, int64_t stride,
+                       int64_t n)
 {
   if (!total) return;
 #pragma omp parallel for schedule(static) if (blocks * n > PARALLEL_ELEMENTS)
@@ -263,15 +288,18 @@ static inline __attribute__((always_inline))
 eng_status norm_grad(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0], *means = centred ? call->in[2] : NULL, *rstds = call->in[2 + centred], *dy = call->in[3 + centred];
+  const tensor *x = call->in[0], *means = centred ? call->in[2] : NULL,
+               *rstds = call->in[2 + centred], *dy = call->in[3 + centred];
   const tensor *dsum = adds ? call->in[4 + centred] : NULL, *dx = call->out[0];
-  tensor *dweight = call->ints[1] ? call->out[1] : NULL, *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  tensor *dweight = call->ints[1] ? call->out[1] : NULL,
+         *dbias = centred && call->ints[1] ? call->out[2] : NULL;
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
 
-  // Blocks depend on the shape alone, so the sums over columns are the same for any number of threads.
+  // Blocks depend on the shape alone, so column sums are the same for any number of threads.
   bool columns = dweight || dbias;
   int64_t most = larger(4, smaller(BLOCKS_MOST, BLOCK_FLOATS / (2 * room + 1)));
-  int64_t block_rows = larger(BLOCK_ROWS, (rows + most - 1) / most), blocks = (rows + block_rows - 1) / block_rows;
+  int64_t block_rows = larger(BLOCK_ROWS, (rows + most - 1) / most),
+          blocks = (rows + block_rows - 1) / block_rows;
   int threads = omp_get_max_threads();
   int64_t bytes = ((1 + 2 * threads) + (columns ? 2 * blocks : 0)) * room * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
@@ -288,7 +316,8 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
     for (int64_t row = block * block_rows; row < end; row++) {
       const float *in = row_load(own, x->data, x->dtype, row * n, n);
       const float *d = row_load(own + room, dy->data, dy->dtype, row * n, n);
-      float mean = means ? get(means->data, means->dtype, row) : 0.0f, rstd = get(rstds->data, rstds->dtype, row);
+      float mean = means ? get(means->data, means->dtype, row) : 0.0f,
+            rstd = get(rstds->data, rstds->dtype, row);
       row_means sums = !columns ? backward_sums(in, d, weight, mean, rstd, n, NULL, NULL)
                      : dbias    ? backward_sums(in, d, weight, mean, rstd, n, sum_w, sum_b)
                                 : backward_sums(in, d, weight, mean, rstd, n, sum_w, NULL);

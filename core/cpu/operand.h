@@ -1,19 +1,20 @@
 // Operands of elementwise kernels: any strides and broadcasting, read as tiles of f32 in the order
 // of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
-// else is converted or gathered into a buffer that stays in the first cache.
-// Included by the elementwise kernel files, once per instruction set. Owns nothing.
+// else is converted or gathered into a buffer that stays in the first cache. Included by the
+// elementwise kernel files, once per instruction set. Owns nothing.
 #ifndef ENG_OPERAND_H
 #define ENG_OPERAND_H
 
 #include "rows.h"
 #include "simd.h"
 
-/// A view of a tensor as seen from an output's shape: dimensions innermost first, merged where they
-/// lie one after the other, those of size 1 left out; stride 0 where broadcast.
+/// A view of a tensor in an output's shape. Dimensions are innermost first, merged where they are
+/// contiguous with each other, without those of size 1; stride 0 where broadcast.
 typedef struct operand {
   const void *data;
   int     dtype, ndim;
-  bool    dense;                                        // element i of the output is element i of data
+  // element i of the output is element i of data
+  bool    dense;
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // elements
 } operand;
 
@@ -42,7 +43,7 @@ static inline __attribute__((unused)) operand operand_of(const tensor *x, const 
   return o;
 }
 
-/// Where an element-by-element walk over an operand stands.
+/// The position of an element-by-element walk over an operand.
 typedef struct cursor {
   int64_t index[ENG_MAX_DIMS], offset;                  // offset in elements from data
 } cursor;
@@ -58,7 +59,7 @@ static inline __attribute__((unused)) cursor cursor_at(const operand *o, int64_t
   return c;
 }
 
-/// Goes on by n elements, at most to the end of the innermost run.
+/// Advances by n elements, at most to the end of the innermost run.
 static inline __attribute__((unused)) void cursor_advance(cursor *c, const operand *o, int64_t n)
 {
   c->index[0] += n;
@@ -70,12 +71,14 @@ static inline __attribute__((unused)) void cursor_advance(cursor *c, const opera
   }
 }
 
-/// Elements [first, first + n) of the output's order as floats, n <= TILE.
-static inline __attribute__((unused)) const float *operand_load(const operand *o, float *buffer, int64_t first, int n)
+/// Elements [first, first + n), in the output's order, as floats; n <= TILE.
+static inline __attribute__((unused)) const float *operand_load(const operand *o, float *buffer,
+                                                                int64_t first, int n)
 {
   if (o->dense) return tile_load(buffer, o->data, o->dtype, first, n);
   cursor c = cursor_at(o, first);
-  if (n <= o->shape[0] - c.index[0]) return tile_gather(buffer, o->data, o->dtype, c.offset, o->stride[0], n);
+  if (n <= o->shape[0] - c.index[0])
+    return tile_gather(buffer, o->data, o->dtype, c.offset, o->stride[0], n);
   for (int done = 0; done < n;) {
     int run = (int)smaller(n - done, o->shape[0] - c.index[0]);
     const float *from = tile_gather(buffer + done, o->data, o->dtype, c.offset, o->stride[0], run);
@@ -86,8 +89,10 @@ static inline __attribute__((unused)) const float *operand_load(const operand *o
   return buffer;
 }
 
-/// The same for an operand of one byte an element (bool, u8), untouched.
-static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o, uint8_t *buffer, int64_t first, int n)
+/// operand_load for an operand of one byte per element (bool, u8), not converted.
+static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o,
+                                                                        uint8_t *buffer,
+                                                                        int64_t first, int n)
 {
   const uint8_t *data = o->data;
   if (o->dense) return data + first;
@@ -102,7 +107,7 @@ static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const op
   return buffer;
 }
 
-/// An elementwise call: operands, outputs, and the numbers that its formula needs.
+/// An elementwise call: operands, outputs, and the numbers in its formula.
 typedef struct work {
   operand  in[3];
   const tensor *out[2];
@@ -116,7 +121,7 @@ typedef struct work {
 /// Computes output elements [first, first + n), n <= TILE.
 typedef void tile_body(const work *w, int64_t first, int n);
 
-/// The inputs of a call as seen from a tensor of the outputs' shape.
+/// The call's inputs, viewed in the shape of `shape`, a tensor of the outputs' shape.
 static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
 {
   work w = {.op = call->op, .out = {call->out[0], call->out[1]}};
@@ -127,15 +132,17 @@ static inline __attribute__((unused)) work work_of(const op_call *call, const te
 /// Runs a body over all tiles of `count` elements, on all threads when that pays.
 static inline __attribute__((unused)) void for_tiles(const work *w, int64_t count, tile_body *body)
 {
-  if (count < PARALLEL_ELEMENTS) {   // not even a region whose `if` says no: see tasks.h
-    for (int64_t first = 0; first < count; first += TILE) body(w, first, (int)smaller(TILE, count - first));
+  if (count < PARALLEL_ELEMENTS) {   // no parallel region at all: see tasks.h
+    for (int64_t first = 0; first < count; first += TILE)
+      body(w, first, (int)smaller(TILE, count - first));
     return;
   }
 #pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < count; first += TILE) body(w, first, (int)smaller(TILE, count - first));
+  for (int64_t first = 0; first < count; first += TILE)
+    body(w, first, (int)smaller(TILE, count - first));
 }
 
-/// y[0..n) = expression of a (and b), vectors named `a` and `b` inside it.
+/// y[0..n) = expression of a (and b), the names of the vectors inside it.
 #define MAP1(y, pa, n, expression)                                                          \
   do {                                                                                      \
     int i_ = 0;                                                                             \

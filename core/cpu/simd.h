@@ -8,13 +8,13 @@
 // vm   a mask, one flag per lane
 //
 // Rules that hold on every instruction set:
-//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: to keep the NaN
-//                                of a value, pass it second
+//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: to keep the
+//                                NaN of a value, pass it second
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
 //   comparisons                  false where either side is NaN, except vf_ne: true
-//   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills the
-//                                other lanes with 0
+//   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
+//                                the other lanes with 0
 //   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
 #ifndef ENG_SIMD_H
 #define ENG_SIMD_H

@@ -3,10 +3,10 @@
 // backend.kernel[]; owns nothing.
 //
 //   relu        keeps NaN; its slope is 0 at 0 and below, even where dy is not finite, and 1 at NaN
-//   gelu, silu  as the formula says: NaN at -inf (-inf * 0), as in PyTorch; the slopes at infinite x
-//               are the limits 0 and 1
-//   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 at -3 and below, and dy itself at 3 and
-//               above and at NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
+//   gelu, silu  as the formula says: NaN at -inf (-inf * 0), as in PyTorch; the slopes at infinite
+//               x are the limits 0 and 1
+//   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 at -3 and below, and dy itself at 3
+//               and above and at NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
 //               (x * relu6(x + 3)) / 6 can
 #include "operand.h"
 #include "simd.h"
