@@ -1,30 +1,33 @@
-// Gradient statistics: one read-only pass over every gradient, as fast as memory can be read.
-// Fills backend.gradstats; the slow twin stands in reference_*.c.
+// Gradient statistics: one read-only pass over every gradient, as fast as memory can be read. Fills
+// backend.gradstats; owns nothing. The slow twin is in reference_optimizer.c.
 //
-// A block (blocks.h) is read in chunks that fit the first cache. The common chunk has no inf or nan
-// and magnitudes whose squares f32 can hold; it is finished in one go. The integer maximum of the
-// magnitudes' bits tells when it was not: then the chunk, still in cache, is read again with care.
+// A block (blocks.h) is read in chunks that fit the first cache. The common chunk has no inf or
+// nan, and f32 can hold the squares of its magnitudes; one pass finishes it. The integer maximum of
+// the magnitudes' bits shows whether a chunk was common. If not, the chunk, still in cache, is read
+// again by a slower, careful pass.
 //   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed over
-//              stripes, those over the chunk, so that few roundings add up; the lanes of a chunk are
-//              folded to a double. All in double where magnitudes are extreme
-//   order      lanes, chunks, blocks, always the same, whatever the number of threads
-//   histogram  exponents become bytes; the binades that hold most elements are counted by comparison,
-//              the few elements below them one by one; integer counts, so any order
+//              stripes, then over the chunk, so that few roundings add up. The lanes of a chunk are
+//              folded to a double. Chunks with extreme magnitudes are summed in double throughout.
+//   order      lanes, chunks, blocks; always the same, whatever the number of threads
+//   histogram  exponents become bytes. The binades that hold most elements are counted by
+//              comparison, the few elements below them one by one. Counts are integers, so any order
+//              gives the same result.
 #include "simd.h"
 
 #include "blocks.h"
 
-enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };   // elements; CHUNK / 32 stays below 256, the range of a byte
+// In elements. CHUNK / 32 stays below 256, the range of a byte.
+enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
 enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
 
-/// What a block or chunk holds.
+/// The counts of a block or chunk.
 typedef struct tally {
   double   sum_squares;
-  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros among them
+  int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, including zeros
   uint32_t amax;                     // bits of the largest finite magnitude, as f32
 } tally;
 
-// What decides about a 16- or 32-bit magnitude's bits.
+// Bounds on the bits of a 16- or 32-bit magnitude.
 #define F32_INF   0x7F800000
 #define F32_TINY  0x00800000
 #define F16_INF   0x7C00
@@ -32,10 +35,10 @@ typedef struct tally {
 #define BF16_INF  0x7F80
 #define BF16_TINY 0x0080
 // Magnitudes below 2^-63 have squares below f32's normal range. Where the chunk's amax is at least
-// 2^-50 they cannot be seen in the sum; leaving them out keeps slow subnormal arithmetic away.
+// 2^-50 they do not affect the sum; skipping them avoids slow subnormal arithmetic.
 #define F32_FAINT  0x20000000
 #define BF16_FAINT 0x2000
-// From 2^60 on 64 squares per lane could overflow.
+// From 2^60 on, 64 squares per lane could overflow.
 #define F32_SQUARES_FROM 0x26800000   // 2^-50
 #define F32_SQUARES_TO   0x5D800000   // 2^60
 
@@ -49,15 +52,33 @@ VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return 
 #if defined(ENG_ISA_avx512)
 typedef __mmask32 vhm;
 VF_INLINE vi vi_max(vi a, vi b)         { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-VF_INLINE vm vi_below(vi a, int32_t x)  { return _mm512_cmplt_epi32_mask((__m512i)a, _mm512_set1_epi32(x)); }
-VF_INLINE vm vi_equal(vi a, int32_t x)  { return _mm512_cmpeq_epi32_mask((__m512i)a, _mm512_set1_epi32(x)); }
+VF_INLINE vm vi_below(vi a, int32_t x)
+{
+  return _mm512_cmplt_epi32_mask((__m512i)a, _mm512_set1_epi32(x));
+}
+VF_INLINE vm vi_equal(vi a, int32_t x)
+{
+  return _mm512_cmpeq_epi32_mask((__m512i)a, _mm512_set1_epi32(x));
+}
 VF_INLINE vi vi_keep(vm m, vi a)        { return (vi)_mm512_maskz_mov_epi32(m, (__m512i)a); }
-VF_INLINE vi vi_tick(vi count, vm m)    { return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1)); }
+VF_INLINE vi vi_tick(vi count, vm m)
+{
+  return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1));
+}
 VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm512_max_epi16((__m512i)a, (__m512i)b); }
-VF_INLINE vhm vh_below(vh a, int16_t x) { return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
-VF_INLINE vhm vh_equal(vh a, int16_t x) { return _mm512_cmpeq_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
+VF_INLINE vhm vh_below(vh a, int16_t x)
+{
+  return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x));
+}
+VF_INLINE vhm vh_equal(vh a, int16_t x)
+{
+  return _mm512_cmpeq_epi16_mask((__m512i)a, _mm512_set1_epi16(x));
+}
 VF_INLINE vh vh_keep(vhm m, vh a)       { return (vh)_mm512_maskz_mov_epi16(m, (__m512i)a); }
-VF_INLINE vh vh_tick(vh count, vhm m)   { return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1)); }
+VF_INLINE vh vh_tick(vh count, vhm m)
+{
+  return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1));
+}
 VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
 #else
 typedef vh vhm;
@@ -95,7 +116,7 @@ VF_INLINE int32_t vi_largest(vi a)
   return largest;
 }
 
-/// Counts and maxima of 16-bit lanes as 32-bit ones; all of them are below 2^15.
+/// Folds 16-bit lanes in pairs into 32-bit lanes, by sum or by maximum; all values are below 2^15.
 VF_INLINE vi vh_pairs_sum(vh a) { return ((vi)a & 0xFFFF) + vi_shr((vi)a, 16); }
 VF_INLINE vi vh_pairs_max(vh a) { return vi_max((vi)a & 0xFFFF, vi_shr((vi)a, 16)); }
 
@@ -111,15 +132,15 @@ VF_INLINE double fold(const float *lane)
   return sum[0];
 }
 
-/// Asks for the cache line two pages further on; without it reading and computing hardly overlap. An
-/// address past the end does no harm, hence the detour through an integer.
+/// Prefetches the cache line two pages ahead; without it, reading and computing hardly overlap. An
+/// address past the end does no harm; the cast through an integer keeps the arithmetic defined.
 VF_INLINE void prefetch(const void *p)
 {
   __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
-// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and left out;
-// without, they only show in amax.
+// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and left out of
+// the sums; without, only amax shows them.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };
@@ -157,7 +178,8 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
     vf_store(lane + v * VF_LANES, total[v]);
     top[0] = vi_max(top[0], top[v]);
   }
-  tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny), .amax = (uint32_t)vi_largest(top[0])};
+  tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny),
+             .amax = (uint32_t)vi_largest(top[0])};
   if (careful) {
     t.inf = vi_total(inf);
     t.nan = n - vi_total(finite) - t.inf;
@@ -165,7 +187,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
   return t;
 }
 
-/// The same for f16 and bf16; amax comes back as the 16 bits of its format.
+/// chunk_f32 for f16 and bf16; amax is returned as the 16 bits of its format.
 VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
 {
   enum { V = LANES / VH_LANES };
@@ -224,7 +246,8 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
     }
     top[0] = vh_max(top[0], top[v]);
   }
-  tally t = {.sum_squares = fold(lane), .zeros = vi_total(vh_pairs_sum(zeros)), .tiny = vi_total(vh_pairs_sum(tiny)),
+  tally t = {.sum_squares = fold(lane), .zeros = vi_total(vh_pairs_sum(zeros)),
+             .tiny = vi_total(vh_pairs_sum(tiny)),
              .amax = (uint32_t)vi_largest(vh_pairs_max(top[0]))};
   if (careful) {
     t.inf = vi_total(vh_pairs_sum(inf));
@@ -233,7 +256,7 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
   return t;
 }
 
-/// Squares in double, for chunks whose magnitudes f32 squares cannot hold; inf and nan are left out.
+/// Squares in double, for chunks whose squares do not fit f32; inf and nan are left out.
 static __attribute__((noinline)) double squares_wide(const void *g, int n, bool bf16)
 {
   double lane[LANES] = {0};
@@ -249,11 +272,20 @@ static __attribute__((noinline)) double squares_wide(const void *g, int n, bool 
   return lane[0];
 }
 
-static __attribute__((noinline)) tally careful_f32(const float *g, int n)     { return chunk_f32(g, n, true); }
-static __attribute__((noinline)) tally careful_f16(const uint16_t *g, int n)  { return chunk_half(g, n, false, true); }
-static __attribute__((noinline)) tally careful_bf16(const uint16_t *g, int n) { return chunk_half(g, n, true, true); }
+static __attribute__((noinline)) tally careful_f32(const float *g, int n)
+{
+  return chunk_f32(g, n, true);
+}
+static __attribute__((noinline)) tally careful_f16(const uint16_t *g, int n)
+{
+  return chunk_half(g, n, false, true);
+}
+static __attribute__((noinline)) tally careful_bf16(const uint16_t *g, int n)
+{
+  return chunk_half(g, n, true, true);
+}
 
-/// One chunk, whatever it holds; amax in f32 bits.
+/// One chunk of any content; amax in f32 bits.
 VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 {
   tally t;
@@ -280,20 +312,25 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 
 typedef uint32_t word __attribute__((may_alias));
 
-/// Subnormals of f32 or bf16: their exponent bits are zero, the leading one tells the binade.
-static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16, int64_t *hist)
+/// Counts the subnormals of f32 or bf16. Their exponent bits are zero; the leading one gives the
+/// binade.
+static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16,
+                                                       int64_t *hist)
 {
   for (int i = 0; i < n; i++) {
-    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16 : ((const word *)g)[i] & 0x7FFFFFFF;
+    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16
+                      : ((const word *)g)[i] & 0x7FFFFFFF;
     if (a != 0 && a < F32_TINY) hist[160 - 149 + 31 - __builtin_clz(a)]++;
   }
 }
 
 #if defined(ENG_ISA_plain)
-/// Exponent bits of an f16 as f32; 0 for zero.
+/// Exponent bits that an f16 has as f32; 0 for zero.
 VF_INLINE uint32_t exponent_f16(uint32_t a)
 {
-  return a >= F16_TINY ? (a >= F16_INF ? 255 : (a >> 10) + 112) : a ? 134 - (uint32_t)__builtin_clz(a) : 0;
+  return a >= F16_TINY ? (a >= F16_INF ? 255 : (a >> 10) + 112)
+         : a           ? 134 - (uint32_t)__builtin_clz(a)
+                       : 0;
 }
 
 /// n as in chunk_tally; t is the chunk's tally. Four tables, because neighbours often share a bin.
@@ -302,11 +339,14 @@ static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int
   uint32_t table[4][256] = {0};
   const uint16_t *half = g;
   for (int i = 0; i < n; i++) {
-    uint32_t key = dtype == ENG_f16 ? exponent_f16(half[i] & 0x7FFF) : dtype == ENG_bf16 ? half[i] >> 7 : ((const word *)g)[i] >> 23;
+    uint32_t key = dtype == ENG_f16    ? exponent_f16(half[i] & 0x7FFF)
+                   : dtype == ENG_bf16 ? half[i] >> 7
+                                       : ((const word *)g)[i] >> 23;
     table[i & 3][key & 255]++;
   }
   // Key 0: zeros and f32 subnormals; 255: inf and nan.
-  for (int k = 1; k < 255; k++) hist[HIST_F32 + k] += table[0][k] + table[1][k] + table[2][k] + table[3][k];
+  for (int k = 1; k < 255; k++)
+    hist[HIST_F32 + k] += table[0][k] + table[1][k] + table[2][k] + table[3][k];
   if (dtype != ENG_f16 && t->tiny > t->zeros) count_subnormals(g, n, dtype == ENG_bf16, hist);
 }
 #else
@@ -316,7 +356,7 @@ enum { VB_LANES = 4 * VF_LANES };
 VF_INLINE vb vb_load(const uint8_t *p) { vb a; memcpy(&a, p, sizeof a); return a; }
 
 #if defined(ENG_ISA_avx512)
-/// One more in each lane where key is x.
+/// Adds one to each lane of count whose key is x.
 VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
 {
   __mmask64 m = _mm512_cmpeq_epi8_mask((__m512i)key, _mm512_set1_epi8((char)x));
@@ -325,7 +365,8 @@ VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
 /// A bit for each lane whose key is in 1..high.
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
 {
-  return _mm512_cmplt_epu8_mask(_mm512_sub_epi8((__m512i)key, _mm512_set1_epi8(1)), _mm512_set1_epi8((char)high));
+  return _mm512_cmplt_epu8_mask(_mm512_sub_epi8((__m512i)key, _mm512_set1_epi8(1)),
+                                _mm512_set1_epi8((char)high));
 }
 VF_INLINE int32_t vb_total(vb a)
 {
@@ -334,12 +375,14 @@ VF_INLINE int32_t vb_total(vb a)
 /// Exponent bits of four vectors of f32, in any order.
 VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 {
-  __m512i low = _mm512_packus_epi32(_mm512_srli_epi32((__m512i)a, 23), _mm512_srli_epi32((__m512i)b, 23));
-  __m512i high = _mm512_packus_epi32(_mm512_srli_epi32((__m512i)c, 23), _mm512_srli_epi32((__m512i)d, 23));
+  __m512i low =
+    _mm512_packus_epi32(_mm512_srli_epi32((__m512i)a, 23), _mm512_srli_epi32((__m512i)b, 23));
+  __m512i high =
+    _mm512_packus_epi32(_mm512_srli_epi32((__m512i)c, 23), _mm512_srli_epi32((__m512i)d, 23));
   __m512i unsign = _mm512_set1_epi16(0xFF);
   return (vb)_mm512_packus_epi16(_mm512_and_si512(low, unsign), _mm512_and_si512(high, unsign));
 }
-/// The same of two vectors of bf16.
+/// vb_exponents for two vectors of bf16.
 VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 {
   __m512i unsign = _mm512_set1_epi16(0xFF);
@@ -360,8 +403,10 @@ VF_INLINE int32_t vb_total(vb a)
 }
 VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 {
-  __m256i low = _mm256_packus_epi32(_mm256_srli_epi32((__m256i)a, 23), _mm256_srli_epi32((__m256i)b, 23));
-  __m256i high = _mm256_packus_epi32(_mm256_srli_epi32((__m256i)c, 23), _mm256_srli_epi32((__m256i)d, 23));
+  __m256i low =
+    _mm256_packus_epi32(_mm256_srli_epi32((__m256i)a, 23), _mm256_srli_epi32((__m256i)b, 23));
+  __m256i high =
+    _mm256_packus_epi32(_mm256_srli_epi32((__m256i)c, 23), _mm256_srli_epi32((__m256i)d, 23));
   __m256i unsign = _mm256_set1_epi16(0xFF);
   return (vb)_mm256_packus_epi16(_mm256_and_si256(low, unsign), _mm256_and_si256(high, unsign));
 }
@@ -373,23 +418,26 @@ VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 }
 #endif
 
-/// The exponent bits of n numbers as f32, in any order, filled up with zeros to whole vectors; gives
-/// the number of keys with the filling. f16 is widened exactly: its subnormals are normal f32.
+/// The exponent bits of n numbers as f32, in any order, padded with zeros to whole vectors. Returns
+/// the number of keys, padding included. f16 is widened exactly: its subnormals are normal f32.
 VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;
   int whole = n / VB_LANES * VB_LANES, filled = (n + VB_LANES - 1) / VB_LANES * VB_LANES;
   vb rest[4] = {0};
-  if (filled > whole) memcpy(rest, (const char *)g + (int64_t)whole * size, (size_t)(n - whole) * (size_t)size);
+  if (filled > whole)
+    memcpy(rest, (const char *)g + (int64_t)whole * size, (size_t)(n - whole) * (size_t)size);
   for (int i = 0; i < filled; i += VB_LANES) {
     const char *from = i < whole ? (const char *)g + (int64_t)i * size : (const char *)rest;
     vb keys;
     if (dtype == ENG_bf16) {
-      keys = vb_exponents_bf16(vh_load((const uint16_t *)from), vh_load((const uint16_t *)from + VH_LANES));
+      keys = vb_exponents_bf16(vh_load((const uint16_t *)from),
+                               vh_load((const uint16_t *)from + VH_LANES));
     } else {
       vf x[4];
       for (int k = 0; k < 4; k++)
-        x[k] = dtype == ENG_f16 ? vf_load_f16((const uint16_t *)from + k * VF_LANES) : vf_load((const float *)from + k * VF_LANES);
+        x[k] = dtype == ENG_f16 ? vf_load_f16((const uint16_t *)from + k * VF_LANES)
+                                : vf_load((const float *)from + k * VF_LANES);
       keys = vb_exponents(x[0], x[1], x[2], x[3]);
     }
     memcpy(key + i, &keys, sizeof keys);
@@ -397,7 +445,8 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
   return filled;
 }
 
-/// Counts the keys with values high, high - 1, .. (bins of them, down to 1) into bin[key]; gives how many.
+/// Counts the keys with values high, high - 1, .. (`bins` values, down to 1) into bin[key]; returns
+/// how many keys it counted.
 VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *bin)
 {
   vb count[8] = {0};   // n / VB_LANES stays below 256, so that no byte overflows
@@ -414,9 +463,9 @@ VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *
   return found;
 }
 
-/// Counts n keys, none of which is above `high` but 255, into bin[key]; keys 0 and 255 are left out.
-/// `left` is how many keys there are between. The top values are counted by comparison, until so few
-/// keys are left that looking for them one by one is faster.
+/// Counts n keys, each at most `high` or 255, into bin[key]; keys 0 and 255 are left out. `left` is
+/// the number of keys in 1..high. The top values are counted by comparison, until so few keys are
+/// left that finding them one by one is faster.
 static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
 {
   enum { FEW = 24 };
@@ -440,7 +489,8 @@ VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, 
   int filled = exponents(key, g, dtype, n);
   // Key 0: zeros and f32 subnormals.
   int subnormal = dtype == ENG_f16 ? 0 : t->tiny - t->zeros;
-  count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan, hist + HIST_F32);
+  count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan,
+             hist + HIST_F32);
   if (subnormal > 0) count_subnormals(g, n, dtype == ENG_bf16, hist);
 }
 #endif
@@ -457,7 +507,8 @@ VF_INLINE void tally_add(tally *sum, const tally *t)
   if (t->amax > sum->amax) sum->amax = t->amax;
 }
 
-VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int count, int64_t *hist)
+VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int count,
+                            int64_t *hist)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;
   const char *g = (const char *)gradient + first * size;
@@ -470,7 +521,7 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
     if (hist) chunk_histogram(g + (int64_t)i * size, dtype, n, &t, hist);
     i += n;
   }
-  if (i < count) {   // the last few, filled up with zeros
+  if (i < count) {   // the last few, padded with zeros
     char rest[LANES * 4] = {0};
     memcpy(rest, g + (int64_t)i * size, (size_t)(count - i) * (size_t)size);
     tally t = chunk_tally(rest, dtype, LANES);
@@ -482,11 +533,20 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
   return sum;
 }
 
-static tally block_f32(const void *g, int64_t first, int n, int64_t *hist)  { return block_tally(g, ENG_f32, first, n, hist); }
-static tally block_f16(const void *g, int64_t first, int n, int64_t *hist)  { return block_tally(g, ENG_f16, first, n, hist); }
-static tally block_bf16(const void *g, int64_t first, int n, int64_t *hist) { return block_tally(g, ENG_bf16, first, n, hist); }
+static tally block_f32(const void *g, int64_t first, int n, int64_t *hist)
+{
+  return block_tally(g, ENG_f32, first, n, hist);
+}
+static tally block_f16(const void *g, int64_t first, int n, int64_t *hist)
+{
+  return block_tally(g, ENG_f16, first, n, hist);
+}
+static tally block_bf16(const void *g, int64_t first, int n, int64_t *hist)
+{
+  return block_tally(g, ENG_bf16, first, n, hist);
+}
 
-/// Moves a thread's counts into a tensor's, which other threads may be doing, too.
+/// Moves a thread's counts into a tensor's; other threads may do so at the same time.
 static void flush_histogram(int64_t *from, int64_t *to)
 {
   for (int b = 0; b < ENG_HIST_BINS; b++) {
@@ -496,17 +556,21 @@ static void flush_histogram(int64_t *from, int64_t *to)
   }
 }
 
-static void work(const block_list *list, int64_t from, int64_t to, const param_span *spans, tally *result, eng_tensor_stats *stats, bool histogram)
+static void work(const block_list *list, int64_t from, int64_t to, const param_span *spans,
+                 tally *result, eng_tensor_stats *stats, bool histogram)
 {
   int64_t hist[ENG_HIST_BINS] = {0};
   for (int64_t b = from; b < to; b++) {
     const block *at = &list->at[b];
     const param_span *span = &spans[at->span];
     int64_t *bins = histogram ? hist : NULL;
-    if (span->gradient_dtype == ENG_f16) result[b] = block_f16(span->gradient, at->first, at->count, bins);
-    else if (span->gradient_dtype == ENG_bf16) result[b] = block_bf16(span->gradient, at->first, at->count, bins);
+    if (span->gradient_dtype == ENG_f16)
+      result[b] = block_f16(span->gradient, at->first, at->count, bins);
+    else if (span->gradient_dtype == ENG_bf16)
+      result[b] = block_bf16(span->gradient, at->first, at->count, bins);
     else result[b] = block_f32(span->gradient, at->first, at->count, bins);
-    if (histogram && (b + 1 == to || list->at[b + 1].span != at->span)) flush_histogram(hist, stats[at->span].hist);
+    if (histogram && (b + 1 == to || list->at[b + 1].span != at->span))
+      flush_histogram(hist, stats[at->span].hist);
   }
 }
 
@@ -524,7 +588,8 @@ static void stats_add(eng_tensor_stats *s, const tally *t, unsigned needs)
 static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
 {
   for (int k = 0; k < n; k++) {
-    if (!dtype_is_fast(spans[k].gradient_dtype)) return backend_reference()->gradstats(spans, n, needs, stats);
+    if (!dtype_is_fast(spans[k].gradient_dtype))
+      return backend_reference()->gradstats(spans, n, needs, stats);
     stats[k] = (eng_tensor_stats){.count = spans[k].count};
   }
   block_list list;
@@ -539,7 +604,8 @@ static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_
 #pragma omp parallel if (list.elements > PARALLEL_ELEMENTS)
   {
     int part = omp_get_thread_num(), parts = omp_get_num_threads();
-    work(&list, blocks_part(&list, part, parts), blocks_part(&list, part + 1, parts), spans, result, stats, histogram);
+    work(&list, blocks_part(&list, part, parts), blocks_part(&list, part + 1, parts), spans, result,
+         stats, histogram);
   }
   for (int64_t b = 0; b < list.n; b++) stats_add(&stats[list.at[b].span], &result[b], needs);
   arena_free(ARENA_SCRATCH, result, bytes);

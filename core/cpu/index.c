@@ -1,14 +1,17 @@
-// Picking by index and its gradients: embedding, gather, index_select; the largest elements: topk,
-// argmax, argmin. Elements that are only moved keep every bit, whatever their dtype.
-// Indices are checked before anything is written. Gradients sum in f32 over everything picked from
-// one place, in order of position, and round once; each place belongs to one thread, so no atomics.
-// Decided as in reference_index.c: NaN is the largest for topk and argmax and the smallest for argmin;
-// among equals (-0 and +0 are) the first comes first.
-// Registered by cpu.c, called through the backend table.
+// Selection by index and its gradients: embedding, gather, index_select; the largest elements:
+// topk, argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
+//
+// Elements that are only moved keep every bit, whatever their dtype. Indices are checked before
+// anything is written. A gradient sums in f32 everything selected from one place, in order of
+// position, and rounds once; each place belongs to one thread, so no atomics are needed. As in
+// reference_index.c, NaN is the largest element for topk and argmax and the smallest for argmin;
+// among equal elements (-0 equals +0) the first one is taken.
 #include "simd.h"
 #include "rows.h"
 
-enum { SUM_RUN = 32 };   // picks summed one by one; runs are then added up, which keeps rounding errors small
+// Elements summed one by one; the sums of these runs are then added, which keeps rounding errors
+// small.
+enum { SUM_RUN = 32 };
 
 // ------------------------------------------------------------------ indices
 
@@ -33,8 +36,10 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
     all->bytes = index->count * (int64_t)sizeof(int64_t);
     int64_t *copy = all->scratch = arena_alloc(ARENA_SCRATCH, all->bytes);
     if (!copy) return ENG_ERR_MEMORY;
-    if (index->dtype == ENG_i32) for (int64_t i = 0; i < all->n; i++) copy[i] = ((const int32_t *)index->data)[i];
-    else for (int64_t i = 0; i < all->n; i++) copy[i] = tensor_load_int(index->data, index->dtype, i);
+    if (index->dtype == ENG_i32)
+      for (int64_t i = 0; i < all->n; i++) copy[i] = ((const int32_t *)index->data)[i];
+    else
+      for (int64_t i = 0; i < all->n; i++) copy[i] = tensor_load_int(index->data, index->dtype, i);
     all->at = copy;
   }
   uint64_t bad = 0;
@@ -42,14 +47,19 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
   if (!bad) return ENG_OK;
   int64_t i = 0;
   while ((uint64_t)all->at[i] < (uint64_t)size) i++;
-  eng_status status = error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
-                                eng_op_name(call->op), (long long)size - 1, (long long)all->at[i], (long long)i, tensor_text(index));
+  eng_status status =
+    error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
+              eng_op_name(call->op), (long long)size - 1, (long long)all->at[i], (long long)i,
+              tensor_text(index));
   indices_close(all);
   return status;
 }
 
-/// A dimension attribute, negative ones counted from the end.
-static int dimension_of(int64_t dimension, int ndim) { return (int)(dimension < 0 ? dimension + ndim : dimension); }
+/// A dimension attribute as an index; negative ones count from the end.
+static int dimension_of(int64_t dimension, int ndim)
+{
+  return (int)(dimension < 0 ? dimension + ndim : dimension);
+}
 
 /// A tensor as [outer x size x inner] around one dimension.
 typedef struct around { int64_t outer, size, inner; } around;
@@ -81,20 +91,23 @@ static eng_status embedding(const op_call *call)
 {
   const tensor *weight = call->in[0], *y = call->out[0];
   bool same = weight->dtype == y->dtype;
-  if (!same && !all_fast(&(op_call){.n_in = 1, .in = {call->in[0]}, .n_out = 1, .out = {call->out[0]}}))
+  if (!same &&
+      !all_fast(&(op_call){.n_in = 1, .in = {call->in[0]}, .n_out = 1, .out = {call->out[0]}}))
     return forward_to_reference(call);
   indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], weight->shape[0]));
   int64_t n = weight->shape[1];
   if (same) {
-    copy_rows(y->data, weight->data, &ids, (around){1, weight->shape[0], n}, n * eng_dtype_size(y->dtype));
+    copy_rows(y->data, weight->data, &ids, (around){1, weight->shape[0], n},
+              n * eng_dtype_size(y->dtype));
   } else {
 #pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < ids.n; row++) {
       float buffer[TILE] __attribute__((aligned(64)));
       for (int64_t at = 0; at < n; at += TILE) {
         int length = (int)smaller(TILE, n - at);
-        const float *from = tile_load(buffer, weight->data, weight->dtype, ids.at[row] * n + at, length);
+        const float *from =
+          tile_load(buffer, weight->data, weight->dtype, ids.at[row] * n + at, length);
         tile_store(y->data, y->dtype, row * n + at, from, length);
       }
     }
@@ -121,9 +134,11 @@ static void set_zero(const tensor *x, int64_t first, int64_t n)
   memset((char *)x->data + first * size, 0, (size_t)(n * size));
 }
 
-/// dx[first..] = sum over k < n of dy[base + order[k], at..at + length), rows `inner` apart; added when `add`.
-static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base, const int64_t *order, int64_t n,
-                     int64_t inner, int64_t at, int length, bool add)
+/// dx[first..] = sum over k < n of dy[base + order[k], at..at + length), whose rows are `inner`
+/// apart; added to dx when `add`.
+static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base,
+                     const int64_t *order, int64_t n, int64_t inner, int64_t at, int length,
+                     bool add)
 {
   float sum[TILE] __attribute__((aligned(64))), run[TILE] __attribute__((aligned(64)));
   float buffer[TILE] __attribute__((aligned(64)));
@@ -133,7 +148,8 @@ static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t 
     float *into = n <= SUM_RUN ? sum : run;
     if (into == run) memset(run, 0, (size_t)length * sizeof(float));
     for (; k < end; k++) {
-      const float *from = tile_load(buffer, dy->data, dy->dtype, (base + order[k]) * inner + at, length);
+      const float *from =
+        tile_load(buffer, dy->data, dy->dtype, (base + order[k]) * inner + at, length);
       for (int i = 0; i < length; i++) into[i] += from[i];
     }
     if (into == run) for (int i = 0; i < length; i++) sum[i] += run[i];
@@ -145,12 +161,14 @@ static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t 
   tile_store(dx->data, dx->dtype, first, sum, length);
 }
 
-/// dx[o, v, :] = sum of dy[o, k, :] over the k with ids[k] = v, added to what dx holds when `add`.
-/// The k of each v are found by a counting sort.
-static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids, bool add)
+/// dx[o, v, :] = sum of dy[o, k, :] over the k with ids[k] = v, added to dx when `add`. A counting
+/// sort finds the k of each v.
+static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids,
+                               bool add)
 {
   int64_t bytes = (a.size + 1 + ids->n) * (int64_t)sizeof(int64_t);
-  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes), *order = start + a.size + 1;   // [size + 1], [n]
+  // [size + 1], [n]
+  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes), *order = start + a.size + 1;
   if (!start) return ENG_ERR_MEMORY;
   memset(start, 0, (size_t)(a.size + 1) * sizeof(int64_t));
   for (int64_t k = 0; k < ids->n; k++) start[ids->at[k]]++;
@@ -158,27 +176,31 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
     sum += start[v];
     start[v] = sum;
   }
-  for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;   // and ends become starts
+  // Ends become starts.
+  for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
-  // Few rows are cut into narrow columns, so that a common one does not keep a single thread busy.
+  // When there are few rows they are cut into narrow columns, so that a common row does not keep a
+  // single thread busy.
   bool few = a.outer * a.size < 1024;
   int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
   int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;
-#pragma omp parallel for schedule(dynamic, 4) if (dx->count > PARALLEL_ELEMENTS || dy->count > PARALLEL_ELEMENTS)
+#pragma omp parallel for schedule(dynamic, 4) if (dx->count > PARALLEL_ELEMENTS || \
+                                                    dy->count > PARALLEL_ELEMENTS)
   for (int64_t item = 0; item < a.outer * blocks * chunks; item++) {
-    int64_t outer = item / chunks / blocks, v = item / chunks % blocks * step, left = item % chunks * width;
+    int64_t outer = item / chunks / blocks, v = item / chunks % blocks * step,
+            left = item % chunks * width;
     int64_t end = smaller(a.size, v + step), right = smaller(a.inner, left + width);
     while (v < end) {
       int64_t first = (outer * a.size + v) * a.inner, same = v;
       while (same < end && start[same] == start[same + 1]) same++;
-      if (same > v) {   // rows nobody picked, which lie together unless they are cut into columns
+      if (same > v) {   // rows never selected; adjacent unless cut into columns
         if (!add) set_zero(dx, first + left, (same - v - 1) * a.inner + right - left);
         v = same;
         continue;
       }
       for (int64_t at = left; at < right; at += TILE)
-        sum_rows(dx, first + at, dy, outer * ids->n, order + start[v], start[v + 1] - start[v], a.inner, at,
-                 (int)smaller(TILE, right - at), add);
+        sum_rows(dx, first + at, dy, outer * ids->n, order + start[v], start[v + 1] - start[v],
+                 a.inner, at, (int)smaller(TILE, right - at), add);
       v++;
     }
   }
@@ -188,7 +210,8 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
 
 static eng_status scatter_call(const op_call *call, around a, bool add)
 {
-  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->out[0]->dtype)) return forward_to_reference(call);
+  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->out[0]->dtype))
+    return forward_to_reference(call);
   indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
   eng_status status = scatter_rows(call->out[0], a, call->in[0], &ids, add);
@@ -209,16 +232,17 @@ static eng_status index_select_grad(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// Where the elements of a smaller shape lie in a larger one, for the dimensions [from, to).
+/// Offsets of the elements of a smaller shape in a larger one, for the dimensions [from, to).
 static void fill_places(int64_t *places, const tensor *small, const tensor *large, int from, int to)
 {
   int64_t n = 1;
   places[0] = 0;
   for (int d = from; d < to; d++)
-    if (small->shape[d] == 0) return;   // no place at all: the table has room for one alone
-  for (int d = from; d < to; d++) {   // widens the table dimension by dimension, from its end
+    if (small->shape[d] == 0) return;   // no element: the table has room for one entry only
+  for (int d = from; d < to; d++) {   // extends the table by one dimension, from its end
     for (int64_t i = n - 1; i >= 0; i--)
-      for (int64_t j = small->shape[d] - 1; j >= 0; j--) places[i * small->shape[d] + j] = places[i] * large->shape[d] + j;
+      for (int64_t j = small->shape[d] - 1; j >= 0; j--)
+        places[i * small->shape[d] + j] = places[i] * large->shape[d] + j;
     n *= small->shape[d];
   }
 }
@@ -226,7 +250,7 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
 /// What gather and its gradient walk over: index [outer x size x inner] within x.
 typedef struct picks {
   around  index, x;
-  const int64_t *outer, *inner;   // places in x of the index's outer and inner positions
+  const int64_t *outer, *inner;   // offsets in x of the index's outer and inner positions
   void   *scratch;
   int64_t bytes;
 } picks;
@@ -254,7 +278,8 @@ void gather_sized(char *y, const char *x, const indices *ids, const picks *p, in
     int64_t base = p->outer[line / p->index.size] * p->x.size;
     const int64_t *at = ids->at + line * inner;
     for (int64_t i = 0; i < inner; i++)
-      memcpy(y + (line * inner + i) * size, x + ((base + at[i]) * p->x.inner + p->inner[i]) * size, (size_t)size);
+      memcpy(y + (line * inner + i) * size, x + ((base + at[i]) * p->x.inner + p->inner[i]) * size,
+             (size_t)size);
   }
 }
 
@@ -281,19 +306,23 @@ static eng_status gather(const op_call *call)
   return status;
 }
 
-/// Adds the column (o, i) of dy into the same column of dx. `sums` [size], all zero before and after,
-/// holds f32 sums for a narrower dx; only places that were picked are touched.
-static void scatter_column(const tensor *dx, const tensor *dy, const indices *ids, const picks *p, int64_t o, int64_t i, float *sums)
+/// Adds column (o, i) of dy into the same column of dx. `sums` [size] holds f32 sums for a narrower
+/// dx and is zero before and after; only selected places are touched.
+static void scatter_column(const tensor *dx, const tensor *dy, const indices *ids, const picks *p,
+                           int64_t o, int64_t i, float *sums)
 {
   int64_t n = p->index.size, step = p->index.inner, first = o * n * step + i;
   int64_t base = p->outer[o] * p->x.size * p->x.inner + p->inner[i], stride = p->x.inner;
   if (dx->dtype == ENG_f32) {
     float *to = (float *)dx->data + base;
-    for (int64_t j = 0, k = first; j < n; j++, k += step) to[ids->at[k] * stride] += get(dy->data, dy->dtype, k);
+    for (int64_t j = 0, k = first; j < n; j++, k += step)
+      to[ids->at[k] * stride] += get(dy->data, dy->dtype, k);
     return;
   }
-  for (int64_t j = 0, k = first; j < n; j++, k += step) sums[ids->at[k]] += get(dy->data, dy->dtype, k);
-  for (int64_t j = 0, k = first; j < n; j++, k += step) put(dx->data, dx->dtype, base + ids->at[k] * stride, sums[ids->at[k]]);
+  for (int64_t j = 0, k = first; j < n; j++, k += step)
+    sums[ids->at[k]] += get(dy->data, dy->dtype, k);
+  for (int64_t j = 0, k = first; j < n; j++, k += step)
+    put(dx->data, dx->dtype, base + ids->at[k] * stride, sums[ids->at[k]]);
   for (int64_t j = 0, k = first; j < n; j++, k += step) sums[ids->at[k]] = 0.0f;
 }
 
@@ -307,7 +336,9 @@ static eng_status gather_grad(const op_call *call)
   ENG_TRY(picks_open(&p, index, dx, dimension));
   eng_status status = indices_open(&ids, call, index, p.x.size);
   if (status == ENG_OK) {
-    int64_t room = padded(p.x.size), bytes = dx->dtype == ENG_f32 ? 0 : omp_get_max_threads() * room * (int64_t)sizeof(float);
+    int64_t room = padded(p.x.size),
+            bytes =
+              dx->dtype == ENG_f32 ? 0 : omp_get_max_threads() * room * (int64_t)sizeof(float);
     float *sums = arena_alloc(ARENA_SCRATCH, bytes);
     if (sums) {
       int64_t columns = p.index.outer * p.index.inner, span = PARALLEL_ELEMENTS;
@@ -315,10 +346,12 @@ static eng_status gather_grad(const op_call *call)
 #pragma omp parallel if (dx->count > PARALLEL_ELEMENTS)
       {
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < dx->count; at += span) set_zero(dx, at, smaller(span, dx->count - at));
+        for (int64_t at = 0; at < dx->count; at += span)
+          set_zero(dx, at, smaller(span, dx->count - at));
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < columns; c++)
-          scatter_column(dx, dy, &ids, &p, c / p.index.inner, c % p.index.inner, sums + omp_get_thread_num() * room);
+          scatter_column(dx, dy, &ids, &p, c / p.index.inner, c % p.index.inner,
+                         sums + omp_get_thread_num() * room);
       }
       arena_free(ARENA_SCRATCH, sums, bytes);
     } else {
@@ -332,8 +365,8 @@ static eng_status gather_grad(const op_call *call)
 
 // ------------------------------------------------------------------ topk
 
-/// A number that grows with the rank of x at place i of its row: NaN first, -0 and +0 alike, then the
-/// earlier place.
+/// A number that grows with the rank of x, element i of its row: NaN ranks first, -0 and +0 are
+/// equal, and among equal elements the earlier one ranks higher.
 static inline uint64_t rank_of(float x, int64_t i)
 {
   uint32_t bits = f32_bits(x), order;
@@ -345,7 +378,8 @@ static inline uint64_t rank_of(float x, int64_t i)
 
 static inline int64_t place_of(uint64_t rank) { return (int64_t)(0xFFFFFFFFu - (uint32_t)rank); }
 
-/// Puts `rank` into a heap with the least on top, whose place `hole` is free; everything below is in order.
+/// Puts `rank` into a heap with the smallest rank on top. `hole` is free; everything below it is in
+/// heap order.
 static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
 {
   for (;;) {
@@ -360,7 +394,8 @@ static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
 }
 
 /// The k highest ranks of a row into heap [k], highest first.
-static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int64_t first, int64_t n)
+static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int64_t first,
+                       int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   for (int64_t i = 0; i < k; i++) heap[i] = rank_of(get(x, dtype, first + i), i);
@@ -370,7 +405,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
     int length = (int)smaller(TILE, n - at);
     const float *tile = tile_load(buffer, x, dtype, first + at, length);
     for (int i = 0; i < length; i += VF_LANES) {
-      // Hardly ever does one of the lanes beat the least of the k.
+      // A lane rarely beats the smallest of the k.
       int lanes = (int)smaller(VF_LANES, length - i);
       vf v = lanes == VF_LANES ? vf_load(tile + i) : vf_load_n(tile + i, lanes);
       uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))));
@@ -383,7 +418,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
       least = get(x, dtype, first + place_of(heap[0]));
     }
   }
-  for (int64_t m = k - 1; m > 0; m--) {   // the least goes to the end, again and again
+  for (int64_t m = k - 1; m > 0; m--) {   // moves the smallest to the end, repeatedly
     uint64_t last = heap[m];
     heap[m] = heap[0];
     heap_sink(heap, m, 0, last);
@@ -394,9 +429,11 @@ static eng_status topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
   int64_t n = row_length(x), rows = row_count(x), k = call->ints[0];
-  if (!dtype_is_fast(x->dtype) || (values && values->dtype != x->dtype) || n > UINT32_MAX) return forward_to_reference(call);
+  if (!dtype_is_fast(x->dtype) || (values && values->dtype != x->dtype) || n > UINT32_MAX)
+    return forward_to_reference(call);
   if (k < 0 || k > n)
-    return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld for %s", (long long)n, (long long)k, tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld for %s", (long long)n,
+                     (long long)k, tensor_text(x));
   if (k == 0) return ENG_OK;
   int64_t room = padded(k), bytes = omp_get_max_threads() * room * (int64_t)sizeof(uint64_t);
   uint64_t *scratch = arena_alloc(ARENA_SCRATCH, bytes);
@@ -407,8 +444,10 @@ static eng_status topk(const op_call *call)
     top_of_row(heap, k, x->data, x->dtype, row * n, n);
     for (int64_t i = 0; i < k; i++) {
       int64_t at = place_of(heap[i]);
-      if (values && x->dtype == ENG_f32) ((float *)values->data)[row * k + i] = ((const float *)x->data)[row * n + at];
-      else if (values) ((uint16_t *)values->data)[row * k + i] = ((const uint16_t *)x->data)[row * n + at];
+      if (values && x->dtype == ENG_f32)
+        ((float *)values->data)[row * k + i] = ((const float *)x->data)[row * n + at];
+      else if (values)
+        ((uint16_t *)values->data)[row * k + i] = ((const uint16_t *)x->data)[row * n + at];
       if (places) tensor_store_int(places->data, places->dtype, row * k + i, at);
     }
   }
@@ -418,8 +457,8 @@ static eng_status topk(const op_call *call)
 
 // ------------------------------------------------------------------ argmax, argmin
 
-/// Place of the first NaN of a row, else of its first largest element; `sign` -0.0f turns the order around, +0.0f
-/// leaves it.
+/// Position of the first NaN of a row, else of its first largest element. `sign` -0.0f reverses the
+/// order; +0.0f keeps it.
 static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n, float sign)
 {
   float buffer[TILE] __attribute__((aligned(64))), best = -INFINITY;
@@ -453,8 +492,9 @@ static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n
   return place;
 }
 
-/// The same down columns [at, at + length) of [size x inner].
-static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a, int64_t at, int length, float sign)
+/// extreme_of_row down columns [at, at + length) of [size x inner].
+static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a,
+                               int64_t at, int length, float sign)
 {
   float buffer[TILE] __attribute__((aligned(64))), best[TILE] __attribute__((aligned(64))) = {0};
   uint32_t flip = f32_bits(sign);
@@ -475,18 +515,21 @@ static eng_status find_extreme(const op_call *call, float sign)
   around a = around_of(x, x->ndim ? dimension_of(call->ints[0], x->ndim) : 0);
   if (!dtype_is_fast(x->dtype) || a.size > INT32_MAX) return forward_to_reference(call);
   if (a.size == 0 && y->count > 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s", eng_op_name(call->op), tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s",
+                     eng_op_name(call->op), tensor_text(x));
   int64_t width = a.inner == 1 ? 1 : TILE, chunks = (a.inner + width - 1) / width;
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t item = 0; item < a.outer * chunks; item++) {
     int64_t outer = item / chunks, at = item % chunks * width, first = outer * a.size * a.inner;
     if (a.inner == 1) {
-      tensor_store_int(y->data, y->dtype, outer, extreme_of_row(x->data, x->dtype, first, a.size, sign));
+      tensor_store_int(y->data, y->dtype, outer,
+                       extreme_of_row(x->data, x->dtype, first, a.size, sign));
     } else {
       int32_t place[TILE] = {0};
       int length = (int)smaller(width, a.inner - at);
       extreme_of_columns(place, x->data, x->dtype, first, a, at, length, sign);
-      for (int i = 0; i < length; i++) tensor_store_int(y->data, y->dtype, outer * a.inner + at + i, place[i]);
+      for (int i = 0; i < length; i++)
+        tensor_store_int(y->data, y->dtype, outer * a.inner + at + i, place[i]);
     }
   }
   return ENG_OK;
