@@ -1,20 +1,22 @@
-// The operations matmul, linear, mlp_gelu and what their gradients need on the CPU. Turns tensors into a gemm_call (transposes
-// become strides, batch dimensions that only lengthen A become rows), then gemm_run picks the path: gemm.h
-// says which paths there are and what each promises.
+// The operations matmul, linear, mlp_gelu and what their gradients need on the CPU. Turns tensors
+// into a gemm_call (transposes become strides, batch dimensions that only lengthen A become rows);
+// gemm_run then picks the path. gemm.h lists the paths and what each promises. Registered by cpu.c,
+// called through the backend table; owns nothing.
 //
-// Why oneDNN for bf16 with AMX alone: without it there was nothing to gain. On Intel's AVX-512 processors the packed path reached
-// oneDNN's sgemm within a few percent in f32, and 1.8 times its bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where
-// it runs at the full rate, our pairs were level with the bf16 matmul of a newer oneDNN. And the packed path's results do not depend on
-// the thread count.
+// Why oneDNN runs bf16 with AMX only: without AMX it was no faster. On Intel's AVX-512 processors
+// the packed path was within a few percent of oneDNN's sgemm in f32, and 1.8 times as fast as its
+// bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where it runs at the
+// full rate, our pairs were level with the bf16 matmul of a newer oneDNN. Also, the packed path's
+// results do not depend on the thread count.
 #include "gemm.h"
 
 #include "base/error.h"
 #include "rows.h"
 #include "simd.h"
 
-enum { APART_FLOATS = 1 << 20 };   // sums that wait in f32 for what comes after them, at a time
+enum { APART_FLOATS = 1 << 20 };   // sums held in f32 at a time for gemm_after
 
-// What comes after the product, for rows [i0, i0+rows) whose sums, bias included, stand in `sums` [rows x n].
+// Applies gemm_after to rows [i0, i0+rows). Their sums, bias included, are in `sums` [rows x n].
 static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int64_t rows)
 {
 #pragma omp parallel for schedule(static)
@@ -30,14 +32,18 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
       for (int v = 0; v < n; v += VF_LANES) {
         int lanes = n - v < VF_LANES ? n - v : VF_LANES;
         vf a = vf_load_n(from + v, lanes);
-        vf_store_n(out + v, slope ? vf_mul(vf_gelu_tanh_derivative(a), vf_load_n(x + v, lanes)) : vf_gelu_tanh(a), lanes);
+        vf_store_n(out + v,
+                   slope ? vf_mul(vf_gelu_tanh_derivative(a), vf_load_n(x + v, lanes))
+                         : vf_gelu_tanh(a),
+                   lanes);
       }
       floats_to(slope ? g->c : g->side, g->c_dtype, at, out, n);
     }
   }
 }
 
-// By oneDNN, what comes after it apart: piece by piece, while the sums are near.
+// Runs the product by oneDNN and gemm_after separately, piece by piece, while the sums are in
+// cache.
 static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
   if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
@@ -76,7 +82,7 @@ eng_status ISA_NAME(gemm_run)(const gemm_call *call)
 
 // ------------------------------------------------------------------ matmul
 
-// Drops batch dimensions of size 1 and makes rows of A of those that B does not have.
+// Drops batch dimensions of size 1. Those that B lacks become rows of A.
 static void simplify(gemm_call *g)
 {
   int kept = 0;
@@ -97,7 +103,7 @@ static void simplify(gemm_call *g)
     g->m *= g->batch[kept];
   }
   g->batch_dims = kept;
-  // A stride that is never walked along can be the one that reads fast.
+  // The stride of a dimension of size 1 is never used, so it can be the one that reads fast.
   if (g->k == 1) g->a.column = g->b.row = 1;
   if (g->m == 1 && g->a.column != 1) g->a.row = 1;
   if (g->n == 1 && g->b.row != 1) g->b.column = 1;
@@ -138,10 +144,11 @@ static eng_status matmul(const op_call *call)
   return ISA_NAME(gemm_run)(&g);
 }
 
-// A tensor [.. x columns] without gaps as a matrix.
+// Views a tensor [.. x columns] without gaps as a matrix.
 static gemm_operand rows_operand(const tensor *x)
 {
-  return (gemm_operand){.data = x->data, .dtype = x->dtype, .row = x->shape[x->ndim - 1], .column = 1};
+  return (gemm_operand){
+    .data = x->data, .dtype = x->dtype, .row = x->shape[x->ndim - 1], .column = 1};
 }
 
 static gemm_operand turned(gemm_operand x)
@@ -153,10 +160,12 @@ static gemm_operand turned(gemm_operand x)
 }
 
 // c [rows x n] = a [rows x k] times b [k x n] + bias
-static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const gemm_operand *b, int64_t rows, int64_t k, const tensor *bias)
+static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const gemm_operand *b,
+                                 int64_t rows, int64_t k, const tensor *bias)
 {
   int64_t n = c->shape[c->ndim - 1];
-  gemm_call g = {.m = rows, .n = n, .k = k, .a = *a, .b = *b, .c = c->data, .c_dtype = c->dtype, .c_row = n, .alpha = 1};
+  gemm_call g = {.m = rows, .n = n, .k = k, .a = *a, .b = *b, .c = c->data, .c_dtype = c->dtype,
+                 .c_row = n, .alpha = 1};
   if (bias) {
     g.bias = bias->data;
     g.bias_dtype = bias->dtype;
@@ -165,7 +174,8 @@ static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const g
 }
 
 // y [.. x N] = x [.. x K] W^T + bias, W [N x K]
-static gemm_call product_of_linear(const tensor *y, const tensor *x, const tensor *w, const tensor *bias)
+static gemm_call product_of_linear(const tensor *y, const tensor *x, const tensor *w,
+                                   const tensor *bias)
 {
   gemm_operand a = rows_operand(x), b = turned(rows_operand(w));
   return product_of_rows(y, &a, &b, row_count(x), w->shape[1], bias);
@@ -183,7 +193,7 @@ static eng_status linear(const op_call *call)
   return run(product_of_linear(call->out[0], call->in[0], call->in[1], call->in[2]));
 }
 
-// y = h W2^T + b2, h = gelu(u), u = x W1^T + b1: u and h leave the first product together
+// y = h W2^T + b2, h = gelu(u), u = x W1^T + b1; the first product writes both u and h.
 static eng_status mlp_gelu(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
@@ -217,14 +227,17 @@ enum {
 
 VF_INLINE vf row_piece(const void *data, const int dtype, int64_t at, int n)
 {
-  if (dtype == ENG_f32) return n == VF_LANES ? vf_load((const float *)data + at) : vf_load_n((const float *)data + at, n);
+  if (dtype == ENG_f32)
+    return n == VF_LANES ? vf_load((const float *)data + at)
+                         : vf_load_n((const float *)data + at, n);
   const uint16_t *half = (const uint16_t *)data + at;
   if (dtype == ENG_f16) return n == VF_LANES ? vf_load_f16(half) : vf_load_f16_n(half, n);
   return n == VF_LANES ? vf_load_bf16(half) : vf_load_bf16_n(half, n);
 }
 
 // sums[n] of rows [first, first+rows) of dy [.. x n]; dtype is constant where this is inlined
-VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t first, int64_t rows, int64_t n)
+VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t first, int64_t rows,
+                        int64_t n)
 {
   int64_t j = 0;
   for (; j + SUM_COLUMNS <= n; j += SUM_COLUMNS) {
@@ -242,20 +255,23 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
   for (; j < n; j += VF_LANES) {
     int left = (int)(n - j < VF_LANES ? n - j : VF_LANES);
     vf sum = vf_zero();
-    for (int64_t i = first; i < first + rows; i++) sum = vf_add(sum, row_piece(dy, dtype, i * n + j, left));
+    for (int64_t i = first; i < first + rows; i++)
+      sum = vf_add(sum, row_piece(dy, dtype, i * n + j, left));
     vf_store_n(sums + j, sum, left);
   }
 }
 
-// db [n] = or += the sum of dy's rows. Blocks of SUM_ROWS rows are summed apart, then the blocks in
-// order: the same bits with any number of threads.
+// db [n] = or += the sum of dy's rows. Each block of SUM_ROWS rows is summed separately, then the
+// blocks in order: the same bits with any number of threads.
 static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
-  if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(db->dtype)) return backend_reference()->kernel[call->op](call);
+  if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(db->dtype))
+    return backend_reference()->kernel[call->op](call);
   int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy);
   if (n == 0) return ENG_OK;
-  int64_t blocks = (rows + SUM_ROWS - 1) / SUM_ROWS, bytes = (blocks + 1) * n * (int64_t)sizeof(float);
+  int64_t blocks = (rows + SUM_ROWS - 1) / SUM_ROWS,
+          bytes = (blocks + 1) * n * (int64_t)sizeof(float);
   float *partial = arena_alloc(ARENA_SCRATCH, bytes);
   if (!partial) return ENG_ERR_MEMORY;
   float *total = partial + blocks * n;
@@ -263,7 +279,8 @@ static eng_status bias_grad(const op_call *call)
   for (int64_t block = 0; block < blocks; block++) {
     int64_t first = block * SUM_ROWS, count = rows - first < SUM_ROWS ? rows - first : SUM_ROWS;
     if (dy->dtype == ENG_f32) sum_rows(partial + block * n, dy->data, ENG_f32, first, count, n);
-    else if (dy->dtype == ENG_f16) sum_rows(partial + block * n, dy->data, ENG_f16, first, count, n);
+    else if (dy->dtype == ENG_f16)
+      sum_rows(partial + block * n, dy->data, ENG_f16, first, count, n);
     else sum_rows(partial + block * n, dy->data, ENG_bf16, first, count, n);
   }
   sum_rows(total, partial, ENG_f32, 0, blocks, n);
@@ -278,7 +295,7 @@ static eng_status bias_grad(const op_call *call)
   return ENG_OK;
 }
 
-// dW [N x K] = or += dy^T x, and db as bias_grad: dy [.. x N], x [.. x K]
+// dW [N x K] = or += dy^T x, and db as in bias_grad: dy [.. x N], x [.. x K]
 static eng_status linear_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
@@ -287,7 +304,8 @@ static eng_status linear_grad(const op_call *call)
   gemm_call g = product_of_rows(dw, &a, &b, dw->shape[0], row_count(dy), NULL);
   g.beta = call->ints[2] ? 1 : 0;
   ENG_TRY(run(g));
-  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]}, .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
+                  .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
   return bias_grad(&bias);
 }
 

@@ -1,16 +1,17 @@
 // Matrix products inside the CPU device. gemm.c (operations, choice of a path) and attention.c call
-// gemm_run; the two paths behind it are gemm_packed.c, our own, and gemm_onednn.c.
+// gemm_run. The two paths behind it are our own, gemm_packed.c, and gemm_onednn.c.
 //
-//   packed   any mix of f32, f16 and bf16. Operands become f32 while they are packed, every element of
-//            the result is a chain of f32 fused multiply-adds over k in rising order (even pieces of at
-//            most 384 steps are summed apart and added up), rounded once into its dtype. The bits of an
-//            element depend on its row of A, its column of B and K alone: not on M, N, the batch, strides,
-//            alignment or the number of threads.
-//   pairs    the packed path for bf16 with bf16 and k of 128 or more, on processors that multiply pairs of bf16 at full speed
-//            (gemm_pairs.h): two steps of k at a time, the later one first, subnormals taken as zero as on AMX. For the rest as above.
-//   oneDNN   bf16 on processors with AMX, where it is several times faster than anything in f32. Its
-//            order of summation may depend on shapes and thread count, and TDPBF16PS (like VDPBF16PS)
-//            takes subnormal inputs as zero and flushes subnormal sums.
+//   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element of
+//           the result is a chain of f32 fused multiply-adds over k in rising order (even pieces of
+//           at most 384 steps are summed separately and then added), rounded once into its dtype. The
+//           bits of an element depend on its row of A, its column of B and K alone: not on M, N, the
+//           batch, strides, alignment or the number of threads.
+//   pairs   the packed path for bf16 times bf16 with k of 128 or more, on processors that multiply
+//           pairs of bf16 at full speed (gemm_pairs.h): two steps of k at a time, the later one first;
+//           subnormals count as zero, as on AMX. Otherwise as above.
+//   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32. Its
+//           order of summation may depend on shapes and thread count, and TDPBF16PS (like VDPBF16PS)
+//           takes subnormal inputs as zero and flushes subnormal sums.
 #ifndef ENG_GEMM_H
 #define ENG_GEMM_H
 
@@ -18,7 +19,7 @@
 
 enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS less the two of the matrix
 
-/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column +
+/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) is i*row + j*column +
 /// z0*batch[0] + z1*batch[1] + .. elements after data.
 typedef struct gemm_operand {
   const void *data;
@@ -27,10 +28,11 @@ typedef struct gemm_operand {
   int64_t     batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_operand;
 
-/// What happens to a finished element of C on its way out, x = A B + bias. `side` is a matrix in C's dtype that lies as C does.
+/// What happens to a finished element of C, x = A B + bias, before it is stored. `side` is a matrix
+/// with the dtype and layout of C.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  GEMM_GELU,        // C = x; side = gelu_tanh(C), of x as it was rounded
+  GEMM_GELU,        // C = x; side = gelu_tanh(C), of the rounded x
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
 } gemm_after;
 
@@ -59,22 +61,25 @@ eng_status gemm_run_plain(const gemm_call *call);
 eng_status gemm_run_avx2(const gemm_call *call);
 eng_status gemm_run_avx512(const gemm_call *call);
 
-/// Our own product, one per instruction set.
+/// Our own path, one function per instruction set.
 eng_status gemm_packed_plain(const gemm_call *call);
 eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);
 
-/// Whether this processor multiplies pairs of bf16 (VDPBF16PS) as often as it makes f32 multiply-adds: AMD's do, from Zen 4 on; Intel's do it
-/// half as often, and have AMX. ENGINE_PAIRS=on|off in the environment decides otherwise, where the instruction is there.
+/// Whether this processor multiplies pairs of bf16 (VDPBF16PS) at the rate of f32 multiply-adds.
+/// AMD's do, from Zen 4 on; Intel's run at half the rate, and have AMX. ENGINE_PAIRS=on|off in the
+/// environment overrides this where the instruction exists.
 bool gemm_pairs_here(void);
 
-/// Whether this processor has AMX; and whether oneDNN is the better path for this product on this machine.
+/// Whether this processor has AMX; whether oneDNN is the better path for this product on this
+/// machine.
 bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);
-/// The product through oneDNN. *done is false, and nothing was written, when oneDNN cannot do it.
+/// The product through oneDNN. When oneDNN cannot compute it, *done is false and nothing was
+/// written.
 eng_status gemm_onednn(bool *done, const gemm_call *call);
 
-/// An index running over the batch: offsets in elements for batch number z.
+/// Offsets, in elements, of batch number z in A, B and C.
 typedef struct gemm_offset { int64_t a, b, c; } gemm_offset;
 static inline gemm_offset gemm_offset_of(const gemm_call *g, int64_t z)
 {

@@ -1,8 +1,9 @@
-// The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel, and laying
-// matrices of any format and stride out as f32 in the shape it reads. Included by gemm_pairs.h; owns nothing.
+// The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
+// and the layout step that converts matrices of any format and stride to the f32 layout that it
+// reads. Included by gemm_pairs.h; owns nothing.
 //
-// A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]; unused columns up to the next
-// whole vector hold zeros, those beyond it are never read.
+// A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
+// next whole vector hold zeros; columns beyond it are never read.
 #ifndef ENG_GEMM_MICRO_H
 #define ENG_GEMM_MICRO_H
 
@@ -20,10 +21,10 @@ enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
 
 // ------------------------------------------------------------------ micro-kernel
 
-// c[mr x nv*VF_LANES] (rows ldc apart) = or += a b over k steps. a: element (i, p) at i*a_row + p*a_step,
-// b: a packed panel, GEMM_NR floats a step.
-VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a, int64_t a_row, int64_t a_step,
-                          const float *b, float *c, int64_t ldc, bool resume)
+// c[mr x nv*VF_LANES] (rows ldc apart) = or += a b over k steps. a: element (i, p) is at i*a_row +
+// p*a_step; b: a packed panel, GEMM_NR floats per step.
+VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a, int64_t a_row,
+                          int64_t a_step, const float *b, float *c, int64_t ldc, bool resume)
 {
   vf sum[GEMM_MR][GEMM_NV];
 #pragma GCC unroll 16
@@ -54,17 +55,18 @@ VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a,
   }
 }
 
-typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, int64_t ldc,
-                          bool resume);
+typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                          float *c, int64_t ldc, bool resume);
 
-#define MICRO(mr, nv)                                                                                           \
-  static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, \
-                                int64_t ldc, bool resume)                                                       \
+#define MICRO(mr, nv)                                                                     \
+  static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, \
+                                const float *b, float *c, int64_t ldc, bool resume)       \
   { micro_body(mr, nv, k, a, a_row, a_step, b, c, ldc, resume); }
 #if defined(ENG_ISA_avx512)
 #define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2) MICRO(mr, 3)
 #define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2, micro_##mr##x3}
-MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4) MICRO_ROW(5) MICRO_ROW(6) MICRO_ROW(7) MICRO_ROW(8)
+MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4)
+MICRO_ROW(5) MICRO_ROW(6) MICRO_ROW(7) MICRO_ROW(8)
 static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
   MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4),
   MICRO_NAMES(5), MICRO_NAMES(6), MICRO_NAMES(7), MICRO_NAMES(8)};
@@ -106,9 +108,9 @@ VF_INLINE vf vector(const void *data, int dtype, int64_t at, int n)
 
 VF_INLINE int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
-// Turns VF_LANES vectors, seen as a square, about its diagonal: log2(lanes) rounds in which two rows
-// `step` apart exchange their odd and even groups of `step` lanes. The patterns are literals, so that
-// the compiler finds shuffle instructions for them; numbers from VF_LANES on mean the second row.
+// Transposes VF_LANES vectors, seen as a square: log2(lanes) rounds in which two rows `step` apart
+// exchange their odd and even groups of `step` lanes. The patterns are literals, so that the
+// compiler finds shuffle instructions for them; numbers from VF_LANES on mean the second row.
 #define EXCHANGE(step, low, high)                       \
   for (int i = 0; i < VF_LANES; i++) {                  \
     if (i & step) continue;                             \
@@ -137,16 +139,19 @@ VF_INLINE void turn_square(vf *row)
 #endif
 }
 
-// to[p*to_row + j] = source[p*row + j*column] for p < rows, j < columns; `columns` up to GEMM_NR and
-// padded with zeros to whole vectors. dtype is constant where this is inlined.
-VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype, int64_t first,
-                             int64_t row, int64_t column, int64_t rows, int64_t columns)
+// to[p*to_row + j] = source[p*row + j*column] for p < rows, j < columns; `columns` is at most
+// GEMM_NR and padded with zeros to whole vectors. dtype is constant where this is inlined.
+VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype,
+                             int64_t first, int64_t row, int64_t column, int64_t rows,
+                             int64_t columns)
 {
   if (column == 1) {
     int64_t whole = columns / VF_LANES * VF_LANES;
     for (int64_t p = 0; p < rows; p++, first += row, to += to_row) {
-      for (int64_t j = 0; j < whole; j += VF_LANES) vf_store(to + j, vector(source, dtype, first + j, VF_LANES));
-      if (whole < columns) vf_store(to + whole, vector(source, dtype, first + whole, (int)(columns - whole)));
+      for (int64_t j = 0; j < whole; j += VF_LANES)
+        vf_store(to + j, vector(source, dtype, first + j, VF_LANES));
+      if (whole < columns)
+        vf_store(to + whole, vector(source, dtype, first + whole, (int)(columns - whole)));
     }
     return;
   }
@@ -158,13 +163,15 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
         vf square[VF_LANES];
         if (wide == VF_LANES && deep == VF_LANES) {
 #pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++) square[i] = vector(source, dtype, first + p + (j + i) * column, VF_LANES);
+          for (int i = 0; i < VF_LANES; i++)
+            square[i] = vector(source, dtype, first + p + (j + i) * column, VF_LANES);
           turn_square(square);
 #pragma GCC unroll 16
           for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
         } else {
           for (int i = 0; i < VF_LANES; i++)
-            square[i] = i < wide ? vector(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
+            square[i] =
+              i < wide ? vector(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
           turn_square(square);
           for (int i = 0; i < deep; i++) vf_store(to + (p + i) * to_row + j, square[i]);
         }
@@ -175,14 +182,17 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
   int64_t padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES;
   for (int64_t p = 0; p < rows; p++)
     for (int64_t j = 0; j < padded; j++)
-      to[p * to_row + j] = j < columns ? element(source, dtype, first + p * row + j * column) : 0.0f;
+      to[p * to_row + j] =
+        j < columns ? element(source, dtype, first + p * row + j * column) : 0.0f;
 }
 
-static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
-                    int64_t column, int64_t rows, int64_t columns)
+static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first,
+                    int64_t row, int64_t column, int64_t rows, int64_t columns)
 {
-  if (dtype == ENG_f32) lay_out_typed(to, to_row, source, ENG_f32, first, row, column, rows, columns);
-  else if (dtype == ENG_f16) lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);
+  if (dtype == ENG_f32)
+    lay_out_typed(to, to_row, source, ENG_f32, first, row, column, rows, columns);
+  else if (dtype == ENG_f16)
+    lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);
   else lay_out_typed(to, to_row, source, ENG_bf16, first, row, column, rows, columns);
 }
 

@@ -1,11 +1,11 @@
-// Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.h gives the reason).
+// Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
 // A primitive is built once for every combination of shape, strides, formats and thread count and
-// kept in a table, so a training step builds none after the first. Working space comes from the
+// kept in a table, so a training step builds none after the first. The workspace comes from the
 // scratch arena. Owns the table; called by gemm.c.
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
-// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. The
-// order of the sums is oneDNN's: fixed for one version of oneDNN, one shape and one thread count.
+// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN
+// chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
 #include "gemm.h"
 
 #include <omp.h>
@@ -14,8 +14,8 @@
 
 #include "base/error.h"
 
-// The functions that differ between oneDNN 2 and 3. Version 2 keeps a memory descriptor in a struct
-// of the caller and describes a product before it makes the primitive descriptor; version 3
+// The functions that differ between oneDNN 2 and 3. Version 2 keeps a memory descriptor in the
+// caller's struct and describes a product before it makes the primitive descriptor. Version 3
 // allocates memory descriptors and needs one call for a product.
 #if DNNL_VERSION_MAJOR >= 3
 typedef const_dnnl_memory_desc_t layout_view;
@@ -45,12 +45,13 @@ enum {
   LEAST_WORK = 1 << 18,          // multiply-adds; below this a call costs more than it saves
 };
 
-// The arguments of a product. Those before SCRATCH have a layout that the key describes.
+// The arguments of a product. The key describes the layout of those before SCRATCH.
 enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
 
-// Everything a primitive depends on; compared as bytes, so it is cleared before it is filled.
+// Everything a primitive depends on. Keys are compared as bytes, so a key is zeroed before it is
+// filled.
 typedef struct key {
   int64_t m, n, k, threads, c_row;
   int64_t a_row, a_column, b_row, b_column;
@@ -61,7 +62,7 @@ typedef struct key {
 
 typedef struct entry {
   bool             taken;
-  bool             refused;      // oneDNN has no such product
+  bool             refused;      // oneDNN does not support this product
   key              for_key;
   dnnl_primitive_t primitive;
   dnnl_memory_t    memory[ARGUMENTS];
@@ -100,7 +101,8 @@ static int format_of(int dtype)
   return dtype == ENG_f32 ? dnnl_f32 : dtype == ENG_bf16 ? dnnl_bf16 : dnnl_data_type_undef;
 }
 
-// oneDNN takes a matrix with one stride of 1 and the other no shorter than what it steps over.
+// oneDNN takes a matrix with one stride of 1 and the other at least the size of the dimension it
+// steps over.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 {
   return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);
@@ -199,7 +201,8 @@ static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
   return ENG_OK;
 }
 
-// The product in oneDNN's terms: working space from the caller, c added to where the key asks.
+// The product in oneDNN's terms: the caller provides the workspace; c is added to where the key
+// asks.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)
 {
