@@ -1,15 +1,18 @@
-// Our own matrix product: C [m x n] = A [m x k] B [k x n] with f32 sums, operands and result in any of
-// f32, f16, bf16. Called through gemm_packed by gemm.c; owns nothing but scratch during a call.
+// Our own matrix product: C [m x n] = A [m x k] B [k x n] with f32 sums; operands and result are
+// any of f32, f16, bf16. Called through gemm_packed by gemm.c; owns nothing but scratch during a
+// call.
 //
-// How it goes (sizes for avx512): k is cut into even pieces of at most GEMM_KC, columns into spans. For each piece
-// and span, B is packed into panels of GEMM_NR = 48 columns as f32, so that widening f16 or turning a
-// transposed matrix costs one pass over B, not one per use. Threads own rectangles of C. For its
-// rows a thread lays A out as f32 where it is not that already, then runs the micro-kernel:
-// GEMM_MR x GEMM_NR results in registers. Sums wait in f32 for the next piece of k; with the last one
-// they are scaled, get bias, GELU or old C, and are rounded on their way out.
-// Where the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A hold such pairs instead (gemm_pairs.h).
-// No sum crosses a thread, so results do not depend on the number of threads; avx2 and avx512 agree
-// bit for bit, the plain build rounds products and sums apart.
+// Sizes for avx512: k is cut into even pieces of at most GEMM_KC, columns into spans. For each
+// piece and span, B is packed into panels of GEMM_NR = 48 columns as f32, so that widening f16 or
+// transposing a matrix costs one pass over B, not one per use. Threads own rectangles of C. A
+// thread lays its rows of A out as f32 where they are not f32 already, then runs the micro-kernel:
+// GEMM_MR x GEMM_NR results in registers. Sums stay in f32 until the next piece of k. After the
+// last piece they are scaled, get bias, GELU or the old C, and are rounded as they are stored.
+//
+// Where the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and
+// A hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
+// depend on the number of threads. avx2 and avx512 agree bit for bit; the plain build rounds
+// products and sums separately.
 #include "gemm.h"
 
 #include <omp.h>
@@ -21,47 +24,55 @@
 
 enum {
   GEMM_KC = 384,               // steps of k at a time, at most
-  GEMM_K_UNIT = 16,            // the pieces of k are multiples of this, the same on every instruction set
+  // The pieces of k are multiples of this, the same on every instruction set.
+  GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // rows of A a thread takes at a time, at most
-  GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they bring
-  GEMM_PAIRS_K = 128,          // steps of k below which bf16 goes by f32 all the same: the choice is by k alone, as the sums are
+  GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
+  // Below this many steps of k, bf16 runs in f32 all the same. The choice depends on k alone, as
+  // the order of the sums does.
+  GEMM_PAIRS_K = 128,
 };
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------ one rectangle of C
 
-// The part of a product in work: columns [n0, n0+n) and steps [k0, k0+k) of it.
+// The current part of a product: columns [n0, n0+n) and steps [k0, k0+k).
 typedef struct part {
   const gemm_call *call;
   gemm_offset      at;        // of this member of the batch
   int64_t          n0, n, k0, k, panels;
   bool             last;      // k0 + k is the end
   bool             pairs;     // operands are laid out as pairs of bf16
-  int64_t          steps;     // of the micro-kernel: k, or the words of it
+  int64_t          steps;     // of the micro-kernel: k, or the number of words in k
   const float     *packed;    // [panels][steps][GEMM_NR]
-  float           *carried;   // [m][panels * GEMM_NR] sums of earlier spans of k, NULL when there is one span
+  // [m][panels * GEMM_NR] sums of earlier spans of k; NULL when there is one span.
+  float           *carried;
 } part;
 
-// A panel of B, steps x GEMM_NR.
+// Packs a panel of B, steps x GEMM_NR.
 static void pack_panel(const part *p, int64_t panel, float *packed)
 {
   const gemm_operand *b = &p->call->b;
   int64_t j = p->n0 + panel * GEMM_NR, first = p->at.b + p->k0 * b->row + j * b->column;
   int columns = least(p->n - panel * GEMM_NR, GEMM_NR);
-  lay_out_steps(p->pairs, packed + panel * p->steps * GEMM_NR, GEMM_NR, b->data, b->dtype, first, b->row, b->column, p->k, columns);
+  lay_out_steps(p->pairs, packed + panel * p->steps * GEMM_NR, GEMM_NR, b->data, b->dtype, first,
+                b->row, b->column, p->k, columns);
 }
 
-// Rows of A as the micro-kernel reads them: element (or word) (i, p) at i*row + p*step.
+// Rows of A as the micro-kernel reads them: element (or word) (i, p) is at i*row + p*step.
 typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
 
-// Rows [i0, i0+rows), where they lie if they can be read there. a_copy: room for rows x k floats and a little more.
+// Rows [i0, i0+rows): in their tensor if they can be read there, else copied to a_copy, which has
+// room for rows x k floats and a little more.
 static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_copy)
 {
   const gemm_operand *a = &p->call->a;
   int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
-  int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;                  // where A is transposed it stays so, [steps][rows]
-  int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;   // odd in vectors: rows do not share a cache set
+  // A transposed A stays transposed: [steps][rows].
+  int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;
+  // An odd number of vectors, so that rows do not share a cache set.
+  int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;
   bool as_it_lies = p->pairs ? a->row % 2 == 0 && p->k % 2 == 0 : a->dtype == ENG_f32;
   if (a->column == 1 && as_it_lies) {
     const char *at = (const char *)a->data + origin * (p->pairs ? 2 : 4);
@@ -71,7 +82,8 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
     lay_out_steps(p->pairs, a_copy, turned, a->data, a->dtype, origin, a->column, 1, p->k, rows);
     return (rows_of_a){a_copy, 1, turned};
   }
-  lay_out_rows(p->pairs, a_copy, straight, a->data, a->dtype, origin, a->row, a->column, rows, p->k);
+  lay_out_rows(p->pairs, a_copy, straight, a->data, a->dtype, origin, a->row, a->column, rows,
+               p->k);
   return (rows_of_a){a_copy, straight, 1};
 }
 
@@ -89,24 +101,29 @@ VF_INLINE void store(void *to, const int dtype, int64_t at, vf x, int n)
   }
 }
 
-// sums + bias, rounded into whole panels of C: what nearly every tile needs. dtype is constant where this is inlined.
-VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0)
+// sums + bias, rounded into whole panels of C: the common case. dtype is constant where this is
+// inlined.
+VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld,
+                            int64_t i0, int64_t rows, int64_t j0)
 {
   const gemm_call *g = p->call;
   vf bias[GEMM_NV];
 #pragma GCC unroll 4
   for (int j = 0; j < GEMM_NV; j++)   // -0: adding it changes nothing
-    bias[j] = g->bias ? vector(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
+    bias[j] =
+      g->bias ? vector(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
   int64_t to = p->at.c + i0 * g->c_row + j0;
   for (int64_t i = 0; i < rows; i++, to += g->c_row, sums += ld) {
 #pragma GCC unroll 4
     for (int j = 0; j < GEMM_NV; j++)
-      store(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]), VF_LANES);
+      store(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]),
+            VF_LANES);
   }
 }
 
 // alpha * sums + bias + beta * C, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
-static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
+                       int64_t j0, int columns)
 {
   const gemm_call *g = p->call;
   for (int64_t i = 0; i < rows; i++) {
@@ -125,10 +142,12 @@ static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0,
   }
 }
 
-// sums + bias into C and their GELU, as they were rounded, into what lies beside; or the slope of that times the sums into C. What is
-// constant where this is inlined: dtype, of both; slope; whole, that columns are GEMM_NR.
-VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, const bool whole, const float *sums, int64_t ld, int64_t i0,
-                           int64_t rows, int64_t j0, int columns)
+// Stores sums + bias in C, and their GELU, taken after rounding, in `side`; with `slope`, stores
+// the slope of GELU at `side` times the sums in C. Constant where this is inlined: dtype, of both
+// matrices; slope; whole, which means columns = GEMM_NR.
+VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, const bool whole,
+                           const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0,
+                           int columns)
 {
   const gemm_call *g = p->call;
   void *c = g->c, *side = g->side;
@@ -150,58 +169,68 @@ VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, con
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < GEMM_NV; v++)   // side by side, as each is a long chain
+    for (int v = 0; v < GEMM_NV; v++)   // interleaved, as each is a long dependency chain
       y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++) store(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
   }
 }
 
-#define FINISH_GELU(name, slope)                                                                                                        \
-  static __attribute__((noinline)) void name(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns) \
-  {                                                                                                                                     \
-    int dtype = p->call->c_dtype;                                                                                                       \
-    if (columns < GEMM_NR) finish_gelu(p, dtype, slope, false, sums, ld, i0, rows, j0, columns);                                        \
-    else if (dtype == ENG_f32) finish_gelu(p, ENG_f32, slope, true, sums, ld, i0, rows, j0, columns);                                   \
-    else if (dtype == ENG_f16) finish_gelu(p, ENG_f16, slope, true, sums, ld, i0, rows, j0, columns);                                   \
-    else finish_gelu(p, ENG_bf16, slope, true, sums, ld, i0, rows, j0, columns);                                                        \
+#define FINISH_GELU(name, slope)                                                                 \
+  static __attribute__((noinline)) void name(const part *p, const float *sums, int64_t ld,       \
+                                             int64_t i0, int64_t rows, int64_t j0, int columns)  \
+  {                                                                                              \
+    int dtype = p->call->c_dtype;                                                                \
+    if (columns < GEMM_NR) finish_gelu(p, dtype, slope, false, sums, ld, i0, rows, j0, columns); \
+    else if (dtype == ENG_f32)                                                                   \
+      finish_gelu(p, ENG_f32, slope, true, sums, ld, i0, rows, j0, columns);                     \
+    else if (dtype == ENG_f16)                                                                   \
+      finish_gelu(p, ENG_f16, slope, true, sums, ld, i0, rows, j0, columns);                     \
+    else finish_gelu(p, ENG_bf16, slope, true, sums, ld, i0, rows, j0, columns);                 \
   }
 FINISH_GELU(finish_with_gelu, false)
 FINISH_GELU(finish_with_slope, true)
 
-static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int columns)
+static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
+                   int64_t j0, int columns)
 {
   const gemm_call *g = p->call;
   if (g->after == GEMM_GELU) finish_with_gelu(p, sums, ld, i0, rows, j0, columns);
   else if (g->after == GEMM_GELU_GRAD) finish_with_slope(p, sums, ld, i0, rows, j0, columns);
-  else if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0) finish_any(p, sums, ld, i0, rows, j0, columns);
+  else if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0)
+    finish_any(p, sums, ld, i0, rows, j0, columns);
   else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
   else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
 }
 
-// Asks for the lines of C that will be written, or of what its elements are multiplied with, so that they arrive while the
-// micro-kernel computes.
+// Prefetches the lines of C that will be written, or the factors of its elements, so that they
+// arrive while the micro-kernel computes.
 VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int rows, int bytes)
 {
   for (int i = 0; i < rows; i++)
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)c + i * row_bytes + at, writes);
+    for (int at = 0; at < bytes; at += 64)
+      __builtin_prefetch((const char *)c + i * row_bytes + at, writes);
 }
 
-// Rows [i0, i0+rows) of panels [first, end). a_copy: as for read_rows.
-static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end, float *a_copy)
+// Multiplies rows [i0, i0+rows) by panels [first, end). a_copy: as for read_rows.
+static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end,
+                     float *a_copy)
 {
   const gemm_call *g = p->call;
   rows_of_a a = read_rows(p, i0, rows, a_copy);
-  // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the first cache.
-  bool plain = g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
+  // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the
+  // first cache.
+  bool plain =
+    g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
     int64_t j0 = p->n0 + panel * GEMM_NR;
-    int columns = least(p->n - panel * GEMM_NR, GEMM_NR), vectors = (columns + VF_LANES - 1) / VF_LANES;
+    int columns = least(p->n - panel * GEMM_NR, GEMM_NR),
+        vectors = (columns + VF_LANES - 1) / VF_LANES;
     bool direct = plain && columns % VF_LANES == 0;
     float *c = tile;
-    int64_t ldc = GEMM_NR, step = 0;   // step: floats from one row of c to the next that is kept
+    int64_t ldc = GEMM_NR, step = 0;   // step: floats between the kept rows of c
     if (direct) {
       c = (float *)g->c + p->at.c + i0 * g->c_row + j0;
       ldc = step = g->c_row;
@@ -212,13 +241,18 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
     const float *b = p->packed + panel * p->steps * GEMM_NR;
     int64_t size = g->c_dtype == ENG_f32 ? 4 : 2, final_row = g->c_row * size;
     int64_t at = p->at.c + i0 * g->c_row + j0;
-    const char *final = (const char *)g->c + at * size, *side = g->side ? (const char *)g->side + at * size : NULL;
+    const char *final = (const char *)g->c + at * size,
+               *side = g->side ? (const char *)g->side + at * size : NULL;
     for (int64_t i = 0; i < rows; i += GEMM_MR) {
       int high = least(rows - i, GEMM_MR);
-      if (direct || p->last) announce(final + i * final_row, 1, final_row, high, columns * (int)size);
-      if (p->last && g->after == GEMM_GELU) announce(side + i * final_row, 1, final_row, high, columns * (int)size);
-      if (p->last && g->after == GEMM_GELU_GRAD) announce(side + i * final_row, 0, final_row, high, columns * (int)size);
-      kernel_of(p->pairs, high, vectors)(p->steps, a.at + i * a.row, a.row, a.step, b, c + i * step, ldc, p->k0 > 0);
+      if (direct || p->last)
+        announce(final + i * final_row, 1, final_row, high, columns * (int)size);
+      if (p->last && g->after == GEMM_GELU)
+        announce(side + i * final_row, 1, final_row, high, columns * (int)size);
+      if (p->last && g->after == GEMM_GELU_GRAD)
+        announce(side + i * final_row, 0, final_row, high, columns * (int)size);
+      kernel_of(p->pairs, high, vectors)(p->steps, a.at + i * a.row, a.row, a.step, b, c + i * step,
+                                         ldc, p->k0 > 0);
       if (!direct && p->last) finish(p, c + i * step, ldc, i0 + i, high, j0, columns);
     }
   }
@@ -229,18 +263,19 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 // How a product is cut. Each thread has room for its part of A (a_floats).
 typedef struct layout {
   int64_t k_span, n_span;            // packed at once
-  int64_t rows, row_blocks;          // rows of a rectangle, rectangles below each other
-  int64_t column_groups;             // rectangles beside each other
+  int64_t rows, row_blocks;          // rows of a rectangle; rectangles below each other
+  int64_t column_groups;             // rectangles next to each other
   int64_t a_floats, b_floats, carried_floats;
 } layout;
 
-// The choice depends on formats and k alone.
+// Whether to multiply pairs. The choice depends on formats and k alone.
 static bool by_pairs(const gemm_call *g)
 {
   return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
 }
 
-// Bytes of B packed at a time, at most: half of the cache that a core has for itself, so that they stay there while A goes by.
+// Bytes of B packed at a time, at most: half of a core's private cache, so that they stay there
+// while A streams past.
 static int64_t bytes_of_b(void)
 {
   static int64_t known;
@@ -254,7 +289,7 @@ static int64_t bytes_of_b(void)
 static layout plan(const gemm_call *g, int threads)
 {
   layout l = {0};
-  // Even pieces; those of k depend on k alone, as the sums do.
+  // Even pieces; those of k depend on k alone, as the order of the sums does.
   l.k_span = ceiling(ceiling(g->k, ceiling(g->k, GEMM_KC)), GEMM_K_UNIT) * GEMM_K_UNIT;
   if (l.k_span > g->k) l.k_span = g->k;
   int64_t steps = steps_of(by_pairs(g), l.k_span);
@@ -273,8 +308,9 @@ static layout plan(const gemm_call *g, int threads)
   l.rows = ceiling(ceiling(g->m, l.row_blocks), GEMM_MR) * GEMM_MR;
   l.row_blocks = ceiling(g->m, l.rows);
   if (!(g->a.dtype == ENG_f32 && g->a.column == 1)) {
-    int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES;   // multiply() lays A out one way
-    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // or the other
+    // multiply() lays A out one way ...
+    int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES;
+    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // ... or the other
     l.a_floats = by_rows > by_steps ? by_rows : by_steps;
   }
   l.b_floats = panels * GEMM_NR * steps;
@@ -282,8 +318,8 @@ static layout plan(const gemm_call *g, int threads)
   return l;
 }
 
-static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t n0, int64_t k0, float *packed,
-                    float *carried)
+static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t n0, int64_t k0,
+                    float *packed, float *carried)
 {
   part p = {.call = g, .at = at, .n0 = n0, .k0 = k0, .packed = packed};
   p.n = g->n - n0 < l->n_span ? g->n - n0 : l->n_span;
@@ -297,8 +333,8 @@ static part part_at(const gemm_call *g, const layout *l, gemm_offset at, int64_t
 }
 
 // Threads share one product at a time: they pack B together, then take rectangles of C.
-static void run_shared(const gemm_call *g, const layout *l, int64_t members, int threads, float *packed,
-                       float *carried, float *room, int64_t room_floats)
+static void run_shared(const gemm_call *g, const layout *l, int64_t members, int threads,
+                       float *packed, float *carried, float *room, int64_t room_floats)
 {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -324,8 +360,8 @@ static void run_shared(const gemm_call *g, const layout *l, int64_t members, int
 }
 
 // Every thread takes whole members of the batch.
-static void run_batched(const gemm_call *g, const layout *l, int64_t members, int threads, float *room,
-                        int64_t room_floats)
+static void run_batched(const gemm_call *g, const layout *l, int64_t members, int threads,
+                        float *room, int64_t room_floats)
 {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t z = 0; z < members; z++) {
@@ -343,14 +379,15 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
   }
 }
 
-// K = 0: the sums are zero, what is left is bias and beta * C.
+// K = 0: the sums are zero; only bias and beta * C remain.
 static void run_empty(const gemm_call *g, int64_t members)
 {
   const float zero[GEMM_NR] = {0};
   for (int64_t z = 0; z < members; z++) {
     part p = {.call = g, .at = gemm_offset_of(g, z)};
     for (int64_t i = 0; i < g->m; i++)
-      for (int64_t j = 0; j < g->n; j += GEMM_NR) finish(&p, zero, 0, i, 1, j, least(g->n - j, GEMM_NR));
+      for (int64_t j = 0; j < g->n; j += GEMM_NR)
+        finish(&p, zero, 0, i, 1, j, least(g->n - j, GEMM_NR));
   }
 }
 
@@ -369,7 +406,8 @@ eng_status ISA_NAME(gemm_packed)(const gemm_call *g)
   layout l = plan(g, batched ? 1 : threads);
   if (batched && threads > members) threads = (int)members;
 
-  int64_t room_floats = ceiling(l.a_floats + (batched ? l.b_floats + l.carried_floats : 0), 16) * 16;
+  int64_t room_floats =
+    ceiling(l.a_floats + (batched ? l.b_floats + l.carried_floats : 0), 16) * 16;
   int64_t shared_floats = batched ? 0 : ceiling(l.b_floats + l.carried_floats, 16) * 16;
   int64_t bytes = (int64_t)sizeof(float) * (threads * room_floats + shared_floats);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);

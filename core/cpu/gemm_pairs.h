@@ -1,11 +1,16 @@
-// The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds a[2p+1] b[2p+1] and then a[2p] b[2p] to an
-// f32. Where a processor does that as often as a plain fused multiply-add, a product takes half the time. What it does to numbers: products
-// of bf16 are exact in it, each of the two sums is rounded to nearest even; subnormal operands count as zero and subnormal sums become
-// zero, as on AMX: inf times a subnormal is nan here, and a huge number times one is 0 (ENGINE_PAIRS=off keeps both). NaN and infinity
-// propagate. Included by gemm_packed.c and attention.c, for which the last part chooses between pairs and single numbers; owns nothing.
+// The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds
+// a[2p+1] b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs it at the rate of a plain
+// fused multiply-add, a product takes half the time. Included by gemm_packed.c and attention.c, for
+// which the last part chooses between pairs and single numbers; owns nothing.
 //
-// A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past the end is zero. Words travel
-// as floats whose value nobody looks at. A panel of B is [(k+1)/2][GEMM_NR] words.
+// Numerics: products of bf16 are exact, and each of the two sums is rounded to nearest even.
+// Subnormal operands count as zero and subnormal sums become zero, as on AMX: inf times a subnormal
+// is nan here, and a huge number times a subnormal is 0 (ENGINE_PAIRS=off keeps both). NaN and
+// infinity propagate.
+//
+// A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past
+// the end is zero. Words are stored as floats whose value has no meaning. A panel of B is
+// [(k+1)/2][GEMM_NR] words.
 #ifndef ENG_GEMM_PAIRS_H
 #define ENG_GEMM_PAIRS_H
 
@@ -17,66 +22,75 @@
 
 // ------------------------------------------------------------------ micro-kernel
 
-// As micro_body, over n words. a: word (i, p) at i*a_row + p*a_step.
-#define PAIRS_BODY(mr, nv)                                                                                           \
-  __attribute__((target("avx512bf16"))) static void pairs_##mr##x##nv(int64_t n, const float *a, int64_t a_row, int64_t a_step, \
-                                                                      const float *b, float *c, int64_t ldc, bool resume) \
-  {                                                                                                                  \
-    vf sum[mr][nv];                                                                                                  \
-    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                          \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) sum[i][j] = (vf){0};                                      \
-    }                                                                                                                \
-    for (int64_t p = 0; p < n; p++) {                                                                                \
-      vi row[nv];                                                                                                    \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) memcpy(&row[j], b + j * VF_LANES, sizeof row[j]);         \
-      _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                        \
-        int32_t word;                                                                                                \
-        memcpy(&word, a + i * a_row, sizeof word);                                                                   \
-        vi x = word + (vi){0};                                                                                       \
-        _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                                                         \
-          sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)x, (__m512bh)row[j]);                                    \
-      }                                                                                                              \
-      a += a_step;                                                                                                   \
-      b += GEMM_NR;                                                                                                  \
-    }                                                                                                                \
-    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                                                          \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) {                                                         \
-        float *at = c + i * ldc + j * VF_LANES;                                                                      \
-        vf before;                                                                                                   \
-        memcpy(&before, at, sizeof before);                                                                          \
-        if (resume) sum[i][j] = before + sum[i][j];                                                                  \
-        memcpy(at, &sum[i][j], sizeof before);                                                                       \
-      }                                                                                                              \
-    }                                                                                                                \
+// micro_body over n words. a: word (i, p) is at i*a_row + p*a_step.
+#define PAIRS_BODY(mr, nv)                                                              \
+  __attribute__((target("avx512bf16"))) static void pairs_##mr##x##nv(                  \
+    int64_t n, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, \
+    int64_t ldc, bool resume)                                                           \
+  {                                                                                     \
+    vf sum[mr][nv];                                                                     \
+    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                             \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) sum[i][j] = (vf){0};         \
+    }                                                                                   \
+    for (int64_t p = 0; p < n; p++) {                                                   \
+      vi row[nv];                                                                       \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                              \
+        memcpy(&row[j], b + j * VF_LANES, sizeof row[j]);                               \
+      _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                           \
+        int32_t word;                                                                   \
+        memcpy(&word, a + i * a_row, sizeof word);                                      \
+        vi x = word + (vi){0};                                                          \
+        _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                            \
+          sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)x, (__m512bh)row[j]);       \
+      }                                                                                 \
+      a += a_step;                                                                      \
+      b += GEMM_NR;                                                                     \
+    }                                                                                   \
+    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                             \
+      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) {                            \
+        float *at = c + i * ldc + j * VF_LANES;                                         \
+        vf before;                                                                      \
+        memcpy(&before, at, sizeof before);                                             \
+        if (resume) sum[i][j] = before + sum[i][j];                                     \
+        memcpy(at, &sum[i][j], sizeof before);                                          \
+      }                                                                                 \
+    }                                                                                   \
   }
 #define PAIRS_ROW(mr) PAIRS_BODY(mr, 1) PAIRS_BODY(mr, 2) PAIRS_BODY(mr, 3)
 #define PAIRS_NAMES(mr) {pairs_##mr##x1, pairs_##mr##x2, pairs_##mr##x3}
-PAIRS_ROW(1) PAIRS_ROW(2) PAIRS_ROW(3) PAIRS_ROW(4) PAIRS_ROW(5) PAIRS_ROW(6) PAIRS_ROW(7) PAIRS_ROW(8)
+PAIRS_ROW(1) PAIRS_ROW(2) PAIRS_ROW(3) PAIRS_ROW(4)
+PAIRS_ROW(5) PAIRS_ROW(6) PAIRS_ROW(7) PAIRS_ROW(8)
 static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
   PAIRS_NAMES(1), PAIRS_NAMES(2), PAIRS_NAMES(3), PAIRS_NAMES(4),
   PAIRS_NAMES(5), PAIRS_NAMES(6), PAIRS_NAMES(7), PAIRS_NAMES(8)};
 
 // ------------------------------------------------------------------ laying matrices out
 
-enum { PAIRS_AHEAD = 8 };   // rows from the ones in work to those asked for
+enum { PAIRS_AHEAD = 8 };   // rows to prefetch ahead
 
-// to[p*to_row + j], a word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for 2p < rows, j < columns; `columns` up to
-// GEMM_NR where a panel is filled, any number otherwise; padded with zeros to whole vectors.
-static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t columns)
+// to[p*to_row + j] = the word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for
+// 2p < rows, j < columns, padded with zeros to whole vectors. `columns` is at most GEMM_NR where a
+// panel is filled, any number otherwise.
+static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
+                          int64_t column, int64_t rows, int64_t columns)
 {
-  int64_t words = (rows + 1) / 2, padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES, whole = rows / 2;
+  int64_t words = (rows + 1) / 2, padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES,
+          whole = rows / 2;
   int64_t p = 0;
   if (column == 1) {
     for (; p < words; p++) {
       const uint16_t *low = source + 2 * p * row, *high = p < whole ? low + row : NULL;
-      for (int64_t j = 0; j < columns; j += 2 * VF_LANES) {   // rows far apart, which the processor does not foresee
+      // The hardware does not prefetch rows that are far apart.
+      for (int64_t j = 0; j < columns; j += 2 * VF_LANES) {
         __builtin_prefetch(low + PAIRS_AHEAD * row + j);
         __builtin_prefetch(low + (PAIRS_AHEAD + 1) * row + j);
       }
       for (int64_t j = 0; j < padded; j += VF_LANES) {
         __mmask16 here = columns - j >= VF_LANES ? 0xFFFF : (__mmask16)((1u << (columns - j)) - 1);
         vi x = (vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, low + j));
-        if (high) x = vi_or(x, vi_shl((vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, high + j)), 16));
+        if (high)
+          x = vi_or(
+            x, vi_shl((vi)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, high + j)), 16));
         vi_store((int32_t *)(to + p * to_row + j), x);
       }
     }
@@ -88,16 +102,20 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
         vf square[VF_LANES];
         if (columns - j >= VF_LANES && p + VF_LANES <= whole) {
 #pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++) memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
+          for (int i = 0; i < VF_LANES; i++)
+            memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
           turn_square(square);
 #pragma GCC unroll 16
           for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
         } else {
           __mmask32 here = rows - 2 * p >= 2 * VF_LANES ? ~0u : (1u << (rows - 2 * p)) - 1;
           for (int i = 0; i < VF_LANES; i++)
-            square[i] = j + i < columns ? (vf)_mm512_maskz_loadu_epi16(here, source + 2 * p + (j + i) * column) : vf_zero();
+            square[i] = j + i < columns
+                          ? (vf)_mm512_maskz_loadu_epi16(here, source + 2 * p + (j + i) * column)
+                          : vf_zero();
           turn_square(square);
-          for (int i = 0; i < VF_LANES && p + i < words; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+          for (int i = 0; i < VF_LANES && p + i < words; i++)
+            vf_store(to + (p + i) * to_row + j, square[i]);
         }
       }
     return;
@@ -113,8 +131,10 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     }
 }
 
-// The same for rows that stay rows: to[i*to_row + p], a word of source[i*row + 2p*column] and source[i*row + (2p+1)*column].
-static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row, int64_t column, int64_t rows, int64_t steps)
+// lay_out_pairs for rows that stay rows: to[i*to_row + p] = the word of source[i*row + 2p*column]
+// and source[i*row + (2p+1)*column].
+static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
+                              int64_t column, int64_t rows, int64_t steps)
 {
   for (int64_t i = 0; i < rows; i++, source += row, to += to_row) {
     int64_t whole = steps / 2;
@@ -129,29 +149,37 @@ static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source,
 
 // ------------------------------------------------------------------ pairs of f32, rounded
 
-// The words of n numbers in a row, and what stands behind them up to a whole vector; `to` may be `from`.
-__attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from, int64_t n)
+// Rounds n numbers of a row, and the padding up to a whole vector, to words; `to` may be `from`.
+__attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from,
+                                                                     int64_t n)
 {
   for (int64_t j = 0; j < n; j += VF_LANES)
-    _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)to + j), (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
+    _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)to + j),
+                        (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
 }
 
-// Words of numbers below each other in two rows, first and second, as far; `to` may be either. Without a second row: with zeros.
-__attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first, const float *second, int64_t n)
+// Rounds the numbers of two rows, first and second, to words of one column each, also up to a whole
+// vector; `to` may be either. A missing second row counts as zeros.
+__attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first,
+                                                                      const float *second,
+                                                                      int64_t n)
 {
-  const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (int64_t j = 0; j < n; j += VF_LANES) {
     vf high = second ? vf_load(second + j) : vf_zero();
-    vi_store((int32_t *)(void *)(to + j), (vi)_mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(high, vf_load(first + j))));
+    vi_store(
+      (int32_t *)(void *)(to + j),
+      (vi)_mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(high, vf_load(first + j))));
   }
 }
 
 #endif
 
-// ------------------------------------------------------------------ pairs or single numbers, on any instruction set
+// ------------------------------------------------------------------ pairs or single numbers, on
+// any instruction set
 
-// Whether a product of these formats can go by pairs here.
+// Whether a product of these formats can be multiplied as pairs here.
 static inline bool pairs_of(int a, int b)
 {
 #if defined(ENG_ISA_avx512)
@@ -174,9 +202,11 @@ static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
   return micro[rows - 1][vectors - 1];
 }
 
-// Numbers below each other, as lay_out does it: to[p*to_row + j] is number (p, j) of source or, by pairs, the word of steps 2p and 2p+1.
-static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
-                                 int64_t column, int64_t rows, int64_t columns)
+// Lays columns out, as lay_out does: to[p*to_row + j] is number (p, j) of source or, for pairs, the
+// word of steps 2p and 2p+1.
+static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source,
+                                 int dtype, int64_t first, int64_t row, int64_t column,
+                                 int64_t rows, int64_t columns)
 {
 #if defined(ENG_ISA_avx512)
   if (pairs) {
@@ -188,9 +218,11 @@ static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const vo
   lay_out(to, to_row, source, dtype, first, row, column, rows, columns);
 }
 
-// Rows of A that stay rows: to[i*to_row + p] is number (i, p) or, by pairs, the word of 2p and 2p+1.
-static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source, int dtype, int64_t first, int64_t row,
-                                int64_t column, int64_t rows, int64_t k)
+// Lays out rows of A that stay rows: to[i*to_row + p] is number (i, p) or, for pairs, the word of
+// 2p and 2p+1.
+static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source,
+                                int dtype, int64_t first, int64_t row, int64_t column, int64_t rows,
+                                int64_t k)
 {
 #if defined(ENG_ISA_avx512)
   if (pairs) {
