@@ -1,7 +1,7 @@
 // Cuts a pass over all parameters into blocks of at most BLOCK_ELEMENTS, so that threads share long
-// and short tensors alike and no tensor costs a parallel region of its own. The cut depends on the
-// tensors alone: what is summed per block does not depend on the number of threads.
-// Included by gradstats.c and optimizer.c.
+// and short tensors alike and no tensor needs a parallel region to itself. The cut depends on the
+// tensors alone, so what is summed per block does not depend on the number of threads. Included by
+// gradstats.c and optimizer.c. Owns nothing but the block list, in scratch memory.
 #ifndef ENG_CPU_BLOCKS_H
 #define ENG_CPU_BLOCKS_H
 
@@ -10,10 +10,13 @@
 
 #include <omp.h>
 
-enum { BLOCK_ELEMENTS = 65536, PARALLEL_ELEMENTS = 32768 /* below this a parallel region costs more than it saves */ };
+enum {
+  BLOCK_ELEMENTS = 65536,
+  PARALLEL_ELEMENTS = 32768 /* below this a parallel region costs more than it saves */
+};
 
 typedef struct block {
-  int64_t first;     // element of the span it starts at
+  int64_t first;     // element of the span at which it starts
   int64_t before;    // elements in all blocks before it
   int32_t span, count;
 } block;
@@ -35,7 +38,8 @@ static inline eng_status blocks_open(block_list *list, const param_span *spans, 
   for (int k = 0; k < n; k++) {
     for (int64_t first = 0; first < spans[k].count; first += BLOCK_ELEMENTS, b++) {
       int64_t left = spans[k].count - first;
-      *b = (block){first, list->elements, k, (int32_t)(left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS)};
+      *b =
+        (block){first, list->elements, k, (int32_t)(left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS)};
       list->elements += b->count;
     }
   }

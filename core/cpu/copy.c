@@ -1,8 +1,10 @@
 // Copies with a change of dtype or layout: cast, contiguous, concat. Any strides on both sides (an
-// output handed in by eng_copy may be a view). Transposed copies go block by block, so that source
-// and target lines are both used whole. Elements of one format are moved as bits; among f32, f16, bf16 and
-// FP8 they are rounded to nearest even, FP8 also as the call's mode says; other pairs go to the reference.
-// Called through backend.kernel[].
+// output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
+//
+// Transposed copies go block by block, so that source and target lines are both used whole.
+// Elements of one format are moved as bits. Among f32, f16, bf16 and FP8, elements are rounded to
+// nearest even; to FP8 also by the call's rounding mode. Other pairs of formats go to the reference
+// kernels.
 #include "operand.h"
 #include "philox.h"
 #include "base/rng.h"
@@ -12,7 +14,7 @@
 
 enum { SIDE = 32 };   // block of a transposed copy: SIDE x SIDE elements
 
-/// One shape seen by source and target; dimensions innermost (of the target) first.
+/// One shape shared by source and target; dimensions innermost (of the target) first.
 typedef struct relayout {
   int     ndim, turned;          // turned: see turned_dimension
   int64_t shape[ENG_MAX_DIMS], from[ENG_MAX_DIMS], to[ENG_MAX_DIMS];   // strides in elements
@@ -21,11 +23,13 @@ typedef struct relayout {
   int     source_dtype, target_dtype, source_size, target_size;        // sizes in bytes
 } relayout;
 
-// x broadcasts to `shape`; to_stride belongs to the target, one per dimension.
-static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, void *target, int dtype, const int64_t *to_stride)
+// x broadcasts to `shape`; to_stride is the target's stride for each dimension.
+static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, void *target,
+                            int dtype, const int64_t *to_stride)
 {
-  relayout r = {.source = x->data, .target = target, .source_dtype = x->dtype, .target_dtype = dtype,
-                .source_size = eng_dtype_size(x->dtype), .target_size = eng_dtype_size(dtype)};
+  relayout r = {.source = x->data, .target = target, .source_dtype = x->dtype,
+                .target_dtype = dtype, .source_size = eng_dtype_size(x->dtype),
+                .target_size = eng_dtype_size(dtype)};
   for (int d = 1; d <= ndim; d++) {
     int64_t size = shape[ndim - d], to = to_stride[ndim - d];
     int64_t from = d <= x->ndim && x->shape[x->ndim - d] != 1 ? x->stride[x->ndim - d] : 0;
@@ -55,8 +59,9 @@ static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, voi
     else for (int i = 0; i < n; i++) y[i * to_stride] = x[i * from_stride];                 \
   } while (0)
 
-// n elements of `size` bytes.
-static void move(void *to, int64_t to_stride, const void *from, int64_t from_stride, int n, int size)
+// Moves n elements of `size` bytes.
+static void move(void *to, int64_t to_stride, const void *from, int64_t from_stride, int n,
+                 int size)
 {
   if (to_stride == 1 && from_stride == 1) {
     memcpy(to, from, (size_t)n * (size_t)size);
@@ -70,15 +75,17 @@ static void move(void *to, int64_t to_stride, const void *from, int64_t from_str
   }
 }
 
-// n <= TILE elements along the innermost dimension.
+// Copies n <= TILE elements along the innermost dimension.
 static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
 {
   if (r->source_dtype == r->target_dtype) {
-    move(r->target + to * r->target_size, r->to[0], r->source + from * r->source_size, r->from[0], n, r->source_size);
+    move(r->target + to * r->target_size, r->to[0], r->source + from * r->source_size, r->from[0],
+         n, r->source_size);
     return;
   }
   if (r->source_size == 2 && dtype_is_fp8(r->target_dtype) && r->from[0] == 1 && r->to[0] == 1) {
-    fp8_of_halves((uint8_t *)r->target + to, r->target_dtype, (const uint16_t *)r->source + from, r->source_dtype == ENG_f16, n);
+    fp8_of_halves((uint8_t *)r->target + to, r->target_dtype, (const uint16_t *)r->source + from,
+                  r->source_dtype == ENG_f16, n);
     return;
   }
   float buffer[TILE];
@@ -92,7 +99,8 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
   }
 }
 
-// Block of m x n: m steps along dimension k, in which the source is contiguous, n along the innermost.
+// Copies a block of m x n: m steps along dimension k, in which the source is contiguous, and n
+// along the innermost one.
 static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m, int n)
 {
   if (r->source_dtype == r->target_dtype) {
@@ -102,39 +110,48 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
     int whole_m = r->source_size <= 4 ? m / side * side : 0, whole_n = n / side * side;
     for (i = 0; i < whole_m; i += side)
       for (j = 0; j < whole_n; j += side) {
-        if (side == 4) turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k], (const uint32_t *)source + j * r->from[0] + i, r->from[0]);
-        else if (side == 16) turn_bytes((uint8_t *)target + i * r->to[k] + j, r->to[k], (const uint8_t *)source + j * r->from[0] + i, r->from[0]);
-        else turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k], (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
+        if (side == 4)
+          turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k],
+                     (const uint32_t *)source + j * r->from[0] + i, r->from[0]);
+        else if (side == 16)
+          turn_bytes((uint8_t *)target + i * r->to[k] + j, r->to[k],
+                     (const uint8_t *)source + j * r->from[0] + i, r->from[0]);
+        else
+          turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k],
+                      (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
       }
-    for (i = 0; i < m; i++) {   // what is left at the edges
+    for (i = 0; i < m; i++) {   // the rest at the edges
       int done = i < whole_m ? whole_n : 0;
-      move(target + (i * r->to[k] + done) * r->target_size, r->to[0], source + (i + done * r->from[0]) * r->source_size, r->from[0],
-           n - done, r->source_size);
+      move(target + (i * r->to[k] + done) * r->target_size, r->to[0],
+           source + (i + done * r->from[0]) * r->source_size, r->from[0], n - done, r->source_size);
     }
     return;
   }
   float rows[SIDE][SIDE + 1], line[SIDE];   // one more, so that columns do not share a cache set
-  for (int j = 0; j < n; j++) floats_from(rows[j], r->source, r->source_dtype, from + j * r->from[0], m);
+  for (int j = 0; j < n; j++)
+    floats_from(rows[j], r->source, r->source_dtype, from + j * r->from[0], m);
   for (int i = 0; i < m; i++) {
     for (int j = 0; j < n; j++) line[j] = rows[j][i];
     floats_to(r->target, r->target_dtype, to + i * r->to[k], line, n);
   }
 }
 
-enum { DENSE = 16 * TILE };   // elements of a dense copy that make one task
+enum { DENSE = 16 * TILE };   // elements of a dense copy per task
 
 static void dense_task(const void *context, int64_t task)
 {
   const relayout *r = context;
   int64_t first = task * DENSE, n = smaller(DENSE, r->shape[0] - first);
   if (r->source_dtype == r->target_dtype) {
-    memcpy(r->target + first * r->target_size, r->source + first * r->source_size, (size_t)(n * r->source_size));
+    memcpy(r->target + first * r->target_size, r->source + first * r->source_size,
+           (size_t)(n * r->source_size));
   } else {
-    for (int64_t at = first; at < first + n; at += TILE) copy_run(r, at, at, (int)smaller(TILE, first + n - at));
+    for (int64_t at = first; at < first + n; at += TILE)
+      copy_run(r, at, at, (int)smaller(TILE, first + n - at));
   }
 }
 
-// Offsets of place `at` in the row-major order of the dimensions from 1 on, without `skip`.
+// Offsets of position `at` in the row-major order of the dimensions from 1 on, without `skip`.
 static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
 {
   for (int d = 1; d < r->ndim; d++) {
@@ -162,11 +179,12 @@ static void block_task(const void *context, int64_t task)
   int64_t j = task % across * SIDE, i = task / across % down * SIDE;
   int64_t from = i + j * r->from[0], to = i * r->to[k] + j;
   place(r, k, task / across / down, &from, &to);
-  copy_block(r, k, to, from, (int)smaller(SIDE, r->shape[k] - i), (int)smaller(SIDE, r->shape[0] - j));
+  copy_block(r, k, to, from, (int)smaller(SIDE, r->shape[k] - i),
+             (int)smaller(SIDE, r->shape[0] - j));
 }
 
-// The dimension in which the source is contiguous, when it is not the innermost one of the target and
-// blocks pay; else 0.
+// The dimension in which the source is contiguous, if that is not the innermost one of the target
+// and blocks pay; else 0.
 static int turned_dimension(const relayout *r)
 {
   if (r->from[0] == 1 || r->from[0] == 0 || r->to[0] != 1) return 0;
@@ -185,7 +203,8 @@ static void copy_relayout(relayout *r)
   if (r->ndim == 1 && r->from[0] == 1 && r->to[0] == 1) {
     run_tasks((count + DENSE - 1) / DENSE, together, dense_task, r);
   } else if (r->turned) {
-    int64_t across = (r->shape[0] + SIDE - 1) / SIDE, down = (r->shape[r->turned] + SIDE - 1) / SIDE;
+    int64_t across = (r->shape[0] + SIDE - 1) / SIDE,
+            down = (r->shape[r->turned] + SIDE - 1) / SIDE;
     run_tasks(count / (r->shape[0] * r->shape[r->turned]) * across * down, together, block_task, r);
   } else {
     run_tasks(count / r->shape[0] * ((r->shape[0] + TILE - 1) / TILE), together, run_task, r);
@@ -195,7 +214,8 @@ static void copy_relayout(relayout *r)
 static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dtype); }
 static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
 
-// To FP8 by a mode beside plain rounding. Element i takes word i % 4 of Philox block ints[2] + i / 4.
+// To FP8 by a rounding mode other than the default. Element i takes word i % 4 of Philox block
+// ints[2] + i / 4.
 static void mode_task(const void *context, int64_t task)
 {
   const op_call *call = context;
@@ -208,8 +228,8 @@ static void mode_task(const void *context, int64_t task)
     int n = (int)smaller(TILE, end - at);
     for (int i = 0; mode & FP8_STOCHASTIC && i < n; i += 4 * VF_LANES)
       philox_vectors(words + i, rng_seed(), (uint64_t)call->ints[2] + (uint64_t)(at + i) / 4);
-    fp8_encode((uint8_t *)y->data + at, y->dtype, tile_load(buffer, x->data, x->dtype, at, n), n, mode & FP8_SATURATE,
-               mode & FP8_STOCHASTIC ? words : NULL);
+    fp8_encode((uint8_t *)y->data + at, y->dtype, tile_load(buffer, x->data, x->dtype, at, n), n,
+               mode & FP8_SATURATE, mode & FP8_STOCHASTIC ? words : NULL);
   }
 }
 
@@ -217,7 +237,8 @@ static eng_status copy(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   if (call->op == ENG_OP_cast && dtype_is_fp8(y->dtype) && call->ints[1]) {
-    if (!dtype_is_fast(x->dtype) || !tensor_contiguous(x) || !tensor_contiguous(y)) return forward_to_reference(call);
+    if (!dtype_is_fast(x->dtype) || !tensor_contiguous(x) || !tensor_contiguous(y))
+      return forward_to_reference(call);
     run_tasks((x->count + DENSE - 1) / DENSE, x->count >= PARALLEL_ELEMENTS, mode_task, call);
     return ENG_OK;
   }

@@ -1,10 +1,10 @@
-// The CPU device: a table of kernels filled once, for the best instruction set that this processor
+// The CPU device: a table of kernels, filled once for the best instruction set that this processor
 // and its operating system support. Each kernel file is compiled once per set and fills its part of
-// the table; what none fills is the reference's.
-// Owns the table. Called by backend.c.
+// the table; an entry that no file fills is the reference kernel. Owns the table. Called by
+// backend.c.
 //
-// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time; a set
-// that is unknown or not supported here is passed over.
+// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time.
+// A set that is unknown, or not supported here, is ignored.
 #include "device/backend.h"
 #include "base/error.h"
 #include "gemm.h"
@@ -43,12 +43,13 @@ DEFINE_ISA(avx2)
 DEFINE_ISA(avx512)
 #endif
 
-// gcc's test covers what the processor says (cpuid) and what the system saves (xgetbv).
+// gcc's test covers both what the processor supports (cpuid) and what the system saves (xgetbv).
 static bool has_plain(void)  { return true; }
 #if X86
 static bool has_avx2(void)
 {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 }
 static bool has_avx512(void)
 {
@@ -114,8 +115,12 @@ const char *eng_cpu_isa(const char *force)
   if (force && strcmp(force, in_force->name) != 0) {
     const struct isa *isa = named(force);
     if (!isa) {
-      error_set(ENG_ERR_DEVICE, "cpu: there is no instruction set '%s' on this machine; the best here is '%s'", force,
-                named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
+      error_set(ENG_ERR_DEVICE,
+                "cpu: there is no instruction set '%s' on this machine; the best here is '%s'",
+                force,
+                named("avx512") ? "avx512"
+                : named("avx2") ? "avx2"
+                                : "plain");
       return NULL;
     }
     use(isa);
@@ -143,9 +148,12 @@ bool gemm_pairs_here(void)
   known = 0;
 #if X86
   const char *wish = getenv("ENGINE_PAIRS");
-  if (wish && *wish && strcmp(wish, "on") != 0 && strcmp(wish, "off") != 0) fprintf(stderr, "engine: ENGINE_PAIRS: expected on or off, got '%s'\n", wish);
+  if (wish && *wish && strcmp(wish, "on") != 0 && strcmp(wish, "off") != 0)
+    fprintf(stderr, "engine: ENGINE_PAIRS: expected on or off, got '%s'\n", wish);
   if (!has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
-  known = wish && strcmp(wish, "on") == 0 ? 1 : wish && strcmp(wish, "off") == 0 ? 0 : __builtin_cpu_is("amd") != 0;
+  known = wish && strcmp(wish, "on") == 0    ? 1
+          : wish && strcmp(wish, "off") == 0 ? 0
+                                             : __builtin_cpu_is("amd") != 0;
 #endif
   return known;
 }

@@ -1,11 +1,11 @@
 // Arithmetic, comparisons, where, affine, powers, clamp, dropout: element by element, any strides
-// and broadcasting. Bound by memory, hence one pass over tiles that every thread keeps in its cache.
-// f64 and integer tensors go to the reference.
-// Called through backend.kernel[].
+// and broadcasting. Memory bounds these operations, so each is one pass over tiles that stay in
+// every thread's cache. f64 and integer tensors go to the reference kernels. Called through
+// backend.kernel[]; owns nothing.
 //
-//   maximum, minimum   a NaN on either side gives NaN; of equal ones (-0, +0) the first
+//   maximum, minimum   a NaN on either side gives NaN; of equal values (-0, +0) the first is taken
 //   clamp              NaN stays
-//   dropout            a dropped element is 0, NaN and Inf included
+//   dropout            a dropped element is 0, even where it was NaN or Inf
 #include "base/rng.h"
 #include "operand.h"
 #include "philox.h"
@@ -20,8 +20,12 @@ static inline void binary_tile(int op, float *y, const float *pa, const float *p
     case ENG_OP_sub:     MAP2(y, pa, pb, n, vf_sub(a, b)); break;
     case ENG_OP_mul:     MAP2(y, pa, pb, n, vf_mul(a, b)); break;
     case ENG_OP_div:     MAP2(y, pa, pb, n, vf_div(a, b)); break;
-    case ENG_OP_maximum: MAP2(y, pa, pb, n, vf_select(vm_or(vf_ge(a, b), vf_ne(a, a)), a, b)); break;
-    case ENG_OP_minimum: MAP2(y, pa, pb, n, vf_select(vm_or(vf_le(a, b), vf_ne(a, a)), a, b)); break;
+    case ENG_OP_maximum:
+      MAP2(y, pa, pb, n, vf_select(vm_or(vf_ge(a, b), vf_ne(a, a)), a, b));
+      break;
+    case ENG_OP_minimum:
+      MAP2(y, pa, pb, n, vf_select(vm_or(vf_le(a, b), vf_ne(a, a)), a, b));
+      break;
     default:             for (int i = 0; i < n; i++) y[i] = powf(pa[i], pb[i]);
   }
 }
@@ -30,7 +34,8 @@ static void binary_body(const work *w, int64_t first, int n)
 {
   const tensor *y = w->out[0];
   float ta[TILE], tb[TILE], ty[TILE];
-  const float *pa = operand_load(&w->in[0], ta, first, n), *pb = operand_load(&w->in[1], tb, first, n);
+  const float *pa = operand_load(&w->in[0], ta, first, n),
+              *pb = operand_load(&w->in[1], tb, first, n);
   float *to = tile_target(ty, y->data, y->dtype, first);
   binary_tile(w->op, to, pa, pb, n);
   tile_store(y->data, y->dtype, first, to, n);
@@ -44,7 +49,8 @@ static eng_status binary(const op_call *call)
   return ENG_OK;
 }
 
-static inline void compare_tile(int op, uint8_t *restrict y, const float *restrict a, const float *restrict b, int n)
+static inline void compare_tile(int op, uint8_t *restrict y, const float *restrict a,
+                                const float *restrict b, int n)
 {
   switch (op) {
     case ENG_OP_eq: for (int i = 0; i < n; i++) y[i] = a[i] == b[i]; break;
@@ -59,14 +65,16 @@ static inline void compare_tile(int op, uint8_t *restrict y, const float *restri
 static void compare_body(const work *w, int64_t first, int n)
 {
   float ta[TILE], tb[TILE];
-  const float *pa = operand_load(&w->in[0], ta, first, n), *pb = operand_load(&w->in[1], tb, first, n);
+  const float *pa = operand_load(&w->in[0], ta, first, n),
+              *pb = operand_load(&w->in[1], tb, first, n);
   compare_tile(w->op, (uint8_t *)w->out[0]->data + first, pa, pb, n);
 }
 
 static eng_status comparison(const op_call *call)
 {
   const tensor *y = call->out[0];
-  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->in[1]->dtype) || y->dtype != ENG_bool)
+  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->in[1]->dtype) ||
+      y->dtype != ENG_bool)
     return forward_to_reference(call);
   work w = work_of(call, y);
   for_tiles(&w, y->count, compare_body);
@@ -81,10 +89,11 @@ static void where_body(const work *w, int64_t first, int n)
   float ta[TILE], tb[TILE], ty[TILE];
   uint8_t tc[TILE];
   const uint8_t *pc = operand_load_bytes(&w->in[0], tc, first, n);
-  const float *pa = operand_load(&w->in[1], ta, first, n), *pb = operand_load(&w->in[2], tb, first, n);
+  const float *pa = operand_load(&w->in[1], ta, first, n),
+              *pb = operand_load(&w->in[2], tb, first, n);
   float *to = tile_target(ty, y->data, y->dtype, first);
   for (int i = 0; i < n; i++) {
-    float yes = pa[i], no = pb[i];   // both are loaded, so that this is a blend
+    float yes = pa[i], no = pb[i];   // loads both, so that this compiles to a blend
     to[i] = pc[i] ? yes : no;
   }
   tile_store(y->data, y->dtype, first, to, n);
@@ -93,8 +102,8 @@ static void where_body(const work *w, int64_t first, int n)
 static eng_status where(const op_call *call)
 {
   const tensor *y = call->out[0];
-  if (!dtype_is_fast(call->in[1]->dtype) || !dtype_is_fast(call->in[2]->dtype) || !dtype_is_fast(y->dtype) ||
-      call->in[0]->dtype != ENG_bool)
+  if (!dtype_is_fast(call->in[1]->dtype) || !dtype_is_fast(call->in[2]->dtype) ||
+      !dtype_is_fast(y->dtype) || call->in[0]->dtype != ENG_bool)
     return forward_to_reference(call);
   work w = work_of(call, y);
   for_tiles(&w, y->count, where_body);
@@ -103,11 +112,12 @@ static eng_status where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and numbers
 
-// A double that f32 cannot hold, not even roughly: the reference computes those.
+// Whether f32 cannot hold this double, not even roughly; the reference kernels compute those.
 static inline bool beyond_f32(double x)
 {
   double magnitude = fabs(x);
-  return f64_is_finite(x) && x != 0 && (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
+  return f64_is_finite(x) && x != 0 &&
+         (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
 }
 
 static void affine_body(const work *w, int64_t first, int n)
@@ -123,7 +133,8 @@ static void affine_body(const work *w, int64_t first, int n)
 
 static eng_status affine(const op_call *call)
 {
-  if (!all_fast(call) || beyond_f32(call->floats[0]) || beyond_f32(call->floats[1])) return forward_to_reference(call);
+  if (!all_fast(call) || beyond_f32(call->floats[0]) || beyond_f32(call->floats[1]))
+    return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
   w.a = (float)call->floats[0];
   w.b = (float)call->floats[1];
@@ -152,7 +163,7 @@ static eng_status clamp(const op_call *call)
   return ENG_OK;
 }
 
-// The exponents that people use need no pow. As pow does it: -0 and -inf to the 1/2 are +0 and +inf.
+// Common exponents need no pow. The 1/2 power follows pow: of -0 and -inf it is +0 and +inf.
 static inline vf vf_root_(vf a)
 {
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));
@@ -198,7 +209,8 @@ static void dropout_body(const work *w, int64_t first, int n)
   uint32_t word[TILE];
   const float *px = operand_load(&w->in[0], tx, first, n);
   float *to = tile_target(ty, y->data, y->dtype, first);
-  for (int i = 0; i < n; i += 4 * VF_LANES) philox_vectors(word + i, w->seed, w->counter + (uint64_t)(first + i) / 4);
+  for (int i = 0; i < n; i += 4 * VF_LANES)
+    philox_vectors(word + i, w->seed, w->counter + (uint64_t)(first + i) / 4);
   for (int i = 0; i < n; i++) {
     float kept = px[i] * w->a;
     to[i] = (int32_t)(word[i] >> 8) >= w->least ? kept : 0.0f;
@@ -213,7 +225,7 @@ static eng_status dropout(const op_call *call)
   work w = work_of(call, call->out[0]);
   w.seed = rng_seed();
   w.counter = (uint64_t)call->ints[0];
-  w.least = (int32_t)ceil(p * 0x1p24);   // word >> 8 over 2^24 is at least p, in integers
+  w.least = (int32_t)ceil(p * 0x1p24);   // (word >> 8) / 2^24 is at least p, in integers
   w.a = (float)(1.0 / (1.0 - p));
   for_tiles(&w, call->out[0]->count, dropout_body);
   return ENG_OK;
@@ -221,8 +233,10 @@ static eng_status dropout(const op_call *call)
 
 void ISA_NAME(cpu_register_elementwise)(backend *b)
 {
-  static const int arithmetic[] = {ENG_OP_add, ENG_OP_sub, ENG_OP_mul, ENG_OP_div, ENG_OP_pow, ENG_OP_maximum, ENG_OP_minimum};
-  for (int k = 0; k < (int)(sizeof arithmetic / sizeof *arithmetic); k++) b->kernel[arithmetic[k]] = binary;
+  static const int arithmetic[] = {ENG_OP_add, ENG_OP_sub,     ENG_OP_mul,    ENG_OP_div,
+                                   ENG_OP_pow, ENG_OP_maximum, ENG_OP_minimum};
+  for (int k = 0; k < (int)(sizeof arithmetic / sizeof *arithmetic); k++)
+    b->kernel[arithmetic[k]] = binary;
   for (int op = ENG_OP_eq; op <= ENG_OP_ge; op++) b->kernel[op] = comparison;
   b->kernel[ENG_OP_where] = where;
   b->kernel[ENG_OP_affine] = affine;
