@@ -1,23 +1,25 @@
-// Fused attention and its gradient on the CPU: q [B x T x H x D], k and v [B x S x G x D], in f32, f16 or bf16
-// with any strides; everything inside is f32, but where pairs of bf16 are multiplied. Called through the kernel table; owns nothing but
-// scratch during a call.
+// Fused attention and its gradient on the CPU: q [B x T x H x D], k and v [B x S x G x D], in f32,
+// f16 or bf16 with any strides. Arithmetic is f32, except where pairs of bf16 are multiplied.
+// Called through the kernel table; owns nothing but scratch during a call.
 //
-// How it goes: a task is a share of the queries of one (batch, key head). It lays K and V out once as
-// packed f32 panels, then takes ROWS queries at a time: scores, softmax and the product with V for
-// whole rows of keys, so nothing is rescaled. Memory is ROWS x S floats a thread, never T x S. Parts that
-// the causal mask hides are skipped in steps of a micro-kernel tile.
-// The backward pass forms the probabilities again from the saved lse, and sums p * dp itself rather
-// than taking it from y, which may have been rounded to 16 bits.
+// A task is a share of the queries of one (batch, key head). It lays K and V out once as packed f32
+// panels, then takes ROWS queries at a time: scores, softmax and the product with V for whole rows
+// of keys, so nothing is rescaled. Memory is ROWS x S floats per thread, never T x S. Parts hidden
+// by the causal mask are skipped in steps of a micro-kernel tile. The backward pass recomputes the
+// probabilities from the saved lse. It also sums p * dp itself rather than deriving it from y,
+// which may have been rounded to 16 bits.
 //
-// Where the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16, these are multiplied as they stand,
-// scores, dq and dk are scaled afterwards, and probabilities and gradients of scores are rounded to bf16 for the products they are factors
-// of, as the card's kernels do it. The sum of the probabilities, lse and entropy are of the unrounded ones; all sums are f32.
+// Where the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are
+// bf16, the operands are multiplied unscaled, and scores, dq and dk are scaled afterwards.
+// Probabilities and gradients of scores are rounded to bf16 for the products they are factors of,
+// as in the CUDA kernels. The sum of the probabilities, lse and entropy use the unrounded ones; all
+// sums are f32.
 //
-// Decided here: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
-// infinite largest score or a NaN makes its row NaN. A key after the query never touches it, not even
-// as 0 * NaN: tiles that hold a non-finite number are worked through row by row.
-// Results do not depend on the number of threads: rows are independent, and sums over queries have an
-// order given by the shape alone.
+// Edge cases: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
+// infinite largest score or a NaN makes its row NaN. A key after the query never affects it, not
+// even as 0 * NaN: tiles that hold a non-finite number are processed row by row. Results do not
+// depend on the number of threads: rows are independent, and sums over queries have an order given
+// by the shape alone.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -27,19 +29,24 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  STEPS = 384,            // keys, or pairs of them, summed in one go by the product with V (and K): the panel stays near the core
-  FEW_TASKS = 16,         // the backward pass cuts queries into shares until there are this many
+  // Keys, or pairs of keys, that the product with V (and K) sums in one go: the panel stays near
+  // the core.
+  STEPS = 384,
+  FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
 
 typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;   // B T S H G D
   int64_t shared;         // heads that share a key head: H / G
-  int64_t padded;         // width in whole vectors
-  int64_t span;           // columns of a panel of width: even parts, as 64 = 2 x 32 runs better than 48 + 16
-  int64_t key_row;        // floats from query to query in a tile of scores, > S
+  int64_t padded;         // width rounded up to whole vectors
+  // Columns of a panel of width. Even parts, because 64 = 2 x 32 runs faster than 48 + 16.
+  int64_t span;
+  int64_t key_row;        // floats between two queries in a tile of scores, > S
   int64_t tiles;          // of ROWS queries, in one head
-  float   factor;         // of scores and what they pass back
-  float   early, late;    // that of scores as q takes it before the product, and as scores take it afterwards: one of the two is 1
+  float   factor;         // scales scores and their gradients
+  // `factor` split in two: q is multiplied by `early` before the product, scores by `late` after
+  // it. One of the two is 1.
+  float   early, late;
   bool    causal, pairs;
 } sizes;
 
@@ -49,7 +56,8 @@ static int64_t whole_vectors(int64_t n)      { return ceiling(n, VF_LANES) * VF_
 static sizes sizes_of(const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
-  sizes s = {.batch = q->shape[0], .queries = q->shape[1], .heads = q->shape[2], .width = q->shape[3]};
+  sizes s = {
+    .batch = q->shape[0], .queries = q->shape[1], .heads = q->shape[2], .width = q->shape[3]};
   s.keys = k->shape[1];
   s.groups = k->shape[2];
   s.shared = s.heads / s.groups;
@@ -59,13 +67,14 @@ static sizes sizes_of(const op_call *call)
   s.tiles = ceiling(s.queries, ROWS);
   s.factor = call->floats[0] == 0 ? (float)(1.0 / sqrt((double)s.width)) : (float)call->floats[0];
   s.causal = call->ints[0] != 0;
-  s.pairs = pairs_of(q->dtype, k->dtype) && pairs_of(q->dtype, call->in[2]->dtype) && (call->n_in < 6 || pairs_of(q->dtype, call->in[5]->dtype));
+  s.pairs = pairs_of(q->dtype, k->dtype) && pairs_of(q->dtype, call->in[2]->dtype) &&
+            (call->n_in < 6 || pairs_of(q->dtype, call->in[5]->dtype));
   s.early = s.pairs ? 1 : s.factor;
   s.late = s.pairs ? s.factor : 1;
   return s;
 }
 
-// Keys that query t sees: the first so many.
+// Number of keys that query t sees; they are the first ones.
 static int64_t seen_by(const sizes *s, int64_t t)
 {
   if (!s->causal) return s->keys;
@@ -73,7 +82,7 @@ static int64_t seen_by(const sizes *s, int64_t t)
   return n < 0 ? 0 : n;
 }
 
-// Floats that a matrix [steps x columns] takes as panels that use `span` columns each.
+// Floats that a matrix [steps x columns] takes as panels of `span` columns each.
 static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
 {
   return ceiling(columns, span) * GEMM_NR * steps;
@@ -90,37 +99,44 @@ typedef struct slice {
 
 static slice slice_of(const tensor *x, int64_t b, int64_t head)
 {
-  return (slice){x->data, x->dtype, b * x->stride[0] + head * x->stride[2], x->stride[1], x->stride[3]};
+  return (slice){x->data, x->dtype, b * x->stride[0] + head * x->stride[2], x->stride[1],
+                 x->stride[3]};
 }
 
-// [width x times] as panels of times: the transpose.
+// Packs [width x times] as panels of times: the transpose.
 static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
 {
   for (int64_t t = 0; t < times; t += GEMM_NR)
-    lay_out_steps(s->pairs, to + t * steps_of(s->pairs, s->width), GEMM_NR, x.data, x.dtype, x.first + t * x.row, x.column, x.row, s->width,
-                  least(times - t, GEMM_NR));
+    lay_out_steps(s->pairs, to + t * steps_of(s->pairs, s->width), GEMM_NR, x.data, x.dtype,
+                  x.first + t * x.row, x.column, x.row, s->width, least(times - t, GEMM_NR));
 }
 
-// Times [first, first+n) of [times x width] as panels of width; `first` is even.
+// Packs times [first, first+n) of [times x width] as panels of width; `first` is even.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
   for (int64_t d = 0; d < s->width; d += s->span, to += steps_of(s->pairs, times) * GEMM_NR)
-    lay_out_steps(s->pairs, to, GEMM_NR, x.data, x.dtype, x.first + first * x.row + d * x.column, x.row, x.column, n,
-                  least(s->width - d, s->span));
+    lay_out_steps(s->pairs, to, GEMM_NR, x.data, x.dtype, x.first + first * x.row + d * x.column,
+                  x.row, x.column, n, least(s->width - d, s->span));
 }
 
-static void pack(float *to, const sizes *s, slice x, int64_t times) { pack_part(to, s, x, times, 0, times); }
+static void pack(float *to, const sizes *s, slice x, int64_t times)
+{
+  pack_part(to, s, x, times, 0, times);
+}
 
-// [rows x width] row by row, `padded` floats apart, times factor, which is 1 where they are pairs.
+// Lays out [rows x width] row by row, `padded` floats apart, multiplied by factor, which is 1 for
+// pairs.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
-  lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column, rows, s->width);
+  lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column,
+               rows, s->width);
   if (factor == 1) return;
-  for (int64_t i = 0; i < rows * s->padded; i += VF_LANES) vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
+  for (int64_t i = 0; i < rows * s->padded; i += VF_LANES)
+    vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
 }
 
-// The panels of what pack_rows laid out.
+// Packs the rows that pack_rows laid out as panels.
 static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t n)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, to += n * GEMM_NR)
@@ -129,8 +145,9 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Queries [t0, t0+n) of x as panels of width; `rows` is what pack_rows made of them.
-static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0, int64_t n)
+// Packs queries [t0, t0+n) of x as panels of width; `rows` is the output of pack_rows for them.
+static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
+                         int64_t n)
 {
   x.first += t0 * x.row;
   if (s->pairs) pack(to, s, x, n);
@@ -142,14 +159,15 @@ static bool all_finite(const float *x, int64_t n, bool pairs)
   const vi infinite = vi_set1(0x7F800000);
   vi most = vi_set1(0);
   for (int64_t i = 0; i < n; i += VF_LANES) {
-    vi bits = vf_bits(vf_load(x + i)), exponent = vi_and(bits, infinite), low = vi_and(vi_shl(bits, 16), infinite);
+    vi bits = vf_bits(vf_load(x + i)), exponent = vi_and(bits, infinite),
+       low = vi_and(vi_shl(bits, 16), infinite);
     most = vi_select(vi_gt(exponent, most), exponent, most);
     if (pairs) most = vi_select(vi_gt(low, most), low, most);
   }
   return !vm_any(vi_eq(most, infinite));
 }
 
-// Of panels of width, of so many steps.
+// Whether panels of width, of this many steps, hold finite numbers only.
 static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR)
@@ -161,7 +179,8 @@ static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 // ------------------------------------------------------------------ products of tiles
 
 // scores [rows x seen keys] = a [rows x width] times turned panels [width x keys].
-static void scores_of(float *scores, const sizes *s, const float *a, const float *panels, int64_t t0, int64_t rows)
+static void scores_of(float *scores, const sizes *s, const float *a, const float *panels,
+                      int64_t t0, int64_t rows)
 {
   int64_t last = seen_by(s, t0 + rows - 1), steps = steps_of(s->pairs, s->width);
   for (int64_t key = 0; key < last; key += GEMM_NR) {
@@ -170,14 +189,18 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
       int64_t columns = seen_by(s, t0 + i + n - 1) - key;
       if (columns <= 0) continue;
       micro_kernel *kernel = kernel_of(s->pairs, n, ceiling(least(columns, GEMM_NR), VF_LANES));
-      kernel(steps, a + i * s->padded, s->padded, 1, panels + key * steps, scores + i * s->key_row + key, s->key_row, false);
+      kernel(steps, a + i * s->padded, s->padded, 1, panels + key * steps,
+             scores + i * s->key_row + key, s->key_row, false);
     }
   }
 }
 
-// to [rows x width] = p [rows x seen keys] times panels [keys x width], which `from` was packed into. A single row may be one that must not
-// touch the next key, not even as 0 * NaN: where that one stands in a word with a seen key it is taken out for the time being.
-static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from, int64_t t0, int64_t rows)
+// to [rows x width] = p [rows x seen keys] times panels [keys x width], which were packed from
+// `from`. A single row may be one that must not touch the next key, not even as 0 * NaN. Where that
+// key shares a word with a seen key, it is removed from the panel during the product and restored
+// afterwards.
+static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
+                          int64_t t0, int64_t rows)
 {
   int64_t first = seen_by(s, t0), all = steps_of(s->pairs, s->keys);
   bool alone = s->pairs && rows == 1 && first % 2 == 1 && first < s->keys;
@@ -189,46 +212,53 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
       for (int64_t i = 0; i < rows; i += GEMM_MR) {
         int n = least(rows - i, GEMM_MR);
         int64_t steps = steps_of(s->pairs, seen_by(s, t0 + i + n - 1)) - k;
-        if (steps <= 0 && k > 0) continue;   // the first visit clears
-        kernel_of(s->pairs, n, vectors)(least(steps, STEPS), p + i * s->key_row + k, s->key_row, 1, panel + k * GEMM_NR,
-                                        to + i * s->padded + d, s->padded, k > 0);
+        if (steps <= 0 && k > 0) continue;   // the first iteration clears `to`
+        kernel_of(s->pairs, n, vectors)(least(steps, STEPS), p + i * s->key_row + k, s->key_row, 1,
+                                        panel + k * GEMM_NR, to + i * s->padded + d, s->padded,
+                                        k > 0);
       }
     }
   }
   if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// to [keys x width] += p^T times panels [rows x width], for the keys that these queries see. Where pairs are multiplied, words of two
-// queries stand in the first one's row of p.
-static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0, int64_t rows)
+// to [keys x width] += p^T times panels [rows x width], for the keys that these queries see. With
+// pairs, the words of two queries are in p's row of the first one.
+static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
+                       int64_t rows)
 {
-  int64_t last = seen_by(s, t0 + rows - 1), steps = steps_of(s->pairs, rows), each = s->pairs ? 2 : 1, apart = each * s->key_row;
+  int64_t last = seen_by(s, t0 + rows - 1), steps = steps_of(s->pairs, rows),
+          each = s->pairs ? 2 : 1, apart = each * s->key_row;
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR) {
     int vectors = least(s->padded - d, s->span) / VF_LANES;
     for (int64_t key = 0; key < last; key += GEMM_MR) {
-      int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;   // the first of the rows that sees this key
+      // The first of the rows that sees this key.
+      int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;
       from = from < 0 ? 0 : from / each;
-      kernel_of(s->pairs, least(last - key, GEMM_MR), vectors)(steps - from, p + from * apart + key, 1, apart, panels + from * GEMM_NR,
-                                                               to + key * s->padded + d, s->padded, true);
+      kernel_of(s->pairs, least(last - key, GEMM_MR),
+                vectors)(steps - from, p + from * apart + key, 1, apart, panels + from * GEMM_NR,
+                         to + key * s->padded + d, s->padded, true);
     }
   }
 }
 
 // ------------------------------------------------------------------ factors in bf16
 
-// The words of the keys up to `last` in a row of probabilities.
+// Rounds the keys up to `last` in a row of probabilities to words of two bf16.
 static void round_row(float *row, int64_t last)
 {
 #if defined(ENG_ISA_avx512)
   words_along(row, row, last);
 #else
-  (void)row, (void)last;   // pairs are multiplied on no other set
+  (void)row, (void)last;   // only avx512 multiplies pairs
 #endif
 }
 
-// The same for p and ds [rows x last keys] of the backward pass: p becomes words of two queries, in the row of the first; ds becomes
-// words of two keys, and ds_turned such as p.
-static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows, int64_t last)
+// round_row for p and ds [rows x last keys] of the backward pass. p becomes words of two queries,
+// in the row of the first. ds becomes words of two keys, and ds_turned becomes words of two
+// queries, like p.
+static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows,
+                            int64_t last)
 {
 #if defined(ENG_ISA_avx512)
   for (int64_t i = 0; i < rows; i += 2) {
@@ -246,25 +276,35 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// exp(scale * x - shift) of the first n lanes, 0 in the others. Those do not pass through exp as -inf: results
-// that underflow cost a hundred cycles, and every row of a causal mask ends in such lanes.
+// exp(scale * x - shift) of the first n lanes, 0 in the others. The others do not pass through exp
+// as -inf: a result that underflows costs a hundred cycles, and every row of a causal mask ends in
+// such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
-  *difference = vf_select(vm_first(n), vf_fma(vf_load_n(x, n), vf_set1(scale), vf_set1(-shift)), vf_zero());
+  *difference =
+    vf_select(vm_first(n), vf_fma(vf_load_n(x, n), vf_set1(scale), vf_set1(-shift)), vf_zero());
   return vf_select(vm_first(n), vf_exp_low(*difference), vf_zero());
 }
 
-VF_INLINE vf entropy_part(vf e, vf x) { return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x)); }
+VF_INLINE vf entropy_part(vf e, vf x)
+{
+  return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x));
+}
 
-// Turns n > 0 scores, still to be multiplied by scale, into exp(score - max), with zeros up to a whole vector; yields their sum, the
-// lse, and the entropy when wanted.
-VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *entropy, const bool with_entropy)
+// Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), with zeros up to a whole
+// vector. Returns their sum; also gives the lse, and the entropy when wanted.
+VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *entropy,
+                            const bool with_entropy)
 {
   int64_t whole = n / VF_LANES * VF_LANES;
   int rest = (int)(n - whole);
   vf top = vf_set1(-INFINITY), x;
-  for (int64_t j = 0; j < whole; j += VF_LANES) top = vf_max(vf_mul(vf_load(row + j), vf_set1(scale)), top);
-  if (rest) top = vf_max(vf_select(vm_first(rest), vf_mul(vf_load_n(row + whole, rest), vf_set1(scale)), vf_set1(-INFINITY)), top);
+  for (int64_t j = 0; j < whole; j += VF_LANES)
+    top = vf_max(vf_mul(vf_load(row + j), vf_set1(scale)), top);
+  if (rest)
+    top = vf_max(vf_select(vm_first(rest), vf_mul(vf_load_n(row + whole, rest), vf_set1(scale)),
+                           vf_set1(-INFINITY)),
+                 top);
   float max = vf_maxall(top);
   if (max == -INFINITY) max = 0;   // so that the sum becomes 0, not exp(inf - inf)
   vf sum = vf_zero(), weighted = vf_zero();
@@ -291,7 +331,8 @@ typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; } forward_ro
 
 static int64_t forward_floats(const sizes *s)
 {
-  int64_t keys = panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
+  int64_t keys =
+    panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
   return keys + ROWS * (2 * s->padded + s->key_row);
 }
 
@@ -306,8 +347,8 @@ static forward_room forward_room_at(const sizes *s, float *at)
   return r;
 }
 
-static void forward_tile(const op_call *call, const sizes *s, const forward_room *r, int64_t b, int64_t head, int64_t t0,
-                         int64_t rows)
+static void forward_tile(const op_call *call, const sizes *s, const forward_room *r, int64_t b,
+                         int64_t head, int64_t t0, int64_t rows)
 {
   const tensor *y = call->out[0];
   float *lse = call->out[1] ? (float *)call->out[1]->data : NULL;
@@ -330,8 +371,10 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
   weighted_sums(r->y, s, r->scores, r->v, slice_of(call->in[2], b, head / s->shared), t0, rows);
   for (int64_t i = 0; i < rows; i++) {
     float *row = r->y + i * s->padded;
-    for (int64_t d = 0; d < s->padded; d += VF_LANES) vf_store(row + d, vf_div(vf_load(row + d), vf_set1(sums[i])));
-    floats_to(y->data, y->dtype, ((b * s->queries + t0 + i) * s->heads + head) * s->width, row, s->width);
+    for (int64_t d = 0; d < s->padded; d += VF_LANES)
+      vf_store(row + d, vf_div(vf_load(row + d), vf_set1(sums[i])));
+    floats_to(y->data, y->dtype, ((b * s->queries + t0 + i) * s->heads + head) * s->width, row,
+              s->width);
   }
 }
 
@@ -348,17 +391,20 @@ static eng_status attention(const op_call *call)
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
   if (pairs == 0 || units == 0) return ENG_OK;
-  double work = (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
+  double work =
+    (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
   int threads = work < 1 << 16 ? 1 : omp_get_max_threads();
   int64_t shares = pairs >= 2 * threads ? 1 : ceiling(2 * threads, pairs);
   if (shares > units) shares = units;
   if (threads > pairs * shares) threads = (int)(pairs * shares);
-  int64_t floats = ceiling(forward_floats(&s), 16) * 16, bytes = threads * floats * (int64_t)sizeof(float);
+  int64_t floats = ceiling(forward_floats(&s), 16) * 16,
+          bytes = threads * floats * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t task = 0; task < pairs * shares; task++) {
-    int64_t pair = task / shares, share = task % shares, b = pair / s.groups, group = pair % s.groups;
+    int64_t pair = task / shares, share = task % shares, b = pair / s.groups,
+            group = pair % s.groups;
     forward_room r = forward_room_at(&s, scratch + omp_get_thread_num() * floats);
     pack_turned(r.turned_k, &s, slice_of(call->in[1], b, group), s.keys);
     pack(r.v, &s, slice_of(call->in[2], b, group), s.keys);
@@ -366,7 +412,8 @@ static eng_status attention(const op_call *call)
     for (int64_t unit = share * units / shares; unit < (share + 1) * units / shares; unit++) {
       int64_t head = group * s.shared + unit / s.tiles;
       int64_t first = unit % s.tiles * ROWS, end = first + least(s.queries - first, ROWS);
-      for (int64_t t = first; t < end; t += at_once) forward_tile(call, &s, &r, b, head, t, least(end - t, at_once));
+      for (int64_t t = first; t < end; t += at_once)
+        forward_tile(call, &s, &r, b, head, t, least(end - t, at_once));
     }
   }
   arena_free(ARENA_SCRATCH, scratch, bytes);
@@ -377,14 +424,16 @@ static eng_status attention(const op_call *call)
 
 typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
-  float *q, *dy, *q_panels, *dy_panels;            // the queries in work; q is times factor
+  float *q, *dy, *q_panels, *dy_panels;            // the current queries; q is times factor
   float *p, *ds, *dq;
-  float *ds_turned;                                // of pairs: words of two queries, where those of ds are of two keys
+  // With pairs: words of two queries, where the words of ds are of two keys.
+  float *ds_turned;
 } backward_room;
 
 static int64_t backward_floats(const sizes *s)
 {
-  int64_t keys = 2 * panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
+  int64_t keys =
+    2 * panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
   return keys + 2 * panel_floats(ROWS, s->width, s->span) + ROWS * (3 * s->padded + 2 * s->key_row);
 }
 
@@ -401,12 +450,13 @@ static backward_room backward_room_at(const sizes *s, float *at)
   r.dy_panels = r.q_panels + panel_floats(ROWS, s->width, s->span);
   r.p = r.dy_panels + panel_floats(ROWS, s->width, s->span);
   r.ds = r.p + ROWS * s->key_row;
-  r.ds_turned = r.p + s->key_row;   // p's words of two queries stand in the first one's row; the second's is free
+  // p's words of two queries are in the row of the first one; the row of the second is free.
+  r.ds_turned = r.p + s->key_row;
   return r;
 }
 
-// With n scores in p, still to be multiplied by scale, and dp in ds: p = exp(score - lse), ds = p * (dp - sum of p * dp), with zeros up to a
-// whole vector.
+// Given n scores in p, not yet multiplied by scale, and dp in ds: p = exp(score - lse), ds = p *
+// (dp - sum of p * dp), with zeros up to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   int64_t whole = n / VF_LANES * VF_LANES;
@@ -427,13 +477,14 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
     vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
   if (rest) {
     x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
-    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // 0 * NaN in the others
+    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // the others may be 0 * NaN
   }
 }
 
-// Adds what queries [t0, t0+rows) give to dk and dv [S x padded], and stores their dq.
-static void backward_tile(const op_call *call, const sizes *s, const backward_room *r, float *dk, float *dv,
-                          bool keys_finite, int64_t b, int64_t head, int64_t t0, int64_t rows)
+// Adds the contribution of queries [t0, t0+rows) to dk and dv [S x padded], and stores their dq.
+static void backward_tile(const op_call *call, const sizes *s, const backward_room *r, float *dk,
+                          float *dv, bool keys_finite, int64_t b, int64_t head, int64_t t0,
+                          int64_t rows)
 {
   const tensor *lse = call->in[4], *dq = call->out[0];
   slice q = slice_of(call->in[0], b, head), dy = slice_of(call->in[5], b, head);
@@ -442,9 +493,11 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   pack_queries(r->q_panels, s, q, r->q, t0, rows);
   pack_queries(r->dy_panels, s, dy, r->dy, t0, rows);
   int64_t steps = steps_of(s->pairs, rows);
-  bool finite = keys_finite && panels_finite(r->q_panels, s, steps) && panels_finite(r->dy_panels, s, steps);
+  bool finite =
+    keys_finite && panels_finite(r->q_panels, s, steps) && panels_finite(r->dy_panels, s, steps);
   if (rows > 1 && s->causal && !finite) {
-    for (int64_t i = 0; i < rows; i++) backward_tile(call, s, r, dk, dv, keys_finite, b, head, t0 + i, 1);
+    for (int64_t i = 0; i < rows; i++)
+      backward_tile(call, s, r, dk, dv, keys_finite, b, head, t0 + i, 1);
     return;
   }
   scores_of(r->p, s, r->q, r->turned_k, t0, rows);
@@ -452,7 +505,8 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   int64_t last = seen_by(s, t0 + rows - 1);
   for (int64_t i = 0; i < rows; i++) {
     float *p = r->p + i * s->key_row, *ds = r->ds + i * s->key_row;
-    int64_t n = seen_by(s, t0 + i), line = b * lse->stride[0] + head * lse->stride[1] + (t0 + i) * lse->stride[2];
+    int64_t n = seen_by(s, t0 + i),
+            line = b * lse->stride[0] + head * lse->stride[1] + (t0 + i) * lse->stride[2];
     gradient_row(p, ds, n, s->late, ((const float *)lse->data)[line]);
     for (int64_t j = whole_vectors(n); j < last; j += VF_LANES) {
       vf_store(p + j, vf_zero());
@@ -466,15 +520,17 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   weighted_sums(r->dq, s, r->ds, r->k, slice_of(call->in[1], b, head / s->shared), t0, rows);
   for (int64_t i = 0; i < rows; i++) {
     float *row = r->dq + i * s->padded;
-    for (int64_t d = 0; d < s->padded; d += VF_LANES) vf_store(row + d, vf_mul(vf_load(row + d), vf_set1(s->factor)));
-    floats_to(dq->data, dq->dtype, b * dq->stride[0] + (t0 + i) * dq->stride[1] + head * dq->stride[2], row, s->width);
+    for (int64_t d = 0; d < s->padded; d += VF_LANES)
+      vf_store(row + d, vf_mul(vf_load(row + d), vf_set1(s->factor)));
+    floats_to(dq->data, dq->dtype,
+              b * dq->stride[0] + (t0 + i) * dq->stride[1] + head * dq->stride[2], row, s->width);
   }
 }
 
-// Sums the shares of one key head in order, multiplies by factor and rounds the result into d [B x S x G x D]. sums: of the first
-// share [S x padded], the next ones `step` floats apart.
-static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step, float factor, int64_t b,
-                       int64_t group)
+// Sums the shares of one key head in order, multiplies by factor and rounds the result into d [B x
+// S x G x D]. `sums` is the first share [S x padded]; the next ones are `step` floats apart.
+static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step,
+                       float factor, int64_t b, int64_t group)
 {
   if (!d) return;
   for (int64_t t = 0; t < s->keys; t++) {
@@ -482,8 +538,10 @@ static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t sha
     for (int64_t share = 1; share < shares; share++)
       for (int64_t j = 0; j < s->padded; j += VF_LANES)
         vf_store(row + j, vf_add(vf_load(row + j), vf_load(row + share * step + j)));
-    for (int64_t j = 0; factor != 1 && j < s->padded; j += VF_LANES) vf_store(row + j, vf_mul(vf_load(row + j), vf_set1(factor)));
-    floats_to(d->data, d->dtype, b * d->stride[0] + t * d->stride[1] + group * d->stride[2], row, s->width);
+    for (int64_t j = 0; factor != 1 && j < s->padded; j += VF_LANES)
+      vf_store(row + j, vf_mul(vf_load(row + j), vf_set1(factor)));
+    floats_to(d->data, d->dtype, b * d->stride[0] + t * d->stride[1] + group * d->stride[2], row,
+              s->width);
   }
 }
 
@@ -493,10 +551,12 @@ static eng_status attention_grad(const op_call *call)
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
   if (pairs == 0) return ENG_OK;
-  // The number of shares decides the order of the sums, so it comes from the shape, not from the threads.
+  // The number of shares decides the order of the sums, so it depends on the shape, not on the
+  // threads.
   int64_t shares = pairs >= FEW_TASKS ? 1 : ceiling(FEW_TASKS, pairs);
   if (shares > units) shares = units > 0 ? units : 1;
-  double work = (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
+  double work =
+    (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = ceiling(backward_floats(&s), 16) * 16, key_floats = s.keys * s.padded;
@@ -511,7 +571,8 @@ static eng_status attention_grad(const op_call *call)
     backward_room r = backward_room_at(&s, scratch + thread * floats);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < pairs * shares; task++) {
-      int64_t pair = task / shares, share = task % shares, b = pair / s.groups, group = pair % s.groups;
+      int64_t pair = task / shares, share = task % shares, b = pair / s.groups,
+              group = pair % s.groups;
       float *dk = sums + (shares > 1 ? task : thread) * 2 * key_floats, *dv = dk + key_floats;
       memset(dk, 0, (size_t)(2 * key_floats) * sizeof(float));
       pack_turned(r.turned_k, &s, slice_of(call->in[1], b, group), s.keys);
@@ -532,8 +593,10 @@ static eng_status attention_grad(const op_call *call)
 #pragma omp for schedule(static)
       for (int64_t pair = 0; pair < pairs; pair++) {
         float *dk = sums + pair * shares * 2 * key_floats;
-        store_keys(call->out[1], &s, dk, shares, 2 * key_floats, s.late, pair / s.groups, pair % s.groups);
-        store_keys(call->out[2], &s, dk + key_floats, shares, 2 * key_floats, 1, pair / s.groups, pair % s.groups);
+        store_keys(call->out[1], &s, dk, shares, 2 * key_floats, s.late, pair / s.groups,
+                   pair % s.groups);
+        store_keys(call->out[2], &s, dk + key_floats, shares, 2 * key_floats, 1, pair / s.groups,
+                   pair % s.groups);
       }
     }
   }
