@@ -1,5 +1,5 @@
 std = "luajit"
-max_line_length = 160
+max_line_length = 100
 -- `self` and arguments that a fixed signature asks for may stay unused.
 unused_args = false
 self = false
@@ -8,12 +8,7 @@ globals = { "arg" }
 ignore = { "581" }
 exclude_files = { "build", "runs" }
 
-files["lua/engine/base"] = { max_line_length = 100 }
-files["lua/engine/cli"] = { max_line_length = 100 }
-files["lua/engine/report"] = { max_line_length = 100 }
-files["lua/engine/policy"] = { max_line_length = 100 }
-files["lua/engine/data"] = { max_line_length = 100 }
-files["spec"] = { std = "+busted", max_line_length = 180 }
+files["spec"] = { std = "+busted" }
 -- Policies run in a sandbox: no io, os, require or ffi.
 files["policies"] = {
   std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next", "pairs", "pcall", "select",

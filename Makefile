@@ -299,8 +299,11 @@ check: built
 	@$(MAKE) --no-print-directory sanitize
 	@$(MAKE) --no-print-directory fuzz
 
+COLUMNS_IN := find core cuda spec \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cpp' -o -name '*.def' -o -name '*.sh' \)
 lint:
 	luacheck --quiet lua spec $(wildcard examples policies)
+	@awk 'length($$0) > 100 {print FILENAME ":" FNR ": longer than 100 columns"; n = 1} END {exit n}' \
+	  $$($(COLUMNS_IN))
 
 # Leaks are not looked for: what LuaJIT holds looks like one.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

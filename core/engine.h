@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
-#define ENG_VERSION "0.1.0"
+#define ENG_VERSION "0.2.0"
 #endif
 
 // ------------------------------------------------------------------ status
@@ -390,36 +390,41 @@ typedef struct eng_precision {
 /// Sets the precision in force; NULL turns autocast off. `previous` may be NULL.
 void eng_autocast(const eng_precision *now, eng_precision *previous);
 
-// ------------------------------------------------------------------ gradient statistics, records, verdicts
+// ------------------------------------------------------------------ statistics, records, verdicts
 
-/// Statistics a pass can compute; a policy's `needs` chooses. OVERFLOW (inf, nan) is always there.
+/// Statistics a pass can compute; a policy's `needs` chooses. Inf and nan are always counted.
 enum {
-  ENG_NEED_AMAX = 1, ENG_NEED_NORM = 2, ENG_NEED_ZEROS = 4, ENG_NEED_UNDERFLOW = 8, ENG_NEED_HIST = 16,
-  ENG_NEED_TENSORS = 32,  // the record carries them per tensor and per group, too
+  ENG_NEED_AMAX = 1,
+  ENG_NEED_NORM = 2,
+  ENG_NEED_ZEROS = 4,
+  ENG_NEED_UNDERFLOW = 8,
+  ENG_NEED_HIST = 16,
+  ENG_NEED_TENSORS = 32,  // the record also has them per tensor and per group
   ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores this
 };
 
 /// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
-/// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also take what lies beyond.
+/// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also count values beyond them.
 enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 
-/// Of one tensor's gradient as stored, that is times the loss scale. Over finite elements, but for
-/// inf and nan. `underflow` counts nonzero elements below the smallest normal number of the dtype
-/// (subnormal: they have lost bits); `zeros` the exact zeros, -0 included.
+/// Statistics of one tensor's gradient as stored, that is multiplied by the loss scale, over its
+/// finite elements; inf and nan are counted separately. `underflow` counts nonzero elements below
+/// the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` the exact
+/// zeros, -0 included.
 typedef struct eng_tensor_stats {
   int64_t count, inf, nan, zeros, underflow;
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled with ENG_NEED_HIST
-  double  carry;              // what the gradient carries beside the loss scale; 0 stands for 1
-  double  norm_ref;           // norm of its gradient in a reference backward; 0: there was none
-  // Of what an FP8 layer quantized (fp8_sites.lua); `underflow` then counts numbers that became 0.
-  int64_t measured;           // elements looked at; 0: none, or a gradient
-  int64_t clipped;            // of them beyond the format's largest number
-  double  snr;                // dB of the real numbers over the error that quantizing made
+  double  carry;              // relative scale of the gradient beside the loss scale; 0 means 1
+  double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
+  // The rest describes what an FP8 layer quantized; `underflow` then counts numbers that became 0.
+  int64_t measured;           // elements measured; 0: none, or this is a gradient
+  int64_t clipped;            // measured elements above the format's largest number
+  double  snr;                // signal-to-noise ratio of the quantized numbers, dB
 } eng_tensor_stats;
 
-/// What a policy is told about a step. amax and norm are true (unscaled) magnitudes of the finite
+/// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
 /// values; the fields are those of the policy contract (policies/README.md).
 typedef struct eng_record {
   int64_t step, updates;      // attempts and applied updates before this one
@@ -427,17 +432,23 @@ typedef struct eng_record {
   double  loss, lr;
   int64_t count, inf, nan, zeros, underflow;
   double  amax, norm;
-  double  norm_ref;           // norm of a reference fp32 backward; NaN when there was none
+  double  norm_ref;           // norm of a reference fp32 backward; NaN: none was run
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
   int64_t hist[320];
-  double  amax_f16;           // for the history: largest finite |g| as stored among f16 gradients; -1: none are f16, 0: not known
+  // For the history: largest finite |g| as stored, among f16 gradients. -1: none are f16; 0:
+  // unknown.
+  double  amax_f16;
 } eng_record;
 
 /// What a verdict does with the step.
 enum {
-  ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3, ENG_ACTIONS = 4
+  ENG_ACTION_STEP = 0,
+  ENG_ACTION_SKIP = 1,
+  ENG_ACTION_RETRY = 2,
+  ENG_ACTION_STOP = 3,
+  ENG_ACTIONS = 4
 };
 /// "step", "skip", "retry" or "stop"; "?" for any other number.
 const char *eng_action_name(int action);
@@ -448,7 +459,7 @@ int eng_action_from_name(const char *name);
 typedef struct eng_verdict {
   double  scale;              // loss scale of the next step
   int32_t action;             // ENG_ACTION_*
-  int32_t failed;             // 1: the policy raised or lied; the last good verdict stands in here
+  int32_t failed;             // 1: the policy failed; the fields are the last good verdict's
   double  clip;               // maximal gradient norm; 0: none
   double  lr_mul;             // factor on the learning rate of this update; 1: none
   char    reason[256];
@@ -456,8 +467,8 @@ typedef struct eng_verdict {
 
 // ------------------------------------------------------------------ policies
 
-/// A loss-scaling policy: a Lua file in a sandboxed state of its own (policies/README.md is its contract).
-/// Whatever it does, the process goes on: memory, instructions and time are capped.
+/// A loss-scaling policy: a Lua file in its own sandboxed state. policies/README.md is its
+/// contract. Its memory, instructions and time are limited, so it cannot stop the process.
 typedef struct eng_policy eng_policy;
 
 /// What a policy file says about itself. Strings live as long as the policy.
@@ -467,7 +478,7 @@ typedef struct eng_policy_info {
   uint32_t needs;             // ENG_NEED_*
   int32_t  options;           // how many
   int64_t  failures;          // decisions that failed so far
-  bool     fp8;               // goes by FP8 layers (its `kind`) and chooses no loss scale
+  bool     fp8;               // `kind` is "fp8": for FP8 layers, chooses no loss scale
 } eng_policy_info;
 
 /// The types of a policy's options.
@@ -479,12 +490,12 @@ typedef struct eng_policy_option {
   int32_t type;               // ENG_OPTION_*, that of the default
 } eng_policy_option;
 
-/// Limits of policies loaded from now on: bytes of Lua memory (8 MiB at first), Lua instructions a
-/// call may take (1,000,000; a call into the library counts by its work) and, as a second line,
-/// seconds (2). 0 leaves a limit alone.
+/// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per
+/// call (1,000,000; a library call is charged by its work) and, as a second limit, seconds (2).
+/// 0 leaves a limit unchanged.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
-/// Compiles and checks a policy. `file` stands in its messages. Options are given as `n` pairs of
+/// Compiles and checks a policy. `file` is its name in messages. Options are given as `n` pairs of
 /// text; a value is read by the type of the default: a number ("0.5", "2^16", "inf"), "true" or
 /// "false", or text. Errors: POLICY, with file and line; MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
@@ -495,92 +506,105 @@ void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
 /// Errors: VALUE (no such option).
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
 
-/// Makes a fresh state; what was decided so far is forgotten. Errors: POLICY.
+/// Makes a fresh state and forgets earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
 /// The loss scale in force: of the fresh state, then of the last good verdict.
 double     eng_policy_scale(const eng_policy *policy);
-/// Sets the scale by hand: the one in force and state.scale, where the state has such a number. All other
-/// state, counters above all, stays. Errors: VALUE (no positive finite number), STATE.
+/// Sets the scale in force, and state.scale if the state has that number. The rest of the state,
+/// its counters in particular, is unchanged. Errors: VALUE (not a positive finite number), STATE.
 eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
-/// Names the tensors that `stats` of eng_policy_decide speaks of and the group of each (group_of[i] < n_groups,
-/// or -1). `scalable`: this run can scale the groups separately, so a verdict may carry `scales`.
-eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of, int n,
-                              const char *const *groups, int n_groups, bool scalable);
-/// The loss scale the last good verdict gives a group; its `scale` where it names none.
+/// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
+/// or -1). `scalable`: this run can scale groups separately, so a verdict may contain `scales`.
+eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
+                              int n, const char *const *groups, int n_groups, bool scalable);
+/// The last good verdict's loss scale for a group; its `scale` unless `scales` names the group.
 double     eng_policy_group_scale(const eng_policy *policy, int group);
 /// Whether the last good verdict gives some group another scale than its `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// Publishes record.signals[name]; holds until set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 
-/// Asks the policy. `stats` has an entry per tensor named before, or is NULL. Always ENG_OK once there
-/// is a state (else STATE): a policy that raises, runs too long or gives back nonsense yields
-/// verdict.failed = 1 with the reason; scale, clip and lr_mul of the last good verdict then stand, the
-/// action is skip on overflow, else step, and the policy's state is exactly what it was before the call.
-eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record, const eng_tensor_stats *stats);
+/// Asks the policy for its verdict. `stats` has an entry per tensor named before, or is NULL.
+/// Returns ENG_OK unless the policy has no state (STATE). A policy that raises, exceeds a limit or
+/// returns an invalid verdict yields verdict.failed = 1 with the reason: scale, clip and lr_mul are
+/// those of the last good verdict, the action is skip on overflow, else step, and the policy's
+/// state is restored.
+eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
+                             const eng_tensor_stats *stats);
 
 /// The policy's state and last good verdict as canonical text: exact numbers, sorted keys, the same
 /// state always gives the same bytes. Belongs to the policy, valid until the next save. Signals and
-/// tensor names are the host's. Errors: STATE, POLICY (the policy changed its options).
+/// tensor names are not part of it. Errors: STATE, POLICY (the policy changed its options).
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
-/// Takes a saved text back. On an error the state is as before. Errors: FORMAT, POLICY (saved by
+/// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
 /// another policy).
 eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
-/// `policy` takes over from `old`, which stays as it is: through its `migrate`; without one a policy
-/// of the same name takes the state over (fields it adds start fresh), and one of another name starts
-/// fresh from the old scale. Errors: POLICY, STATE.
+/// Lets `policy` continue from `old`, which is unchanged: through its `migrate` function. Without
+/// one, a policy of the same name takes over the state (new fields start fresh), and a policy of
+/// another name starts fresh from the old scale. Errors: POLICY, STATE.
 eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 // ------------------------------------------------------------------ parameter sets and optimizers
 
 /// The parameters of a model in one flat buffer each for weights (f32 master), gradients and, where
-/// the precision asks for it, low-precision weights; order = checkpoint order. All in the memory they were made in: statistics, unscaling and
-/// updates are errors (DEVICE) while a device with another memory is in force.
+/// the precision asks for it, low-precision weights; order = checkpoint order. Statistics,
+/// unscaling and updates need a current device with the same memory (else DEVICE).
 typedef struct eng_params eng_params;
 
 /// Takes over `n` f32 leaves: moves their values into the flat buffer; the handles stay valid.
-/// `names` tells them apart in messages and records. Errors: DTYPE, VALUE (a tensor taken twice).
-eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names, int n);
+/// `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed twice).
+eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
+                          int n);
 /// Frees buffers and tensors. NULL is fine.
 void eng_params_free(eng_params *set);
 
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
 /// used) and gradients of format gradient[i]. Gradients are cleared.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
-/// Rounds the masters into the low-precision weights again. Only who writes through eng_tensor_info.data needs it:
-/// writes by eng_write, eng_fill, eng_copy and random numbers are noticed by the next operation.
+/// Rounds the master weights into the low-precision weights again. Needed only after writing
+/// through eng_tensor_info.data; the next operation notices eng_write, eng_fill, eng_copy and
+/// random numbers.
 eng_status eng_params_refresh(eng_params *set);
 /// Forgets all gradients; costs nothing.
 eng_status eng_params_zero_grad(eng_params *set);
-/// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL or
-/// has n entries. Fills the gradient fields of `record`; step, loss and the like are the caller's.
-eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set, double scale, unsigned needs);
-/// The same without waiting, for lagged mode: `start` asks for the statistics and for the values of `losses` (n_losses tensors of one
-/// f32 element), `fetch` gives the oldest that were asked for, waiting only if they are not there yet; `loss` gets the sum of
-/// the losses. Up to 4 may be on their way. The optimizer with eng_update.lagged goes by the ones asked for last.
-/// Errors: STATE (nothing to fetch, too many on their way), DTYPE.
+/// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL
+/// or has n entries. Fills the gradient fields of `record`; the caller fills step, loss and the
+/// others.
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
+                            double scale, unsigned needs);
+/// The same without waiting, for lagged mode. `start` requests the statistics and the values of
+/// `losses` (n_losses tensors of one f32 element). `fetch` returns the oldest request, waiting only
+/// if it is not complete; `loss` is the sum of the losses. Up to ENG_STATS_ON_THEIR_WAY requests
+/// may be pending. An update with eng_update.lagged uses the newest request. Errors: STATE (nothing
+/// to fetch, too many pending), DTYPE.
 enum { ENG_STATS_ON_THEIR_WAY = 4 };
-eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses, int n_losses);
-eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss, eng_params *set, double scale);
-/// How many were asked for and not fetched.
+eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
+                                  int n_losses);
+eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
+                                  eng_params *set, double scale);
+/// The number of requests not fetched yet.
 int eng_params_stats_pending(const eng_params *set);
-/// Drops all of those; or the newest alone, whose step came to nothing. Errors: STATE (there is none).
+/// `forget` drops all pending requests; `withdraw` drops the newest, whose step failed.
+/// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
-/// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already; f16
-/// gradients move to an f32 buffer until cleared, so that unscaling loses nothing) and tells whether
-/// any is inf or nan.
+/// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already;
+/// f16 gradients move to an f32 buffer until cleared, so that unscaling loses nothing). `found_inf`
+/// is 1 if any is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
-/// The gradient of parameter i is to carry carry[i] beside the loss scale (NULL: 1 each): at once, or, where a gradient
-/// stands already, once that is cleared. Statistics, updates and unscaling divide by it. Errors: VALUE (not positive and finite).
+/// Sets the relative scale carry[i] of parameter i's gradient beside the loss scale (NULL: 1 each).
+/// If the parameter has a gradient, it takes effect once that is cleared. Statistics, updates and
+/// unscaling divide by it. Errors: VALUE (not positive and finite).
 eng_status eng_params_carry(eng_params *set, const double *carry);
-/// Between these two gradients go into an f32 buffer of their own; what stood in the set's is there again afterwards.
-/// eng_params_reference_end gives the norm of each tensor's (`norms` [n], 0 where none came) and of all together, `scale`
-/// being what they were seeded with; `norms` may be NULL. Calls do not nest. Errors: STATE.
+/// Between these two calls gradients accumulate in a separate f32 buffer; afterwards the set's own
+/// gradients are back. eng_params_reference_end returns the norm of each tensor's gradient (`norms`
+/// [n] or NULL; 0: none arrived) and of all of them, divided by `scale`, the seed of the pass. The
+/// calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
-/// Bytes of its memory: masters, low-precision copies, gradients (whose memory is taken by the first backward pass), FP8 copies.
+/// Bytes of memory: master weights, low-precision copies, gradients (allocated by the first
+/// backward pass), FP8 copies.
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
@@ -592,14 +616,14 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
 /// The kinds of optimizers.
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
-/// Hyperparameters of one group of parameters; the fields an optimizer does not name it ignores.
+/// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
 typedef struct eng_hyper {
   double lr, beta1, beta2, eps, weight_decay;
   double momentum, dampening;   // sgd
   int32_t nesterov, reserved;   // sgd
 } eng_hyper;
 
-/// The most optimizers that may have lagged updates at the same time.
+/// The largest number of optimizers with lagged updates at the same time.
 enum { ENG_UPDATE_SLOTS = 64 };
 
 /// One update of all parameters.
@@ -608,44 +632,51 @@ typedef struct eng_update {
   int32_t n_groups;
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale
-  double  clip_value;           // then every element is clamped to +-clip_value; 0: no
-  int64_t t;                    // number of this update, from 1 (bias correction); lagged: of the first one in a row of lagged updates,
-                                // for the device counts those that it applies by itself
-  int32_t slot, fresh;          // set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters, and whether that starts at t
-  int64_t statistics;           // set by eng_optimizer_step: the ticket of those that a lagged update goes by
-  int32_t lagged;               // 1: the device decides by the statistics asked for last (see
-                                // backend.h): no update when a gradient is inf or nan
+  double  clip_value;           // then every element is clamped to +-clip_value; 0: off
+  // Number of this update, from 1 (bias correction). Lagged: the number of the first update of an
+  // unbroken sequence of lagged ones; the device counts those that it applies.
+  int64_t t;
+  // Set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters, whether it starts
+  // at t, and the ticket of the statistics that a lagged update uses.
+  int32_t slot, fresh;
+  int64_t statistics;
+  int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
+                                // no update when a gradient is inf or nan
   double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
   double  norm;                 // lagged: ignored, the device has the norm times gradient_factor
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.
 typedef struct eng_optimizer eng_optimizer;
-/// `moment_dtype` ENG_f32 or ENG_bf16; `group_of` gives each parameter's index into eng_update.groups.
-eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype, const int32_t *group_of);
+/// `moment_dtype` ENG_f32 or ENG_bf16; `group_of` gives each parameter's index into
+/// eng_update.groups.
+eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
+                             const int32_t *group_of);
 void eng_optimizer_free(eng_optimizer *state);
-/// Update of every parameter that has a gradient (all others stay as they are).
+/// Updates every parameter that has a gradient.
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
-/// The next update's number is the caller's t again, after lagged ones too: for moments that came from elsewhere.
+/// The next update starts again at the caller's t, also after lagged updates. For restored moments.
 void eng_optimizer_restart(eng_optimizer *state);
-/// Moment `which` (1 or 2) of parameter `index` as a tensor over the optimizer's memory, for checkpoints.
-/// slot 0 when this optimizer has no such moment.
+/// Moment `which` (1 or 2) of parameter `index`, as a tensor over the optimizer's memory. For
+/// checkpoints. Its slot is 0 if this optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps
 
-/// Forward and backward of one batch, captured once and then launched as one piece of work of the device: for steps whose kernels are
-/// shorter than their launches. Gradients land where they always do.
+/// Forward and backward of one batch, captured once and then launched as one unit of work. For
+/// steps whose kernels are shorter than their launches. Gradients accumulate in the set as usual.
 typedef struct eng_graph eng_graph;
-/// Between begin and end the script runs one forward and backward pass in an open step, nothing of which is computed. `batch`: the
-/// tensors it reads that change from step to step. Errors: DEVICE (it cannot capture), STATE. An operation that draws random numbers
-/// and a value that is read back fail there. After an error: eng_graph_free.
+/// Between begin and end the script runs one forward and backward pass in an open step; nothing is
+/// computed. `batch`: the tensors it reads that change from step to step. Operations that draw
+/// random numbers, and reading a value back, fail in between. After an error call eng_graph_free.
+/// Errors: DEVICE (it cannot capture), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
-/// Computes the step on the batch, the loss's own gradient being `seed`. Errors: SHAPE (the batch does not lie where the captured
-/// one did, or has other shapes: run the step without the graph), STATE (parameters changed their formats).
+/// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
+/// other addresses or shapes than the captured one: run the step without the graph), STATE
+/// (parameters changed their dtypes).
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
-/// The loss of the last launch: a tensor that holds until the next one.
+/// The loss of the last launch: a tensor that is valid until the next launch.
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
 /// NULL is fine.
 void       eng_graph_free(eng_graph *graph);
@@ -654,67 +685,73 @@ void       eng_graph_free(eng_graph *graph);
 
 #include "engine_ranks.h"
 
-// ------------------------------------------------------------------ devices, threads, random numbers
+// ------------------------------------------------------------------ devices, threads, randomness
 
-/// Chooses the device by name: "cpu"; "reference", the slow clear truth; "cuda"; or "auto": "cuda" where there is a card, else "cpu".
-/// Operations run on the device in force and take tensors in its memory only. Errors: DEVICE, with what is missing.
+/// Chooses the device by name: "cpu"; "reference", the CPU's slow twin; "cuda"; or "auto": "cuda"
+/// if there is a GPU, else "cpu". Operations run on the current device and take tensors in its
+/// memory only. Errors: DEVICE, with what is missing.
 eng_status eng_device_set(const char *name);
 const char *eng_device_name(void);
-/// Waits until everything asked of the device is done, and tells what went wrong there.
+/// Waits until the device has finished all work; returns the first error that occurred there.
 eng_status eng_synchronize(void);
-/// One line about the device in force: the card, or the CPU's instruction set.
+/// One line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
-/// FP8 products that the device in force has an ordinary way for: 0 none (a card without FP8 tensor cores), 1 factors with one scale each,
-/// 2 all. The others go by a formula, many times slower, with the same numbers; ENGINE_FP8_FORMULA=1 asks for it: 2.
+/// The FP8 products that the current device computes fast: 0 none (a GPU without FP8 tensor cores),
+/// 1 factors with one scale each, 2 all. A formula computes the others, with the same bits and many
+/// times slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
 int eng_device_fp8(void);
 
-/// Threads the kernels use; 0 keeps what is set. Gives the number in force.
+/// Sets the number of threads of the kernels; 0 leaves it unchanged. Returns the number in force.
 int eng_threads(int n);
 
-/// Where the time goes, by operation, formats and shapes. `on` forgets what was measured and begins;
-/// off ends it, and the rows stay. Choosing a device ends it too.
+/// Measures time by operation, dtypes and shapes. `on` clears the rows and begins; off ends the
+/// measurement and keeps the rows. Choosing a device ends it too.
 void eng_profile(bool on);
-/// One kind of call: `seconds` of all its calls together, the bytes of all its inputs and outputs, and
-/// the floating-point operations of its products (0: none). `detail` tells formats and shapes.
+/// One kind of call: `seconds` of all its calls together, the bytes of all its inputs and outputs,
+/// and the floating-point operations of its products (0: none). `detail` has the dtypes and shapes.
 typedef struct eng_profile_row {
   const char *op;
   char    detail[104];
   int64_t calls;
   double  seconds, bytes, flops;
 } eng_profile_row;
-/// Fills up to `capacity` rows, in order of first use, and gives their number.
+/// Fills up to `capacity` rows, in order of first use. Returns the number of rows.
 int eng_profile_rows(eng_profile_row *rows, int capacity);
 
-/// Where inf and nan come from. `on` begins to look at what every operation gives, which is slow; off ends it, and what was found
-/// stays. Choosing a device ends it too.
+/// Finds where inf and nan arise. `on` begins to check the outputs of every operation, which is
+/// slow; off ends it and keeps the findings. Choosing a device ends it too.
 void eng_trap(bool on);
-/// What the operations from now on belong to: a number of the caller's, 0 for nothing. Those of the backward pass belong to
-/// what the operation they are the gradient of belongs to.
+/// Labels the following operations with a module number of the caller's; 0: none. Operations of the
+/// backward pass have the label of the operation whose gradient they compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
-/// A tensor as it was found: `text` its dtype and shape, `name` the parameter's, else "". count 0: absent, or no floats.
+/// A tensor at the moment of the finding. `text`: dtype and shape; `name`: of a parameter, else "".
+/// count 0: an absent input, or not floating-point.
 typedef struct eng_trap_tensor {
   char    name[96], text[80];
   int64_t count, inf, nan;
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
-/// An operation that gave inf (or nan). `kernel` is what ran, `op` in the backward pass the operation whose gradient it was for.
+/// An operation that output inf (or nan). `kernel` is what ran. `op`: in the backward pass, the
+/// operation whose gradient it computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
-  int32_t held_by;            // the input, from 1, that held it already (data, a parameter, a constant); 0: it arose here
+  // The input, from 1, that contained it already (data, a parameter, a constant); 0: it arose here.
+  int32_t held_by;
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
 } eng_trap_site;
-/// The first operation of a pass that made an inf (`nan`: a nan) from inputs without; where none did, the first that was given
-/// one. False: there was none in that pass.
+/// The first operation of a pass that made an inf (`nan`: a nan) from inputs without one, or else
+/// the first that had one as input. False: the pass had none.
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
 /// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; a name forces one
 /// (an error if the machine lacks it), NULL only asks.
 const char *eng_cpu_isa(const char *force);
-/// How products of bf16 are made here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as fast as f32) or "f32". The first two
-/// take subnormal bf16 as zero. With "pairs" attention, too, goes that way, and rounds its probabilities to bf16 in between as a card does.
+/// How bf16 products are computed here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as
+/// fast as f32) or "f32". The first two treat subnormal bf16 as zero. With "pairs", attention also
+/// uses pairs and rounds its probabilities to bf16, as a GPU does.
 const char *eng_cpu_bf16(void);
 
 /// The generator's state: a seed and the number of blocks drawn. Same seed, same numbers.
@@ -726,24 +763,24 @@ void eng_rng_set(uint64_t seed, uint64_t counter);
 /// level 0: clear, 1: the trainer stops at the step's end, 2: the next operation fails.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
-/// What the first Ctrl-C does. 0, at first: level 2 and the script is stopped. 1: level 1 alone, for
-/// whoever runs training steps and ends at a step's end by itself; it sets 0 again when it is done.
-/// 2: level 2 alone, for whoever waits in a call that then returns, and says so itself.
-/// -1 only asks. Gives what was in force.
+/// What the first Ctrl-C does. 0, the default: level 2, and the script is stopped. 1: level 1 only,
+/// for a training loop that ends at the end of a step and then sets 0 again. 2: level 2 only, for a
+/// caller that waits in a call, which then returns, and prints its own message. -1 only queries.
+/// Returns the previous value.
 int  eng_interrupt_policy(int policy);
-/// SIGHUP asks a run to read its policy's file again. The handler notes one with eng_hangup; eng_hangups gives how many came
-/// since it was asked last.
+/// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
+/// eng_hangups returns the number of signals since its last call.
 void eng_hangup(void);
 int  eng_hangups(void);
 
 // ------------------------------------------------------------------ the machine
 
-/// Wall clock in seconds that never goes back; only differences mean something.
+/// A monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
 /// Columns and rows of the terminal behind a file descriptor. False: not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
-/// The version of a library underneath, "onednn", "sqlite" or "openmp", as text; for oneDNN with the
-/// instruction set it uses. NULL: no such library.
+/// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text. NULL:
+/// no such library.
 const char *eng_library_version(const char *name);
 /// The index in `names` [n] of the name that `name` probably misspells, or -1 when none is close:
 /// the fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored), at most a
@@ -751,8 +788,8 @@ const char *eng_library_version(const char *name);
 /// `name` counts as one edit away ("width" finds "model.width"). The first of equals wins; names
 /// longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
-/// Asks the CUDA driver, if there is one, without linking to it: the number of GPUs, or -1 without a
-/// driver. Writes a line for people about each into `text`.
+/// Asks the CUDA driver, if there is one, without linking to it: the number of GPUs, or -1 without
+/// a driver. Writes a line of text about each into `text`.
 int eng_gpu_probe(char *text, int size);
 
 // ------------------------------------------------------------------ files, attach, history

@@ -3,7 +3,7 @@
 //
 //             bits    bias  largest          smallest normal / subnormal   Inf      NaN
 //   e4m3      1-4-3   7     448     0x7E     2^-6   / 2^-9                 none     0x7F, 0xFF
-//   e5m2      1-5-2   15    57344   0x7B     2^-14  / 2^-16                0x7C     0x7D-0x7F, 0xFD-FF
+//   e5m2      1-5-2   15    57344   0x7B     2^-14  / 2^-16                0x7C    0x7D-7F, 0xFD-FF
 //   e5m6      1-5-6   15    65024   0x7BF    2^-14  / 2^-20                0x7C0    0x7C1-0x7FF
 //   ue8m0     0-8-0   127   2^127   0xFE     2^-127                        none     0xFF
 //
