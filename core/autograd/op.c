@@ -270,7 +270,7 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   }
   if (!op_takes_target(call->op))
     return error_set(ENG_ERR_VALUE,
-                     "%s cannot write into a given tensor; matmul and fp8_matmul can",
+                     "%s cannot write into a given tensor; hint: copy its result into it",
                      eng_op_name(call->op));
   if (!dtype_is_float(y->dtype) || !tensor_contiguous(y))
     return error_set(ENG_ERR_SHAPE,
