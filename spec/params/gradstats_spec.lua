@@ -1,13 +1,14 @@
--- Gradient statistics: what they count, at every value a format has, across blocks and threads.
+-- Gradient statistics: what they count, at every value of a format, across blocks and threads.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
 local ffi, C = engine.ffi, engine.C
 
 local inf, nan = math.huge, 0 / 0
-local FORMATS = { f32 = { low = -126, digits = 23, high = 127 }, f16 = { low = -14, digits = 10, high = 15 },
-                  bf16 = { low = -126, digits = 7, high = 127 } }
+local FORMATS = { f32 = { low = -126, digits = 23, high = 127 },
+  f16 = { low = -14, digits = 10, high = 15 },
+  bf16 = { low = -126, digits = 7, high = 127 } }
 
---- n random elements of a format as raw bits: `mask` chooses which bits may be set.
+--- n random elements of a format as raw bits; `mask` selects the bits that may be set.
 local function random_bits(format, n, mask)
   local wide = format == "f32"
   local bits, state = ffi.new(wide and "uint32_t[?]" or "uint16_t[?]", math.max(n, 1)), 12345
@@ -28,17 +29,22 @@ describe("gradient statistics", function()
       sets.everywhere(function()
         local set = sets.new({ { 4, 5 }, { 3 } }, { gradient = name })
         set:write_gradients {
-          { 0, -0.0, smallest, -smallest, normal - smallest, normal, -normal, 1, -2, 0.5, inf, -inf, inf, nan, nan, 0, 0, 0, 0, -3 },
+          { 0, -0.0, smallest, -smallest, normal - smallest, normal, -normal, 1, -2, 0.5, inf, -inf,
+            inf, nan, nan, 0, 0, 0, 0, -3 },
           { 1, 4, -2 },
         }
         local record, stats = set:stats(8)
-        assert.same({ 20, 3, 2, 6, 3, 3 }, { tonumber(stats[0].count), tonumber(stats[0].inf), tonumber(stats[0].nan),
-                    tonumber(stats[0].zeros), tonumber(stats[0].underflow), stats[0].amax })
+        assert.same({ 20, 3, 2, 6, 3, 3 }, { tonumber(stats[0].count), tonumber(stats[0].inf),
+          tonumber(stats[0].nan),
+          tonumber(stats[0].zeros), tonumber(stats[0].underflow), stats[0].amax })
         assert.near(14.25, stats[0].sum_squares, 1e-6)
-        assert.same({ 3, 0, 0, 0, 0, 4 }, { tonumber(stats[1].count), tonumber(stats[1].inf), tonumber(stats[1].nan),
-                    tonumber(stats[1].zeros), tonumber(stats[1].underflow), stats[1].amax })
-        assert.same({ 23, 3, 2, 6, 3, 1, 0 }, { tonumber(record.count), tonumber(record.inf), tonumber(record.nan),
-                    tonumber(record.zeros), tonumber(record.underflow), record.overflow, record.first_bad })
+        assert.same({ 3, 0, 0, 0, 0, 4 }, { tonumber(stats[1].count), tonumber(stats[1].inf),
+          tonumber(stats[1].nan),
+          tonumber(stats[1].zeros), tonumber(stats[1].underflow), stats[1].amax })
+        assert.same({ 23, 3, 2, 6, 3, 1, 0 }, { tonumber(record.count), tonumber(record.inf),
+          tonumber(record.nan),
+          tonumber(record.zeros), tonumber(record.underflow), record.overflow,
+          record.first_bad })
         assert.equal(0.5, record.amax)   -- the true magnitude: 4 / 8
         assert.near(math.sqrt(14.25 + 21) / 8, record.norm, 1e-6)
         set:free()
@@ -49,7 +55,8 @@ describe("gradient statistics", function()
       local values = {}
       for e = format.low - format.digits, format.high do
         values[#values + 1] = 2 ^ e
-        values[#values + 1] = e - format.digits >= format.low and -(2 - 2 ^ -format.digits) * 2 ^ e or 2 ^ e
+        values[#values + 1] = e - format.digits >= format.low
+          and -(2 - 2 ^ -format.digits) * 2 ^ e or 2 ^ e
       end
       sets.everywhere(function()
         local set = sets.new({ { #values } }, { gradient = name })
@@ -57,17 +64,20 @@ describe("gradient statistics", function()
         local record = set:stats()
         for b = 0, C.ENG_HIST_BINS - 1 do
           local e = b - 160
-          assert.equal(e >= format.low - format.digits and e <= format.high and 2 or 0, tonumber(record.hist[b]), "bin " .. b)
+          assert.equal(e >= format.low - format.digits and e <= format.high and 2 or 0,
+            tonumber(record.hist[b]), "bin " .. b)
         end
         set:free()
       end)
     end))
 
-    it("are the same to the bit on every instruction set and number of threads: " .. name, sets.step(function()
+    it("are the same to the bit on every instruction set and number of threads: " .. name,
+      sets.step(function()
       local lengths = { 1, 31, 33, 4063, 4065, 65535, 65536, 65537, 140001, 7 }
-      local shapes, masks = {}, name == "f32" and { 0xFFFFFFFF, 0xBFFFFFFF, 0x807FFFFF } or { 0xFFFF, 0xBFFF, name == "f16" and 0x83FF or 0x807F }
+      local shapes, masks = {}, name == "f32" and { 0xFFFFFFFF, 0xBFFFFFFF, 0x807FFFFF }
+        or { 0xFFFF, 0xBFFF, name == "f16" and 0x83FF or 0x807F }
       for i, n in ipairs(lengths) do shapes[i] = { n } end
-      for _, mask in ipairs(masks) do   -- anything, no inf or nan, subnormals
+      for _, mask in ipairs(masks) do   -- anything; no inf or nan; subnormals
         local bits = {}
         for i, n in ipairs(lengths) do bits[i] = random_bits(name, n, mask) end
         local truth, first
@@ -79,13 +89,18 @@ describe("gradient statistics", function()
           if device == "reference" then truth = stats return end
           for i = 0, set.n - 1 do
             for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do
-              assert.equal(tonumber(truth[i][field]), tonumber(stats[i][field]), field .. " of " .. lengths[i + 1])
+              assert.equal(tonumber(truth[i][field]), tonumber(stats[i][field]), field .. " of " ..
+                lengths[i + 1])
             end
             assert.equal(truth[i].amax, stats[i].amax)
-            assert.is_true(math.abs(stats[i].sum_squares - truth[i].sum_squares) <= 2e-7 * truth[i].sum_squares)
-            for b = 0, C.ENG_HIST_BINS - 1 do assert.equal(tonumber(truth[i].hist[b]), tonumber(stats[i].hist[b])) end
+            assert.is_true(math.abs(stats[i].sum_squares - truth[i].sum_squares) <= 2e-7 *
+              truth[i].sum_squares)
+            for b = 0, C.ENG_HIST_BINS - 1 do
+              assert.equal(tonumber(truth[i].hist[b]), tonumber(stats[i].hist[b]))
+            end
           end
-          local text = ffi.string(ffi.cast("const char *", stats), ffi.sizeof("eng_tensor_stats") * set.n)
+          local text = ffi.string(ffi.cast("const char *", stats),
+            ffi.sizeof("eng_tensor_stats") * set.n)
           assert.is_true((first or text) == text, "bits differ")
           first = first or text
           assert.is_true(record.norm >= record.amax)
@@ -112,13 +127,14 @@ describe("gradient statistics", function()
     end
   end))
 
-  it("see what is computed, no more", sets.step(function()
+  it("contain only what is requested", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 6 } }, { gradient = "f16" })
       set:write_gradients { { 0, 2 ^ -24, 1, 2, inf, nan } }
       local record = set:stats(1, 0)
-      assert.same({ 6, 1, 1, 0, 0, 0, 0, 1 }, { tonumber(record.count), tonumber(record.inf), tonumber(record.nan), tonumber(record.zeros),
-                  tonumber(record.underflow), record.amax, record.norm, record.overflow })
+      assert.same({ 6, 1, 1, 0, 0, 0, 0, 1 }, { tonumber(record.count), tonumber(record.inf),
+        tonumber(record.nan), tonumber(record.zeros),
+        tonumber(record.underflow), record.amax, record.norm, record.overflow })
       assert.equal(0, tonumber(record.hist[160]))
       assert.equal(2, set:stats(1, C.ENG_NEED_AMAX).amax)
       assert.near(math.sqrt(5), set:stats(1, C.ENG_NEED_NORM).norm, 1e-6)
@@ -129,16 +145,20 @@ describe("gradient statistics", function()
     end)
   end))
 
-  it("leave parameters without gradient out, and number the others by their place in the set", sets.step(function()
+  it("skip parameters without gradient, and number the others by their place in the set",
+    sets.step(function()
     sets.everywhere(function()
-      local set = sets.new({ { 3 }, { 2 }, { 4 }, { 1 } }, { gradient = { "f32", "f16", "bf16", "f32" } })
+      local set = sets.new({ { 3 }, { 2 }, { 4 }, { 1 } },
+        { gradient = { "f32", "f16", "bf16", "f32" } })
       set:write_gradients { false, { 1, 2 }, { 1, nan, 1, 1 }, false }
       local record, stats = set:stats()
       assert.same({ 6, 2, 1 }, { tonumber(record.count), record.first_bad, record.overflow })
-      assert.same({ 0, 2, 4, 0 }, { tonumber(stats[0].count), tonumber(stats[1].count), tonumber(stats[2].count), tonumber(stats[3].count) })
+      assert.same({ 0, 2, 4, 0 }, { tonumber(stats[0].count), tonumber(stats[1].count),
+        tonumber(stats[2].count), tonumber(stats[3].count) })
       set:zero_grad()
       record = set:stats()
-      assert.same({ 0, -1, 0, 0 }, { tonumber(record.count), record.first_bad, record.overflow, record.norm })
+      assert.same({ 0, -1, 0, 0 }, { tonumber(record.count), record.first_bad, record.overflow,
+        record.norm })
       set:free()
     end)
   end))
@@ -154,9 +174,11 @@ describe("gradient statistics", function()
 end)
 
 describe("unscaling", function()
-  it("moves low-precision gradients to f32 until they are cleared, and loses nothing", sets.step(function()
+  it("moves low-precision gradients to f32 until they are cleared, and loses nothing",
+    sets.step(function()
     sets.everywhere(function()
-      local set = sets.new({ { 3 }, { 2 }, { 2 }, { 1 } }, { gradient = { "f16", "bf16", "f32", "f16" } })
+      local set = sets.new({ { 3 }, { 2 }, { 2 }, { 1 } },
+        { gradient = { "f16", "bf16", "f32", "f16" } })
       set:write_gradients { { 2 ^ -24, 65504, -1 }, { 2 ^ -100, 3 }, { 5, -6 }, false }
       assert.is_false(set:unscale(2 ^ -16))
       local values, format = sets.read(set:gradient(1))
@@ -165,7 +187,7 @@ describe("unscaling", function()
       assert.same({ 2 ^ -116, 3 / 65536 }, (sets.read(set:gradient(2))))
       assert.same({ 5 / 65536, -6 / 65536 }, (sets.read(set:gradient(3))))
       assert.is_nil(set:gradient(4))
-      local record = set:stats(1)   -- reads what was unscaled
+      local record = set:stats(1)   -- reads the unscaled gradients
       assert.equal(65504 / 65536, record.amax)
       assert.equal(0, tonumber(record.underflow))
       set:write_gradients { { 1, 1, 1 }, false, false, false }
@@ -197,7 +219,7 @@ describe("unscaling", function()
     end
   end))
 
-  it("serves scales whose inverse f32 cannot hold", sets.step(function()
+  it("accepts scales whose inverse f32 cannot hold", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 2 } }, { gradient = "f32" })
       set:write_gradients { { 2 ^ -149, -3 * 2 ^ -149 } }

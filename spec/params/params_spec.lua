@@ -1,4 +1,4 @@
--- Parameter sets: taking tensors over, gradients and low-precision weights, giving everything back.
+-- Parameter sets: adopting tensors, gradients and low-precision weights, freeing everything.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
 local ffi, C, check = engine.ffi, engine.C, engine.check
@@ -6,7 +6,9 @@ local ffi, C, check = engine.ffi, engine.C, engine.check
 local function memory(name)
   local rows = ffi.new("eng_memory_row[16]")
   for i = 0, C.eng_memory(rows, 16) - 1 do
-    if ffi.string(rows[i].name) == name then return tonumber(rows[i].used), tonumber(rows[i].allocations) end
+    if ffi.string(rows[i].name) == name then
+      return tonumber(rows[i].used), tonumber(rows[i].allocations)
+    end
   end
 end
 
@@ -32,7 +34,7 @@ describe("a parameter set", function()
     set:free()
   end))
 
-  it("takes a leaf with strides over, row by row", sets.step(function()
+  it("adopts a leaf with strides, row by row", sets.step(function()
     local base = sets.kept { 2, 3 }
     sets.write(base, { 1, 2, 3, 4, 5, 6 })
     C.eng_grad_enabled(false)
@@ -64,7 +66,8 @@ describe("a parameter set", function()
       assert.is_nil(set)
       assert.is_truthy(message:find(pattern), message)
     end
-    refuses({ a, b, a }, { "first", "second", "third" }, "first and third are the same tensor f32 %[2%]")
+    refuses({ a, b, a }, { "first", "second", "third" },
+      "first and third are the same tensor f32 %[2%]")
     refuses({ a, b }, { "first" }, "number 1 has no name")
     local half = ffi.new("eng_tensor[1]")
     check(C.eng_new(half, engine.dtype.f16, 1, ffi.new("int64_t[1]", 2), true))
@@ -77,11 +80,11 @@ describe("a parameter set", function()
     refuses({ result }, { "y" }, "expected a leaf")
     local set = assert(sets.wrap({ a }, { "a" }))
     refuses({ a }, { "again" }, "is parameter a of a set already")
-    assert.same({ 0, 0, 0 }, (sets.read(b)))   -- untouched by the failures
+    assert.same({ 0, 0, 0 }, (sets.read(b)))   -- unchanged by the failures
     set:free()
   end))
 
-  it("is fine when empty", sets.step(function()
+  it("may be empty", sets.step(function()
     local set = assert(sets.wrap({}, {}))
     set:optimizer("adamw")
     set:precision("f16", "f16")
@@ -91,8 +94,10 @@ describe("a parameter set", function()
     set:free()
   end))
 
-  it("gives gradients the format of the precision, and clears them when it changes", sets.step(function()
-    local set = sets.new({ { 2 }, { 2 } }, { gradient = { "f16", "bf16" }, shadow = { "f16", "f32" } })
+  it("gives gradients the dtype of the recipe, and clears them when the recipe changes",
+    sets.step(function()
+    local set = sets.new({ { 2 }, { 2 } },
+      { gradient = { "f16", "bf16" }, shadow = { "f16", "f32" } })
     set:write_gradients { { 1, 70000 }, { 1, 70000 } }
     assert.same({ { 1, math.huge }, "f16" }, { sets.read(set:gradient(1)) })
     assert.equal("bf16", select(2, sets.read(set:gradient(2))))
@@ -101,17 +106,20 @@ describe("a parameter set", function()
     set:precision("f32", "f32")
     set:write_gradients { { 1, 70000 }, { 2, 3 } }
     assert.same({ { 1, 70000 }, "f32" }, { sets.read(set:gradient(1)) })
-    assert.error_matches(function() set:precision("i32", "f32") end, "parameter p1: expected weights .* got i32")
-    assert.error_matches(function() set:precision("f32", "f64") end, "parameter p1: expected gradients .* got f64")
+    assert.error_matches(function() set:precision("i32", "f32") end,
+      "parameter p1: expected weights .* got i32")
+    assert.error_matches(function() set:precision("f32", "f64") end,
+      "parameter p1: expected gradients .* got f64")
     set:free()
   end))
 
-  it("adds up gradients of several backward passes", sets.step(function()
+  it("accumulates gradients of several backward passes", sets.step(function()
     for _, format in ipairs { "f32", "f16", "bf16" } do
       local set = sets.new({ { 2 } }, { gradient = format, shadow = format })
       for _ = 1, 3 do
         local x = engine.Tensor(set.leaf[1][0])
-        check(C.eng_backward(engine.run("sum", { engine.run("mul", { x, x }) }, { 1, 0 }), 8, false))
+        check(C.eng_backward(engine.run("sum", { engine.run("mul", { x, x }) }, { 1, 0 }), 8,
+          false))
         set:write_weights(1, { 1, 2 })
       end
       assert.same({ 2 * 16, 2 * 32 }, (sets.read(set:gradient(1))))   -- the first pass saw zeros
@@ -119,11 +127,13 @@ describe("a parameter set", function()
     end
   end))
 
-  it("takes memory for gradients and moments when they are first needed, and gives all of it back", sets.step(function()
+  it("allocates memory for gradients and moments at first use, and frees all of it",
+    sets.step(function()
     check(C.eng_step_end())
     check(C.eng_step_begin())
     sets.new({}):free()   -- releases what earlier tests left waiting
-    local before, before_gradients, before_moments = memory("parameters"), memory("gradients"), memory("optimizer")
+    local before, before_gradients, before_moments = memory("parameters"), memory("gradients"),
+      memory("optimizer")
     local set = sets.new({ { 1000, 1000 }, { 7 } }, { gradient = "f16", shadow = "bf16" })
     set:optimizer("adam")
     local during = memory("parameters") - before
@@ -135,7 +145,7 @@ describe("a parameter set", function()
     during = memory("gradients") - before_gradients
     assert.is_true(during >= 2e6 and during < 2.1e6)
     assert.is_true(memory("optimizer") - before_moments >= 8e6)
-    check(C.eng_step_end())            -- views of gradients go
+    check(C.eng_step_end())            -- frees the views of gradients
     check(C.eng_step_begin())
     set:free()
     assert.equal(before, memory("parameters"))
@@ -144,7 +154,7 @@ describe("a parameter set", function()
     assert.error_matches(function() sets.read(set.leaf[1]) end, "freed")
   end))
 
-  it("waits with its memory for views of the step", sets.step(function()
+  it("keeps its memory until views of the step are gone", sets.step(function()
     local set = sets.new({ { 2, 3 } })
     set:write_weights(1, { 1, 2, 3, 4, 5, 6 })
     C.eng_grad_enabled(false)
@@ -156,7 +166,7 @@ describe("a parameter set", function()
     assert.equal(before > 0, memory("parameters") > 0)
     check(C.eng_step_end())
     check(C.eng_step_begin())
-    local other = sets.new({ { 1 } })   -- looks after what waits
+    local other = sets.new({ { 1 } })   -- frees the sets that wait
     assert.error_matches(function() sets.read(set.leaf[1]) end, "freed")
     other:free()
   end))
