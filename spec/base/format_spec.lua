@@ -1,4 +1,4 @@
--- eng_format_get, eng_nearest and eng_action_name: what Lua reads from the core instead of retyping.
+-- eng_format_get, eng_nearest and eng_action_name: facts that Lua reads from the core.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -10,14 +10,14 @@ local function next_double(x, up)
   return cast.d
 end
 
--- The number that x becomes in a small format.
+-- x rounded to a small format.
 local function round(name, x)
   return C.eng_small_decode(name, tonumber(C.eng_small_encode(name, x, 0, 0)))
 end
 
 describe("a format's limits", function()
   for _, name in ipairs { "bf16", "f16", "e5m6", "e5m2", "e4m3" } do
-    it("are where " .. name .. " rounds", function()
+    it("lie where " .. name .. " rounds", function()
       local f = ffi.new "eng_format"
       assert.is_true(C.eng_format_get(f, name))
       assert.equal(f.largest, round(name, f.largest))
@@ -33,7 +33,7 @@ describe("a format's limits", function()
     end)
   end
 
-  it("are those of the processor's own formats, and of ue8m0", function()
+  it("match the processor's f32 and f64; those of ue8m0 are its powers of two", function()
     local f = ffi.new "eng_format"
     assert.is_true(C.eng_format_get(f, "f32"))
     assert.equal(tonumber(ffi.new("float", f.overflow)), math.huge)
@@ -53,7 +53,7 @@ describe("eng_nearest", function()
     return C.eng_nearest(name, ffi.new("const char *[?]", #names, names), #names)
   end
 
-  it("gives an index, or -1", function()
+  it("returns an index, or -1", function()
     assert.equal(1, find("lienar", { "layer_norm", "linear", "lr" }))
     assert.equal(0, find("LAYER_NROM", { "layer_norm", "linear" }))
     assert.equal(-1, find("convolution", { "layer_norm", "linear" }))
@@ -65,9 +65,11 @@ describe("eng_nearest", function()
 end)
 
 describe("an action's name", function()
-  it("goes both ways", function()
+  it("converts to its number and back", function()
     assert.equal("retry", ffi.string(C.eng_action_name(C.ENG_ACTION_RETRY)))
-    for i = 0, C.ENG_ACTIONS - 1 do assert.equal(i, C.eng_action_from_name(C.eng_action_name(i))) end
+    for i = 0, C.ENG_ACTIONS - 1 do
+      assert.equal(i, C.eng_action_from_name(C.eng_action_name(i)))
+    end
     assert.equal("?", ffi.string(C.eng_action_name(C.ENG_ACTIONS)))
     assert.equal(-1, C.eng_action_from_name("steps"))
   end)

@@ -1,5 +1,5 @@
--- The generator: Philox 4x32-10 as published, one stream whatever the threads, replayed from its state;
--- uniform and normal numbers, and dropout's mask.
+-- The generator: Philox 4x32-10 as published, one stream for any number of threads, replayed from
+-- its state; uniform and normal numbers, and dropout's mask.
 local engine = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local ffi, C = engine.ffi, engine.C
@@ -23,21 +23,23 @@ describe("random numbers", function()
   end)
   after_each(function() engine.check(C.eng_step_end()) end)
 
-  it("are Philox 4x32-10: known answers of its authors", function()
+  it("match the known answers of Philox 4x32-10's authors", function()
     -- random123's kat_vectors: counter 0, key 0 gives 6627e8d5 e169c58d bc57ac4c 9b00dbd8
     C.eng_seed(0)
     local got = values.values_of(filled("f32", { 4 }, "uniform", 0, 1))
-    for i, word in ipairs { 0x6627e8, 0xe169c5, 0xbc57ac, 0x9b00db } do assert.are.equal(word * 2 ^ -24, got[i - 1]) end
+    for i, word in ipairs { 0x6627e8, 0xe169c5, 0xbc57ac, 0x9b00db } do
+      assert.are.equal(word * 2 ^ -24, got[i - 1])
+    end
   end)
 
-  it("take a quarter of their number in blocks, and go on", function()
+  it("use one block for four numbers, and continue with the next", function()
     filled("f32", { 10 }, "uniform", 0, 1)
     local seed, counter = state()
     assert.are.equal(42, tonumber(seed))
     assert.are.equal(3, tonumber(counter))
   end)
 
-  it("come again from the same state", function()
+  it("repeat from the same state", function()
     filled("f32", { 100 }, "normal", 0, 1)
     local seed, counter = state()
     local first = values.values_of(filled("f32", { 1001 }, "normal", 0, 1))
@@ -52,7 +54,7 @@ describe("random numbers", function()
     assert.is_true(repeats < 5)
   end)
 
-  it("do not depend on the number of threads, nor on strides", function()
+  it("do not depend on the number of threads or on strides", function()
     local threads = C.eng_threads(0)
     C.eng_threads(1)
     local one = values.values_of(filled("f32", { 300, 170 }, "normal", 0, 1))
@@ -104,7 +106,7 @@ describe("random numbers", function()
     for i = 0, n - 1 do assert.is_true(v[i] >= -3 and v[i] <= 2) end
   end)
 
-  it("refuse bounds that are none", function()
+  it("refuse invalid bounds", function()
     local x = values.tensor_of("f32", { 3 })
     assert.are_not.equal(0, tonumber(C.eng_uniform(x, 1, 0)))
     assert.are_not.equal(0, tonumber(C.eng_uniform(x, 0, 1 / 0)))
@@ -112,7 +114,7 @@ describe("random numbers", function()
     assert.are_not.equal(0, tonumber(C.eng_normal(x, 0 / 0, 1)))
   end)
 
-  it("let dropout keep what it should, scaled, and drop NaN as any other", function()
+  it("make dropout keep the right share, scaled, and drop NaN like any other value", function()
     local x = values.tensor_of("f32", { 100001 })
     engine.check(C.eng_fill(x, 3))
     local v, n = values.values_of(engine.run("dropout", { x }, nil, { 0.25 }))
