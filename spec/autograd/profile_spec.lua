@@ -1,4 +1,4 @@
--- engine.profile: what it counts, and that it leaves the device as it was.
+-- engine.profile: what it counts; it leaves the current device unchanged.
 local engine = require "engine"
 
 describe("engine.profile", function()
@@ -10,7 +10,7 @@ describe("engine.profile", function()
     end)
   end
 
-  it("counts calls, bytes and floating-point operations by operation, formats and shapes", function()
+  it("counts calls, bytes and floating-point operations by operation, format and shape", function()
     local profile = engine.profile(work)
     local by_name = {}
     for _, r in ipairs(profile.rows) do by_name[r.op] = r end
@@ -27,7 +27,7 @@ describe("engine.profile", function()
     assert.near(profile.seconds, inside, 1e-6)
   end)
 
-  it("tells transposed products and the passes over the parameters apart", function()
+  it("separates transposed products and the passes over the parameters", function()
     local w = engine.randn(4, 3, { keep = true })
     local opt = engine.optim.adamw { { name = "w", tensor = w:requires_grad() } }
     local profile = engine.profile(function()
@@ -45,13 +45,13 @@ describe("engine.profile", function()
     assert.equal(2, seen["(gradient statistics) "])
   end)
 
-  it("shows operations and their kinds as text", function()
+  it("prints operations and their kinds", function()
     local text = tostring(engine.profile(work))
     assert.is_truthy(text:find("matmul%s+3%s+[%d.]+%s+[%d.]+%%%s+[%d.]+ GFLOP/s"))
     assert.is_truthy(text:find("(outside kernels)", 1, true))
   end)
 
-  it("starts from zero each time and leaves the device in force", function()
+  it("starts from zero each time and keeps the current device", function()
     local before = engine.device()
     engine.profile(work)
     local profile = engine.profile(function() engine.scope(function() engine.ones(2):exp() end) end)
@@ -62,7 +62,7 @@ describe("engine.profile", function()
     engine.device(before)
   end)
 
-  it("passes errors on and ends", function()
+  it("passes errors on and stops", function()
     assert.error_matches(function() engine.profile(function() error("oh", 0) end) end, "^oh$")
     assert.error_matches(function() engine.profile(3) end, "expected a function, got number")
     local before = #engine.profile(function() end).rows

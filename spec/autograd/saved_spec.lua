@@ -1,17 +1,21 @@
--- What gradient rules read. For every operation with a gradient, the tensors that ops.def does not list under
--- `reads` and `saves` are filled with NaN between the forward and the backward pass; the gradients stay the
--- same bits. The calls are those of spec/cpu/kernels/, and a few written here.
+-- What gradient rules read. For every operation with a gradient, the spec fills the tensors that
+-- ops.def does not list under `reads` and `saves` with NaN between the forward and the backward
+-- pass; the gradients keep their bits. The calls are those of spec/cpu/kernels/, and a few written
+-- here.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local C, ffi = M_ffi.C, M_ffi.ffi
 
-local MOST_CALLS = 6            -- of each operation
+local MOST_CALLS = 6            -- by operation
 local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
 
 local generators = {}
-for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses", "fp8" } do
-  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do generators[name] = generate end
+for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention",
+  "losses", "fp8" } do
+  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do
+    generators[name] = generate
+  end
 end
 
 local function one(call) return function(try) try(call()) end end
@@ -20,14 +24,16 @@ generators.reshape = one(function() return { inputs = { x(3, 4) }, ints = { 2, 6
 generators.permute = one(function() return { inputs = { x(3, 4) }, ints = { 1, 0 } } end)
 generators.expand = one(function() return { inputs = { x(1, 4) }, ints = { 2, 3, 4 } } end)
 generators.slice = one(function() return { inputs = { x(3, 4) }, ints = { 1, 1, 4, 2 } } end)
-generators.split = one(function() return { inputs = { x(3, 4) }, ints = { 1, 1, 3 }, outputs = 2 } end)
+generators.split = one(function() return { inputs = { x(3, 4) }, ints = { 1, 1, 3 },
+  outputs = 2 } end)
 
---- A site of an FP8 layer that keeps x in one way.
+--- A site of an FP8 layer that keeps x in one format.
 local function site_of(keep)
   local site, recipe = ffi.new("int64_t[1]"), ffi.new("eng_fp8_recipe")
   for role = 0, C.ENG_FP8_ROLES - 1 do
     local r = recipe.role[role]
-    r.format, r.eps, r.block_rows, r.block_columns = M_ffi.dtype.e4m3, -1, role == C.ENG_FP8_W and 128 or 1, 128
+    r.format, r.eps, r.block_rows, r.block_columns = M_ffi.dtype.e4m3, -1, role == C.ENG_FP8_W
+      and 128 or 1, 128
   end
   recipe.role[C.ENG_FP8_X].keep = keep
   M_ffi.check(C.eng_fp8_site_new(site, "saved"))
@@ -41,7 +47,8 @@ local function with_sites(try, call, ...)
   end
 end
 function generators.fp8_linear(try)
-  with_sites(try, { inputs = { x(3, 160), x(24, 160), x(24) }, ints = {}, site_at = 1, outputs = 5 },
+  with_sites(try, { inputs = { x(3, 160), x(24, 160), x(24) }, ints = {}, site_at = 1,
+    outputs = 5 },
     C.ENG_FP8_KEEP_CODES, C.ENG_FP8_KEEP_TRANSPOSED, C.ENG_FP8_KEEP_E5M6, C.ENG_FP8_KEEP_SWIGLU)
 end
 function generators.fp8_swiglu(try)
@@ -56,15 +63,15 @@ end
 
 local function has(mask, k) return bit.band(mask, bit.lshift(1, k)) ~= 0 end
 
---- The gradients of a call's float inputs, as texts of their bits. `spoil`: NaN goes into what the table says
---- is not read; gives how many tensors that were, too.
+--- The gradients of a call's float inputs, as strings of their bits. With `spoil`, every tensor
+--- that the table lists as unread is filled with NaN; also returns the number of such tensors.
 local function gradients(name, call, spoil)
   local info, leaves, inputs, filled = C.eng_op_describe(M_ffi.op[name]), {}, {}, 0
   for k, input in ipairs(call.inputs) do
     inputs[k] = input
     if input and FLOAT[input.dtype] then
       leaves[#leaves + 1] = input:keep():requires_grad(true)
-      inputs[k] = leaves[#leaves] * 1                -- a computed tensor: no leaf is spoiled
+      inputs[k] = leaves[#leaves] * 1  -- a computed tensor, because leaves are never spoiled
     end
   end
   engine.seed(5)
@@ -74,7 +81,7 @@ local function gradients(name, call, spoil)
   for k = 1, call.outputs or 1 do
     local y = outputs[k]
     if y and FLOAT[y.dtype] and not y.is_leaf then
-      local scaled = (y * 1):to("f32")               -- rules that read nothing of y
+      local scaled = (y * 1):to("f32")               -- rules that do not read y
       local part = (scaled * engine.rand(y.shape)):sum()
       loss = loss and loss + part or part
     end
@@ -103,12 +110,13 @@ local function gradients(name, call, spoil)
   return bits, filled
 end
 
-describe("backward reads only what ops.def says of", function()
+describe("the backward pass reads only what ops.def lists", function()
   for number, name in ipairs(M_ffi.op_names) do
     local info = C.eng_op_describe(number - 1)
     if C.eng_op_differentiable(number - 1) then
       it(name, function()
-        local generate, count, filled, stop = assert(generators[name], "no call of " .. name), 0, 0, {}
+        local generate = assert(generators[name], "no call of " .. name)
+        local count, filled, stop = 0, 0, {}
         values.seed(name)
         M_ffi.check(C.eng_step_begin())
         local good, why = pcall(generate, function(call)
@@ -125,7 +133,7 @@ describe("backward reads only what ops.def says of", function()
         M_ffi.check(C.eng_step_end())
         if not good and why ~= stop then error(why, 0) end
         assert.is_true(count > 0)
-        -- nothing is filled only where everything is read
+        -- only an operation that reads everything has nothing to fill
         assert(filled > 0 or has(info.saves, 0), name .. ": no tensor was filled")
       end)
     end

@@ -1,5 +1,5 @@
--- Why a step overflowed: the first tensors with inf and with nan, the operation and module in which each began, forward or
--- backward, and what a run that is stuck tells its owner.
+-- Why a step overflowed: the first tensors with inf and with nan, the operation and module in which
+-- each began, the pass (forward or backward), and the advice that a stuck run prints.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -12,7 +12,7 @@ local folder
 before_each(function() folder = helper.folder() end)
 after_each(function() helper.remove(folder) end)
 
--- What a spec wants to do with the hidden features of the net below; set before the trainer is made.
+-- What a test does with the hidden features of the net below; set before the trainer is made.
 local between
 
 local Net = nn.class "Net"
@@ -32,8 +32,10 @@ local function job(options)
   engine.seed(5)
   local model = options.model or Net()
   options.model = nil
-  local o = { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }), steps = 3, log = "quiet", run = folder .. "/run", trap = "overflow" }
+  local o = { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16,
+    seed = 9 },
+    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }),
+    steps = 3, log = "quiet", run = folder .. "/run", trap = "overflow" }
   for key, value in pairs(options) do o[key] = value end
   return engine.trainer(o)
 end
@@ -51,7 +53,8 @@ describe("an overflow", function()
   it("in the backward pass is traced to the operation whose gradient overflowed", function()
     job { policy = "dynamic:init_scale=2^30" }:run()
     local text = events("trap")[1].text
-    assert.matches("first inf in backward of cross_entropy (cross_entropy_grad), outside of every module: f16 [4 x 16 x 256]", text, 1, true)
+    assert.matches("first inf in backward of cross_entropy (cross_entropy_grad), outside of " ..
+      "every module: f16 [4 x 16 x 256]", text, 1, true)
     assert.matches("first nan in backward of linear (matmul), in down: ", text, 1, true)
     assert.matches("down.weight f16 [256 x 32] amax ", text, 1, true)
     assert.is_nil(text:find("forward"))
@@ -70,7 +73,7 @@ describe("an overflow", function()
     assert.equal("down.weight", found.nan.forward.inputs[2].name)
   end)
 
-  it("tells a nan apart from the harmless inf before it", function()
+  it("tells a nan from the harmless inf before it", function()
     between = function(h) return h + engine.zeros(1):log() * 0 end
     job { precision = "fp32" }:run()
     local text = events("trap")[1].text
@@ -78,18 +81,20 @@ describe("an overflow", function()
     assert.matches("first nan in affine, in Net: f32 [1] all nan", text, 1, true)
   end)
 
-  it("that a weight brought is told by the weight's name", function()
+  it("from a weight is reported with the weight's name", function()
     local model = Net()
     model.up.weight:fill(1 / 0)
     job { model = model, precision = "fp32", steps = 10 }:run()
-    assert.matches("first nan in linear, in up: .*up.weight f32 %[32 x 16%] all inf", events("trap")[1].text)
+    assert.matches("first nan in linear, in up: .*up.weight f32 %[32 x 16%] all inf",
+      events("trap")[1].text)
     assert.matches("the weight up.weight is lost", events("stuck")[1].text, 1, true)
   end)
 
-  it("that came with the data is told so", function()
+  it("from the data is reported as such", function()
     between = function(h) return h + engine.full({ 32 }, 1 / 0) end
     job { precision = "fp32", steps = 1 }:run()
-    assert.matches("inf came into cast, in Net, with its input 1, which no operation made (data, a mask, a constant)", events("trap")[1].text, 1, true)
+    assert.matches("inf came into cast, in Net, with its input 1, which no operation made " ..
+      "(data, a mask, a constant)", events("trap")[1].text, 1, true)
   end)
 
   it("names the first parameter with inf and the first with nan apart", function()
@@ -104,32 +109,38 @@ describe("an overflow", function()
   end)
 
   it("in a custom gradient and in the second of two micro-batches is found", function()
-    local explode = engine.custom { forward = function(_, x) return x * 1 end, backward = function(_, dy) return dy * 1e30 end }
+    local explode = engine.custom { forward = function(_, x) return x * 1 end,
+      backward = function(_, dy) return dy * 1e30 end }
     between = explode
     job { policy = "dynamic:init_scale=1", accumulate = 2 }:run()
-    assert.matches("first inf in backward of a custom operation (affine), in Net", events("trap")[1].text, 1, true)
+    assert.matches("first inf in backward of a custom operation (affine), in Net",
+      events("trap")[1].text, 1, true)
   end)
 end)
 
-describe("looking closer", function()
-  it("leaves no trace in the run: weights, losses and random numbers are as without", function()
+describe("tracing an overflow", function()
+  it("leaves no trace in the run: weights, losses and random numbers stay the same", function()
     local sums = {}
     for i, trap in ipairs { "overflow", "" } do
       engine.seed(5)
-      local model = nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1, dropout = 0.2 }
+      local model = nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1,
+        dropout = 0.2 }
       local losses = {}
-      local trainer = job { model = model, trap = trap, run = folder .. "/" .. i, steps = 8, accumulate = 2, policy = "dynamic:init_scale=2^20",
+      local trainer = job { model = model, trap = trap, run = folder .. "/" .. i, steps = 8,
+        accumulate = 2, policy = "dynamic:init_scale=2^20",
         on_step = function(_, record) losses[#losses + 1] = ("%.17g"):format(record.loss) end }
       trainer:run()
       assert.is_true(trainer.skipped > 1 and trainer.updates > 1)
-      sums[i] = table.concat(losses, " ") .. tostring(C.eng_params_checksum(trainer.optimizer.params))
+      sums[i] = table.concat(losses, " ") ..
+        tostring(C.eng_params_checksum(trainer.optimizer.params))
     end
     assert.equal(sums[2], sums[1])
   end)
 
-  it("that fails is told and does not end the run", function()
+  it("reports its own failure and does not end the run", function()
     local calls = 0
-    local trainer = job { policy = "dynamic:init_scale=2^30", steps = 2, loss = function(model, batch)
+    local trainer = job { policy = "dynamic:init_scale=2^30", steps = 2,
+      loss = function(model, batch)
       calls = calls + 1
       if calls == 2 then error("not again") end
       return model:loss(batch.x, batch.y)
@@ -139,9 +150,10 @@ describe("looking closer", function()
     assert.equal(0, C.eng_tape_length())
   end)
 
-  it("says so when the step is another one each time", function()
+  it("reports that the step differs from one time to the next", function()
     local factor = 1e30
-    job { policy = "dynamic:init_scale=1", steps = 1, precision = "fp32", loss = function(model, batch)
+    job { policy = "dynamic:init_scale=1", steps = 1, precision = "fp32",
+      loss = function(model, batch)
       local loss = model:loss(batch.x, batch.y) * (factor * factor)
       factor = 1
       return loss
@@ -150,10 +162,11 @@ describe("looking closer", function()
   end)
 end)
 
-describe("a run that is stuck", function()
-  it("is told what to do when the policy ends it at its smallest scale", function()
+describe("a stuck run", function()
+  it("gets advice when the policy ends it at its smallest scale", function()
     between = function(h) return h * 65504 * 64 end
-    local summary = job { trap = "", steps = 40, policy = "deepspeed:init_scale=4,hysteresis=1" }:run()
+    local summary = job { trap = "", steps = 40,
+      policy = "deepspeed:init_scale=4,hysteresis=1" }:run()
     between = nil
     assert.matches("overflow at the smallest loss scale", summary.stopped)
     local text = events("stuck")[1].text
@@ -163,18 +176,20 @@ describe("a run that is stuck", function()
     assert.matches("engine attach", text, 1, true)
   end)
 
-  it("is told once when the scale stays where it is", function()
+  it("gets advice once when the scale stays the same", function()
     job { trap = "", steps = 25, policy = "static:loss_scale=2^30" }:run()
     local list = events("stuck")
     assert.equal(1, #list)
     assert.equal(9, list[1].step)
-    assert.matches("10 overflows in a row, and the loss scale stays at 1.07374e+09", list[1].text, 1, true)
+    assert.matches("10 overflows in a row, and the loss scale stays at 1.07374e+09", list[1].text,
+      1, true)
     assert.matches("the backward pass overflows at scale", list[1].text, 1, true)
   end)
 
-  it("goes on at the floor where the policy's option says so", function()
+  it("continues at the smallest scale if the policy's option allows it", function()
     between = function(h) return h * 65504 * 64 end
-    local summary = job { trap = "", steps = 14, policy = "deepspeed:init_scale=2,hysteresis=1,raise_error_at_min_scale=false" }:run()
+    local summary = job { trap = "", steps = 14,
+      policy = "deepspeed:init_scale=2,hysteresis=1,raise_error_at_min_scale=false" }:run()
     between = nil
     assert.is_nil(summary.stopped)
     assert.equal(1, #events("stuck"))
