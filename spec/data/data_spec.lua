@@ -1,5 +1,5 @@
--- Data loaders: what a batch holds, the order of the examples (as llm.c's loader, or a permutation each epoch), places to
--- resume from, and files that are not what they should be.
+-- Data loaders: the contents of a batch, the order of the examples (llm.c's loader, or a
+-- permutation in each epoch), places to resume from, and invalid files.
 local engine = require "engine"
 local ffi = require("engine.base.ffi").ffi
 local helper = require "spec.helper"
@@ -17,7 +17,8 @@ local function i32(...)
   local bytes = {}
   for _, v in ipairs { ... } do
     v = v % 2 ^ 32
-    bytes[#bytes + 1] = string.char(v % 256, math.floor(v / 2 ^ 8) % 256, math.floor(v / 2 ^ 16) % 256, math.floor(v / 2 ^ 24))
+    bytes[#bytes + 1] = string.char(v % 256, math.floor(v / 2 ^ 8) % 256,
+      math.floor(v / 2 ^ 16) % 256, math.floor(v / 2 ^ 24))
   end
   return table.concat(bytes)
 end
@@ -25,7 +26,9 @@ local function big(...)
   return (i32(...):gsub("(.)(.)(.)(.)", "%4%3%2%1"))
 end
 local function file(name, bytes) return helper.write(folder .. "/" .. name, bytes) end
-local function llmc(magic, version, count, tokens) return i32(magic, version, count) .. ("\0"):rep(1024 - 12) .. u16(tokens) end
+local function llmc(magic, version, count, tokens)
+  return i32(magic, version, count) .. ("\0"):rep(1024 - 12) .. u16(tokens)
+end
 local function numbers(n, from)
   local list = {}
   for i = 1, n do list[i] = (from or 0) + i - 1 end
@@ -43,7 +46,7 @@ local function starts(loader, n)
   return list
 end
 
--- code, and the message in one line at the script's position
+-- Asserts that code raises the message in one line at the script's position.
 local function refuses(code, expected)
   local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
   local good, message = pcall(setfenv(chunk, { data = data, engine = engine, folder = folder }))
@@ -60,12 +63,14 @@ describe("data", function()
 
   -- ---------------------------------------------------------------- windows of tokens
 
-  it("text gives bytes as tokens, targets one further", function()
-    local batch = data.text { text = "hello world!", batch = 2, context = 4, shuffle = false }:next()
+  it("text gives bytes as tokens; targets are shifted by one", function()
+    local batch = data.text { text = "hello world!", batch = 2, context = 4,
+      shuffle = false }:next()
     assert.same({ { ("hell"):byte(1, -1) }, { ("o wo"):byte(1, -1) } }, batch.x:totable())
     assert.same({ { ("ello"):byte(1, -1) }, { (" wor"):byte(1, -1) } }, batch.y:totable())
     assert.same({ "i32", "i32", 8 }, { batch.x.dtype, batch.y.dtype, batch.tokens })
-    local bytes = data.text { text = "\0\255\128\1", batch = 1, context = 3, shuffle = false }:next()
+    local bytes = data.text { text = "\0\255\128\1", batch = 1, context = 3,
+      shuffle = false }:next()
     assert.same({ { 0, 255, 128 } }, bytes.x:totable())
   end)
 
@@ -74,19 +79,23 @@ describe("data", function()
     local function all(options)
       options.batch, options.context, options.shuffle = 1, 1, false
       local loader, text = data.text(options), {}
-      for _ = 1, loader:batches_per_epoch() do text[#text + 1] = string.char(loader:next().x:item()) end
+      for _ = 1, loader:batches_per_epoch() do
+        text[#text + 1] = string.char(loader:next().x:item())
+      end
       return table.concat(text)
     end
-    assert.equal("abcdefghi", all { path = a })                    -- the last one is a target only
+    assert.equal("abcdefghi", all { path = a })  -- the last token is only a target
     assert.equal("abcdefghij\nkl", all { path = { a, b } })
     assert.equal("abcdefg", all { path = a, to = 0.8 })
     assert.equal("i", all { path = a, from = 0.8 })
   end)
 
-  it("tokens come bare, as nanoGPT writes them, or with llm.c's header", function()
+  it("tokens are read bare, as nanoGPT writes them, or with llm.c's header", function()
     local tokens = { 1, 50256, 65535, 4, 5, 6, 7 }
-    local bare = data.tokens { path = file("a.bin", u16(tokens)), batch = 1, context = 3, shuffle = false }
-    local headed = data.tokens { path = file("b.bin", llmc(20240520, 1, 7, tokens)), batch = 1, context = 3, shuffle = false }
+    local bare = data.tokens { path = file("a.bin", u16(tokens)), batch = 1, context = 3,
+      shuffle = false }
+    local headed = data.tokens { path = file("b.bin", llmc(20240520, 1, 7, tokens)), batch = 1,
+      context = 3, shuffle = false }
     for _, loader in ipairs { bare, headed } do
       local batch = loader:next()
       assert.same({ { 1, 50256, 65535 } }, batch.x:totable())
@@ -96,11 +105,14 @@ describe("data", function()
     assert.equal(7, headed.tokens)
   end)
 
-  it("in order, row b of step i starts at token (i*B + b)*T, and begins again when a batch does not fit", function()
-    for _, case in ipairs { { 3, 4, 61 }, { 1, 5, 26 }, { 4, 2, 100 }, { 2, 3, 13 }, { 2, 3, 12 }, { 5, 1, 6 } } do
+  it("in order, row b of step i starts at token (i*B + b)*T; the data restart when a batch does " ..
+    "not fit", function()
+    for _, case in ipairs { { 3, 4, 61 }, { 1, 5, 26 }, { 4, 2, 100 }, { 2, 3, 13 }, { 2, 3, 12 },
+      { 5, 1, 6 } } do
       local B, T, n = unpack(case)
-      local loader = data.tokens { path = file("a.bin", u16(numbers(n))), batch = B, context = T, shuffle = false }
-      local fit = math.floor((n - 1) / (B * T))                    -- batches with a target for their last token
+      local loader = data.tokens { path = file("a.bin", u16(numbers(n))), batch = B, context = T,
+        shuffle = false }
+      local fit = math.floor((n - 1) / (B * T))  -- batches with a target for their last token
       assert.equal(fit, loader:batches_per_epoch())
       local i = 0
       for _ = 1, 3 * fit do
@@ -117,7 +129,7 @@ describe("data", function()
     end
   end)
 
-  it("shuffled, an epoch visits every window once, each epoch in another order", function()
+  it("shuffled, an epoch visits every window once, in a new order each epoch", function()
     local T, B, n = 4, 3, 4 * 30 + 1
     local loader = data.tokens { path = file("a.bin", u16(numbers(n))), batch = B, context = T }
     local first
@@ -132,7 +144,7 @@ describe("data", function()
     end
   end)
 
-  it("shuffled, an epoch cuts a file that leaves a rest at its own offset", function()
+  it("shuffled, an epoch over a file with a rest starts at a random offset", function()
     local loader = data.tokens { path = file("a.bin", u16(numbers(100))), batch = 2, context = 8 }
     local offsets = {}
     for _ = 1, 30 do
@@ -145,17 +157,20 @@ describe("data", function()
     end
     local n = 0
     for _ in pairs(offsets) do n = n + 1 end
-    assert.equal(4, n)            -- 99 tokens with a target are 12 windows and 3 left over: four places to begin
+    -- 99 tokens with a target are 12 windows and 3 tokens left over: four possible offsets
+    assert.equal(4, n)
   end)
 
-  it("the order follows the seed", function()
+  it("the order depends on the seed", function()
     local path = file("a.bin", u16(numbers(200)))
-    local function with(seed) return starts(data.tokens { path = path, batch = 2, context = 2, seed = seed }, 20) end
+    local function with(seed)
+      return starts(data.tokens { path = path, batch = 2, context = 2, seed = seed }, 20)
+    end
     assert.same(with(1), with(1))
     assert.not_same(with(1), with(2))
   end)
 
-  it("a permutation is one for every number of items", function()
+  it("the permutation is valid for every number of items", function()
     for _, n in ipairs { 1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097 } do
       for epoch = 0, 2 do
         local seen, fixed = {}, 0
@@ -174,10 +189,12 @@ describe("data", function()
 
   -- ---------------------------------------------------------------- places
 
-  it("goes on from every place as if it had never stopped", function()
+  it("resumes from every place as if it had never stopped", function()
     local path = file("a.bin", u16(numbers(45)))
     for _, shuffle in ipairs { true, false } do
-      local function loader() return data.tokens { path = path, batch = 2, context = 4, shuffle = shuffle, seed = 3 } end
+      local function loader()
+        return data.tokens { path = path, batch = 2, context = 4, shuffle = shuffle, seed = 3 }
+      end
       local whole = starts(loader(), 25)
       for place = 0, 20 do
         local one = loader()
@@ -192,7 +209,7 @@ describe("data", function()
     end
   end)
 
-  it("refuses a place of other data, batch size or order", function()
+  it("refuses a place of other data, another batch size or another order", function()
     local path = file("a.bin", u16(numbers(45)))
     local function loader(options)
       local o = { path = path, batch = 2, context = 4, seed = 3 }
@@ -202,16 +219,20 @@ describe("data", function()
     local state = loader():state()
     for key, value in pairs { batch = 3, context = 5, seed = 4, shuffle = false } do
       local other = loader { [key] = value }
-      assert.error_matches(function() other:restore(state) end, ("this position was saved with %s %s, the loader has %s; the batches would differ")
+      assert.error_matches(function() other:restore(state) end,
+        ("this position was saved with %s %s, the loader has %s; the batches would differ")
         :format(key, tostring(state[key]), tostring(value)), 1, true)
     end
-    assert.error_matches(function() data.text { text = "0123456789", batch = 2, context = 4, seed = 3 }:restore(state) end, "saved with kind tokens")
-    assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(state) end, "saved with examples 11, the loader has 14")
-    assert.error_matches(function() loader():restore(5) end, "expected a position from state%(%), got 5")
+    assert.error_matches(function() data.text { text = "0123456789", batch = 2, context = 4,
+      seed = 3 }:restore(state) end, "saved with kind tokens")
+    assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(
+      state) end, "saved with examples 11, the loader has 14")
+    assert.error_matches(function() loader():restore(5) end,
+      "expected a position from state%(%), got 5")
     assert.error_matches(function() loader():restore { at = -1 } end, "expected a position")
   end)
 
-  it("a batch goes with the step, also where none is open", function()
+  it("a batch is freed with its step, even if no step was open before", function()
     local loader = data.text { text = ("abc"):rep(100), batch = 2, context = 8 }
     local batch = loader:next()
     engine.end_step()
@@ -224,7 +245,8 @@ describe("data", function()
       engine.end_step()
     end
     assert.equal(before, engine.memory().kept.used)
-    assert.matches("text: 300 tokens in windows of 8: 37 examples, batch 2, shuffled, at batch 52 %(epoch 2.89%)", tostring(loader))
+    assert.matches("text: 300 tokens in windows of 8: 37 examples, batch 2, shuffled, at batch " ..
+      "52 %(epoch 2.89%)", tostring(loader))
   end)
 
   -- ---------------------------------------------------------------- rows
@@ -239,21 +261,27 @@ describe("data", function()
     assert.same({ { { 2, 0 }, { -45, 1 } }, { 1, 3 } }, { batch.x:totable(), batch.y:totable() })
     batch = data.csv { path = path, batch = 2, shuffle = false, target = 2 }:next()
     assert.same({ { { 1, 0 }, { 3, 1 } }, { 2, -45 } }, { batch.x:totable(), batch.y:totable() })
-    batch = data.csv { path = path, batch = 3, shuffle = false, classes = true }:next()      -- more than there are: from the start again
+    -- more than there are: restarts at the beginning
+    batch = data.csv { path = path, batch = 3, shuffle = false, classes = true }:next()
     assert.same({ "i64", { 0, 1, 0 } }, { batch.y.dtype, batch.y:totable() })
     assert.same({ "a", "b", "label" }, data.csv { path = path }.columns)
-    assert.same({ { 1 } }, data.csv { path = file("b.csv", "1;2\n"), separator = ";", batch = 1 }:next().x:totable())
-    assert.same({ { 1 } }, data.csv { path = file("c.csv", "1|2"), separator = "|", batch = 1 }:next().x:totable())
+    assert.same({ { 1 } }, data.csv { path = file("b.csv", "1;2\n"), separator = ";",
+      batch = 1 }:next().x:totable())
+    assert.same({ { 1 } }, data.csv { path = file("c.csv", "1|2"), separator = "|",
+      batch = 1 }:next().x:totable())
   end)
 
   it("tensors keep their dtypes and the shapes of their rows", function()
-    local x, y = engine.arange(1, 12, 1, "f16"):view(3, 2, 2):keep(), engine.tensor({ { 1 }, { 2 }, { 3 } }, { dtype = "i32", keep = true })
+    local x, y = engine.arange(1, 12, 1, "f16"):view(3, 2, 2):keep(),
+      engine.tensor({ { 1 }, { 2 }, { 3 } }, { dtype = "i32", keep = true })
     local batch = data.tensors { x = x, y = y, batch = 2, shuffle = false }:next()
     assert.same({ "f16", "i32" }, { batch.x.dtype, batch.y.dtype })
     assert.same({ { { 1, 2 }, { 3, 4 } }, { { 5, 6 }, { 7, 8 } } }, batch.x:totable())
     assert.same({ { 1 }, { 2 } }, batch.y:totable())
-    local flat = data.tensors { x = engine.arange(0, 5), y = engine.arange(0, 5), batch = 4, shuffle = false }:next()
-    assert.same({ { 0, 1, 2, 3 }, { 0, 1, 2, 3 }, "i64" }, { flat.x:totable(), flat.y:totable(), flat.x.dtype })
+    local flat = data.tensors { x = engine.arange(0, 5), y = engine.arange(0, 5), batch = 4,
+      shuffle = false }:next()
+    assert.same({ { 0, 1, 2, 3 }, { 0, 1, 2, 3 }, "i64" },
+      { flat.x:totable(), flat.y:totable(), flat.x.dtype })
   end)
 
   it("rows are shuffled together with their targets, each once an epoch", function()
@@ -272,11 +300,14 @@ describe("data", function()
     end
   end)
 
-  local function images(n, more) return big(0x00000803, n, 2, 2) .. ("\0\51\102\255"):rep(n) .. (more or "") end
+  local function images(n, more)
+    return big(0x00000803, n, 2, 2) .. ("\0\51\102\255"):rep(n) .. (more or "")
+  end
   local function labels(n) return big(0x00000801, n) .. ("\7\3"):rep(n):sub(1, n) end
 
-  it("idx images come as 0..1, labels as classes", function()
-    local batch = data.idx { images = file("i", images(3)), labels = file("l", labels(3)), batch = 2, shuffle = false }:next()
+  it("idx images are read as 0..1, labels as classes", function()
+    local batch = data.idx { images = file("i", images(3)), labels = file("l", labels(3)),
+      batch = 2, shuffle = false }:next()
     assert.same({ 2, 4 }, batch.x.shape)
     for k, v in ipairs { 0, 0.2, 0.4, 1 } do assert.near(v, batch.x:totable()[2][k], 1e-7) end
     assert.same({ "i64", { 7, 3 } }, { batch.y.dtype, batch.y:totable() })
@@ -284,24 +315,36 @@ describe("data", function()
 
   -- ---------------------------------------------------------------- what is wrong
 
-  it("options that are not known or not usable are answered in one line", function()
-    refuses("data.text { text = 'abc', contxt = 2 }", "data.text: unknown option 'contxt'; did you mean 'context'?; options: batch context from path seed shuffle text to")
+  it("unknown and unusable options are answered in one line", function()
+    refuses("data.text { text = 'abc', contxt = 2 }",
+      "data.text: unknown option 'contxt'; did you mean 'context'?; options: batch context from " ..
+      "path seed shuffle text to")
     refuses("data.txt {}", "engine.data has no 'txt'; did you mean 'text'?")
     refuses("data.text 'a'", "data.text: expected a table of options, got 'a'")
-    refuses("data.text {}", "data.text: expected path = a file or a list of files, or text = a string")
-    refuses("data.text { text = 'abc', batch = 0 }", "data.text: expected batch as a whole number of 1 or more, got 0")
-    refuses("data.text { text = 'abc', context = 1.5 }", "data.text: expected context as a whole number of 1 or more, got 1.5")
-    refuses("data.text { text = 'abc', seed = 'x' }", "data.text: expected seed as a whole number of 0 or more, got 'x'")
-    refuses("data.text { text = 'abc', shuffle = 'no' }", "data.text: expected shuffle as true or false, got 'no'")
-    refuses("data.text { text = 'abc', from = 0.5, to = 0.5 }", "data.text: expected 0 <= from < to <= 1, got 0.5 and 0.5")
-    refuses("data.text { text = 'abc', from = 'a' }", "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
+    refuses("data.text {}", "data.text: expected path = a file or a list of files, or text = a " ..
+      "string")
+    refuses("data.text { text = 'abc', batch = 0 }",
+      "data.text: expected batch as a whole number of 1 or more, got 0")
+    refuses("data.text { text = 'abc', context = 1.5 }",
+      "data.text: expected context as a whole number of 1 or more, got 1.5")
+    refuses("data.text { text = 'abc', seed = 'x' }",
+      "data.text: expected seed as a whole number of 0 or more, got 'x'")
+    refuses("data.text { text = 'abc', shuffle = 'no' }",
+      "data.text: expected shuffle as true or false, got 'no'")
+    refuses("data.text { text = 'abc', from = 0.5, to = 0.5 }",
+      "data.text: expected 0 <= from < to <= 1, got 0.5 and 0.5")
+    refuses("data.text { text = 'abc', from = 'a' }",
+      "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
     refuses("data.text { path = { 5 } }", "data.text: expected the path of a file, got 5")
-    refuses("data.tokens {}", "data.tokens: expected path = a .bin file of uint16 tokens, got nothing")
+    refuses("data.tokens {}", "data.tokens: expected path = a .bin file of uint16 tokens, got " ..
+      "nothing")
     refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
     refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
     refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x as a tensor, got 1")
-    refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }", "data.tensors: x has 2 rows, y has 3")
-    refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }", "data.tensors: there are no rows")
+    refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }",
+      "data.tensors: x has 2 rows, y has 3")
+    refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }",
+      "data.tensors: there are no rows")
   end)
 
   it("missing, short, truncated and odd files are named", function()
@@ -314,45 +357,67 @@ describe("data", function()
     file("minus.bin", llmc(20240520, 1, -1, numbers(8)))
     file("big.bin", u16 { 5, 9, 10, 3 })
     file("empty", "")
-    refuses("data.text { path = folder .. '/short', context = 4 }", "data.text: 4 tokens are too few for a context of 4: it takes 5")
-    refuses("data.text { path = folder .. '/empty', context = 4 }", "data.text: 0 tokens are too few for a context of 4: it takes 5")
-    refuses("data.text { text = '', context = 4 }", "data.text: 0 tokens are too few for a context of 4: it takes 5")
-    refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }", "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens")
-    refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }", "data.tokens: the header of FOLDER/cut.bin names 9 tokens, the file holds 8; hint: it is truncated")
-    refuses("data.tokens { path = folder .. '/more.bin', context = 1 }", "data.tokens: the header of FOLDER/more.bin names 7 tokens, the file holds 8")
-    refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }", "data.tokens: the header of FOLDER/minus.bin names -1 tokens, the file holds 8")
-    refuses("data.tokens { path = folder .. '/two.bin', context = 1 }", "data.tokens: FOLDER/two.bin has version 2 of llm.c's format, expected 1 (uint16 tokens)")
-    refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }", "data.tokens: FOLDER/wide.bin holds llm.c's tokens of 32 bits, expected uint16")
-    refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }", "data.tokens: token 10 at place 2 of FOLDER/big.bin is past the vocabulary of 10")
-    for _, code in ipairs { "data.text { path = folder .. '/none' }", "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
+    refuses("data.text { path = folder .. '/short', context = 4 }",
+      "data.text: 4 tokens are too few for a context of 4: it takes 5")
+    refuses("data.text { path = folder .. '/empty', context = 4 }",
+      "data.text: 0 tokens are too few for a context of 4: it takes 5")
+    refuses("data.text { text = '', context = 4 }",
+      "data.text: 0 tokens are too few for a context of 4: it takes 5")
+    refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
+      "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens")
+    refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
+      "data.tokens: the header of FOLDER/cut.bin names 9 tokens, the file holds 8; hint: it is " ..
+      "truncated")
+    refuses("data.tokens { path = folder .. '/more.bin', context = 1 }",
+      "data.tokens: the header of FOLDER/more.bin names 7 tokens, the file holds 8")
+    refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }",
+      "data.tokens: the header of FOLDER/minus.bin names -1 tokens, the file holds 8")
+    refuses("data.tokens { path = folder .. '/two.bin', context = 1 }",
+      "data.tokens: FOLDER/two.bin has version 2 of llm.c's format, expected 1 (uint16 tokens)")
+    refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }",
+      "data.tokens: FOLDER/wide.bin holds llm.c's tokens of 32 bits, expected uint16")
+    refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }",
+      "data.tokens: token 10 at place 2 of FOLDER/big.bin is past the vocabulary of 10")
+    for _, code in ipairs { "data.text { path = folder .. '/none' }",
+      "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
       "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
       local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
       local good, message = pcall(setfenv(chunk, { data = data, folder = folder }))
       assert.is_false(good)
-      assert.matches("^script:1: .*" .. folder:gsub("%p", "%%%0") .. "/none: .*No such file or directory", message)
+      assert.matches("^script:1: .*" .. folder:gsub("%p", "%%%0") ..
+        "/none: .*No such file or directory", message)
     end
   end)
 
-  it("csv files that are no tables of numbers are named with their line", function()
+  it("csv files that are not tables of numbers are reported with the line", function()
     file("a.csv", "a,b\n1,2\n3\n")
     file("b.csv", "a,b\n1,2\n3,x\n")
     file("c.csv", "a,b\n")
     file("d.csv", "1\n2\n")
     file("e.csv", "1,0\n2,1.5\n")
     file("f.csv", "1,0\n2,-1\n")
-    refuses("data.csv { path = folder .. '/a.csv' }", "data.csv: FOLDER/a.csv:3 has 1 columns, expected 2")
-    refuses("data.csv { path = folder .. '/b.csv' }", "data.csv: FOLDER/b.csv:3 column 2 is not a number: 'x'")
-    refuses("data.csv { path = folder .. '/c.csv' }", "data.csv: FOLDER/c.csv has no rows of numbers")
-    refuses("data.csv { path = folder .. '/d.csv' }", "data.csv: FOLDER/d.csv has one column; expected features and a target")
-    refuses("data.csv { path = folder .. '/e.csv', classes = true }", "data.csv: row 2 of FOLDER/e.csv has the class 1.5, expected a whole number of 0 or more")
-    refuses("data.csv { path = folder .. '/f.csv', classes = true }", "data.csv: row 2 of FOLDER/f.csv has the class -1, expected a whole number of 0 or more")
-    refuses("data.csv { path = folder .. '/e.csv', target = 3 }", "data.csv: there is no column 3 among the 2 of FOLDER/e.csv")
+    refuses("data.csv { path = folder .. '/a.csv' }",
+      "data.csv: FOLDER/a.csv:3 has 1 columns, expected 2")
+    refuses("data.csv { path = folder .. '/b.csv' }",
+      "data.csv: FOLDER/b.csv:3 column 2 is not a number: 'x'")
+    refuses("data.csv { path = folder .. '/c.csv' }",
+      "data.csv: FOLDER/c.csv has no rows of numbers")
+    refuses("data.csv { path = folder .. '/d.csv' }",
+      "data.csv: FOLDER/d.csv has one column; expected features and a target")
+    refuses("data.csv { path = folder .. '/e.csv', classes = true }",
+      "data.csv: row 2 of FOLDER/e.csv has the class 1.5, expected a whole number of 0 or more")
+    refuses("data.csv { path = folder .. '/f.csv', classes = true }",
+      "data.csv: row 2 of FOLDER/f.csv has the class -1, expected a whole number of 0 or more")
+    refuses("data.csv { path = folder .. '/e.csv', target = 3 }",
+      "data.csv: there is no column 3 among the 2 of FOLDER/e.csv")
     file("g.csv", "width,label\n1,0\n")
-    refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }", "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")
-    refuses("data.csv { path = folder .. '/g.csv', separator = '' }", "data.csv: expected separator as one character, got ''")
+    refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }",
+      "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")
+    refuses("data.csv { path = folder .. '/g.csv', separator = '' }",
+      "data.csv: expected separator as one character, got ''")
   end)
 
-  it("idx files that are none, are cut or do not belong together are named", function()
+  it("idx files that are invalid, truncated or mismatched are named", function()
     file("good", images(2))
     file("labels", labels(2))
     file("three", labels(3))
@@ -360,18 +425,25 @@ describe("data", function()
     file("long", images(2, "x"))
     file("hostile", big(0x00000803, 2 ^ 32 - 1, 2 ^ 32 - 1, 2 ^ 32 - 1))
     file("tiny", "\0\0\8")
-    refuses("data.idx { images = folder .. '/cut', labels = folder .. '/labels' }", "data.idx: FOLDER/cut should hold 8 bytes after its header, it holds 7")
-    refuses("data.idx { images = folder .. '/long', labels = folder .. '/labels' }", "data.idx: FOLDER/long should hold 8 bytes after its header, it holds 9")
-    refuses("data.idx { images = folder .. '/labels', labels = folder .. '/labels' }", "data.idx: FOLDER/labels is not an idx file of images (unsigned bytes, 3 dimensions)")
-    refuses("data.idx { images = folder .. '/tiny', labels = folder .. '/labels' }", "data.idx: FOLDER/tiny is not an idx file of images (unsigned bytes, 3 dimensions)")
-    refuses("data.idx { images = folder .. '/good', labels = folder .. '/good' }", "data.idx: FOLDER/good is not an idx file of labels (unsigned bytes, 1 dimensions)")
-    refuses("data.idx { images = folder .. '/good', labels = folder .. '/three' }", "data.idx: 2 images but 3 labels")
-    local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder .. "/labels" })
+    refuses("data.idx { images = folder .. '/cut', labels = folder .. '/labels' }",
+      "data.idx: FOLDER/cut should hold 8 bytes after its header, it holds 7")
+    refuses("data.idx { images = folder .. '/long', labels = folder .. '/labels' }",
+      "data.idx: FOLDER/long should hold 8 bytes after its header, it holds 9")
+    refuses("data.idx { images = folder .. '/labels', labels = folder .. '/labels' }",
+      "data.idx: FOLDER/labels is not an idx file of images (unsigned bytes, 3 dimensions)")
+    refuses("data.idx { images = folder .. '/tiny', labels = folder .. '/labels' }",
+      "data.idx: FOLDER/tiny is not an idx file of images (unsigned bytes, 3 dimensions)")
+    refuses("data.idx { images = folder .. '/good', labels = folder .. '/good' }",
+      "data.idx: FOLDER/good is not an idx file of labels (unsigned bytes, 1 dimensions)")
+    refuses("data.idx { images = folder .. '/good', labels = folder .. '/three' }",
+      "data.idx: 2 images but 3 labels")
+    local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder ..
+      "/labels" })
     assert.is_false(good)
     assert.matches("should hold .* bytes after its header, it holds 0", message)
   end)
 
-  it("a mapped file stays mapped while the loader lives", function()
+  it("a mapped file stays mapped while the loader exists", function()
     local loader = data.text { path = file("a.txt", ("x"):rep(5000)), batch = 1, context = 1000 }
     for _ = 1, 20 do collectgarbage() end
     assert.equal(("x"):byte(), ffi.cast("const uint8_t *", loader.keep.data)[4999])
