@@ -1,5 +1,6 @@
--- The core beside a card: tensors in memory that the host cannot touch. The card is spec/cuda/fake_card.c, whose kernels are the CPU's and whose
--- memory is closed to everybody else, so that a look into it ends the process.
+-- The core with a card: tensors in memory that the host cannot touch. The card is
+-- spec/cuda/fake_card.c; its kernels are the CPU's, and only they may access its memory. Any other
+-- access ends the process.
 local helper = require "spec.helper"
 
 local CARD = "build/fake_card.so"
@@ -9,10 +10,12 @@ local function on_card(arguments)
   return helper.shell(("ENGINE_CUDA_PLUGIN=%s %s %s 2>&1"):format(CARD, helper.engine, arguments))
 end
 
-if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.getenv("ENGINE_TEST_DEVICE") then
-  describe("a card that the host cannot look into", function()
+if not sanitized and helper.shell("test -f " .. CARD).code == 0
+  and not os.getenv("ENGINE_TEST_DEVICE") then
+  describe("a card with memory closed to the host", function()
     it("trains, overflows, lags and updates as the CPU does", function()
-      for _, file in ipairs { "spec/cuda/training_spec.lua --filter='same steps' --filter='tensors on the card' --filter='captured'",
+      for _, file in ipairs { "spec/cuda/training_spec.lua --filter='same steps' " ..
+        "--filter='tensors on the card' --filter='captured'",
         "spec/cpu/optimizer_kernel_spec.lua", "spec/cpu/wire_kernel_spec.lua" } do
         local ran = on_card("spec/cuda/run.lua --output=TAP " .. file)
         assert(ran.code == 0 and not ran.out:find("\nnot ok", 1, true), ran.out)
@@ -20,37 +23,42 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
       end
     end)
 
-    it("runs a job with checkpoints, lagged or not, and goes on from them", function()
+    it("runs a job with checkpoints, lagged or not, and resumes from them", function()
       local folder = helper.folder()
-      local job = "examples/gpt.lua device=cuda layers=2 width=32 heads=2 batch=2 context=16 sample=0 log=json checkpoint_every=4 resume=auto run=" .. folder
+      local job = "examples/gpt.lua device=cuda layers=2 width=32 heads=2 batch=2 context=16 " ..
+        "sample=0 log=json checkpoint_every=4 resume=auto run=" .. folder
       assert.equal(0, on_card(job .. "/a steps=4").code)
       local ran = on_card(job .. "/a steps=8")
       assert(ran.code == 0, ran.out)
       local whole = on_card(job .. "/b steps=8")
-      local function last(out) return out:match('.*"step":8,[^\n]*"loss":([^,}]+)') or out:match('.*"loss":([^,}]+)') end
+      local function last(out)
+        return out:match('.*"step":8,[^\n]*"loss":([^,}]+)') or out:match('.*"loss":([^,}]+)')
+      end
       assert.equal(last(whole.out), last(ran.out))
       assert.truthy(last(ran.out))
     end)
 
-    it("is asked for tensors while the CPU is in force", function()
+    it("accepts requests for its tensors while the CPU is the current device", function()
       local ran = on_card([[-e 'local e = require "engine" local x = e.ones(3):to("cuda")
         print(e.device(), (x:to("cpu") * 2):sum():item(), x)']])
       assert(ran.code == 0 and ran.out:find("^cpu%s+6%s+f32 %[3%] cuda"), ran.out)
     end)
 
-    it("has parameters that no other device works on, nor it on theirs", function()
+    it("has parameters that no other device accepts, and accepts no others", function()
       local file = helper.folder() .. "/away.lua"
       helper.write(file, [[
         local engine, F = require "engine", require "engine.base.ffi"
         local C = F.C
-        local record, loss, found, graph, norm = F.new("eng_record"), F.new("double[1]"), F.new("int[1]"), F.new("eng_graph *[1]"), F.new("double[1]")
+        local record, loss, found, graph, norm = F.new("eng_record"), F.new("double[1]"),
+          F.new("int[1]"), F.new("eng_graph *[1]"), F.new("double[1]")
         for _, way in ipairs { { "cuda", "cpu" }, { "cpu", "cuda" } } do
           local home, away = way[1], way[2]
           local function refused(call)
             engine.device(away)
             local done, text = pcall(call)
             engine.device(home)
-            local want = ("the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')"):format(home, away, home)
+            local want = ("the parameters are in %s memory, the device in force is %s; hint: " ..
+              "engine.device('%s')"):format(home, away, home)
             assert(not done and tostring(text):find(want, 1, true), text)
           end
           engine.device(home)
@@ -74,7 +82,8 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
           foreign[0] = there
           engine.device(home)
           local done, text = pcall(start, foreign, 1)
-          assert(not done and tostring(text):find("is not in the memory of the device in force, " .. home, 1, true), text)
+          assert(not done and tostring(text):find("is not in the memory of the device in force, " ..
+            home, 1, true), text)
           refused(function()
             F.check(C.eng_params_reference_begin(set))
             F.check(C.eng_params_reference_end(norm, nil, set, 1))
@@ -89,28 +98,33 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0 and not os.geten
       assert(ran.code == 0 and ran.out == "all refused\n", ran.out)
     end)
 
-    it("is a whole library in a regular file, or an error says what it is", function()
+    it("is a complete library in a regular file, or an error names the problem", function()
       local folder = helper.folder()
       local function with(plugin)
-        return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e 'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine))
+        return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e " ..
+          "'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine))
       end
       local whole = helper.read(CARD)
       for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do
         helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
         local ran = with(folder .. "/cut.so")
-        assert(ran.code == 1 and ran.out:find("/cut.so is cut off; hint: make, or copy it again", 1, true), part .. ": " .. ran.out)
+        assert(ran.code == 1 and ran.out:find("/cut.so is cut off; hint: make, or copy it again", 1,
+          true), part .. ": " .. ran.out)
       end
       helper.write(folder .. "/text.so", "no library")
-      assert.truthy(with(folder .. "/text.so").out:find("cannot load " .. folder .. "/text.so", 1, true))
+      assert.truthy(with(folder .. "/text.so").out:find("cannot load " .. folder .. "/text.so", 1,
+        true))
       helper.shell("mkfifo " .. folder .. "/pipe.so")
       assert.truthy(with(folder .. "/pipe.so").out:find("/pipe.so is no regular file", 1, true))
-      assert.truthy(with("nowhere.so").out:find("there is no ./nowhere.so", 1, true))   -- a name is a file here
-      assert.falsy(with("").out:find("there is no ;", 1, true))                         -- empty: unset
+      -- a bare name is a path here
+      assert.truthy(with("nowhere.so").out:find("there is no ./nowhere.so", 1, true))
+      assert.falsy(with("").out:find("there is no ;", 1, true))  -- empty means unset
       helper.remove(folder)
     end)
 
-    it("says what device there is", function()
-      assert.truthy(on_card("-e 'local e = require \"engine\" e.device(\"cuda\") print(e.device(), e.ones(2, 2))'").out:find("cuda", 1, true))
+    it("names the available devices", function()
+      assert.truthy(on_card("-e 'local e = require \"engine\" e.device(\"cuda\") " ..
+        "print(e.device(), e.ones(2, 2))'").out:find("cuda", 1, true))
     end)
   end)
 end
