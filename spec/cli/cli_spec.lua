@@ -1,4 +1,5 @@
--- The binary: the command line of the standalone Lua interpreter, exit codes, subcommands, signals, REPL.
+-- The binary: the command line of the standalone Lua interpreter, exit codes, subcommands, signals,
+-- REPL.
 local helper = require "spec.helper"
 local run, shell, quote = helper.run, helper.shell, helper.quote
 local engine = quote(helper.engine)
@@ -12,13 +13,15 @@ describe("the command line", function()
     return helper.write(folder .. "/script.lua", text)
   end
 
-  it("runs -e, several of them in order, in one state", function()
-    assert.same({ code = 0, out = "7\n", err = "" }, run { "-e", "x = 3", "-ex = x + 4", "-e", "print(x)" })
+  it("runs several -e in order, in one state", function()
+    assert.same({ code = 0, out = "7\n", err = "" }, run { "-e", "x = 3", "-ex = x + 4", "-e",
+      "print(x)" })
   end)
 
   it("runs a script with its arguments in ... and arg", function()
     local path = script "print(...) print(arg[0], arg[1], arg[2], #arg) print(arg[-1] ~= nil)"
-    assert.equal(("lr=3\tb c\n%s\tlr=3\tb c\t2\ntrue\n"):format(path), run({ path, "lr=3", "b c" }).out)
+    assert.equal(("lr=3\tb c\n%s\tlr=3\tb c\t2\ntrue\n"):format(path),
+      run({ path, "lr=3", "b c" }).out)
   end)
 
   it("puts options before the script at negative indices of arg", function()
@@ -31,13 +34,14 @@ describe("the command line", function()
   end)
 
   it("requires a module with -l", function()
-    assert.equal("table\n", run({ "-l", "engine.base.nearest", "-e", "print(type(package.loaded['engine.base.nearest']))" }).out)
+    assert.equal("table\n", run({ "-l", "engine.base.nearest", "-e",
+      "print(type(package.loaded['engine.base.nearest']))" }).out)
     local missing = run { "-l", "no.such.module" }
     assert.equal(1, missing.code)
     assert.matches("no.such.module", missing.err, 1, true)
   end)
 
-  it("runs stdin, with - also with arguments", function()
+  it("runs stdin; `-` allows arguments", function()
     assert.equal("5\n", run({}, "print(2 + 3)").out)
     assert.equal("a\tb\n", run({ "-", "a", "b" }, "print(...)").out)
   end)
@@ -46,7 +50,7 @@ describe("the command line", function()
     assert.equal("1\n", run({ script "#!/usr/bin/env engine\nprint(1)" }).out)
   end)
 
-  it("takes what follows -- as the script", function()
+  it("takes the word after -- as the script", function()
     assert.equal("1\n", run({ "--", script "print(1)" }).out)
   end)
 
@@ -55,7 +59,7 @@ describe("the command line", function()
     assert.matches("^engine %d+%.%d+%.%d+ %-%- LuaJIT", run({ "--version" }).out)
   end)
 
-  it("obeys LUA_INIT, and -E ignores it", function()
+  it("runs LUA_INIT unless -E is given", function()
     assert.equal("9\n", shell("LUA_INIT='x = 9' " .. engine .. " -e 'print(x)'").out)
     assert.equal("nil\n", shell("LUA_INIT='x = 9' " .. engine .. " -E -e 'print(x)'").out)
   end)
@@ -79,8 +83,9 @@ describe("the command line", function()
     assert.equal(3, run({ script "os.exit(3, true)" }).code)
   end)
 
-  it("answers an error with a message, a traceback and 1", function()
-    local path = script "local function deep() error('on purpose') end\nlocal function outer() deep() end\nouter()"
+  it("exits with 1, a message and a traceback after an error", function()
+    local path = script("local function deep() error('on purpose') end\n" ..
+      "local function outer() deep() end\nouter()")
     local result = run { path }
     assert.equal(1, result.code)
     assert.equal("", result.out)
@@ -90,7 +95,8 @@ describe("the command line", function()
   end)
 
   it("leaves the engine's own frames out of a traceback", function()
-    local path = script "local engine = require 'engine'\nlocal function deep() local x = engine.ones(2):item() return x end\ndeep()"
+    local path = script("local engine = require 'engine'\n" ..
+      "local function deep() local x = engine.ones(2):item() return x end\ndeep()")
     local err = run({ path }).err
     assert.matches("engine: " .. path .. ":2: item: expected", err, 1, true)
     assert.matches(path .. ":3: in main chunk", err, 1, true)
@@ -105,13 +111,14 @@ describe("the command line", function()
     assert.matches("script.lua:2:", result.err, 1, true)
   end)
 
-  it("shows error objects by __tostring, others by type", function()
-    assert.matches("engine: mine", run({ "-e", "error(setmetatable({}, { __tostring = function() return 'mine' end }))" }).err, 1, true)
+  it("prints error objects by __tostring, others by type", function()
+    assert.matches("engine: mine", run({ "-e",
+      "error(setmetatable({}, { __tostring = function() return 'mine' end }))" }).err, 1, true)
     assert.matches("error object of type table", run({ "-e", "error({})" }).err, 1, true)
     assert.same({ code = 1, out = "", err = "" }, run { "-e", "error()" })
   end)
 
-  it("says when a script is missing, and suggests a command", function()
+  it("reports a missing script, and suggests a command", function()
     local missing = run { folder .. "/nothing.lua" }
     assert.equal(1, missing.code)
     assert.matches("nothing.lua", missing.err, 1, true)
@@ -125,14 +132,17 @@ describe("the command line", function()
     assert.equal("a file\n", shell("cd " .. quote(folder) .. " && " .. engine .. " version").out)
   end)
 
-  it("flushes stdout before it says an error", function()
+  it("flushes stdout before it prints an error", function()
     local result = shell(engine .. " -e 'print(1) error(2)' 2>&1")
     assert.matches("^1\n", result.out)
   end)
 
   it("runs Lua tools", function()
-    helper.write(folder .. "/a_spec.lua", "it('works', function() assert.is_truthy(require 'engine.host') end)\nit('fails', function() error('x') end)")
-    local result = shell(("cd %s && busted --lua=%s -o TAP a_spec.lua"):format(quote(folder), engine))
+    helper.write(folder .. "/a_spec.lua",
+      "it('works', function() assert.is_truthy(require 'engine.host') end)\n" ..
+      "it('fails', function() error('x') end)")
+    local result = shell(("cd %s && busted --lua=%s -o TAP a_spec.lua"):format(quote(folder),
+      engine))
     assert.equal(1, result.code)
     assert.matches("ok 1 - works", result.out, 1, true)
     assert.matches("not ok 2 - fails", result.out, 1, true)
@@ -151,10 +161,11 @@ describe("subcommands", function()
     assert.equal(1, run({ "help", "nothing" }).code)
   end)
 
-  it("doctor says what the machine offers, a line each", function()
+  it("doctor prints one line for each thing the machine offers", function()
     local result = run { "doctor" }
     assert.equal(0, result.code, result.out .. result.err)
-    for _, what in ipairs { "CPU", "instructions", "memory", "LuaJIT", "kernels", "oneDNN", "GPU" } do
+    for _, what in ipairs { "CPU", "instructions", "memory", "LuaJIT", "kernels", "oneDNN",
+      "GPU" } do
       assert.matches("\n?%a+ +" .. what .. " +%S", result.out)
     end
     for text in (result.out:match("^(.-)\n\n") or result.out):gmatch("[^\n]+") do
@@ -164,8 +175,9 @@ describe("subcommands", function()
 end)
 
 describe("the REPL", function()
-  it("prints expressions, keeps going after an error, reads over several lines", function()
-    local result = run({ "-i" }, "1+1\nlocal x = 5\nx * 2\nerror('oops')\nfor i = 1, 2 do\n  io.write(i, ' ')\nend\n'a', nil, 3\n")
+  it("prints expressions, continues after an error, reads over several lines", function()
+    local result = run({ "-i" }, "1+1\nlocal x = 5\nx * 2\nerror('oops')\nfor i = 1, 2 do\n  " ..
+      "io.write(i, ' ')\nend\n'a', nil, 3\n")
     assert.equal(0, result.code)
     assert.matches("> 2\n", result.out, 1, true)
     assert.matches("> 10\n", result.out, 1, true)
@@ -174,15 +186,20 @@ describe("the REPL", function()
     assert.matches("oops", result.err, 1, true)
   end)
 
-  it("keeps what a script made, also one that failed", function()
+  it("keeps what a line made, even if the line failed", function()
     local folder = helper.folder()
-    local path = helper.write(folder .. "/s.lua", "kept = 41 local own, string = 6, 'mine' local function twice(x) return 2 * x end error('stop')")
+    local path = helper.write(folder .. "/s.lua",
+      "kept = 41 local own, string = 6, 'mine' local function twice(x) return 2 * x end " ..
+      "error('stop')")
     local result = run({ "-i", path }, "kept + 1\nown + 1\ntype(string)\n")
-    assert.matches("> 42\n> 7\n> \"table\"\n", result.out, 1, true)     -- its locals, too, but never in place of what is there
+    -- so are its locals, but they never replace existing globals
+    assert.matches("> 42\n> 7\n> \"table\"\n", result.out, 1, true)
     assert.matches("stop", result.err, 1, true)
-    helper.write(path, "#!/usr/bin/env engine\nlocal own = 41\nlocal function twice(x) return x + own end -- no line end")
+    helper.write(path, "#!/usr/bin/env engine\nlocal own = 41\nlocal function twice(x) return x " ..
+      "+ own end -- no line end")
     assert.matches("> 42\n", run({ "-i", path }, "twice(1)\n").out, 1, true)
-    helper.write(path, "local own = 41\nlocal function f()\nreturn 5\nend\nreturn own, error('line 5')\n")
+    helper.write(path, "local own = 41\nlocal function f()\nreturn 5\nend\nreturn own, " ..
+      "error('line 5')\n")
     local returned = run({ "-i", path }, "own + 1\n")
     assert.matches("> 42\n", returned.out, 1, true)
     assert.matches("s.lua:5: line 5", returned.err, 1, true)
@@ -193,7 +210,7 @@ describe("the REPL", function()
     helper.remove(folder)
   end)
 
-  it("answers help, and leaves at exit and quit", function()
+  it("answers help, and ends at exit and quit", function()
     assert.matches("Tab completes", run({ "-i" }, "help\n").out, 1, true)
     assert.is_nil(run({ "-i" }, "exit\n1 + 41\n").out:find("42", 1, true))
     assert.is_nil(run({ "-i" }, "quit()\n1 + 41\n").out:find("42", 1, true))
@@ -206,7 +223,8 @@ describe("the REPL", function()
     local cycle = {}
     cycle.me = cycle
     assert.matches("^{ me = table: ", repl.show(cycle))
-    assert.matches("%.%.%. 40 more", repl.show((function() local t = {} for i = 1, 100 do t[i] = i end return t end)()))
+    assert.matches("%.%.%. 40 more",
+      repl.show((function() local t = {} for i = 1, 100 do t[i] = i end return t end)()))
   end)
 
   it("completes globals, fields and methods", function()
@@ -234,8 +252,9 @@ describe("the REPL", function()
     if shell("command -v script").code ~= 0 then return pending("needs script(1)") end
     local folder = helper.folder()
     local result = shell(([[
-      { sleep 0.5; printf '20+1\n'; sleep 0.3; printf 'stri\t.upper("up")\n'; sleep 0.3; printf 'dropped\003'; sleep 0.3
-        printf 'while true do end\n'; sleep 0.3; printf '\003'; sleep 0.3; printf '\004'; sleep 0.3; } |
+      { sleep 0.5; printf '20+1\n'; sleep 0.3; printf 'stri\t.upper("up")\n'
+        sleep 0.3; printf 'dropped\003'; sleep 0.3; printf 'while true do end\n'
+        sleep 0.3; printf '\003'; sleep 0.3; printf '\004'; sleep 0.3; } |
       HOME=%s TERM=xterm timeout 20 script -qec %s /dev/null]]):format(quote(folder), engine))
     local history = helper.read(folder .. "/.engine_history")
     helper.remove(folder)
@@ -247,12 +266,13 @@ describe("the REPL", function()
   end)
 end)
 
-it("the process is called engine, though it starts itself a second time", function()
+it("the process is called engine, although it executes itself a second time", function()
   assert.equal("engine\n", helper.run({ "-e", "print(io.open('/proc/self/comm'):read('*l'))" }).out)
 end)
 
 describe("signals", function()
-  -- Runs code that prints "ready", sends the signals with 0.2 s between them, gives exit code and output.
+  -- Runs code that prints "ready", sends the signals 0.2 s apart, and returns the exit code and the
+  -- output.
   local function interrupted(code, signals)
     local sends = {}
     for i, name in ipairs(signals) do sends[i] = "kill -" .. name .. " $pid; sleep 0.2" end
@@ -280,21 +300,23 @@ describe("signals", function()
     assert.equal(143, (interrupted(busy, { "TERM" })))
   end)
 
-  it("a compiled loop, which nothing can stop, is told of; the second SIGINT ends it", function()
-    local pipe = io.popen(("exec 2>&1; %s -e %s & p=$!; sleep 0.4; kill -INT $p; sleep 1.6; kill -INT $p; wait $p; echo code $?"):format(helper.engine,
-      helper.quote "io.write('ready\\n') io.flush() local function spin() while true do end end spin()"))
+  it("explains that a compiled loop cannot be interrupted; the second SIGINT ends it", function()
+    local pipe = io.popen(("exec 2>&1; %s -e %s & p=$!; sleep 0.4; kill -INT $p; sleep 1.6; " ..
+      "kill -INT $p; wait $p; echo code $?"):format(helper.engine, helper.quote(
+      "io.write('ready\\n') io.flush() local function spin() while true do end end spin()")))
     local text = pipe:read("*a")
     pipe:close()
     assert.matches("still at work in one call; again to stop at once", text, 1, true)
     assert.matches("code 130", text, 1, true)
   end)
 
-  it("a second SIGINT ends at once, even when the first is swallowed", function()
-    local code = interrupted("io.write('ready\\n') io.flush() jit.off() while true do pcall(function() while true do end end) end", { "INT", "INT" })
+  it("a second SIGINT ends at once, even if the script swallowed the first", function()
+    local code = interrupted("io.write('ready\\n') io.flush() jit.off() while true do " ..
+      "pcall(function() while true do end end) end", { "INT", "INT" })
     assert.equal(130, code)
   end)
 
-  it("leaves the first to whoever runs training steps", function()
+  it("leaves the first SIGINT to a running trainer", function()
     local code, text = interrupted([[
       local C = require("engine.base.ffi").C
       C.eng_interrupt_policy(1)

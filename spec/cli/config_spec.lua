@@ -6,8 +6,10 @@ local helper = require "spec.helper"
 
 local function defaults()
   return {
-    lr = 3e-4, steps = 1000, amp = true, precision = "fp16", layers = { 64, 32 }, files = {}, resume = config.optional "string",
-    clip = config.optional "number", model = { width = 384, heads = 6, block = { dropout = 0.1 } }, loss = function() end,
+    lr = 3e-4, steps = 1000, amp = true, precision = "fp16", layers = { 64, 32 }, files = {},
+    resume = config.optional "string",
+    clip = config.optional "number", model = { width = 384, heads = 6, block = { dropout = 0.1 } },
+    loss = function() end,
   }
 end
 
@@ -23,7 +25,7 @@ local function message(...)
 end
 
 describe("config", function()
-  it("gives the defaults when nothing is asked for", function()
+  it("gives the defaults without arguments", function()
     local cfg = parse()
     assert.equal(3e-4, cfg.lr)
     assert.equal(384, cfg.model.width)
@@ -40,7 +42,8 @@ describe("config", function()
   end)
 
   it("takes a value's type from its default", function()
-    local cfg = parse("lr=1e-3", "steps=2^12", "amp=false", "precision=bf16", "layers=1,2,3", "model.block.dropout=1/4", "clip=inf")
+    local cfg = parse("lr=1e-3", "steps=2^12", "amp=false", "precision=bf16", "layers=1,2,3",
+      "model.block.dropout=1/4", "clip=inf")
     assert.equal(1e-3, cfg.lr)
     assert.equal(4096, cfg.steps)
     assert.is_false(cfg.amp)
@@ -51,20 +54,20 @@ describe("config", function()
     assert.equal(math.huge, cfg.clip)
   end)
 
-  it("takes a string as it is, = and spaces included", function()
+  it("takes a string unchanged, including = and spaces", function()
     assert.equal("a=b c", parse("precision=a=b c").precision)
     assert.equal("", parse("precision=").precision)
     assert.same({}, parse("layers=").layers)
     assert.same({ "a.bin", "b.bin" }, parse("files=a.bin,b.bin").files)
   end)
 
-  it("lets the last one win, and takes --name=value and dashes", function()
+  it("takes the last value given, and accepts --name=value and dashes", function()
     assert.equal(2, parse("steps=1", "steps=2").steps)
     assert.equal(5, parse("--steps=5").steps)
     assert.equal(3, config.parse({ log_every = 1 }, { "--log-every=3" }).log_every)
   end)
 
-  it("suggests the nearest name and lists them all", function()
+  it("suggests the nearest name and lists all of them", function()
     local text = message("stpes=3")
     assert.matches("no field 'stpes'; did you mean 'steps'?; fields: ", text, 1, true)
     assert.matches("model.block.dropout", text, 1, true)
@@ -73,7 +76,8 @@ describe("config", function()
   end)
 
   it("names the expected type of a bad value", function()
-    assert.matches("lr: expected a number (or an expression like 3e-4 or 2^15), got 'fast'", message("lr=fast"), 1, true)
+    assert.matches("lr: expected a number (or an expression like 3e-4 or 2^15), got 'fast'",
+      message("lr=fast"), 1, true)
     assert.matches("got 'nan'", message("lr=nan"), 1, true)
     assert.matches("which is NaN", message("lr=inf-inf"), 1, true)
     assert.matches("amp: expected true or false, got 'maybe'", message("amp=maybe"), 1, true)
@@ -86,46 +90,70 @@ describe("config", function()
   it("checks choices", function()
     local docs = { precision = { "recipe", choices = { "fp32", "fp16" } } }
     assert.equal("fp32", config.parse(defaults(), { "precision=fp32" }, docs).precision)
-    assert.same({ "b", "a" }, config.parse({ list = { "a" } }, { "list=b,a" }, { list = { "", choices = { "a", "b" } } }).list)
-    for words, text in pairs { ["list="] = "list: expected one or more of a, b", ["list=a,c"] = "list: expected one of a, b, got 'c'" } do
-      local good, why = pcall(config.parse, { list = { "a" } }, { words }, { list = { "", choices = { "a", "b" } } })
+    assert.same({ "b", "a" }, config.parse({ list = { "a" } }, { "list=b,a" },
+      { list = { "", choices = { "a", "b" } } }).list)
+    for words, text in pairs { ["list="] = "list: expected one or more of a, b",
+      ["list=a,c"] = "list: expected one of a, b, got 'c'" } do
+      local good, why = pcall(config.parse, { list = { "a" } }, { words },
+        { list = { "", choices = { "a", "b" } } })
       assert.is_false(good)
       assert.matches(text, tostring(why), 1, true)
     end
     local ok, problem = pcall(config.parse, defaults(), { "precision=fp61" }, docs)
     assert.is_false(ok)
-    assert.equal("config: precision: expected one of fp32, fp16, got 'fp61'; did you mean 'fp16'?", tostring(problem))
+    assert.equal("config: precision: expected one of fp32, fp16, got 'fp61'; did you mean 'fp16'?",
+      tostring(problem))
   end)
 
-  it("holds fields to the ranges they are named in, from a file, too", function()
+  it("checks fields against their named ranges, in a file too", function()
     local folder = helper.folder()
-    local mine = { n = 1, k = 0, x = 1, y = 0, s = 0, p = 1, data = "", out = "", save = "", policy = "my own", several = { "all" } }
-    local kinds = { count = "n", natural = "k", positive = "x", not_negative = "y", share = "s", part = "p", file = "data", output = "out", folder = "save",
+    local mine = { n = 1, k = 0, x = 1, y = 0, s = 0, p = 1, data = "", out = "", save = "",
+      policy = "my own", several = { "all" } }
+    local kinds = { count = "n", natural = "k", positive = "x", not_negative = "y", share = "s",
+      part = "p", file = "data", output = "out", folder = "save",
       policy = "policy several" }
     local function parse_mine(...) return config.parse(mine, { ... }, nil, kinds) end
-    for _, word in ipairs { "n=3", "k=0", "x=1e-9", "y=0", "s=1", "p=1", "data=", "data=README.md", "out=" .. folder .. "/new", "save=" .. folder, "save=later",
-      "policy=my own", "policy=dynamic:growth_interval=5", "several=all", "several=dynamic,static" } do parse_mine(word) end
-    for word, text in pairs { ["n=0"] = "n: expected a whole number of 1 or more, got 0", ["n=1.5"] = "n: expected a whole number of 1 or more, got 1.5",
-      ["n=inf"] = "n: expected a whole number of 1 or more, got inf", ["k=-1"] = "k: expected a whole number of 0 or more, got -1",
-      ["x=0"] = "x: expected a number above 0, got 0", ["x=inf"] = "x: expected a number above 0, got inf", ["y=-1"] = "y: expected a number of 0 or more, got -1",
-      ["s=2"] = "s: expected a number from 0 to 1, got 2", ["p=0"] = "p: expected a number above 0, up to 1, got 0",
-      ["data=none.txt"] = "data: there is no file 'none.txt'", ["data=spec"] = "data: expected a file, 'spec' is a folder",
-      ["out=" .. folder .. "/a/b"] = "out: there is no folder '" .. folder .. "/a' to write into", ["out=spec"] = "out: expected a file to write, 'spec' is a folder",
-      ["save=README.md"] = "save: expected a folder, 'README.md' is a file", ["policy=dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
-      ["policy="] = "policy: ", ["several=dynamic,statc"] = "several: there is no policy 'statc'", ["several="] = "several: expected at least one" } do
+    for _, word in ipairs { "n=3", "k=0", "x=1e-9", "y=0", "s=1", "p=1", "data=", "data=README.md",
+      "out=" .. folder .. "/new", "save=" .. folder, "save=later",
+      "policy=my own", "policy=dynamic:growth_interval=5", "several=all",
+      "several=dynamic,static" } do
+        parse_mine(word)
+      end
+    for word, text in pairs { ["n=0"] = "n: expected a whole number of 1 or more, got 0",
+      ["n=1.5"] = "n: expected a whole number of 1 or more, got 1.5",
+      ["n=inf"] = "n: expected a whole number of 1 or more, got inf",
+      ["k=-1"] = "k: expected a whole number of 0 or more, got -1",
+      ["x=0"] = "x: expected a number above 0, got 0",
+      ["x=inf"] = "x: expected a number above 0, got inf",
+      ["y=-1"] = "y: expected a number of 0 or more, got -1",
+      ["s=2"] = "s: expected a number from 0 to 1, got 2",
+      ["p=0"] = "p: expected a number above 0, up to 1, got 0",
+      ["data=none.txt"] = "data: there is no file 'none.txt'",
+      ["data=spec"] = "data: expected a file, 'spec' is a folder",
+      ["out=" .. folder .. "/a/b"] = "out: there is no folder '" .. folder .. "/a' to write into",
+      ["out=spec"] = "out: expected a file to write, 'spec' is a folder",
+      ["save=README.md"] = "save: expected a folder, 'README.md' is a file",
+      ["policy=dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
+      ["policy="] = "policy: ", ["several=dynamic,statc"] = "several: there is no policy 'statc'",
+      ["several="] = "several: expected at least one" } do
       local good, problem = pcall(parse_mine, word)
       assert.is_false(good, word)
       assert.equal("config: " .. text, tostring(problem):sub(1, #text + 8))
     end
     local file = helper.write(folder .. "/s.lua", "return { n = -4 }")
-    assert.matches("config: n: expected a whole number of 1 or more, got -4", tostring(select(2, pcall(parse_mine, "config=" .. file))), 1, true)
-    assert.matches("there is no range 'counts'", tostring(select(2, pcall(config.parse, mine, {}, nil, { counts = "n" }))), 1, true)
-    assert.matches("count: there is no field 'm'", tostring(select(2, pcall(config.parse, mine, {}, nil, { count = "n m" }))), 1, true)
+    assert.matches("config: n: expected a whole number of 1 or more, got -4",
+      tostring(select(2, pcall(parse_mine, "config=" .. file))), 1, true)
+    assert.matches("there is no range 'counts'",
+      tostring(select(2, pcall(config.parse, mine, {}, nil, { counts = "n" }))), 1, true)
+    assert.matches("count: there is no field 'm'",
+      tostring(select(2, pcall(config.parse, mine, {}, nil, { count = "n m" }))), 1, true)
     helper.remove(folder)
   end)
 
   it("has help with every field, default and text", function()
-    local text = config.help(defaults(), { lr = "peak learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } }, "train.lua")
+    local text = config.help(defaults(),
+      { lr = "peak learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } },
+      "train.lua")
     assert.matches("usage: engine train.lua", text, 1, true)
     assert.matches("lr +number +0.0003 +peak learning rate", text)
     assert.matches("precision +string +fp16 +recipe: fp32, fp16", text)
@@ -154,9 +182,10 @@ describe("config files", function()
     return helper.write(folder .. "/" .. name, text)
   end
 
-  it("may be Lua or JSON, in the order of the command line", function()
+  it("may be Lua or JSON, and follow the order of the command line", function()
     local lua = file("a.lua", "return { lr = 1/8, model = { width = 2^5 }, layers = { 1 } }")
-    local json = file("b.json", '{"steps": 7, "model": {"block": {"dropout": 0}}, "resume": null, "files": ["x"]}')
+    local json = file("b.json", '{"steps": 7, "model": {"block": {"dropout": 0}}, "resume": ' ..
+      'null, "files": ["x"]}')
     local cfg = parse("config=" .. lua, "config=" .. json, "lr=2")
     assert.equal(2, cfg.lr)
     assert.equal(32, cfg.model.width)
@@ -175,14 +204,19 @@ describe("config files", function()
       assert.matches(path, problem, 1, true)
       return problem
     end
-    assert.matches("no field 'lrr'; did you mean 'lr'", refused("a.lua", "return { lrr = 1 }"), 1, true)
-    assert.matches("lr: expected a number, got the string '1'", refused("b.lua", "return { lr = '1' }"), 1, true)
-    assert.matches("model: expected a table of fields, got a number", refused("c.lua", "return { model = 3 }"), 1, true)
-    assert.matches("expected a table of fields, got a nil", refused("d.lua", "local x = 1"), 1, true)
+    assert.matches("no field 'lrr'; did you mean 'lr'", refused("a.lua", "return { lrr = 1 }"), 1,
+      true)
+    assert.matches("lr: expected a number, got the string '1'",
+      refused("b.lua", "return { lr = '1' }"), 1, true)
+    assert.matches("model: expected a table of fields, got a number",
+      refused("c.lua", "return { model = 3 }"), 1, true)
+    assert.matches("expected a table of fields, got a nil", refused("d.lua", "local x = 1"), 1,
+      true)
     assert.matches("e.lua:1:", refused("e.lua", "return {"), 1, true)
     assert.matches("f.lua:1:", refused("f.lua", "os.exit(3)"), 1, true)
     assert.matches("not JSON", refused("g.json", '{"lr": }'), 1, true)
-    assert.matches("expected Lua source, got bytecode", refused("h.lua", string.dump(function() return {} end)), 1, true)
+    assert.matches("expected Lua source, got bytecode",
+      refused("h.lua", string.dump(function() return {} end)), 1, true)
     assert.matches("item 2 is a string", refused("i.json", '{"layers": [1, "b"]}'), 1, true)
     assert.matches("cannot read", message("config=" .. folder .. "/none.lua"), 1, true)
     assert.matches("cannot read", message("config=" .. folder), 1, true)
@@ -204,7 +238,7 @@ describe("a script with settings", function()
     assert.equal("0.25\t10\n", helper.run({ script, "lr=2^-2" }).out)
   end)
 
-  it("prints them with help", function()
+  it("prints them for help", function()
     for _, word in ipairs { "help", "--help", "-h" } do
       local result = helper.run { script, word }
       assert.equal(0, result.code)
@@ -212,25 +246,29 @@ describe("a script with settings", function()
     end
   end)
 
-  it("answers a mistake with one line, no traceback, and 1", function()
+  it("answers a mistake with one line without traceback, and exit code 1", function()
     local result = helper.run { script, "lrr=1" }
     assert.equal(1, result.code)
     assert.equal("", result.out)
-    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'?; fields: lr steps\n", result.err)
+    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'?; fields: lr steps\n",
+      result.err)
   end)
 end)
 
 describe("expression", function()
   it("knows numbers, operators, brackets and constants", function()
     for text, value in pairs {
-      ["3e-4"] = 3e-4, ["2^15"] = 32768, ["1/4"] = 0.25, ["-(2+3)*4"] = -20, ["0x10"] = 16, [".5"] = 0.5, ["1."] = 1,
-      ["-2^2"] = -4, ["2^-1"] = 0.5, ["2^3^2"] = 512, ["10-2-3"] = 5, ["7%4"] = 3, [" 1 + 1 "] = 2, ["2--1"] = 3,
+      ["3e-4"] = 3e-4, ["2^15"] = 32768, ["1/4"] = 0.25, ["-(2+3)*4"] = -20, ["0x10"] = 16,
+      [".5"] = 0.5, ["1."] = 1,
+      ["-2^2"] = -4, ["2^-1"] = 0.5, ["2^3^2"] = 512, ["10-2-3"] = 5, ["7%4"] = 3, [" 1 + 1 "] = 2,
+      ["2--1"] = 3,
       ["inf"] = math.huge, ["-inf"] = -math.huge, ["2*pi"] = 2 * math.pi, ["6e5*1E+2"] = 6e7,
     } do assert.equal(value, expression(text), text) end
   end)
 
-  it("refuses everything else with a reason", function()
-    for _, text in ipairs { "", " ", "1 2", "2^", "(1", "1)", "a", "nan", "1..2", "os.exit()", "1;2", "0x", "--", ("("):rep(1000), ("-"):rep(1000) } do
+  it("refuses everything else and gives the reason", function()
+    for _, text in ipairs { "", " ", "1 2", "2^", "(1", "1)", "a", "nan", "1..2", "os.exit()",
+      "1;2", "0x", "--", ("("):rep(1000), ("-"):rep(1000) } do
       local value, why = expression(text)
       assert.is_nil(value, text)
       assert.equal("string", type(why))

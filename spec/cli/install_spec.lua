@@ -1,5 +1,5 @@
--- `make install` into an empty folder whose path has a space, used from another folder and, where
--- the specs run as root, by another user; then `make uninstall`.
+-- `make install` into an empty folder whose path has a space, used from another folder and, if the
+-- specs run as root, by another user; then `make uninstall`.
 local helper = require "spec.helper"
 local quote, shell = helper.quote, helper.shell
 
@@ -10,7 +10,7 @@ describe("an installed engine", function()
   if not in_tree then return end
   local top, dest, prefix, engine, as_user
 
-  -- `-o all`: what is built is installed as it is.
+  -- `-o all`: installs the existing build without building.
   local function make(target)
     return shell(("make --no-print-directory -o all BUILD=%s %s DESTDIR=%s PREFIX=/opt"):format(
       quote(build), target, quote(dest)))
@@ -61,7 +61,7 @@ describe("an installed engine", function()
     assert.matches("2\n", result.out, nil, nil, result.err)
   end)
 
-  it("gives C programs its headers and its library through pkg-config", function()
+  it("lets C programs find its headers and its library through pkg-config", function()
     if helper.sanitized then return end   -- the program would lack the sanitizer's library
     helper.write(top .. "/a.c", [[
 #include <engine.h>
