@@ -1,4 +1,5 @@
--- What a history shows: curves from blocks, heat maps, one tensor; totals that blocks and rows give alike, whatever was resumed.
+-- Views of a history: curves from blocks, heat maps, one tensor; totals from blocks and from rows
+-- agree, even after a resume.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
 local heat = require "engine.report.heat"
@@ -12,16 +13,18 @@ local stats = ffi.new("eng_tensor_stats[4]")
 
 local NAMES = { "wte.weight", "blocks.1.attn.weight", "blocks.1.mlp.weight", "blocks.2.mlp.weight" }
 
--- The loss falls from step to step, each 100th step overflows, statistics come every 50 steps and then.
+-- The loss falls from step to step, every 100th step overflows, and statistics come every 50 steps.
 local function append(h, step, fields)
   ffi.fill(record, ffi.sizeof(record))
   ffi.fill(verdict, ffi.sizeof(verdict))
   local over = step % 100 == 99
   record.step, record.updates, record.count, record.first_bad = step, step, 1000, over and 3 or -1
-  record.scale, record.loss, record.lr, record.norm_ref = 2 ^ (10 + step % 3), 5000 - step, 1e-3, 0 / 0
+  record.scale, record.loss, record.lr, record.norm_ref = 2 ^ (10 + step % 3), 5000 - step, 1e-3,
+    0 / 0
   record.amax, record.norm, record.underflow, record.elapsed = 0.25, 1.5, 10, step
   record.overflow, record.inf = over and 1 or 0, over and 2 or 0
-  verdict.scale, verdict.lr_mul, verdict.action = 1024, 1, over and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
+  verdict.scale, verdict.lr_mul, verdict.action = 1024, 1, over and C.ENG_ACTION_SKIP
+    or C.ENG_ACTION_STEP
   for name, value in pairs(fields or {}) do
     if name == "action" then verdict.action = value else record[name] = value end
   end
@@ -39,12 +42,13 @@ local function append(h, step, fields)
 end
 
 local function sums(h)
-  local row = h:query [[SELECT count(*) AS rows, min(step) AS first, max(step) AS last, sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
+  local row = h:query [[SELECT count(*) AS rows, min(step) AS first, max(step) AS last,
+    sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
     sum(policy_failed) AS failed, sum(tokens) AS tokens, max(elapsed) AS seconds FROM steps]]
   return row[1]
 end
 
-describe("what a history shows", function()
+describe("views of a history", function()
   local dir, h
   setup(function()
     dir = scratch.make()
@@ -60,11 +64,12 @@ describe("what a history shows", function()
     scratch.remove(dir)
   end)
 
-  it("sums up blocks of 256 steps as they are written", function()
+  it("sum up blocks of 256 steps as they are written", function()
     local blocks = h:query "SELECT * FROM blocks ORDER BY block"
     assert.equal(11, #blocks)
     local b = blocks[2]
-    assert.same({ 1, 256, 256, 511, 3, 3 }, { b.block, b.rows, b.first, b.last, b.overflows, b.skipped })
+    assert.same({ 1, 256, 256, 511, 3, 3 }, { b.block, b.rows, b.first, b.last, b.overflows,
+      b.skipped })
     assert.same({ 256, 5000 - 511, 5000 - 256 }, { b.loss_n, b.loss_min, b.loss_max })
     assert.equal(256 * (5000 - 383.5), b.loss_sum)
     assert.equal(0.25 * 4096, b.stored_max)
@@ -72,30 +77,34 @@ describe("what a history shows", function()
     assert.same(sums(h), h:totals())
   end)
 
-  it("gives a curve's least, mean and largest values, from blocks and from rows alike", function()
+  it("give a curve's least, mean and largest values, from blocks and from rows alike", function()
     local c = curves.read(h, { "loss", "inf" }, { points = 6 })
     assert.equal(512, c.width)
     assert.equal(6, #c.x)
-    assert.same({ 5000 - 511, 5000 - 255.5, 5000 }, { c.loss.min[1], c.loss.mean[1], c.loss.max[1] })
+    assert.same({ 5000 - 511, 5000 - 255.5, 5000 },
+      { c.loss.min[1], c.loss.mean[1], c.loss.max[1] })
     assert.equal(2, c.inf.max[1])
     assert.equal(440, c.rows[6])
     local total = 0
     for _, n in ipairs(c.overflows) do total = total + n end
     assert.equal(30, total)
     c = curves.read(h, { "loss" }, { points = 10, from = 2990 })
-    assert.same({ 1, 10, 2990, 2010, 2010 }, { c.width, #c.x, c.x[1], c.loss.min[1], c.loss.max[1] })
+    assert.same({ 1, 10, 2990, 2010, 2010 },
+      { c.width, #c.x, c.x[1], c.loss.min[1], c.loss.max[1] })
     assert.equal(0, #curves.read(h, { "loss" }, { from = 5000 }).x)
     assert.has_error(function() curves.read(h, { "los" }) end, nil)
   end)
 
-  it("plots by name, with marks, from and to", function()
+  it("plot by name, with marks and a range of steps", function()
     local text = tostring(h:plot("loss", { width = 60 }))
     assert.matches("^loss   2001 to 5000, at the end", text)
     assert.matches("× overflow (30)", text, 1, true)
     assert.matches("each column of dots spans the values of 25 steps", text, 1, true)
     assert.matches("^loss scale   1024 to 4096", tostring(h:plot("scale", { width = 60 })))
-    assert.matches("^largest gradient   0.25 to 0.25, at the end 0.25 %(log%)", tostring(h:plot("amax", { log = true, width = 60 })))
-    assert.matches("\n\nloss scale", tostring(h:plot({ "loss", "scale" }, { from = 0, to = 20, width = 60 })), 1, true)
+    assert.matches("^largest gradient   0.25 to 0.25, at the end 0.25 %(log%)",
+      tostring(h:plot("amax", { log = true, width = 60 })))
+    assert.matches("\n\nloss scale",
+      tostring(h:plot({ "loss", "scale" }, { from = 0, to = 20, width = 60 })), 1, true)
     assert.equal("the history has none of these steps", tostring(h:plot("loss", { from = 9000 })))
     local function fails(what, ...)
       local good, message = pcall(h.plot, h, ...)
@@ -106,9 +115,10 @@ describe("what a history shows", function()
     fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
   end)
 
-  it("draws layers by exponent and over time", function()
+  it("draw layers by exponent and over time", function()
     local text = tostring(h:heatmap { width = 120 })
-    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; on the right, the largest of each layer", text)
+    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; on the right, the largest of each " ..
+      "layer", text)
     assert.matches("f16 gradients as stored, by exponent", text, 1, true)
     assert.matches("     wte ▏", text, 1, true)
     assert.matches("blocks.1 ▏[^\n]*2%^8.0, 8.0 bits of room\n", text)
@@ -120,11 +130,12 @@ describe("what a history shows", function()
     text = tostring(h:heatmap { only = "blocks.1", width = 120 })
     assert.matches("blocks.1.mlp.weight ▏", text, 1, true)
     assert.not_matches("wte", text)
-    assert.has_error(function() h:heatmap { by = "steps" } end, "heatmap: expected by as 'exponent' or 'time', got 'steps'")
+    assert.has_error(function() h:heatmap { by = "steps" } end,
+      "heatmap: expected by as 'exponent' or 'time', got 'steps'")
     assert.has_error(function() h:heatmap { only = "nothing" } end)
   end)
 
-  it("shows one tensor, and names the nearest when there is none", function()
+  it("show one tensor, and suggest the nearest name for an unknown one", function()
     local t = h:tensor "blocks.2.mlp.weight"
     assert.equal("blocks.2.mlp.weight", t.name)
     assert.equal(90, #t.steps)
@@ -136,10 +147,11 @@ describe("what a history shows", function()
     assert.matches("2^12 █", text, 1, true)
     local good, message = pcall(h.tensor, h, "blocks.2.mlp.wieght")
     assert.is_false(good)
-    assert.matches("no parameter is called 'blocks.2.mlp.wieght'; did you mean 'blocks.2.mlp.weight'?", message, 1, true)
+    assert.matches("no parameter is called 'blocks.2.mlp.wieght'; did you mean " ..
+      "'blocks.2.mlp.weight'?", message, 1, true)
   end)
 
-  it("keeps totals right through a resume, a retry and steps out of order", function()
+  it("keep totals right through a resume, a retry and steps out of order", function()
     local other_dir = scratch.make()
     local other = history.open(other_dir, { write = true })
     for step = 0, 999 do append(other, step) end
@@ -166,17 +178,20 @@ describe("what a history shows", function()
     scratch.remove(other_dir)
   end)
 
-  it("reads a history of schema 1, which has no blocks, and gives it blocks when it goes on", function()
+  it("read a history of schema 1, which has no blocks, and add blocks when the run continues",
+    function()
     local old_dir = scratch.make()
     local old = history.open(old_dir, { write = true })
     for step = 0, 599 do append(old, step) end
     old:close()
-    -- as the engine before blocks left it
+    -- as the engine wrote it before blocks existed
     local sqlite = ffi.load "sqlite3.so.0"
-    pcall(ffi.cdef, "int sqlite3_open(const char *, void **); int sqlite3_exec(void *, const char *, void *, void *, char **); int sqlite3_close(void *);")
+    pcall(ffi.cdef, "int sqlite3_open(const char *, void **); int sqlite3_exec(void *, const " ..
+      "char *, void *, void *, char **); int sqlite3_close(void *);")
     local db = ffi.new "void *[1]"
     assert.equal(0, sqlite.sqlite3_open(old_dir .. "/history.db", db))
-    assert.equal(0, sqlite.sqlite3_exec(db[0], "DROP TABLE blocks; PRAGMA user_version = 1", nil, nil, nil))
+    assert.equal(0, sqlite.sqlite3_exec(db[0], "DROP TABLE blocks; PRAGMA user_version = 1", nil,
+      nil, nil))
     sqlite.sqlite3_close(db[0])
     local reader = history.open(old_dir)
     assert.same(sums(reader), reader:totals())
@@ -192,11 +207,14 @@ describe("what a history shows", function()
 end)
 
 describe("shades", function()
-  it("go from cold to hot, with inf and nan apart", function()
-    local options = { rows = { { label = "a", cells = { 0, 0.5, 1, nil, "bad" }, note = "x" } }, columns = 5, wide = 1, axis = { "0", [5] = "4" }, low = "low",
+  it("go from cold to hot; inf and nan have their own", function()
+    local options = { rows = { { label = "a", cells = { 0, 0.5, 1, nil, "bad" }, note = "x" } },
+      columns = 5, wide = 1, axis = { "0", [5] = "4" }, low = "low",
       high = "high", bad = true, title = "t" }
     options.style = "shades"
-    assert.equal("t\na ▏ ▒█ !▕ x\n   ╵   ╵\n   0   4\n   low  ·░▒▓█ high    ! inf or nan", heat.draw(options))
+    assert.equal("t\na ▏ ▒█ !▕ x\n   ╵   ╵\n   0   4\n" ..
+      "   low  ·░▒▓█ high    ! inf or nan",
+      heat.draw(options))
     options.style = "ascii"
     assert.matches("a |", heat.draw(options), 1, true)
     assert.not_matches("[\128-\255]", heat.draw(options))

@@ -1,4 +1,4 @@
--- What a run shows: terminal plots and the progress line.
+-- What a run prints: terminal plots and the progress line.
 local plot = require "engine.report.plot"
 local progress = require "engine.run.progress"
 
@@ -17,7 +17,8 @@ end
 
 describe("plot", function()
   it("draws a rising line from the lower left to the upper right", function()
-    local drawn = lines(plot.draw { y = { 0, 1, 2, 3 }, width = 30, height = 4, ascii = true, title = "up" })
+    local drawn = lines(plot.draw { y = { 0, 1, 2, 3 }, width = 30, height = 4, ascii = true,
+      title = "up" })
     assert.equal("up", drawn[1])
     assert.matches("%*$", drawn[2])
     assert.matches("^ *%d* ?[+|]%*", drawn[5])
@@ -26,24 +27,27 @@ describe("plot", function()
     assert.matches("^ +1 .* 4$", drawn[7])
   end)
 
-  it("keeps within its width and height", function()
+  it("stays within its width and height", function()
     local y = {}
     for i = 1, 3000 do y[i] = math.sin(i / 100) * 1e5 end
-    local drawn = lines(plot.draw { y = y, width = 60, height = 9, title = "wave", marks = { 1, 3000 } })
+    local drawn = lines(plot.draw { y = y, width = 60, height = 9, title = "wave",
+      marks = { 1, 3000 } })
     assert.equal(1 + 9 + 1 + 3, #drawn)
     for _, line in ipairs(drawn) do assert.is_true(length(line) <= 60, line) end
   end)
 
-  it("leaves inf and nan out and says so", function()
+  it("leaves out inf and nan and reports them", function()
     local text = plot.draw { y = { 1, nan, 2, inf, -inf }, width = 40, title = "loss" }
     assert.matches("loss  [3 of 5 points not drawn: inf, nan]", text, 1, true)
-    assert.matches("2 of 3 points not drawn: inf, nan or not positive", plot.draw { y = { 1, 0, -1 }, log = 10, width = 40 }, 1, true)
+    assert.matches("2 of 3 points not drawn: inf, nan or not positive",
+      plot.draw { y = { 1, 0, -1 }, log = 10, width = 40 }, 1, true)
   end)
 
-  it("survives nothing, one point, equal points, huge and tiny ones", function()
+  it("handles empty data, one point, equal points, and huge and tiny values", function()
     assert.matches("nothing to draw", plot.draw { y = {} }, 1, true)
     assert.matches("nothing to draw", plot.draw { y = { nan } }, 1, true)
-    for _, y in ipairs { { 5 }, { 0, 0 }, { -3, -3 }, { 1e300, -1e300 }, { 1e-300, 2e-300 }, { 5e-324 }, { 1.7e308, -1.7e308 } } do
+    for _, y in ipairs { { 5 }, { 0, 0 }, { -3, -3 }, { 1e300, -1e300 }, { 1e-300, 2e-300 },
+      { 5e-324 }, { 1.7e308, -1.7e308 } } do
       assert.equal(15, #lines(plot.draw { y = y, width = 40 }))
     end
     assert.equal(15, #lines(plot.draw { y = { 2 ^ 15, 2 ^ 15 }, log = 2, width = 40 }))
@@ -56,20 +60,25 @@ describe("plot", function()
   end)
 
   it("puts marks under their steps", function()
-    local drawn = lines(plot.draw { y = { 1, 2, 3 }, x = { 0, 50, 100 }, marks = { 0, 100, 500 }, mark_name = "overflow", width = 40, height = 3, ascii = true })
+    local drawn = lines(plot.draw { y = { 1, 2, 3 }, x = { 0, 50, 100 }, marks = { 0, 100, 500 },
+      mark_name = "overflow", width = 40, height = 3, ascii = true })
     assert.matches("^ *x +x$", drawn[6])
     assert.matches("x overflow (3)", drawn[8], 1, true)
   end)
 
   it("shows loss and scale of a run", function()
     local rows = {}
-    for i = 1, 50 do rows[i] = { step = i, loss = 10 / i, scale = i < 25 and 65536 or 32768, overflow = i == 25 } end
+    for i = 1, 50 do
+      rows[i] = { step = i, loss = 10 / i, scale = i < 25 and 65536 or 32768, overflow = i == 25 }
+    end
     local text = plot.run(rows, { width = 60 })
     assert.matches("^loss\n", text)
     assert.matches("\n\nloss scale (log)\n", text, 1, true)
     assert.matches("overflow (1)", text, 1, true)
     assert.matches("2^16", text, 1, true)
-    assert.matches("^loss, since step 7\n", plot.run({ { step = 7, loss = 1, scale = 2 }, { step = 8, loss = 1, scale = 2 } }, { width = 60 }))
+    assert.matches("^loss, since step 7\n",
+      plot.run({ { step = 7, loss = 1, scale = 2 }, { step = 8, loss = 1, scale = 2 } },
+      { width = 60 }))
     for _, row in ipairs(rows) do row.scale = 1 end
     assert.not_matches("loss scale", plot.run(rows, { width = 60 }), 1, true)
   end)
@@ -78,17 +87,19 @@ end)
 describe("progress", function()
   local function sink()
     local parts = {}
-    return { write = function(_, ...) for _, part in ipairs { ... } do parts[#parts + 1] = part end end, flush = function() end,
+    return { write = function(_, ...) for _,
+      part in ipairs { ... } do parts[#parts + 1] = part end end, flush = function() end,
              text = function() return table.concat(parts) end }
   end
 
   local function row(step, fields)
-    local r = { step = step, updates = step - 1, loss = 2.5, lr = 1e-3, scale = 65536, skipped = 1, overflow = false, amax = 0.25, norm = 1.5, tokens_per_s = 12345.5 }
+    local r = { step = step, updates = step - 1, loss = 2.5, lr = 1e-3, scale = 65536, skipped = 1,
+      overflow = false, amax = 0.25, norm = 1.5, tokens_per_s = 12345.5 }
     for k, v in pairs(fields or {}) do r[k] = v end
     return r
   end
 
-  it("writes one JSON object a step with exactly the agreed fields", function()
+  it("writes one JSON object a step with exactly the documented fields", function()
     local out = sink()
     local p = progress.new { json = true, stream = out, clock = function() return 0 end }
     p:update(row(1))
@@ -96,23 +107,27 @@ describe("progress", function()
     p:finish()
     local cjson = require "cjson"
     local written = lines(out.text())
-    assert.equal('{"step":1,"updates":0,"loss":2.5,"lr":0.001,"scale":65536,"skipped":1,"overflow":false,"amax":0.25,"norm":1.5,"tokens_per_s":12345.5}', written[1])
-    assert.same({ step = 2, updates = 1, loss = "nan", lr = 1 / 3, scale = 65536, skipped = 1, overflow = true, amax = "-inf", norm = "inf", tokens_per_s = 12345.5 },
+    assert.equal('{"step":1,"updates":0,"loss":2.5,"lr":0.001,"scale":65536,"skipped":1,' ..
+      '"overflow":false,"amax":0.25,"norm":1.5,"tokens_per_s":12345.5}', written[1])
+    assert.same({ step = 2, updates = 1, loss = "nan", lr = 1 / 3, scale = 65536, skipped = 1,
+      overflow = true, amax = "-inf", norm = "inf", tokens_per_s = 12345.5 },
                 cjson.decode(written[2]))
     assert.equal("", written[3])
     assert.equal(3, #written)
   end)
 
-  it("reads back every double", function()
+  it("writes doubles that read back exactly", function()
     local cjson = require "cjson"
-    for _, x in ipairs { 1 / 3, 2 ^ -149, 1.1, 65504, 2 ^ 53, 1e22, -0.1, 3.4028234663852886e38, 5e-324, 0 } do
+    for _, x in ipairs { 1 / 3, 2 ^ -149, 1.1, 65504, 2 ^ 53, 1e22, -0.1, 3.4028234663852886e38,
+      5e-324, 0 } do
       assert.equal(x, cjson.decode(progress.json { step = 1, loss = x }).loss)
     end
   end)
 
-  it("writes plain lines now and then, and always the last", function()
+  it("writes plain lines at intervals, and always the last", function()
     local out, now = sink(), 0
-    local p = progress.new { total = 100, stream = out, clock = function() now = now + 0.25 return now end }
+    local p = progress.new { total = 100, stream = out,
+      clock = function() now = now + 0.25 return now end }
     for i = 1, 100 do p:update(row(i)) end
     p:finish()
     local written = lines(out.text())
@@ -123,9 +138,10 @@ describe("progress", function()
     assert.not_matches("[\r\27]", out.text())
   end)
 
-  it("shows the last step also of a run that ended early", function()
+  it("shows the last step even if a run ended early", function()
     local out, now = sink(), 0
-    local p = progress.new { total = 100, stream = out, clock = function() now = now + 0.01 return now end }
+    local p = progress.new { total = 100, stream = out,
+      clock = function() now = now + 0.01 return now end }
     for i = 1, 7 do p:update(row(i)) end
     p:finish()
     assert.matches("step 7/100", lines(out.text())[2], 1, true)
@@ -133,7 +149,8 @@ describe("progress", function()
 
   it("rewrites one line on a terminal, at most ten times a second, within its width", function()
     local out, now = sink(), 0
-    local p = progress.new { total = 1000, stream = out, columns = 40, clock = function() now = now + 0.001 return now end }
+    local p = progress.new { total = 1000, stream = out, columns = 40,
+      clock = function() now = now + 0.001 return now end }
     for i = 1, 1000 do p:update(row(i)) end
     p:note("checkpoint written")
     p:finish()
@@ -146,11 +163,12 @@ describe("progress", function()
     assert.equal("\n", text:sub(-1))
   end)
 
-  it("marks overflow, and writes numbers for people", function()
+  it("marks overflow, and abbreviates numbers", function()
     local out = sink()
     local p = progress.new { stream = out, clock = function() return 0 end }
     p:update(row(3, { overflow = true, scale = 2 ^ 24, loss = nan }))
-    assert.equal("step 3  loss nan  scale 2^24  skipped 1  12.3k tokens/s  overflow\n", (out.text():gsub("%-nan", "nan")))
+    assert.equal("step 3  loss nan  scale 2^24  skipped 1  12.3k tokens/s  overflow\n",
+      (out.text():gsub("%-nan", "nan")))
     assert.equal("1.23M", progress.count_text(1.234e6))
     assert.equal("999", progress.count_text(999))
     assert.equal("1:01:05", progress.duration_text(3665))
@@ -159,7 +177,7 @@ describe("progress", function()
     assert.equal("3000", progress.scale_text(3000))
   end)
 
-  it("is silent when asked", function()
+  it("prints nothing on request", function()
     local out = sink()
     local p = progress.new { quiet = true, stream = out }
     p:update(row(1))

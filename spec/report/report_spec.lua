@@ -1,22 +1,28 @@
--- engine runs, plot, report and export, and event files for TensorBoard, on runs of the real binary.
+-- engine runs, plot, report and export, and event files for TensorBoard, on runs of the real
+-- binary.
 local helper = require "spec.helper"
 local run, shell, quote = helper.run, helper.shell, helper.quote
 local M_ffi = require "engine.base.ffi"
 
 local script = [[
   local engine = require "engine"
-  local cfg = engine.config { run = "", steps = 60, policy = "dynamic:init_scale=2^22", tensorboard = false, shadow = "" }
+  local cfg = engine.config { run = "", steps = 60, policy = "dynamic:init_scale=2^22",
+    tensorboard = false, shadow = "" }
   engine.seed(1)
-  local model = engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.relu(), engine.nn.linear(16, 4) }
+  local model = engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.relu(),
+    engine.nn.linear(16, 4) }
   local x, y = engine.randn(32, 8):keep(), engine.randint(0, 4, 32):keep()
   engine.trainer {
-    model = model, data = { next = function() return { x = x, y = y, tokens = 32 } end }, loss = function(m, b) return engine.cross_entropy(m(b.x), b.y) end,
+    model = model, data = { next = function() return { x = x, y = y, tokens = 32 } end },
+    loss = function(m, b) return engine.cross_entropy(m(b.x), b.y) end,
     optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = "fp16" }), policy = cfg.policy,
-    steps = cfg.steps, run = cfg.run, tensorboard = cfg.tensorboard, shadow = cfg.shadow, config = cfg, log = "quiet", stats_every = 10,
+    steps = cfg.steps, run = cfg.run, tensorboard = cfg.tensorboard, shadow = cfg.shadow,
+      config = cfg, log = "quiet", stats_every = 10,
   }:run()
 ]]
 
--- The events of a file: { time, step, values = { tag = number or "histogram" or "text" }, version, session }.
+-- The events of a file: { time, step, values = { tag = number or "histogram" or "text" }, version,
+-- session }.
 local function read_events(bytes)
   local ffi, C = M_ffi.ffi, M_ffi.C
   local function number(kind, text) return tonumber(ffi.cast("const " .. kind .. " *", text)[0]) end
@@ -65,13 +71,19 @@ local function read_events(bytes)
     at = at + 16 + size
     local event = { values = {} }
     for _, field in ipairs(fields(payload)) do
-      if field[1] == 1 then event.time = field[2] elseif field[1] == 2 then event.step = field[2] elseif field[1] == 3 then event.version = field[2]
+      if field[1] == 1 then
+        event.time = field[2]
+      elseif field[1] == 2 then
+        event.step = field[2]
+      elseif field[1] == 3 then event.version = field[2]
       elseif field[1] == 7 then event.session = true
       elseif field[1] == 5 then
         for _, value in ipairs(fields(field[2])) do
           local tag, what
           for _, part in ipairs(fields(value[2])) do
-            if part[1] == 1 then tag = part[2] elseif part[1] == 2 then what = part[2] elseif part[1] == 5 then what = "histogram"
+            if part[1] == 1 then
+              tag = part[2]
+            elseif part[1] == 2 then what = part[2] elseif part[1] == 5 then what = "histogram"
             elseif part[1] == 8 then what = "text" end
           end
           event.values[tag] = what
@@ -85,7 +97,9 @@ end
 
 describe("a run's commands", function()
   local folder, engine
-  local function inside(words) return shell("cd " .. quote(folder) .. " && " .. engine .. " " .. words) end
+  local function inside(words)
+    return shell("cd " .. quote(folder) .. " && " .. engine .. " " .. words)
+  end
   setup(function()
     folder = helper.folder()
     local here = shell("pwd").out:match("[^\n]+")
@@ -95,76 +109,93 @@ describe("a run's commands", function()
     assert.equal("", made.err)
     assert.equal(0, made.code)
     inside "train.lua run=b steps=5 policy=static"
-    shell("mkdir -p " .. folder .. "/runs/broken && echo no > " .. folder .. "/runs/broken/history.db")
+    shell("mkdir -p " .. folder .. "/runs/broken && echo no > " .. folder ..
+      "/runs/broken/history.db")
   end)
   teardown(function() helper.remove(folder) end)
 
-  it("runs lists them, also as JSON, the damaged ones by their damage", function()
+  it("runs lists them, also as JSON, and names the damage of damaged ones", function()
     local result = inside "runs"
     assert.equal(0, result.code)
-    assert.matches("^run +steps +loss +scale +skipped +policy +precision +began +took +ended\n", result.out)
-    assert.matches("\na +60 +%d[%d.]+ +%S+ +%d+ %([%d.]+ %%%) +dynamic +fp16 +%d+%-%d+%-%d+ %d+:%d+ +0:0%d +finished\n", result.out)
+    assert.matches("^run +steps +loss +scale +skipped +policy +precision +began +took +ended\n",
+      result.out)
+    assert.matches("\na +60 +%d[%d.]+ +%S+ +%d+ %([%d.]+ %%%) +dynamic +fp16 +%d+%-%d+%-%d+ " ..
+      "%d+:%d+ +0:0%d +finished\n", result.out)
     assert.matches("\nb +5 ", result.out)
     assert.matches("\nbroken .*is not a history", result.out)
     local first = inside("runs --json").out:match('{"[^\n]*"name":"a"[^\n]*}')
     assert.equal(60, require("cjson").decode(first).rows)
-    assert.equal("no runs in runs/; a script makes one with run=NAME\n", shell("cd / && " .. engine .. " runs").out)
+    assert.equal("no runs in runs/; a script makes one with run=NAME\n",
+      shell("cd / && " .. engine .. " runs").out)
     assert.equal("engine runs: there is no folder nowhere\n", inside("runs nowhere").err)
   end)
 
-  it("runs tells one that was killed from one that goes on", function()
-    local result = shell("cd " .. quote(folder) .. "\n" .. engine .. " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..
-      engine .. " runs | grep '^c .*running' && break; done; kill -9 $p; wait $p 2>/dev/null; " .. engine .. " runs | grep '^c '")
+  it("runs distinguishes a killed run from a running one", function()
+    local result = shell("cd " .. quote(folder) .. "\n" .. engine ..
+      " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..
+      engine .. " runs | grep '^c .*running' && break; done; kill -9 $p; wait $p 2>/dev/null; " ..
+        engine .. " runs | grep '^c '")
     assert.matches("^c +.*running, 0 %% of 100,000,000\nc +.*broken off\n", result.out)
   end)
 
-  it("plot draws in the terminal and as SVG, and names what it does not know", function()
+  it("plot draws in the terminal and as SVG, and names unknown curves", function()
     local result = inside "plot a --width 70"
     assert.equal(0, result.code)
     assert.matches("^loss   [%d.]+ to ", result.out)
     assert.matches("\n\nloss scale", result.out, 1, true)
     assert.matches("× overflow", result.out, 1, true)
     for _, terminal in ipairs { "dumb", "linux" } do
-      local plain = shell(("cd %s && TERM=%s %s plot a --width 70"):format(quote(folder), terminal, engine)).out
+      local plain = shell(("cd %s && TERM=%s %s plot a --width 70"):format(quote(folder), terminal,
+        engine)).out
       assert.matches("\nx overflow", (plain:gsub("\n +", "\n")), 1, true)
       assert.is_nil(plain:find("[\128-\255]"))
     end
-    assert.matches("^largest gradient", inside("plot runs/a --columns amax,underflow --from 10 --to 20 --width 70").out)
+    assert.matches("^largest gradient",
+      inside("plot runs/a --columns amax,underflow --from 10 --to 20 --width 70").out)
     assert.matches("by exponent", inside("plot a --heatmap exponent --width 100").out, 1, true)
     assert.equal("p.svg\n", inside("plot a --svg p.svg --columns loss,scale,norm").out)
     local svg = helper.read(folder .. "/p.svg")
     assert.matches("^<svg xmlns", svg)
     assert.equal(3, select(2, svg:gsub('class="title"', "")))
     assert.is_nil(svg:find("nan", 1, true))
-    assert.matches("no number of the history is called 'lose'; did you mean 'loss'?", inside("plot a --columns lose").err, 1, true)
+    assert.matches("no number of the history is called 'lose'; did you mean 'loss'?",
+      inside("plot a --columns lose").err, 1, true)
     assert.matches("^engine plot: there is no run 'nothing'", inside("plot nothing").err)
-    assert.matches("no option '--colums'; did you mean '--columns'?", inside("plot a --colums loss").err, 1, true)
-    assert.equal("engine plot: cannot write /nowhere/x.svg: No such file or directory\n", inside("plot a --svg /nowhere/x.svg").err)
-    assert.matches("^engine plot: history runs/broken/history.db: is not a history", inside("plot broken").err)
+    assert.matches("no option '--colums'; did you mean '--columns'?",
+      inside("plot a --colums loss").err, 1, true)
+    assert.equal("engine plot: cannot write /nowhere/x.svg: No such file or directory\n",
+      inside("plot a --svg /nowhere/x.svg").err)
+    assert.matches("^engine plot: history runs/broken/history.db: is not a history",
+      inside("plot broken").err)
   end)
 
-  it("plot --png draws through gnuplot, or says that it is not there", function()
+  it("plot --png draws through gnuplot, or reports that gnuplot is missing", function()
     local result = inside "plot a --png p.png"
     if require("engine.report.gnuplot").installed() then
       assert.equal("p.png\n", result.out)
       assert.equal("\137PNG", helper.read(folder .. "/p.png"):sub(1, 4))
     end
-    result = shell("cd " .. quote(folder) .. " && mkdir -p empty && PATH=$PWD/empty " .. engine .. " plot a --png q.png")
+    result = shell("cd " .. quote(folder) .. " && mkdir -p empty && PATH=$PWD/empty " .. engine ..
+      " plot a --png q.png")
     assert.equal(1, result.code)
-    assert.matches("^engine plot: %-%-png draws through gnuplot, which is not installed; hint: [^\n]+\n$", result.err)
+    assert.matches("^engine plot: %-%-png draws through gnuplot, which is not installed; hint: " ..
+      "[^\n]+\n$", result.err)
   end)
 
-  it("report is one page that needs nothing else", function()
+  it("report is one self-contained page", function()
     assert.equal("runs/a/report.html\n", inside("report a").out)
     local html = helper.read(folder .. "/runs/a/report.html")
-    for _, piece in ipairs { "<title>a</title>", "<h2>Loss</h2>", "<h2>Loss scale</h2>", "<h2>Layers over the run</h2>", "<h2>Layers by exponent</h2>",
-      "<h2>All gradients by exponent</h2>", "<h2>Shadows</h2>", "<h2>Where overflows begin</h2>", "<h2>Settings</h2>", "prefers-color-scheme",
+    for _, piece in ipairs { "<title>a</title>", "<h2>Loss</h2>", "<h2>Loss scale</h2>",
+      "<h2>Layers over the run</h2>", "<h2>Layers by exponent</h2>",
+      "<h2>All gradients by exponent</h2>", "<h2>Shadows</h2>", "<h2>Where overflows begin</h2>",
+      "<h2>Settings</h2>", "prefers-color-scheme",
       '<span class="k">return</span>', "The run finished after 60 steps" } do
       assert.matches(piece, html, 1, true)
     end
     assert.is_nil(html:find("https?://[^w]"))
     assert.is_nil(html:find('src=', 1, true))
-    local data = require("cjson").decode(html:match('<script type="application/json" id="data">(.-)</script>'))
+    local data = require("cjson").decode(
+      html:match('<script type="application/json" id="data">(.-)</script>'))
     assert.equal(60, #data.x)
     assert.equal(60, #data.columns.loss.mean)
     assert.equal("deepspeed", data.shadows[1].name)
@@ -172,13 +203,16 @@ describe("a run's commands", function()
     assert.matches("^<!doctype html>", inside("report b -o -").out)
   end)
 
-  it("report and export show the meters of FP8 layers in the steps that were looked at", function()
-    helper.write(folder .. "/fp8.lua", (script:gsub('precision = "fp16"', 'precision = { base = "fp8_current", fp8 = { sample = 4 } }')))
+  it("report and export show the meters of FP8 layers in the metered steps", function()
+    helper.write(folder .. "/fp8.lua",
+      (script:gsub('precision = "fp16"',
+      'precision = { base = "fp8_current", fp8 = { sample = 4 } }')))
     assert.equal("", inside("fp8.lua run=eight steps=10 policy=static").err)
     local html = inside("report eight -o -").out
     assert.matches("<h2>FP8 layers</h2>", html, 1, true)
     assert.matches("From 3 measurements", html, 1, true)
-    local data = require("cjson").decode(html:match('<script type="application/json" id="data">(.-)</script>')).fp8
+    local data = require("cjson").decode(
+      html:match('<script type="application/json" id="data">(.-)</script>')).fp8
     assert.same({ "1 x", "3 x", "1 w", "3 w", "1 dy", "3 dy" }, data.names)
     assert.same({ 0, 4, 8 }, { data.cells[1][1][1], data.cells[6][2][1], data.cells[6][3][1] })
     assert.is_true(data.cells[1][1][2] > 25 and data.cells[1][1][2] < 40)
@@ -196,14 +230,19 @@ describe("a run's commands", function()
     assert.near(data.cells[2][2][2], tonumber(cell(4, "fp8.3:x.snr")), 0.01)
     assert.equal("", cell(5, "fp8.3:x.snr"))
     local objects = {}
-    for line in inside("export eight --jsonl -").out:gmatch("[^\n]+") do objects[#objects + 1] = require("cjson").decode(line) end
-    assert.equal(cell(8, "fp8.1:dy.scale_max"), ("%.17g"):format(objects[9].fp8["1:dy"].scale_max):sub(1, #cell(8, "fp8.1:dy.scale_max")))
+    for line in inside("export eight --jsonl -").out:gmatch("[^\n]+") do
+      objects[#objects + 1] = require("cjson").decode(line)
+    end
+    assert.equal(cell(8, "fp8.1:dy.scale_max"),
+      ("%.17g"):format(objects[9].fp8["1:dy"].scale_max):sub(1, #cell(8, "fp8.1:dy.scale_max")))
     assert.is_nil(objects[2].fp8)
     assert.is_nil(lines[1]:find("signals", 1, true))
   end)
 
-  it("report marks up what a policy or a setting holds", function()
-    helper.write(folder .. "/evil.lua", "-- </script><b>\nreturn { name = '<i>&', options = { init_scale = 8 }, decide = function(s) return s.scale end }")
+  it("report escapes the text of policies and settings", function()
+    helper.write(folder .. "/evil.lua",
+      "-- </script><b>\nreturn { name = '<i>&', options = { init_scale = 8 }, decide = " ..
+      "function(s) return s.scale end }")
     inside "train.lua run='<x>' steps=3 policy=evil.lua"
     local html = inside("report '<x>' -o -").out
     assert.is_nil(html:find("<b>\n", 1, true))
@@ -213,7 +252,8 @@ describe("a run's commands", function()
   end)
 
   it("exports CSV and JSON Lines", function()
-    assert.equal("a.csv: 60 steps\na.jsonl: 60 steps\n", inside("export a --csv a.csv --jsonl a.jsonl").out)
+    assert.equal("a.csv: 60 steps\na.jsonl: 60 steps\n",
+      inside("export a --csv a.csv --jsonl a.jsonl").out)
     local csv = helper.read(folder .. "/a.csv")
     assert.equal(61, select(2, csv:gsub("\n", "")))
     assert.matches("^step,attempt,updates,loss,lr,scale,", csv)
@@ -225,12 +265,14 @@ describe("a run's commands", function()
     end
     assert.equal(60, n)
     assert.matches("^engine export: expected %-%-csv FILE", inside("export a").err)
-    assert.matches("^engine export: cannot write /dev/full: ", inside("export a --csv /dev/full").err)
+    assert.matches("^engine export: cannot write /dev/full: ",
+      inside("export a --csv /dev/full").err)
   end)
 
   it("writes event files live and on export, framed with masked CRCs", function()
-    local live = read_events(helper.read(inside("-e 'for p in io.popen(\"ls runs/a/tensorboard/*\"):lines() do io.write(\"" .. folder ..
-      "/\", p) end'").out))
+    local live = read_events(helper.read(
+      inside("-e 'for p in io.popen(\"ls runs/a/tensorboard/*\"):lines() do io.write(\"" ..
+      folder .. "/\", p) end'").out))
     assert.equal("brain.Event:2", live[1].version)
     local steps, histograms = 0, 0
     for _, event in ipairs(live) do
@@ -239,23 +281,30 @@ describe("a run's commands", function()
         steps = steps + 1
         assert.is_number(event.values["scaling/log2_scale"])
       end
-      for _, what in pairs(event.values) do histograms = histograms + (what == "histogram" and 1 or 0) end
+      for _, what in pairs(event.values) do
+        histograms = histograms + (what == "histogram" and 1 or 0)
+      end
     end
     assert.equal(60, steps)
     assert.is_true(histograms >= 6)
-    local path = folder .. "/" .. inside("export a --tensorboard tb --every 10").out:match("^(tb/%S+): 1?%d+ steps\n")
+    local path = folder .. "/" .. inside("export a --tensorboard tb --every 10").out:match(
+      "^(tb/%S+): 1?%d+ steps\n")
     local kinds = {}
     for _, event in ipairs(read_events(helper.read(path))) do
-      for tag, what in pairs(event.values) do kinds[type(what) == "number" and "number" or what] = tag end
+      for tag, what in pairs(event.values) do
+        kinds[type(what) == "number" and "number" or what] = tag
+      end
     end
     assert.is_string(kinds.number)
     assert.matches("^stored_gradients/", kinds.histogram)
     assert.is_string(kinds.text)
   end)
 
-  it("begins a session in the event file of a run that goes on, and wants a name or a folder", function()
+  it("begins a new session in the event file of a resumed run, and requires a name or a folder",
+    function()
     inside "train.lua run=a steps=60 tensorboard=true"
-    assert.matches("tensorboard: a run without a name has no directory for event files; hint: run=NAME", inside("train.lua tensorboard=true").err, 1, true)
+    assert.matches("tensorboard: a run without a name has no directory for event files; hint: " ..
+      "run=NAME", inside("train.lua tensorboard=true").err, 1, true)
     local tensorboard = require "engine.run.tensorboard"
     local live = tensorboard.live(folder .. "/live", { { name = "w" } }, 7)
     local record, verdict = M_ffi.new("eng_record"), M_ffi.new("eng_verdict")
@@ -278,11 +327,13 @@ describe("a run's commands", function()
 end)
 
 describe("the REPL after a run", function()
-  it("offers its history, and shows texts of several lines as they are", function()
+  it("offers its history, and prints texts of several lines unchanged", function()
     local folder = helper.folder()
     helper.write(folder .. "/train.lua", script)
-    local result = shell(("cd %s && printf 'history:why(1)\\nhistory:plot(\"loss\", { width = 60 })\\n' | %s -i train.lua run=r steps=5"):format(quote(folder),
-      quote(helper.engine:sub(1, 1) == "/" and helper.engine or shell("pwd").out:match("[^\n]+") .. "/" .. helper.engine)))
+    local result = shell(("cd %s && printf 'history:why(1)\\nhistory:plot(\"loss\", { width = " ..
+      "60 })\\n' | %s -i train.lua run=r steps=5"):format(quote(folder),
+      quote(helper.engine:sub(1, 1) == "/" and helper.engine or shell("pwd").out:match("[^\n]+") ..
+        "/" .. helper.engine)))
     assert.matches("> step 1 (update", result.out, 1, true)
     assert.matches("> loss   ", result.out, 1, true)
     helper.remove(folder)
