@@ -1,5 +1,6 @@
--- The FP8 formats: every number, every rounding, on every instruction set. The expectation is made here, from the tables of
--- the formats: the nearest number, ties to the even code, in doubles, which hold everything exactly.
+-- The FP8 formats: every number, every rounding, on every instruction set. The spec computes the
+-- expected code from the tables of the formats: the nearest number, ties to the even code, in
+-- doubles, which hold everything exactly.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
@@ -9,9 +10,12 @@ local bit = require "bit"
 local ffi, C = M_ffi.ffi, M_ffi.C
 
 local FORMATS = {
-  e4m3 = { fraction = 3, bias = 7, largest = 448, past = 464, tie = true, over = 0x7F, top = 0x7E, sign = 0x80, nan = 0x7F },
-  e5m2 = { fraction = 2, bias = 15, largest = 57344, past = 61440, over = 0x7C, top = 0x7B, sign = 0x80, nan = 0x7F },
-  e5m6 = { fraction = 6, bias = 15, largest = 65024, past = 65280, over = 0x7C0, top = 0x7BF, sign = 0x800, nan = 0x7E0 },
+  e4m3 = { fraction = 3, bias = 7, largest = 448, past = 464, tie = true, over = 0x7F, top = 0x7E,
+    sign = 0x80, nan = 0x7F },
+  e5m2 = { fraction = 2, bias = 15, largest = 57344, past = 61440, over = 0x7C, top = 0x7B,
+    sign = 0x80, nan = 0x7F },
+  e5m6 = { fraction = 6, bias = 15, largest = 65024, past = 65280, over = 0x7C0, top = 0x7BF,
+    sign = 0x800, nan = 0x7E0 },
 }
 
 --- The number of a magnitude's code.
@@ -31,8 +35,10 @@ local function expected(f, x, saturate)
   if x ~= x then return f.nan end
   local sign = (x < 0 or 1 / x < 0) and f.sign or 0
   local magnitude = math.abs(x)
-  if magnitude > f.past or (magnitude == f.past and not f.tie) then return sign + (saturate and f.top or f.over) end
-  local _, e = math.frexp(magnitude)   -- where the code lies, from the exponent
+  if magnitude > f.past or (magnitude == f.past and not f.tie) then
+    return sign + (saturate and f.top or f.over)
+  end
+  local _, e = math.frexp(magnitude)   -- a first guess at the code, from the exponent
   local unit = 2 ^ (math.max(e - 1, 1 - f.bias) - f.fraction)
   local steps = magnitude / unit       -- exact
   local whole = math.floor(steps)
@@ -40,7 +46,8 @@ local function expected(f, x, saturate)
   if rest > 0.5 or (rest == 0.5 and whole % 2 == 1) then whole = whole + 1 end
   local rounded = whole * unit
   local field = rounded < 2 ^ (1 - f.bias) and 0 or select(2, math.frexp(rounded)) - 1 + f.bias
-  local code = field == 0 and rounded / 2 ^ (1 - f.bias - f.fraction) or (field - 1) * 2 ^ f.fraction + rounded / 2 ^ (field - f.bias - f.fraction)
+  local code = field == 0 and rounded / 2 ^ (1 - f.bias - f.fraction)
+    or (field - 1) * 2 ^ f.fraction + rounded / 2 ^ (field - f.bias - f.fraction)
   return sign + math.min(code, f.top)
 end
 
@@ -51,7 +58,7 @@ end
 
 local function codes_of(x) return ffi.cast("const uint8_t *", values.info_of(x).data) end
 
---- Casts x on every instruction set and on the reference, and compares every code with what `expected` says.
+--- Casts x on every instruction set and on the reference, and compares every code with `expected`.
 local function expect_codes(x, n, format)
   local source = values.values_of(x)
   local want = ffi.new("uint8_t[?]", n)
@@ -63,7 +70,8 @@ local function expect_codes(x, n, format)
       local got = codes_of(M_ffi.run("cast", { x }, { M_ffi.dtype[format], mode }))
       for i = 0, n - 1 do
         if got[i] ~= want[i] then
-          error(("%s, mode %d, %s: %.9g: expected 0x%s, got 0x%s"):format(SETS[k] or "reference", mode, format, source[i], bit.tohex(want[i], 2), bit.tohex(got[i], 2)), 2)
+          error(("%s, mode %d, %s: %.9g: expected 0x%s, got 0x%s"):format(SETS[k] or "reference",
+            mode, format, source[i], bit.tohex(want[i], 2), bit.tohex(got[i], 2)), 2)
         end
       end
     end
@@ -96,7 +104,8 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
             if not want then assert(got[code] ~= got[code])
             else
               if code >= 128 then want = -want end
-              assert(got[code] == want and 1 / got[code] == 1 / want, ("0x%s: %g"):format(bit.tohex(code, 2), got[code]))
+              assert(got[code] == want and 1 / got[code] == 1 / want,
+                ("0x%s: %g"):format(bit.tohex(code, 2), got[code]))
             end
           end
         end
@@ -112,7 +121,8 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     end
 
     for _, dtype in ipairs { "f32", "f64" } do
-      it(("rounds %s to %s at every number and midpoint, and their neighbours"):format(dtype, format), function()
+      it(("rounds %s to %s at every number and midpoint, and their neighbours"):format(dtype,
+        format), function()
         local list = { 0, -0.0, 1 / 0, -1 / 0, 0 / 0, 1e30, -1e30, 1e-30, 2 ^ -149 }
         local step = dtype == "f32" and 2 ^ -23 or 2 ^ -52
         local function around(v)
@@ -146,7 +156,8 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       for i = 0, 36 do
         for j = 0, 52 do assert.equal((i * 53 + j) * 7 % 256, got[j * 37 + i]) end
       end
-      local wide, back = x:view(37, 53):transpose():to("f32"), x:view(37, 53):slice(2, 2, 50, 3):to("f32")
+      local wide, back = x:view(37, 53):transpose():to("f32"),
+        x:view(37, 53):slice(2, 2, 50, 3):to("f32")
       assert.same({ 53, 37 }, wide.shape)
       assert.same({ 37, 17 }, back.shape)
       local again = codes_of(wide:transpose():to(format))
@@ -158,8 +169,10 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     it("rounds to " .. format .. " at random by distance, and never moves its numbers", function()
       engine.seed(7)
       local n = 40000
-      for _, v in ipairs { number(f, 20) * (1 + 2 ^ -f.fraction / 4), number(f, 1) * 0.3, -number(f, 3) * 1.125 } do
-        local low = math.abs(v) / 2 ^ (math.max(select(2, math.frexp(v)) - 1, 1 - f.bias) - f.fraction)
+      for _, v in ipairs { number(f, 20) * (1 + 2 ^ -f.fraction / 4), number(f, 1) * 0.3,
+        -number(f, 3) * 1.125 } do
+        local exponent = math.max(select(2, math.frexp(v)) - 1, 1 - f.bias)
+        local low = math.abs(v) / 2 ^ (exponent - f.fraction)
         local part = low - math.floor(low)
         local y = engine.full({ n }, v):to(format, { stochastic = true, saturate = true }):to("f32")
         local got, up, numbers = values.values_of(y), 0, {}
@@ -170,7 +183,8 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
         local count = 0
         for _ in pairs(numbers) do count = count + 1 end
         assert.equal(2, count)
-        assert(math.abs(up / n - part) < 4 * math.sqrt(part * (1 - part) / n), ("%g: %g of %g"):format(v, up / n, part))
+        assert(math.abs(up / n - part) < 4 * math.sqrt(part * (1 - part) / n),
+          ("%g: %g of %g"):format(v, up / n, part))
       end
       local x, bits = bits_of(format, 256, "uint8_t *")
       for i = 0, 255 do bits[i] = i end
@@ -180,7 +194,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       end
     end)
 
-    it("draws the same " .. format .. " on every instruction set", function()
+    it("draws the same random " .. format .. " on every instruction set", function()
       values.seed("stochastic " .. format)
       for _, dtype in ipairs { "f32", "bf16", "f16" } do
         local x = values.float(dtype, { 9001 }, "rare")
@@ -205,15 +219,21 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     for code = 0, f.top do
       assert.equal(f.numbers[code], C.eng_small_decode("e5m6", code))
       assert.equal(-f.numbers[code], C.eng_small_decode("e5m6", code + 0x800))
-      for _, v in ipairs { f.numbers[code], (f.numbers[code] + (f.numbers[code + 1] or 65536)) / 2 } do
+      for _, v in ipairs { f.numbers[code],
+        (f.numbers[code] + (f.numbers[code + 1] or 65536)) / 2 } do
         for _, w in ipairs { v, v * (1 + 2 ^ -30), v * (1 - 2 ^ -30) } do
-          for mode = 0, 1 do assert.equal(expected(f, w, mode == 1), tonumber(C.eng_small_encode("e5m6", w, mode, 0))) end
+          for mode = 0, 1 do
+            assert.equal(expected(f, w, mode == 1),
+              tonumber(C.eng_small_encode("e5m6", w, mode, 0)))
+          end
         end
       end
-      -- TileKernels' rule is nearest even for normal results, and cuts subnormal ones shorter
+      -- TileKernels' rule is nearest even for normal results, and truncates subnormal ones
       if code >= 64 then
-        for _, w in ipairs { f.numbers[code], (f.numbers[code] + f.numbers[math.min(code + 1, f.top)]) / 2 } do
-          assert.equal(expected(f, w, true), tonumber(C.eng_small_encode("e5m6_tilekernels", w, 0, 0)))
+        for _, w in ipairs { f.numbers[code],
+          (f.numbers[code] + f.numbers[math.min(code + 1, f.top)]) / 2 } do
+          assert.equal(expected(f, w, true),
+            tonumber(C.eng_small_encode("e5m6_tilekernels", w, 0, 0)))
         end
       end
     end
@@ -224,7 +244,9 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       assert.equal(v, C.eng_small_decode("ue8m0", code))
       for mode = 0, 1 do
         assert.equal(code, tonumber(C.eng_small_encode("ue8m0", v, mode, 0)))
-        if code < 254 then assert.equal(code + mode, tonumber(C.eng_small_encode("ue8m0", v * 1.5, mode, 0))) end
+        if code < 254 then
+          assert.equal(code + mode, tonumber(C.eng_small_encode("ue8m0", v * 1.5, mode, 0)))
+        end
       end
     end
     assert.equal(255, tonumber(C.eng_small_encode("ue8m0", 0 / 0, 0, 0)))
@@ -234,7 +256,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     assert.equal(0x7C, tonumber(C.eng_small_encode("e5m2", 61440, 0, 0)))
   end)
 
-  it("go through files", function()
+  it("survive saving and loading", function()
     local dir = scratch.make()
     local path = dir .. "/fp8.safetensors"
     local x = engine.tensor { { 1, 448, -0.5 }, { 2 ^ -9, 0, -448 } }
@@ -250,20 +272,39 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     local q = engine.ones(2, 3):to("e4m3")
     local ids = engine.tensor({ 1, 0 }, { dtype = "i64" })
     for _, f in ipairs {
-      function() return q + q end, function() return q * 2 end, function() return 2 - q end, function() return q:sum() end, function() return -q end,
-      function() return q:exp() end, function() return q:matmul(q, false, true) end, function() return engine.ones(4, 3):linear(q) end, function() return q:max() end,
-      function() return q:softmax() end, function() return q:gt(0) end, function() return q:embedding(ids) end, function() return q:topk(1) end,
+      function()
+        return q + q
+      end, function()
+        return q * 2
+      end, function() return 2 - q end, function() return q:sum() end, function() return -q end,
+      function()
+        return q:exp()
+      end, function()
+        return q:matmul(q, false, true)
+      end, function() return engine.ones(4, 3):linear(q) end, function() return q:max() end,
+      function()
+        return q:softmax()
+      end, function()
+        return q:gt(0)
+      end, function() return q:embedding(ids) end, function() return q:topk(1) end,
     } do
       local fine, message = pcall(f)
       assert.is_false(fine)
-      assert.truthy(tostring(message):find("there is no arithmetic on FP8 tensors, got e4m3 %[[2 x3]*%]; hint: x:to%(\"f32\"%)"), tostring(message))
+      assert.truthy(tostring(message):find(
+        "there is no arithmetic on FP8 tensors, got e4m3 %[[2 x3]*%]; hint: x:to%(\"f32\"%)"),
+        tostring(message))
     end
-    assert.error_matches(function() engine.concat { q, q:to("e5m2") } end, "an FP8 tensor can only be joined with tensors of its dtype")
-    assert.error_matches(function() q:uniform() end, "random numbers: expected another dtype than e4m3")
+    assert.error_matches(function() engine.concat { q, q:to("e5m2") } end,
+      "an FP8 tensor can only be joined with tensors of its dtype")
+    assert.error_matches(function() q:uniform() end,
+      "random numbers: expected another dtype than e4m3")
     assert.error_matches(function() q:requires_grad() end, "expected a floating%-point tensor")
-    assert.error_matches(function() engine.ones(3):to("f16", { saturate = true }) end, "options belong to e4m3 and e5m2")
-    assert.error_matches(function() engine.ones(3):to("e4m3", { saturates = true }) end, "saturates")
-    assert.same({ { 1, 1, 1 }, { 1, 1, 1 } }, engine.concat({ q:slice(1, 1, 1), q:slice(1, 2, 2) }):totable())
+    assert.error_matches(function() engine.ones(3):to("f16", { saturate = true }) end,
+      "options belong to e4m3 and e5m2")
+    assert.error_matches(function() engine.ones(3):to("e4m3", { saturates = true }) end,
+      "saturates")
+    assert.same({ { 1, 1, 1 }, { 1, 1, 1 } },
+      engine.concat({ q:slice(1, 1, 1), q:slice(1, 2, 2) }):totable())
     assert.same({ { 1, 1, 1 }, { 1, 1, 1 } }, q:index_select(1, ids):totable())
     assert.equal(3, q:to("i32"):sum():item() / 2)
     assert.truthy(tostring(q):find("e4m3 %[2 x 3%]"))

@@ -1,4 +1,5 @@
--- The studies examples/fp8_*.lua: their tables come out as printed elsewhere, within sampling error, and wrong settings are one line.
+-- The studies examples/fp8_*.lua: their tables match the published ones within sampling error, and
+-- a wrong setting is answered in one line.
 local helper = require "spec.helper"
 
 local root = helper.shell("pwd").out:match("[^\n]+")
@@ -6,7 +7,7 @@ local function run(name, ...)
   return helper.run { root .. "/examples/fp8_" .. name .. ".lua", ... }
 end
 
---- The numbers in the line of a table that begins with `label`.
+--- The numbers in the table line that begins with `label`.
 local function row(result, label, from)
   local at = from and result.out:find(from, 1, true) or 1
   local line = result.out:sub(at):match("\n" .. label:gsub("%p", "%%%0") .. " +([^\n]*)")
@@ -35,11 +36,15 @@ describe("the FP8 laboratory", function()
     local result = run("promotion", "draws=100", "svg=" .. folder .. "/b.svg")
     assert.equal(0, result.code, result.err)
     local function mean(label)
-      local none, some, often = result.out:match("\n" .. label .. " +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %%")
+      local none, some, often = result.out:match("\n" .. label ..
+        " +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %% %([%d.]+ %%%) +([%d.]+) %%")
       return tonumber(none), tonumber(some), tonumber(often)
     end
-    local function near(want, got) assert.is_true(math.abs(got / want - 1) < 0.05, ("%g beside %g"):format(got, want)) end
-    for label, want in pairs { ["U%[0,1%) +1024"] = { 1.50, 0.58, 0.055 }, ["U%[0,1%) +4096"] = { 7.46, 0.58, 0.055 }, ["U%[0,1%) +16384"] = { 25.1, 0.58, 0.055 },
+    local function near(want, got)
+      assert.is_true(math.abs(got / want - 1) < 0.05, ("%g beside %g"):format(got, want))
+    end
+    for label, want in pairs { ["U%[0,1%) +1024"] = { 1.50, 0.58, 0.055 },
+      ["U%[0,1%) +4096"] = { 7.46, 0.58, 0.055 }, ["U%[0,1%) +16384"] = { 25.1, 0.58, 0.055 },
       ["|N%(0,1%)| +4096"] = { 6.64, 0.57, 0.060 } } do
       local got = { mean(label) }
       for i = 1, 3 do near(want[i], got[i]) end
@@ -50,51 +55,65 @@ describe("the FP8 laboratory", function()
     local result = run("outliers", "rows=64")
     assert.equal(0, result.code, result.err)
     local by_row, by_block = row(result, "row"), row(result, "1x128")
-    for i, want in pairs { [1] = 31.6, [3] = 31.5, [5] = 31.5, [6] = 28.8, [7] = 17.9 } do assert.near(want, by_row[i], 0.4) end
-    for i, want in pairs { [1] = 31.8, [5] = 31.8, [6] = 31.6, [7] = 28.4 } do assert.near(want, by_block[i], 0.4) end
+    for i, want in pairs { [1] = 31.6, [3] = 31.5, [5] = 31.5, [6] = 28.8, [7] = 17.9 } do
+      assert.near(want, by_row[i], 0.4)
+    end
+    for i, want in pairs { [1] = 31.8, [5] = 31.8, [6] = 31.6, [7] = 28.4 } do
+      assert.near(want, by_block[i], 0.4)
+    end
   end)
 
-  it("snr: the study as printed, and Hopper's numbers", function()
+  it("snr: the study as published, and Hopper's numbers", function()
     local result = run("snr", "samples=100", "svg=" .. folder .. "/c.svg")
     assert.equal(0, result.code, result.err)
-    -- columns: r 0, 0.01, 0.1, 0.2, each with n 128, 1024, 4096; medians of 100 draws stray by 1.5 dB or so
+    -- columns: r 0, 0.01, 0.1, 0.2, each with n 128, 1024, 4096; medians of 100 draws vary by about
+    -- 1.5 dB
     local first, second = "The study", "Hopper's numbers"
     local function like(from, label, wanted)
       local got = row(result, label, from)
-      for column, want in pairs(wanted) do assert.near(want, got[column], 3, label .. " " .. column) end
+      for column, want in pairs(wanted) do
+        assert.near(want, got[column], 3, label .. " " .. column)
+      end
     end
     like(first, "factor 1", { 0, 0, 0 })
     like(first, "factor 64", { 11.93, 4.64, 0.63 })
     like(first, "  chunks of 128", { 11.93, 11.91, 11.05, [8] = 20.64, [11] = 28.77 })
     like(first, "block scale, whole", { 28.21, 20.42, 11.22 })
     like(first, "  of 128", { 28.21, 28.17, 27.62, [12] = 40.01 })
-    like(second, "tensor scale, no promotion", { [3] = 28.64, [9] = 46.68, [11] = 48.62, [12] = 40.90 })
+    like(second, "tensor scale, no promotion", { [3] = 28.64, [9] = 46.68, [11] = 48.62,
+      [12] = 40.90 })
     like(second, "  promoted every 128", { [3] = 28.62, [9] = 48.59, [12] = 54.08 })
     like(second, "1x128, promoted every 128", { [3] = 28.92, [12] = 55.28 })
   end)
 
   it("train: a GPT and a mixture under several recipes", function()
     for _, model in ipairs { "gpt", "moe" } do
-      local result = run("train", "model=" .. model, "steps=12", "seeds=2", "width=32", "layers=1", "batch=4", "context=32", "recipes=bf16,fp16,fp8_block,fp8_delayed",
+      local result = run("train", "model=" .. model, "steps=12", "seeds=2", "width=32", "layers=1",
+        "batch=4", "context=32", "recipes=bf16,fp16,fp8_block,fp8_delayed",
         "svg=" .. folder .. "/d.svg")
       assert.equal(0, result.code, result.err)
       for _, recipe in ipairs { "bf16", "fp16", "fp8_block", "fp8_delayed" } do
-        local loss, apart = result.out:match("\n" .. recipe .. " +([%d.]+) %+%- [%d.]+ +([%+%-][%d.]+) %+%-")
+        local loss, apart = result.out:match("\n" .. recipe ..
+          " +([%d.]+) %+%- [%d.]+ +([%+%-][%d.]+) %+%-")
         assert.is_true(tonumber(loss) < 5.6, recipe)
         assert.is_true(math.abs(tonumber(apart)) < 1, recipe)
       end
     end
   end)
 
-  it("memory: each role takes what shapes and formats say, and less under FP8", function()
-    for _, settings in ipairs { { "model=llama", "recipe=fp8_block" }, { "model=gpt", "recipe=fp8_current" } } do
+  it("memory: each role takes what shapes and formats predict, and less under FP8", function()
+    for _, settings in ipairs { { "model=llama", "recipe=fp8_block" },
+      { "model=gpt", "recipe=fp8_current" } } do
       local result = run("memory", "width=64", "layers=2", "context=32", settings[1], settings[2])
       assert.equal(0, result.code, result.err)
-      for _, role in ipairs { "masters", "low%-precision copies", "FP8 copies", "gradients", "moments", "kept for backward", "  of it FP8" } do
-        local a, b, c, d = result.out:match("\n" .. role .. " +([%d.]+) +([%d.]+) +([%d.]+) +([%d.]+)")
+      for _, role in ipairs { "masters", "low%-precision copies", "FP8 copies", "gradients",
+        "moments", "kept for backward", "  of it FP8" } do
+        local a, b, c, d = result.out:match("\n" .. role ..
+          " +([%d.]+) +([%d.]+) +([%d.]+) +([%d.]+)")
         assert.is_true(math.abs(a - b) <= 0.011 and math.abs(c - d) <= 0.011, result.out)
       end
-      assert.is_true(tonumber(result.out:match("kept for backward.- ([%d.]+)\n")) < 0.95, result.out)
+      assert.is_true(tonumber(result.out:match("kept for backward.- ([%d.]+)\n")) < 0.95,
+        result.out)
     end
   end)
 
@@ -103,7 +122,8 @@ describe("the FP8 laboratory", function()
     helper.write(path, ("\1\0\2\0\3\0\4\0"):rep(200))
     for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } do
       for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
-        local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe, "steps=2", "layers=1", "width=16", "heads=2", "context=8",
+        local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe,
+          "steps=2", "layers=1", "width=16", "heads=2", "context=8",
           "batch=2", more, name == "gpt2" and "vocab=64" or "log=quiet" }
         assert.equal(0, result.code, result.err)
       end
@@ -112,20 +132,24 @@ describe("the FP8 laboratory", function()
   end)
 
   it("answers wrong settings in one line", function()
-    for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many", snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
+    for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many",
+      snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
       local result = run(name, wrong)
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
-    for name, wrong in pairs { outliers = "share=2", promotion = "draws=0", snr = "svg=/nowhere/x.svg", memory = "width=3", bits = "svg=spec", train = "threads=-1" } do
+    for name, wrong in pairs { outliers = "share=2", promotion = "draws=0",
+      snr = "svg=/nowhere/x.svg", memory = "width=3", bits = "svg=spec", train = "threads=-1" } do
       local result = run(name, wrong)
       assert.same({ 1, "" }, { result.code, result.out })
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
-    assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, fp8_delayed, fp8_current, fp8_rowwise, fp8_block\n",
+    assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, " ..
+      "fp8_delayed, fp8_current, fp8_rowwise, fp8_block\n",
       run("train", "recipes=", "steps=1").err)
     local result = run("train", "recipes=fp8_blok", "steps=1")
     assert.not_equal(0, result.code)
-    assert.matches("^engine: config: recipes: expected one of [^\n]*, got 'fp8_blok'; did you mean 'fp8_block'%?\n$", result.err)
+    assert.matches("^engine: config: recipes: expected one of [^\n]*, got 'fp8_blok'; did you " ..
+      "mean 'fp8_block'%?\n$", result.err)
   end)
 end)

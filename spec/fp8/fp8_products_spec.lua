@@ -1,5 +1,6 @@
--- Products of FP8 matrices: Hopper's accumulator against its definition, written once more in doubles; the error it makes, as
--- tables of it say; the three products of a linear layer; what is refused.
+-- Products of FP8 matrices: Hopper's accumulator against a second implementation of its definition,
+-- in doubles; its error against published tables; the three products of a linear layer; refused
+-- calls.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
@@ -9,15 +10,17 @@ local fp8 = engine.fp8
 
 local FRACTION, BIAS = { e4m3 = 3, e5m2 = 2 }, { e4m3 = 7, e5m2 = 15 }
 
---- Value and exponent of a code as the accumulator counts it: subnormals with the least exponent.
+--- Value and exponent of a code as the accumulator sees it: subnormals have the least exponent.
 local function parts(code, format)
   local field = math.floor(code % 128 / 2 ^ FRACTION[format])
   return C.eng_small_decode(format, code), math.max(field, 1) - BIAS[format]
 end
 
-local function cut(x, unit) return x >= 0 and math.floor(x / unit) * unit or -math.floor(-x / unit) * unit end
+local function cut(x, unit)
+  return x >= 0 and math.floor(x / unit) * unit or -math.floor(-x / unit) * unit
+end
 
---- c and 32 products: terms cut to 2^(E-13), the sum to 13 fraction bits.
+--- c and 32 products: terms truncated to 2^(E-13), the sum to 13 fraction bits.
 local function group(a, fa, b, fb, from, to, c)
   local largest, terms = -1000, {}
   for k = from, to do
@@ -42,7 +45,9 @@ local function hopper(a, fa, b, fb, n, promotion)
   local cell, total = M_ffi.ffi.new("float[1]"), nil
   for from = 0, n - 1, promotion do
     local c = 0
-    for k = from, math.min(from + promotion, n) - 1, 32 do c = group(a, fa, b, fb, k, math.min(k + 32, from + promotion, n) - 1, c) end
+    for k = from, math.min(from + promotion, n) - 1, 32 do
+      c = group(a, fa, b, fb, k, math.min(k + 32, from + promotion, n) - 1, c)
+    end
     cell[0] = (total or 0) + c
     total = tonumber(cell[0])
   end
@@ -60,14 +65,17 @@ end
 
 local function product(a, b, ints)
   local one = values.listed("f32", { 1, 1 }, { 1 })
-  return M_ffi.run("fp8_matmul", { a.q, one, b.q, one, false }, { 0, 1, 0, 0, 0, 0, 0, ints[1], ints[2] })
+  return M_ffi.run("fp8_matmul", { a.q, one, b.q, one, false },
+    { 0, 1, 0, 0, 0, 0, 0, ints[1], ints[2] })
 end
 
---- Mean relative error (or, with `scale`, mean |error| / scale) of `accumulator` beside the exact sums.
+--- Mean relative error (or, with `scale`, mean |error| / scale) of `accumulator` beside the exact
+--- sums.
 local function error_of(qx, qw, options, scale)
   options.transpose_b, options.dtype = true, "f32"
   local got, n = values.values_of(fp8.matmul(qx, qw, options))
-  local want = values.values_of(fp8.matmul(qx, qw, { transpose_b = true, accumulator = "exact", dtype = "f64" }))
+  local want = values.values_of(fp8.matmul(qx, qw, { transpose_b = true, accumulator = "exact",
+    dtype = "f64" }))
   local sum = 0
   for i = 0, n - 1 do sum = sum + math.abs(got[i] - want[i]) / (scale or math.abs(want[i])) end
   return sum / n
@@ -80,26 +88,41 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     M_ffi.check(C.eng_step_end())
   end)
 
-  it("accumulate as Hopper's tensor cores do", function()
+  it("accumulate like Hopper's tensor cores", function()
     values.seed("hopper")
     local draws = {
-      any = function(f) return function() local c = values.integer(0, 255) return c % 128 > (f == "e4m3" and 126 or 123) and 0 or c end end,
+      any = function(f)
+        return function()
+          local c = values.integer(0, 255) return c % 128 > (f == "e4m3" and 126 or 123) and 0 or c
+        end
+      end,
       positive = function() return function() return values.integer(40, 60) end end,
-      small = function() return function() return values.integer(0, 9) + 128 * values.integer(0, 1) end end,
-      rare = function() return function() return values.uniform() < 0.9 and 128 * values.integer(0, 1) or values.integer(1, 120) end end,
+      small = function()
+        return function() return values.integer(0, 9) + 128 * values.integer(0, 1) end
+      end,
+      rare = function()
+        return function()
+          return values.uniform() < 0.9 and 128 * values.integer(0, 1) or values.integer(1, 120)
+        end
+      end,
     }
-    for _, formats in ipairs { { "e4m3", "e4m3" }, { "e4m3", "e5m2" }, { "e5m2", "e4m3" }, { "e5m2", "e5m2" } } do
+    for _, formats in ipairs { { "e4m3", "e4m3" }, { "e4m3", "e5m2" }, { "e5m2", "e4m3" },
+      { "e5m2", "e5m2" } } do
       for _, draw in pairs(draws) do
         local m, n, k = 3, 19, 169
-        local a, b = codes(formats[1], m, k, draw(formats[1])), codes(formats[2], n, k, draw(formats[2]))
+        local a, b = codes(formats[1], m, k, draw(formats[1])),
+          codes(formats[2], n, k, draw(formats[2]))
         for _, promotion in ipairs { 0, 32, 128 } do
           for _, set in ipairs(SETS) do
             if #SETS > 1 then C.eng_cpu_isa(set) end
             local got = values.values_of(product(a, b, { C.ENG_ACCUMULATE_HOPPER, promotion }))
             for i = 0, m - 1 do
               for j = 0, n - 1 do
-                local want = hopper(a.bytes + i * k, formats[1], b.bytes + j * k, formats[2], k, promotion == 0 and 1e9 or promotion)
-                assert(got[i * n + j] == want, ("%s, %s x %s, promotion %d: expected %.9g, got %.9g"):format(set, formats[1], formats[2], promotion, want, got[i * n + j]))
+                local want = hopper(a.bytes + i * k, formats[1], b.bytes + j * k, formats[2], k,
+                  promotion == 0 and 1e9 or promotion)
+                assert(got[i * n + j] == want, (
+                  "%s, %s x %s, promotion %d: expected %.9g, got %.9g"):format(set, formats[1],
+                  formats[2], promotion, want, got[i * n + j]))
               end
             end
           end
@@ -108,12 +131,13 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     end
   end)
 
-  it("pass infinities and NaN on", function()
+  it("propagate infinities and NaN", function()
     local function row(format, list)
       return codes(format, 1, 70, function(i) return list[i + 1] or 0x38 end)
     end
     local one = codes("e5m2", 1, 70, function() return 0x3C end)
-    for _, accumulator in ipairs { C.ENG_ACCUMULATE_FP32, C.ENG_ACCUMULATE_EXACT, C.ENG_ACCUMULATE_HOPPER } do
+    for _, accumulator in ipairs { C.ENG_ACCUMULATE_FP32, C.ENG_ACCUMULATE_EXACT,
+      C.ENG_ACCUMULATE_HOPPER } do
       for _, set in ipairs(SETS) do
         if #SETS > 1 then C.eng_cpu_isa(set) end
         local function sum(a) return product(a, one, { accumulator, 0 }):item() end
@@ -123,7 +147,8 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
           local v = sum(row("e5m2", list))
           assert(v ~= v)
         end
-        local v = product(row("e5m2", { 0x7C }), codes("e5m2", 1, 70, function() return 0 end), { accumulator, 0 }):item()
+        local v = product(row("e5m2", { 0x7C }), codes("e5m2", 1, 70, function() return 0 end),
+          { accumulator, 0 }):item()
         assert(v ~= v)
         v = sum(row("e4m3", { 0xFF }))
         assert(v ~= v)
@@ -131,10 +156,10 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     end
   end)
 
-  it("lose what section 1.6's table says, and promotion brings it back", function()
+  it("have the error of the published table, which promotion repairs", function()
     engine.seed(5)
     local rows = 24
-    for _, case in ipairs {   -- distribution, K, then promotion -> mean relative error
+    for _, case in ipairs {   -- distribution, K, promotion -> mean relative error
       { "uniform", 1024, { [0] = 1.50e-2, [512] = 5.8e-3, [128] = 5.5e-4 } },
       { "uniform", 4096, { [0] = 7.46e-2, [512] = 5.8e-3, [128] = 5.5e-4 } },
       { "half", 4096, { [0] = 6.64e-2, [512] = 5.7e-3, [128] = 6.0e-4 } },
@@ -147,22 +172,28 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
       end
       local qx, qw = fp8.quantize(draw()), fp8.quantize(draw())
       for promotion, want in pairs(table_of) do
-        local got = error_of(qx, qw, { accumulator = "hopper", promotion = promotion }, law == "normal" and math.sqrt(k))
-        assert(math.abs(got / want - 1) < 0.12, ("%s, K %d, promotion %d: expected %.2e, got %.2e"):format(law, k, promotion, want, got))
+        local got = error_of(qx, qw, { accumulator = "hopper", promotion = promotion },
+          law == "normal" and math.sqrt(k))
+        assert(math.abs(got / want - 1) < 0.12,
+          ("%s, K %d, promotion %d: expected %.2e, got %.2e"):format(law, k, promotion, want, got))
       end
     end
   end)
 
-  it("are close to what the numbers say, with every accumulator but e4m3", function()
+  it("are close to the true product with every accumulator but e4m3", function()
     engine.seed(6)
     local x, w = engine.randn { 33, 384 }, engine.randn { 50, 384 }
     local exact = x:to("f64"):matmul(w:to("f64"), false, true)
-    for _, blocks in ipairs { { "tensor", "tensor" }, { "row", "row" }, { "1x128", "128x128" }, { "1x128", "1x128" }, { "128x128", "1x128" } } do
+    for _, blocks in ipairs { { "tensor", "tensor" }, { "row", "row" }, { "1x128", "128x128" },
+      { "1x128", "1x128" }, { "128x128", "1x128" } } do
       for _, format in ipairs { "e4m3", "e5m2" } do
-        local qx, qw = fp8.quantize(x, { block = blocks[1] }), fp8.quantize(w, { block = blocks[2], format = format })
+        local qx, qw = fp8.quantize(x, { block = blocks[1] }),
+          fp8.quantize(w, { block = blocks[2], format = format })
         local want = qx:dequantize("f64"):matmul(qw:dequantize("f64"), false, true)
-        for accumulator, most in pairs { fp32 = 1e-6, exact = 1e-7, hopper = 2e-3 } do   -- dequantize rounds to f32
-          local y = fp8.matmul(qx, qw, { transpose_b = true, accumulator = accumulator, dtype = accumulator == "exact" and "f64" or "f32" })
+        -- dequantize rounds to f32
+        for accumulator, most in pairs { fp32 = 1e-6, exact = 1e-7, hopper = 2e-3 } do
+          local y = fp8.matmul(qx, qw, { transpose_b = true, accumulator = accumulator,
+            dtype = accumulator == "exact" and "f64" or "f32" })
           assert((y:to("f64") - want):norm():item() / want:norm():item() < most)
         end
         local loss = (want - exact):norm():item() / exact:norm():item()
@@ -184,68 +215,99 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
       assert(error < most, tostring(error))
     end
     for _, accumulator in ipairs { "fp32", "hopper" } do
-      near(fp8.matmul(qx, qw, { transpose_b = true, accumulator = accumulator }), x:matmul(w, false, true), 0.05)
+      near(fp8.matmul(qx, qw, { transpose_b = true, accumulator = accumulator }),
+        x:matmul(w, false, true), 0.05)
       local dx = fp8.matmul(qd, qw, { accumulator = accumulator })
       near(dx, dy:matmul(w), 0.09)
-      -- the transposed copy of the weight is the same numbers: Hopper's own product is given that one
-      assert.same(dx:totable(), fp8.matmul(qd, qw.transposed, { transpose_b = true, accumulator = accumulator }):totable())
-      local dw = fp8.matmul(qd.transposed, qx.transposed, { transpose_b = true, accumulator = accumulator })
+      -- The weight's transposed copy holds the same numbers; Hopper's product uses it.
+      assert.same(dx:totable(), fp8.matmul(qd, qw.transposed,
+        { transpose_b = true, accumulator = accumulator }):totable())
+      local dw = fp8.matmul(qd.transposed, qx.transposed,
+        { transpose_b = true, accumulator = accumulator })
       near(dw, dy:matmul(x, true), 0.09)
       local sum = engine.ones(N, K)
-      fp8.matmul(qd.transposed, qx.transposed, { transpose_b = true, accumulator = accumulator, into = sum, add = true })
+      fp8.matmul(qd.transposed, qx.transposed, { transpose_b = true, accumulator = accumulator,
+        into = sum, add = true })
       assert.same((dw + 1):totable(), sum:totable())
-      fp8.matmul(qd.transposed, qx.transposed, { transpose_b = true, accumulator = accumulator, into = sum })
+      fp8.matmul(qd.transposed, qx.transposed, { transpose_b = true, accumulator = accumulator,
+        into = sum })
       assert.same(dw:totable(), sum:totable())
       -- dW = dy^T x from blocks of 128 rows of x and dy themselves
-      local tall = fp8.matmul(fp8.quantize(dy, { block = "128x1", format = "e5m2" }), fp8.quantize(x, { block = "128x1" }), { transpose_a = true, accumulator = accumulator })
+      local tall = fp8.matmul(fp8.quantize(dy, { block = "128x1", format = "e5m2" }),
+        fp8.quantize(x, { block = "128x1" }), { transpose_a = true, accumulator = accumulator })
       assert.same(dw:totable(), tall:totable())
     end
     local bias = engine.randn { N }
-    assert.same((fp8.matmul(qx, qw, { transpose_b = true }) + bias):to("bf16"):totable(), fp8.matmul(qx, qw, { transpose_b = true, bias = bias, dtype = "bf16" }):totable())
+    assert.same((fp8.matmul(qx, qw, { transpose_b = true }) + bias):to("bf16"):totable(),
+      fp8.matmul(qx, qw, { transpose_b = true, bias = bias, dtype = "bf16" }):totable())
   end)
 
-  it("round products and sums to e4m3 where asked", function()
+  it("round products and sums to e4m3 on request", function()
     local q = fp8.quantize(engine.ones(1, 64), { factor = 1 })
-    local function sum(a, n) return fp8.matmul(a, fp8.quantize(engine.ones(1, n), { factor = 1 }), { transpose_b = true, accumulator = "e4m3", promotion = 0 }):item() end
-    assert.equal(16, sum(q, 64))   -- 16 + 1 is a tie, which goes to the even 16
-    assert.equal(32, fp8.matmul(q, q, { transpose_b = true, accumulator = "e4m3", promotion = 32 }):item())
-    assert.equal(448, sum(fp8.quantize(engine.full({ 1, 8 }, 100), { factor = 1 }), 8))   -- saturates
+    local function sum(a, n)
+      return fp8.matmul(a, fp8.quantize(engine.ones(1, n), { factor = 1 }),
+        { transpose_b = true, accumulator = "e4m3", promotion = 0 }):item()
+    end
+    assert.equal(16, sum(q, 64))   -- 16 + 1 is a tie and rounds to the even 16
+    assert.equal(32, fp8.matmul(q, q, { transpose_b = true, accumulator = "e4m3",
+      promotion = 32 }):item())
+    -- saturates
+    assert.equal(448, sum(fp8.quantize(engine.full({ 1, 8 }, 100), { factor = 1 }), 8))
   end)
 
-  it("have nothing to add up when K is 0, which only the operation itself takes", function()
-    local function empty(rows) return M_ffi.run("quantize", { engine.zeros(rows, 0), false }, { M_ffi.dtype.e4m3, 0, 0, 0, 0, 0, 0 }, { -1, 0 }, 5) end
+  it("are 0 when K is 0, which only the operation itself accepts", function()
+    local function empty(rows)
+      return M_ffi.run("quantize", { engine.zeros(rows, 0), false },
+        { M_ffi.dtype.e4m3, 0, 0, 0, 0, 0, 0 }, { -1, 0 }, 5)
+    end
     local a, a_scale = empty(3)
     local b, b_scale = empty(2)
     for accumulator = 0, 3 do
       assert.same({ { 0, 0 }, { 0, 0 }, { 0, 0 } },
-        M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, false }, { 0, 1, 0, 0, 0, 0, 0, accumulator, 128, 0 }):totable())
+        M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, false },
+          { 0, 1, 0, 0, 0, 0, 0, accumulator, 128, 0 }):totable())
     end
     assert.same({ { 1, 2 }, { 1, 2 }, { 1, 2 } },
-      M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, engine.tensor { 1, 2 } }, { 0, 1, 0, 0, 0, 0, 0, 0, 128, 0 }):totable())
-    assert.error_matches(function() fp8.quantize(engine.zeros(3, 0)) end, "expected rows of 1 or more elements, got f32 %[3 x 0%]$")
+      M_ffi.run("fp8_matmul", { a, a_scale, b, b_scale, engine.tensor { 1, 2 } },
+        { 0, 1, 0, 0, 0, 0, 0, 0, 128, 0 }):totable())
+    assert.error_matches(function() fp8.quantize(engine.zeros(3, 0)) end,
+      "expected rows of 1 or more elements, got f32 %[3 x 0%]$")
   end)
 
-  it("say what is wrong in one line", function()
-    local a, b = fp8.quantize(engine.ones(4, 256), { block = "1x128" }), fp8.quantize(engine.ones(6, 256), { block = "128x128" })
+  it("report misuse in one line", function()
+    local a, b = fp8.quantize(engine.ones(4, 256), { block = "1x128" }),
+      fp8.quantize(engine.ones(6, 256), { block = "128x128" })
     local packed = fp8.quantize(engine.ones(4, 256), { format = "e5m6" })
     local wrong = fp8.quantize(engine.ones(4, 256), { block = "1x128" })
     wrong.scale = engine.ones(2, 3)
     local y = engine.zeros(4, 6)
     for _, case in ipairs {
-      { function() fp8.matmul(a, b) end, "expected %[M x K%] times %[K x N%], got e4m3 %[4 x 256%] and e4m3 %[6 x 256%]" },
-      { function() fp8.matmul(a, b, { accumulator = "fp22" }) end, "expected accumulator e4m3, exact, fp32, hopper, got 'fp22'" },
-      { function() fp8.matmul(a, b, { transpose_b = true, promotion = 100 }) end, "promotion every multiple of 32" },
+      { function() fp8.matmul(a, b) end,
+        "expected %[M x K%] times %[K x N%], got e4m3 %[4 x 256%] and e4m3 %[6 x 256%]" },
+      { function() fp8.matmul(a, b, { accumulator = "fp22" }) end,
+        "expected accumulator e4m3, exact, fp32, hopper, got 'fp22'" },
+      { function() fp8.matmul(a, b, { transpose_b = true, promotion = 100 }) end,
+        "promotion every multiple of 32" },
       { function() fp8.matmul(a, b, { transpose_b = true, promotion = -1 }) end, "promotion" },
-      { function() fp8.matmul(a, engine.ones(3)) end, "expected b from fp8.quantize, got a tensor" },
+      { function() fp8.matmul(a, engine.ones(3)) end,
+        "expected b from fp8.quantize, got a tensor" },
       { function() fp8.matmul(packed, b) end, "a is e5m6" },
-      { function() fp8.matmul(wrong, b, { transpose_b = true }) end, "expected the scales of 4 x 256 in blocks of 1 x 128 .* as f32 %[2 x 4%], got f32 %[2 x 3%]" },
-      { function() fp8.matmul(a, b, { transpose_b = true, bias = engine.ones(3) }) end, "expected a bias of shape %[6%]" },
+      { function() fp8.matmul(wrong, b, { transpose_b = true }) end,
+        "expected the scales of 4 x 256 in blocks of 1 x 128 .* as f32 %[2 x 4%], " ..
+          "got f32 %[2 x 3%]" },
+      { function() fp8.matmul(a, b, { transpose_b = true, bias = engine.ones(3) }) end,
+        "expected a bias of shape %[6%]" },
       { function() fp8.matmul(a, b, { transpose_b = true, add = true }) end, "add needs a tensor" },
-      { function() fp8.matmul(a, b, { transpose_b = true, into = engine.zeros(4, 7) }) end, "the output is f32 %[4 x 7%], expected %[4 x 6%]" },
-      { function() fp8.matmul(a, b, { transpose_b = true, into = y, add = true, bias = engine.ones(6) }) end, "no place for a bias" },
-      { function() fp8.matmul(a, b, { transpose_b = true, into = engine.zeros(6, 4):transpose() }) end, "contiguous" },
-      { function() fp8.matmul(a, b, { transpose_b = true, into = a.scale }) end, "cannot read the memory it writes" },
-      { function() fp8.matmul(a, fp8.quantize(engine.ones(6, 256), { block = "1x96" }), { transpose_b = true }) end, "do not nest" },
+      { function() fp8.matmul(a, b, { transpose_b = true, into = engine.zeros(4, 7) }) end,
+        "the output is f32 %[4 x 7%], expected %[4 x 6%]" },
+      { function() fp8.matmul(a, b, { transpose_b = true, into = y, add = true,
+        bias = engine.ones(6) }) end, "no place for a bias" },
+      { function() fp8.matmul(a, b, { transpose_b = true,
+        into = engine.zeros(6, 4):transpose() }) end, "contiguous" },
+      { function() fp8.matmul(a, b, { transpose_b = true, into = a.scale }) end,
+        "cannot read the memory it writes" },
+      { function() fp8.matmul(a, fp8.quantize(engine.ones(6, 256), { block = "1x96" }),
+        { transpose_b = true }) end, "do not nest" },
     } do
       assert.error_matches(case[1], case[2])
     end

@@ -1,5 +1,6 @@
--- Quantizers against the formulas of the projects they are named after (core/base/fp8_scale.h), written once more here in f32 and f64
--- arithmetic of LuaJIT, and the places of the scales against core/base/fp8_layout.h's words.
+-- Quantizers against the formulas of the projects they are named after (core/base/fp8_scale.h),
+-- reimplemented here in LuaJIT's f32 and f64 arithmetic, and the places of the scales against
+-- core/base/fp8_layout.h.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
@@ -12,7 +13,7 @@ local function f32(x)
   cell.f = x
   return tonumber(cell.f)
 end
---- x without its fraction: the power of two below, with its sign.
+--- x rounded down to a power of two, with its sign.
 local function pow2_down(x)
   cell.f = x
   cell.u = bit.band(cell.u, 0xFF800000)
@@ -23,7 +24,8 @@ local function finite(x) return x == x and math.abs(x) < math.huge end
 local FLT_MAX = f32(3.4028234663852886e38)
 local EPS = { transformer_engine = 0, deepseek = 1e-4, deepgemm = 1e-4, torchao = 1e-12, msamp = 0 }
 
---- factor or divisor, scale; amax without NaN, `nan`: there was one.
+--- Each rule returns its factor, the scale, and true if the factor is a divisor. amax excludes NaN;
+--- `nan` says that there was one.
 local rules = {}
 function rules.transformer_engine(amax, top, o)
   amax = math.max(amax, o.eps)
@@ -79,7 +81,8 @@ local function expect_quantized(x, o)
   local codes, scale = y.q:read(), y.scale:read()
   local block, where = y.block, y.scale.shape
   local high, wide = block[1] == 0 and rows or block[1], block[2] == 0 and columns or block[2]
-  local limit = (block[1] == 0 and block[2] == 0 or x.dtype == "f32") and FLT_MAX or x.dtype == "f16" and 65504 or 3.3895313892515355e38
+  local limit = (block[1] == 0 and block[2] == 0 or x.dtype == "f32") and FLT_MAX
+    or x.dtype == "f16" and 65504 or 3.3895313892515355e38
   local settings = { eps = f32(o.eps or EPS[o.rule]), pow2 = o.pow2, limit = limit }
   local saved = {}
   for i = 0, math.ceil(rows / high) - 1 do
@@ -98,12 +101,14 @@ local function expect_quantized(x, o)
       local at = place(block, i, j, where)
       saved[at] = true
       local got = scale[at]
-      assert(got == want or (got ~= got and want ~= want), ("scale of block %d, %d: expected %.9g, got %.9g"):format(i, j, want, got))
+      assert(got == want or (got ~= got and want ~= want),
+        ("scale of block %d, %d: expected %.9g, got %.9g"):format(i, j, want, got))
       each(function(k)
         local v = numbers[k]
         local q = f32(divides and v / factor or v * factor)
         local code = tonumber(C.eng_small_encode(o.format, q, 1, 0))
-        assert(codes[k] == code, ("%.9g by %.9g: expected 0x%02x, got 0x%02x"):format(v, factor, code, codes[k]))
+        assert(codes[k] == code, ("%.9g by %.9g: expected 0x%02x, got 0x%02x"):format(v, factor,
+          code, codes[k]))
       end)
     end
   end
@@ -118,7 +123,8 @@ local function spread(n, seed)   -- outliers, zeros, subnormals among ordinary n
   local list = {}
   for i = 1, n do
     local u = values.uniform()
-    list[i] = values.sign() * (u < 0.02 and 2 ^ 14 * u or u < 0.05 and 0 or u < 0.08 and 2 ^ -140 * u or u < 0.2 and u * 1e-4 or u)
+    list[i] = values.sign() * (u < 0.02 and 2 ^ 14 * u or u < 0.05 and 0 or u < 0.08
+      and 2 ^ -140 * u or u < 0.2 and u * 1e-4 or u)
   end
   return list
 end
@@ -130,7 +136,8 @@ describe("FP8 quantizers", function()
   for rule in pairs(rules) do
     it("follow " .. rule .. " bit for bit", function()
       for _, format in ipairs { "e4m3", "e5m2" } do
-        for _, block in ipairs { "tensor", "row", "column", "1x128", "128x1", "128x128", "3x7", "1x16", { 0, 32 } } do
+        for _, block in ipairs { "tensor", "row", "column", "1x128", "128x1", "128x128", "3x7",
+          "1x16", { 0, 32 } } do
           for _, dtype in ipairs { "f32", "bf16" } do
             for _, pow2 in ipairs { false, true } do
               local x = values.listed(dtype, { 6, 300 }, spread(1800, rule .. format))
@@ -139,24 +146,32 @@ describe("FP8 quantizers", function()
           end
         end
       end
-      expect_quantized(values.listed("f32", { 260, 9 }, spread(2340, rule)), { rule = rule, format = "e4m3", block = "128x128" })
+      expect_quantized(values.listed("f32", { 260, 9 }, spread(2340, rule)),
+        { rule = rule, format = "e4m3", block = "128x128" })
     end)
 
-    it("meet zero, tiny, huge and non-finite blocks as " .. rule .. " does", function()
-      for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1e-44, 0, -1e-45, 0 }, { 1e-38, 1, 2, 3 }, { 1e-12, 1e-13, 0, 0 }, { 1 / 0, 1, -2, 0 }, { -1 / 0, 1 / 0, 0, 1 },
-          { 0 / 0, 1, 3, -7 }, { 0 / 0, 0 / 0, 0 / 0, 0 / 0 }, { 3.4e38, -1, 1e-30, 0 }, { 448, 449, 447, 1 }, { 0 / 0, 1 / 0, 1, 2 } } do
+    it("treat zero, tiny, huge and non-finite blocks as " .. rule .. " does", function()
+      for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1e-44, 0, -1e-45, 0 }, { 1e-38, 1, 2, 3 },
+        { 1e-12, 1e-13, 0, 0 }, { 1 / 0, 1, -2, 0 }, { -1 / 0, 1 / 0, 0, 1 },
+        { 0 / 0, 1, 3, -7 }, { 0 / 0, 0 / 0, 0 / 0, 0 / 0 }, { 3.4e38, -1, 1e-30, 0 },
+        { 448, 449, 447, 1 }, { 0 / 0, 1 / 0, 1, 2 } } do
         for _, format in ipairs { "e4m3", "e5m2" } do
           for _, pow2 in ipairs { false, true } do
-            expect_quantized(values.listed("f32", { 2, 2 }, list), { rule = rule, format = format, block = "1x128", pow2 = pow2 })
-            expect_quantized(values.listed("f32", { 2, 2 }, list), { rule = rule, format = format, block = "tensor", pow2 = pow2 })
-            if rule ~= "msamp" then expect_quantized(values.listed("f32", { 2, 2 }, list), { rule = rule, format = format, block = "2x2", eps = 0.25, pow2 = pow2 }) end
+            expect_quantized(values.listed("f32", { 2, 2 }, list),
+              { rule = rule, format = format, block = "1x128", pow2 = pow2 })
+            expect_quantized(values.listed("f32", { 2, 2 }, list),
+              { rule = rule, format = format, block = "tensor", pow2 = pow2 })
+            if rule ~= "msamp" then
+              expect_quantized(values.listed("f32", { 2, 2 }, list),
+                { rule = rule, format = format, block = "2x2", eps = 0.25, pow2 = pow2 })
+            end
           end
         end
       end
     end)
   end
 
-  it("give the transposed copy that the transposed matrix would give", function()
+  it("return the transposed copy that the transposed matrix gives", function()
     local x = values.listed("f32", { 130, 260 }, spread(130 * 260, "turned"))
     for _, block in ipairs { "1x128", "128x1", "128x128", "tensor", "row", "column", "2x64" } do
       for _, dtype in ipairs { "f32", "f16" } do
@@ -165,7 +180,8 @@ describe("FP8 quantizers", function()
         local alone = fp8.quantize(one:transpose():contiguous(), { block = block })
         for _, field in ipairs { "q", "scale" } do
           assert.same(alone[field].shape, both.transposed[field].shape)
-          assert.same(alone[field]:totable(), both.transposed[field]:totable(), block .. " " .. field)
+          assert.same(alone[field]:totable(), both.transposed[field]:totable(), block .. " " ..
+            field)
         end
         local plain = fp8.quantize(one, { block = block })
         assert.same(plain.q:totable(), both.q:totable())
@@ -173,30 +189,36 @@ describe("FP8 quantizers", function()
       end
     end
     -- 128x1 blocks of x and 1x128 blocks of its transpose have their scales in the same places
-    local down, across = fp8.quantize(x, { block = "128x1" }), fp8.quantize(x:transpose():contiguous(), { block = "1x128" })
+    local down, across = fp8.quantize(x, { block = "128x1" }),
+      fp8.quantize(x:transpose():contiguous(), { block = "1x128" })
     assert.same(down.scale:totable(), across.scale:totable())
   end)
 
   it("pad scales as cuBLASLt reads them", function()
     local x = engine.ones(300, 640)
-    assert.same({ 3, 8 }, fp8.quantize(x, { block = "128x128" }).scale.shape)           -- rows of blocks, padded to a multiple of 4
-    assert.same({ 5, 300 }, fp8.quantize(x, { block = "1x128" }).scale.shape)           -- blocks along K, rows run fastest
+    -- rows of blocks, padded to a multiple of 4
+    assert.same({ 3, 8 }, fp8.quantize(x, { block = "128x128" }).scale.shape)
+    -- blocks along K; rows vary fastest
+    assert.same({ 5, 300 }, fp8.quantize(x, { block = "1x128" }).scale.shape)
     assert.same({ 5, 4 }, fp8.quantize(x:slice(1, 1, 3), { block = "1x128" }).scale.shape)
     assert.same({ 1, 1 }, fp8.quantize(x).scale.shape)
     assert.same({ 1, 300 }, fp8.quantize(x, { block = "row" }).scale.shape)
     assert.same({ 1, 640 }, fp8.quantize(x, { block = "column" }).scale.shape)
   end)
 
-  it("take a factor, an eps and a margin", function()
+  it("accept a factor, an eps and a margin", function()
     local x = engine.tensor { { 1, -2, 3, 1000 } }
     local y = fp8.quantize(x, { factor = 2 })
     assert.same({ { 2, -4, 6, 448 } }, y.q:totable())
     assert.equal(0.5, y.scale:item())
     assert.equal(1000, y.amax:item())
     assert.equal(2 * fp8.quantize(x).scale:item(), fp8.quantize(x, { margin = 1 }).scale:item())
-    assert.equal(2 ^ -1, fp8.quantize(x, { rule = "deepseek", eps = 448 * 2 ^ -1, block = "1x1" }).scale:select(2, 1):select(1, 1):item())
-    for _, bad in ipairs { 0, -1, 1 / 0, 0 / 0 } do   -- one in a tensor nobody looks at: it may be a card's
-      assert.error_matches(function() fp8.quantize(x, { factor = bad }) end, "expected factor as a positive finite number, got [^\n]+$")
+    assert.equal(2 ^ -1, fp8.quantize(x, { rule = "deepseek", eps = 448 * 2 ^ -1,
+      block = "1x1" }).scale:select(2, 1):select(1, 1):item())
+    -- not checked in a tensor, which may be on a card
+    for _, bad in ipairs { 0, -1, 1 / 0, 0 / 0 } do
+      assert.error_matches(function() fp8.quantize(x, { factor = bad }) end,
+        "expected factor as a positive finite number, got [^\n]+$")
       assert.same({ 1, 4 }, fp8.quantize(x, { factor = engine.full({ 1 }, bad, "f32") }).q.shape)
     end
   end)
@@ -206,46 +228,58 @@ describe("FP8 quantizers", function()
     for _, pow2 in ipairs { false, true } do
       local y = fp8.quantize(x, { format = "e5m6", block = "1x8", rule = "deepgemm", pow2 = pow2 })
       assert.same({ 3, 6 }, y.q.shape)
-      local numbers, back, scale = values.values_of(x), values.values_of(y:dequantize()), y.scale:read()
+      local numbers, back, scale = values.values_of(x), values.values_of(y:dequantize()),
+        y.scale:read()
       for i = 0, 47 do
         local s = scale[math.floor(i % 16 / 8) * 4 + math.floor(i / 16)]
         local code = C.eng_small_encode("e5m6", f32(numbers[i] * f32(1 / s)), 1, 0)
         assert.equal(f32(C.eng_small_decode("e5m6", tonumber(code)) * s), back[i])
       end
     end
-    local words = fp8.quantize(values.listed("f32", { 1, 8 }, { 1, 2, 3, 4, -1, 0, 65024, 2 ^ -20 }), { format = "e5m6", factor = 1 }).q:read()
+    local words = fp8.quantize(values.listed("f32", { 1, 8 },
+      { 1, 2, 3, 4, -1, 0, 65024, 2 ^ -20 }), { format = "e5m6", factor = 1 }).q:read()
     local h = {}
     for k, v in ipairs { 1, 2, 3, 4, -1, 0, 65024, 2 ^ -20 } do h[k - 1] = fp8.encode(v, "e5m6") end
     assert.equal(bit.tobit(h[0] * 2 ^ 20 + h[1] * 2 ^ 8 + math.floor(h[2] / 16)), words[0])
-    assert.equal(bit.tobit(h[2] % 16 * 2 ^ 28 + h[3] * 2 ^ 16 + h[4] * 2 ^ 4 + math.floor(h[5] / 256)), words[1])
+    assert.equal(bit.tobit(h[2] % 16 * 2 ^ 28 + h[3] * 2 ^ 16 + h[4] * 2 ^ 4 +
+      math.floor(h[5] / 256)), words[1])
     assert.equal(bit.tobit(h[5] % 256 * 2 ^ 24 + h[6] * 2 ^ 12 + h[7]), words[2])
   end)
 
-  it("say what is wrong in one line", function()
+  it("report misuse in one line", function()
     local x = engine.ones(4, 6)
     for _, case in ipairs {
-      { function() fp8.quantize(x, { format = "e3m4" }) end, "expected format e4m3, e5m2, e5m6, got 'e3m4'" },
-      { function() fp8.quantize(x, { rule = "deepsek" }) end, "expected rule .*did you mean 'deepseek'" },
+      { function() fp8.quantize(x, { format = "e3m4" }) end,
+        "expected format e4m3, e5m2, e5m6, got 'e3m4'" },
+      { function() fp8.quantize(x, { rule = "deepsek" }) end,
+        "expected rule .*did you mean 'deepseek'" },
       { function() fp8.quantize(x, { block = "128" }) end, "expected block as" },
       { function() fp8.quantize(x, { block = "0x128" }) end, "expected block as" },
-      { function() fp8.quantize(x, { factor = "a" }) end, "expected factor as a number or a tensor of one, got 'a'" },
-      { function() fp8.quantize(engine.zeros(4, 0)) end, "expected rows of 1 or more elements, got f32 %[4 x 0%]" },
-      { function() fp8.quantize(x):dequantize("i32") end, "expected dtype bf16, f16, f32 or f64, got 'i32'" },
-      { function() fp8.matmul(fp8.quantize(x), fp8.quantize(x), { transpose_b = true, dtype = "e4m3" }) end, "expected dtype bf16, f16, f32 or f64" },
+      { function() fp8.quantize(x, { factor = "a" }) end,
+        "expected factor as a number or a tensor of one, got 'a'" },
+      { function() fp8.quantize(engine.zeros(4, 0)) end,
+        "expected rows of 1 or more elements, got f32 %[4 x 0%]" },
+      { function() fp8.quantize(x):dequantize("i32") end,
+        "expected dtype bf16, f16, f32 or f64, got 'i32'" },
+      { function() fp8.matmul(fp8.quantize(x), fp8.quantize(x),
+        { transpose_b = true, dtype = "e4m3" }) end, "expected dtype bf16, f16, f32 or f64" },
       { function() fp8.decode(256, "e4m3") end, "expected a code of e4m3 below 256, got 256" },
       { function() fp8.quantize(x, { block = { 1, -1 } }) end, "the columns of a block" },
-      { function() fp8.quantize(x, { block = "1x128", factor = 2 }) end, "a given factor belongs to blocks of the whole tensor" },
+      { function() fp8.quantize(x, { block = "1x128", factor = 2 }) end,
+        "a given factor belongs to blocks of the whole tensor" },
       { function() fp8.quantize(x, { format = "e5m6" }) end, "e5m6 packs 8 numbers of a row" },
       { function() fp8.quantize(x, { margin = 0.5 }) end, "expected a whole margin" },
       { function() fp8.quantize(x, { eps = 1 / 0 }) end, "expected eps" },
       { function() fp8.quantize(x:to("e4m3")) end, "there is no arithmetic on FP8 tensors" },
       { function() fp8.quantize(x:to("i32")) end, "expected a floating%-point tensor" },
       { function() fp8.quantize(3) end, "fp8.quantize: expected a tensor" },
-      { function() M_ffi.run("dequantize", { fp8.quantize(x).q, engine.ones(2, 2) }, { 0, 0, 0 }) end,
+      { function() M_ffi.run("dequantize", { fp8.quantize(x).q, engine.ones(2, 2) },
+        { 0, 0, 0 }) end,
         "expected the scales of 4 x 6 in blocks of 0 x 0 %(0: all%) as f32 %[1 x 1%]" },
     } do
       assert.error_matches(case[1], case[2])
     end
-    assert.same({ 0, 6 }, fp8.quantize(engine.zeros(0, 6), { block = "1x128", transposed = true }).q.shape)
+    assert.same({ 0, 6 }, fp8.quantize(engine.zeros(0, 6),
+      { block = "1x128", transposed = true }).q.shape)
   end)
 end)

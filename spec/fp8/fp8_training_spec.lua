@@ -1,5 +1,5 @@
--- Training in FP8: a linear layer under a recipe is the composition of quantize and fp8_matmul by hand, to the bit; its gradients stand
--- beside f32's; scales, meters and checkpoints; recipes that cannot be.
+-- Training in FP8: a linear layer under a recipe equals quantize and fp8_matmul called by hand, to
+-- the bit; its gradients are close to f32's; scales, meters and checkpoints; invalid recipes.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -15,16 +15,20 @@ end
 
 local function relative(got, want)
   local difference = (got:to("f64") - want:to("f64"))
-  return math.sqrt((difference * difference):sum():item() / (want:to("f64") * want:to("f64")):sum():item())
+  return math.sqrt((difference * difference):sum():item() / (want:to("f64") *
+    want:to("f64")):sum():item())
 end
 
 local ROLES = {
   fp8_current = { x = { "e4m3", "tensor" }, w = { "e4m3", "tensor" }, dy = { "e5m2", "tensor" } },
-  fp8_block = { x = { "e4m3", "1x128" }, w = { "e4m3", "128x128" }, dy = { "e4m3", "1x128" }, rule = "deepgemm" },
-  fp8_rowwise = { x = { "e4m3", "row" }, w = { "e4m3", "row" }, dy = { "e4m3", "row" }, rule = "torchao" },
+  fp8_block = { x = { "e4m3", "1x128" }, w = { "e4m3", "128x128" }, dy = { "e4m3", "1x128" },
+    rule = "deepgemm" },
+  fp8_rowwise = { x = { "e4m3", "row" }, w = { "e4m3", "row" }, dy = { "e4m3", "row" },
+    rule = "torchao" },
 }
 
--- A linear layer, its data and one forward and backward pass under a recipe; gives y, dx, dW, db.
+-- Runs a linear layer's forward and backward pass on given data under a recipe; returns y, dx, dW,
+-- db.
 local function pass(recipe, width, rows, out)
   engine.seed(5)
   local layer = nn.linear(width, out)
@@ -33,7 +37,8 @@ local function pass(recipe, width, rows, out)
   local dy = engine.randn(2, rows / 2, out)
   local y = engine.autocast(recipe, function() return layer(x) end)
   ;(y:to("f32") * dy):sum():backward()
-  return { y = y, x = x, layer = layer, opt = opt, dx = x.grad, dw = layer.weight.grad, db = layer.bias.grad, dy = dy }
+  return { y = y, x = x, layer = layer, opt = opt, dx = x.grad, dw = layer.weight.grad,
+    db = layer.bias.grad, dy = dy }
 end
 
 local with_gradient = helper.in_step
@@ -51,26 +56,35 @@ describe("a linear layer in FP8", function()
       local promotion = { forward = name == "fp8_current" and 0 or 128, other = 128 }
       local x2, dy2, w = p.x:view(rows, width), p.dy:to("f32"):view(rows, out), p.layer.weight
       local square = name == "fp8_current"
-      local xq, wq, dyq = q(x2, "x", { transposed = name == "fp8_rowwise" }), q(w, "w", { transposed = name == "fp8_rowwise" }), q(dy2, "dy", { transposed = not square })
-      local y = fp8.matmul(xq, wq, { transpose_b = true, promotion = promotion.forward, bias = p.layer.bias:detach():to("bf16"), dtype = "f32" })
+      local xq, wq, dyq = q(x2, "x", { transposed = name == "fp8_rowwise" }),
+        q(w, "w", { transposed = name == "fp8_rowwise" }), q(dy2, "dy", { transposed = not square })
+      local y = fp8.matmul(xq, wq, { transpose_b = true, promotion = promotion.forward,
+        bias = p.layer.bias:detach():to("bf16"), dtype = "f32" })
       assert.are.equal(bytes(y), bytes(p.y))
-      local dx = name == "fp8_rowwise" and fp8.matmul(dyq, wq.transposed, { transpose_b = true, dtype = "f32" }) or fp8.matmul(dyq, wq, { dtype = "f32" })
+      local dx = name == "fp8_rowwise" and fp8.matmul(dyq, wq.transposed,
+        { transpose_b = true, dtype = "f32" }) or fp8.matmul(dyq, wq, { dtype = "f32" })
       assert.are.equal(bytes(dx), bytes(p.dx))
       local dw
       if square then dw = fp8.matmul(dyq, xq, { transpose_a = true, dtype = "f32" })
-      elseif name == "fp8_rowwise" then dw = fp8.matmul(dyq.transposed, xq.transposed, { transpose_b = true, dtype = "f32" })
-      else dw = fp8.matmul(dyq.transposed, q(xq:dequantize(), "x", { transposed = true }).transposed, { transpose_b = true, dtype = "f32" }) end
+      elseif name == "fp8_rowwise" then
+        dw = fp8.matmul(dyq.transposed, xq.transposed, { transpose_b = true, dtype = "f32" })
+      else
+        dw = fp8.matmul(dyq.transposed, q(xq:dequantize(), "x", { transposed = true }).transposed,
+          { transpose_b = true, dtype = "f32" })
+      end
       assert.are.equal(bytes(dw), bytes(p.dw))
       assert.is_true(relative(p.db, dy2:sum(1)) < 1e-6)
     end))
 
     it(name .. " has gradients beside f32's", with_gradient(function()
       local low = pass(name, 256, 64, 128)
-      local got = { y = low.y:to("f32"):keep(), dx = low.dx:to("f32"):keep(), dw = low.dw:to("f32"):keep(), db = low.db:to("f32"):keep() }
+      local got = { y = low.y:to("f32"):keep(), dx = low.dx:to("f32"):keep(),
+        dw = low.dw:to("f32"):keep(), db = low.db:to("f32"):keep() }
       engine.end_step()
       engine.begin_step()
       local full = pass("fp32", 256, 64, 128)
-      -- each factor is off by 2^-4 at most and by 2.6 % on average (e4m3), 5.1 % (e5m2); a product of two by their norm
+      -- each factor has an error of at most 2^-4 and on average 2.6 % (e4m3) or 5.1 % (e5m2); a
+      -- product of two adds theirs in the norm
       assert.is_true(relative(got.y, full.y) < 0.045, "y")
       assert.is_true(relative(got.dx, full.dx) < 0.07, "dx")
       assert.is_true(relative(got.dw, full.dw) < 0.07, "dw")
@@ -78,11 +92,14 @@ describe("a linear layer in FP8", function()
     end))
   end
 
-  it("keeps x in e5m6 where it is told to, with gradients nearer to f32's than codes give", with_gradient(function()
+  it("keeps x in e5m6 on request, with gradients nearer to f32's than codes give",
+    with_gradient(function()
     local errors = {}
     for _, keep in ipairs { "e5m6", "codes" } do
-      local p = pass({ base = "fp8_block", activations = "f32", fp8 = { x = { format = "e4m3", block = "1x128", keep = keep } } }, 128, 256, 64)
-      errors[keep] = relative(p.dw, p.dy:view(-1, 64):permute(2, 1):matmul(p.x:detach():view(-1, 128)))
+      local p = pass({ base = "fp8_block", activations = "f32",
+        fp8 = { x = { format = "e4m3", block = "1x128", keep = keep } } }, 128, 256, 64)
+      errors[keep] = relative(p.dw, p.dy:view(-1, 64):permute(2,
+        1):matmul(p.x:detach():view(-1, 128)))
       engine.end_step()
       engine.begin_step()
     end
@@ -90,7 +107,7 @@ describe("a linear layer in FP8", function()
     assert.is_true(errors.codes < 0.06)
   end))
 
-  it("adds up over micro-batches in the parameter's own gradient", with_gradient(function()
+  it("accumulates micro-batches in the parameter's own gradient", with_gradient(function()
     engine.seed(3)
     local layer = nn.linear(128, 128, { bias = false })
     local opt = engine.optim.sgd(layer, { lr = 0, precision = "fp8_block" })
@@ -102,16 +119,21 @@ describe("a linear layer in FP8", function()
       parts[i] = layer.weight.grad:keep()
     end
     opt:zero_grad()
-    for i = 1, 2 do engine.autocast("fp8_block", function() return layer(x[i]):to("f32"):sum() end):backward() end
+    for i = 1, 2 do
+      engine.autocast("fp8_block", function() return layer(x[i]):to("f32"):sum() end):backward()
+    end
     assert.are.equal(bytes(parts[1] + parts[2]), bytes(layer.weight.grad))
   end))
 
-  it("quantizes a weight anew when somebody wrote into it, and not before", with_gradient(function()
+  it("quantizes a weight again only after a write to it", with_gradient(function()
     engine.seed(3)
     local layer = nn.linear(64, 32, { bias = false })
     local opt = engine.optim.sgd(layer, { lr = 0, precision = "fp8_current" })
     local x, amax = engine.randn(4, 64), M_ffi.new("double[3]")
-    local function run() return engine.no_grad(function() return engine.autocast("fp8_current", function() return layer(x) end) end) end
+    local function run()
+      return engine.no_grad(function() return engine.autocast("fp8_current",
+        function() return layer(x) end) end)
+    end
     local id = opt.fp8.list[1].id
     local before = bytes(run())
     M_ffi.check(C.eng_fp8_amax(amax, id))
@@ -149,14 +171,17 @@ describe("a linear layer in FP8", function()
     end
   end))
 
-  it("runs in high precision outside of its recipe, and where the recipe says so", with_gradient(function()
+  it("runs in high precision outside its recipe, and where the recipe asks for it",
+    with_gradient(function()
     engine.seed(1)
     local model = nn.sequential { nn.linear(64, 64), nn.linear(64, 64) }
-    local opt = engine.optim.sgd(model, { lr = 0, precision = { base = "fp8_current", fp8 = { high = { "^2$" } } } })
+    local opt = engine.optim.sgd(model,
+      { lr = 0, precision = { base = "fp8_current", fp8 = { high = { "^2$" } } } })
     assert.are.equal(1, #opt.fp8.list)
     local x = engine.randn(4, 64)
     local plain = bytes(model(x))
-    assert.are_not.equal(plain, bytes(engine.autocast({ base = "fp32", fp8 = {} }, function() return model(x) end)))
+    assert.are_not.equal(plain, bytes(engine.autocast({ base = "fp32", fp8 = {} },
+      function() return model(x) end)))
     assert.are.equal(plain, bytes(engine.autocast("fp32", function() return model(x) end)))
   end))
 end)
@@ -168,50 +193,69 @@ describe("an FP8 recipe", function()
     assert.is_nil(text:find("\n"), text)
     return text
   end
-  it("that cannot be is one clear line", function()
+  it("that is invalid is reported in one line", function()
     for text, of in pairs {
       ["unknown field 'y'"] = { base = "fp8_block", fp8 = { y = {} } },
-      ["there is no format 'e3m4'; there are e4m3, e5m2"] = { base = "fp8_block", fp8 = { x = { format = "e3m4" } } },
-      ["there is no block shape 'blocks'"] = { base = "fp8_block", fp8 = { w = { block = "blocks" } } },
+      ["there is no format 'e3m4'; there are e4m3, e5m2"] = { base = "fp8_block",
+        fp8 = { x = { format = "e3m4" } } },
+      ["there is no block shape 'blocks'"] = { base = "fp8_block",
+        fp8 = { w = { block = "blocks" } } },
       ["there is no scale rule 'mine'"] = { base = "fp8_block", fp8 = { w = { rule = "mine" } } },
-      ["there is no accumulator 'fp16'"] = { base = "fp8_block", fp8 = { forward = { accumulator = "fp16" } } },
-      ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block", fp8 = { dy = { formt = "e5m2" } } },
-      ["x: expected eps as a number, got 'a'"] = { base = "fp8_block", fp8 = { x = { eps = "a" } } },
+      ["there is no accumulator 'fp16'"] = { base = "fp8_block",
+        fp8 = { forward = { accumulator = "fp16" } } },
+      ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block",
+        fp8 = { dy = { formt = "e5m2" } } },
+      ["x: expected eps as a number, got 'a'"] = { base = "fp8_block",
+        fp8 = { x = { eps = "a" } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
-      ["w: keep is for x alone"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
+      ["w: keep belongs to x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
       ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
-  it("whose blocks do not nest, whose promotion is no multiple of 32, is refused by layer", function()
+  it("with blocks that do not nest, or a promotion that is no multiple of 32, is refused by layer",
+    function()
     local model = nn.sequential { nn.linear(256, 256) }
     local function refused(fp8_table, text)
-      local good, why = pcall(engine.optim.sgd, model, { precision = { base = "fp8_block", fp8 = fp8_table } })
+      local good, why = pcall(engine.optim.sgd, model,
+        { precision = { base = "fp8_block", fp8 = fp8_table } })
       assert.is_false(good)
       assert.is_truthy(why:find(text, 1, true), why)
       assert.is_nil(why:find("\n"))
     end
-    refused({ x = { block = "1x96" } }, "1: forward: blocks of x hold 96, those of w 128 along the side they are summed over")
-    refused({ forward = { promotion = 100 } }, "1: forward: expected a promotion every multiple of 32 steps, or 0 for none, got 100")
-    refused({ x = { block = { -1, 3 } } }, "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
+    refused({ x = { block = "1x96" } },
+      "1: forward: blocks of x hold 96, those of w 128 along the side they are summed over")
+    refused({ forward = { promotion = 100 } },
+      "1: forward: expected a promotion every multiple of 32 steps, or 0 for none, got 100")
+    refused({ x = { block = { -1, 3 } } },
+      "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
     refused({ high = { "." } }, "no linear layer of this model is in FP8")
-    -- what a slip of the pen would do in silence
-    refused({ high = { "^head", "^blcks%.1" } }, "fp8: high: the pattern '^blcks%.1' matches no layer of this model; linear layers: 1")
-    refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } }, "fp8: layers[2]: the pattern 'blcks' matches no layer of this model")
-    refused({ policy = "dynamic" }, "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: fp8_delayed, fp8_fallback, or a file")
-    refused({ policy = "fp8_delayd" }, "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
+    -- a typing mistake must not pass silently
+    refused({ high = { "^head", "^blcks%.1" } },
+      "fp8: high: the pattern '^blcks%.1' means no layer of this model; linear layers: 1")
+    refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } },
+      "fp8: layers[2]: the pattern 'blcks' means no layer of this model")
+    refused({ policy = "dynamic" },
+      "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..
+      "fp8_delayed, fp8_fallback, or a file")
+    refused({ policy = "fp8_delayd" },
+      "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
   end)
-  it("tells shapes that it cannot take", with_gradient(function()
+  it("reports shapes that it cannot quantize", with_gradient(function()
     local layer = nn.linear(12, 8)
-    engine.optim.sgd(layer, { precision = { base = "fp8_block", fp8 = { x = { format = "e4m3", block = "1x128", keep = "e5m6" } } } })
-    local good, why = pcall(engine.autocast, "fp8_block", function() return layer(engine.randn(4, 12)) end)
+    engine.optim.sgd(layer, { precision = { base = "fp8_block",
+      fp8 = { x = { format = "e4m3", block = "1x128", keep = "e5m6" } } } })
+    local good, why = pcall(engine.autocast, "fp8_block",
+      function() return layer(engine.randn(4, 12)) end)
     assert.is_false(good)
     assert.is_truthy(why:find("packs 8 numbers of a row", 1, true), why)
   end))
   it("does not delay the scales of blocks", function()
     local layer = nn.linear(128, 8)
     local opt = engine.optim.sgd(layer, { precision = "fp8_block" })
-    for _, bad in ipairs { 1, -1, 0 / 0, 1 / 0 } do assert.are_not.equal(0, C.eng_fp8_delay(opt.fp8.list[1].id, 0, bad)) end
+    for _, bad in ipairs { 1, -1, 0 / 0, 1 / 0 } do
+      assert.are_not.equal(0, C.eng_fp8_delay(opt.fp8.list[1].id, 0, bad))
+    end
   end)
 end)
 
@@ -220,7 +264,8 @@ describe("training in FP8", function()
     engine.seed(7)
     local model = nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }
     local all = { model = model, steps = 8, log = "quiet",
-      data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40), batch = 4, context = 16, seed = 3 },
+      data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40),
+        batch = 4, context = 16, seed = 3 },
       optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = options.precision }) }
     for key, value in pairs(options) do all[key] = value end
     local t = engine.trainer(all)
@@ -232,85 +277,107 @@ describe("training in FP8", function()
     local want = run { precision = "bf16", steps = 30 }.record.loss
     for _, recipe in ipairs { "fp8_block", "fp8_current", "fp8_rowwise", "fp8_delayed" } do
       local got = run { precision = recipe, steps = 30 }.record.loss
-      assert.is_true(math.abs(got - want) < 0.05 * want, ("%s: %g beside %g"):format(recipe, got, want))
+      assert.is_true(math.abs(got - want) < 0.05 * want, ("%s: %g beside %g"):format(recipe, got,
+        want))
     end
   end)
 
-  it("resumes bit for bit at every step, histories of amaxes included", function()
+  it("resumes bit for bit at every step, including histories of amaxes", function()
     local dir = os.tmpname()
     os.remove(dir)
-    local recipe = { name = "short", base = "fp8_delayed", fp8 = { policy = { "fp8_delayed:history=3", "fp8_fallback:snr=60,pause=2" }, sample = 2 } }
+    local recipe = { name = "short", base = "fp8_delayed",
+      fp8 = { policy = { "fp8_delayed:history=3", "fp8_fallback:snr=60,pause=2" }, sample = 2 } }
     local _, whole = run { precision = recipe }
     for k = 1, 7 do
       run { precision = recipe, steps = k, run = dir .. k, checkpoint_every = k }
       local t, model = run { precision = recipe, run = dir .. k, resume = "auto" }
       assert.are.equal(8, t.steps_done)
-      for i, p in ipairs(model:parameters()) do assert.are.equal(bytes(whole:parameters()[i].tensor), bytes(p.tensor), "resumed at " .. k) end
+      for i, p in ipairs(model:parameters()) do
+        assert.are.equal(bytes(whole:parameters()[i].tensor), bytes(p.tensor), "resumed at " .. k)
+      end
       os.execute("rm -rf " .. dir .. k)
     end
   end)
 
-  it("writes meters into the history, and policies see them", function()
+  it("writes meters into the history and shows them to policies", function()
     local dir = os.tmpname()
     os.remove(dir)
-    local seen = { source = [[return { kind = "fp8", needs = { "tensors" }, options = {}, init = function() return { scale = 1, seen = 0 } end,
+    local seen = { source = [[return { kind = "fp8", needs = { "tensors" }, options = {},
+      init = function() return { scale = 1, seen = 0 } end,
       decide = function(state, record)
         for name, t in pairs(record.tensors) do
-          if t.measured then state.seen = state.seen + 1 if not (t.snr > 20 and t.clipped == 0) then error("snr " .. name .. " " .. t.snr) end end
+          if t.measured then
+            state.seen = state.seen + 1
+            if not (t.snr > 20 and t.clipped == 0) then
+              error("snr " .. name .. " " .. t.snr)
+            end
+          end
         end
         if record.tensors["blocks.1.mlp.up:dy"].name ~= "blocks.1.mlp.up:dy" then error("name") end
         return 1
       end }]], file = "seen.lua" }
-    local t = run { precision = { base = "fp8_block", fp8 = { sample = 3, policy = { seen } } }, run = dir, steps = 7 }
+    local t = run { precision = { base = "fp8_block", fp8 = { sample = 3, policy = { seen } } },
+      run = dir, steps = 7 }
     assert.are.equal(0, t.optimizer.fp8.policies[1]:failures())
-    assert.is_truthy(t.optimizer.fp8.policies[1]:save():find("seen%W+72"))       -- 8 layers, 3 roles, 3 looks
+    -- 8 layers, 3 roles, 3 looks
+    assert.is_truthy(t.optimizer.fp8.policies[1]:save():find("seen%W+72"))
     local h = engine.history.open(dir)
     local rows = h:fp8("blocks.2")
     assert.are.equal(4 * 3 * 3, #rows)
-    assert.is_true(rows[1].snr > 25 and rows[1].underflow < 0.01 and rows[1].scale_max >= rows[1].scale_min)
+    assert.is_true(rows[1].snr > 25 and rows[1].underflow < 0.01
+      and rows[1].scale_max >= rows[1].scale_min)
     assert.is_truthy(tostring(rows):find("blocks.2.attn.out"))
     assert.are.equal(3, #h:fp8("blocks.1.mlp.up", 3))
     assert.are.equal(0, #h:fp8("nothing"))
-    assert.matches("^no FP8 layer's name begins with 'blocks.9'.*; there are blocks.1.", tostring(h:fp8("blocks.9")))
-    assert.matches("^FP8 layers were not measured at step 999; measured steps: %d", tostring(h:fp8("blocks.1", 999)))
-    assert.matches("rounded to 0; overflow: past the format's largest number", tostring(rows), 1, true)
+    assert.matches("^no FP8 layer's name begins with 'blocks.9'.*; there are blocks.1.",
+      tostring(h:fp8("blocks.9")))
+    assert.matches("^FP8 layers were not measured at step 999; measured steps: %d",
+      tostring(h:fp8("blocks.1", 999)))
+    assert.matches("rounded to 0; overflow: past the format's largest number", tostring(rows), 1,
+      true)
     h:close()
     os.execute("rm -rf " .. dir)
   end)
 
-  it("composes with a loss scale: delayed scales follow it, and the steps are the same to the bit", function()
+  it("composes with a loss scale: delayed scales follow it, and the steps are the same to the bit",
+    function()
     local function losses(scale)
       local list = {}
-      run { precision = { base = "fp8_delayed", fp8 = { sample = 0 } }, policy = "static", policy_options = { loss_scale = scale }, steps = 6,
+      run { precision = { base = "fp8_delayed", fp8 = { sample = 0 } }, policy = "static",
+        policy_options = { loss_scale = scale }, steps = 6,
         on_step = function(_, record) list[#list + 1] = ("%.17g"):format(record.loss) end }
       return table.concat(list, " ")
     end
     assert.are.equal(losses(1), losses(1024))
   end)
 
-  it("takes layers out of FP8 that leave their band, and tries them again", function()
+  it("excludes layers that leave their band from FP8, and tries them again", function()
     local on = {}
-    run { precision = { base = "fp8_current", fp8 = { sample = 1, policy = "fp8_fallback:snr=28,pause=3" } }, steps = 8,
+    run { precision = { base = "fp8_current",
+      fp8 = { sample = 1, policy = "fp8_fallback:snr=28,pause=3" } }, steps = 8,
       on_step = function(t) on[#on + 1] = t.optimizer.fp8.list[1].on and 1 or 0 end }
-    -- e5m2 gradients hold some 25 dB: out after the first step, back for the fifth
+    -- e5m2 gradients have about 25 dB: out after the first step, back for the fifth
     assert.are.equal("0 0 0 1 0 0 0 0", table.concat(on, " "))
   end)
 end)
 
 describe("meters", function()
-  it("count what became 0, negative zeros too, and what was clipped", with_gradient(function()
+  it("count values that became 0, including negative zeros, and clipped values",
+    with_gradient(function()
     local layer = nn.linear(8, 4, { bias = false })
-    local opt = engine.optim.sgd(layer, { lr = 0, precision = { base = "fp8_current", fp8 = { x = { format = "e4m3" } } } })
+    local opt = engine.optim.sgd(layer,
+      { lr = 0, precision = { base = "fp8_current", fp8 = { x = { format = "e4m3" } } } })
     local id = opt.fp8.list[1].id
     local x = engine.tensor({ { 0, -0.0, 1e-4, -1e-4, 1, -2, 4, 448 } }, "f32")
     C.eng_fp8_measure(true)
     engine.no_grad(function() engine.autocast("fp8_current", function() return layer(x) end) end)
     local m = M_ffi.new("eng_fp8_meter[3]")
     M_ffi.check(C.eng_fp8_meters(m, id))
-    assert.are.same({ 8, 2, 2, 0 }, { tonumber(m[0].count), tonumber(m[0].zeros), tonumber(m[0].underflow), tonumber(m[0].overflow) })
+    assert.are.same({ 8, 2, 2, 0 }, { tonumber(m[0].count), tonumber(m[0].zeros),
+      tonumber(m[0].underflow), tonumber(m[0].overflow) })
     assert.are.equal(448, m[0].amax)
     assert.is_true(math.abs(m[0].least - 1e-4) < 1e-10)
-    M_ffi.check(C.eng_fp8_delay(id, 0, 224))     -- factor 2: 448 is 896, clipped
+    M_ffi.check(C.eng_fp8_delay(id, 0, 224))     -- factor 2: 448 becomes 896 and is clipped
     engine.no_grad(function() engine.autocast("fp8_current", function() return layer(x) end) end)
     C.eng_fp8_measure(false)
     M_ffi.check(C.eng_fp8_meters(m, id))
@@ -321,31 +388,39 @@ end)
 describe("memory", function()
   local function bytes_of(precision)
     engine.seed(1)
-    local model = nn.llama { vocab = 64, context = 64, width = 128, heads = 4, kv_heads = 4, layers = 2, hidden = 256 }
+    local model = nn.llama { vocab = 64, context = 64, width = 128, heads = 4, kv_heads = 4,
+      layers = 2, hidden = 256 }
     local opt = engine.optim.adamw(model, { precision = precision })
     local ids = engine.randint(0, 64, { 4, 64 }, { dtype = "i64", keep = true })
     return opt:memory(function() return model:loss(ids, ids) end)
   end
-  it("is less under fp8_block than under bf16, for weights, moments and what the tape keeps, and as predicted", function()
+  it("is less under fp8_block than under bf16, for weights, moments and the tape, and as predicted",
+    function()
     local low, high = bytes_of "fp8_block", bytes_of "bf16"
-    local function weights(m) return m.masters.measured + m["low-precision copies"].measured + m["FP8 copies"].measured end
+    local function weights(m)
+      return m.masters.measured + m["low-precision copies"].measured + m["FP8 copies"].measured
+    end
     assert.is_true(weights(low) < weights(high))
     assert.are.equal(high.moments.measured / 2, low.moments.measured)
     assert.is_true(low["kept for backward"].measured < 0.8 * high["kept for backward"].measured)
     for _, m in ipairs { low, high } do
       for _, row in ipairs(m) do
         if row.predicted then
-          assert.is_true(math.abs(row.predicted - row.measured) <= 0.01 * row.measured, ("%s: %g, %g"):format(row.role, row.predicted, row.measured))
+          assert.is_true(math.abs(row.predicted - row.measured) <= 0.01 * row.measured,
+            ("%s: %g, %g"):format(row.role, row.predicted, row.measured))
         end
       end
     end
     assert.is_truthy(tostring(low):find("of it FP8"))
   end)
-  it("of attention's output under fp8_block is 12 bits a number and nothing else, with gradients beside those of the whole one", function()
-    local plain = { base = "fp8_block", fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
+  it("of attention's output under fp8_block is 12 bits a number, with gradients close to those " ..
+    "of the unquantized output", function()
+    local plain = { base = "fp8_block",
+      fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
     local packed, codes = bytes_of "fp8_block", bytes_of(plain)
-    -- for each of 2 layers, 256 rows of 128: 1.5 bytes in the place of 1 and of bf16's 2
-    assert.are.equal(2 * 256 * 128 * 1.5, codes["kept for backward"].measured - packed["kept for backward"].measured)
+    -- for each of 2 layers, 256 rows of 128: 1.5 bytes instead of 1 and of bf16's 2
+    assert.are.equal(2 * 256 * 128 * 1.5,
+      codes["kept for backward"].measured - packed["kept for backward"].measured)
     local function gradients(precision)
       engine.seed(4)
       local attention, got = nn.attention(128, 4, {}), {}
@@ -353,19 +428,24 @@ describe("memory", function()
       engine.optim.sgd(model, { lr = 0, precision = precision })
       with_gradient(function()
         local x, dy = engine.randn(2, 32, 128):requires_grad(true), engine.randn(2, 32, 128)
-        ;(engine.autocast(precision, function() return model(x) end):to("f32") * dy):sum():backward()
+        ;(engine.autocast(precision, function() return model(x) end):to("f32") *
+          dy):sum():backward()
         got.x = x.grad:to("f32"):keep()
         for _, p in ipairs(model:parameters()) do got[p.name] = p.tensor.grad:to("f32"):keep() end
       end)()
       return got
     end
     local function recipe(keep)
-      return { base = "fp8_block", fp8 = { high = { "qkv" }, layers = { { match = "out$", x = { keep = keep } } } } }
+      return { base = "fp8_block", fp8 = { high = { "qkv" },
+        layers = { { match = "out$", x = { keep = keep } } } } }
     end
     local low, full = gradients(recipe "e5m6"), gradients(recipe "codes")
-    for name, want in pairs(full) do assert.is_true(relative(low[name], want) < (name:find("out") and 0.05 or 0.005), name .. " " .. relative(low[name], want)) end
+    for name, want in pairs(full) do
+      assert.is_true(relative(low[name], want) < (name:find("out") and 0.05 or 0.005),
+        name .. " " .. relative(low[name], want))
+    end
   end)
-  it("of a view goes back when all who look at it are done", with_gradient(function()
+  it("of a view is freed when every tensor that uses it is done", with_gradient(function()
     local x = engine.randn(8, 8):requires_grad(true)
     local y = x + 1
     local flat = y:view(-1)
@@ -381,7 +461,7 @@ describe("memory", function()
     y = x + 1
     flat = y:view(-1)
     loss = loss + flat:exp():sum()
-    y:done() flat:done()                 -- exp's rule reads what it gave, not what it took
+    y:done() flat:done()                 -- exp's rule reads its output, not its input
     y = x + 1
     flat = y:view(-1)
     loss = loss + flat:log():sum()
@@ -390,7 +470,8 @@ describe("memory", function()
     loss:backward()
     assert.is_true(relative(x.grad, (x:detach() + 1):exp() + 2 + 1 / (x:detach() + 1)) < 1e-6)
   end))
-  it("of what is done goes back, and using it is told", with_gradient(function()
+  it("of a tensor released by done() is freed, and using the tensor raises",
+    with_gradient(function()
     local x = engine.randn(8, 8):requires_grad(true)
     local y = x + 1
     local z = y * 2
@@ -405,7 +486,8 @@ describe("memory", function()
 end)
 
 describe("SwiGLU in FP8", function()
-  it("keeps one copy of what gate and up both read, and tells both of its amax", with_gradient(function()
+  it("keeps one copy of the shared input of gate and up, and reports its amax to both",
+    with_gradient(function()
     engine.seed(2)
     local mlp = nn.swiglu(128, 256, {})
     local opt = engine.optim.sgd(mlp, { lr = 0, precision = "fp8_block" })
@@ -417,7 +499,8 @@ describe("SwiGLU in FP8", function()
     C.eng_fp8_measure(false)
     local fp8_bytes = M_ffi.new("int64_t[1]")
     C.eng_tape_bytes(fp8_bytes)
-    assert.are.equal(32 * (128 + 4 + 256 + 8), tonumber(fp8_bytes[0]))   -- x once, down's input: codes and a scale for each 128 of them
+    -- x once, and down's input: codes and a scale for each 128 of them
+    assert.are.equal(32 * (128 + 4 + 256 + 8), tonumber(fp8_bytes[0]))
     y:to("f32"):sum():backward()
     local want = x:detach():abs():max():item()
     for _, site in ipairs(opt.fp8.list) do
@@ -429,20 +512,25 @@ describe("SwiGLU in FP8", function()
       end
     end
   end))
-  it("does not take another's codes where it quantizes otherwise", with_gradient(function()
-    for _, case in ipairs { { "^up$", { rule = "deepseek" } }, { "^up$", { stochastic = true } }, { "^up$", { keep = "transposed" } } } do
+  it("does not use another layer's codes if its own quantization differs", with_gradient(function()
+    for _, case in ipairs { { "^up$", { rule = "deepseek" } }, { "^up$", { stochastic = true } },
+      { "^up$", { keep = "transposed" } } } do
       local mlp = nn.swiglu(128, 128, {})
-      engine.optim.sgd(mlp, { lr = 0, precision = { base = "fp8_block", fp8 = { layers = { { match = case[1], x = case[2] } } } } })
+      engine.optim.sgd(mlp, { lr = 0,
+        precision = { base = "fp8_block",
+        fp8 = { layers = { { match = case[1], x = case[2] } } } } })
       local x, fp8_bytes = engine.randn(32, 128):requires_grad(true), M_ffi.new("int64_t[1]")
       local y = engine.autocast("fp8_block", function() return mlp(x) end)
       C.eng_tape_bytes(fp8_bytes)
       -- 32 scales each, of x transposed 128
-      assert.are.equal(3 * 32 * (128 + 4) + (case[2].keep and 4 * (128 - 32) or 0), tonumber(fp8_bytes[0]))
+      assert.are.equal(3 * 32 * (128 + 4) + (case[2].keep and 4 * (128 - 32) or 0),
+        tonumber(fp8_bytes[0]))
       y:to("f32"):sum():backward()
     end
   end))
-  -- What an nn.swiglu gives under a recipe, with its gradients, amaxes and what the tape keeps, and whether h became codes as it was computed.
-  -- apart: `down` has a forward of its own, the linear's, so that h is a tensor that anybody may read.
+  -- Returns what nn.swiglu gives under a recipe, with its gradients, amaxes and tape memory, and
+  -- whether h was quantized as it was computed. With `apart`, `down` has its own forward function
+  -- (the linear layer's), so that h must be a readable tensor.
   local function whole_pass(recipe, apart, options)
     options = options or {}
     engine.seed(6)
@@ -451,15 +539,20 @@ describe("SwiGLU in FP8", function()
     local linear = mlp.down.forward
     if apart then rawset(mlp.down, "forward", function(self, x) return linear(self, x) end) end
     if options.delay then
-      for _, site in ipairs(opt.fp8.list) do if site.path == "down" then M_ffi.check(C.eng_fp8_delay(site.id, 0, options.delay)) end end
+      for _, site in ipairs(opt.fp8.list) do
+        if site.path == "down" then M_ffi.check(C.eng_fp8_delay(site.id, 0, options.delay)) end
+      end
     end
     local amax, fp8_bytes, y = M_ffi.new("double[3]"), M_ffi.new("int64_t[1]"), nil
     for _, site in ipairs(opt.fp8.list) do C.eng_fp8_amax(amax, site.id) end
     with_gradient(function()
       local x, dy = engine.randn(3, 32, 128) * (options.spread or 1), engine.randn(3, 32, 128)
       if not options.first then x:requires_grad(true) end
-      local profile = engine.profile(function() y = engine.autocast(recipe, function() return mlp(x) end) end)
-      for _, row in ipairs(profile.operations) do if row.op == "swiglu" or row.op == "swiglu_quantize" then got[row.op] = row.calls end end
+      local profile = engine.profile(function() y = engine.autocast(recipe,
+        function() return mlp(x) end) end)
+      for _, row in ipairs(profile.operations) do
+        if row.op == "swiglu" or row.op == "swiglu_quantize" then got[row.op] = row.calls end
+      end
       got[#got + 1] = tostring(C.eng_tape_bytes(fp8_bytes)) .. " " .. tostring(fp8_bytes[0])
       ;(y:to("f32") * dy):sum():backward()
       got[#got + 1], got[#got + 2] = bytes(y), x.grad and bytes(x.grad) or "none"
@@ -468,19 +561,24 @@ describe("SwiGLU in FP8", function()
         M_ffi.check(C.eng_fp8_amax(amax, site.id))
         got[#got + 1] = ("%s %.17g %.17g %.17g"):format(site.path, amax[0], amax[1], amax[2])
       end
-      got[#got + 1] = bytes(engine.rand(4))                          -- as many random numbers were taken
+      got[#got + 1] = bytes(engine.rand(4))  -- the same random numbers were drawn
     end)()
     return got
   end
 
-  it("makes h's codes as it computes h, bit for bit what two steps give, forward and backward", function()
-    local function down(x) return { base = "fp8_block", fp8 = { layers = { { match = "^down$", x = x } } } } end
+  it("quantizes h as it computes h, bit for bit like two steps, forward and backward", function()
+    local function down(x)
+      return { base = "fp8_block", fp8 = { layers = { { match = "^down$", x = x } } } }
+    end
     for name, case in pairs {
       fp8_block = { "fp8_block" }, fp8_current = { "fp8_current" }, fp8_rowwise = { "fp8_rowwise" },
       delayed = { "fp8_current", { delay = 3 } },
-      ["inputs as codes"] = { down { keep = "swiglu" } }, codes = { down { keep = "codes" } }, transposed = { down { keep = "transposed" } },
-      ["by chance"] = { down { stochastic = true, keep = "swiglu" } }, ["powers of two"] = { down { pow2 = true, rule = "deepseek", margin = 1 } },
-      ["x without gradient"] = { down { keep = "swiglu" }, { first = true } }, f32 = { { base = "fp8_block", activations = "f32" } },
+      ["inputs as codes"] = { down { keep = "swiglu" } }, codes = { down { keep = "codes" } },
+      transposed = { down { keep = "transposed" } },
+      ["by chance"] = { down { stochastic = true, keep = "swiglu" } },
+      ["powers of two"] = { down { pow2 = true, rule = "deepseek", margin = 1 } },
+      ["x without gradient"] = { down { keep = "swiglu" }, { first = true } },
+      f32 = { { base = "fp8_block", activations = "f32" } },
       ["what overflows"] = { "fp8_block", { spread = 1e19 } },
     } do
       local at_once, apart = whole_pass(case[1], false, case[2]), whole_pass(case[1], true, case[2])
@@ -490,12 +588,15 @@ describe("SwiGLU in FP8", function()
       for i = 1, #apart do assert.is_true(apart[i] == at_once[i], name .. ": number " .. i) end
     end
   end)
-  it("writes h where it is kept in e5m6, where meters look at it, and where somebody else may read it", with_gradient(function()
-    local e5m6 = { base = "fp8_block", fp8 = { layers = { { match = "^down$", x = { keep = "e5m6" } } } } }
+  it("writes h where it is kept in e5m6, where meters read it, and where another reader is " ..
+    "possible", with_gradient(function()
+    local e5m6 = { base = "fp8_block",
+      fp8 = { layers = { { match = "^down$", x = { keep = "e5m6" } } } } }
     local mlp = nn.swiglu(128, 256, {})
     local x = engine.randn(16, 128)
     local function at_once(recipe)
-      local operations = engine.profile(engine.no_grad, function() return engine.autocast(recipe, mlp.forward, mlp, x) end).operations
+      local operations = engine.profile(engine.no_grad,
+        function() return engine.autocast(recipe, mlp.forward, mlp, x) end).operations
       for _, row in ipairs(operations) do if row.op == "swiglu_quantize" then return true end end
       return false
     end
@@ -504,11 +605,11 @@ describe("SwiGLU in FP8", function()
     assert.is_false(at_once(e5m6))
     attached "fp8_block"
     assert.is_true(at_once "fp8_block")
-    assert.is_false(at_once "bf16")                       -- the layer is a site, the step is not in FP8
+    assert.is_false(at_once "bf16")  -- the layer is a site, the step is not in FP8
     C.eng_fp8_measure(true)
     assert.is_false(at_once "fp8_block")
     C.eng_fp8_measure(false)
-    rawset(mlp.down, "_carry", 4)                         -- gradients of its own scale
+    rawset(mlp.down, "_carry", 4)                         -- gradients with their own scale
     assert.is_false(at_once "fp8_block")
     rawset(mlp.down, "_carry", nil)
     local module = require "engine.nn.module"
@@ -516,22 +617,33 @@ describe("SwiGLU in FP8", function()
     assert.is_false(at_once "fp8_block")
     module.watch(nil)
     assert.is_true(at_once "fp8_block")
-    local good, why = pcall(engine.autocast, "fp8_block", function() return mlp.gate(x):swiglu_linear(mlp.up(x), mlp.gate.weight, nil, rawget(mlp.down, "_fp8")) end)
+    local good, why = pcall(engine.autocast, "fp8_block",
+      function() return mlp.gate(x):swiglu_linear(mlp.up(x), mlp.gate.weight, nil,
+      rawget(mlp.down, "_fp8")) end)
     assert.is_false(good)
-    assert.is_truthy(why:find("linear: expected x [.. x K] and a weight [N x K], got bf16 [16 x 256] and f32 [256 x 128]", 1, true), why)
+    assert.is_truthy(why:find("linear: expected x [.. x K] and a weight [N x K], got bf16 [16 x " ..
+      "256] and f32 [256 x 128]", 1, true), why)
   end))
-  it("trains with the same losses whether steps are looked at or not, over retries and micro-batches", function()
+  it("trains with the same losses whether steps are metered or not, over retries and micro-batches",
+    function()
     local function losses(sample)
       engine.seed(7)
-      local model, list = nn.llama { vocab = 256, context = 16, width = 64, heads = 2, kv_heads = 2, layers = 2, hidden = 136 }, {}
-      local retry = { source = [[return { needs = {}, options = {}, init = function() return { scale = 1, tried = -1 } end,
+      local model, list = nn.llama { vocab = 256, context = 16, width = 64, heads = 2, kv_heads = 2,
+        layers = 2, hidden = 136 }, {}
+      local retry = { source = [[return { needs = {}, options = {},
+        init = function() return { scale = 1, tried = -1 } end,
         decide = function(state, record)
-          if record.step % 3 == 1 and state.tried ~= record.updates then state.tried = record.updates return { scale = 1, action = "retry", reason = "once more" } end
+          if record.step % 3 == 1 and state.tried ~= record.updates then
+            state.tried = record.updates return { scale = 1, action = "retry",
+              reason = "once more" }
+          end
           return 1
         end }]], file = "retry.lua" }
       engine.trainer { model = model, steps = 8, log = "quiet", accumulate = 2, policy = retry,
-        data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40), batch = 2, context = 16, seed = 3 },
-        optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = { base = "fp8_block", fp8 = { sample = sample } } }),
+        data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40),
+          batch = 2, context = 16, seed = 3 },
+        optimizer = engine.optim.adamw(model,
+          { lr = 2e-3, precision = { base = "fp8_block", fp8 = { sample = sample } } }),
         on_step = function(_, record) list[#list + 1] = ("%.17g"):format(record.loss) end }:run()
       return table.concat(list, " ")
     end
@@ -539,7 +651,7 @@ describe("SwiGLU in FP8", function()
     assert.are.equal(losses(1), never)
     assert.are.equal(losses(3), never)
   end)
-  it("keeps its inputs as codes and has gradients beside f32's", function()
+  it("keeps its inputs as codes and has gradients close to f32's", function()
     local function gradients(precision)
       engine.seed(2)
       local mlp = nn.swiglu(128, 256, {})
@@ -553,7 +665,10 @@ describe("SwiGLU in FP8", function()
       end)()
       return got
     end
-    local low, full = gradients { base = "fp8_block", activations = "f32", fp8 = { layers = { { match = "^down$", x = { keep = "swiglu" } } } } }, gradients "fp32"
-    for name, want in pairs(full) do assert.is_true(relative(low[name], want) < 0.09, name .. " " .. relative(low[name], want)) end
+    local low, full = gradients { base = "fp8_block", activations = "f32",
+      fp8 = { layers = { { match = "^down$", x = { keep = "swiglu" } } } } }, gradients "fp32"
+    for name, want in pairs(full) do
+      assert.is_true(relative(low[name], want) < 0.09, name .. " " .. relative(low[name], want))
+    end
   end)
 end)
