@@ -1,10 +1,11 @@
--- Every fast kernel against its slow twin: device "cpu", with each instruction set this machine has, beside
--- device "reference" on the same inputs. How results are compared: spec/cpu/kernels/compare.lua.
+-- Every fast kernel against its slow twin: device "cpu", with each instruction set of this machine,
+-- and device "reference" on the same inputs. How results are compared:
+-- spec/cpu/kernels/compare.lua.
 --
--- The list of operations comes from ops.def by way of the library: an operation that has a kernel but no
--- generator of calls in spec/cpu/kernels/ fails here, so nothing can be forgotten. A generator is a
--- function(try) that calls try(call) for every call it wants to see agree; the calls cover every
--- format, sizes that are multiples of nothing, layouts in memory where the kernel takes any, and
+-- The library supplies the list of operations (from ops.def): an operation with a kernel but
+-- without a generator of calls in spec/cpu/kernels/ fails here, so no operation is left out. A
+-- generator is a function(try) that calls try(call) for every call to compare. The calls cover
+-- every format, sizes that are multiples of nothing, memory layouts where the kernel takes any, and
 -- values that are ordinary, tiny, huge, zero, infinite and NaN.
 --
 -- ENGINE_ISA=avx512, avx2 or plain in the environment tests that instruction set alone.
@@ -13,12 +14,15 @@ local compare = require "spec.cpu.kernels.compare"
 local values = require "spec.cpu.kernels.values"
 local C = engine.C
 
--- Views have no kernel, FP8 layers run other operations.
+-- Views have no kernel; FP8 layers run other operations.
 local NO_KERNEL = { VIEW = true, CALLS = true }
 
 local generators = {}
-for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention", "losses", "fp8" } do
-  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do generators[name] = generate end
+for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention",
+  "losses", "fp8" } do
+  for name, generate in pairs(require("spec.cpu.kernels." .. part)) do
+    generators[name] = generate
+  end
 end
 
 describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
@@ -27,8 +31,10 @@ describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
     known[name] = true
     if not NO_KERNEL[engine.string(C.eng_op_describe(engine.op[name]).layout)] then
       it("agree with the reference: " .. name, function()
-        assert(C.eng_op_supported("reference", engine.op[name]), "the reference has no kernel for " .. name)
-        local generate = assert(generators[name], "there is no generator in spec/cpu/kernels/ for " .. name)
+        assert(C.eng_op_supported("reference", engine.op[name]),
+          "the reference has no kernel for " .. name)
+        local generate = assert(generators[name],
+          "there is no generator in spec/cpu/kernels/ for " .. name)
         values.seed(name)
         engine.check(C.eng_step_begin())
         local calls = 0
@@ -44,7 +50,7 @@ describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
     end
   end
 
-  it("have no generator for an operation that is not there", function()
+  it("have no generator for an operation that does not exist", function()
     for name in pairs(generators) do assert(known[name], name) end
   end)
 end)

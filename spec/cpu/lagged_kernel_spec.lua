@@ -1,4 +1,5 @@
--- Lagged statistics and updates: asked for at one step, read later, while the device skips, clips and counts by itself.
+-- Lagged statistics and updates: requested at one step and read later, while the device itself
+-- skips, clips and counts.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
 local ffi, C, check = engine.ffi, engine.C, engine.check
@@ -14,12 +15,13 @@ local function start(set, needs, losses)
 end
 
 local function fetch(set, scale)
-  local record, stats, loss = ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", set.n), ffi.new("double[1]")
+  local record, stats, loss = ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", set.n),
+    ffi.new("double[1]")
   check(C.eng_params_stats_fetch(record, stats, loss, set.params, scale or 1))
   return record, stats, loss[0]
 end
 
---- Gradients of a step: mild ones times `size`, with `bad` somewhere when it is given.
+--- Gradients of a step: small ones times `size`, with `bad` at one place if given.
 local function gradients(step, size, bad)
   local lists = {}
   for i, shape in ipairs(SHAPES) do
@@ -33,12 +35,14 @@ local function gradients(step, size, bad)
 end
 
 describe("lagged updates", function()
-  it("do what updates do that are decided before they are made", sets.step(function()
-    local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }   -- size of the gradients, and what spoils them
+  it("do what updates decided beforehand do", sets.step(function()
+    -- size of the gradients, and the bad value in them
+    local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }
     for _, format in ipairs { "f32", "f16" } do
       for _, kind in ipairs { "adamw", "sgd", "lion" } do
         sets.everywhere(function()
-          local eager, lagged = sets.new(SHAPES, { gradient = format }), sets.new(SHAPES, { gradient = format })
+          local eager, lagged = sets.new(SHAPES, { gradient = format }),
+            sets.new(SHAPES, { gradient = format })
           eager:optimizer(kind)
           lagged:optimizer(kind)
           local t, factor, clip = 1, 1 / 8, 200
@@ -63,10 +67,11 @@ describe("lagged updates", function()
           for i = 1, #SHAPES do
             local one, other = eager:weights(i), lagged:weights(i)
             for k = 1, #one, 7 do
-              assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k]), ("weight %d of %d: %.9g, lagged %.9g"):format(k, i, one[k], other[k]))
+              assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k]),
+                ("weight %d of %d: %.9g, lagged %.9g"):format(k, i, one[k], other[k]))
             end
           end
-          -- An update that is not lagged counts anew.
+          -- An update that is not lagged restarts the count.
           eager:write_gradients(gradients(9, 1), "f32")
           lagged:write_gradients(gradients(9, 1), "f32")
           eager:update { hyper = ADAMW, t = 40 }
@@ -80,11 +85,13 @@ describe("lagged updates", function()
     end
   end))
 
-  --- Weights of parameter 2 after updates from the given sizes of gradients, `bad` where it is no number.
+  --- Weights of parameter 2 after updates from gradients of the given sizes; a size that is not a
+  --- number is the bad value.
   local function updated(set, from, to, sizes)
     for number = from, to do
       local size = sizes[number]
-      set:write_gradients(gradients(number, size == size and size or 1, size ~= size and 0 / 0 or nil), "f32")
+      set:write_gradients(gradients(number, size == size and size or 1,
+        size ~= size and 0 / 0 or nil), "f32")
       check(start(set, C.ENG_NEED_NORM))
       set:update { hyper = ADAMW, factor = 1 / 8, t = number, lagged = true, clip_norm = 200 }
       fetch(set, 8)
@@ -93,7 +100,8 @@ describe("lagged updates", function()
   end
   local SIZES = { 1, 3, 0.5, 2, 1, 4 }
 
-  it("of two sets keep their records and numbers apart, in whatever order they are asked for", sets.step(function()
+  it("of two sets keep their records and numbers apart, in any order of requests",
+    sets.step(function()
     sets.everywhere(function()
       local alone = sets.new(SHAPES, {})
       alone:optimizer("adamw")
@@ -120,14 +128,15 @@ describe("lagged updates", function()
     end)
   end))
 
-  it("count anew where the caller says so, and from the first that is not left out", sets.step(function()
+  it("restart the count at the caller's request, from the first update that is not skipped",
+    sets.step(function()
     sets.everywhere(function()
       local function fresh()
         local set = sets.new(SHAPES, {})
         set:optimizer("adamw")
         return set
       end
-      -- an overflow at first leaves t at 1, though the caller, who does not know yet, says 2 next
+      -- after a first overflow t is 1, although the caller, which does not know yet, passes 2 next
       local plain, late = fresh(), fresh()
       local want = updated(plain, 1, 1, { 3 })
       late:write_gradients(gradients(9, 1, inf), "f32")
@@ -139,10 +148,12 @@ describe("lagged updates", function()
       assert.same(want, late:weights(2))
       plain:free()
       late:free()
-      -- after a restart the caller's t holds: weights and moments of an earlier update, back in the same optimizer
+      -- after a restart the caller's t counts: weights and moments of an earlier update, restored
+      -- into the same optimizer
       local set = fresh()
       updated(set, 1, 2, SIZES)
-      local kept = { (set:weights(2)), (sets.read(set:moment(1, 2))), (sets.read(set:moment(2, 2))) }
+      local kept = { (set:weights(2)), (sets.read(set:moment(1, 2))),
+        (sets.read(set:moment(2, 2))) }
       want = updated(set, 3, 3, SIZES)
       updated(set, 4, 6, SIZES)
       set:write_weights(2, kept[1])
@@ -154,7 +165,7 @@ describe("lagged updates", function()
     end)
   end))
 
-  it("of optimizers that come and go begin where each of them begins", sets.step(function()
+  it("of short-lived optimizers each start at their own count", sets.step(function()
     local want
     for _ = 1, 70 do      -- more than a device has counters
       local set = sets.new({ { 3 }, { 9, 3 } }, {})
@@ -171,7 +182,8 @@ describe("lagged updates", function()
     end
   end))
 
-  it("that came to nothing are withdrawn, and what was left on its way is forgotten", sets.step(function()
+  it("that came to nothing are withdrawn, and statistics left in flight are dropped",
+    sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 2 } }, {})
       for k = 1, 3 do
@@ -191,7 +203,7 @@ describe("lagged updates", function()
     end)
   end))
 
-  it("bring records and losses in the order they were asked for", sets.step(function()
+  it("return records and losses in the order of the requests", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 100 }, { 3 } }, { gradient = "bf16" })
       for round = 1, 4 do
@@ -217,7 +229,7 @@ describe("lagged updates", function()
         assert.equal((round == 2 and 2 or 2 ^ round * 4) / 2, record.amax)
       end
       assert.error_matches(function() fetch(set) end, "none were asked for")
-      check(start(set))   -- left behind: the set takes it along
+      check(start(set))   -- left in flight: freeing the set drops it
       set:free()
       local other = sets.new { { 2 } }
       other:write_gradients { { 3, 4 } }

@@ -17,7 +17,7 @@ end
 
 local function sign(x) return x > 0 and 1 or x < 0 and -1 or x end
 
--- One element in double: w, g, moments m and v, t counted from 1; yields w, m, v.
+-- One element in double: w, g, moments m and v, t counted from 1; returns w, m, v.
 local FORMULA = {}
 function FORMULA.sgd(h, w, g, m, _, t)
   g = g + (h.weight_decay or 0) * w
@@ -30,7 +30,8 @@ end
 function FORMULA.adam(h, w, g, m, v, t)
   g = g + (h.weight_decay or 0) * w
   m, v = h.beta1 * m + (1 - h.beta1) * g, h.beta2 * v + (1 - h.beta2) * g * g
-  return w - h.lr / (1 - h.beta1 ^ t) * m / (math.sqrt(v) / math.sqrt(1 - h.beta2 ^ t) + h.eps), m, v
+  return w - h.lr / (1 - h.beta1 ^ t) * m / (math.sqrt(v) / math.sqrt(1 - h.beta2 ^ t) + h.eps), m,
+    v
 end
 function FORMULA.adamw(h, w, g, m, v, t)
   local plain = { lr = h.lr, beta1 = h.beta1, beta2 = h.beta2, eps = h.eps }
@@ -43,10 +44,13 @@ end
 
 local CASES = {
   { kind = "sgd", { lr = 0.1 }, { lr = 0.1, weight_decay = 0.1 }, { lr = 0.05, momentum = 0.9 },
-    { lr = 0.05, momentum = 0.9, nesterov = 1, weight_decay = 0.01 }, { lr = 0.05, momentum = 0.8, dampening = 0.5 } },
-  { kind = "adam", { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8 }, { lr = 1e-2, beta1 = 0.2, beta2 = 0.9, eps = 1e-3, weight_decay = 0.1 } },
+    { lr = 0.05, momentum = 0.9, nesterov = 1, weight_decay = 0.01 },
+    { lr = 0.05, momentum = 0.8, dampening = 0.5 } },
+  { kind = "adam", { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8 },
+    { lr = 1e-2, beta1 = 0.2, beta2 = 0.9, eps = 1e-3, weight_decay = 0.1 } },
   { kind = "adamw", { lr = 1e-2, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1 } },
-  { kind = "lion", { lr = 1e-3, beta1 = 0.9, beta2 = 0.99 }, { lr = 1e-3, beta1 = 0.95, beta2 = 0.98, weight_decay = 0.5 } },
+  { kind = "lion", { lr = 1e-3, beta1 = 0.9, beta2 = 0.99 },
+    { lr = 1e-3, beta1 = 0.95, beta2 = 0.98, weight_decay = 0.5 } },
 }
 local ADAMW = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 }
 
@@ -67,17 +71,23 @@ describe("optimizer updates", function()
           end
           for t = 1, 20 do
             local lists = {}
-            for i, shape in ipairs(shapes) do lists[i] = numbers(sets.count_of(shape), 1000 * i + t, 0.1) end
+            for i, shape in ipairs(shapes) do
+              lists[i] = numbers(sets.count_of(shape), 1000 * i + t, 0.1)
+            end
             set:write_gradients(lists)
             set:update { hyper = hyper, t = t }
             for i, list in ipairs(lists) do
-              for k, g in ipairs(list) do w[i][k], m[i][k], v[i][k] = FORMULA[case.kind](hyper, w[i][k], g, m[i][k], v[i][k], t) end
+              for k, g in ipairs(list) do
+                w[i][k], m[i][k], v[i][k] = FORMULA[case.kind](hyper, w[i][k], g, m[i][k], v[i][k],
+                  t)
+              end
             end
           end
           for i in ipairs(shapes) do
             for k, got in ipairs(set:weights(i)) do
               assert.is_true(math.abs(got - w[i][k]) <= 3e-6 * math.max(1, math.abs(w[i][k])),
-                             ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k], got))
+                             ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k],
+                               got))
             end
           end
           set:free()
@@ -120,7 +130,7 @@ describe("optimizer updates", function()
     end
   end))
 
-  it("leave a parameter without gradient as it is, moments included", sets.step(function()
+  it("leave a parameter without gradient unchanged, moments included", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 3 }, { 3 } })
       set:write_weights(1, { 1, 2, 3 })
@@ -157,7 +167,7 @@ describe("optimizer updates", function()
     end)
   end))
 
-  it("serve loss scales over the whole range of f32", sets.step(function()
+  it("work with loss scales over the whole range of f32", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 2 } })
       set:optimizer("sgd")
@@ -172,7 +182,7 @@ describe("optimizer updates", function()
     end)
   end))
 
-  it("let what is not finite through: skipping is the policy's business", sets.step(function()
+  it("let non-finite gradients through: skipping is up to the policy", sets.step(function()
     for kind, hyper in pairs { sgd = { lr = 1 }, adam = ADAMW, adamw = ADAMW, lion = ADAMW } do
       sets.everywhere(function()
         local set = sets.new({ { 20 } })
@@ -182,7 +192,9 @@ describe("optimizer updates", function()
         set:write_gradients { values }
         set:update { hyper = hyper, clip = 1 }
         local weights = set:weights(1)
-        for k = 1, 20 do assert.equal(k == 2 or k == 19, weights[k] ~= weights[k], kind .. " " .. k) end
+        for k = 1, 20 do
+          assert.equal(k == 2 or k == 19, weights[k] ~= weights[k], kind .. " " .. k)
+        end
         set:free()
       end)
     end
@@ -201,12 +213,14 @@ describe("optimizer updates", function()
         engine.C.eng_grad_enabled(false)
         -- [1 x 1] times [1 x 40]: the copy itself
         local one = ffi.new("eng_tensor[1]")
-        engine.check(engine.C.eng_new(one, engine.dtype[format], 2, ffi.new("int64_t[2]", { 1, 1 }), false))
+        engine.check(engine.C.eng_new(one, engine.dtype[format], 2, ffi.new("int64_t[2]", { 1, 1 }),
+          false))
         engine.check(engine.C.eng_fill(one, 1))
         engine.C.eng_autocast(ffi.new("eng_precision", { engine.dtype[format], -1, -1, -1 }), nil)
         local y = engine.run("matmul", { engine.Tensor(one[0]), engine.Tensor(set.leaf[1][0]) })
         engine.C.eng_autocast(nil, nil)
-        local rounded = engine.run("cast", { engine.Tensor(set.leaf[1][0]) }, { engine.dtype[format] })
+        local rounded = engine.run("cast", { engine.Tensor(set.leaf[1][0]) },
+          { engine.dtype[format] })
         assert.same((sets.read(rounded)), (sets.read(y)))
         assert.is_true(set:weights(1)[1] ~= 0)
         set:free()
@@ -267,12 +281,17 @@ describe("optimizer state", function()
   it("refuses what does not fit, and says why", sets.step(function()
     local set = sets.new({ { 1 }, { 1 } })
     assert.error_matches(function() set:optimizer(9) end, "no optimizer number 9")
-    assert.error_matches(function() set:optimizer("adam", "f16") end, "moments in f32 or bf16, got f16")
-    assert.error_matches(function() set:optimizer("adam", "f32", { 0, -1 }) end, "p2 is in group %-1")
+    assert.error_matches(function() set:optimizer("adam", "f16") end,
+      "moments in f32 or bf16, got f16")
+    assert.error_matches(function() set:optimizer("adam", "f32", { 0, -1 }) end,
+      "p2 is in group %-1")
     set:optimizer("adam", "f32", { 0, 1 })
-    assert.error_matches(function() set:update { hyper = { ADAMW } } end, "p2 is in group 1, the update has 1")
-    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end, "state of adam, the update is of adamw")
-    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end, "count from 1")
+    assert.error_matches(function() set:update { hyper = { ADAMW } } end,
+      "p2 is in group 1, the update has 1")
+    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end,
+      "state of adam, the update is of adamw")
+    assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end,
+      "count from 1")
     assert.error_matches(function() set:moment(3, 1) end, "moment 1 or 2")
     assert.error_matches(function() set:moment(1, 3) end, "index of 0 to 1")
     engine.C.eng_params_free(set.params)

@@ -1,20 +1,26 @@
--- Products of bf16 with bf16, bit for bit beside their sums written out: in pairs, the later step first, where the processor multiplies pairs;
--- in rising order where it is told not to. And what attention makes of a key that becomes NaN. ENGINE_PAIRS is read once, so each way has a
--- process of its own.
+-- Products of bf16 with bf16, bit for bit against their written-out sums: in pairs, the later step
+-- first, on a processor that multiplies pairs; in rising order if pairs are disabled. Also: what
+-- attention makes of a key that becomes NaN. ENGINE_PAIRS is read once, so each order runs in a
+-- separate process.
 local helper = require "spec.helper"
 
--- Prints how many of the numbers differ from sums in rising order, how many from pairs, and what subnormals, infinity and NaN give.
+-- Prints how many of the numbers differ from sums in rising order, how many from sums in pairs, and
+-- the results for subnormals, infinity and NaN.
 local SCRIPT = [[
 local engine, M_ffi, ffi = require "engine", require "engine.base.ffi", require "ffi"
 local box = ffi.new("float[1]")
-local function rounded(x) box[0] = x return box[0] end     -- sums here stay below 2^53 units of the last place, so one rounding is made
-local function product(a, b) return M_ffi.run("matmul", { a, b }, { 0, 0, M_ffi.dtype.f32 + 1 }):totable() end
+-- Sums here stay below 2^53 units of the last place, so there is one rounding.
+local function rounded(x) box[0] = x return box[0] end
+local function product(a, b)
+  return M_ffi.run("matmul", { a, b }, { 0, 0, M_ffi.dtype.f32 + 1 }):totable()
+end
 local rising, pairs_, n = 0, 0, 0
 engine.seed(3)
 for _, K in ipairs { 128, 129, 200, 500 } do
   local a = engine.rand(35, K):mul(1.5):add(-0.7):to("bf16"):keep()
   for _, turned in ipairs { false, true } do
-    local b = engine.rand(turned and 50 or K, turned and K or 50):mul(1.5):add(-0.5):to("bf16"):keep()
+    local b = engine.rand(turned and 50 or K,
+      turned and K or 50):mul(1.5):add(-0.5):to("bf16"):keep()
     if turned then b = b:transpose(1, 2) end
     local av, bv, c = a:to("f32"):totable(), b:to("f32"):totable(), product(a, b)
     local span = math.min(K, math.ceil(math.ceil(K / math.ceil(K / 384)) / 16) * 16)
@@ -43,8 +49,8 @@ local odd = product(engine.tensor(x):to("bf16"), ones)
 print(n, rising, pairs_, odd[1][2], odd[2][2] ~= odd[2][2], odd[3][1] == 0, odd[4][3])
 ]]
 
--- A key becomes NaN, each in turn. Prints the number of elements of y and dq whose queries do not see it, how many of them changed, and
--- how many of the others are NaN.
+-- Each key becomes NaN in turn. Prints the number of elements of y and dq whose queries do not see
+-- the key, how many of them changed, and how many of the others are NaN.
 local ATTENTION = [[
 local engine, M_ffi = require "engine", require "engine.base.ffi"
 local T, D = 13, 24
@@ -68,7 +74,9 @@ for key = 2, T do
   for t = 1, T do for h = 1, 2 do for d = 1, D do
     if t < key or h == 1 then
       n = n + 1
-      if y[1][t][h][d] ~= y2[1][t][h][d] or dq[1][t][h][d] ~= dq2[1][t][h][d] then different = different + 1 end
+      if y[1][t][h][d] ~= y2[1][t][h][d] or dq[1][t][h][d] ~= dq2[1][t][h][d] then
+        different = different + 1
+      end
     elseif y2[1][t][h][d] ~= y2[1][t][h][d] and dq2[1][t][h][d] ~= dq2[1][t][h][d] then
       nans = nans + 1
     end
@@ -82,14 +90,16 @@ local function output(pairs_, script)
   local file = assert(io.open(folder .. "/pairs.lua", "w"))
   file:write(script)
   file:close()
-  local result = helper.shell(("ENGINE_PAIRS=%s %s %s/pairs.lua 2>&1"):format(pairs_, helper.engine, folder))
+  local result = helper.shell(("ENGINE_PAIRS=%s %s %s/pairs.lua 2>&1"):format(pairs_, helper.engine,
+    folder))
   assert.equal(0, result.code, result.out)
   return result
 end
 
 local function run(pairs_)
   local result = output(pairs_, SCRIPT)
-  local n, rising, by_pairs, infinite, nan, flushed, sum = result.out:match("(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)")
+  local n, rising, by_pairs, infinite, nan, flushed,
+    sum = result.out:match("(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)\t(%S+)")
   assert(n, result.out)
   assert.same({ "inf", "true", "128" }, { infinite, nan, sum })
   return tonumber(n), tonumber(rising), tonumber(by_pairs), flushed
@@ -99,27 +109,29 @@ local cpu = io.open("/proc/cpuinfo")
 local text = cpu and cpu:read("*a") or ""
 if cpu then cpu:close() end
 
-if text:find("avx512_bf16", 1, true) and text:find("avx512vl", 1, true) and not os.getenv("ENGINE_ISA") and not os.getenv("ENGINE_TEST_DEVICE") then
+if text:find("avx512_bf16", 1, true) and text:find("avx512vl", 1, true)
+  and not os.getenv("ENGINE_ISA") and not os.getenv("ENGINE_TEST_DEVICE") then
   describe("products of bf16", function()
-    it("add up pairs, the later step first, and take subnormals as zero", function()
+    it("add up pairs, the later step first, and flush subnormals to zero", function()
       local n, rising, by_pairs, flushed = run("on")
       assert.equal(0, by_pairs)
       assert.is_true(rising > 0 and rising < n)
       assert.equal("true", flushed)
     end)
 
-    it("add up in rising order where they are told to", function()
+    it("add up in rising order with ENGINE_PAIRS=off", function()
       local n, rising, by_pairs, flushed = run("off")
       assert.equal(0, rising)
       assert.is_true(by_pairs > 0 and by_pairs < n)
       assert.equal("false", flushed)
     end)
 
-    it("in attention leave a query as it is, bit for bit, when a key after it becomes NaN", function()
+    it("in attention leave a query unchanged, bit for bit, when a later key becomes NaN", function()
       for _, pairs_ in ipairs { "on", "off" } do
         local result = output(pairs_, ATTENTION)
         local seen = 12 * 13 / 2 * 24
-        assert.equal(("%d\t0\t%d"):format(12 * 13 * 2 * 24 - seen, seen), (result.out:gsub("%s+$", "")))
+        assert.equal(("%d\t0\t%d"):format(12 * 13 * 2 * 24 - seen, seen),
+          (result.out:gsub("%s+$", "")))
       end
     end)
   end)

@@ -1,17 +1,21 @@
--- A residual and its norm in one operation, add_layer_norm and add_rms_norm, are add and then the norm, bit for bit: values, gradients and
--- whole trainings. Which residuals run so. On the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
+-- A residual and its norm in one operation, add_layer_norm or add_rms_norm, equal add followed by
+-- the norm, bit for bit: values, gradients and whole trainings. Also: which residuals use it. Runs
+-- on the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local devices = require "spec.devices"
-local nn, C, bytes, everywhere, CARD = engine.nn, M_ffi.C, devices.bytes, devices.everywhere, devices.card
+local nn, C, bytes, everywhere, CARD = engine.nn, M_ffi.C, devices.bytes, devices.everywhere,
+  devices.card
 
 -- ------------------------------------------------------------------ the operations
 
 local FORMS = {
-  layer = { joined = function(x, r, w, b) return x:add_layer_norm(r, w, b) end, norm = function(s, w, b) return s:layer_norm(w, b) end, vectors = 2 },
-  rms = { joined = function(x, r, w) return x:add_rms_norm(r, w) end, norm = function(s, w) return s:rms_norm(w) end, vectors = 1 },
+  layer = { joined = function(x, r, w, b) return x:add_layer_norm(r, w, b) end,
+    norm = function(s, w, b) return s:layer_norm(w, b) end, vectors = 2 },
+  rms = { joined = function(x, r, w) return x:add_rms_norm(r, w) end,
+    norm = function(s, w) return s:rms_norm(w) end, vectors = 1 },
 }
--- what is done with y and the sum: both on, y alone, the sum alone, the sum twice
+-- which results the loss uses: y and the sum, y alone, the sum alone, the sum twice
 local ENDS = {
   function(y, s, g, h) return (y * g):sum() + (s * h):sum() end,
   function(y, _, g) return (y * g):sum() end,
@@ -19,7 +23,7 @@ local ENDS = {
   function(y, s, g, h) return (y * g):sum() + (s * s * h):sum() + (s:sigmoid()):sum() end,
 }
 
---- Values with some far out: f16 overflows in the sum, and NaN and Inf come through.
+--- Values with some outliers: f16 overflows in the sum; some NaN and Inf.
 local function rows(shape, dtype, wild)
   local x = engine.randn(shape)
   if wild then
@@ -32,18 +36,23 @@ end
 
 local function compare_on(set, form, dtypes, shape, options)
   local f, n = FORMS[form], shape[#shape]
-  local context = ("%s: %s of %s and %s, %s"):format(set, form, dtypes[1], dtypes[2], table.concat(shape, " x "))
+  local context = ("%s: %s of %s and %s, %s"):format(set, form, dtypes[1], dtypes[2],
+    table.concat(shape, " x "))
   for number, finish in ipairs(ENDS) do
     engine.begin_step()
     engine.seed(n + number)
-    local x, r = rows(shape, dtypes[1], options.wild):keep(), rows(shape, dtypes[2], options.wild):keep()
+    local x, r = rows(shape, dtypes[1], options.wild):keep(),
+      rows(shape, dtypes[2], options.wild):keep()
     if options.turned then x, r = rows({ n, shape[1] }, dtypes[1]):keep():transpose(), r end
     local g, h = engine.randn(shape), engine.randn(shape)
-    local vectors = options.bare and {} or { engine.randn(n):keep(), f.vectors == 2 and engine.randn(n):keep() or nil }
+    local vectors = options.bare and {}
+      or { engine.randn(n):keep(), f.vectors == 2 and engine.randn(n):keep() or nil }
     local leaves, results = { x, r, unpack(vectors) }, {}
     for way = 1, 2 do
       local own = {}
-      for k, leaf in ipairs(leaves) do own[k] = (options.turned and k == 1 and leaf:transpose() or leaf):keep():requires_grad(true) end
+      for k, leaf in ipairs(leaves) do
+        own[k] = (options.turned and k == 1 and leaf:transpose() or leaf):keep():requires_grad(true)
+      end
       local a = options.turned and own[1]:transpose() or own[1]
       local y, s
       if way == 1 then y, s = f.joined(a, own[2], own[3], own[4])
@@ -53,12 +62,15 @@ local function compare_on(set, form, dtypes, shape, options)
       end
       results[way] = { y = bytes(y), sum = bytes(s), y_dtype = y.dtype, sum_dtype = s.dtype }
       finish(y, s, g, h):backward()
-      for k, leaf in ipairs(own) do results[way]["gradient " .. k] = leaf.grad and bytes(leaf.grad) or "none" end
+      for k, leaf in ipairs(own) do
+        results[way]["gradient " .. k] = leaf.grad and bytes(leaf.grad) or "none"
+      end
     end
     for name, want in pairs(results[2]) do
       assert(want == results[1][name], ("%s: %s differs (end %d)"):format(context, name, number))
     end
-    assert(results[1]["gradient 1"] ~= "none" and results[1]["gradient 2"] ~= "none", "x and the branch have gradients")
+    assert(results[1]["gradient 1"] ~= "none" and results[1]["gradient 2"] ~= "none",
+      "x and the branch have gradients")
     engine.end_step()
   end
 end
@@ -69,13 +81,16 @@ describe("layer norm of rows far from 0", function()
     engine.device("cpu")
   end)
 
-  --- Both operations on rows x, the residual's branch being zeros: y and the gradients of x and of the weight.
+  --- Both operations on rows x, with a residual branch of zeros: y and the gradients of x and of
+  --- the weight.
   local function both(x, eps)
     local out = {}
     for k = 1, 2 do
-      local row, weight = x:to(x.dtype):keep():requires_grad(true), (engine.zeros(x.shape[2]) + 2):keep():requires_grad(true)
+      local row, weight = x:to(x.dtype):keep():requires_grad(true),
+        (engine.zeros(x.shape[2]) + 2):keep():requires_grad(true)
       local bias = engine.zeros(x.shape[2]) + 3
-      local y = k == 1 and row:layer_norm(weight, bias, eps) or (row:add_layer_norm(engine.zeros(x.shape[1], x.shape[2]):to(x.dtype), weight, bias, eps))
+      local y = k == 1 and row:layer_norm(weight, bias, eps)
+        or (row:add_layer_norm(engine.zeros(x.shape[1], x.shape[2]):to(x.dtype), weight, bias, eps))
       y:sum():backward()
       out[k] = { y = y, dx = row.grad, dweight = weight.grad }
     end
@@ -87,22 +102,26 @@ describe("layer norm of rows far from 0", function()
     return wide:min():item(), wide:max():item()
   end
 
-  it("gives a row of one number the bias alone", function()
+  it("gives the bias alone for a row of one number", function()
     everywhere(function(set)
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, n in ipairs { 3, 7, 48, 333, 768, 1000, 4100, 8192, 9000 } do
-          for _, value in ipairs { 0.1, -0.3, 12345.678, dtype == "f32" and 3e7 + 2 or 1e-3, dtype == "f16" and 1 or 1e30 } do
+          for _, value in ipairs { 0.1, -0.3, 12345.678, dtype == "f32" and 3e7 + 2 or 1e-3,
+            dtype == "f16" and 1 or 1e30 } do
             local context = ("%s: %s, %d times %g"):format(set, dtype, n, value)
             local x = (engine.zeros(3, n) + value):to(dtype)
             for k, got in ipairs(both(x, 1e-5)) do
               local least, most = extremes(got.y)
-              assert(least == 3 and most == 3, ("%s: y is %g to %g in form %d"):format(context, least, most, k))
+              assert(least == 3 and most == 3, ("%s: y is %g to %g in form %d"):format(context,
+                least, most, k))
               least, most = extremes(got.dweight)
-              assert(least == 0 and most == 0, ("%s: dweight is %g to %g in form %d"):format(context, least, most, k))
+              assert(least == 0 and most == 0,
+                ("%s: dweight is %g to %g in form %d"):format(context, least, most, k))
             end
-            if n < 1000 then   -- without eps: 0 times 1 / 0, as the formula has it
+            if n < 1000 then   -- without eps: 0 times 1 / 0, as in the formula
               for _, got in ipairs(both(x, 0)) do
-                assert(got.y:eq(got.y):to("f32"):sum():item() == 0, context .. ": a number came of 0 / 0")
+                assert(got.y:eq(got.y):to("f32"):sum():item() == 0,
+                  context .. ": a number came of 0 / 0")
               end
             end
             engine.end_step()
@@ -124,9 +143,11 @@ describe("layer norm of rows far from 0", function()
           local rstd = 1 / math.sqrt(((wide - mean) * (wide - mean)):mean(-1):min():item())
           for k, got in ipairs(both(x, 1e-9)) do
             local off = (got.y:to("f64") - want):abs():max():item()
-            -- half a step, and what f32 makes of the rest; beyond NARROW (cuda/rows/norm.cu) its own sums, too
+            -- half a unit, and the f32 error of the rest; beyond NARROW (cuda/rows/norm.cu) the
+            -- error of its sums, too
             local allowed = (2 ^ -11 * (steps < 512 and 1.05 or 4)) * rstd * 2 + 1e-4
-            assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is allowed"):format(set, n, steps, k, off, allowed))
+            assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is " ..
+              "allowed"):format(set, n, steps, k, off, allowed))
           end
           engine.end_step()
         end
@@ -140,19 +161,21 @@ describe("a residual and its norm in one operation", function()
 
   for _, form in ipairs { "layer", "rms" } do
     for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
-      it("has the bits of the two, " .. form .. " norm in " .. dtype, function()
+      it("has the bits of the two operations, " .. form .. " norm in " .. dtype, function()
         everywhere(function(set)
           for _, n in ipairs { 1, 7, 33, 256, 515, 1024, 1544, 2056, 4104 } do
-            compare_on(set, form, { dtype, dtype }, { n < 1000 and 9 or 5, n }, { wild = n % 3 == 0, bare = n == 7 })
+            compare_on(set, form, { dtype, dtype }, { n < 1000 and 9 or 5, n },
+              { wild = n % 3 == 0, bare = n == 7 })
           end
           compare_on(set, form, { dtype, dtype }, { 2, 140, 40 }, {})
           compare_on(set, form, { dtype, dtype }, { 6, 72 }, { turned = true })
         end)
       end)
     end
-    it("has the bits of the two where formats differ, " .. form .. " norm", function()
+    it("has the bits of the two operations with mixed formats, " .. form .. " norm", function()
       everywhere(function(set)
-        for _, pair in ipairs { { "f32", "bf16" }, { "f32", "f16" }, { "bf16", "f32" }, { "f16", "bf16" }, { "f32", "f64" } } do
+        for _, pair in ipairs { { "f32", "bf16" }, { "f32", "f16" }, { "bf16", "f32" },
+          { "f16", "bf16" }, { "f32", "f64" } } do
           compare_on(set, form, pair, { 9, 136 }, {})
           compare_on(set, form, pair, { 5, 33 }, { wild = true })
         end
@@ -160,7 +183,7 @@ describe("a residual and its norm in one operation", function()
     end)
   end
 
-  it("yields what autocast has the two yield", function()
+  it("gives what autocast gives for the two operations", function()
     engine.begin_step()
     local x, r, w = engine.randn(3, 8), engine.randn(3, 8):to("bf16"), engine.randn(8)
     for _, recipe in ipairs { "fp32", "bf16", "fp16" } do
@@ -173,10 +196,11 @@ describe("a residual and its norm in one operation", function()
         assert.equal(bytes(y2), bytes(y))
       end)
     end
-    assert.equal("f64", engine.autocast("bf16", function() return (x:add_layer_norm(r:to("f64"))) end).dtype)
+    assert.equal("f64", engine.autocast("bf16",
+      function() return (x:add_layer_norm(r:to("f64"))) end).dtype)
   end)
 
-  it("has only the gradients that are asked for", function()
+  it("computes only the requested gradients", function()
     engine.begin_step()
     local x, r, w = engine.randn(3, 8), engine.randn(3, 8):requires_grad(true), engine.randn(8)
     local y, s = x:add_rms_norm(r, w)
@@ -188,20 +212,22 @@ describe("a residual and its norm in one operation", function()
     engine.begin_step()
     x, r, w = engine.randn(3, 8), engine.randn(3, 8), engine.randn(8):requires_grad(true)
     y, s = x:add_rms_norm(r, w)
-    assert.error_matches(function() (s * s):sum():backward() end, "nothing in this loss requires a gradient", 1, true)
+    assert.error_matches(function() (s * s):sum():backward() end,
+      "nothing in this loss requires a gradient", 1, true)
     ;(y * y):sum():backward()
     assert.is_not_nil(w.grad)
   end)
 
-  it("keeps the sum for the backward pass, not what it is made of", function()
+  it("keeps the sum for the backward pass, not its terms", function()
     engine.begin_step()
     local x, r = engine.randn(4, 8):requires_grad(true), engine.randn(4, 8):requires_grad(true)
     local a, b, fp8 = x * 2, r * 2, M_ffi.new("int64_t[1]")
     local before = tonumber(C.eng_tape_bytes(fp8))
     local y, s = a:add_layer_norm(b)
-    assert.equal(before + 4 * (4 * 8 + 2 * 4), tonumber(C.eng_tape_bytes(fp8)))   -- the sum, means, 1/std
+    -- the sum, means, 1/std
+    assert.equal(before + 4 * (4 * 8 + 2 * 4), tonumber(C.eng_tape_bytes(fp8)))
     s:done()
-    a:fill(7)                               -- nobody reads it any more
+    a:fill(7)                               -- no longer needed
     ;(y + s):sum():backward()
     assert.is_not_nil(x.grad)
     engine.end_step()
@@ -209,37 +235,49 @@ describe("a residual and its norm in one operation", function()
     x, r = engine.randn(4, 8):requires_grad(true), engine.randn(4, 8)
     y, s = x:add_layer_norm(r)
     s:fill(7)
-    assert.error_matches(function() y:sum():backward() end, "was written into after it was computed with", 1, true)
+    assert.error_matches(function() y:sum():backward() end,
+      "was written into after it was computed with", 1, true)
   end)
 
-  it("says which shapes do not fit", function()
+  it("names the shapes that do not fit", function()
     engine.begin_step()
     local x = engine.ones(3, 8)
     assert.error_matches(function() x:add_layer_norm(engine.ones(8)) end,
       "add_layer_norm: expected two tensors of one shape, got f32 [3 x 8] and f32 [8]", 1, true)
-    assert.error_matches(function() x:add_rms_norm(x, engine.ones(4)) end, "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
+    assert.error_matches(function() x:add_rms_norm(x, engine.ones(4)) end,
+      "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
     assert.error_matches(function() x:add_rms_norm() end, "add_rms_norm", 1, true)
-    assert.error_matches(function() x:add_rms_norm(x, nil, "a") end, "add_rms_norm: expected eps as a number, got 'a'", 1, true)
+    assert.error_matches(function() x:add_rms_norm(x, nil, "a") end,
+      "add_rms_norm: expected eps as a number, got 'a'", 1, true)
   end)
 end)
 
 -- ------------------------------------------------------------------ models
 
---- The model with its sums and norms apart, whatever the library would choose.
+--- The model with sums and norms as separate operations, whatever the library would choose.
 local function apart(model)
   for _, name in ipairs { "layer_norm", "rms_norm" } do
     local class = nn[name]
     model:apply(function(m)
-      if m._class == name then rawset(m, "forward", function(self, x) return class.forward(self, x) end) end
+      if m._class == name then
+        rawset(m, "forward", function(self, x) return class.forward(self, x) end)
+      end
     end)
   end
   return model
 end
 
 local MODELS = {
-  gpt = function(p) return nn.gpt { vocab = 40, context = 16, width = 32, heads = 4, layers = 3, dropout = p } end,
-  llama = function(p) return nn.llama { vocab = 40, context = 16, width = 32, heads = 4, kv_heads = 2, layers = 3, hidden = 64, dropout = p } end,
-  bert = function(p) return nn.bert { vocab = 40, context = 16, width = 32, heads = 4, layers = 2, dropout = p } end,
+  gpt = function(p)
+    return nn.gpt { vocab = 40, context = 16, width = 32, heads = 4, layers = 3, dropout = p }
+  end,
+  llama = function(p)
+    return nn.llama { vocab = 40, context = 16, width = 32, heads = 4, kv_heads = 2, layers = 3,
+      hidden = 64, dropout = p }
+  end,
+  bert = function(p)
+    return nn.bert { vocab = 40, context = 16, width = 32, heads = 4, layers = 2, dropout = p }
+  end,
 }
 
 --- Losses and weights of a few steps, and the operations that ran.
@@ -249,7 +287,8 @@ local function train(kind, recipe, change, options)
   local optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = recipe })
   if options.carry then rawset(options.carry(model), "_carry", 4) end
   local ids = engine.randint(0, 40, { 2, 17 }):keep()
-  local x, targets = ids:slice(2, 1, 16):contiguous():keep(), ids:slice(2, 2, 17):contiguous():keep()
+  local x, targets = ids:slice(2, 1, 16):contiguous():keep(),
+    ids:slice(2, 2, 17):contiguous():keep()
   local result, ran = {}, nil
   for step = 1, 3 do
     ran = tostring(engine.profile(function()
@@ -292,15 +331,17 @@ describe("models with residuals and norms in one operation", function()
     for _, recipe in ipairs { "fp32", "bf16", "fp16", "fp8_current" } do
       it(("train as with the two apart: %s in %s"):format(kind, recipe), function()
         if CARD then engine.device(CARD) end
-        if recipe == "fp8_current" and C.eng_device_fp8() == 0 then return end   -- a card without such tensor cores refuses it (cuda/training_spec)
+        -- a card without such tensor cores refuses it (cuda/training_spec)
+        if recipe == "fp8_current" and C.eng_device_fp8() == 0 then return end
         same(kind, recipe, { dropout = 0.1 })
       end)
     end
   end
 
-  it("run so in every place a norm follows a sum", function()
+  it("use it wherever a norm follows a sum", function()
     local ran = same("gpt", "fp32", {})
-    assert.equal(6, calls(ran, "add_layer_norm"))         -- 3 blocks, 2 sums each; the first norm has none before it
+    -- 3 blocks, 2 sums each; no sum precedes the first norm
+    assert.equal(6, calls(ran, "add_layer_norm"))
     assert.equal(6, calls(ran, "add_layer_norm_grad") + calls(ran, "layer_norm_grad") - 1)
     assert.equal(1, calls(ran, "layer_norm"))
     ran = same("llama", "fp32", {})
@@ -311,13 +352,14 @@ describe("models with residuals and norms in one operation", function()
   end)
 
   it("train the same with layers scaled apart", function()
-    for _, carry in ipairs { function(m) return m.blocks[2] end, function(m) return m.blocks[2].norm2 end, function(m) return m.norm end,
-                             function(m) return m.blocks[1].attn end } do
+    for _, carry in ipairs { function(m) return m.blocks[2] end,
+      function(m) return m.blocks[2].norm2 end, function(m) return m.norm end,
+      function(m) return m.blocks[1].attn end } do
       same("gpt", "fp16", { carry = carry })
     end
   end)
 
-  it("take whatever stands in a block's place", function()
+  it("accept any module in a block's place", function()
     local Zero, Twice = nn.class("zero"), nn.class("twice")
     function Zero.forward() return 0 end
     function Twice:init(inner) self.inner = inner end
@@ -330,8 +372,10 @@ describe("models with residuals and norms in one operation", function()
       return model
     end
     local _, ran = train("gpt", "fp32", altered, {})
-    local together, alone = train("gpt", "fp32", altered, {}), train("gpt", "fp32", function(m) return apart(altered(m)) end, {})
+    local together, alone = train("gpt", "fp32", altered, {}),
+      train("gpt", "fp32", function(m) return apart(altered(m)) end, {})
     for name, want in pairs(alone) do assert(want == together[name], name .. " differs") end
-    assert.equal(3, calls(ran, "add_layer_norm"))   -- of block 2 one, of block 3 one, and the last norm
+    -- one of block 2, one of block 3, and the last norm
+    assert.equal(3, calls(ran, "add_layer_norm"))
   end)
 end)

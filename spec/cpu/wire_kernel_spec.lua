@@ -1,14 +1,17 @@
--- What becomes of several ranks' gradients on their way: in host memory against the formula (core/dist/comm.h, core/device/wire.h), and with ENGINE_TEST_DEVICE
--- a card's kernels against the host's functions, bit for bit.
+-- The reduction of several ranks' gradients: in host memory against the formula (core/dist/comm.h,
+-- core/device/wire.h), and with ENGINE_TEST_DEVICE a card's kernels against the host's functions,
+-- bit for bit.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local WIRES = { "OWN", "F32", "BF16", "F16", "FP8" }
-local SIZES = { { 1, 1 }, { 2, 127 }, { 3, 129 }, { 4, 128 }, { 5, 5003 }, { 8, 4096 } }     -- ranks, numbers
+-- ranks, numbers
+local SIZES = { { 1, 1 }, { 2, 127 }, { 3, 129 }, { 4, 128 }, { 5, 5003 }, { 8, 4096 } }
 
---- Numbers of every kind, the same at every call: ordinary, tiny, huge for f16, zeros of both signs; with `bad` inf and nan in some rows.
+--- Numbers of every kind, the same at every call: ordinary, tiny, huge for f16, zeros of both
+--- signs; with `bad`, inf and nan in some rows.
 local function numbers(ranks, n, bad)
   local rows = {}
   for r = 1, ranks do
@@ -30,7 +33,8 @@ end
 
 local function reduce(rows, dtype, wire, before)
   local ranks, n = #rows, #rows[1]
-  local x, out = engine.tensor(rows):to(dtype), before and engine.tensor(before):to(dtype) or engine.zeros({ n }, dtype)
+  local x, out = engine.tensor(rows):to(dtype), before and engine.tensor(before):to(dtype)
+    or engine.zeros({ n }, dtype)
   local brought = ffi.new("int[?]", ranks)
   check(C.eng_comm_dtype_reduce(out, brought, x, C["ENG_COMM_" .. wire], before ~= nil))
   local flags = {}
@@ -41,11 +45,14 @@ end
 local function same(expected, got, what)
   for i, a in ipairs(expected) do
     local b = got[i]
-    if not (a == b or (a ~= a and b ~= b)) then error(("%s: number %d is %.9g, expected %.9g"):format(what, i, b, a)) end
+    if not (a == b or (a ~= a and b ~= b)) then
+      error(("%s: number %d is %.9g, expected %.9g"):format(what, i, b, a))
+    end
   end
 end
 
---- Neighbours, pairs of neighbours and so on, after those past the largest power of two were added to the first.
+--- Adds the ranks past the largest power of two to the first ranks, then neighbours, pairs of
+--- neighbours and so on.
 local function in_order(terms)
   local p = 1
   while 2 * p <= #terms do p = 2 * p end
@@ -84,11 +91,11 @@ local function by_formula(rows, wire)
   return list
 end
 
-describe("gradients of several ranks on their way", function()
+describe("gradients of several ranks", function()
   before_each(function() engine.device("cpu") end)
   after_each(function() engine.device("cpu") end)
 
-  it("are what the formula says", function()
+  it("are reduced as the formula states", function()
     for _, wire in ipairs { "F32", "BF16", "F16", "FP8" } do
       for _, size in ipairs(SIZES) do
         for _, bad in ipairs { false, true } do
@@ -99,8 +106,9 @@ describe("gradients of several ranks on their way", function()
     end
   end)
 
-  it("say what was wrong with whose", function()
-    local _, flags = reduce({ { 1, math.huge }, { 0 / 0, 1 }, { 1e6, 2 }, { 1e6, math.huge } }, "f32", "F16")
+  it("set flags for each rank: inf, nan and overflow in the comm dtype", function()
+    local _, flags = reduce({ { 1, math.huge }, { 0 / 0, 1 }, { 1e6, 2 }, { 1e6, math.huge } },
+      "f32", "F16")
     assert.same({ 2, 4, 8, 2 }, flags)
     _, flags = reduce({ { 1, math.huge }, { 0 / 0, -math.huge }, { 60000, 2 } }, "f16", "OWN")
     assert.same({ 2, 6, 0 }, flags)
@@ -108,17 +116,21 @@ describe("gradients of several ranks on their way", function()
     assert.same({ 0 }, flags)
   end)
 
-  it("are added to what stands there, each rounded", function()
+  it("are added to existing values, each rounded", function()
     local sum = reduce({ { 1, 2 ^ -9 }, { 3, 2 ^ -9 } }, "bf16", "OWN", { 256, 1 })
     assert.same({ 258, 1 }, sum)
   end)
 
   it("must be of one dtype and device", function()
     local none = ffi.new("int[1]")
-    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0, false))
-    assert.matches("expected [ranks x n] and [n] of one dtype and device, got f32 [1 x 4] and f32 [3]", M_ffi.message(), 1, true)
-    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 3), 9, false))
-    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros({ 3 }, "f64"), none, engine.zeros({ 1, 3 }, "f64"), 0, false))
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0,
+      false))
+    assert.matches("expected [ranks x n] and [n] of one dtype and device, got f32 [1 x 4] and " ..
+      "f32 [3]", M_ffi.message(), 1, true)
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 3), 9,
+      false))
+    assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros({ 3 }, "f64"), none,
+      engine.zeros({ 1, 3 }, "f64"), 0, false))
     assert.matches("expected f32, f16 or bf16", M_ffi.message(), 1, true)
   end)
 

@@ -8,12 +8,14 @@ local shape_of, values_of = tensors.shape_of, tensors.values_of
 local generators = {}
 
 -- B, T, S, H, G, D
-local HEADS = { { 1, 1, 1, 1, 1, 8 }, { 2, 17, 17, 3, 3, 16 }, { 1, 33, 33, 2, 1, 64 }, { 2, 5, 9, 4, 2, 33 }, { 1, 9, 5, 2, 2, 7 },
-      { 1, 70, 70, 1, 1, 32 },
-                { 1, 130, 130, 2, 2, 24 }, { 1, 1, 65, 2, 1, 64 },
-      { 3, 40, 40, 4, 4, 64 }, { 1, 20, 140, 2, 1, 128 }, { 1, 33, 70, 1, 1, 96 }, { 1, 3, 901, 2, 1, 16 } }
+local HEADS = { { 1, 1, 1, 1, 1, 8 }, { 2, 17, 17, 3, 3, 16 }, { 1, 33, 33, 2, 1, 64 },
+  { 2, 5, 9, 4, 2, 33 }, { 1, 9, 5, 2, 2, 7 },
+  { 1, 70, 70, 1, 1, 32 },
+  { 1, 130, 130, 2, 2, 24 }, { 1, 1, 65, 2, 1, 64 },
+  { 3, 40, 40, 4, 4, 64 }, { 1, 20, 140, 2, 1, 128 }, { 1, 33, 70, 1, 1, 96 },
+  { 1, 3, 901, 2, 1, 16 } }
 
---- q, k and v of a size: separate, or cut out of one projection as a GPT does.
+--- q, k and v of a size: separate, or cut out of one projection as in a GPT.
 local function heads(dtype, size, kind, fused)
   local b, t, s, h, g, d = unpack(size)
   if fused and t == s and h == g then
@@ -21,7 +23,8 @@ local function heads(dtype, size, kind, fused)
     local function cut(k) return engine.run("slice", { all }, { 2, k * h, (k + 1) * h, 1 }) end
     return cut(0), cut(1), cut(2)
   end
-  return float(dtype, { b, t, h, d }, kind), float(dtype, { b, s, g, d }, kind), float(dtype, { b, s, g, d }, kind)
+  return float(dtype, { b, t, h, d }, kind), float(dtype, { b, s, g, d }, kind),
+    float(dtype, { b, s, g, d }, kind)
 end
 
 local function top_of(x)
@@ -29,21 +32,23 @@ local function top_of(x)
   return compare.largest_of(values, 0, n - 1)
 end
 
---- The largest score, and more: log(sum(exp)) of the scores that magnitudes would have, plus 1.
+--- Bounds the scores: the largest log(sum(exp)) of the scores computed from magnitudes, plus 1.
 local function score_bound(call)
-  local lse = compare.absolute_sums("attention", { inputs = { call.inputs[1], call.inputs[2], call.inputs[3] }, ints = { call.ints[1], 0 },
+  local lse = compare.absolute_sums("attention",
+    { inputs = { call.inputs[1], call.inputs[2], call.inputs[3] }, ints = { call.ints[1], 0 },
                                                    floats = call.floats, outputs = 3 })[2]
   return 1 + top_of(lse)
 end
 
--- Probabilities are off by as much as the scores.
+-- A probability's relative error is the absolute error of its score.
 local function forward_bound(_, call)
   local scores = score_bound(call)
   local limits = { scores * top_of(call.inputs[3]), scores, scores ^ 2 }
   return function(output) return limits[output] end
 end
 
--- A score's gradient is p * (dp - sum of p * dp), dp a product of D terms; dk and dv sum over the queries.
+-- A score's gradient is p * (dp - sum of p * dp), where dp is a product of D terms; dk and dv sum
+-- over the queries.
 local function backward_bound(_, call)
   local q, k, value, dy = call.inputs[1], call.inputs[2], call.inputs[3], call.inputs[6]
   local shape = shape_of(q)
@@ -51,13 +56,16 @@ local function backward_bound(_, call)
   local factor = call.floats[1] == 0 and 1 / width or call.floats[1]
   local scores = score_bound(call)
   local dscore = scores * width * top_of(dy) * top_of(value)
-  local limits = { factor * dscore * top_of(k), factor * dscore * top_of(q) * queries, scores * top_of(dy) * queries }
+  local limits = { factor * dscore * top_of(k), factor * dscore * top_of(q) * queries,
+    scores * top_of(dy) * queries }
   return function(output) return limits[output] end
 end
 
--- Probabilities, and in the backward pass gradients of scores, are rounded for the products they are factors of.
+-- Probabilities and, in the backward pass, gradients of scores are rounded before the products that
+-- use them.
 local TOLERANCE = { outputs = 3, ulp = 2, eps = 4, card = 1, pairs = true }
-local FORWARD, BACKWARD = with({ bound = forward_bound }, TOLERANCE), with({ bound = backward_bound }, TOLERANCE)
+local FORWARD, BACKWARD = with({ bound = forward_bound }, TOLERANCE),
+  with({ bound = backward_bound }, TOLERANCE)
 
 generators.attention = function(try)
   for _, dtype in ipairs(FLOATS) do
@@ -65,19 +73,27 @@ generators.attention = function(try)
       for causal = 0, 1 do
         for _, kind in ipairs { "normal", "rare" } do
           local q, key, v = heads(dtype, size, kind, k % 2 == 0)
-          try(with({ inputs = { q, key, v }, ints = { causal, (k + causal) % 2 }, floats = { k % 3 == 0 and 0.3 or 0 } }, FORWARD))
+          try(with({ inputs = { q, key, v }, ints = { causal, (k + causal) % 2 },
+            floats = { k % 3 == 0 and 0.3 or 0 } }, FORWARD))
         end
       end
     end
-    -- scores so far apart that one key takes all
+    -- scores so far apart that one key gets all the weight
     local q, key, v = heads(dtype, HEADS[2], "large")
-    if dtype == "f16" then try(with({ inputs = { q, key, v }, ints = { 1, 1 }, floats = { 0 } }, FORWARD)) end
+    if dtype == "f16" then
+      try(with({ inputs = { q, key, v }, ints = { 1, 1 }, floats = { 0 } }, FORWARD))
+    end
     -- [B x H x T x D] in memory
-    local function head_major(n, m) return engine.run("permute", { float(dtype, { 2, m, n, 16 }, "normal") }, { 0, 2, 1, 3 }) end
-    try(with({ inputs = { head_major(17, 4), head_major(17, 2), head_major(17, 2) }, ints = { 1, 1 }, floats = { 0 } }, FORWARD))
-    -- D not contiguous, keys the same for every batch
-    try(with({ inputs = { float(dtype, { 2, 9, 2, 16 }, "normal", "transposed"), float(dtype, { 2, 9, 2, 16 }, "normal", "sliced"),
-                          float(dtype, { 2, 9, 2, 16 }, "normal", "expanded") }, ints = { 1, 1 }, floats = { 0 } }, FORWARD))
+    local function head_major(n, m)
+      return engine.run("permute", { float(dtype, { 2, m, n, 16 }, "normal") }, { 0, 2, 1, 3 })
+    end
+    try(with({ inputs = { head_major(17, 4), head_major(17, 2), head_major(17, 2) },
+      ints = { 1, 1 }, floats = { 0 } }, FORWARD))
+    -- D not contiguous; every batch shares the keys
+    try(with({ inputs = { float(dtype, { 2, 9, 2, 16 }, "normal", "transposed"),
+      float(dtype, { 2, 9, 2, 16 }, "normal", "sliced"),
+      float(dtype, { 2, 9, 2, 16 }, "normal", "expanded") }, ints = { 1, 1 }, floats = { 0 } },
+      FORWARD))
   end
 end
 
@@ -91,7 +107,8 @@ generators.attention_grad = function(try)
           local floats = { k % 3 == 0 and 0.3 or 0 }
           local y, lse = engine.run("attention", { q, key, v }, { causal, 0 }, floats, 3)
           local dy = float(dtype, { b, t, h, d }, kind, LAYOUTS[k % 3 + 1])
-          try(with({ inputs = { q, key, v, y, lse, dy }, ints = { causal, 0 }, floats = floats }, BACKWARD))
+          try(with({ inputs = { q, key, v, y, lse, dy }, ints = { causal, 0 }, floats = floats },
+            BACKWARD))
         end
       end
     end
@@ -100,19 +117,24 @@ end
 
 generators.rope = function(try)
   for _, dtype in ipairs(FLOATS) do
-    for k, shape in ipairs { { 1, 1, 1, 2 }, { 2, 17, 3, 16 }, { 1, 65, 2, 34 }, { 1, 5, 1, 130 } } do
+    for k, shape in ipairs { { 1, 1, 1, 2 }, { 2, 17, 3, 16 }, { 1, 65, 2, 34 },
+      { 1, 5, 1, 130 } } do
       for neighbours = 0, 1 do
         for back = 0, 1 do
           for _, position in ipairs { 0, 5, 3000 } do
-            try { inputs = { float(dtype, shape, "normal", LAYOUTS[(k + back) % 4 + 1]) }, ints = { position, neighbours, back },
-                  floats = { k == 3 and 500000 or 10000 }, ulp = 1, eps = 8, bound = "largest" }
+            try { inputs = { float(dtype, shape, "normal", LAYOUTS[(k + back) % 4 + 1]) },
+              ints = { position, neighbours, back },
+              floats = { k == 3 and 500000 or 10000 }, ulp = 1, eps = 8, bound = "largest" }
           end
         end
       end
     end
-    try { inputs = { float(dtype, { 1, 9, 2, 16 }, "rare") }, ints = { 0, 0, 0 }, floats = { 10000 }, ulp = 1, eps = 8, bound = "largest" }
-    local heads_first = engine.run("permute", { float(dtype, { 2, 3, 9, 16 }, "normal") }, { 0, 2, 1, 3 })
-    try { inputs = { heads_first }, ints = { 0, 0, 0 }, floats = { 10000 }, ulp = 1, eps = 8, bound = "largest" }
+    try { inputs = { float(dtype, { 1, 9, 2, 16 }, "rare") }, ints = { 0, 0, 0 },
+      floats = { 10000 }, ulp = 1, eps = 8, bound = "largest" }
+    local heads_first = engine.run("permute", { float(dtype, { 2, 3, 9, 16 }, "normal") },
+      { 0, 2, 1, 3 })
+    try { inputs = { heads_first }, ints = { 0, 0, 0 }, floats = { 10000 }, ulp = 1, eps = 8,
+      bound = "largest" }
   end
 end
 

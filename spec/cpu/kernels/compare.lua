@@ -1,22 +1,25 @@
--- Runs one call of an operation on the reference and on the fast kernels of every instruction set this
--- machine has (or the one that ENGINE_ISA names), and compares the outputs element by element:
---   NaN where the reference has NaN, infinities where it has them (overflow is a rounding: a value
---   within the tolerance of the threshold may fall on either side of it), and otherwise
---   |got - want| <= ulp * (unit in the last place of `want` in the output's format) + eps * 2^-24 * bound
+-- Runs one call of an operation on the reference and on the fast kernels of every instruction set
+-- of this machine (or the one named by ENGINE_ISA), and compares the outputs element by element:
+--   NaN where the reference has NaN; infinities where it has them (overflow is a rounding: a value
+--   within the tolerance of the threshold may fall on either side of it); and otherwise
+--   |got - want| <= ulp * (unit in the last place of `want` in the output's format)
+--                   + eps * 2^-24 * bound
 --
 -- A call is a table: inputs (false: absent), ints, floats, outputs (their number), and
---   ulp       units in the last place allowed; in f16 and bf16 it is 1 where it is not 0, for f32
---             arithmetic that rounds may move a value to the neighbour in a narrower format
+--   ulp       units in the last place allowed; if it is not 0, f16 and bf16 use 1, because rounding
+--             of f32 arithmetic may move a value to the neighbour in a narrower format
 --   ulp_low   the same for f16 and bf16 where that does not hold
---   eps       times 2^-24 times `bound`: the magnitude at which the f32 arithmetic inside works, a function
---             below by name or function(name, call, want) -> function(output, element) -> magnitude
---   flush     an absolute difference allowed beside, where a processor takes subnormals as zero
---   zeros     the signs of zeros agree, too
---   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels there that round in
---             between to feed the matrix units
---   pairs     the same in bf16 where the processor multiplies pairs of bf16, with the figure of `card`
---   card_ulp  on a card: units in the last place allowed in any format, where its library multiplies two factors in another order
---   fails     both raise an error that this pattern finds
+--   eps       times 2^-24 times `bound`, the magnitude at which the f32 arithmetic inside works; a
+--             function below by name, or function(name, call, want) -> function(output, element) ->
+--             magnitude
+--   flush     an additional absolute difference, for processors that treat subnormals as zero
+--   zeros     the signs of zeros must agree, too
+--   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels
+--             that round intermediate values for the matrix units
+--   pairs     the same in bf16 where the processor multiplies pairs of bf16, with `card`'s figure
+--   card_ulp  on a card: units in the last place allowed in any format, if the card's library
+--             multiplies two factors in another order
+--   fails     both raise an error that matches this pattern
 --   note      for the message
 local v = require "spec.cpu.kernels.values"
 local engine = require "engine.base.ffi"
@@ -29,7 +32,7 @@ local M = {}
 
 -- ------------------------------------------------------------------ devices
 
---- The instruction sets to test, the one in force first.
+--- The instruction sets to test, the current one first.
 local function instruction_sets()
   local now = engine.string(C.eng_cpu_isa(nil))
   local sets = { now }
@@ -42,11 +45,13 @@ local function instruction_sets()
   return sets
 end
 
--- With ENGINE_TEST_DEVICE=cuda the kernels of the card are tested instead; the reference stays the host's.
+-- ENGINE_TEST_DEVICE=cuda tests the kernels of the card instead; the reference still runs on the
+-- host.
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local SETS = CARD and { CARD } or instruction_sets()
 M.SETS, M.CARD = SETS, CARD
-local PAIRS = not CARD and engine.string(C.eng_cpu_bf16()) == "pairs" and SETS[1]   -- the set that multiplies pairs of bf16
+-- the set that multiplies pairs of bf16
+local PAIRS = not CARD and engine.string(C.eng_cpu_bf16()) == "pairs" and SETS[1]
 M.THREADS = C.eng_threads(0)
 
 local function run(name, call)
@@ -61,12 +66,13 @@ local function on_reference(name, call)
   return results
 end
 
---- Results on the card, brought back: what a kernel could not tell at once is asked for, too.
+--- Results on the card, copied to the host. Also collects errors that a kernel reports late.
 local function on_card(name, call)
   local inputs = {}
   engine.check(C.eng_device_set(CARD))
   for k, x in ipairs(call.inputs) do inputs[k] = x and v.on_device(x, CARD) end
-  local results = run(name, { inputs = inputs, ints = call.ints, floats = call.floats, outputs = call.outputs })
+  local results = run(name, { inputs = inputs, ints = call.ints, floats = call.floats,
+    outputs = call.outputs })
   if C.eng_synchronize() ~= 0 and results[1] then results = { false, engine.message() } end
   engine.check(C.eng_device_set("cpu"))
   for k = 2, table.maxn(results) do
@@ -85,7 +91,7 @@ local function on_cpu(set, name, call, threads)
   return results
 end
 
---- Two tensors are the same bytes.
+--- True if two tensors have the same bytes.
 local function same_bytes(a, b)
   local one, two = v.info_of(a), v.info_of(b)
   local bytes = tonumber(one.count) * C.eng_dtype_size(one.dtype)
@@ -96,8 +102,8 @@ end
 
 local bounds = {}
 
---- The operation's outputs, in double, for the absolute values of its float inputs (0 for those that are
---- not finite).
+--- The operation's outputs, in double, for the absolute values of its float inputs (0 for
+--- non-finite values).
 function M.absolute_sums(name, call)
   local inputs = {}
   for k, x in ipairs(call.inputs) do
@@ -111,12 +117,13 @@ function M.absolute_sums(name, call)
       inputs[k] = tensor_of("f64", shape_of(x), values)
     end
   end
-  local results = on_reference(name, { inputs = inputs, ints = call.ints, floats = call.floats, outputs = call.outputs })
+  local results = on_reference(name, { inputs = inputs, ints = call.ints, floats = call.floats,
+    outputs = call.outputs })
   assert(results[1], results[2])
   return { unpack(results, 2, table.maxn(results)) }
 end
 
---- What the sums of a kernel are made of.
+--- The magnitude of a kernel's sums: its absolute_sums.
 function bounds.sums(name, call)
   local list = {}
   for k, x in pairs(M.absolute_sums(name, call)) do list[k] = values_of(x) end
@@ -151,13 +158,15 @@ function M.largest_of(values, first, last)
   return top
 end
 
---- Of each row of a matrix, from row 0: its largest finite magnitude. And the length of its rows.
+--- The largest finite magnitude of each row of a matrix, from row 0; also the length of the rows.
 function M.row_tops(x)
   local values, n = values_of(x)
   local shape = shape_of(x)
   local columns = shape[#shape] or 1
   local tops = {}
-  for row = 0, columns > 0 and n / columns - 1 or -1 do tops[row] = M.largest_of(values, row * columns, (row + 1) * columns - 1) end
+  for row = 0, columns > 0 and n / columns - 1 or -1 do
+    tops[row] = M.largest_of(values, row * columns, (row + 1) * columns - 1)
+  end
   return tops, columns
 end
 
@@ -168,8 +177,8 @@ local function text_of(name, call)
   for k, x in ipairs(call.inputs) do
     parts[k] = x and ("%s [%s]"):format(dtype_of(x), table.concat(shape_of(x), " x ")) or "-"
   end
-  return ("%s(%s) ints {%s} floats {%s} %s"):format(name, table.concat(parts, ", "), table.concat(call.ints or {}, ", "),
-                                                   table.concat(call.floats or {}, ", "), call.note or "")
+  return ("%s(%s) ints {%s} floats {%s} %s"):format(name, table.concat(parts, ", "),
+    table.concat(call.ints or {}, ", "), table.concat(call.floats or {}, ", "), call.note or "")
 end
 
 --- The first element out of tolerance, or nil.
@@ -193,10 +202,12 @@ local function first_difference(call, output, dtype, expected, actual, n, bound,
       local top = largest(format)
       local function shrink(x) return abs(x) == inf and (x > 0 and top or -top) or x end
       if abs(a) == inf or abs(b) == inf then a, b = shrink(a), shrink(b) end
-      if abs(a) == top and abs(b) == top and a == b then   -- one was infinite: the threshold lies half a unit above
+      -- one was infinite: the threshold lies half a unit above
+      if abs(a) == top and abs(b) == top and a == b then
         fine = (ulps > 0 or eps > 0)
       else
-        fine = abs(a - b) <= ulps * ulp_of(a, format) + (eps > 0 and eps * bound(output, i) or 0) + (call.flush or 0)
+        fine = abs(a - b) <= ulps * ulp_of(a, format) + (eps > 0 and eps * bound(output, i) or 0) +
+          (call.flush or 0)
       end
     end
     if not fine then return i end
@@ -211,12 +222,14 @@ local function fail(name, call, set, output, i, n, expected, actual)
       if count == n then from[#from + 1] = ("in%d %.9g"):format(k, values[i]) end
     end
   end
-  error(("%s: %s\n  output %d element %d of %d: expected %.9g, got %.9g (%s)"):format(set, text_of(name, call), output, i, n, expected[i],
-        actual[i], table.concat(from, ", ")), 0)
+  error(("%s: %s\n  output %d element %d of %d: expected %.9g, got %.9g (%s)"):format(set,
+    text_of(name, call), output, i, n, expected[i],
+    actual[i], table.concat(from, ", ")), 0)
 end
 
---- Raises unless an operation gives, on the reference and on every device under test, the bytes that others give one after the other:
---- in_steps(inputs) is told the inputs, on the device in force, and gives a list of what the operation should give.
+--- Raises unless an operation gives, on the reference and on every device under test, the same
+--- bytes as other operations run in sequence: in_steps(inputs) gets the inputs, on the current
+--- device, and returns a list of the expected outputs.
 function M.same_as(name, call, in_steps)
   local function both(where, inputs)
     local good, message = pcall(function()
@@ -225,14 +238,19 @@ function M.same_as(name, call, in_steps)
       for k = 1, call.outputs do
         assert((want[k] or nil) == nil == (got[k] == nil), "an output is there in one way only")
         if got[k] then
-          assert(dtype_of(want[k]) == dtype_of(got[k]) and table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "), "formats or shapes differ")
+          assert(dtype_of(want[k]) == dtype_of(got[k])
+            and table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "),
+            "formats or shapes differ")
           local a, b = v.on_device(want[k], "cpu"), v.on_device(got[k], "cpu")
           if not same_bytes(a, b) then
-            local one, two, n = v.info_of(a), v.info_of(b), tonumber(v.info_of(a).count) * C.eng_dtype_size(v.info_of(a).dtype)
-            local p, q = engine.ffi.cast("uint8_t *", one.data), engine.ffi.cast("uint8_t *", two.data)
+            local one, two, n = v.info_of(a), v.info_of(b),
+              tonumber(v.info_of(a).count) * C.eng_dtype_size(v.info_of(a).dtype)
+            local p, q = engine.ffi.cast("uint8_t *", one.data),
+              engine.ffi.cast("uint8_t *", two.data)
             local i = 0
             while p[i] == q[i] do i = i + 1 end
-            error(("output %d, byte %d of %d: in steps %d, at once %d"):format(k, i, n, p[i], q[i]), 0)
+            error(("output %d, byte %d of %d: in steps %d, at once %d"):format(k, i, n, p[i], q[i]),
+              0)
           end
         end
       end
@@ -261,17 +279,20 @@ end
 
 local calls = 0
 
---- Raises unless every instruction set agrees with the reference on this call. Every fifth one and the
---- large ones run with three threads, too, which must change no bit.
+--- Raises unless every instruction set agrees with the reference on this call. Every fifth call and
+--- the large ones also run with three threads, which must not change a bit.
 function M.check(name, call)
   local want = on_reference(name, call)
   if call.fails then
     assert(not want[1], text_of(name, call) .. ": the reference accepted it")
-    assert(tostring(want[2]):find(call.fails), ("%s: '%s' is not in the message: %s"):format(text_of(name, call), call.fails, tostring(want[2])))
+    assert(tostring(want[2]):find(call.fails),
+      ("%s: '%s' is not in the message: %s"):format(text_of(name, call), call.fails,
+      tostring(want[2])))
   else
     assert(want[1], want[2])
   end
-  local bound = call.bound and not call.fails and (bounds[call.bound] or call.bound)(name, call, want)
+  local bound = call.bound and not call.fails and (bounds[call.bound] or call.bound)(name, call,
+    want)
   local lists = {}
   for k = 2, table.maxn(want) do
     if want[1] and want[k] then lists[k] = values_of(want[k]) end
@@ -285,23 +306,28 @@ function M.check(name, call)
       local again = on_cpu(set, name, call, 3)
       for k = 2, table.maxn(got) do
         if got[k] and not same_bytes(got[k], again[k]) then
-          error(("%s: %s: output %d depends on the number of threads"):format(set, text_of(name, call), k - 1), 0)
+          error(("%s: %s: output %d depends on the number of threads"):format(set,
+            text_of(name, call), k - 1), 0)
         end
       end
     end
     if call.fails then
       assert(not got[1], set .. ": " .. text_of(name, call) .. ": the fast kernel accepted it")
       assert(tostring(got[2]):find(call.fails),
-             ("%s: %s: '%s' is not in the message: %s"):format(set, text_of(name, call), call.fails, tostring(got[2])))
+             ("%s: %s: '%s' is not in the message: %s"):format(set, text_of(name, call), call.fails,
+               tostring(got[2])))
     else
       assert(got[1], got[2])
       for k = 2, math.max(table.maxn(want), table.maxn(got)) do
-        assert((want[k] == nil) == (got[k] == nil), ("%s: %s: output %d is there on one device only"):format(set, text_of(name, call), k - 1))
+        assert((want[k] == nil) == (got[k] == nil),
+          ("%s: %s: output %d is there on one device only"):format(set, text_of(name, call), k - 1))
         if want[k] then
           local actual, n = values_of(got[k])
           assert(dtype_of(want[k]) == dtype_of(got[k]), "dtypes differ")
-          assert(table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "), "shapes differ")
-          local i = first_difference(call, k - 1, dtype_of(want[k]), lists[k], actual, n, bound, set)
+          assert(table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "),
+            "shapes differ")
+          local i = first_difference(call, k - 1, dtype_of(want[k]), lists[k], actual, n, bound,
+            set)
           if i then fail(name, call, set, k - 1, i, n, lists[k], actual) end
         end
       end

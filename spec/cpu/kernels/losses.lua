@@ -2,7 +2,8 @@
 local compare = require "spec.cpu.kernels.compare"
 local engine = require "engine.base.ffi"
 local tensors = require "spec.cpu.kernels.values"
-local FLOATS, LAYOUTS, uniform, integer = tensors.FLOATS, tensors.LAYOUTS, tensors.uniform, tensors.integer
+local FLOATS, LAYOUTS, uniform, integer = tensors.FLOATS, tensors.LAYOUTS, tensors.uniform,
+  tensors.integer
 local shape_of, values_of = tensors.shape_of, tensors.values_of
 local float, listed = tensors.float, tensors.listed
 
@@ -10,7 +11,9 @@ local generators = {}
 
 local function targets_of(dtype, rows, classes, ignored)
   local list = {}
-  for r = 1, rows do list[r] = ignored and uniform() < 0.3 and ignored or integer(0, classes - 1) end
+  for r = 1, rows do
+    list[r] = ignored and uniform() < 0.3 and ignored or integer(0, classes - 1)
+  end
   return listed(dtype, { rows }, list)
 end
 
@@ -21,11 +24,13 @@ local function cross_entropies(try, run)
         for _, smoothing in ipairs { 0, 0.1 } do
           local rows = 7
           local target_dtype = ({ "i64", "i32", "i16" })[k % 3 + 1]
-          run(try, dtype, float(dtype, { rows, classes }, "normal", LAYOUTS[k % 4 + 1]), targets_of(target_dtype, rows, classes, -100),
-                { -100, mode }, smoothing)
+          run(try, dtype, float(dtype, { rows, classes }, "normal", LAYOUTS[k % 4 + 1]),
+            targets_of(target_dtype, rows, classes, -100),
+            { -100, mode }, smoothing)
           if classes > 1 and classes < 1000 then
             local x = tensors.score_rows(dtype, classes)
-            run(try, dtype, x, targets_of("u8", shape_of(x)[1], math.min(classes, 250), 255), { 255, 0 }, smoothing)
+            run(try, dtype, x, targets_of("u8", shape_of(x)[1], math.min(classes, 250), 255),
+              { 255, 0 }, smoothing)
           end
         end
       end
@@ -33,18 +38,24 @@ local function cross_entropies(try, run)
     local nothing = listed("i64", { 2 }, { -1, -1 })
     run(try, dtype, float(dtype, { 2, 5 }, "normal"), nothing, { -1, 1 }, 0)
     run(try, dtype, float(dtype, { 2, 5 }, "normal"), nothing, { -1, 2 }, 0)
-    run(try, dtype, float(dtype, { 2, 3, 5 }, "normal"), listed("i64", { 2, 3 }, { 0, 1, 2, 3, 4, 0 }), { -1, 1 }, 0.2)
+    run(try, dtype, float(dtype, { 2, 3, 5 }, "normal"),
+      listed("i64", { 2, 3 }, { 0, 1, 2, 3, 4, 0 }), { -1, 1 }, 0.2)
   end
 end
 
 generators.cross_entropy = function(try)
   cross_entropies(try, function(run, _, logits, targets, ints, smoothing)
-    run { inputs = { logits, targets }, ints = ints, floats = { smoothing }, outputs = 2, ulp = 4, eps = 16, bound = "largest" }
+    run { inputs = { logits, targets }, ints = ints, floats = { smoothing }, outputs = 2, ulp = 4,
+      eps = 16, bound = "largest" }
   end)
-  try { inputs = { float("f32", { 3, 5 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }) }, ints = { -100, 1 }, floats = { 0 }, fails = "5" }
-  try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, -100, -1 }) }, ints = { -100, 1 }, floats = { 0 }, fails = "%-1" }
-  for _, reduction in ipairs { 3, -1, 2 ^ 32 } do   -- the last is 0 to who looks at 32 bits: rows written where there is room for one number
-    try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) }, ints = { -100, reduction }, floats = { 0 }, outputs = 2,
+  try { inputs = { float("f32", { 3, 5 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }) },
+    ints = { -100, 1 }, floats = { 0 }, fails = "5" }
+  try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, -100, -1 }) },
+    ints = { -100, 1 }, floats = { 0 }, fails = "%-1" }
+  -- a kernel that reads 32 bits takes 2^32 for 0, and writes rows into one number's room
+  for _, reduction in ipairs { 3, -1, 2 ^ 32 } do
+    try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },
+      ints = { -100, reduction }, floats = { 0 }, outputs = 2,
       fails = "expected the reduction" }
   end
 end
@@ -53,29 +64,37 @@ generators.cross_entropy_grad = function(try)
   cross_entropies(try, function(run, dtype, logits, targets, ints, smoothing)
     local _, lse = engine.run("cross_entropy", { logits, targets }, ints, { smoothing }, 2)
     local wide = dtype == "f64" and "f64" or "f32"
-    local dloss = ints[2] == 0 and float(wide, shape_of(targets), "normal") or float(wide, {}, "large")
-    run { inputs = { logits, targets, lse, dloss }, ints = ints, floats = { smoothing }, ulp = 4, eps = 32, bound = function()
-      -- a probability, which is off by the rounding of lse, less the target's share, times dloss
+    local dloss = ints[2] == 0 and float(wide, shape_of(targets), "normal")
+      or float(wide, {}, "large")
+    run { inputs = { logits, targets, lse, dloss }, ints = ints, floats = { smoothing }, ulp = 4,
+      eps = 32, bound = function()
+      -- a probability, with the rounding error of lse, minus the target's share, times dloss
       local slopes, n = values_of(dloss)
-      local top = compare.largest_of(slopes, 0, n - 1) / (ints[2] == 1 and shape_of(targets)[1] or 1)
+      local top = compare.largest_of(slopes, 0, n - 1)
+        / (ints[2] == 1 and shape_of(targets)[1] or 1)
       local rows, columns = compare.row_tops(logits)
       return function(_, i) return top * (1 + rows[math.floor(i / columns)]) end
     end }
   end)
   local lse = listed("f32", { 3 }, { 1, 1, 1 })
-  try { inputs = { float("f32", { 3, 5 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }), lse, listed("f32", {}, { 1 }) },
+  try { inputs = { float("f32", { 3, 5 }, "normal"), listed("i64", { 3 }, { 0, 5, 1 }), lse,
+    listed("f32", {}, { 1 }) },
         ints = { -100, 1 }, floats = { 0 }, fails = "5" }
 end
 
 generators.mse = function(try)
   for _, dtype in ipairs(FLOATS) do
     for k, shape in ipairs { {}, { 1 }, { 17 }, { 3, 129 }, { 129, 515 }, { 0 } } do
-      try { inputs = { float(dtype, shape, "normal", LAYOUTS[k % 4 + 1]), float(dtype, shape, "normal") }, ulp = 2, eps = 16, bound = "largest" }
+      try { inputs = { float(dtype, shape, "normal", LAYOUTS[k % 4 + 1]),
+        float(dtype, shape, "normal") }, ulp = 2, eps = 16, bound = "largest" }
     end
-    try { inputs = { float(dtype, { 65 }, "rare"), float(dtype, { 65 }, "normal") }, ulp = 2, eps = 16, bound = "largest" }
-    try { inputs = { float(dtype, { 65 }, "large"), float(dtype, { 65 }, "large") }, ulp = 2, eps = 16, bound = "largest" }
+    try { inputs = { float(dtype, { 65 }, "rare"), float(dtype, { 65 }, "normal") }, ulp = 2,
+      eps = 16, bound = "largest" }
+    try { inputs = { float(dtype, { 65 }, "large"), float(dtype, { 65 }, "large") }, ulp = 2,
+      eps = 16, bound = "largest" }
   end
-  try { inputs = { float("f16", { 33 }, "normal"), float("f32", { 33 }, "normal") }, ulp = 2, eps = 16, bound = "largest" }
+  try { inputs = { float("f16", { 33 }, "normal"), float("f32", { 33 }, "normal") }, ulp = 2,
+    eps = 16, bound = "largest" }
 end
 
 return generators

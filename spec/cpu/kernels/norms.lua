@@ -2,7 +2,8 @@
 local compare = require "spec.cpu.kernels.compare"
 local engine = require "engine.base.ffi"
 local tensors = require "spec.cpu.kernels.values"
-local FORMATS, FLOATS, LAYOUTS, uniform = tensors.FORMATS, tensors.FLOATS, tensors.LAYOUTS, tensors.uniform
+local FORMATS, FLOATS, LAYOUTS, uniform = tensors.FORMATS, tensors.FLOATS, tensors.LAYOUTS,
+  tensors.uniform
 local sign, values_of = tensors.sign, tensors.values_of
 local float, listed = tensors.float, tensors.listed
 local inf, nan = math.huge, 0 / 0
@@ -27,18 +28,21 @@ local function norm_rows(dtype, n)
   return listed(dtype, { #patterns, n }, values), #patterns
 end
 
---- f32 rounds at the magnitude of x times 1/std, before the weight; the means at that of x, 1/std at its own. With a residual x is the sum.
+--- f32 rounds at the magnitude of x times 1/std, before the weight; the means at the magnitude of
+--- x, 1/std at its own. With a residual, x is the sum.
 local function forward_bound(has_bias, adds)
   return function(_, call, want)
     local vectors = adds and 3 or 2
-    local x, weight, bias = adds and want[3] or call.inputs[1], call.inputs[vectors], has_bias and call.inputs[vectors + 1]
+    local x, weight, bias = adds and want[3] or call.inputs[1], call.inputs[vectors],
+      has_bias and call.inputs[vectors + 1]
     local tops, columns = compare.row_tops(x)
     local rstd = values_of(want[vectors + (has_bias and 2 or 1)])
     local w, b = weight and values_of(weight), bias and values_of(bias)
     return function(output, i)
       if output == 1 then
         local row, column = math.floor(i / columns), i % columns
-        return tops[row] * rstd[row] * (w and math.abs(w[column]) or 1) + (b and math.abs(b[column]) or 0)
+        return tops[row] * rstd[row] * (w and math.abs(w[column]) or 1)
+          + (b and math.abs(b[column]) or 0)
       end
       if output < vectors then return 0 end
       return output == vectors and has_bias and tops[i] or rstd[i]
@@ -46,8 +50,9 @@ local function forward_bound(has_bias, adds)
   end
 end
 
---- With g = dy * weight and h = (x - mean) * rstd, by rows: dx is of the order rstd * g * (1 + h^2), and
---- dweight and dbias are sums over rows of dy * h and dy. Where dsum is added, dx was rounded before and may have gone to a neighbour.
+--- With g = dy * weight and h = (x - mean) * rstd, by rows: dx is of the order rstd * g * (1 +
+--- h^2), and dweight and dbias are sums over rows of dy * h and dy. If dsum is added, dx has been
+--- rounded before and may have moved to a neighbour.
 local function backward_bound(has_bias, adds)
   return function(_, call)
     local digits = FORMATS[tensors.dtype_of(call.inputs[1])].digits
@@ -71,7 +76,8 @@ local function backward_bound(has_bias, adds)
     return function(output, i)
       if output == 2 then return dweight elseif output == 3 then return dbias end
       local row = math.floor(i / columns)
-      return rstd[row] * slopes[row] * top_weight * (1 + (2 * tops[row] * rstd[row]) ^ 2) * (1 + neighbour)
+      return rstd[row] * slopes[row] * top_weight * (1 + (2 * tops[row] * rstd[row]) ^ 2) *
+        (1 + neighbour)
     end
   end
 end
@@ -83,7 +89,8 @@ local function norm(has_bias)
         local weight, bias = float(dtype, { n }, "normal"), float(dtype, { n }, "normal")
         local function call(x, w, b, eps)
           local inputs = has_bias and { x, w, b } or { x, w }
-          try { inputs = inputs, floats = { eps }, outputs = has_bias and 3 or 2, ulp = 4, eps = 8, bound = forward_bound(has_bias) }
+          try { inputs = inputs, floats = { eps }, outputs = has_bias and 3 or 2, ulp = 4, eps = 8,
+            bound = forward_bound(has_bias) }
         end
         local x = norm_rows(dtype, n)
         call(x, weight, bias, 1e-5)
@@ -91,7 +98,10 @@ local function norm(has_bias)
         if n == 515 then call(float(dtype, { 37, n }, "normal"), weight, bias, 1e-5) end
         call(float(dtype, { 2, 3, n }, "normal", LAYOUTS[n % 4 + 1]), weight, false, 1e-6)
         call(float(dtype, { 3, n }, "normal"), false, bias, n > 2 and 0 or 1e-5)
-        if dtype == "f16" then call(float("f16", { 3, n }, "normal"), float("f32", { n }, "normal"), float("f32", { n }, "normal"), 1e-5) end
+        if dtype == "f16" then
+          call(float("f16", { 3, n }, "normal"), float("f32", { n }, "normal"),
+            float("f32", { n }, "normal"), 1e-5)
+        end
       end
     end
   end
@@ -104,7 +114,8 @@ local function add_norm(has_bias)
   return function(try)
     local function call(x, branch, w, b, eps)
       local inputs = has_bias and { x, branch, w, b } or { x, branch, w }
-      try { inputs = inputs, floats = { eps }, outputs = has_bias and 4 or 3, ulp = 4, eps = 8, bound = forward_bound(has_bias, true) }
+      try { inputs = inputs, floats = { eps }, outputs = has_bias and 4 or 3, ulp = 4, eps = 8,
+        bound = forward_bound(has_bias, true) }
     end
     for _, dtype in ipairs(FLOATS) do
       for _, n in ipairs { 1, 3, 17, 33, 65, 129, 515, 768, 1100, 1536 } do
@@ -112,11 +123,16 @@ local function add_norm(has_bias)
         local x, rows = norm_rows(dtype, n)
         call(x, float(dtype, { rows, n }, "normal"), weight, bias, 1e-5)
         call(x, x, false, false, 1e-5)   -- the large ones overflow f16
-        if n == 515 then call(float(dtype, { 37, n }, "normal"), float(dtype, { 37, n }, "rare"), weight, bias, 1e-5) end
-        call(float(dtype, { 2, 3, n }, "normal", LAYOUTS[n % 4 + 1]), float(dtype, { 2, 3, n }, "normal", LAYOUTS[(n + 1) % 4 + 1]), weight, false, 1e-6)
+        if n == 515 then
+          call(float(dtype, { 37, n }, "normal"), float(dtype, { 37, n }, "rare"), weight, bias,
+            1e-5)
+        end
+        call(float(dtype, { 2, 3, n }, "normal", LAYOUTS[n % 4 + 1]),
+          float(dtype, { 2, 3, n }, "normal", LAYOUTS[(n + 1) % 4 + 1]), weight, false, 1e-6)
       end
     end
-    for _, pair in ipairs { { "f32", "bf16" }, { "f16", "f32" }, { "f16", "bf16" }, { "bf16", "f64" } } do
+    for _, pair in ipairs { { "f32", "bf16" }, { "f16", "f32" }, { "f16", "bf16" },
+      { "bf16", "f64" } } do
       local function of(dtype) return float(dtype, { 5, 129 }, "normal") end
       call(of(pair[1]), of(pair[2]), float("f32", { 129 }, "normal"), false, 1e-5)
     end
@@ -138,27 +154,38 @@ local function norm_grad(forward, has_bias, adds)
           if n * rows < 40000 then
             local function call(x, w, dy, wanted)
               local sums, out = dtype == "f64" and "f64" or "f32", has_bias and 3 or 2
-              local saved = { engine.run(forward, has_bias and { x, w, false } or { x, w }, {}, { 1e-5 }, out) }
+              local saved = { engine.run(forward, has_bias and { x, w, false } or { x, w }, {},
+                { 1e-5 }, out) }
               local inputs = has_bias and { x, w, saved[2], saved[3], dy } or { x, w, saved[2], dy }
               with_sum(inputs, float(dtype, { rows, n }, "normal", LAYOUTS[wanted + 1]))
-              try { inputs = inputs, ints = { engine.dtype[sums], wanted }, outputs = out, ulp = 2, eps = 16, bound = backward_bound(has_bias, adds) }
+              try { inputs = inputs, ints = { engine.dtype[sums], wanted }, outputs = out, ulp = 2,
+                eps = 16, bound = backward_bound(has_bias, adds) }
             end
             local shape = { rows, n }
-            call(float(dtype, shape, "normal"), float(dtype, { n }, "normal"), float(dtype, shape, "normal"), 1)
-            call(float(dtype, shape, "normal", "transposed"), false, float(dtype, shape, "normal", "sliced"), 0)
-            call(float(dtype, shape, "normal"), float(dtype, { n }, "normal"), float(dtype, shape, "rare"), 1)
-            if dtype ~= "f64" then call(float(dtype, shape, "normal"), float("f32", { n }, "normal"), float("f32", shape, "normal"), 1) end
+            call(float(dtype, shape, "normal"), float(dtype, { n }, "normal"),
+              float(dtype, shape, "normal"), 1)
+            call(float(dtype, shape, "normal", "transposed"), false,
+              float(dtype, shape, "normal", "sliced"), 0)
+            call(float(dtype, shape, "normal"), float(dtype, { n }, "normal"),
+              float(dtype, shape, "rare"), 1)
+            if dtype ~= "f64" then
+              call(float(dtype, shape, "normal"), float("f32", { n }, "normal"),
+                float("f32", shape, "normal"), 1)
+            end
           end
         end
       end
       for _, n in ipairs { 33 } do
         local x, rows = norm_rows(dtype, n)
-        local saved = { engine.run(forward, has_bias and { x, false, false } or { x, false }, {}, { 1e-5 }, has_bias and 3 or 2) }
+        local saved = { engine.run(forward, has_bias and { x, false, false } or { x, false }, {},
+          { 1e-5 }, has_bias and 3 or 2) }
         local dy = float(dtype, { rows, n }, "normal")
-        local inputs = has_bias and { x, false, saved[2], saved[3], dy } or { x, false, saved[2], dy }
+        local inputs = has_bias and { x, false, saved[2], saved[3], dy }
+          or { x, false, saved[2], dy }
         with_sum(inputs, float(dtype, { rows, n }, "rare"))
-        try { inputs = inputs, ints = { engine.dtype[dtype == "f64" and "f64" or "f32"], 1 }, outputs = has_bias and 3 or 2, ulp = 2, eps = 16,
-              bound = backward_bound(has_bias, adds) }
+        try { inputs = inputs, ints = { engine.dtype[dtype == "f64" and "f64" or "f32"], 1 },
+          outputs = has_bias and 3 or 2, ulp = 2, eps = 16,
+          bound = backward_bound(has_bias, adds) }
       end
     end
   end

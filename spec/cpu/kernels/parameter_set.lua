@@ -1,7 +1,7 @@
 -- For specs: a parameter set and an optimizer over it, driven through the public functions alone.
 --   local set = parameter_set.new({ { 3, 5 }, { 7 } }, { gradient = "f16", shadow = "f16" })
 --   set:write_gradients { {..15 numbers..}, {..7 numbers..} }     set:stats(scale, needs)
--- Inside a step only (parameter_set.step), because gradients are tensors of the step.
+-- Use it inside a step only (parameter_set.step), because gradients are tensors of the step.
 local compare = require "spec.cpu.kernels.compare"
 local engine = require "engine.base.ffi"
 local ffi, C, check = engine.ffi, engine.C, engine.check
@@ -12,7 +12,7 @@ Set.__index = Set
 
 M.SETS = compare.SETS
 
---- A test body inside a step of its own.
+--- A test body inside a step.
 function M.step(f)
   return function()
     check(C.eng_step_begin())
@@ -22,7 +22,8 @@ function M.step(f)
   end
 end
 
---- Runs f(device, threads) on the reference and on every instruction set with one and with three threads.
+--- Runs f(device, threads) on the reference and on every instruction set with one and with three
+--- threads.
 function M.everywhere(f)
   local function on(device, set, threads)
     check(C.eng_device_set(device))
@@ -32,7 +33,9 @@ function M.everywhere(f)
     C.eng_threads(compare.THREADS)
     if set and #M.SETS > 1 then C.eng_cpu_isa(M.SETS[1]) end
     check(C.eng_device_set("cpu"))
-    if not done then error(("%s with %d threads: %s"):format(set or device, threads, tostring(message)), 0) end
+    if not done then
+      error(("%s with %d threads: %s"):format(set or device, threads, tostring(message)), 0)
+    end
   end
   on("reference", nil, 1)
   if compare.CARD then
@@ -55,16 +58,18 @@ M.count_of = count_of
 
 local function kept(shape)
   local x = ffi.new("eng_tensor[1]")
-  check(C.eng_new(x, engine.dtype.f32, #shape, ffi.new("int64_t[?]", math.max(#shape, 1), shape), true))
+  check(C.eng_new(x, engine.dtype.f32, #shape, ffi.new("int64_t[?]", math.max(#shape, 1), shape),
+    true))
   check(C.eng_requires_grad(x, true))
   return x
 end
 M.kept = kept
 
---- Wraps tensors (eng_tensor[1] each) into a set. Returns nil and the message when the core refuses.
+--- Wraps tensors (eng_tensor[1] each) into a set. Returns nil and the message if the core refuses.
 function M.wrap(leaves, names)
   local n = #leaves
-  local handles, texts = ffi.new("eng_tensor[?]", math.max(n, 1)), ffi.new("const char *[?]", math.max(n, 1))
+  local handles, texts = ffi.new("eng_tensor[?]", math.max(n, 1)),
+    ffi.new("const char *[?]", math.max(n, 1))
   for i, leaf in ipairs(leaves) do
     handles[i - 1] = leaf[0]
     texts[i - 1] = names[i]
@@ -74,7 +79,7 @@ function M.wrap(leaves, names)
   return setmetatable({ params = out[0], leaf = leaves, names = names, n = n }, Set)
 end
 
---- options: gradient and shadow, the name of a format or one for each parameter.
+--- options: gradient and shadow, each the name of a format or a list with one for each parameter.
 function M.new(shapes, options)
   options = options or {}
   local leaves, names = {}, {}
@@ -86,7 +91,8 @@ function M.new(shapes, options)
 end
 
 function Set:precision(shadow, gradient)
-  local shadows, gradients = ffi.new("int32_t[?]", math.max(self.n, 1)), ffi.new("int32_t[?]", math.max(self.n, 1))
+  local shadows, gradients = ffi.new("int32_t[?]", math.max(self.n, 1)),
+    ffi.new("int32_t[?]", math.max(self.n, 1))
   for i = 1, self.n do
     shadows[i - 1] = engine.dtype[type(shadow) == "table" and shadow[i] or shadow or "f32"]
     gradients[i - 1] = engine.dtype[type(gradient) == "table" and gradient[i] or gradient or "f32"]
@@ -95,7 +101,9 @@ function Set:precision(shadow, gradient)
 end
 
 local function write(x, values, format)
-  if type(values) == "table" then values, format = ffi.new("double[?]", math.max(#values, 1), values), "f64" end
+  if type(values) == "table" then
+    values, format = ffi.new("double[?]", math.max(#values, 1), values), "f64"
+  end
   local info = ffi.new("eng_tensor_info")
   check(C.eng_info(info, x))
   check(C.eng_write(x, values, engine.dtype[format], info.count))
@@ -122,14 +130,16 @@ function Set:gradient(i)
   return x[0].slot ~= 0 and x or nil
 end
 
---- Gives parameters their gradients: through a backward pass, then overwritten with the wanted numbers
---- (a list, or an array with `format`). A false entry: this parameter gets none.
+--- Gives parameters their gradients: a backward pass creates them, then the wanted numbers
+--- overwrite them (a list, or an array with `format`). For an entry false, the parameter gets no
+--- gradient.
 function Set:write_gradients(lists, format)
   check(C.eng_params_zero_grad(self.params))
   local total
   for i = 1, self.n do
     if lists[i] then
-      local sum = engine.run("sum", { engine.Tensor(self.leaf[i][0]) }, { 2 ^ #self.shapes[i] - 1, 0 })
+      local sum = engine.run("sum", { engine.Tensor(self.leaf[i][0]) },
+        { 2 ^ #self.shapes[i] - 1, 0 })
       total = total and engine.run("add", { total, sum }) or sum
     end
   end
@@ -139,7 +149,7 @@ function Set:write_gradients(lists, format)
   end
 end
 
---- The record and the statistics of each tensor (from 0).
+--- The record, and the statistics of each tensor (from 0).
 function Set:stats(scale, needs)
   local record, stats = ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", math.max(self.n, 1))
   check(C.eng_params_stats(record, stats, self.params, scale or 1, needs or 31))
@@ -169,21 +179,24 @@ function Set:optimizer(kind, moments, group_of)
   local groups = ffi.new("int32_t[?]", math.max(self.n, 1))
   for i = 1, self.n do groups[i - 1] = group_of and group_of[i] or 0 end
   local out = ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(out, self.params, KINDS[kind] or kind, engine.dtype[moments or "f32"], groups))
+  check(C.eng_optimizer_new(out, self.params, KINDS[kind] or kind, engine.dtype[moments or "f32"],
+    groups))
   self.state, self.kind = out[0], KINDS[kind] or kind
 end
 
---- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind, lagged, clip_norm.
+--- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind, lagged,
+--- clip_norm.
 function Set:update(options)
   local list = #options.hyper > 0 and options.hyper or { options.hyper }
   local groups = ffi.new("eng_hyper[?]", #list)
   for i, hyper in ipairs(list) do groups[i - 1] = hyper end
   check(C.eng_optimizer_step(self.state, ffi.new("eng_update", {
-    kind = options.kind or self.kind, n_groups = #list, groups = groups, gradient_factor = options.factor or 1,
-    clip_value = options.clip or 0, t = options.t or 1, lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0 })))
+    kind = options.kind or self.kind, n_groups = #list, groups = groups,
+    gradient_factor = options.factor or 1, clip_value = options.clip or 0, t = options.t or 1,
+    lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0 })))
 end
 
---- A moment as an eng_tensor[1], or nil when the optimizer has none.
+--- A moment as an eng_tensor[1], or nil if the optimizer has none.
 function Set:moment(which, i)
   local x = ffi.new("eng_tensor[1]")
   check(C.eng_optimizer_moment(x, self.state, which, i - 1))

@@ -1,8 +1,9 @@
--- Calls for reductions and what works along rows. See spec/cpu/kernels_spec.lua.
+-- Calls for reductions and for operations along rows. See spec/cpu/kernels_spec.lua.
 local compare = require "spec.cpu.kernels.compare"
 local engine = require "engine.base.ffi"
 local tensors = require "spec.cpu.kernels.values"
-local FORMATS, INTEGERS, FLOATS, ALL_INTEGERS = tensors.FORMATS, tensors.INTEGERS, tensors.FLOATS, tensors.ALL_INTEGERS
+local FORMATS, INTEGERS, FLOATS, ALL_INTEGERS = tensors.FORMATS, tensors.INTEGERS, tensors.FLOATS,
+  tensors.ALL_INTEGERS
 local LAYOUTS, shape_of = tensors.LAYOUTS, tensors.shape_of
 local float, whole, with, both = tensors.float, tensors.whole, tensors.with, tensors.both
 
@@ -20,7 +21,9 @@ local function reduction(tolerance, integers, empty)
         try(with({ inputs = { x }, ints = { mask, keep } }, is_float and tolerance or {}))
       end
       for mask = 0, 7 do
-        for l, layout in ipairs(LAYOUTS) do call(values({ 5, 17, 33 }, "normal", layout), mask, l % 2) end
+        for l, layout in ipairs(LAYOUTS) do
+          call(values({ 5, 17, 33 }, "normal", layout), mask, l % 2)
+        end
         call(values({ 5, 17, 33 }, "rare", LAYOUTS[mask % 4 + 1]), mask, 1)
         call(values({ 3, 5, 7 }, "few"), mask, 0)
       end
@@ -55,7 +58,8 @@ generators.extreme_grad = function(try)
           for _, name in ipairs { "max", "min" } do
             local x = float(dtype, { 5, 7, 33 }, kind, LAYOUTS[l])
             local y = engine.run(name, { x }, { mask, keep })
-            try { inputs = { x, y, float(dtype, shape_of(y), "normal") }, ints = { mask, keep }, ulp = 0, ulp_low = 1 }
+            try { inputs = { x, y, float(dtype, shape_of(y), "normal") }, ints = { mask, keep },
+              ulp = 0, ulp_low = 1 }
           end
         end
       end
@@ -69,8 +73,12 @@ local function along_rows(tolerance)
   return function(try)
     for _, dtype in ipairs(FLOATS) do
       for _, n in ipairs(ROWS) do
-        try(with({ inputs = { tensors.score_rows(dtype, n, n == 33 and "transposed" or "plain") } }, tolerance))
-        if n < 1000 then try(with({ inputs = { float(dtype, { 2, 3, n }, "normal", LAYOUTS[n % 4 + 1]) } }, tolerance)) end
+        try(with({ inputs = { tensors.score_rows(dtype, n, n == 33 and "transposed" or "plain") } },
+          tolerance))
+        if n < 1000 then
+          try(with({ inputs = { float(dtype, { 2, 3, n }, "normal", LAYOUTS[n % 4 + 1]) } },
+            tolerance))
+        end
       end
       try(with({ inputs = { float(dtype, { 33 }, "normal") } }, tolerance))
       try(with({ inputs = { float(dtype, { 0, 33 }, "normal") } }, tolerance))
@@ -78,14 +86,15 @@ local function along_rows(tolerance)
   end
 end
 
---- What log_softmax subtracts from: the error is relative to the row's largest finite input.
+--- log_softmax subtracts from the input: the error is relative to the row's largest finite input.
 local function by_input(_, call)
   local tops, columns = compare.row_tops(call.inputs[1])
   local results = call.one_a_row and 1 or columns
   return function(_, i) return tops[math.floor(i / results)] end
 end
 
-generators.softmax = along_rows { ulp = 8, eps = 4, bound = function() return function() return 1 end end }
+generators.softmax = along_rows { ulp = 8, eps = 4,
+  bound = function() return function() return 1 end end }
 generators.log_softmax = along_rows { ulp = 4, eps = 2, bound = by_input }
 generators.logsumexp = along_rows { ulp = 4, eps = 2, bound = by_input, one_a_row = true }
 
@@ -97,7 +106,8 @@ local function from_softmax(forward)
           local y = engine.run(forward, { float(dtype, { 3, n }, "normal") })
           local dy = float(dtype, { 3, n }, kind, LAYOUTS[n % 4 + 1])
           for _, out in ipairs { dtype, dtype ~= "f64" and "f32" or "f64" } do
-            try { inputs = { y, dy }, ints = { engine.dtype[out] }, ulp = 2, eps = 64, bound = "largest" }
+            try { inputs = { y, dy }, ints = { engine.dtype[out] }, ulp = 2, eps = 64,
+              bound = "largest" }
           end
         end
       end

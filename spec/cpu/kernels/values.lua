@@ -11,13 +11,14 @@ local FORMATS = {   -- digits after the leading one, smallest and largest expone
   f32 = { digits = 23, low = -126, high = 127 }, f64 = { digits = 52, low = -1022, high = 1023 },
   f16 = { digits = 10, low = -14, high = 15 }, bf16 = { digits = 7, low = -126, high = 127 },
 }
-local INTEGERS = { u8 = { 0, 255 }, i8 = { -128, 127 }, i16 = { -32768, 32767 }, i32 = { -2 ^ 31, 2 ^ 31 - 1 }, i64 = { -2 ^ 53, 2 ^ 53 } }
+local INTEGERS = { u8 = { 0, 255 }, i8 = { -128, 127 }, i16 = { -32768, 32767 },
+  i32 = { -2 ^ 31, 2 ^ 31 - 1 }, i64 = { -2 ^ 53, 2 ^ 53 } }
 local FLOATS = { "f32", "f16", "bf16", "f64" }
 local ALL_INTEGERS = { "u8", "i8", "i16", "i32", "i64" }
 
 local function largest(format) return (2 - 2 ^ -format.digits) * 2 ^ format.high end
 
---- Distance of neighbouring numbers of a format around `value`.
+--- Distance between neighbouring numbers of a format around `value`.
 local function ulp_of(value, format)
   local _, exponent = math.frexp(value)   -- value = m * 2^exponent with 0.5 <= |m| < 1
   exponent = exponent - 1
@@ -43,23 +44,26 @@ local function sign() return uniform() < 0.5 and -1 or 1 end
 
 local inf, nan = math.huge, 0 / 0
 
---- The values where arithmetic has its corners, in one format.
+--- The corner cases of a format's arithmetic.
 local function corners(dtype)
   local f = FORMATS[dtype]
   local smallest, normal, top = 2 ^ (f.low - f.digits), 2 ^ f.low, largest(f)
-  return { 0, -0.0, inf, -inf, nan, smallest, -smallest, 3 * smallest, normal, -normal, normal - smallest, top, -top, top / 2,
-           1, -1, 0.5, 2, -2, 3, -0.75, 1 + 2 ^ -f.digits }
+  return { 0, -0.0, inf, -inf, nan, smallest, -smallest, 3 * smallest, normal, -normal,
+    normal - smallest, top, -top, top / 2,
+    1, -1, 0.5, 2, -2, 3, -0.75, 1 + 2 ^ -f.digits }
 end
 
 -- Kinds of random values: kind(format, dtype) gives one.
 local kinds = {
   normal = function() return sign() * 3 * uniform() end,
   positive = function() return 0.1 + 3 * uniform() end,
-  -- every exponent the format has, subnormals included
-  wide = function(f) return sign() * (1 + uniform()) * 2 ^ integer(f.low - f.digits, f.high - 1) end,
+  -- every exponent of the format, subnormals included
+  wide = function(f)
+    return sign() * (1 + uniform()) * 2 ^ integer(f.low - f.digits, f.high - 1)
+  end,
   -- subnormals and the smallest normal numbers
   tiny = function(f) return sign() * (1 + uniform()) * 2 ^ integer(f.low - f.digits, f.low + 2) end,
-  -- products of two overflow f16 now and then, in f32 and bf16 they are large
+  -- products of two overflow f16 now and then; in f32 and bf16 they are large
   large = function(f) return sign() * (1 + uniform()) * (f.high == 15 and 128 or 2 ^ 40) end,
   special = function(_, dtype)
     local list = corners(dtype)
@@ -68,11 +72,12 @@ local kinds = {
   -- few enough NaN and Inf that most results stay finite
   rare = function()
     local u = uniform()
-    return u < 0.01 and nan or u < 0.02 and inf or u < 0.03 and -inf or u < 0.1 and 0 or sign() * 3 * uniform()
+    return u < 0.01 and nan or u < 0.02 and inf or u < 0.03 and -inf or u < 0.1 and 0
+      or sign() * 3 * uniform()
   end,
-  -- ties everywhere
+  -- many ties
   few = function() return integer(-2, 2) end,
-  -- exp goes from 0 to infinity here
+  -- exp spans 0 to infinity here
   range = function() return sign() * 110 * uniform() end,
 }
 
@@ -86,7 +91,8 @@ end
 
 local function tensor_of(dtype, shape, values)
   local out, n = ffi.new("eng_tensor"), count_of(shape)
-  engine.check(C.eng_new(out, engine.dtype[dtype], #shape, ffi.new("int64_t[?]", #shape + 1, shape), false))
+  engine.check(C.eng_new(out, engine.dtype[dtype], #shape, ffi.new("int64_t[?]", #shape + 1, shape),
+    false))
   if values then engine.check(C.eng_write(out, values, engine.dtype.f64, n)) end
   return out
 end
@@ -121,7 +127,7 @@ local function view(op, base, ints)
   return x
 end
 
---- A copy of x on another device, laid in memory as x is where that was done here.
+--- A copy of x on another device, with the memory layout of x if this file made that layout.
 local function on_device(x, device)
   local how = laid[x]
   local out = ffi.new("eng_tensor")
@@ -129,10 +135,10 @@ local function on_device(x, device)
   return how and engine.run(how[1], { out }, how[3]) or out
 end
 
---- A tensor filled from `draw()`, that lies in memory as `layout` says.
+--- A tensor filled from `draw()`, with the memory layout `layout`:
 ---   plain       row-major
----   transposed  the last two dimensions swapped in memory (plain when there is only one)
----   sliced      every second element of the last dimension of a larger tensor, beginning with its second
+---   transposed  the last two dimensions swapped in memory (plain if there is only one)
+---   sliced      every second element of the last dimension of a larger tensor, from its second
 ---   expanded    the first dimension broadcast from size 1
 local function lay(dtype, shape, draw, layout)
   local n = #shape
@@ -175,8 +181,8 @@ local function listed(dtype, shape, list)
   return tensor_of(dtype, shape, ffi.new("double[?]", #list + 1, list))
 end
 
---- Rows of scores as softmax meets them: ordinary, masked with -inf, all -inf, with +inf, with NaN, far
---- apart, all equal, at the ends of the format, spread wide.
+--- Typical rows of scores for softmax: ordinary, masked with -inf, all -inf, with +inf, with NaN,
+--- far apart, all equal, at the limits of the format, spread wide.
 local function score_rows(dtype, n, layout)
   local top = largest(FORMATS[dtype])
   local patterns = {
@@ -193,7 +199,9 @@ local function score_rows(dtype, n, layout)
   local x = ffi.new("double[?]", #patterns * n)
   for row = 0, #patterns - 1 do
     -- in memory row by row, or column by column
-    for i = 0, n - 1 do x[layout == "transposed" and i * #patterns + row or row * n + i] = patterns[row + 1](i) end
+    for i = 0, n - 1 do
+      x[layout == "transposed" and i * #patterns + row or row * n + i] = patterns[row + 1](i)
+    end
   end
   if layout ~= "transposed" then return tensor_of(dtype, { #patterns, n }, x) end
   return engine.run("permute", { tensor_of(dtype, { n, #patterns }, x) }, { 1, 0 })
@@ -212,12 +220,15 @@ local function both(a, b)
   return list
 end
 
---- Restarts the random numbers from a text.
+--- Seeds the random numbers from a string.
 M.seed = seed
 M.uniform, M.integer, M.sign, M.kinds, M.corners = uniform, integer, sign, kinds, corners
-M.FORMATS, M.INTEGERS, M.FLOATS, M.ALL_INTEGERS, M.LAYOUTS = FORMATS, INTEGERS, FLOATS, ALL_INTEGERS, LAYOUTS
+M.FORMATS, M.INTEGERS, M.FLOATS, M.ALL_INTEGERS, M.LAYOUTS = FORMATS, INTEGERS, FLOATS,
+  ALL_INTEGERS, LAYOUTS
 M.largest, M.ulp_of, M.count_of = largest, ulp_of, count_of
-M.tensor_of, M.info_of, M.shape_of, M.dtype_of, M.values_of = tensor_of, info_of, shape_of, dtype_of, values_of
-M.on_device, M.lay, M.float, M.whole, M.listed, M.score_rows, M.with, M.both = on_device, lay, float, whole, listed, score_rows, with, both
+M.tensor_of, M.info_of, M.shape_of, M.dtype_of, M.values_of = tensor_of, info_of, shape_of,
+  dtype_of, values_of
+M.on_device, M.lay, M.float, M.whole, M.listed, M.score_rows, M.with, M.both = on_device, lay,
+  float, whole, listed, score_rows, with, both
 
 return M
