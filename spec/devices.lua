@@ -1,18 +1,20 @@
--- For specs of single operations: the same on the CPU, with each of its instruction sets, and on the card where ENGINE_TEST_DEVICE=cuda asks for it.
+-- For specs of single operations: runs them on the CPU with each instruction set, or, with
+-- ENGINE_TEST_DEVICE=cuda, on the card.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
 
 local devices = { card = os.getenv("ENGINE_TEST_DEVICE") }
 
---- A tensor's elements as they lie in memory: equal text, equal bits.
+--- A tensor's elements as bytes in memory order: equal strings mean equal bits.
 function devices.bytes(x)
-  local info, copy = M_ffi.new("eng_tensor_info"), engine.no_grad(function() return x:contiguous():to("cpu") end)
+  local info, copy = M_ffi.new("eng_tensor_info"),
+    engine.no_grad(function() return x:contiguous():to("cpu") end)
   M_ffi.check(C.eng_info(info, copy))
   return M_ffi.ffi.string(info.data, tonumber(info.count) * C.eng_dtype_size(info.dtype))
 end
 
---- f(name) on the card, or on the CPU with each of its instruction sets.
+--- Runs f(name) on the card, or on the CPU with each instruction set.
 function devices.everywhere(f)
   if devices.card then
     engine.device(devices.card)

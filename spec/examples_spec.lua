@@ -1,6 +1,6 @@
--- Every file of examples/ at reduced size through the real binary: it ends well, the loss falls,
--- and a wrong argument is answered in one line. A new example needs an entry here; the studies
--- fp8_*.lua have fp8_lab_spec.lua.
+-- Runs every file of examples/ at reduced size through the real binary: it succeeds, the loss
+-- falls, and a wrong argument is answered in one line. A new example needs an entry here;
+-- fp8_lab_spec.lua covers the studies fp8_*.lua.
 local helper = require "spec.helper"
 
 local folder, root
@@ -11,7 +11,7 @@ local function u16(list)
   return table.concat(bytes)
 end
 
--- A file of tokens below 64 with something to learn: counting up and down.
+-- A file of tokens below 64 with a simple pattern: counting up and down.
 local function tokens()
   local list = {}
   for i = 0, 2999 do
@@ -21,7 +21,7 @@ local function tokens()
   return helper.write(folder .. "/tokens.bin", u16(list))
 end
 
--- Fields of every line of log=json, in the contract's words.
+-- Fields of every line of log=json.
 local FIELDS = { "step", "updates", "loss", "lr", "scale", "skipped", "overflow", "amax", "norm",
   "tokens_per_s" }
 
@@ -39,7 +39,7 @@ local function json_losses(result)
   return losses
 end
 
--- Losses a script prints itself: "step 10  loss 1.5".
+-- Losses that a script prints itself: "step 10 loss 1.5".
 local function printed_losses(result)
   local losses = {}
   for value in result.out:gmatch("step +%d+ +loss ([%d.]+)") do
@@ -55,8 +55,8 @@ local function small(...)
   return list
 end
 
--- file -> arguments; losses = how to read them; falls = by how much at least from the first to the
--- last few; words = what must stand in the output of a run for people, with `talk` as its arguments
+-- file -> arguments; losses: how to read them; falls: the least fall from the first to the last
+-- losses; words: patterns in the text output of a run with `talk` as its arguments
 local entries = {
   ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
     falls = 0,
@@ -95,7 +95,7 @@ local entries = {
         "data=" .. folder .. "/tokens.bin", "context=32", "batch=4",
         "steps=2", "shuffle=false", "log=json" }
       assert.equal(0, again.code, again.err)
-      -- it goes on where the other ended
+      -- it continues where the other ended
       assert.near(losses[#losses], json_losses(again)[1], 0.3)
     end },
   ["llama.lua"] = { arguments = function() return small("kv_heads=2", "hidden=96", "steps=80",
@@ -110,7 +110,7 @@ local entries = {
     words = { "bert%(2 layers", "done after 3 steps" } },
   ["compare.lua"] = { arguments = function() return small("policies=dynamic,megatron," .. root
     .. "/policies/static.lua", "steps=60", "lr=1e-2", "seeds=2") end,
-    -- all at the beginning, then all at the end
+    -- all first losses, then all last losses
     losses = function(result)
       local first, last = {}, {}
       for a, b in result.out:gmatch("([%d.]+) %-> ([%d.]+)") do
@@ -164,7 +164,7 @@ local entries = {
     losses = printed_losses, falls = 0.3,
     talk = function() return small("steps=10", "accumulate=2",
       "policy=" .. root .. "/policies/deepspeed.lua") end,
-      words = { "step  10  loss %d.*scale %d" } },
+    words = { "step  10  loss %d.*scale %d" } },
 }
 
 local function mean(list, from, to)
@@ -200,7 +200,7 @@ describe("the example", function()
     end)
 
     if entry and entry.words then
-      it(name .. " tells people what they want to know", function()
+      it(name .. " prints what people want to know", function()
         local result = run(entry.talk())
         assert.equal(0, result.code, result.err)
         for _, words in ipairs(entry.words) do assert.matches(words, result.out .. result.err) end
@@ -232,7 +232,7 @@ describe("the example", function()
     end)
   end
 
-  it("files stand where the script stands, whatever the working directory is", function()
+  it("data files are found beside the script, whatever the working directory is", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
     local result = helper.shell(
       ("cd %s && %s %s/examples/explicit_loop.lua steps=10 width=16 layers=1 heads=2 batch=2 "
@@ -242,7 +242,7 @@ describe("the example", function()
     assert.matches("step  10", result.out)
   end)
 
-  it("keep a run and go on with it under the name they were given", function()
+  it("keep a run and resume it under the given name", function()
     local path = folder .. "/kept"
     local function gpt(...)
       return helper.run { root .. "/examples/gpt.lua", "layers=1", "width=16", "heads=2",

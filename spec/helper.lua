@@ -1,17 +1,17 @@
--- For specs: running the engine and other programs, files to write into.
+-- For specs: runs the engine and other programs, writes files.
 local ffi = require "ffi"
 local helper = {}
 
 local has_host, host = pcall(require, "engine.host")
--- The binary under test: the one that runs this spec, else the one in the tree.
+-- The binary under test: the one that runs this spec, otherwise the one in the tree.
 helper.engine = has_host and host.executable or "./engine"
 
 -- Plots choose their characters by TERM (ASCII for "dumb" and "linux"); specs expect those of an
--- ordinary terminal, whatever starts them.
+-- ordinary terminal, whatever terminal starts them.
 ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
 ffi.C.setenv("TERM", "xterm", 1)
 
--- Built with sanitizers: slower, and no place for time limits.
+-- Built with sanitizers: too slow for time limits.
 helper.sanitized = os.getenv("ENGINE_SANITIZED") ~= nil
 
 function helper.quote(text)
@@ -46,7 +46,7 @@ function helper.remove(path)
   os.execute("rm -rf " .. helper.quote(path))
 end
 
--- Runs a shell command. Gives { code, out, err }; a signal n is code 128 + n.
+-- Runs a shell command. Returns { code, out, err }; signal n becomes code 128 + n.
 function helper.shell(command, input)
   local out, err, feed = os.tmpname(), os.tmpname(), nil
   local source = "</dev/null"
@@ -55,7 +55,8 @@ function helper.shell(command, input)
     source = "<" .. feed
   end
   local status = os.execute(("{ %s\n} %s >%s 2>%s"):format(command, source, out, err))
-  local result = { code = status >= 256 and math.floor(status / 256) or status, out = helper.read(out), err = helper.read(err) }
+  local result = { code = status >= 256 and math.floor(status / 256) or status,
+    out = helper.read(out), err = helper.read(err) }
   os.remove(out)
   os.remove(err)
   if feed then os.remove(feed) end
@@ -69,7 +70,8 @@ function helper.run(arguments, input)
   return helper.shell(table.concat(words, " "), input)
 end
 
--- f inside a step of its own: what it makes is gone afterwards, also when it raises. For it("...", helper.in_step(function() ... end)).
+-- Wraps f in a step that frees its tensors, also after an error: it("...",
+-- helper.in_step(function() ... end)).
 function helper.in_step(f)
   return function()
     local engine = require "engine"

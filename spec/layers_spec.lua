@@ -1,10 +1,12 @@
--- Dependencies between folders go downward only. Lua's headers are for main/ and policy/; policies require
--- nothing; one Lua file loads the C library.
+-- Dependencies between folders go downward only. Only main/ and policy/ use Lua's headers; policies
+-- require nothing; one Lua file loads the C library.
 local helper = require "spec.helper"
 
 local function files(pattern)
   local list = {}
-  for path in helper.shell("ls " .. pattern .. " 2>/dev/null").out:gmatch("[^\n]+") do list[#list + 1] = path end
+  for path in helper.shell("ls " .. pattern .. " 2>/dev/null").out:gmatch("[^\n]+") do
+    list[#list + 1] = path
+  end
   return list
 end
 
@@ -19,8 +21,9 @@ local function code_of(path)
   return text
 end
 
--- The folders from the bottom up: a file sees its own folder and those before it.
-local CORE = { "base", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist", "store", "policy", "main" }
+-- The folders from bottom to top: a file may use its own folder and those before it.
+local CORE = { "base", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist", "store",
+  "policy", "main" }
 local CUDA = {
   "runtime", "kernel", "pointwise", "rows", "gemm", "quantized", "attention", "parameters",
 }
@@ -28,7 +31,7 @@ local LUA = {
   "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "docs", "cli",
 }
 
--- Folders without a cycle between their files.
+-- Folders without cycles between their files.
 local ACYCLIC = { "base", "tensor", "device", "dist", "store", "policy" }
 
 local function ranks_of(folders)
@@ -38,7 +41,8 @@ local function ranks_of(folders)
 end
 local core_rank, cuda_rank, lua_rank = ranks_of(CORE), ranks_of(CUDA), ranks_of(LUA)
 
--- What is included: { "base/error.h", "<lua.h>" }; a header of the same folder has no folder in its name.
+-- The includes of a file: { "base/error.h", "<lua.h>" }; a header of the same folder has no folder
+-- in its name.
 local function includes(path)
   local list = {}
   for name in code_of(path):gmatch('#%s*include%s*"([^"]+)"') do list[#list + 1] = name end
@@ -46,7 +50,7 @@ local function includes(path)
   return list
 end
 
--- Upward uses that are still to be removed, "file -> name".
+-- Upward uses still to be removed, "file -> name".
 local pending = {
 }
 local met = {}
@@ -58,8 +62,8 @@ local function report(upward)
   assert.same({}, fresh)
 end
 
--- Calls of functions in a folder above, as the object files of `root` have them: "folder/file -> function".
--- Also returns how many calls were looked at; nil when nothing of `root` is built.
+-- Calls of functions in a folder above, according to the object files of `root`: "folder/file ->
+-- function". Also returns the number of calls checked; nil if `root` has no build.
 local function upward_calls(root, rank)
   local build, folder_of, wanted = require("engine.base.ffi").library_dir, {}, {}
   local listing = helper.shell(("cd %s && nm -A %s/*/*.o"):format(helper.quote(build), root))
@@ -80,10 +84,11 @@ local function upward_calls(root, rank)
 end
 
 describe("the folders of the core", function()
-  it("include nothing of a folder above them", function()
+  it("include nothing from a folder above them", function()
     local upward = {}
     for _, path in ipairs(files "core/*/*.[ch]") do
-      local own = assert(core_rank[path:match("^core/([^/]+)/")], path .. ": the folder is not in this spec")
+      local own = assert(core_rank[path:match("^core/([^/]+)/")],
+        path .. ": the folder is not in this spec")
       for _, name in ipairs(includes(path)) do
         local other = core_rank[name:match("^([%w_]+)/")]
         if other and other > own then upward[#upward + 1] = path .. " -> " .. name end
@@ -92,8 +97,8 @@ describe("the folders of the core", function()
     report(upward)
   end)
 
-  -- Symbols of the object files, so that a declaration written again by hand is seen, too.
-  it("call nothing of a folder above them", function()
+  -- Symbols of the object files, which also reveal declarations repeated by hand.
+  it("call nothing in a folder above them", function()
     local upward, count = upward_calls("core", core_rank)
     if not count then return end   -- a folder made by `make dist`
     assert.is_true(count > 1000)
@@ -126,7 +131,9 @@ describe("the folders of the core", function()
       assert.are_not.equal("open", state[file], path)
       if state[file] then return end
       state[file] = "open"
-      for other, name in pairs(needs[file] or {}) do visit(other, path .. " -" .. name .. "-> " .. other) end
+      for other, name in pairs(needs[file] or {}) do
+        visit(other, path .. " -" .. name .. "-> " .. other)
+      end
       state[file] = "done"
     end
     for file in pairs(needs) do visit(file, file) end
@@ -138,19 +145,22 @@ describe("the folders of the core", function()
       for _, path in ipairs(files(pattern)) do
         for _, name in ipairs(includes(path)) do
           local folder = name:match("^([%w_]+)/")
-          local of_ranks = path:match("nccl_check%.c$") and name == "dist/comm_nccl.h"   -- compares this header with NVIDIA's
-          assert.is_true(of_ranks or not core_rank[folder] or seen[folder] or helper.read("cuda/" .. name) ~= nil,
+          -- compares this header with NVIDIA's
+          local of_ranks = path:match("nccl_check%.c$") and name == "dist/comm_nccl.h"
+          assert.is_true(of_ranks or not core_rank[folder] or seen[folder]
+            or helper.read("cuda/" .. name) ~= nil,
             path .. " includes " .. name .. ", which devices may not see")
         end
       end
     end
   end)
 
-  it("know Lua in main/ and policy/ alone", function()
+  it("include Lua in main/ and policy/ alone", function()
     for _, path in ipairs(files "core/*/*.[ch]") do
       for _, name in ipairs(includes(path)) do
         if name:match("^<lu?a") then
-          assert.is_truthy(path:match("^core/main/") or path:match("^core/policy/"), path .. " includes Lua's headers")
+          assert.is_truthy(path:match("^core/main/") or path:match("^core/policy/"),
+            path .. " includes Lua's headers")
         end
       end
     end
@@ -158,7 +168,8 @@ describe("the folders of the core", function()
 
   it("are compiled without flags that delete overflow checks", function()
     local text = helper.read("Makefile"):gsub("#[^\n]*", "")
-    for _, flag in ipairs { "-ffast-math", "-Ofast", "-ffinite-math-only", "-funsafe-math-optimizations", "-fassociative-math" } do
+    for _, flag in ipairs { "-ffast-math", "-Ofast", "-ffinite-math-only",
+      "-funsafe-math-optimizations", "-fassociative-math" } do
       assert.is_nil(text:find(flag, 1, true), flag)
     end
     for _, path in ipairs(files "core/*/*.[ch]") do
@@ -170,7 +181,7 @@ end)
 describe("the folders of the CUDA device", function()
   local sources = files "$(find cuda -name '*.[ch]' -o -name '*.cu')"
 
-  it("include nothing of a folder above them", function()
+  it("include nothing from a folder above them", function()
     local upward = {}
     for _, path in ipairs(sources) do
       local folder = path:match("^cuda/([^/]+)/")
@@ -183,14 +194,14 @@ describe("the folders of the CUDA device", function()
     assert.same({}, upward)
   end)
 
-  it("call nothing of a folder above them", function()
+  it("call nothing in a folder above them", function()
     for _, root in ipairs { "cuda", "emulated" } do
       assert.same({}, upward_calls(root, cuda_rank) or {})
     end
   end)
 
-  -- Both trees are include roots: a name in both would be ambiguous.
-  it("have names of their own", function()
+  -- Both trees are include roots, so a name in both would be ambiguous.
+  it("have unique names", function()
     for _, name in ipairs(CUDA) do assert.is_nil(core_rank[name], name) end
   end)
 end)
@@ -199,7 +210,8 @@ describe("the public header", function()
   it("declares what the library has, and every declared name begins with eng", function()
     local C = require("engine.base.ffi").C
     local count = 0
-    for name in helper.read(require("engine.base.ffi").library_dir .. "/cdef.h"):gmatch("([%w_]+)%s*%(") do
+    for name in helper.read(require("engine.base.ffi").library_dir ..
+      "/cdef.h"):gmatch("([%w_]+)%s*%(") do
       count = count + 1
       assert.matches("^eng_", name)
       local ok = pcall(function() return C[name] end)
@@ -211,9 +223,11 @@ end)
 
 describe("the folders of Lua", function()
   local lua_files = {}
-  for path in helper.shell("find lua -name '*.lua'").out:gmatch("[^\n]+") do lua_files[#lua_files + 1] = path end
+  for path in helper.shell("find lua -name '*.lua'").out:gmatch("[^\n]+") do
+    lua_files[#lua_files + 1] = path
+  end
 
-  it("require nothing of a folder above them", function()
+  it("require nothing from a folder above them", function()
     local upward = {}
     for _, path in ipairs(lua_files) do
       local folder = path:match("^lua/engine/([^/]+)/")
@@ -226,13 +240,15 @@ describe("the folders of Lua", function()
     report(upward)
   end)
 
-  -- Modules that a module requires, at once or later.
+  -- Modules that a module requires, at load time or later.
   local function required_by()
     local needs = {}
     for _, path in ipairs(lua_files) do
       local module = path:match("^lua/(.*)%.lua$"):gsub("/", "."):gsub("%.init$", "")
       needs[module] = {}
-      for name in code_of(path):gmatch('require%s*%(?"(engine[%w_.]*)"') do needs[module][name] = true end
+      for name in code_of(path):gmatch('require%s*%(?"(engine[%w_.]*)"') do
+        needs[module][name] = true
+      end
     end
     return needs
   end
@@ -242,7 +258,9 @@ describe("the folders of Lua", function()
     local function visit(module, trail)
       if state[module] == "done" or not needs[module] then return end
       trail = trail .. " -> " .. module
-      if state[module] then cycles[#cycles + 1] = trail:match(module:gsub("%p", "%%%0") .. " .*$") return end
+      if state[module] then
+        cycles[#cycles + 1] = trail:match(module:gsub("%p", "%%%0") .. " .*$") return
+      end
       state[module] = "open"
       for name in pairs(needs[module]) do
         if name ~= module then visit(name, trail) end
@@ -252,7 +270,8 @@ describe("the folders of Lua", function()
     for module in pairs(needs) do visit(module, "") end
     local fresh = {}
     for _, cycle in ipairs(cycles) do
-      -- fp8_sites.lua reads recipes, and precision.lua checks their FP8 part: still to be separated.
+      -- fp8_sites.lua reads recipes, and precision.lua checks their FP8 part: still to be
+      -- separated.
       local known = cycle:find("engine.train.fp8_sites", 1, true)
         and cycle:find("engine.train.precision", 1, true)
       if not known then fresh[#fresh + 1] = cycle end
@@ -264,8 +283,10 @@ describe("the folders of Lua", function()
     local once = {
       { "65504", nil, "limits of formats come from base/formats.lua" },
       { "%.17g", "lua/engine/base/show.lua", "exact numbers are written by show.exact" },
-      { "eng_nearest", "lua/engine/base/nearest.lua", "misspelt names are looked up by nearest.find" },
-      { "eng_format_get", "lua/engine/base/formats.lua", "limits of formats come from base/formats.lua" },
+      { "eng_nearest", "lua/engine/base/nearest.lua",
+        "misspelt names are looked up by nearest.find" },
+      { "eng_format_get", "lua/engine/base/formats.lua",
+        "limits of formats come from base/formats.lua" },
       { "eng_file_list", "lua/engine/base/file.lua", "folders are listed by file.names" },
       { '"retry", "stop"', nil, "actions are named by eng_action_name" },
       { "argparse", nil, "cli/options.lua reads command lines" },
@@ -274,7 +295,8 @@ describe("the folders of Lua", function()
     for _, path in ipairs(lua_files) do
       local code = code_of(path)
       for _, rule in ipairs(once) do
-        assert.is_true(path == rule[2] or not code:find(rule[1], 1, true), path .. ": " .. rule[1] .. ": " .. rule[3])
+        assert.is_true(path == rule[2] or not code:find(rule[1], 1, true), path .. ": " ..
+          rule[1] .. ": " .. rule[3])
       end
     end
   end)
@@ -302,7 +324,8 @@ describe("the folders of Lua", function()
   it("let policies require nothing", function()
     for _, path in ipairs(files "policies/*.lua") do
       local code = code_of(path)
-      for _, word in ipairs { "require", "ffi", "io", "os", "debug", "package", "dofile", "loadfile", "getfenv" } do
+      for _, word in ipairs { "require", "ffi", "io", "os", "debug", "package", "dofile",
+        "loadfile", "getfenv" } do
         assert.is_nil(code:find("%f[%w_]" .. word .. "%s*[%.%(\"']"), path .. " uses " .. word)
       end
     end
@@ -310,5 +333,7 @@ describe("the folders of Lua", function()
 end)
 
 it("no exception is listed that is no longer needed", function()
-  for use in pairs(pending) do assert.is_true(met[use] == true, use .. ": remove it from `pending`") end
+  for use in pairs(pending) do
+    assert.is_true(met[use] == true, use .. ": remove it from `pending`")
+  end
 end)
