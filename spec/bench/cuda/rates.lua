@@ -1,6 +1,6 @@
 -- rates.lua [DEVICE [SIZE]]: how close the kernels come to the card's limits, on random data:
 -- products against the datasheet's peak, passes over memory against a plain copy in the same run.
--- SIZE scales the problems down for a trial on a CPU (1: as on the card).
+-- SIZE scales the problems; 1 (the default) is for a card, a fraction for a trial on a CPU.
 local engine = require "engine"
 local machine = require "engine.base.machine"
 
@@ -11,7 +11,7 @@ print(machine.device_text())
 
 local REPEAT = tonumber(os.getenv("REPEAT")) or device == "cuda" and 20 or 2
 
---- Median seconds of f() over several runs, including the wait for the device.
+--- The median time of f() over five runs, in seconds, including the wait for the device.
 local function seconds_of(f)
   local function once()
     f()
@@ -76,8 +76,8 @@ for _, dtype in ipairs { "bf16", "f16", "f32" } do
   end)
 end
 do
-  -- FP8: a scale per tensor, as in forward products of fp8_delayed and fp8_current (fast) and in
-  -- their gradients; a scale per row; and the products of fp8_block
+  -- FP8: one scale per tensor, as fp8_delayed and fp8_current use in forward products (fast) and in
+  -- gradients; one scale per row; and the products of fp8_block
   local n, fp8 = math.max(128, scaled(8192)), engine.fp8
   local x, w = engine.randn(n, n):keep(), engine.randn(n, n):keep()
   for _, case in ipairs {
@@ -115,7 +115,7 @@ do
   end)
 end
 
--- ------------------------------------------------------------------ passes that memory limits
+-- ------------------------------------------------------------------ memory-bound passes
 
 local function parameters(count, precision)
   local model = engine.nn.linear(scaled(4096), scaled(count / 4096), { bias = false })
@@ -130,7 +130,8 @@ local function random_gradients(list, format)
   end
 end
 
---- The trainer's passes: awaited at once (a norm alone, the default, with histograms), and lagged.
+--- The trainer's statistics passes, read back at once or lagged: the norm alone (at once only), the
+-- default statistics, and the default with histograms.
 local function statistics_lines(name, opt, bytes)
   local raw = require "engine.base.ffi"
   local ffi, C, check = raw.ffi, raw.C, raw.check
@@ -247,7 +248,7 @@ do
   memory_line("  its gradient", 4 * logits.count, function()
     raw.run("cross_entropy_grad", { logits, targets, lse, dloss }, { -100, 1 }, { 0 })
   end)
-  -- rule 1 divides (deepseek), 2 multiplies (deepgemm)
+  -- rule 1 (deepseek) divides, rule 2 (deepgemm) multiplies
   local function quantize(block_rows, block_columns, flags, rule)
     return function()
       raw.run("quantize", { h, false },
