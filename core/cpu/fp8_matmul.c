@@ -1,16 +1,21 @@
-// The operation fp8_matmul: y [M x N] = a [M x K] b [K x N] of FP8 matrices with block scales, by four models of the accumulator.
-// Bit-equal to reference_fp8.c on every instruction set, whatever the number of threads.
+// The operation fp8_matmul: y [M x N] = a [M x K] b [K x N] of FP8 matrices with block scales, by
+// four models of the accumulator. Bit-equal to reference_fp8.c on every instruction set, whatever
+// the number of threads. Called through backend.kernel[]; owns nothing but scratch during a call.
 //
-// K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is due. For every run, b is laid
-// out in panels of columns as f32 (exact), a block of rows of a likewise, and for each row and panel the model carries its
-// accumulator on (`part`); at the end of a promotion it is added to `sum`, at the end of a stretch of K with constant scales
-// that goes, scaled, to `total`. These wait in f32 between runs; with the last run they get their bias and their dtype.
-//   fp32    chains of multiply-adds, several rows at a time; products of FP8 numbers are exact in f32, so fusing changes nothing. Two steps
-//           of K are added the later one first; so the instruction that multiplies pairs of bf16, as which FP8 numbers are exact, gives
-//           the same bits, and is used where it is fast (gemm.h)
-//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms cut by the conversion to integers
+// K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
+// due. For every run, b is laid out in panels of columns as f32 (exact), and a block of rows of a
+// likewise. For each row and panel the model updates its accumulator, `part`. At the end of a
+// promotion interval `part` is added to `sum`; at the end of a stretch, an interval of K with
+// constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
+// After the last run, bias is added and the result is rounded to its dtype.
+//   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
+//           f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
+//           numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
+//           same bits; it is used where it is fast (gemm.h).
+//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
+//           by the conversion to integers
 //   e4m3    products and sums rounded by arithmetic on their bits
-//   exact   in f64, a panel and a row at a time (the last part of this file)
+//   exact   in f64, one panel and row at a time (the last part of this file)
 #include <omp.h>
 
 #include "base/error.h"
@@ -23,16 +28,17 @@
 
 enum {
   RUN = 128,                     // steps of K at a time, a multiple of HOPPER_GROUP
-  SPAN = 512,                    // rows, and columns, of y in work at a time: what waits between runs stays near
+  // Rows, and columns, of y processed at a time, so that partial results stay in cache.
+  SPAN = 512,
   BLOCK = 64,                    // rows of a task
-  PANEL = 4 * VF_LANES,          // columns of a panel: exponents of one fill a vector of bytes
-  ZERO_EXPONENT = -64,           // of a zero: below what any two others make
+  PANEL = 4 * VF_LANES,          // columns of a panel: their exponents fill a vector of bytes
+  ZERO_EXPONENT = -64,           // of a zero: below the sum of any two others
   LEAST_EXPONENT = -48,
 };
 
 typedef int8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
 
-/// A matrix as the product sees it: element (i, k) at i * i_stride + k * k_stride.
+/// A matrix as the product sees it: element (i, k) is at i * i_stride + k * k_stride.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
@@ -42,7 +48,10 @@ typedef struct matrix {
   fp8_scales     at;
 } matrix;
 
-typedef struct run { int64_t k, steps, stretch; bool starts_part, ends_part, first_part, ends_stretch; } run;
+typedef struct run {
+  int64_t k, steps, stretch;
+  bool starts_part, ends_part, first_part, ends_stretch;
+} run;
 
 typedef struct product {
   const op_call *call;
@@ -59,18 +68,22 @@ static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------ laying out
 
-// Codes of rows [i0, i0+rows) of a matrix in steps [k0, k0+steps), as [steps][to_row] bytes; to_row is a multiple of 16.
-static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t i0, int64_t rows, int64_t k0, int64_t steps)
+// Codes of rows [i0, i0+rows) of a matrix in steps [k0, k0+steps), as [steps][to_row] bytes; to_row
+// is a multiple of 16.
+static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t i0, int64_t rows,
+                          int64_t k0, int64_t steps)
 {
   if (x->i_stride == 1) {
-    for (int64_t k = 0; k < steps; k++) memcpy(to + k * to_row, x->data + (k0 + k) * x->k_stride + i0, (size_t)rows);
+    for (int64_t k = 0; k < steps; k++)
+      memcpy(to + k * to_row, x->data + (k0 + k) * x->k_stride + i0, (size_t)rows);
     return;
   }
   const uint8_t *from = x->data + i0 * x->i_stride + k0;
   int64_t i = 0;
   for (; i + 16 <= rows; i += 16) {
     int64_t k = 0;
-    for (; k + 16 <= steps; k += 16) turn_bytes(to + k * to_row + i, to_row, from + i * x->i_stride + k, x->i_stride);
+    for (; k + 16 <= steps; k += 16)
+      turn_bytes(to + k * to_row + i, to_row, from + i * x->i_stride + k, x->i_stride);
     for (; k < steps; k++)
       for (int64_t l = i; l < i + 16; l++) to[k * to_row + l] = from[l * x->i_stride + k];
   }
@@ -78,7 +91,8 @@ static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t 
     for (int64_t k = 0; k < steps; k++) to[k * to_row + i] = from[i * x->i_stride + k];
 }
 
-// Exponents of n codes as the hopper model counts them; tells whether there is an infinity or a NaN.
+// Exponents of n codes as the hopper model counts them; returns whether there is an infinity or a
+// NaN.
 static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t n)
 {
   int bias = fraction == 3 ? 7 : 15, odd = 0, special = fraction == 3 ? 0x7F : 0x7C;
@@ -90,8 +104,8 @@ static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t 
   return odd;
 }
 
-/// b's columns [j0, j0+columns) in one run: numbers and, for hopper, exponents. In pairs: [RUN / 2][PANEL] words of two bf16, the earlier step's
-/// in the low half, zero past the end.
+/// b's columns [j0, j0+columns) in one run: numbers and, for hopper, exponents. With pairs: [RUN /
+/// 2][PANEL] words of two bf16, the earlier step's in the low half, zero past the end.
 typedef struct panel {
   float  value[RUN * PANEL] __attribute__((aligned(64)));
   int8_t exponent[RUN * PANEL] __attribute__((aligned(64)));
@@ -115,12 +129,15 @@ static magnitudes magnitudes_of(int dtype)
   return m;
 }
 
-// 32 codes, each in a lane of 16 bits, as bf16.
+// 32 codes, each in a 16-bit lane, as bf16.
 VF_INLINE __m512i vh_of_fp8_(__m512i code, const magnitudes *m)
 {
-  __m512i low = _mm512_permutex2var_epi16(m->quarter[0], code, m->quarter[1]), high = _mm512_permutex2var_epi16(m->quarter[2], code, m->quarter[3]);
-  __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
-  return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
+  __m512i low = _mm512_permutex2var_epi16(m->quarter[0], code, m->quarter[1]),
+          high = _mm512_permutex2var_epi16(m->quarter[2], code, m->quarter[3]);
+  __m512i magnitude =
+    _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
+  return _mm512_or_si512(magnitude,
+                         _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
 }
 
 // Codes [steps][PANEL] as words [(steps + 1) / 2][PANEL].
@@ -130,17 +147,19 @@ static void pairs_of_panel(float *to, const uint8_t *code, int64_t steps, int dt
   for (int64_t k = 0; k < steps; k += 2, code += 2 * PANEL)
     for (int64_t j = 0; j < PANEL; j += VF_LANES, to += VF_LANES) {
       __m512i low = _mm512_cvtepu8_epi32(vf_bytes_(code + j)), high = _mm512_setzero_si512();
-      if (k + 1 < steps) high = _mm512_slli_epi32(_mm512_cvtepu8_epi32(vf_bytes_(code + PANEL + j)), 16);
+      if (k + 1 < steps)
+        high = _mm512_slli_epi32(_mm512_cvtepu8_epi32(vf_bytes_(code + PANEL + j)), 16);
       _mm512_storeu_si512(to, vh_of_fp8_(_mm512_or_si512(low, high), &m));
     }
 }
 
-// A row of codes as bf16, an even number of them.
+// A row of codes as bf16; their number is even.
 static void pairs_of_row(float *to, const uint8_t *code, int64_t steps, const magnitudes *m)
 {
   for (int64_t k = 0; k < steps; k += 32, to += 16) {
     __mmask32 here = steps - k >= 32 ? 0xFFFFFFFF : ((__mmask32)1 << (steps - k)) - 1;
-    _mm512_storeu_si512(to, vh_of_fp8_(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(here, code + k)), m));
+    _mm512_storeu_si512(
+      to, vh_of_fp8_(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(here, code + k)), m));
   }
 }
 #endif
@@ -157,15 +176,17 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
   }
 #endif
   fp8_decode(p->value, code, g->b.dtype, r->steps * PANEL);
-  p->odd = g->model == ENG_ACCUMULATE_HOPPER && exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
+  p->odd = g->model == ENG_ACCUMULATE_HOPPER &&
+           exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// a's rows [i0, i0+rows) in one run, a row after the other; in pairs as bf16.
+/// a's rows [i0, i0+rows) in one run, row after row; with pairs as bf16.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
   bool   odd[BLOCK];
-  float  part[BLOCK * PANEL] __attribute__((aligned(64)));   // of a promotion that begins and ends in the run
+  // Of a promotion interval that begins and ends in the run.
+  float  part[BLOCK * PANEL] __attribute__((aligned(64)));
 } slab;
 
 static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const run *r)
@@ -188,26 +209,31 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
     }
 #endif
     fp8_decode(s->value + i * RUN, code, g->a.dtype, r->steps);
-    if (g->model == ENG_ACCUMULATE_HOPPER) s->odd[i] = exponents_of(s->exponent + i * RUN, code, g->a.fraction, r->steps);
+    if (g->model == ENG_ACCUMULATE_HOPPER)
+      s->odd[i] = exponents_of(s->exponent + i * RUN, code, g->a.fraction, r->steps);
   }
 }
 
-// ------------------------------------------------------------------ the models: part [rows x PANEL] carried on by a run
+// ------------------------------------------------------------------ the models: part [rows x
+// PANEL] carried on by a run
 
-// A panel is four vectors wide: two pairs, which leaves registers for more rows.
+// A panel is four vectors wide. They are processed two at a time, which leaves registers for more
+// rows.
 #if defined(ENG_ISA_avx512)
 enum { PAIR_ROWS = 8 };
 #else
 enum { PAIR_ROWS = 4 };
 #endif
 
-VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, const float *b, int64_t steps, float *part, bool resume)
+VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, const float *b,
+                         int64_t steps, float *part, bool resume)
 {
   vf sum[PAIR_ROWS][2];
 #pragma GCC unroll 16
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : vf_zero();
+    for (int v = 0; v < vectors; v++)
+      sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : vf_zero();
   for (int64_t step = 0; step < steps; step++) {
     int64_t k = fp8_fp32_order(step, steps);
     vf row[2];
@@ -228,44 +254,52 @@ VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, cons
 
 #if defined(ENG_ISA_avx512)
 // The same over n words of two bf16.
-#define PAIRS_BODY(rows)                                                                                                       \
-  __attribute__((target("avx512bf16"))) static void pairs_##rows(const float *a, const float *b, int64_t n, float *part, bool resume) \
-  {                                                                                                                            \
-    vf sum[rows][2];                                                                                                           \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                                    \
-      for (int v = 0; v < 2; v++) sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : (vf){0};                     \
-    for (int64_t p = 0; p < n; p++, b += PANEL) {                                                                              \
-      vi one = (vi)vf_load(b), two = (vi)vf_load(b + VF_LANES);                                                                \
-      _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                                \
-        int32_t word;                                                                                                          \
-        memcpy(&word, a + i * RUN + p, sizeof word);                                                                           \
-        vi x = vi_set1(word);                                                                                                  \
-        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], (__m512bh)x, (__m512bh)one);                                                   \
-        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], (__m512bh)x, (__m512bh)two);                                                   \
-      }                                                                                                                        \
-    }                                                                                                                          \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                                    \
-      for (int v = 0; v < 2; v++) vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);                                        \
+#define PAIRS_BODY(rows)                                                                \
+  __attribute__((target("avx512bf16"))) static void pairs_##rows(                       \
+    const float *a, const float *b, int64_t n, float *part, bool resume)                \
+  {                                                                                     \
+    vf sum[rows][2];                                                                    \
+    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int v = 0; v < 2; v++) \
+      sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : (vf){0};          \
+    for (int64_t p = 0; p < n; p++, b += PANEL) {                                       \
+      vi one = (vi)vf_load(b), two = (vi)vf_load(b + VF_LANES);                         \
+      _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                           \
+      {                                                                                 \
+        int32_t word;                                                                   \
+        memcpy(&word, a + i * RUN + p, sizeof word);                                    \
+        vi x = vi_set1(word);                                                           \
+        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], (__m512bh)x, (__m512bh)one);            \
+        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], (__m512bh)x, (__m512bh)two);            \
+      }                                                                                 \
+    }                                                                                   \
+    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int v = 0; v < 2; v++) \
+      vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);                             \
   }
 PAIRS_BODY(8)
 PAIRS_BODY(1)
 
-static void pairs_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part, bool resume)
+static void pairs_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part,
+                       bool resume)
 {
   for (int half = 0; half < PANEL; half += 2 * VF_LANES) {
     int64_t i = 0;
-    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS) pairs_8(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
-    for (; i < rows; i++) pairs_1(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS)
+      pairs_8(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+    for (; i < rows; i++)
+      pairs_1(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
   }
 }
 #endif
 
-static void fp32_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part, bool resume)
+static void fp32_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part,
+                      bool resume)
 {
   for (int half = 0; half < PANEL; half += 2 * VF_LANES) {
     int64_t i = 0;
-    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS) fp32_body(PAIR_ROWS, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
-    for (; i < rows; i++) fp32_body(1, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
+    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS)
+      fp32_body(PAIR_ROWS, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
+    for (; i < rows; i++)
+      fp32_body(1, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
   }
 }
 
@@ -281,7 +315,7 @@ VF_INLINE vb vb_max_(vb a, vb b)
 #endif
 }
 
-// The v-th quarter of a vector of bytes as integers.
+// The v-th quarter of a vector of bytes, as integers.
 VF_INLINE vi vb_quarter_(const int8_t *p)
 {
 #if defined(ENG_ISA_avx512)
@@ -302,8 +336,10 @@ VF_INLINE vi vi_most_(vi a, vi b)
 #endif
 }
 
-// One row and a panel, finite numbers in both: c <- the sum of c and up to 32 products a step.
-static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb, int64_t steps, float *part)
+// One row and a panel, both of finite numbers: c becomes the sum of c and up to 32 products per
+// step.
+static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb,
+                       int64_t steps, float *part)
 {
   for (int64_t k0 = 0; k0 < steps; k0 += HOPPER_GROUP) {
     int64_t n = smaller(HOPPER_GROUP, steps - k0);
@@ -320,7 +356,8 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       c[v] = vf_load(part + v * VF_LANES);
-      vi exponent = vi_sub(vi_and(vi_shr((vi)c[v], 23), vi_set1(0xFF)), vi_set1(127));   // -127 of zero
+      // -127 for zero
+      vi exponent = vi_sub(vi_and(vi_shr((vi)c[v], 23), vi_set1(0xFF)), vi_set1(127));
       top[v] = vi_most_(vb_quarter_(quarters + v * VF_LANES), exponent);
       scale[v] = (vf)vi_shl(vi_sub(vi_set1(127 + HOPPER_BITS), top[v]), 23);
       sum[v] = vf_to_vi(vf_mul(c[v], scale[v]));
@@ -328,11 +365,14 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
     for (int64_t k = k0; k < k0 + n; k++) {
       vf x = vf_set1(a[k]);
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; v++) sum[v] = vi_add(sum[v], vf_to_vi(vf_mul(vf_mul(x, vf_load(b + k * PANEL + v * VF_LANES)), scale[v])));
+      for (int v = 0; v < 4; v++)
+        sum[v] = vi_add(
+          sum[v], vf_to_vi(vf_mul(vf_mul(x, vf_load(b + k * PANEL + v * VF_LANES)), scale[v])));
     }
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
-      vf value = vf_mul(vi_to_vf(sum[v]), (vf)vi_shl(vi_add(top[v], vi_set1(127 - HOPPER_BITS)), 23));
+      vf value =
+        vf_mul(vi_to_vf(sum[v]), (vf)vi_shl(vi_add(top[v], vi_set1(127 - HOPPER_BITS)), 23));
       value = (vf)vi_and((vi)value, vi_set1(~((1 << (23 - HOPPER_BITS)) - 1)));
       vm finite = vi_gt(vi_set1(0x7F800000), vi_and((vi)c[v], vi_set1(0x7FFFFFFF)));
       vf_store(part + v * VF_LANES, vf_select(finite, value, c[v]));
@@ -340,26 +380,30 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
   }
 }
 
-// The same by the scalar formula, where an infinity or a NaN is about.
-static void hopper_odd(const product *g, int64_t i, int64_t j0, int64_t columns, const run *r, float *part)
+// hopper_row by the scalar formula, where there is an infinity or a NaN.
+static void hopper_odd(const product *g, int64_t i, int64_t j0, int64_t columns, const run *r,
+                       float *part)
 {
   for (int64_t k0 = 0; k0 < r->steps; k0 += HOPPER_GROUP)
     for (int64_t j = 0; j < columns; j++)
-      part[j] = hopper_group(g->a.data + i * g->a.i_stride + (r->k + k0) * g->a.k_stride, g->a.k_stride, g->a.fraction,
-                             g->b.data + (j0 + j) * g->b.i_stride + (r->k + k0) * g->b.k_stride, g->b.k_stride, g->b.fraction,
-                             (int)smaller(HOPPER_GROUP, r->steps - k0), part[j]);
+      part[j] = hopper_group(
+        g->a.data + i * g->a.i_stride + (r->k + k0) * g->a.k_stride, g->a.k_stride, g->a.fraction,
+        g->b.data + (j0 + j) * g->b.i_stride + (r->k + k0) * g->b.k_stride, g->b.k_stride,
+        g->b.fraction, (int)smaller(HOPPER_GROUP, r->steps - k0), part[j]);
 }
 
-// x rounded to e4m3, saturating.
+// Rounds x to e4m3, saturating.
 VF_INLINE vf vf_round_e4m3(vf x)
 {
-  vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF)), sign = vi_and(bits, vi_set1((int32_t)0x80000000));
+  vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF)),
+     sign = vi_and(bits, vi_set1((int32_t)0x80000000));
   vi even = vi_add(vi_and(vi_shr(magnitude, 20), vi_set1(1)), vi_set1(0x7FFFF));
   vi normal = vi_and(vi_add(magnitude, even), vi_set1(~0xFFFFF));
   vi subnormal = (vi)vf_sub(vf_add((vf)magnitude, vf_set1(16384.0f)), vf_set1(16384.0f));
   vi rounded = vi_select(vi_gt(vi_set1(0x3C800000), magnitude), subnormal, normal);
   rounded = vi_select(vi_gt(rounded, vi_set1(0x43E00000)), vi_set1(0x43E00000), rounded);
-  rounded = vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7FC00000), vi_or(rounded, sign));
+  rounded =
+    vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7FC00000), vi_or(rounded, sign));
   return (vf)rounded;
 }
 
@@ -371,7 +415,9 @@ static void e4m3_row(const float *a, const float *b, int64_t steps, float *part)
   for (int64_t k = 0; k < steps; k++) {
     vf x = vf_set1(a[k]);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) sum[v] = vf_round_e4m3(vf_add(sum[v], vf_round_e4m3(vf_mul(x, vf_load(b + k * PANEL + v * VF_LANES)))));
+    for (int v = 0; v < 4; v++)
+      sum[v] = vf_round_e4m3(
+        vf_add(sum[v], vf_round_e4m3(vf_mul(x, vf_load(b + k * PANEL + v * VF_LANES)))));
   }
 #pragma GCC unroll 4
   for (int v = 0; v < 4; v++) vf_store(part + v * VF_LANES, sum[v]);
@@ -379,20 +425,24 @@ static void e4m3_row(const float *a, const float *b, int64_t steps, float *part)
 
 // ------------------------------------------------------------------ promotion and scales
 
-// fused whatever the instruction set
+// A fused multiply-add on every instruction set.
 VF_INLINE vf fused(vf a, vf b, vf c)
 {
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
   return vf_fma(a, b, c);
 #else
-  return (vf){fmaf(a[0], b[0], c[0]), fmaf(a[1], b[1], c[1]), fmaf(a[2], b[2], c[2]), fmaf(a[3], b[3], c[3])};
+  return (vf){fmaf(a[0], b[0], c[0]), fmaf(a[1], b[1], c[1]), fmaf(a[2], b[2], c[2]),
+              fmaf(a[3], b[3], c[3])};
 #endif
 }
 
-// What follows a run whose part ends: into sum, and at the end of a stretch into total. Rows are PANEL floats apart.
-static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0, const float *part, float *sum, float *total)
+// After a run that ends a part: adds the part to sum and, at the end of a stretch, the scaled sum
+// to total. Rows are PANEL floats apart.
+static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
+                    const float *part, float *sum, float *total)
 {
-  const float *scale_a = g->scale_a + r->stretch * g->scale_a_row + i0, *scale_b = g->scale_b + r->stretch * g->scale_b_row + j0;
+  const float *scale_a = g->scale_a + r->stretch * g->scale_a_row + i0,
+              *scale_b = g->scale_b + r->stretch * g->scale_b_row + j0;
   bool alone = r->first_part && r->ends_stretch;
   for (int64_t i = 0; i < rows; i++)
     for (int v = 0; v < PANEL; v += VF_LANES) {
@@ -404,23 +454,27 @@ static void promote(const product *g, const run *r, int64_t i0, int64_t rows, in
         vf_store(sum + at, x);
       }
       if (!r->ends_stretch) continue;
-      vf one = vf_set1(scale_a[i]), other = vf_load(scale_b + v), before = r->stretch ? vf_load(total + at) : vf_zero();
-      vf_store(total + at, g->b_first ? fused(vf_mul(x, other), one, before) : fused(vf_mul(x, one), other, before));
+      vf one = vf_set1(scale_a[i]), other = vf_load(scale_b + v),
+         before = r->stretch ? vf_load(total + at) : vf_zero();
+      vf_store(total + at, g->b_first ? fused(vf_mul(x, other), one, before)
+                                      : fused(vf_mul(x, one), other, before));
     }
 }
 
-// total + bias, rounded into y, adding what y holds where asked.
-static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64_t columns, const float *total)
+// Rounds total + bias into y, or adds it to what y holds if the call asks for that.
+static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64_t columns,
+                   const float *total)
 {
   const tensor *y = g->call->out[0], *bias = g->call->in[4];
   float addend[PANEL], row[PANEL], old[PANEL];
   if (bias) floats_from(addend, bias->data, bias->dtype, j0, columns);
   for (int64_t i = 0; i < rows; i++) {
     int64_t first = (i0 + i) * y->stride[0] + j0;
-    for (int64_t j = 0; j < columns; j++) row[j] = bias ? total[i * PANEL + j] + addend[j] : total[i * PANEL + j];
+    for (int64_t j = 0; j < columns; j++)
+      row[j] = bias ? total[i * PANEL + j] + addend[j] : total[i * PANEL + j];
     if (g->call->ints[9]) {
       floats_from(old, y->data, y->dtype, first, columns);
-      if (y->dtype != ENG_f32) {   // the product is rounded before it is added
+      if (y->dtype != ENG_f32) {   // rounds the product before the addition
         uint16_t half[PANEL];
         floats_to(half, y->dtype, 0, row, columns);
         floats_from(row, half, y->dtype, 0, columns);
@@ -433,20 +487,24 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
 
 // ------------------------------------------------------------------ the whole product
 
-// Scales in the order they are used: of each stretch, one for each row (column); zeros in what fills the last panel.
+// Scales in the order of use: for each stretch, one per row (column); zeros where the last panel is
+// padded.
 static void lay_scales(float *to, int64_t to_row, const matrix *x, int64_t k, int64_t stretch)
 {
   for (int64_t s = 0; s * stretch < k; s++)
     for (int64_t i = 0; i < to_row; i++)
-      to[s * to_row + i] = i >= x->size ? 0.0f
-                         : x->scale[x->given_transposed ? fp8_scale_at(&x->at, s * stretch, i) : fp8_scale_at(&x->at, i, s * stretch)];
+      to[s * to_row + i] = i >= x->size
+                             ? 0.0f
+                             : x->scale[x->given_transposed ? fp8_scale_at(&x->at, s * stretch, i)
+                                                            : fp8_scale_at(&x->at, i, s * stretch)];
 }
 
 static run run_at(const product *g, int64_t k)
 {
   run r = {.k = k, .stretch = k / g->stretch};
   int64_t begins = r.stretch * g->stretch, ends = smaller(begins + g->stretch, g->k);
-  int64_t part = begins + (k - begins) / g->promotion * g->promotion, part_ends = smaller(part + g->promotion, ends);
+  int64_t part = begins + (k - begins) / g->promotion * g->promotion,
+          part_ends = smaller(part + g->promotion, ends);
   r.steps = smaller(RUN, part_ends - k);
   r.starts_part = k == part;
   r.first_part = part == begins;
@@ -455,10 +513,13 @@ static run run_at(const product *g, int64_t k)
   return r;
 }
 
-// Rows [i0, i0+rows) times a panel, one run of it. carried: part, sum and total of this rectangle, [3][BLOCK x PANEL].
-static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0, int64_t rows, int64_t j0, float *carried)
+// Multiplies rows [i0, i0+rows) by a panel, over one run. carried: part, sum and total of this
+// rectangle, [3][BLOCK x PANEL].
+static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0,
+                      int64_t rows, int64_t j0, float *carried)
 {
-  float *part = r->starts_part && r->ends_part ? a->part : carried, *sum = carried + BLOCK * PANEL, *total = carried + 2 * BLOCK * PANEL;
+  float *part = r->starts_part && r->ends_part ? a->part : carried, *sum = carried + BLOCK * PANEL,
+        *total = carried + 2 * BLOCK * PANEL;
 #if defined(ENG_ISA_avx512)
   if (g->pairs) pairs_rows(a->value, b->value, r->steps, rows, part, !r->starts_part);
   else
@@ -468,9 +529,13 @@ static void rectangle(const product *g, const run *r, slab *a, const panel *b, i
   } else {
     if (r->starts_part) memset(part, 0, (size_t)rows * PANEL * sizeof(float));
     for (int64_t i = 0; i < rows; i++) {
-      if (g->model == ENG_ACCUMULATE_E4M3) e4m3_row(a->value + i * RUN, b->value, r->steps, part + i * PANEL);
-      else if (a->odd[i] || b->odd) hopper_odd(g, i0 + i, j0, smaller(PANEL, g->n - j0), r, part + i * PANEL);
-      else hopper_row(a->value + i * RUN, a->exponent + i * RUN, b->value, b->exponent, r->steps, part + i * PANEL);
+      if (g->model == ENG_ACCUMULATE_E4M3)
+        e4m3_row(a->value + i * RUN, b->value, r->steps, part + i * PANEL);
+      else if (a->odd[i] || b->odd)
+        hopper_odd(g, i0 + i, j0, smaller(PANEL, g->n - j0), r, part + i * PANEL);
+      else
+        hopper_row(a->value + i * RUN, a->exponent + i * RUN, b->value, b->exponent, r->steps,
+                   part + i * PANEL);
     }
   }
   if (r->ends_part) promote(g, r, i0, rows, j0, part, sum, total);
@@ -480,9 +545,12 @@ static void rectangle(const product *g, const run *r, slab *a, const panel *b, i
 static eng_status run_product(const product *g)
 {
   int threads = (double)g->m * (double)g->n * (double)g->k < 1 << 16 ? 1 : omp_get_max_threads();
-  int64_t high = smaller(SPAN, ceiling(g->m, BLOCK) * BLOCK), panels = smaller(SPAN / PANEL, ceiling(g->n, PANEL)), blocks = high / BLOCK;
-  int64_t panel_bytes = panels * (int64_t)sizeof(panel), slab_bytes = threads * (int64_t)sizeof(slab);
-  int64_t bytes = panel_bytes + slab_bytes + blocks * panels * 3 * BLOCK * PANEL * (int64_t)sizeof(float);
+  int64_t high = smaller(SPAN, ceiling(g->m, BLOCK) * BLOCK),
+          panels = smaller(SPAN / PANEL, ceiling(g->n, PANEL)), blocks = high / BLOCK;
+  int64_t panel_bytes = panels * (int64_t)sizeof(panel),
+          slab_bytes = threads * (int64_t)sizeof(slab);
+  int64_t bytes =
+    panel_bytes + slab_bytes + blocks * panels * 3 * BLOCK * PANEL * (int64_t)sizeof(float);
   char *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
   panel *b = (panel *)scratch;
@@ -493,18 +561,24 @@ static eng_status run_product(const product *g)
     slab *a = slabs + omp_get_thread_num();
     for (int64_t i0 = 0; i0 < g->m; i0 += SPAN)
       for (int64_t j0 = 0; j0 < g->n; j0 += SPAN) {
-        int64_t rows = smaller(SPAN, g->m - i0), here = ceiling(smaller(SPAN, g->n - j0), PANEL), down = ceiling(rows, BLOCK);
+        int64_t rows = smaller(SPAN, g->m - i0), here = ceiling(smaller(SPAN, g->n - j0), PANEL),
+                down = ceiling(rows, BLOCK);
         for (int64_t k = 0; k < g->k;) {
           run r = run_at(g, k);
 #pragma omp for schedule(static)
-          for (int64_t p = 0; p < here; p++) lay_panel(&b[p], g, j0 + p * PANEL, smaller(PANEL, g->n - j0 - p * PANEL), &r);
-          int64_t groups = down >= threads ? 1 : smaller(threads, here), group = ceiling(here, groups);
+          for (int64_t p = 0; p < here; p++)
+            lay_panel(&b[p], g, j0 + p * PANEL, smaller(PANEL, g->n - j0 - p * PANEL), &r);
+          int64_t groups = down >= threads ? 1 : smaller(threads, here),
+                  group = ceiling(here, groups);
 #pragma omp for schedule(static)
           for (int64_t task = 0; task < down * groups; task++) {
-            int64_t block = task / groups, i = i0 + block * BLOCK, deep = smaller(BLOCK, i0 + rows - i);
+            int64_t block = task / groups, i = i0 + block * BLOCK,
+                    deep = smaller(BLOCK, i0 + rows - i);
             lay_slab(a, g, i, deep, &r);
-            for (int64_t p = task % groups * group; p < smaller(here, (task % groups + 1) * group); p++)
-              rectangle(g, &r, a, &b[p], i, deep, j0 + p * PANEL, carried + (block * panels + p) * 3 * BLOCK * PANEL);
+            for (int64_t p = task % groups * group; p < smaller(here, (task % groups + 1) * group);
+                 p++)
+              rectangle(g, &r, a, &b[p], i, deep, j0 + p * PANEL,
+                        carried + (block * panels + p) * 3 * BLOCK * PANEL);
           }
           k += r.steps;
         }
@@ -514,7 +588,7 @@ static eng_status run_product(const product *g)
   return ENG_OK;
 }
 
-// K = 0: sums of nothing.
+// K = 0: the sums are empty.
 static void run_empty(const product *g)
 {
   const float zero[PANEL] = {0};
@@ -524,7 +598,8 @@ static void run_empty(const product *g)
 
 // ------------------------------------------------------------------ exact
 
-// The columns of one panel in f64, all rows; room: its numbers [k][PANEL] and a row of a.
+// The columns of one panel in f64, for all rows. Scratch: `values` holds the panel's numbers
+// [k][PANEL], `row` a row of a.
 static void exact_panel(const product *g, int64_t j0, float *values, float *row)
 {
   const tensor *y = g->call->out[0], *bias = g->call->in[4];
@@ -537,10 +612,12 @@ static void exact_panel(const product *g, int64_t j0, float *values, float *row)
   }
   for (int64_t i = 0; i < g->m; i++) {
     double total[PANEL] = {0};
-    for (int64_t k = 0; k < g->k; k++) row[k] = fp8_to_f32(g->a.data[i * g->a.i_stride + k * g->a.k_stride], g->a.fraction);
+    for (int64_t k = 0; k < g->k; k++)
+      row[k] = fp8_to_f32(g->a.data[i * g->a.i_stride + k * g->a.k_stride], g->a.fraction);
     for (int64_t k = 0, end; k < g->k; k = end) {
       int64_t s = k / g->stretch, into = (k - s * g->stretch) / g->promotion;
-      end = smaller(smaller((s + 1) * g->stretch, s * g->stretch + (into + 1) * g->promotion), g->k);
+      end =
+        smaller(smaller((s + 1) * g->stretch, s * g->stretch + (into + 1) * g->promotion), g->k);
       double sum[PANEL] = {0}, one = (double)g->scale_a[s * g->scale_a_row + i];
       for (int64_t at = k; at < end; at++)
         for (int j = 0; j < PANEL; j++) sum[j] += (double)(row[at] * values[at * PANEL + j]);
@@ -552,8 +629,10 @@ static void exact_panel(const product *g, int64_t j0, float *values, float *row)
     for (int64_t j = 0; j < columns; j++) {
       int64_t place = i * y->stride[0] + j0 + j;
       double before = g->call->ints[9] ? tensor_load(y->data, y->dtype, place) : 0;
-      tensor_store(y->data, y->dtype, place, bias ? total[j] + tensor_load(bias->data, bias->dtype, j0 + j) : total[j]);
-      if (g->call->ints[9]) tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
+      tensor_store(y->data, y->dtype, place,
+                   bias ? total[j] + tensor_load(bias->data, bias->dtype, j0 + j) : total[j]);
+      if (g->call->ints[9])
+        tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
     }
   }
 }
@@ -577,7 +656,8 @@ static eng_status run_exact(const product *g)
 
 static matrix matrix_of(const tensor *q, const tensor *scale, bool k_last, const int64_t *block)
 {
-  matrix x = {.data = q->data, .scale = scale->data, .dtype = q->dtype, .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .given_transposed = !k_last};
+  matrix x = {.data = q->data, .scale = scale->data, .dtype = q->dtype,
+              .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .given_transposed = !k_last};
   x.i_stride = k_last ? q->shape[1] : 1;
   x.k_stride = k_last ? 1 : q->shape[1];
   x.size = q->shape[k_last ? 0 : 1];
@@ -589,8 +669,10 @@ static eng_status fp8_matmul(const op_call *call)
 {
   const tensor *y = call->out[0], *bias = call->in[4];
   bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
-  if (y->stride[1] != 1 || !dtype_is_fast(y->dtype) || (bias && !dtype_is_fast(bias->dtype))) return forward_to_reference(call);
-  product g = {.call = call, .m = y->shape[0], .n = y->shape[1], .k = call->in[0]->shape[ta ? 0 : 1], .model = (int)call->ints[7],
+  if (y->stride[1] != 1 || !dtype_is_fast(y->dtype) || (bias && !dtype_is_fast(bias->dtype)))
+    return forward_to_reference(call);
+  product g = {.call = call, .m = y->shape[0], .n = y->shape[1],
+               .k = call->in[0]->shape[ta ? 0 : 1], .model = (int)call->ints[7],
                .promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 4};
 #if defined(ENG_ISA_avx512)
   g.pairs = g.model == ENG_ACCUMULATE_FP32 && gemm_pairs_here();
@@ -601,7 +683,8 @@ static eng_status fp8_matmul(const op_call *call)
     run_empty(&g);
     return ENG_OK;
   }
-  g.stretch = smaller(g.k, smaller(ta ? g.a.at.row_block : g.a.at.inner_block, tb ? g.b.at.inner_block : g.b.at.row_block));
+  g.stretch = smaller(g.k, smaller(ta ? g.a.at.row_block : g.a.at.inner_block,
+                                   tb ? g.b.at.inner_block : g.b.at.row_block));
   g.b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
   int64_t stretches = ceiling(g.k, g.stretch);
   g.scale_a_row = g.m;

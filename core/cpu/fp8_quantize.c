@@ -1,10 +1,16 @@
-// The operations quantize and dequantize. Work goes by tiles that stay in the second cache: a tile's blocks are measured (the
-// largest magnitude, as bits: a NaN is larger than all), get their scales by core/base/fp8_scale.h, and are written as codes; where a
-// transposed copy is wanted the same tile gives it, too, in blocks of its own. Blocks too tall for a tile take two passes: one
-// that measures pieces of them, one that writes. Scales of one column each or of a whole row go through the same loops: a
-// row's factors are laid out, one for each element.
-// f64, e5m6 in blocks of several rows, and a transposed copy rounded at random go to the reference. swiglu_quantize is swiglu and quantize:
-// silu is what takes the time here, and rows quantized as soon as they are made were no faster. Called through backend.kernel[].
+// The operations quantize and dequantize. Called through backend.kernel[]; owns nothing but scratch
+// during a call.
+//
+// Work is cut into tiles that stay in the second cache. A tile's blocks are measured (the largest
+// magnitude, as bits: a NaN is larger than all), get their scales from core/base/fp8_scale.h, and
+// are written as codes. Where a transposed copy is wanted, the same tile produces it too, in blocks
+// that may have another shape. Blocks too tall for a tile take two passes: one measures pieces of
+// them, one writes. Scales per column or per row use the same loops: a row's factors are laid out,
+// one for each element.
+//
+// f64, e5m6 in blocks of several rows, and a transposed copy rounded stochastically go to the
+// reference kernels. swiglu_quantize is swiglu followed by quantize: silu takes most of the time,
+// and quantizing rows as soon as they are made was no faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -15,37 +21,40 @@
 #include "turn.h"
 
 enum {
-  STRIP = 1024,        // columns of a tile, at most, but for wider blocks
+  STRIP = 1024,        // columns of a tile, at most, except for wider blocks
   TALL = 256,          // rows of a block that a tile can hold
   CHUNK = 64,          // rows measured and written at a time where blocks are taller
-  LINE = 64,           // bytes of the cache's lines
+  LINE = 64,           // bytes in a cache line
   TURN = LINE,         // rows transposed at a time, and columns:
   TILE_ROW = 256,
-  FAR = 1 << 21,       // bytes of a transposed copy that the caches need not hold
-  ROW_BLOCKS = 16,     // of 1 x 128, measured and written at a time
+  FAR = 1 << 21,       // bytes of a transposed copy from which on it bypasses the caches
+  ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
   VERTICAL = 64,       // columns of a block below which rows are compared with rows
 };
 
-/// One of the two results: x in its blocks, written as it is or transposed. Blocks are counted in x's rows and columns.
+/// One of the two results: x in its blocks, written untransposed or transposed. Blocks are counted
+/// in x's rows and columns.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
   int64_t  high, wide;                     // of a block, in x; 0 is resolved
-  int64_t  across;                         // blocks beside each other
-  int64_t  scale_down, scale_across;       // floats between the scales of blocks below and beside each other
+  int64_t  across;                         // blocks in one row of blocks
+  // Floats between the scales of blocks below each other, and of blocks next to each other.
+  int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;
   bool     turned;
-  uint8_t *turn_to;                        // square blocks: the transposed bytes are made of q's
+  uint8_t *turn_to;   // square blocks: the transposed bytes are copied from q's
   float   *turn_scale;
   int64_t  turn_down, turn_across;
   int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
   uint32_t *measured;                      // tall blocks: [pieces of all][across] magnitudes
 } side;
 
-// Asks for bytes that will be needed soon: the processor's own look ahead stops at pages. Past the end of memory it does nothing.
+// Prefetches bytes that will be needed soon, because the hardware prefetcher stops at pages. Past
+// the end of memory it does nothing.
 VF_INLINE void fetch(const char *x, const int64_t bytes)
 {
 #pragma GCC unroll 8
@@ -82,7 +91,7 @@ VF_INLINE uint32_t across(vi a)
 #endif
 }
 
-// f16 and bf16 are compared as they stand, twice as many at a time.
+// f16 and bf16 are compared without conversion, twice as many at a time.
 typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
 enum { HALVES = 2 * VF_LANES };
 VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
@@ -102,7 +111,8 @@ VF_INLINE uint16_t vh_across(vh a)
 {
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
 #if defined(ENG_ISA_avx512)
-  __m256i x = _mm256_max_epu16(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
+  __m256i x =
+    _mm256_max_epu16(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
 #else
   __m256i x = (__m256i)a;
 #endif
@@ -116,7 +126,10 @@ VF_INLINE uint16_t vh_across(vh a)
 }
 
 // A half-word's magnitude as the bits of a float.
-VF_INLINE uint32_t widened(uint16_t half, int dtype) { return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half)); }
+VF_INLINE uint32_t widened(uint16_t half, int dtype)
+{
+  return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half));
+}
 
 VF_INLINE uint32_t largest_of_floats(const float *x, int64_t n)
 {
@@ -148,14 +161,16 @@ VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
 // The largest magnitude of n elements from `first` on.
 VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
 {
-  return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n) : widened(largest_of_halves((const uint16_t *)x + first, n), dtype);
+  return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n)
+                          : widened(largest_of_halves((const uint16_t *)x + first, n), dtype);
 }
 
-// top[c]: the larger of what it was and row r's magnitudes in columns [c0, c0+columns).
+// top[c] = the larger of top[c] and the magnitude in row r, for columns [c0, c0+columns).
 static void compare_floats(int32_t *top, const float *x, int64_t columns)
 {
   int64_t c = 0;
-  for (; c + VF_LANES <= columns; c += VF_LANES) vi_store(top + c, vi_larger_(vi_load(top + c), magnitudes(vf_load(x + c))));
+  for (; c + VF_LANES <= columns; c += VF_LANES)
+    vi_store(top + c, vi_larger_(vi_load(top + c), magnitudes(vf_load(x + c))));
   for (; c < columns; c++) {
     int32_t here = (int32_t)(f32_bits(x[c]) & 0x7FFFFFFFu);
     if (here > top[c]) top[c] = here;
@@ -165,15 +180,18 @@ static void compare_floats(int32_t *top, const float *x, int64_t columns)
 static void compare_halves(uint16_t *top, const uint16_t *x, int64_t columns)
 {
   int64_t c = 0;
-  for (; c + HALVES <= columns; c += HALVES) vh_store(top + c, vh_larger(vh_load(top + c), vh_load(x + c) & 0x7FFF));
+  for (; c + HALVES <= columns; c += HALVES)
+    vh_store(top + c, vh_larger(vh_load(top + c), vh_load(x + c) & 0x7FFF));
   for (; c < columns; c++) {
     uint16_t here = x[c] & 0x7FFF;
     if (here > top[c]) top[c] = here;
   }
 }
 
-// Magnitudes of the blocks of rows [r0, r0+rows) (of one block's height at most), columns [c0, c0+columns), c0 at a block's edge.
-static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, uint32_t *most)
+// Magnitudes of the blocks of rows [r0, r0+rows) (at most the height of one block), columns [c0,
+// c0+columns); c0 is at a block's edge.
+static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
+                    uint32_t *most)
 {
   int64_t blocks = (columns + s->wide - 1) / s->wide;
   if (s->wide >= VERTICAL) {
@@ -191,24 +209,28 @@ static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t
   }
   if (s->dtype == ENG_f32) {
     int32_t top[STRIP] = {0};
-    for (int64_t r = r0; r < r0 + rows; r++) compare_floats(top, (const float *)s->x + r * s->columns + c0, columns);
+    for (int64_t r = r0; r < r0 + rows; r++)
+      compare_floats(top, (const float *)s->x + r * s->columns + c0, columns);
     for (int64_t j = 0; j < blocks; j++) {
       int32_t here = 0;
-      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
+      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++)
+        here = top[c] > here ? top[c] : here;
       most[j] = (uint32_t)here;
     }
   } else {
     uint16_t top[STRIP] = {0};
-    for (int64_t r = r0; r < r0 + rows; r++) compare_halves(top, (const uint16_t *)s->x + r * s->columns + c0, columns);
+    for (int64_t r = r0; r < r0 + rows; r++)
+      compare_halves(top, (const uint16_t *)s->x + r * s->columns + c0, columns);
     for (int64_t j = 0; j < blocks; j++) {
       uint16_t here = 0;
-      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++) here = top[c] > here ? top[c] : here;
+      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++)
+        here = top[c] > here ? top[c] : here;
       most[j] = widened(here, s->dtype);
     }
   }
 }
 
-// The largest magnitude with NaN left out, of a block that has one: rare.
+// The largest magnitude of a block without its NaNs; used for blocks that hold one, which is rare.
 static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns)
 {
   float top = 0, x;
@@ -223,7 +245,7 @@ static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, in
 
 // ------------------------------------------------------------------ scales and codes
 
-// The scale of the block at (r0, c0) of this magnitude.
+// The scale of the block at (r0, c0), whose largest magnitude is `most`.
 static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
 {
   const op_call *call = s->call;
@@ -234,20 +256,25 @@ static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
   }
   float amax = f32_from(most);
   if (most > 0x7F800000u && rule != ENG_SCALE_TORCHAO)
-    amax = without_nan(s, r0, smaller(s->high, s->rows - r0), c0, smaller(s->wide, s->columns - c0));
-  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
+    amax =
+      without_nan(s, r0, smaller(s->high, s->rows - r0), c0, smaller(s->wide, s->columns - c0));
+  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0,
+                      fp8_eps(rule, call->floats[0]), (int)call->floats[1],
                       fp8_limit(call->ints[1], call->ints[2], s->dtype));
 }
 
-// Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule, the default, goes by vectors: the
-// same operations as fp8_scale_of's.
-static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t blocks, float *scale, float *factor)
+// Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule,
+// the default, is vectorized: the same operations as in fp8_scale_of.
+static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t blocks,
+                      float *scale, float *factor)
 {
   const op_call *call = s->call;
   int64_t j = 0;
   if (call->ints[3] == ENG_SCALE_TRANSFORMER_ENGINE && !call->in[1]) {
-    vf one = vf_set1(1.0f), eps = vf_set1(fp8_eps(ENG_SCALE_TRANSFORMER_ENGINE, call->floats[0])), power = vf_set1(fp8_power(-(int)call->floats[1]));
-    vf largest = vf_set1(fp8_largest(call->ints[0])), limit = vf_set1(fp8_limit(call->ints[1], call->ints[2], s->dtype));
+    vf one = vf_set1(1.0f), eps = vf_set1(fp8_eps(ENG_SCALE_TRANSFORMER_ENGINE, call->floats[0])),
+       power = vf_set1(fp8_power(-(int)call->floats[1]));
+    vf largest = vf_set1(fp8_largest(call->ints[0])),
+       limit = vf_set1(fp8_limit(call->ints[1], call->ints[2], s->dtype));
     vi kept = vi_set1(call->ints[4] & 4 ? (int32_t)0xFF800000 : -1);
     for (; j + VF_LANES <= blocks; j += VF_LANES) {
       vf amax = (vf)vi_load((const int32_t *)most + j);
@@ -270,17 +297,18 @@ static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c
 
 static bool divides(const side *s) { return fp8_divides((int)s->call->ints[3]) && !s->call->in[1]; }
 
-// Whether no number of a block of this magnitude rounds past the format's largest, by a factor that is not negative: most blocks are
-// so, and need no bounds.
+// Whether no number of a block with this largest magnitude rounds past the format's largest one,
+// for a factor that is not negative. Most blocks are within and need no bounds.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
   return (int32_t)f32_bits(y) >= 0 && fp8_is_within(y, fraction);
 }
 
-// Scales of the blocks of a strip, written where they belong when `keep`, and the factor of each of its columns (of the first
-// TILE when the strip is one wide block). Tells whether all blocks are within.
-static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t columns, bool keep, float *factors)
+// Scales of the blocks of a strip, stored when `keep`, and the factor of each of its columns (of
+// the first TILE when the strip is one wide block). Returns whether all blocks are within.
+static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
+                        int64_t columns, bool keep, float *factors)
 {
   int64_t i = r0 / s->high, j0 = c0 / s->wide, blocks = (columns + s->wide - 1) / s->wide;
   bool within = true, by = divides(s);
@@ -300,16 +328,19 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
 
 static bool is_common(const side *s)   // 1 x 128
 {
-  return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !(s->call->ints[4] & FP8_STOCHASTIC);
+  return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to &&
+         !(s->call->ints[4] & FP8_STOCHASTIC);
 }
 
 VF_INLINE vf elements(const void *x, const int dtype, int64_t at)
 {
   if (dtype == ENG_f32) return vf_load((const float *)x + at);
-  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)x + at) : vf_load_bf16((const uint16_t *)x + at);
+  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)x + at)
+                          : vf_load_bf16((const uint16_t *)x + at);
 }
 
-VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const bool by, const bool within)
+VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const bool by,
+                         const bool within)
 {
   vf y = by ? vf_div(x, factor) : vf_mul(x, factor);
   if (within) vf_store_fp8_within(to, y, fraction);
@@ -317,46 +348,59 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// 32 codes of bf16 numbers that are within; factors of those in even and in odd places.
-VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction, const bool by)
+// 32 codes of bf16 numbers that are within; even_f and odd_f are the factors of those in even and
+// in odd places.
+VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
+                            const bool by)
 {
   __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));
   vf even = vf_even_bf16_(magnitude), odd = vf_odd_bf16_(magnitude);
-  __m512i code = vf_pair_codes_(by ? vf_div(even, even_f) : vf_mul(even, even_f), by ? vf_div(odd, odd_f) : vf_mul(odd, odd_f), w, fraction);
+  __m512i code = vf_pair_codes_(by ? vf_div(even, even_f) : vf_mul(even, even_f),
+                                by ? vf_div(odd, odd_f) : vf_mul(odd, odd_f), w, fraction);
   _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi16_epi8(code));
 }
 #endif
 
-// The constants that loops over elements are made for, each in a call of its own of f(.., dtype, fraction, by, within).
-#define FOR_BOUNDS(f, dtype, fraction, by, within, ...) ((within) ? f(__VA_ARGS__, dtype, fraction, by, true) : f(__VA_ARGS__, dtype, fraction, by, false))
-#define FOR_RULES(f, dtype, fraction, by, within, ...) \
-  ((by) ? FOR_BOUNDS(f, dtype, fraction, true, within, __VA_ARGS__) : FOR_BOUNDS(f, dtype, fraction, false, within, __VA_ARGS__))
-#define FOR_FORMATS(f, dtype, fraction, by, within, ...) \
-  ((fraction) == 3 ? FOR_RULES(f, dtype, 3, by, within, __VA_ARGS__) : FOR_RULES(f, dtype, 2, by, within, __VA_ARGS__))
-#define FOR_ALL(f, dtype, fraction, by, within, ...) \
-  ((dtype) == ENG_f32 ? FOR_FORMATS(f, ENG_f32, fraction, by, within, __VA_ARGS__) : \
-   (dtype) == ENG_f16 ? FOR_FORMATS(f, ENG_f16, fraction, by, within, __VA_ARGS__) : FOR_FORMATS(f, ENG_bf16, fraction, by, within, __VA_ARGS__))
+// Calls f(.., dtype, fraction, by, within) with constants: the loops over elements are compiled
+// once for each combination.
+#define FOR_BOUNDS(f, dtype, fraction, by, within, ...) \
+  ((within) ? f(__VA_ARGS__, dtype, fraction, by, true) \
+            : f(__VA_ARGS__, dtype, fraction, by, false))
+#define FOR_RULES(f, dtype, fraction, by, within, ...)              \
+  ((by) ? FOR_BOUNDS(f, dtype, fraction, true, within, __VA_ARGS__) \
+        : FOR_BOUNDS(f, dtype, fraction, false, within, __VA_ARGS__))
+#define FOR_FORMATS(f, dtype, fraction, by, within, ...)             \
+  ((fraction) == 3 ? FOR_RULES(f, dtype, 3, by, within, __VA_ARGS__) \
+                   : FOR_RULES(f, dtype, 2, by, within, __VA_ARGS__))
+#define FOR_ALL(f, dtype, fraction, by, within, ...)                                 \
+  ((dtype) == ENG_f32   ? FOR_FORMATS(f, ENG_f32, fraction, by, within, __VA_ARGS__) \
+   : (dtype) == ENG_f16 ? FOR_FORMATS(f, ENG_f16, fraction, by, within, __VA_ARGS__) \
+                        : FOR_FORMATS(f, ENG_bf16, fraction, by, within, __VA_ARGS__))
 
-VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *factors, int n, const int dtype, const int fraction, const bool by,
-                           const bool within)
+VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *factors, int n,
+                           const int dtype, const int fraction, const bool by, const bool within)
 {
   int i = 0;
 #if defined(ENG_ISA_avx512)
-  const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odds = _mm512_or_si512(evens, _mm512_set1_epi32(1));
+  const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
+                odds = _mm512_or_si512(evens, _mm512_set1_epi32(1));
   for (; dtype == ENG_bf16 && within && i + HALVES <= n; i += HALVES) {
     vf a = vf_load(factors + i), b = vf_load(factors + i + VF_LANES);
-    pair_of_bf16(to + i, (const uint16_t *)x + at + i, _mm512_permutex2var_ps(a, evens, b), _mm512_permutex2var_ps(a, odds, b), fraction, by);
+    pair_of_bf16(to + i, (const uint16_t *)x + at + i, _mm512_permutex2var_ps(a, evens, b),
+                 _mm512_permutex2var_ps(a, odds, b), fraction, by);
   }
 #endif
-  for (; i + VF_LANES <= n; i += VF_LANES) put_codes(to + i, elements(x, dtype, at + i), vf_load(factors + i), fraction, by, within);
+  for (; i + VF_LANES <= n; i += VF_LANES)
+    put_codes(to + i, elements(x, dtype, at + i), vf_load(factors + i), fraction, by, within);
   for (; i < n; i++) {
     float one = get(x, dtype, at + i);
     to[i] = fp8_from_f32(by ? one / factors[i] : one * factors[i], fraction, FP8_SATURATE, 0);
   }
 }
 
-// n <= TILE codes of row r from column c on.
-static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors, bool within, int n)
+// n <= TILE codes of row r, beginning with column c.
+static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors,
+                  bool within, int n)
 {
   int64_t element = r * s->columns + c;
   if (s->call->ints[4] & FP8_STOCHASTIC) {
@@ -364,15 +408,19 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
     const float *x = tile_load(buffer, s->x, s->dtype, element, n);
     uint32_t words[TILE + 4 * VF_LANES + 4];
     int64_t lead = element % 4;
-    for (int i = 0; i < n + lead; i += 4 * VF_LANES) philox_vectors(words + i, rng_seed(), (uint64_t)s->call->ints[5] + (uint64_t)((element - lead + i) / 4));
+    for (int i = 0; i < n + lead; i += 4 * VF_LANES)
+      philox_vectors(words + i, rng_seed(),
+                     (uint64_t)s->call->ints[5] + (uint64_t)((element - lead + i) / 4));
     for (int i = 0; i < n; i++) y[i] = divides(s) ? x[i] / factors[i] : x[i] * factors[i];
     fp8_encode(to, (int)s->call->ints[0], y, n, true, words + lead);
   } else {
-    FOR_ALL(codes_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), within, to, s->x, element, factors, n);
+    FOR_ALL(codes_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), within, to,
+            s->x, element, factors, n);
   }
 }
 
-// A line of the cache, past the caches where `far` (no line is read to be overwritten then).
+// Writes a cache line; with `far` it bypasses the caches, which saves reading the line before
+// overwriting it.
 VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 {
 #if defined(ENG_ISA_avx512)
@@ -384,7 +432,7 @@ VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 #endif
 }
 
-// After far lines: whoever reads them must find them.
+// Fence after far lines, so that other threads see them.
 VF_INLINE void put_lines_end(void)
 {
 #if defined(ENG_ISA_avx512)
@@ -392,14 +440,17 @@ VF_INLINE void put_lines_end(void)
 #endif
 }
 
-// from [rows x columns] bytes, rows TILE_ROW apart -> to [columns x rows], rows <= TURN and columns <= TILE_ROW. Lines of `to` are written
-// whole, all after the last of them is made: they are far apart, and what they wait for shall not hold up the making.
-static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows, int64_t columns, bool far)
+// Transposes bytes: from [rows x columns], rows TILE_ROW apart, to `to` [columns x rows]; rows <=
+// TURN and columns <= TILE_ROW. Lines of `to` are written whole, after the last of them is
+// complete: they are far apart, and waiting for their memory must not delay the transposition.
+static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows, int64_t columns,
+                 bool far)
 {
   uint8_t lines[TILE_ROW][LINE] __attribute__((aligned(64)));
-  for (int64_t c = 0; c < columns; c += 16) {   // past the last column it turns what lies there
+  for (int64_t c = 0; c < columns; c += 16) {   // past the last column it transposes unused bytes
     int64_t r = 0;
-    for (; r + 16 <= rows; r += 16) turn_bytes(lines[c] + r, LINE, from + r * TILE_ROW + c, TILE_ROW);
+    for (; r + 16 <= rows; r += 16)
+      turn_bytes(lines[c] + r, LINE, from + r * TILE_ROW + c, TILE_ROW);
     for (; r < rows; r++)
       for (int j = 0; j < 16; j++) lines[c + j][r] = from[r * TILE_ROW + c + j];
   }
@@ -413,13 +464,15 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows,
 }
 
 // Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
-static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, const float *factors, bool within)
+static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
+                  const float *factors, bool within)
 {
-  bool one = s->wide > STRIP;   // the factor is the same all along
+  bool one = s->wide > STRIP;   // one factor for the whole row
   if (!s->turned && !s->turn_to) {
     for (int64_t r = r0; r < r0 + rows; r++)
       for (int64_t c = 0; c < columns; c += TILE)
-        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, within, (int)smaller(TILE, columns - c));
+        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, within,
+              (int)smaller(TILE, columns - c));
     return;
   }
   uint8_t tile[TURN][TILE_ROW] __attribute__((aligned(64))), *to = s->turned ? s->q : s->turn_to;
@@ -437,27 +490,33 @@ static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t c
 
 // ------------------------------------------------------------------ 1 x 128, the common case
 
-VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor, const int dtype, const int fraction, const bool by, const bool within)
+VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor, const int dtype,
+                           const int fraction, const bool by, const bool within)
 {
   vf f = vf_set1(factor);
 #if defined(ENG_ISA_avx512)
   if (dtype == ENG_bf16 && within) {
 #pragma GCC unroll 4
-    for (int v = 0; v < FP8_BLOCK; v += 2 * VF_LANES) pair_of_bf16(to + v, (const uint16_t *)x + at + v, f, f, fraction, by);
+    for (int v = 0; v < FP8_BLOCK; v += 2 * VF_LANES)
+      pair_of_bf16(to + v, (const uint16_t *)x + at + v, f, f, fraction, by);
     return;
   }
 #endif
 #pragma GCC unroll 8
-  for (int v = 0; v < FP8_BLOCK; v += VF_LANES) put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
+  for (int v = 0; v < FP8_BLOCK; v += VF_LANES)
+    put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
 }
 
-// Whole blocks of row r from column c0 on. Several are measured, then scaled, then written, while they are in the first cache: what one
-// of these waits for is hidden behind the others. fraction and by are constants where this is inlined.
-VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype, const int fraction, const bool by, const bool within)
+// Quantizes whole blocks of row r, beginning with column c0. Several blocks are measured, then
+// scaled, then written, while they are in the first cache: the latency of one block is hidden
+// behind the others. fraction and by are constants where this is inlined.
+VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype,
+                             const int fraction, const bool by, const bool within)
 {
   (void)within;
   const int size = dtype == ENG_f32 ? 4 : 2;
-  int64_t next = blocks > ROW_BLOCKS ? ROW_BLOCKS * FP8_BLOCK : s->columns;   // to what is measured after these; of a strip, the row below
+  // Distance to the elements measured next; in a strip, to the row below.
+  int64_t next = blocks > ROW_BLOCKS ? ROW_BLOCKS * FP8_BLOCK : s->columns;
   uint32_t top = 0, most[ROW_BLOCKS];
   float scales[ROW_BLOCKS], factors[ROW_BLOCKS];
   for (int64_t done = 0; done < blocks; done += ROW_BLOCKS) {
@@ -472,8 +531,12 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
     for (int j = 0; j < n; j++) scale[j * s->scale_across] = scales[j];
     for (int j = 0; j < n; j++) {
       fetch((const char *)s->x + (at + j * FP8_BLOCK + next) * size, FP8_BLOCK * size);
-      if (is_within(most[j], factors[j], fraction, by)) block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, true);
-      else block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype, fraction, by, false);
+      if (is_within(most[j], factors[j], fraction, by))
+        block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype,
+                    fraction, by, true);
+      else
+        block_typed(s->q + at + j * FP8_BLOCK, s->x, at + j * FP8_BLOCK, factors[j], dtype,
+                    fraction, by, false);
     }
   }
   return top;
@@ -481,7 +544,8 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
 
 static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t blocks)
 {
-  return FOR_ALL(row_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), true, s, r, c0, blocks);
+  return FOR_ALL(row_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), true, s, r,
+                 c0, blocks);
 }
 
 // ------------------------------------------------------------------ tiles
@@ -489,8 +553,8 @@ static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t bloc
 typedef struct work {
   side     sides[2];
   int      n;
-  int64_t  high, wide, across;      // rows and columns of a task, tasks beside each other
-  uint32_t *tops;                   // largest magnitude each task met
+  int64_t  high, wide, across;      // rows and columns of a task; tasks next to each other
+  uint32_t *tops;                   // largest magnitude in each task
 } work;
 
 static void tile_task(const void *context, int64_t task)
@@ -512,7 +576,8 @@ static void tile_task(const void *context, int64_t task)
       }
       if (done == columns) continue;
       measure(s, r, rows, c0 + done, columns - done, most);
-      for (int64_t j = 0; k == 0 && j * s->wide < columns - done; j++) top = most[j] > top ? most[j] : top;
+      for (int64_t j = 0; k == 0 && j * s->wide < columns - done; j++)
+        top = most[j] > top ? most[j] : top;
       bool within = lay_factors(s, most, r, c0 + done, columns - done, true, factors);
       write(s, r, rows, c0 + done, columns - done, factors, within);
     }
@@ -524,40 +589,46 @@ static void tile_task(const void *context, int64_t task)
 static void piece_task(const void *context, int64_t task)
 {
   const side *s = context;
-  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK, end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
+  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK,
+          end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
   int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
   if (r0 >= end) return;
   for (int64_t c = 0; c < s->columns; c += strip)
-    measure(s, r0, end - r0, c, smaller(strip, s->columns - c), s->measured + task * s->across + c / s->wide);
+    measure(s, r0, end - r0, c, smaller(strip, s->columns - c),
+            s->measured + task * s->across + c / s->wide);
 }
 
-// Second pass, when the first piece of each block holds the magnitude of all.
+// Second pass: the first piece of each block now holds the magnitude of the whole block.
 static void write_task(const void *context, int64_t task)
 {
   const side *s = context;
   float factors[STRIP];
-  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK, end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
+  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK,
+          end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
   int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
   if (r0 >= end) return;
   for (int64_t c = 0; c < s->columns; c += strip) {
     int64_t columns = smaller(strip, s->columns - c);
-    bool within = lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c, columns, task % s->pieces == 0, factors);
+    bool within = lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c,
+                              columns, task % s->pieces == 0, factors);
     write(s, r0, end - r0, c, columns, factors, within);
   }
 }
 
-// A side with tall blocks. Tells the largest magnitude.
+// A side with tall blocks. Gives the largest magnitude in *top.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
-  int64_t bands = (s->rows + s->high - 1) / s->high, tasks = bands * s->pieces, bytes = tasks * s->across * (int64_t)sizeof(uint32_t);
+  int64_t bands = (s->rows + s->high - 1) / s->high, tasks = bands * s->pieces,
+          bytes = tasks * s->across * (int64_t)sizeof(uint32_t);
   s->measured = arena_alloc(ARENA_SCRATCH, bytes);
   if (!s->measured) return ENG_ERR_MEMORY;
   memset(s->measured, 0, (size_t)bytes);
   run_tasks(tasks, together, piece_task, s);
   for (int64_t task = 0; task < tasks; task++)
     for (int64_t j = 0; j < s->across; j++) {
-      uint32_t here = s->measured[task * s->across + j], *first = &s->measured[task / s->pieces * s->pieces * s->across + j];
+      uint32_t here = s->measured[task * s->across + j],
+               *first = &s->measured[task / s->pieces * s->pieces * s->across + j];
       if (here > *first) *first = here;
       if (here > *top) *top = here;
     }
@@ -566,7 +637,8 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Sides whose blocks fit tiles, all in one pass: a body for each tile, which tells the largest magnitude it met.
+// Sides whose blocks fit tiles, in one pass. The body runs for each tile and records its largest
+// magnitude.
 static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
@@ -587,7 +659,8 @@ static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *t
 static side side_of(const op_call *call, bool turned)
 {
   const tensor *x = call->in[0];
-  side s = {.call = call, .x = x->data, .dtype = x->dtype, .columns = x->shape[x->ndim - 1], .turned = turned};
+  side s = {.call = call, .x = x->data, .dtype = x->dtype, .columns = x->shape[x->ndim - 1],
+            .turned = turned};
   s.rows = s.columns ? x->count / s.columns : 0;
   s.q = call->out[turned ? 3 : 0]->data;
   s.scale = call->out[turned ? 4 : 1]->data;
@@ -601,11 +674,13 @@ static side side_of(const op_call *call, bool turned)
   return s;
 }
 
-// Rows and columns of a tile that whole blocks of all sides fill; false when there is none.
+// Finds the rows and columns of a tile that whole blocks of all sides fill; returns false when no
+// such tile exists.
 static bool fit(work *w)
 {
   const side *a = &w->sides[0], *b = &w->sides[w->n - 1];
-  int64_t high = a->high > b->high ? a->high : b->high, wide = a->wide > b->wide ? a->wide : b->wide;
+  int64_t high = a->high > b->high ? a->high : b->high,
+          wide = a->wide > b->wide ? a->wide : b->wide;
   int64_t low = a->high + b->high - high, narrow = a->wide + b->wide - wide;
   if (high > TALL && high < a->rows) return false;
   if (high > TALL && a->rows > TALL) return false;
@@ -630,7 +705,8 @@ static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors
   bool by = divides(s);
   for (int i = 0; i < n; i += VF_LANES) {
     int m = n - i < VF_LANES ? n - i : VF_LANES;
-    vf y = vf_load_n(x + i, m), f = vf_select(vm_first(m), vf_load_n(factors + i, m), vf_set1(1.0f));
+    vf y = vf_load_n(x + i, m),
+       f = vf_select(vm_first(m), vf_load_n(factors + i, m), vf_set1(1.0f));
     vi_store(lanes + i, vf_to_e5m6(by ? vf_div(y, f) : vf_mul(y, f)));
   }
   uint32_t *word = (uint32_t *)s->q + (r * s->columns + c) / 8 * 3;
@@ -653,7 +729,8 @@ static void packed_task(const void *context, int64_t r)
     for (int64_t j = 0; j * s->wide < columns; j++) top = most[j] > top ? most[j] : top;
     lay_factors(s, most, r, c0, columns, true, factors);
     for (int64_t c = 0; c < columns; c += TILE)
-      pack_codes(s, r, c0 + c, s->wide > STRIP ? factors : factors + c, (int)smaller(TILE, columns - c));
+      pack_codes(s, r, c0 + c, s->wide > STRIP ? factors : factors + c,
+                 (int)smaller(TILE, columns - c));
   }
   w->tops[r] = top;
 }
@@ -661,12 +738,14 @@ static void packed_task(const void *context, int64_t r)
 static eng_status quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
-  bool turned = call->out[3] != NULL, square = call->ints[1] == call->ints[2], together = x->count >= PARALLEL_ELEMENTS;
+  bool turned = call->out[3] != NULL, square = call->ints[1] == call->ints[2],
+       together = x->count >= PARALLEL_ELEMENTS;
   bool packed = call->ints[0] == ENG_FORMAT_E5M6;
   if (!dtype_is_fast(x->dtype) || !call->out[0] || !call->out[1] || x->count == 0 ||
       (turned && !square && call->ints[4] & FP8_STOCHASTIC)) return forward_to_reference(call);
   for (int k = 1; k < 5; k += 3)
-    if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));   // the padding
+    // Clears the padding.
+    if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));
   work w = {.n = 1, .sides = {side_of(call, false)}};
   if (turned) {
     side t = side_of(call, true);
@@ -695,7 +774,8 @@ static eng_status quantize(const op_call *call)
       else ENG_TRY(run_tall(&one.sides[0], together, &top));
     }
   }
-  if (call->out[2]) ((float *)call->out[2]->data)[0] = top > 0x7F800000u ? f32_from(0x7FC00000u) : f32_from(top);
+  if (call->out[2])
+    ((float *)call->out[2]->data)[0] = top > 0x7F800000u ? f32_from(0x7FC00000u) : f32_from(top);
   return ENG_OK;
 }
 
@@ -704,7 +784,9 @@ static eng_status swiglu_quantize(const op_call *call)
   tensor h = *call->in[0];
   int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
-  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]}, .out = {&h}}, codes = *call;
+  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
+                    .out = {&h}},
+          codes = *call;
   codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
   eng_status status = backend_cpu()->kernel[ENG_OP_swiglu](&swiglu);
   if (status == ENG_OK) status = quantize(&codes);
@@ -714,7 +796,7 @@ static eng_status swiglu_quantize(const op_call *call)
 
 typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
 
-// n numbers, a multiple of 8, of e5m6: the top bits of f16.
+// Unpacks n numbers, a multiple of 8, of e5m6, which are the top bits of f16.
 static void unpack(float *to, const uint32_t *word, int n)
 {
   uint16_t code[TILE];
@@ -749,7 +831,8 @@ static eng_status dequantize(const op_call *call)
 {
   const tensor *q = call->in[0], *y = call->out[0];
   bool packed = call->ints[3] == ENG_FORMAT_E5M6;
-  if (!dtype_is_fast(y->dtype) || (!packed && !dtype_is_fp8(q->dtype)) || y->count == 0) return forward_to_reference(call);
+  if (!dtype_is_fast(y->dtype) || (!packed && !dtype_is_fp8(q->dtype)) || y->count == 0)
+    return forward_to_reference(call);
   back b = {.call = call, .columns = y->shape[y->ndim - 1], .packed = packed};
   int64_t rows = y->count / b.columns;
   b.at = fp8_scales_for(call->ints[1], call->ints[2], rows, b.columns, NULL);

@@ -1,17 +1,17 @@
 // Matrix products inside the CPU device. gemm.c (operations, choice of a path) and attention.c call
 // gemm_run. The two paths behind it are our own, gemm_packed.c, and gemm_onednn.c.
 //
-//   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element of
-//           the result is a chain of f32 fused multiply-adds over k in rising order (even pieces of
-//           at most 384 steps are summed separately and then added), rounded once into its dtype. The
-//           bits of an element depend on its row of A, its column of B and K alone: not on M, N, the
-//           batch, strides, alignment or the number of threads.
+//   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
+//           of the result is a chain of f32 fused multiply-adds over k in rising order (even pieces
+//           of at most 384 steps are summed separately and then added), rounded once into its
+//           dtype. The bits of an element depend on its row of A, its column of B and K alone: not
+//           on M, N, the batch, strides, alignment or the number of threads.
 //   pairs   the packed path for bf16 times bf16 with k of 128 or more, on processors that multiply
-//           pairs of bf16 at full speed (gemm_pairs.h): two steps of k at a time, the later one first;
-//           subnormals count as zero, as on AMX. Otherwise as above.
-//   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32. Its
-//           order of summation may depend on shapes and thread count, and TDPBF16PS (like VDPBF16PS)
-//           takes subnormal inputs as zero and flushes subnormal sums.
+//           pairs of bf16 at full speed (gemm_pairs.h): two steps of k at a time, the later one
+//           first; subnormals count as zero, as on AMX. Otherwise as above.
+//   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
+//           Its order of summation may depend on shapes and thread count, and TDPBF16PS (like
+//           VDPBF16PS) takes subnormal inputs as zero and flushes subnormal sums.
 #ifndef ENG_GEMM_H
 #define ENG_GEMM_H
 
