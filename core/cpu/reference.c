@@ -1,6 +1,6 @@
-// The "reference" device: the slow clear truth that every fast kernel is tested against. It also
-// serves f64 and integer tensors on the "cpu" device, whose kernels forward to it.
-// Owns its table and the helpers of reference.h; the kernels stand in reference_*.c.
+// The "reference" device: the slow, clear kernels that every fast kernel is tested against. It also
+// serves f64 and integer tensors on the "cpu" device, whose kernels forward to it. Owns its table
+// and the helpers of reference.h; the kernels are in reference_*.c. Called by backend.c.
 #include "reference.h"
 
 #include <math.h>
@@ -91,7 +91,8 @@ void values_store(const tensor *x, const double *values, bool add)
   walk at = walk_over(x->ndim, x->shape);
   for (walk_add(&at, x); !walk_ended(&at); walk_next(&at)) {
     double before = add ? tensor_load(x->data, x->dtype, at.at[0]) : 0.0;
-    tensor_store(x->data, x->dtype, at.at[0], add ? before + values[at.position] : values[at.position]);
+    tensor_store(x->data, x->dtype, at.at[0],
+                 add ? before + values[at.position] : values[at.position]);
   }
 }
 
@@ -110,8 +111,8 @@ double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
   if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Round to odd: cut toward zero, mark lost bits in the last one, so that the coming rounding to a
-  // narrower format sees on which side of a tie the integer lies.
+  // Round to odd: truncate toward zero and set the last bit if bits were lost, so that the later
+  // rounding to a narrower format sees on which side of a tie the integer lies.
   uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
   int drop = 11 - __builtin_clzll(magnitude);
   uint64_t kept = magnitude >> drop;
@@ -120,7 +121,8 @@ double double_from_int(int64_t value, int target_dtype)
   return value < 0 ? -odd : odd;
 }
 
-void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at)
+void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
+                  int64_t from_at)
 {
   if (to_dtype == from_dtype) {
     size_t size = (size_t)eng_dtype_size(to_dtype);
@@ -128,7 +130,8 @@ void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int f
   } else if (!dtype_is_integer(from_dtype)) {
     tensor_store(to, to_dtype, to_at, tensor_load(from, from_dtype, from_at));
   } else if (!dtype_is_integer(to_dtype)) {
-    tensor_store(to, to_dtype, to_at, double_from_int(tensor_load_int(from, from_dtype, from_at), to_dtype));
+    tensor_store(to, to_dtype, to_at,
+                 double_from_int(tensor_load_int(from, from_dtype, from_at), to_dtype));
   } else {
     tensor_store_int(to, to_dtype, to_at, tensor_load_int(from, from_dtype, from_at));
   }
@@ -137,7 +140,8 @@ void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int f
 int element_compare(const tensor *x, int64_t a, int64_t b)
 {
   if (dtype_is_integer(x->dtype)) {
-    int64_t left = tensor_load_int(x->data, x->dtype, a), right = tensor_load_int(x->data, x->dtype, b);
+    int64_t left = tensor_load_int(x->data, x->dtype, a),
+            right = tensor_load_int(x->data, x->dtype, b);
     return (left > right) - (left < right);
   }
   double left = tensor_load(x->data, x->dtype, a), right = tensor_load(x->data, x->dtype, b);

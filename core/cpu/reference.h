@@ -14,7 +14,7 @@
 
 enum { WALK_TENSORS = 5 };
 
-/// Row-major steps through a shape, with the element offset of each tensor walked along.
+/// Row-major steps through a shape. Keeps the element offset of each tensor of the walk.
 typedef struct walk {
   int     ndim, n;                                // dimensions; tensors walked
   int64_t shape[ENG_MAX_DIMS], index[ENG_MAX_DIMS];
@@ -24,17 +24,18 @@ typedef struct walk {
 } walk;
 
 walk walk_over(int ndim, const int64_t *shape);
-/// Walks `x` along, its dimensions aligned with the last ones of the shape; size 1 is broadcast.
+/// Adds `x` to the walk, its dimensions aligned with the last ones of the shape; size 1 is
+/// broadcast.
 void walk_add(walk *w, const tensor *x);
-/// Walks an array with these strides along (one per dimension of the shape).
+/// Adds an array with these strides to the walk (one stride per dimension of the shape).
 void walk_add_strides(walk *w, const int64_t *stride);
 static inline bool walk_ended(const walk *w) { return w->position >= w->count; }
 void walk_next(walk *w);
 
 // ------------------------------------------------------------------ dense copies
 
-/// Scratch pieces of one kernel call. `failed` keeps the first error, so that a kernel asks for all
-/// it needs, then looks once.
+/// Scratch memory of one kernel call. `failed` keeps the first error, so that a kernel makes all
+/// its requests and then checks once.
 typedef struct workspace {
   int        n;
   void      *piece[16];
@@ -48,23 +49,28 @@ int64_t *workspace_ints(workspace *w, int64_t count);
 /// The elements of x in row-major order. NULL for an absent x.
 double  *workspace_load(workspace *w, const tensor *x);
 int64_t *workspace_load_ints(workspace *w, const tensor *x);
-/// Rounds dense values into x; adds them to what x holds when `add`. An absent x is fine.
+/// Rounds dense values into x, or adds them to what x holds when `add`. x may be absent.
 void     values_store(const tensor *x, const double *values, bool add);
-/// Gives the scratch back and yields `failed`.
+/// Frees the scratch memory and returns `failed`.
 eng_status workspace_close(workspace *w);
 
 // ------------------------------------------------------------------ elements
 
-/// One element from one tensor to another: bit for bit when the formats agree, else rounded once.
-void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype, int64_t from_at);
-/// The order of two elements of x: positive when the one at offset a is the greater. NaN is greater
-/// than every number and equal to itself; -0 equals +0.
+/// Copies one element from one tensor to another: bit for bit when the formats agree, else rounded
+/// once.
+void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
+                  int64_t from_at);
+/// Compares two elements of x: positive when the one at offset a is greater. NaN is greater than
+/// every number and equal to itself; -0 equals +0.
 int  element_compare(const tensor *x, int64_t a, int64_t b);
 /// A double that rounds to every float format as the integer itself would.
 double double_from_int(int64_t value, int target_dtype);
 
-/// A dimension attribute, negative ones counted from the end.
-static inline int dimension_of(int64_t dimension, int ndim) { return (int)(dimension < 0 ? dimension + ndim : dimension); }
+/// A dimension attribute as an index; negative ones count from the end.
+static inline int dimension_of(int64_t dimension, int ndim)
+{
+  return (int)(dimension < 0 ? dimension + ndim : dimension);
+}
 /// Size of the last dimension (1 for a scalar) and number of rows before it.
 static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 int64_t rows_of(const tensor *x);
@@ -72,8 +78,8 @@ int64_t rows_of(const tensor *x);
 int64_t elements_before(const tensor *x, int dimension);
 int64_t elements_after(const tensor *x, int dimension);
 
-/// log(sum(exp(x[0..n)))), with the largest value taken out first. Infinite only where the plain
-/// formula is: an infinite maximum makes it NaN (inf - inf).
+/// log(sum(exp(x[0..n)))), with the largest value subtracted first. Infinite only where the plain
+/// formula is; an infinite maximum makes it NaN (inf - inf).
 double row_logsumexp(const double *x, int64_t n);
 
 static inline double sigmoid_of(double x)  { return 1.0 / (1.0 + __builtin_exp(-x)); }
@@ -82,7 +88,7 @@ double silu_slope(double x);
 
 // ------------------------------------------------------------------ kernels
 
-// reference_<name> for every operation with a kernel; one that is missing fails at link time.
+// reference_<name> for every operation with a kernel; a missing one fails at link time.
 #define REFERENCE_ANY(name)  op_kernel reference_##name;
 #define REFERENCE_ROWS(name) op_kernel reference_##name;
 #define REFERENCE_VIEW(name)
@@ -94,8 +100,10 @@ double silu_slope(double x);
 #undef REFERENCE_VIEW
 #undef REFERENCE_CALLS
 
-eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
+eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
+                               eng_tensor_stats *stats);
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update);
-eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf);
+eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target,
+                             int *found_inf);
 
 #endif

@@ -1,13 +1,14 @@
-// Reference kernels for attention, its gradient, and rotary position embedding. The whole row of
-// probabilities is formed in double; nothing saved by the forward pass is read back. See reference.h.
+// Reference kernels for attention, its gradient, and rotary position embedding. They compute the
+// whole row of probabilities in double and read nothing back that the forward pass saved. See
+// reference.h.
 //
-// Decided here: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on.
-// An infinite or NaN score makes its row NaN.
+// Edge cases: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
+// infinite or NaN score makes its row NaN.
 #include "reference.h"
 
 #include <math.h>
 
-// Sizes of a call: q [B x T x H x D], k and v [B x S x G x D]; H / G queries share a key head.
+// Sizes of a call: q [B x T x H x D], k and v [B x S x G x D]; H / G query heads share a key head.
 typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;
   double  factor;
@@ -17,13 +18,15 @@ typedef struct sizes {
 static sizes sizes_of(const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
-  sizes s = { q->shape[0], q->shape[1], k->shape[1], q->shape[2], k->shape[2], q->shape[3], call->floats[0], call->ints[0] != 0 };
+  sizes s = {q->shape[0], q->shape[1], k->shape[1],     q->shape[2],
+             k->shape[2], q->shape[3], call->floats[0], call->ints[0] != 0};
   if (s.factor == 0.0) s.factor = 1.0 / sqrt((double)s.width);
   return s;
 }
 
 // First element of head h at time t in a dense [B x times x heads x D].
-static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t, int64_t h)
+static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t,
+                         int64_t h)
 {
   return ((b * times + t) * heads + h) * s->width;
 }
@@ -43,7 +46,8 @@ static double dot(const double *a, const double *b, int64_t n)
 }
 
 // Scaled scores of one query against the first `seen` keys.
-static void scores_of(double *scores, const sizes *s, const double *query, const double *k, int64_t b, int64_t group, int64_t seen)
+static void scores_of(double *scores, const sizes *s, const double *query, const double *k,
+                      int64_t b, int64_t group, int64_t seen)
 {
   for (int64_t j = 0; j < seen; j++)
     scores[j] = s->factor * dot(query, k + vector_at(s, s->keys, s->groups, b, j, group), s->width);
@@ -54,15 +58,18 @@ eng_status reference_attention(const op_call *call)
   sizes s = sizes_of(call);
   int64_t rows = s.batch * s.heads * s.queries;
   workspace space = {0};
-  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]), *v = workspace_load(&space, call->in[2]);
-  double *y = workspace_doubles(&space, call->out[0]->count), *scores = workspace_doubles(&space, s.keys);
+  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]),
+         *v = workspace_load(&space, call->in[2]);
+  double *y = workspace_doubles(&space, call->out[0]->count),
+         *scores = workspace_doubles(&space, s.keys);
   double *lse = workspace_doubles(&space, rows), *entropy = workspace_doubles(&space, rows);
   if (space.failed) return workspace_close(&space);
   int64_t row = 0;
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.heads; h++)
       for (int64_t t = 0; t < s.queries; t++, row++) {
-        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t), at = vector_at(&s, s.queries, s.heads, b, t, h);
+        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t),
+                at = vector_at(&s, s.queries, s.heads, b, t, h);
         scores_of(scores, &s, q + at, k, b, group, seen);
         lse[row] = row_logsumexp(scores, seen);
         for (int64_t j = 0; j < seen; j++) {
@@ -84,16 +91,19 @@ eng_status reference_attention_grad(const op_call *call)
 {
   sizes s = sizes_of(call);
   workspace space = {0};
-  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]), *v = workspace_load(&space, call->in[2]);
+  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]),
+         *v = workspace_load(&space, call->in[2]);
   double *dy = workspace_load(&space, call->in[5]);
-  double *dq = workspace_doubles(&space, call->in[0]->count), *dk = workspace_doubles(&space, call->in[1]->count);
+  double *dq = workspace_doubles(&space, call->in[0]->count),
+         *dk = workspace_doubles(&space, call->in[1]->count);
   double *dv = workspace_doubles(&space, call->in[2]->count);
   double *p = workspace_doubles(&space, s.keys), *dp = workspace_doubles(&space, s.keys);
   if (space.failed) return workspace_close(&space);
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.heads; h++)
       for (int64_t t = 0; t < s.queries; t++) {
-        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t), at = vector_at(&s, s.queries, s.heads, b, t, h);
+        int64_t group = h / (s.heads / s.groups), seen = keys_seen(&s, t),
+                at = vector_at(&s, s.queries, s.heads, b, t, h);
         scores_of(p, &s, q + at, k, b, group, seen);
         double lse = row_logsumexp(p, seen), sum = 0.0;
         for (int64_t j = 0; j < seen; j++) {
@@ -130,10 +140,12 @@ eng_status reference_rope(const op_call *call)
   for (int64_t row = 0; row < y->shape[0] * times; row++) {
     double position = (double)(call->ints[0] + row % times);
     for (int64_t i = 0; i < half; i++) {
-      double angle = direction * position * pow(call->floats[0], -2.0 * (double)i / (double)width), c = cos(angle), s = sin(angle);
+      double angle = direction * position * pow(call->floats[0], -2.0 * (double)i / (double)width),
+             c = cos(angle), s = sin(angle);
       for (int64_t h = 0; h < heads; h++) {
         double *head = x + (row * heads + h) * width;
-        double *first = head + (neighbours ? 2 * i : i), *second = head + (neighbours ? 2 * i + 1 : i + half);
+        double *first = head + (neighbours ? 2 * i : i),
+               *second = head + (neighbours ? 2 * i + 1 : i + half);
         double a = *first, b = *second;
         *first = a * c - b * s;
         *second = b * c + a * s;

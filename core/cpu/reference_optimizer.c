@@ -1,9 +1,9 @@
-// Reference passes over all parameters: gradient statistics and the optimizers SGD, Adam, AdamW and
-// Lion. See backend.h, engine.h.
+// Reference passes over all parameters: gradient statistics, unscaling, and the optimizers SGD,
+// Adam, AdamW and Lion. See backend.h, engine.h.
 //
-// The update is computed in f32, one rounding an operation and in the order written here, so that the
-// fast optimizer can be held against it to an ulp. A gradient that is not finite goes through
-// unchanged: whether to step at all is the policy's decision.
+// The update is computed in f32, with one rounding per operation and in the order written here, so
+// that the fast optimizer can be compared with it to an ulp. A gradient that is not finite passes
+// through unchanged: the policy decides whether to step at all.
 #include "reference.h"
 
 #include <math.h>
@@ -20,7 +20,8 @@ static double smallest_normal(int dtype)
 }
 
 // The sum of squares is one sum in double in element order.
-eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
+                               eng_tensor_stats *stats)
 {
   for (int k = 0; k < n; k++) {
     const param_span *span = &spans[k];
@@ -36,7 +37,8 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, e
         if (needs & ENG_NEED_AMAX) s->amax = fmax(s->amax, magnitude);
         if (needs & ENG_NEED_NORM) s->sum_squares += g * g;
         if (needs & ENG_NEED_ZEROS) s->zeros += g == 0;
-        if (needs & ENG_NEED_UNDERFLOW) s->underflow += g != 0 && magnitude < smallest_normal(span->gradient_dtype);
+        if (needs & ENG_NEED_UNDERFLOW)
+          s->underflow += g != 0 && magnitude < smallest_normal(span->gradient_dtype);
         if ((needs & ENG_NEED_HIST) && g != 0) {
           int bin = ilogb(magnitude) + 160;
           s->hist[bin < 0 ? 0 : bin >= ENG_HIST_BINS ? ENG_HIST_BINS - 1 : bin]++;
@@ -49,20 +51,22 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs, e
 
 // ------------------------------------------------------------------ unscaling
 
-// The factor is an f32 like the gradients; one that is no normal f32 stays a double, since its product
-// with a gradient may be in range all the same.
+// The factor is an f32, like the gradients. A factor that is not a normal f32 stays a double, since
+// its product with a gradient may still be in range.
 static float times_factor(float g, double factor)
 {
   double size = fabs(factor);
   return size >= 0x1p127 || size < 0x1p-126 ? (float)(g * factor) : g * (float)factor;
 }
 
-eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target, int *found_inf)
+eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target,
+                             int *found_inf)
 {
   *found_inf = 0;
   for (int k = 0; k < n; k++)
     for (int64_t i = 0; i < spans[k].count; i++) {
-      float product = times_factor((float)tensor_load(spans[k].gradient, spans[k].gradient_dtype, i), factor / spans[k].scale);
+      float product = times_factor(
+        (float)tensor_load(spans[k].gradient, spans[k].gradient_dtype, i), factor / spans[k].scale);
       if (!f32_is_finite(product)) *found_inf = 1;
       target[k][i] = product;
     }
@@ -71,11 +75,11 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // ------------------------------------------------------------------ optimizers
 
-// The two moments of one element; those an optimizer has no use for stay as they are.
+// The two moments of one element; an optimizer leaves those it does not use unchanged.
 typedef struct moments { float first, second; } moments;
 
-// g += decay * w; the momentum buffer starts as g, then it is momentum * buffer + (1 - dampening) * g;
-// w -= lr * (nesterov ? g + momentum * buffer : buffer).
+// g += decay * w; the momentum buffer starts as g and then becomes momentum * buffer + (1 -
+// dampening) * g; w -= lr * (nesterov ? g + momentum * buffer : buffer).
 static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 {
   float momentum = (float)h->momentum;
@@ -87,9 +91,9 @@ static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
   return w - (float)h->lr * g;
 }
 
-// m = beta1 m + (1 - beta1) g, computed as a step from m toward g, v = beta2 v + (1 - beta2) g^2,
+// m = beta1 m + (1 - beta1) g, computed as a step from m toward g; v = beta2 v + (1 - beta2) g^2;
 // w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-// Weight decay: added to the gradient (Adam), or w shrunk by 1 - lr * decay first (AdamW).
+// Weight decay: added to the gradient (Adam), or w is first multiplied by 1 - lr * decay (AdamW).
 static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled)
 {
   float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)t)));
@@ -102,8 +106,8 @@ static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, b
   return w + -step * m->first / (sqrtf(m->second) / root + (float)h->eps);
 }
 
-// w shrunk by 1 - lr * decay, then w -= lr * sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
-// The sign of 0 is 0, that of NaN is NaN.
+// w is multiplied by 1 - lr * decay, then w -= lr * sign(beta1 m + (1 - beta1) g); m = beta2 m + (1
+// - beta2) g. The sign of 0 is 0, that of NaN is NaN.
 static float lion(float w, float g, moments *m, const eng_hyper *h)
 {
   float direction = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;
@@ -121,7 +125,8 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
     const eng_hyper *h = &update->groups[span->group];
     for (int64_t i = 0; i < span->count; i++) {
       float w = span->master[i];
-      float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i), update->gradient_factor / span->scale);
+      float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i),
+                             update->gradient_factor / span->scale);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
       moments m = {0};
       if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);
@@ -131,8 +136,10 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
         case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false); break;
         case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true); break;
         case ENG_LION:  w = lion(w, g, &m, h); break;
-        default: return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", update->kind);
-      }
+        default:
+          return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d",
+                           update->kind);
+        }
       span->master[i] = w;
       if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
       if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);
