@@ -1,12 +1,12 @@
 // Reference kernels that work element by element: arithmetic, comparisons, activations and their
 // gradients, dropout, casts. Any strides, any broadcasting. See reference.h.
 //
-// Decided here:
+// Edge cases:
 //   maximum, minimum   a NaN on either side gives NaN; -0 and +0 are equal, the first one is taken
 //   relu               NaN stays NaN; its slope at 0 and below is 0, at NaN dy passes through
 //   gelu, silu         the formulas as written: at -inf they are -inf * 0 = NaN, as in PyTorch
 //   their slopes       at -inf and +inf are the limits 0 and 1, and finite wherever x is
-//   integers           wrap; affine with whole-numbered factors is exact, else it goes through double
+//   integers           wrap; affine with integral factors is exact, else it goes through double
 #include "reference.h"
 
 #include "base/rng.h"
@@ -18,12 +18,14 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// y = float_rule(a, b), or int_rule when the result, or without a result of its own kind (comparisons)
-// every input, is an integer.
-static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule, bool compares)
+// y = float_rule(a, b), or int_rule for integers: when the result is an integer or, for
+// comparisons, when every input is.
+static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
+                          bool compares)
 {
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0];
-  bool integers = dtype_is_integer(compares ? a->dtype : y->dtype) && dtype_is_integer(compares ? b->dtype : y->dtype);
+  bool integers = dtype_is_integer(compares ? a->dtype : y->dtype) &&
+                  dtype_is_integer(compares ? b->dtype : y->dtype);
   walk w = walk_over(y->ndim, y->shape);
   walk_add(&w, a);
   walk_add(&w, b);
@@ -31,23 +33,27 @@ static eng_status map_two(const op_call *call, binary_float *float_rule, binary_
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers && int_rule)
       tensor_store_int(y->data, y->dtype, w.at[2],
-                       int_rule(tensor_load_int(a->data, a->dtype, w.at[0]), tensor_load_int(b->data, b->dtype, w.at[1])));
+                       int_rule(tensor_load_int(a->data, a->dtype, w.at[0]),
+                                tensor_load_int(b->data, b->dtype, w.at[1])));
     else
       tensor_store(y->data, y->dtype, w.at[2],
-                   float_rule(tensor_load(a->data, a->dtype, w.at[0]), tensor_load(b->data, b->dtype, w.at[1])));
+                   float_rule(tensor_load(a->data, a->dtype, w.at[0]),
+                              tensor_load(b->data, b->dtype, w.at[1])));
   }
   return ENG_OK;
 }
 
-#define ARITHMETIC(name, float_formula, int_formula)                              \
-  static double name##_floats(double a, double b) { return float_formula; }       \
-  static int64_t name##_ints(int64_t a, int64_t b) { return int_formula; }        \
-  eng_status reference_##name(const op_call *call) { return map_two(call, name##_floats, name##_ints, false); }
+#define ARITHMETIC(name, float_formula, int_formula)                        \
+  static double name##_floats(double a, double b) { return float_formula; } \
+  static int64_t name##_ints(int64_t a, int64_t b) { return int_formula; }  \
+  eng_status reference_##name(const op_call *call)                          \
+  { return map_two(call, name##_floats, name##_ints, false); }
 
-#define COMPARISON(name, operator)                                                \
-  static double name##_floats(double a, double b) { return a operator b; }        \
-  static int64_t name##_ints(int64_t a, int64_t b) { return a operator b; }       \
-  eng_status reference_##name(const op_call *call) { return map_two(call, name##_floats, name##_ints, true); }
+#define COMPARISON(name, operator)                                          \
+  static double name##_floats(double a, double b) { return a operator b; }  \
+  static int64_t name##_ints(int64_t a, int64_t b) { return a operator b; } \
+  eng_status reference_##name(const op_call *call)                          \
+  { return map_two(call, name##_floats, name##_ints, true); }
 
 static int64_t wrap(uint64_t bits) { return (int64_t)bits; }
 
@@ -89,7 +95,7 @@ eng_status reference_where(const op_call *call)
 
 typedef double unary_rule(double x);
 
-// y = rule(x) for floats; for integers that stay integers int_rule, where there is one.
+// y = rule(x) for floats; int_rule, if there is one, for integers that stay integers.
 static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_rule)(int64_t))
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -99,7 +105,8 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers)
-      tensor_store_int(y->data, y->dtype, w.at[1], int_rule(tensor_load_int(x->data, x->dtype, w.at[0])));
+      tensor_store_int(y->data, y->dtype, w.at[1],
+                       int_rule(tensor_load_int(x->data, x->dtype, w.at[0])));
     else
       tensor_store(y->data, y->dtype, w.at[1], rule(tensor_load(x->data, x->dtype, w.at[0])));
   }
@@ -110,10 +117,11 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
   static double name##_value(double x) { return formula; }          \
   eng_status reference_##name(const op_call *call) { return map_one(call, name##_value, NULL); }
 
-#define UNARY_INT(name, formula, int_formula)                       \
-  static double name##_value(double x) { return formula; }          \
-  static int64_t name##_int(int64_t x) { return int_formula; }      \
-  eng_status reference_##name(const op_call *call) { return map_one(call, name##_value, name##_int); }
+#define UNARY_INT(name, formula, int_formula)                  \
+  static double name##_value(double x) { return formula; }     \
+  static int64_t name##_int(int64_t x) { return int_formula; } \
+  eng_status reference_##name(const op_call *call)             \
+  { return map_one(call, name##_value, name##_int); }
 
 static const double GELU_K = 0.79788456080286535588;   // sqrt(2 / pi)
 static const double GELU_C = 0.044715;
@@ -140,7 +148,8 @@ eng_status reference_affine(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   double factor = call->floats[0], shift = call->floats[1];
-  bool whole = factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
+  bool whole =
+    factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
   bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
   walk w = walk_over(y->ndim, y->shape);
   walk_add(&w, x);
@@ -148,9 +157,11 @@ eng_status reference_affine(const op_call *call)
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers) {
       uint64_t value = (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]);
-      tensor_store_int(y->data, y->dtype, w.at[1], wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
+      tensor_store_int(y->data, y->dtype, w.at[1],
+                       wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
     } else {
-      tensor_store(y->data, y->dtype, w.at[1], tensor_load(x->data, x->dtype, w.at[0]) * factor + shift);
+      tensor_store(y->data, y->dtype, w.at[1],
+                   tensor_load(x->data, x->dtype, w.at[0]) * factor + shift);
     }
   }
   return ENG_OK;
@@ -163,7 +174,8 @@ eng_status reference_pow_scalar(const op_call *call)
   walk_add(&w, x);
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w))
-    tensor_store(y->data, y->dtype, w.at[1], pow(tensor_load(x->data, x->dtype, w.at[0]), call->floats[0]));
+    tensor_store(y->data, y->dtype, w.at[1],
+                 pow(tensor_load(x->data, x->dtype, w.at[0]), call->floats[0]));
   return ENG_OK;
 }
 
@@ -180,7 +192,7 @@ eng_status reference_clamp(const op_call *call)
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value))
       tensor_store(y->data, y->dtype, w.at[1], bounded);
-    else   // untouched elements keep every bit, those of wide integers too
+    else   // untouched elements keep every bit, also those of wide integers
       element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
   }
   return ENG_OK;
@@ -197,7 +209,7 @@ static double gelu_slope(double x)
 static double gelu_tanh_slope(double x)
 {
   double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
-  // where tanh is flat the second term is 0, though x^2 may overflow
+  // Where tanh is flat the second term is 0, though x^2 may overflow.
   double bend = rest == 0.0 ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
   return 0.5 * (1.0 + t) + bend;
 }
@@ -210,7 +222,8 @@ eng_status reference_unary_grad(const op_call *call)
   walk_add(&w, dy);
   walk_add(&w, dx);
   for (; !walk_ended(&w); walk_next(&w)) {
-    double v = tensor_load(x->data, x->dtype, w.at[0]), g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
+    double v = tensor_load(x->data, x->dtype, w.at[0]),
+           g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
     switch (call->unary_grad.of) {
       case ENG_OP_neg:         slope = -1.0; break;
       case ENG_OP_abs:         slope = f64_is_nan(v) ? v : (v > 0) - (v < 0); break;
@@ -228,10 +241,15 @@ eng_status reference_unary_grad(const op_call *call)
       case ENG_OP_gelu:        slope = gelu_slope(v); break;
       case ENG_OP_gelu_tanh:   slope = gelu_tanh_slope(v); break;
       case ENG_OP_silu:        slope = silu_slope(v); break;
-      case ENG_OP_hardswish:   slope = v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0; g = v <= -3 ? 0.0 : g; break;
+      case ENG_OP_hardswish:
+        slope = v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;
+        g = v <= -3 ? 0.0 : g;
+        break;
       default:
-        return error_set(ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
-                         eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0]) : "a number that is no operation");
+        return error_set(ENG_ERR_VALUE,
+                         "unary_grad: expected an elementwise operation of one input, got %s",
+                         eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0])
+                                                         : "a number that is no operation");
     }
     tensor_store(dx->data, dx->dtype, w.at[2], slope * g);
   }
@@ -247,13 +265,15 @@ eng_status reference_swiglu(const op_call *call)
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w))
     tensor_store(y->data, y->dtype, w.at[2],
-                 silu_of(tensor_load(gate->data, gate->dtype, w.at[0])) * tensor_load(up->data, up->dtype, w.at[1]));
+                 silu_of(tensor_load(gate->data, gate->dtype, w.at[0])) *
+                   tensor_load(up->data, up->dtype, w.at[1]));
   return ENG_OK;
 }
 
 eng_status reference_swiglu_grad(const op_call *call)
 {
-  const tensor *gate = call->in[0], *up = call->in[1], *dy = call->in[2], *dgate = call->out[0], *dup = call->out[1];
+  const tensor *gate = call->in[0], *up = call->in[1], *dy = call->in[2], *dgate = call->out[0],
+               *dup = call->out[1];
   walk w = walk_over(dy->ndim, dy->shape);
   walk_add(&w, gate);
   walk_add(&w, up);
@@ -261,7 +281,8 @@ eng_status reference_swiglu_grad(const op_call *call)
   walk_add(&w, dgate ? dgate : dy);
   walk_add(&w, dup ? dup : dy);
   for (; !walk_ended(&w); walk_next(&w)) {
-    double a = tensor_load(gate->data, gate->dtype, w.at[0]), b = tensor_load(up->data, up->dtype, w.at[1]);
+    double a = tensor_load(gate->data, gate->dtype, w.at[0]),
+           b = tensor_load(up->data, up->dtype, w.at[1]);
     double g = tensor_load(dy->data, dy->dtype, w.at[2]);
     if (dgate) tensor_store(dgate->data, dgate->dtype, w.at[3], g * b * silu_slope(a));
     if (dup) tensor_store(dup->data, dup->dtype, w.at[4], g * silu_of(a));
@@ -272,7 +293,7 @@ eng_status reference_swiglu_grad(const op_call *call)
 // ------------------------------------------------------------------ dropout, copies
 
 // Element i, counted in row-major order, takes word i % 4 of the Philox block ints[0] + i / 4. A
-// dropped element is 0 whatever it was; a kept one is divided by 1 - p.
+// dropped element is 0, whatever its value was; a kept one is divided by 1 - p.
 eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -284,7 +305,8 @@ eng_status reference_dropout(const op_call *call)
     uint32_t words[4];
     philox_block(words, (uint64_t)call->ints[0] + (uint64_t)(w.position / 4));
     bool keep = (words[w.position % 4] >> 8) * 0x1p-24 >= p;
-    tensor_store(y->data, y->dtype, w.at[1], keep ? tensor_load(x->data, x->dtype, w.at[0]) / (1.0 - p) : 0.0);
+    tensor_store(y->data, y->dtype, w.at[1],
+                 keep ? tensor_load(x->data, x->dtype, w.at[0]) / (1.0 - p) : 0.0);
   }
   return ENG_OK;
 }
@@ -300,7 +322,7 @@ static eng_status copy_elements(const op_call *call)
   return ENG_OK;
 }
 
-// A mode beside plain rounding: floating point or integers to FP8.
+// A rounding mode other than the default: floating point or integers to FP8.
 static eng_status cast_by_mode(const op_call *call, int mode)
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -308,16 +330,21 @@ static eng_status cast_by_mode(const op_call *call, int mode)
   walk_add(&w, x);
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w)) {
-    double value = dtype_is_integer(x->dtype) ? double_from_int(tensor_load_int(x->data, x->dtype, w.at[0]), y->dtype) : tensor_load(x->data, x->dtype, w.at[0]);
+    double value = dtype_is_integer(x->dtype)
+                     ? double_from_int(tensor_load_int(x->data, x->dtype, w.at[0]), y->dtype)
+                     : tensor_load(x->data, x->dtype, w.at[0]);
     uint32_t words[4] = {0};
-    if (mode & FP8_STOCHASTIC) philox_block(words, (uint64_t)call->ints[2] + (uint64_t)(w.position / 4));
-    ((uint8_t *)y->data)[w.at[1]] = fp8_from_f32(f32_odd_from_f64(value), y->dtype == ENG_e4m3 ? 3 : 2, mode, words[w.position % 4]);
+    if (mode & FP8_STOCHASTIC)
+      philox_block(words, (uint64_t)call->ints[2] + (uint64_t)(w.position / 4));
+    ((uint8_t *)y->data)[w.at[1]] = fp8_from_f32(
+      f32_odd_from_f64(value), y->dtype == ENG_e4m3 ? 3 : 2, mode, words[w.position % 4]);
   }
   return ENG_OK;
 }
 
 eng_status reference_cast(const op_call *call)
 {
-  return dtype_is_fp8(call->out[0]->dtype) && call->ints[1] ? cast_by_mode(call, (int)call->ints[1]) : copy_elements(call);
+  return dtype_is_fp8(call->out[0]->dtype) && call->ints[1] ? cast_by_mode(call, (int)call->ints[1])
+                                                            : copy_elements(call);
 }
 eng_status reference_contiguous(const op_call *call) { return copy_elements(call); }

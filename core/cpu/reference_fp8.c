@@ -1,5 +1,6 @@
-// Reference kernels for FP8: quantize, dequantize, fp8_matmul, element by element with the scalar formulas of core/fp8*.h. The
-// fast kernels must agree with them bit for bit, NaN payloads of wider formats apart. See reference.h, ops.def.
+// Reference kernels for FP8: quantize, dequantize, fp8_matmul, element by element with the scalar
+// formulas of core/base/fp8*.h. The fast kernels must agree with them bit for bit, except for NaN
+// payloads of wider formats. See reference.h, ops.def.
 #include "reference.h"
 
 #include "base/fp8_hopper.h"
@@ -12,10 +13,10 @@
 
 // ------------------------------------------------------------------ quantize
 
-// One side of a quantize call: x as it is, or seen transposed.
+// One side of a quantize call: x untransposed or transposed.
 typedef struct side {
   const op_call *call;
-  int64_t  rows, columns;           // of what comes out
+  int64_t  rows, columns;           // of the result
   int64_t  row, column;             // strides of x in elements
   tensor  *q, *scale;
   uint64_t random;                  // Philox block of the first element
@@ -27,8 +28,9 @@ static float x_at(const side *s, int64_t r, int64_t c)
   return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
 }
 
-// The largest magnitude of a block; `nans`: NaN when there is one.
-static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns, bool nans)
+// The largest magnitude of a block. With `nans`, the result is NaN when the block holds one.
+static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
+                        bool nans)
 {
   float amax = 0;
   for (int64_t r = r0; r < r0 + rows; r++)
@@ -47,7 +49,8 @@ static fp8_scale scale_of_block(const op_call *call, float amax)
     float factor = ((const float *)call->in[1]->data)[0];
     return (fp8_scale){factor, 1.0f / factor};
   }
-  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0, fp8_eps(rule, call->floats[0]), (int)call->floats[1],
+  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0,
+                      fp8_eps(rule, call->floats[0]), (int)call->floats[1],
                       fp8_limit(call->ints[1], call->ints[2], call->in[0]->dtype));
 }
 
@@ -63,28 +66,34 @@ static void quantize_side(const side *s)
 {
   const op_call *call = s->call;
   fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], s->rows, s->columns, NULL);
-  bool divides = fp8_divides((int)call->ints[3]) && !call->in[1], packed = call->ints[0] == ENG_FORMAT_E5M6;
-  int mode = FP8_SATURATE | (int)(call->ints[4] & FP8_STOCHASTIC), fraction = call->ints[0] == ENG_e4m3 ? 3 : 2;
+  bool divides = fp8_divides((int)call->ints[3]) && !call->in[1],
+       packed = call->ints[0] == ENG_FORMAT_E5M6;
+  int mode = FP8_SATURATE | (int)(call->ints[4] & FP8_STOCHASTIC),
+      fraction = call->ints[0] == ENG_e4m3 ? 3 : 2;
   memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // the padding
   for (int64_t i = 0; i < at.row_count; i++)
     for (int64_t j = 0; j < at.inner_count; j++) {
       int64_t r0 = i * at.row_block, c0 = j * at.inner_block;
       int64_t rows = s->rows - r0 < at.row_block ? s->rows - r0 : at.row_block;
       int64_t columns = s->columns - c0 < at.inner_block ? s->columns - c0 : at.inner_block;
-      fp8_scale scale = scale_of_block(call, block_amax(s, r0, rows, c0, columns, call->ints[3] == ENG_SCALE_TORCHAO));
+      fp8_scale scale = scale_of_block(
+        call, block_amax(s, r0, rows, c0, columns, call->ints[3] == ENG_SCALE_TORCHAO));
       ((float *)s->scale->data)[i * at.row_stride + j * at.inner_stride] = scale.scale;
       for (int64_t r = r0; r < r0 + rows; r++)
         for (int64_t c = c0; c < c0 + columns; c++) {
           float x = x_at(s, r, c), y = divides ? x / scale.factor : x * scale.factor;
           int64_t element = r * s->columns + c;
-          if (packed) {   // c is never alone: whole words are written once their eight codes are known
+          // Eight codes share three words. Each code is added to the codes already there; the words
+          // are complete after the eighth.
+          if (packed) {
             uint32_t *word = (uint32_t *)s->q->data + element / 8 * 3;
             uint16_t code[8] = {0};
             if (c % 8) e5m6_unpack(code, word);
             code[c % 8] = e5m6_from_f32(y, mode);
             e5m6_pack(word, code);
           } else {
-            ((uint8_t *)s->q->data)[element] = fp8_from_f32(y, fraction, mode, random_of(s, element));
+            ((uint8_t *)s->q->data)[element] =
+              fp8_from_f32(y, fraction, mode, random_of(s, element));
           }
         }
     }
@@ -94,7 +103,8 @@ eng_status reference_quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
   int64_t columns = columns_of(x), rows = rows_of(x);
-  side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1, .q = call->out[0], .scale = call->out[1],
+  side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,
+              .q = call->out[0], .scale = call->out[1],
               .random = (uint64_t)call->ints[5]};
   if (own.q && own.scale) quantize_side(&own);
   if (call->out[2]) {
@@ -102,12 +112,15 @@ eng_status reference_quantize(const op_call *call)
     ((float *)call->out[2]->data)[0] = f32_is_nan(amax) ? f32_from(0x7FC00000u) : amax;
   }
   if (!call->out[3] || !call->out[4]) return ENG_OK;
-  side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns, .q = call->out[3], .scale = call->out[4],
+  side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
+                 .q = call->out[3], .scale = call->out[4],
                  .random = (uint64_t)call->ints[5] + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
-  if (call->ints[1] == call->ints[2])   // square blocks: the same bytes, also where chance rounded them
+  // Square blocks give the same bytes, also where rounding was stochastic.
+  if (call->ints[1] == call->ints[2])
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c++) ((uint8_t *)turned.q->data)[c * rows + r] = ((const uint8_t *)own.q->data)[r * columns + c];
+      for (int64_t c = 0; c < columns; c++)
+        ((uint8_t *)turned.q->data)[c * rows + r] = ((const uint8_t *)own.q->data)[r * columns + c];
   return ENG_OK;
 }
 
@@ -116,7 +129,9 @@ eng_status reference_swiglu_quantize(const op_call *call)
   tensor h = *call->in[0];   // gate is contiguous
   int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
-  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]}, .out = {&h}}, codes = *call;
+  op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
+                    .out = {&h}},
+          codes = *call;
   codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
   eng_status status = reference_swiglu(&swiglu);
   if (status == ENG_OK) status = reference_quantize(&codes);
@@ -158,9 +173,11 @@ typedef struct matrix {
 } matrix;
 
 // along_k: the second dimension, as given, is the one summed over.
-static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows, int64_t block_columns)
+static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
+                        int64_t block_columns)
 {
-  matrix m = {.data = q->data, .scale = scale->data, .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .transposed = !along_k};
+  matrix m = {.data = q->data, .scale = scale->data, .fraction = q->dtype == ENG_e4m3 ? 3 : 2,
+              .transposed = !along_k};
   m.i_stride = along_k ? q->shape[1] : 1;
   m.k_stride = along_k ? 1 : q->shape[1];
   m.at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
@@ -172,18 +189,23 @@ static float scale_at(const matrix *m, int64_t i, int64_t k)
   return m->scale[m->transposed ? fp8_scale_at(&m->at, k, i) : fp8_scale_at(&m->at, i, k)];
 }
 
-static float value_at(const matrix *m, int64_t i, int64_t k) { return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction); }
+static float value_at(const matrix *m, int64_t i, int64_t k)
+{
+  return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction);
+}
 
-// The sum of n products from step k on by the model of the accumulator.
-static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j, int64_t k, int64_t n)
+// The sum of n products, beginning with step k, by the given model of the accumulator.
+static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j,
+                         int64_t k, int64_t n)
 {
   float sum = 0;
   double exact = 0;
   if (model == ENG_ACCUMULATE_HOPPER) {
     for (int64_t at = k; at < k + n; at += HOPPER_GROUP) {
       int group = (int)(k + n - at < HOPPER_GROUP ? k + n - at : HOPPER_GROUP);
-      sum = hopper_group(a->data + i * a->i_stride + at * a->k_stride, a->k_stride, a->fraction, b->data + j * b->i_stride + at * b->k_stride,
-                         b->k_stride, b->fraction, group, sum);
+      sum = hopper_group(a->data + i * a->i_stride + at * a->k_stride, a->k_stride, a->fraction,
+                         b->data + j * b->i_stride + at * b->k_stride, b->k_stride, b->fraction,
+                         group, sum);
     }
     return sum;
   }
@@ -192,7 +214,9 @@ static double accumulate(const matrix *a, const matrix *b, int model, int64_t i,
     float product = value_at(a, i, at) * value_at(b, j, at);   // exact
     if (model == ENG_ACCUMULATE_EXACT) exact += (double)product;
     else if (model == ENG_ACCUMULATE_FP32) sum += product;
-    else sum = e4m3_to_f32(e4m3_from_f32(sum + e4m3_to_f32(e4m3_from_f32(product, FP8_SATURATE)), FP8_SATURATE));
+    else
+      sum = e4m3_to_f32(
+        e4m3_from_f32(sum + e4m3_to_f32(e4m3_from_f32(product, FP8_SATURATE)), FP8_SATURATE));
   }
   return model == ENG_ACCUMULATE_EXACT ? exact : (double)sum;
 }
@@ -204,7 +228,8 @@ eng_status reference_fp8_matmul(const op_call *call)
   matrix a = matrix_of(call->in[0], call->in[1], !ta, call->ints[2], call->ints[3]);
   matrix b = matrix_of(call->in[2], call->in[3], tb, call->ints[4], call->ints[5]);
   int64_t m = y->shape[0], n = y->shape[1], k = call->in[0]->shape[ta ? 0 : 1];
-  int64_t along_a = ta ? a.at.row_block : a.at.inner_block, along_b = tb ? b.at.inner_block : b.at.row_block;
+  int64_t along_a = ta ? a.at.row_block : a.at.inner_block,
+          along_b = tb ? b.at.inner_block : b.at.row_block;
   int64_t stretch = along_a < along_b ? along_a : along_b;
   bool b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
   int model = (int)call->ints[7];
@@ -215,9 +240,11 @@ eng_status reference_fp8_matmul(const op_call *call)
       double exact = 0;
       for (int64_t k0 = 0; k0 < k; k0 += stretch) {
         int64_t end = k0 + stretch < k ? k0 + stretch : k;
-        float sum = 0, first = scale_at(b_first ? &b : &a, b_first ? j : i, k0), second = scale_at(b_first ? &a : &b, b_first ? i : j, k0);
+        float sum = 0, first = scale_at(b_first ? &b : &a, b_first ? j : i, k0),
+              second = scale_at(b_first ? &a : &b, b_first ? i : j, k0);
         for (int64_t at = k0; at < end; at += promotion) {
-          double part = accumulate(&a, &b, model, i, j, at, end - at < promotion ? end - at : promotion);
+          double part =
+            accumulate(&a, &b, model, i, j, at, end - at < promotion ? end - at : promotion);
           if (model == ENG_ACCUMULATE_EXACT) exact += part * (double)first * (double)second;
           else sum += (float)part;
         }
@@ -225,10 +252,13 @@ eng_status reference_fp8_matmul(const op_call *call)
       }
       int64_t place = i * y->stride[0] + j * y->stride[1];
       double addend = bias ? tensor_load(bias->data, bias->dtype, j * bias->stride[0]) : 0;
-      double value = model == ENG_ACCUMULATE_EXACT ? exact + addend : bias ? (double)(total + (float)addend) : (double)total;
+      double value = model == ENG_ACCUMULATE_EXACT ? exact + addend
+                     : bias                        ? (double)(total + (float)addend)
+                                                   : (double)total;
       double before = call->ints[9] ? tensor_load(y->data, y->dtype, place) : 0;
       tensor_store(y->data, y->dtype, place, value);
-      if (call->ints[9]) tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
+      if (call->ints[9])
+        tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
     }
   return ENG_OK;
 }

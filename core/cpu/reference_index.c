@@ -1,8 +1,8 @@
-// Reference kernels that join and pick: concat, gather, index_select, embedding and their gradients,
-// top-k, argmax. Elements that are only moved keep every bit. See reference.h.
+// Reference kernels that join and select: concat, gather, index_select, embedding and their
+// gradients, top-k, argmax. Elements that are only moved keep every bit. See reference.h.
 //
-// Decided here: NaN counts as the largest element in topk and argmax, and as the smallest in argmin
-// (a NaN is always found); among equals the first one comes first.
+// Edge cases: NaN counts as the largest element in topk and argmax, and as the smallest in argmin
+// (a NaN is always found); among equal elements the first one is taken.
 #include "reference.h"
 
 
@@ -12,14 +12,15 @@ eng_status reference_concat(const op_call *call)
 {
   const tensor *y = call->out[0];
   int dimension = dimension_of(call->ints[0], y->ndim);
-  int64_t offset = 0;   // along `dimension`, of the part being copied
+  int64_t offset = 0;   // of the current part, along `dimension`
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
     walk w = walk_over(x->ndim, x->shape);
     walk_add(&w, x);
     walk_add_strides(&w, y->stride);
     for (; !walk_ended(&w); walk_next(&w))
-      element_copy(y->data, y->dtype, w.at[1] + offset * y->stride[dimension], x->data, x->dtype, w.at[0]);
+      element_copy(y->data, y->dtype, w.at[1] + offset * y->stride[dimension], x->data, x->dtype,
+                   w.at[0]);
     offset += x->shape[dimension];
   }
   return ENG_OK;
@@ -27,13 +28,16 @@ eng_status reference_concat(const op_call *call)
 
 // ------------------------------------------------------------------ picking
 
-// The index at offset `at`, checked against the `size` of what it points into.
-static eng_status read_index(int64_t *index, const op_call *call, const tensor *indices, int64_t at, int64_t position, int64_t size)
+// The index at offset `at`, checked against `size`, the size of the dimension it selects from.
+static eng_status read_index(int64_t *index, const op_call *call, const tensor *indices, int64_t at,
+                             int64_t position, int64_t size)
 {
   *index = tensor_load_int(indices->data, indices->dtype, at);
   if (*index >= 0 && *index < size) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld at position %lld of %s", eng_op_name(call->op),
-                   (long long)size - 1, (long long)*index, (long long)position, tensor_text(indices));
+  return error_set(ENG_ERR_VALUE,
+                   "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
+                   eng_op_name(call->op), (long long)size - 1, (long long)*index,
+                   (long long)position, tensor_text(indices));
 }
 
 
@@ -53,7 +57,7 @@ eng_status reference_gather(const op_call *call)
   return ENG_OK;
 }
 
-// Sums in double over everything that was picked from one place, then rounds once.
+// Sums in double everything that was selected from one place, then rounds once.
 eng_status reference_gather_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *indices = call->in[1], *dx = call->out[0];
@@ -66,12 +70,14 @@ eng_status reference_gather_grad(const op_call *call)
   walk_add_strides(&w, indices->stride);
   for (; !walk_ended(&w); walk_next(&w)) {
     int64_t index, to = 0;
-    eng_status status = read_index(&index, call, indices, w.at[1], w.position, dx->shape[dimension]);
+    eng_status status =
+      read_index(&index, call, indices, w.at[1], w.position, dx->shape[dimension]);
     if (status != ENG_OK) {
       workspace_close(&space);
       return status;
     }
-    for (int d = 0; d < dx->ndim; d++) to = to * dx->shape[d] + (d == dimension ? index : w.index[d]);
+    for (int d = 0; d < dx->ndim; d++)
+      to = to * dx->shape[d] + (d == dimension ? index : w.index[d]);
     sums[to] += tensor_load(dy->data, dy->dtype, w.at[0]);
   }
   values_store(dx, sums, false);
@@ -88,7 +94,9 @@ eng_status reference_index_select(const op_call *call)
   }
   walk w = walk_over(y->ndim, y->shape);
   for (walk_add(&w, y); !walk_ended(&w); walk_next(&w)) {
-    int64_t index = tensor_load_int(indices->data, indices->dtype, w.index[dimension] * indices->stride[0]), from = 0;
+    int64_t index = tensor_load_int(indices->data, indices->dtype,
+                                    w.index[dimension] * indices->stride[0]),
+            from = 0;
     for (int d = 0; d < x->ndim; d++) from += (d == dimension ? index : w.index[d]) * x->stride[d];
     element_copy(y->data, y->dtype, w.at[0], x->data, x->dtype, from);
   }
@@ -108,8 +116,11 @@ eng_status reference_index_select_grad(const op_call *call)
   if (space.failed) return workspace_close(&space);
   walk w = walk_over(dy->ndim, dy->shape);
   for (walk_add(&w, dy); !walk_ended(&w); walk_next(&w)) {
-    int64_t index = tensor_load_int(indices->data, indices->dtype, w.index[dimension] * indices->stride[0]), to = 0;
-    for (int d = 0; d < dx->ndim; d++) to = to * dx->shape[d] + (d == dimension ? index : w.index[d]);
+    int64_t index = tensor_load_int(indices->data, indices->dtype,
+                                    w.index[dimension] * indices->stride[0]),
+            to = 0;
+    for (int d = 0; d < dx->ndim; d++)
+      to = to * dx->shape[d] + (d == dimension ? index : w.index[d]);
     sums[to] += tensor_load(dy->data, dy->dtype, w.at[0]);
   }
   values_store(dx, sums, false);
@@ -127,8 +138,8 @@ eng_status reference_embedding(const op_call *call)
     int64_t id;
     ENG_TRY(read_index(&id, call, ids, rows.at[0], rows.position, weight->shape[0]));
     for (int64_t c = 0; c < columns; c++)
-      element_copy(y->data, y->dtype, rows.at[1] + c * y->stride[y->ndim - 1], weight->data, weight->dtype,
-                   id * weight->stride[0] + c * weight->stride[1]);
+      element_copy(y->data, y->dtype, rows.at[1] + c * y->stride[y->ndim - 1], weight->data,
+                   weight->dtype, id * weight->stride[0] + c * weight->stride[1]);
   }
   return ENG_OK;
 }
@@ -149,7 +160,8 @@ eng_status reference_embedding_grad(const op_call *call)
       workspace_close(&space);
       return status;
     }
-    for (int64_t c = 0; c < columns; c++) sums[id * columns + c] += slopes[rows.position * columns + c];
+    for (int64_t c = 0; c < columns; c++)
+      sums[id * columns + c] += slopes[rows.position * columns + c];
   }
   values_store(dweight, sums, call->ints[2] != 0);
   return workspace_close(&space);
@@ -163,7 +175,7 @@ eng_status reference_topk(const op_call *call)
   int last = x->ndim - 1;
   int64_t n = x->shape[last], k = call->ints[0], step = x->stride[last];
   workspace space = {0};
-  int64_t *taken = workspace_ints(&space, n);   // 1 + the row in which an element was taken last
+  int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which an element was taken
   if (space.failed) return workspace_close(&space);
   walk rows = walk_over(last, x->shape);
   walk_add_strides(&rows, x->stride);
@@ -174,12 +186,16 @@ eng_status reference_topk(const op_call *call)
       int64_t best = -1;
       for (int64_t i = 0; i < n; i++) {
         if (taken[i] == rows.position + 1) continue;
-        if (best < 0 || element_compare(x, rows.at[0] + i * step, rows.at[0] + best * step) > 0) best = i;
+        if (best < 0 || element_compare(x, rows.at[0] + i * step, rows.at[0] + best * step) > 0)
+          best = i;
       }
       taken[best] = rows.position + 1;
       if (values)
-        element_copy(values->data, values->dtype, rows.at[1] + rank * values->stride[last], x->data, x->dtype, rows.at[0] + best * step);
-      if (places) tensor_store_int(places->data, places->dtype, rows.at[2] + rank * places->stride[last], best);
+        element_copy(values->data, values->dtype, rows.at[1] + rank * values->stride[last], x->data,
+                     x->dtype, rows.at[0] + best * step);
+      if (places)
+        tensor_store_int(places->data, places->dtype, rows.at[2] + rank * places->stride[last],
+                         best);
     }
   }
   return workspace_close(&space);
@@ -192,7 +208,8 @@ static eng_status find_extreme(const op_call *call, int sign)
   int dimension = dimension_of(call->ints[0], x->ndim);
   int64_t n = x->shape[dimension], step = x->stride[dimension];
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];
-  for (int d = 0; d < x->ndim; d++) {   // every dimension but the searched one; y may or may not keep that
+  // Every dimension except the searched one, which y may keep or drop.
+  for (int d = 0; d < x->ndim; d++) {
     int own = y->ndim == x->ndim || d < dimension ? d : d - 1;
     shape[d] = d == dimension ? 1 : x->shape[d];
     stride[d] = d == dimension ? 0 : y->stride[own];
@@ -201,7 +218,8 @@ static eng_status find_extreme(const op_call *call, int sign)
   walk_add_strides(&w, x->stride);
   walk_add_strides(&w, stride);
   if (n == 0 && w.count > 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s", eng_op_name(call->op), tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s",
+                     eng_op_name(call->op), tensor_text(x));
   for (; !walk_ended(&w); walk_next(&w)) {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++) {
