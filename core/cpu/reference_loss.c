@@ -1,22 +1,26 @@
-// Reference kernels for losses: cross entropy with label smoothing and an ignored target, its gradient,
-// and the mean squared error. See reference.h.
+// Reference kernels for losses: cross entropy with label smoothing and an ignored target, its
+// gradient, and the mean squared error. See reference.h.
 //
-// Decided here: an infinite largest logit makes its row NaN (inf - inf). Rows whose target is ignored
-// have loss 0 and gradient 0 whatever their logits are; their lse is computed all the same.
+// Edge cases: an infinite largest logit makes its row NaN (inf - inf). Rows whose target is ignored
+// have loss 0 and gradient 0 whatever their logits are; their lse is still computed.
 #include "reference.h"
 
 #include <math.h>
 
 // Checks every target and counts the rows that take part.
-static eng_status count_targets(int64_t *counted, const op_call *call, const int64_t *targets, int64_t rows, int64_t classes)
+static eng_status count_targets(int64_t *counted, const op_call *call, const int64_t *targets,
+                                int64_t rows, int64_t classes)
 {
   *counted = 0;
   for (int64_t r = 0; r < rows; r++) {
     if (targets[r] == call->ints[0]) continue;
     if (targets[r] < 0 || targets[r] >= classes)
-      return error_set(ENG_ERR_VALUE, "%s: expected targets in 0..%lld or the ignored value %lld, got %lld at position %lld of %s",
-                       eng_op_name(call->op), (long long)classes - 1, (long long)call->ints[0], (long long)targets[r], (long long)r,
-                       tensor_text(call->in[1]));
+      return error_set(
+        ENG_ERR_VALUE,
+        "%s: expected targets in 0..%lld or the ignored value %lld, got %lld at position %lld "
+        "of %s",
+        eng_op_name(call->op), (long long)classes - 1, (long long)call->ints[0],
+        (long long)targets[r], (long long)r, tensor_text(call->in[1]));
     ++*counted;
   }
   return ENG_OK;
@@ -29,7 +33,8 @@ eng_status reference_cross_entropy(const op_call *call)
   int64_t rows = rows_of(logits), classes = columns_of(logits), mode = call->ints[1], counted;
   double smoothing = call->floats[0], total = 0.0;
   workspace space = {0};
-  double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows), *lses = workspace_doubles(&space, rows);
+  double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
+         *lses = workspace_doubles(&space, rows);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
   eng_status status = count_targets(&counted, call, targets, rows, classes);
@@ -38,11 +43,12 @@ eng_status reference_cross_entropy(const op_call *call)
     lses[r] = row_logsumexp(row, classes);
     if (targets[r] == call->ints[0]) continue;
     losses[r] = (1.0 - smoothing) * (lses[r] - row[targets[r]]);
-    for (int64_t v = 0; smoothing > 0 && v < classes; v++) losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
+    for (int64_t v = 0; smoothing > 0 && v < classes; v++)
+      losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
     total += losses[r];
   }
   if (status == ENG_OK) {
-    if (mode == 1) total /= (double)counted;   // 0 / 0 is the NaN of a mean over nothing
+    if (mode == 1) total /= (double)counted;   // the mean over no rows is NaN: 0 / 0
     values_store(call->out[0], mode ? &total : losses, false);
     values_store(call->out[1], lses, false);
   }
@@ -50,7 +56,8 @@ eng_status reference_cross_entropy(const op_call *call)
   return status;
 }
 
-// dlogits = (softmax - (1 - smoothing) * onehot - smoothing / V) * dloss, shared by the counted rows under mean.
+// dlogits = (softmax - (1 - smoothing) * onehot - smoothing / V) * dloss, divided by the number of
+// counted rows for the mean.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];
@@ -77,7 +84,8 @@ eng_status reference_cross_entropy_grad(const op_call *call)
 eng_status reference_mse(const op_call *call)
 {
   workspace space = {0};
-  double *a = workspace_load(&space, call->in[0]), *b = workspace_load(&space, call->in[1]), sum = 0.0;
+  double *a = workspace_load(&space, call->in[0]), *b = workspace_load(&space, call->in[1]),
+         sum = 0.0;
   if (space.failed) return workspace_close(&space);
   int64_t n = call->in[0]->count;
   for (int64_t i = 0; i < n; i++) sum += (a[i] - b[i]) * (a[i] - b[i]);

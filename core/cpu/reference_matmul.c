@@ -1,11 +1,12 @@
-// Reference kernels for products: matmul, linear, what their gradients need, mlp_gelu. Sums run in double, in the order of k,
-// and are rounded once. See reference.h.
+// Reference kernels for products: matmul, linear, what their gradients need, mlp_gelu. Sums are in
+// double, in the order of k, and are rounded once. See reference.h.
 #include "reference.h"
 
-// acc[m][n] += sum over k of a[m][k] * b[k][n], each matrix given by its first element and two strides
-// (elements from row to row, from column to column); acc is dense.
-static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, const double *a, int64_t a_row, int64_t a_column,
-                     const double *b, int64_t b_row, int64_t b_column)
+// acc[m][n] += sum over k of a[m][k] * b[k][n]. A matrix is given by its first element and two
+// strides (elements between rows, between columns); acc is dense.
+static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, const double *a,
+                     int64_t a_row, int64_t a_column, const double *b, int64_t b_row,
+                     int64_t b_column)
 {
   for (int64_t m = 0; m < rows; m++) {
     double *sums = acc + m * columns;
@@ -17,7 +18,7 @@ static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, 
   }
 }
 
-// Dense elements from matrix to matrix of x as it is walked along y's batch dimensions.
+// Strides, in dense elements, between the matrices of x along y's batch dimensions.
 static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 {
   int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];
@@ -38,7 +39,8 @@ eng_status reference_matmul(const op_call *call)
   batch_strides(a_stride, ta, y);
   batch_strides(b_stride, tb, y);
   workspace space = {0};
-  double *a = workspace_load(&space, ta), *b = workspace_load(&space, tb), *sums = workspace_doubles(&space, y->count);
+  double *a = workspace_load(&space, ta), *b = workspace_load(&space, tb),
+         *sums = workspace_doubles(&space, y->count);
   if (space.failed) return workspace_close(&space);
   walk batch = walk_over(y->ndim - 2, y->shape);
   walk_add_strides(&batch, a_stride);
@@ -83,21 +85,25 @@ eng_status reference_linear_grad(const op_call *call)
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
   int64_t rows = rows_of(dy), columns = columns_of(dy), inner = columns_of(x);
   workspace space = {0};
-  double *slopes = workspace_load(&space, dy), *from = workspace_load(&space, x), *sums = workspace_doubles(&space, dw->count);
+  double *slopes = workspace_load(&space, dy), *from = workspace_load(&space, x),
+         *sums = workspace_doubles(&space, dw->count);
   if (space.failed) return workspace_close(&space);
   multiply(sums, columns, inner, rows, slopes, 1, columns, from, inner, 1);
   values_store(dw, sums, call->ints[2] != 0);
   ENG_TRY(workspace_close(&space));
-  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]}, .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+  op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
+                  .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
   return reference_bias_grad(&bias);
 }
 
 eng_status reference_mlp_gelu(const op_call *call)
 {
   tensor *y = call->out[0], *u = call->out[1], *h = call->out[2];
-  op_call up = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {call->in[0], call->in[1], call->in[2]}, .out = {u}};
+  op_call up = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1,
+                .in = {call->in[0], call->in[1], call->in[2]}, .out = {u}};
   op_call gelu = {.op = ENG_OP_gelu_tanh, .n_in = 1, .n_out = 1, .in = {u}, .out = {h}};
-  op_call down = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {h, call->in[3], call->in[4]}, .out = {y}};
+  op_call down = {
+    .op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {h, call->in[3], call->in[4]}, .out = {y}};
   ENG_TRY(reference_linear(&up));
   ENG_TRY(reference_gelu_tanh(&gelu));
   return reference_linear(&down);
@@ -106,15 +112,17 @@ eng_status reference_mlp_gelu(const op_call *call)
 eng_status reference_matmul_gelu_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *u = call->in[2];
-  tensor dh = *u;   // the product, not rounded
+  tensor dh = *u;   // the product, before rounding
   int64_t rows = rows_of(dy), columns = columns_of(u), inner = columns_of(dy);
   workspace space = {0};
-  double *slopes = workspace_load(&space, dy), *weight = workspace_load(&space, call->in[1]), *sums = workspace_doubles(&space, u->count);
+  double *slopes = workspace_load(&space, dy), *weight = workspace_load(&space, call->in[1]),
+         *sums = workspace_doubles(&space, u->count);
   if (space.failed) return workspace_close(&space);
   multiply(sums, rows, columns, inner, slopes, inner, 1, weight, columns, 1);
   dh.dtype = ENG_f64;
   dh.data = sums;
-  op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {call->in[2], &dh}, .out = {call->out[0]}, .ints = {ENG_OP_gelu_tanh, u->dtype}};
+  op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {call->in[2], &dh},
+                   .out = {call->out[0]}, .ints = {ENG_OP_gelu_tanh, u->dtype}};
   eng_status status = reference_unary_grad(&slope), closed = workspace_close(&space);
   return status != ENG_OK ? status : closed;
 }

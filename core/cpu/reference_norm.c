@@ -1,12 +1,12 @@
 // Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
-// Statistics: mean and 1 / sqrt(variance + eps), the variance that of the whole row (divided by C);
-// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. The same of a residual, x + branch, which they
-// yield, too. See reference.h.
+// Statistics: mean and 1 / sqrt(variance + eps), with the variance of the whole row (divided by C);
+// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. With a
+// residual, the kernels normalise x + branch and also return that sum. See reference.h.
 #include "reference.h"
 
 #include <math.h>
 
-// y = (x - mean) * rstd * weight + bias, a row at a time; rms_norm has mean 0 and no bias.
+// y = (x - mean) * rstd * weight + bias, one row at a time; rms_norm has mean 0 and no bias.
 static eng_status normalise(const op_call *call, bool layer)
 {
   const tensor *y = call->out[0];
@@ -36,7 +36,7 @@ eng_status reference_rms_norm(const op_call *call)   { return normalise(call, fa
 
 // With h = (x - mean) * rstd and g = dy * weight:
 //   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
-// rms_norm lacks the term mean(g), for nothing was subtracted there.
+// rms_norm has no term mean(g), because it subtracts no mean.
 static eng_status normalise_grad(const op_call *call, bool layer)
 {
   const tensor *tx = call->in[0];
@@ -44,7 +44,8 @@ static eng_status normalise_grad(const op_call *call, bool layer)
   workspace space = {0};
   double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]);
   double *means = layer ? workspace_load(&space, call->in[2]) : NULL;
-  double *rstds = workspace_load(&space, call->in[layer ? 3 : 2]), *dy = workspace_load(&space, call->in[layer ? 4 : 3]);
+  double *rstds = workspace_load(&space, call->in[layer ? 3 : 2]),
+         *dy = workspace_load(&space, call->in[layer ? 4 : 3]);
   double *dweight = workspace_doubles(&space, n), *dbias = workspace_doubles(&space, n);
   if (space.failed) return workspace_close(&space);
   for (int64_t r = 0; r < rows; r++) {
@@ -75,20 +76,29 @@ eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_gra
 // With a residual: the two operations, one after the other.
 static eng_status add_normalise(const op_call *call, bool layer)
 {
-  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]}, .out = {call->out[1]}};
-  op_call norm = {.in = {call->out[1], call->in[2], call->in[3]}, .out = {call->out[0], call->out[2], call->out[3]}, .floats = {call->floats[0]}};
+  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
+                 .out = {call->out[1]}};
+  op_call norm = {.in = {call->out[1], call->in[2], call->in[3]},
+                  .out = {call->out[0], call->out[2], call->out[3]}, .floats = {call->floats[0]}};
   ENG_TRY(reference_add(&add));
   return normalise(&norm, layer);
 }
 
 static eng_status add_normalise_grad(const op_call *call, bool layer)
 {
-  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[layer ? 5 : 4], call->out[0]}, .out = {call->out[0]}};
+  op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1,
+                 .in = {call->in[layer ? 5 : 4], call->out[0]}, .out = {call->out[0]}};
   ENG_TRY(normalise_grad(call, layer));
   return reference_add(&add);
 }
 
 eng_status reference_add_layer_norm(const op_call *call)      { return add_normalise(call, true); }
 eng_status reference_add_rms_norm(const op_call *call)        { return add_normalise(call, false); }
-eng_status reference_add_layer_norm_grad(const op_call *call) { return add_normalise_grad(call, true); }
-eng_status reference_add_rms_norm_grad(const op_call *call)   { return add_normalise_grad(call, false); }
+eng_status reference_add_layer_norm_grad(const op_call *call)
+{
+  return add_normalise_grad(call, true);
+}
+eng_status reference_add_rms_norm_grad(const op_call *call)
+{
+  return add_normalise_grad(call, false);
+}
