@@ -176,8 +176,7 @@ __attribute__((target("avx512bf16"))) static inline void words_across(float *to,
 
 #endif
 
-// ------------------------------------------------------------------ pairs or single numbers, on
-// any instruction set
+// ---------------------------------------------- pairs or single numbers, on any instruction set
 
 // Whether a product of these formats can be multiplied as pairs here.
 static inline bool pairs_of(int a, int b)

@@ -6,8 +6,8 @@
 // the magnitudes' bits shows whether a chunk was common. If not, the chunk, still in cache, is read
 // again by a slower, careful pass.
 //   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed
-//              over stripes, then over the chunk, so that few roundings add up. The lanes of a chunk
-//              are folded to a double. Chunks with extreme magnitudes are summed in double throughout.
+//              over stripes, then over the chunk, so that few roundings add up. The lanes of a
+//              chunk are folded to a double. Chunks with extreme magnitudes are summed in double.
 //   order      lanes, chunks, blocks; always the same, whatever the number of threads
 //   histogram  exponents become bytes. The binades that hold most elements are counted by
 //              comparison, the few elements below them one by one. Counts are integers, so any

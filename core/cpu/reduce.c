@@ -106,8 +106,7 @@ static double tile_extreme(const float *x, int n, rule rule)
   return best;
 }
 
-// ------------------------------------------------------------------ results that lie apart in x:
-// one at a time
+// ---------------------------------------------- results with separate elements in x: one at a time
 
 // Reduces elements [first, first + n) of one result, whose elements begin at offset `base`.
 static double reduce_piece(const reduction *r, int64_t base, int64_t first, int64_t n)
@@ -150,8 +149,7 @@ static void single_combine(const void *context, int64_t result)
   combine_pieces(r, result, r->pieces, 1);
 }
 
-// ------------------------------------------------------------------ results side by side in x: a
-// tile of columns at a time
+// ----------------------------------------- adjacent results in x: a tile of columns at a time
 
 // Reduces rows [first, first + n) of the `width` columns that begin at offset `base`, into total
 // [width].

@@ -1,16 +1,16 @@
-// Reference kernels that reduce: sum, mean, max, min, and what works along the last dimension:
-// softmax, log_softmax, logsumexp. Sums run in row-major order. See reference.h.
+// Reference kernels that reduce: sum, mean, max, min, and operations along the last dimension:
+// softmax, log_softmax, logsumexp. Sums are in row-major order. See reference.h.
 //
-// Decided here:
+// Edge cases:
 //   max, min          NaN wins; its gradient goes to the NaNs
-//   softmax           an infinite maximum makes the whole row NaN (inf - inf), so does a row of -inf
+//   softmax           an infinite maximum makes the row NaN (inf - inf), as does a row of -inf
 //   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; NaN wins over both
 #include "reference.h"
 
 #include <math.h>
 
-// Strides that lead from an element of x to its place in the dense result of a reduction, 0 along the
-// reduced dimensions; gives the number of results.
+// The stride of each dimension of x in the dense result of a reduction, 0 along the reduced
+// dimensions. Returns the number of results.
 static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 {
   int64_t n = 1;
@@ -24,7 +24,8 @@ static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 
 // ------------------------------------------------------------------ sums
 
-// The sums of x over the dimensions in `mask`, dense, as doubles; how many elements went into each.
+// The sums of x over the dimensions in `mask`, dense, as doubles; *each is the number of elements
+// in each.
 static double *float_sums(workspace *space, const tensor *x, uint64_t mask, int64_t *each)
 {
   int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, mask);
@@ -51,7 +52,8 @@ static eng_status integer_sum(const op_call *call)
   walk_add(&w, x);
   walk_add_strides(&w, stride);
   for (; !walk_ended(&w); walk_next(&w))
-    sums[w.at[1]] = (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]));
+    sums[w.at[1]] =
+      (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]));
   walk result = walk_over(y->ndim, y->shape);
   for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
     tensor_store_int(y->data, y->dtype, result.at[0], sums[result.position]);
@@ -60,7 +62,8 @@ static eng_status integer_sum(const op_call *call)
 
 eng_status reference_sum(const op_call *call)
 {
-  if (dtype_is_integer(call->in[0]->dtype) && dtype_is_integer(call->out[0]->dtype)) return integer_sum(call);
+  if (dtype_is_integer(call->in[0]->dtype) && dtype_is_integer(call->out[0]->dtype))
+    return integer_sum(call);
   workspace space = {0};
   int64_t each;
   double *sums = float_sums(&space, call->in[0], (uint64_t)call->ints[0], &each);
@@ -89,9 +92,10 @@ static eng_status extreme(const op_call *call, int sign)
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
   if (x->count == 0 && n > 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to reduce, got %s", eng_op_name(call->op), tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to reduce, got %s",
+                     eng_op_name(call->op), tensor_text(x));
   workspace space = {0};
-  int64_t *best = workspace_ints(&space, n);   // 1 + offset; 0: none yet
+  int64_t *best = workspace_ints(&space, n);   // 1 + offset; 0: not found yet
   if (space.failed) return workspace_close(&space);
   walk w = walk_over(x->ndim, x->shape);
   walk_add(&w, x);
@@ -101,8 +105,10 @@ static eng_status extreme(const op_call *call, int sign)
     bool better = *found == 0;
     if (!better) {
       bool nan = dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, w.at[0]));
-      bool found_nan = dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, *found - 1));
-      better = nan || found_nan ? nan && !found_nan : sign * element_compare(x, w.at[0], *found - 1) > 0;
+      bool found_nan =
+        dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, *found - 1));
+      better =
+        nan || found_nan ? nan && !found_nan : sign * element_compare(x, w.at[0], *found - 1) > 0;
     }
     if (better) *found = w.at[0] + 1;
   }
@@ -123,11 +129,12 @@ eng_status reference_extreme_grad(const op_call *call)
   double *y = workspace_load(&space, call->in[1]), *dy = workspace_load(&space, call->in[2]);
   double *values = workspace_load(&space, x), *equals = workspace_doubles(&space, n);
   if (space.failed) return workspace_close(&space);
-  for (int pass = 0; pass < 2; pass++) {   // count the equals, then share
+  for (int pass = 0; pass < 2; pass++) {   // counts the equal elements, then shares dy
     walk w = walk_over(x->ndim, x->shape);
     for (walk_add_strides(&w, stride); !walk_ended(&w); walk_next(&w)) {
       int64_t result = w.at[0];
-      bool equal = values[w.position] == y[result] || (f64_is_nan(values[w.position]) && f64_is_nan(y[result]));
+      bool equal = values[w.position] == y[result] ||
+                   (f64_is_nan(values[w.position]) && f64_is_nan(y[result]));
       if (pass == 0) equals[result] += equal;
       else values[w.position] = equal ? dy[result] / equals[result] : 0.0;
     }

@@ -196,8 +196,7 @@ VF_INLINE vf vf_cos(vf x)
   return vf_load(v);
 }
 
-// ------------------------------------------------------------------ activations and their
-// derivatives
+// ----------------------------------------------------------- activations and their derivatives
 
 // A gated activation is x times its gate: NaN at -inf (-inf * 0), as in PyTorch. Derivatives are
 // constant beyond a bound and clamp x to it, so that infinite x yields their limits 0 and 1.
