@@ -56,8 +56,8 @@ static int64_t whole_vectors(int64_t n)      { return ceiling(n, VF_LANES) * VF_
 static sizes sizes_of(const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
-  sizes s = {
-    .batch = q->shape[0], .queries = q->shape[1], .heads = q->shape[2], .width = q->shape[3]};
+  sizes s = {.batch = q->shape[0], .queries = q->shape[1], .heads = q->shape[2],
+             .width = q->shape[3]};
   s.keys = k->shape[1];
   s.groups = k->shape[2];
   s.shared = s.heads / s.groups;
@@ -235,9 +235,9 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
       // The first of the rows that sees this key.
       int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;
       from = from < 0 ? 0 : from / each;
-      kernel_of(s->pairs, least(last - key, GEMM_MR),
-                vectors)(steps - from, p + from * apart + key, 1, apart, panels + from * GEMM_NR,
-                         to + key * s->padded + d, s->padded, true);
+      kernel_of(s->pairs, least(last - key, GEMM_MR), vectors)(
+        steps - from, p + from * apart + key, 1, apart, panels + from * GEMM_NR,
+        to + key * s->padded + d, s->padded, true);
     }
   }
 }

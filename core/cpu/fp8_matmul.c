@@ -214,7 +214,7 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
   }
 }
 
-// -------------------------------------------------------- the models: a run updates part [rows x PANEL]
+// -------------------------------------------------- the models: a run updates part [rows x PANEL]
 
 // A panel is four vectors wide. They are processed two at a time, which leaves registers for more
 // rows.

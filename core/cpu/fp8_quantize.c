@@ -46,7 +46,7 @@ typedef struct side {
   uint8_t *q;
   float   *scale;
   bool     turned;
-  uint8_t *turn_to;   // square blocks: the transposed bytes are copied from q's
+  uint8_t *turn_to;                        // square blocks: transposed from q's bytes
   float   *turn_scale;
   int64_t  turn_down, turn_across;
   int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each

@@ -106,7 +106,7 @@ static double tile_extreme(const float *x, int n, rule rule)
   return best;
 }
 
-// ---------------------------------------------- results with separate elements in x: one at a time
+// --------------------------------------- results apart from each other in x: one at a time
 
 // Reduces elements [first, first + n) of one result, whose elements begin at offset `base`.
 static double reduce_piece(const reduction *r, int64_t base, int64_t first, int64_t n)
