@@ -1,5 +1,6 @@
--- Runs that are disturbed: by signals, errors in the script, too little memory or disk, another
--- run, or removed files. None loses trained steps, and every run can be resumed.
+-- Runs that are disturbed: by signals, by errors in the script, by too little memory or disk, by
+-- another run, by somebody who removes their files. None loses what was trained; all of them can go
+-- on.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -14,7 +15,7 @@ after_each(function()
   helper.remove(folder)
 end)
 
---- A tiny job with resumable data; options go to the trainer, `batch` to the data.
+--- A tiny job whose data has a place to go back to; options go to the trainer, `batch` to the data.
 local function job(options)
   engine.seed(5)
   local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
@@ -22,7 +23,7 @@ local function job(options)
   local trainer = { model = model,
     data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
     optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12,
-    log = "quiet" }
+      log = "quiet" }
   options.batch = nil
   for key, value in pairs(options) do trainer[key] = value end
   return engine.trainer(trainer)
@@ -50,8 +51,8 @@ describe("an error in the script", function()
     whole = checksum(trainer)
   end)
 
-  --- The job whose loss (at call `at`) or on_step (at step `at`) raises and which is then resumed
-  --- ends like the undisturbed one.
+  --- The job whose loss (at call `at`) or on_step (at step `at`) raises, then resumed, ends like
+  --- the undisturbed one.
   local function disturbed(options)
     local trainer = job(options)
     local good, message = pcall(trainer.run, trainer)
@@ -76,7 +77,7 @@ describe("an error in the script", function()
     assert.matches("boom in the loss", message)
   end)
 
-  it("in on_step loses no step, including that one", function()
+  it("in on_step loses no step, that one included", function()
     disturbed { run = folder .. "/a",
       on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
   end)
@@ -94,7 +95,7 @@ describe("an error in the script", function()
       loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
   end)
 
-  it("is reported when the loss is no tensor, has many elements, or the step was ended inside",
+  it("is told when the loss is no tensor, has many elements, or the step was ended inside",
     function()
     local function message_of(loss)
       local trainer = job { loss = loss }
@@ -116,7 +117,7 @@ describe("an error in the script", function()
     assert.equal(12, job {}:run().steps)
   end)
 
-  it("leaves a trainer that keeps running", function()
+  it("leaves a trainer that runs on", function()
     local fail = true
     local trainer = job { run = folder .. "/a", on_step = function(t)
       if fail and t.steps_done == 5 then error("once") end
@@ -134,7 +135,7 @@ describe("an error in the script", function()
 end)
 
 describe("too little memory", function()
-  --- Bytes taken from the system, minus bytes that could be returned.
+  --- Bytes taken from the system, less what could be given back.
   local function reserved()
     engine.memory { limit = 1 }
     pcall(engine.zeros, 2 ^ 26)
@@ -144,8 +145,7 @@ describe("too little memory", function()
     return sum
   end
 
-  it("at any moment of a step leaves the weights unchanged, an empty step and a clean tape",
-    function()
+  it("at any moment of a step leaves the weights, an empty step and a clean tape", function()
     for _, recipe in ipairs { "fp32", "fp16" } do
       engine.seed(3)
       local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
@@ -206,13 +206,12 @@ describe("another run in the same directory", function()
       checkpoint_every = tonumber(arg[4] or 0), loss = function(m, b) return m(b.x):sum() end,
       on_step = function(t)
         if t.steps_done == 1 then io.write("running\n") io.flush() end
-        if arg[5] then
-          local until_then = os.clock() + tonumber(arg[5]) while os.clock() < until_then do end
-        end
+        local until_then = os.clock() + (tonumber(arg[5]) or 0)
+        while os.clock() < until_then do end
       end }:run()
     print("finished")]]
 
-  --- Starts the script in the background with these words; returns its pid when it trains.
+  --- Starts the script in the background with these words; gives its pid once it trains.
   local function start(words)
     local path = helper.write(folder .. "/job.lua", script)
     local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(
@@ -222,8 +221,7 @@ describe("another run in the same directory", function()
     return pid, pipe
   end
 
-  it("is refused with the process that holds the lock, and does not disturb that process",
-    function()
+  it("is refused with the process that holds it, and does not disturb that", function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 100000 auto 0 0.001"):format(run))
     local second = helper.run { folder .. "/job.lua", run, "5", "auto" }
@@ -238,7 +236,7 @@ describe("another run in the same directory", function()
     assert.equal(0, last.code, last.err)
   end)
 
-  it("gets its own name when it must not resume", function()
+  it("gets a name of its own when it shall not go on", function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 100000 false 0 0.001"):format(run))
     local second = helper.run { folder .. "/job.lua", run, "5", "false" }
@@ -249,8 +247,7 @@ describe("another run in the same directory", function()
     pipe:close()
   end)
 
-  it("SIGINT ends a run at the end of a step with a checkpoint; the second ends it at once",
-    function()
+  it("SIGINT ends at a step's end with a checkpoint; the second at once", function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 1000000000 auto 0 0.001"):format(run))
     os.execute("kill -INT " .. pid)
@@ -271,7 +268,7 @@ describe("another run in the same directory", function()
 end)
 
 describe("files of a run", function()
-  it("that were removed are reported, and the final checkpoint exists", function()
+  it("that somebody removes are missed, the checkpoint at the end is there", function()
     local run = folder .. "/r"
     local trainer = job { run = run,
       on_step = function(t) if t.steps_done == 4 then os.execute("rm -rf " .. run) end end }
@@ -288,10 +285,10 @@ describe("files of a run", function()
     assert.is_false(good)
     assert.matches("is not a history", message)
     os.remove(run .. "/history.db")
-    assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- no longer locked
+    assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- nobody holds it any more
   end)
 
-  it("with a sound state that belongs to no trainer are refused", function()
+  it("with a state that is sound but no trainer's are refused", function()
     local run = folder .. "/r"
     job { run = run }:run()
     local c = engine.checkpoint.load(run .. "/checkpoints")
@@ -312,14 +309,14 @@ describe("files of a run", function()
     assert.matches("has no weights", message)
   end)
 
-  it("whose checkpoints are all damaged stop a run before it drops recorded steps", function()
+  it("whose checkpoints are all damaged stop a run before it drops what was recorded", function()
     local run = folder .. "/r"
     job { run = run, steps = 12 }:run()
     os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
     local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
     assert.is_false(good)
-    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: put back " ..
-      "what is missing, or run=ANOTHER_NAME begins anew", message)
+    assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: restore " ..
+      "what is missing, or start a new run with run=ANOTHER_NAME", message)
     assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
   end)
 
