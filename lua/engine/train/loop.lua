@@ -154,7 +154,7 @@ function M.summary_text(self, s)
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
   if s.path then
-    local resumes = s.stopped == "interrupted" and "   (resume=auto goes on from here)" or ""
+    local resumes = s.stopped == "interrupted" and "   (resume=auto continues from here)" or ""
     lines[#lines + 1] = "run: " .. s.path .. resumes
   end
   return table.concat(lines, "\n")

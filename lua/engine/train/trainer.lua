@@ -275,14 +275,14 @@ function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
   local same = "with the same step but for rounding"       -- sums over other ranks round elsewhere
   if before == size * self.accumulate then
-    return ranks ~= size and ("%d ranks go on where %d were, %s"):format(size, ranks, same) or nil
+    return ranks ~= size and ("%d ranks continue for %d, %s"):format(size, ranks, same) or nil
   end
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
     room_for_batches(self)
-    return ("%d rank%s with accumulate=%d %s where %d with accumulate=%d %s, %s"):format(size,
-      size == 1 and "" or "s", self.accumulate, size == 1 and "goes on" or "go on", ranks,
-      accumulate, ranks == 1 and "was" or "were", same)
+    return ("%d rank%s with accumulate=%d %s for %d with accumulate=%d, %s"):format(size,
+      size == 1 and "" or "s", self.accumulate, size == 1 and "continues" or "continue", ranks,
+      accumulate, same)
   end
   return ("a step has %d batches now, it had %d: the losses will differ"):format(
     size * self.accumulate, before)
