@@ -31,8 +31,8 @@ local LUA = {
   "base", "tensor", "nn", "data", "policy", "dist", "run", "train", "report", "docs", "cli",
 }
 
--- Folders without cycles between their files.
-local ACYCLIC = { "base", "tensor", "device", "dist", "store", "policy" }
+-- Folders without a cycle between their files.
+local ACYCLIC = { "base", "tensor", "device", "autograd", "dist", "store", "policy" }
 
 local function ranks_of(folders)
   local rank = {}
