@@ -1,6 +1,6 @@
-// Feeds damaged blobs of gradient statistics to eng_history_unpack: whole ones come back as they were,
-// damaged ones are refused or read, never past their end. Run by `make fuzz`, under the sanitizers.
-// Usage: history [rounds [seed]]
+// Feeds blobs of gradient statistics to eng_history_unpack. Intact blobs must unpack exactly;
+// damaged ones may be refused or read, but never past their end. Run by `make fuzz`, under the
+// sanitizers. Usage: history [rounds [seed]]
 #include "store/history.h"
 
 #include <stdio.h>
@@ -25,7 +25,9 @@ static void fill(eng_tensor_stats *stats)
     stats[i].inf = draw(3);
     stats[i].zeros = draw(1000);
     stats[i].amax = draw(100) * 0.37;
-    for (uint32_t b = draw(ENG_HIST_BINS), n = draw(40); n > 0 && b < ENG_HIST_BINS; n--, b++) stats[i].hist[b] = (int64_t)1 << draw(62);
+    for (uint32_t b = draw(ENG_HIST_BINS), n = draw(40); n > 0 && b < ENG_HIST_BINS; n--, b++) {
+      stats[i].hist[b] = (int64_t)1 << draw(62);
+    }
   }
 }
 
@@ -39,13 +41,14 @@ int main(int argc, char **argv)
     int n;
     fill(stats);
     int64_t size = history_pack(packed, stats, TENSORS);
-    if (eng_history_unpack(&n, back, TENSORS, packed, size) != ENG_OK || n != TENSORS || memcmp(stats, back, sizeof stats) != 0) {
-      fprintf(stderr, "fuzz: round %ld does not come back as it was\n", round);
+    if (eng_history_unpack(&n, back, TENSORS, packed, size) != ENG_OK || n != TENSORS
+        || memcmp(stats, back, sizeof stats) != 0) {
+      fprintf(stderr, "fuzz: round %ld does not unpack exactly\n", round);
       return 1;
     }
     for (uint32_t i = draw(4); i > 0; i--) packed[draw((uint32_t)size)] ^= (uint8_t)(1 << draw(8));
     if (draw(2) == 0) size = draw((uint32_t)size + 1);
-    uint8_t *exact = malloc(size > 0 ? (size_t)size : 1);       // so that a byte past its end is seen
+    uint8_t *exact = malloc(size > 0 ? (size_t)size : 1);   // detects reads past its end
     memcpy(exact, packed, (size_t)size);
     refused += eng_history_unpack(&n, back, (int)draw(TENSORS + 1), exact, size) != ENG_OK;
     free(exact);

@@ -1,5 +1,5 @@
-// Feeds mutated safetensors files to the reader: it must refuse or accept each without a memory error,
-// and what it accepts must hold together. Deterministic: the same seed gives the same files.
+// Feeds mutated safetensors files to the reader. It must refuse or accept each without a memory
+// error, and an accepted file must be consistent. The same seed gives the same files.
 // Run by `make fuzz`, under the sanitizers. Usage: safetensors [rounds [seed]]
 #define _GNU_SOURCE
 #include "base/error.h"
@@ -16,16 +16,22 @@ enum { ROOM = 4096 };
 static const struct { const char *header; int64_t data; } seeds[] = {
   { "{}", 0 },
   { "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", 24 },
-  { "{\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]},\"e\":{\"dtype\":\"F16\",\"shape\":[0,7],\"data_offsets\":[8,8]}}  ", 8 },
-  { "{\"__metadata__\":{\"format\":\"pt\",\"k\\u00e9\\ud83d\\ude00\":\"v\\n\\\"\"},\"x.0\":{\"data_offsets\":[0,6],\"dtype\":\"BF16\",\"shape\":[3]},"
-    "\"x.1\":{\"shape\":[1,1,1,1,1,2],\"dtype\":\"BOOL\",\"data_offsets\":[6,8]},\"\xC3\xA9\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[8,24]}}", 24 },
+  { "{\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]},"
+    "\"e\":{\"dtype\":\"F16\",\"shape\":[0,7],\"data_offsets\":[8,8]}}  ", 8 },
+  { "{\"__metadata__\":{\"format\":\"pt\",\"k\\u00e9\\ud83d\\ude00\":\"v\\n\\\"\"},"
+    "\"x.0\":{\"data_offsets\":[0,6],\"dtype\":\"BF16\",\"shape\":[3]},"
+    "\"x.1\":{\"shape\":[1,1,1,1,1,2],\"dtype\":\"BOOL\",\"data_offsets\":[6,8]},"
+    "\"\xC3\xA9\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[8,24]}}", 24 },
   { " {\"a\" : {\"dtype\" : \"U8\" , \"shape\" : [ 4 ] , \"data_offsets\" : [ 0 , 4 ] } }\n", 4 },
 };
 
 static const char *const words[] = {
-  "9223372036854775807", "9223372036854775808", "18446744073709551616", "-1", "0", "1", "00", "1.5", "1e9", "4294967296", "null", "true",
-  "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u0000", "\\ud800", "\\udc00", "\\uFFFF", "\"__metadata__\"", "\"dtype\"", "\"shape\"",
-  "\"data_offsets\"", "\"F32\"", "\"F8_E4M3\"", "\"BOOL\"", "\xC3", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xF0\x9F\x98\x80", "[[[[[[[[", "{\"a\":{\"a\":{\"a\":",
+  "9223372036854775807", "9223372036854775808", "18446744073709551616", "-1", "0", "1", "00",
+  "1.5", "1e9", "4294967296", "null", "true",
+  "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u0000", "\\ud800", "\\udc00",
+  "\\uFFFF", "\"__metadata__\"", "\"dtype\"", "\"shape\"",
+  "\"data_offsets\"", "\"F32\"", "\"F8_E4M3\"", "\"BOOL\"", "\xC3", "\xED\xA0\x80",
+  "\xF4\x90\x80\x80", "\xF0\x9F\x98\x80", "[[[[[[[[", "{\"a\":{\"a\":{\"a\":",
   "\"a\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]},",
 };
 enum { SEEDS = sizeof seeds / sizeof *seeds, WORDS = sizeof words / sizeof *words };
@@ -38,7 +44,8 @@ static uint32_t draw(uint32_t below)
   return (uint32_t)((state >> 33) % below);
 }
 
-static void splice(char *text, int64_t *size, int64_t at, int64_t removed, const char *with, int64_t added)
+static void splice(char *text, int64_t *size, int64_t at, int64_t removed, const char *with,
+                   int64_t added)
 {
   if (removed > *size - at) removed = *size - at;
   if (*size - removed + added > ROOM) return;
@@ -58,13 +65,16 @@ static void mutate(char *text, int64_t *size)
   case 2: splice(text, size, at, length, "", 0); break;
   case 3: splice(text, size, at, 0, word, (int64_t)strlen(word)); break;
   case 4: splice(text, size, at, length, word, (int64_t)strlen(word)); break;
-  case 5:                                      // a number becomes another
+  case 5:                                      // replace a number
     for (from = at; from < *size && (text[from] < '0' || text[from] > '9'); from++) { }
-    for (length = 0; from + length < *size && text[from + length] >= '0' && text[from + length] <= '9'; length++) { }
+    length = 0;
+    while (from + length < *size && text[from + length] >= '0' && text[from + length] <= '9') {
+      length++;
+    }
     word = words[draw(12)];
     if (length > 0) splice(text, size, from, length, word, (int64_t)strlen(word));
     break;
-  default:                                     // a piece comes again elsewhere
+  default:                                     // repeat a piece elsewhere
     from = draw((uint32_t)*size + 1);
     if (length > *size - from) length = *size - from;
     memcpy(copy, text + from, (size_t)length);
@@ -75,11 +85,12 @@ static void mutate(char *text, int64_t *size)
 static void require(bool holds, const char *what, const char *text, int64_t size)
 {
   if (holds) return;
-  fprintf(stderr, "fuzz: %s, for the header (%lld bytes):\n%.*s\n", what, (long long)size, (int)size, text);
+  fprintf(stderr, "fuzz: %s, for the header (%lld bytes):\n%.*s\n", what, (long long)size,
+          (int)size, text);
   exit(1);
 }
 
-// What the reader promises of a file that it accepted.
+// Checks the reader's guarantees for an accepted file.
 static void check(const eng_safetensors *file, const char *text, int64_t size, int64_t data)
 {
   int64_t reached = 8 + size;
@@ -88,23 +99,26 @@ static void check(const eng_safetensors *file, const char *text, int64_t size, i
     require(eng_safetensors_get(&e, file, i) == ENG_OK, "an entry is missing", text, size);
     int64_t bytes = eng_dtype_size(e.dtype);
     for (int d = 0; d < e.ndim; d++) bytes *= e.shape[d];
-    require(e.begin == reached && e.end - e.begin == bytes, "ranges do not tile the data", text, size);
-    require(eng_safetensors_find(file, e.name) == i, "a name does not lead back", text, size);
+    require(e.begin == reached && e.end - e.begin == bytes, "ranges do not tile the data", text,
+            size);
+    require(eng_safetensors_find(file, e.name) == i, "a name finds another entry", text, size);
     reached = e.end;
   }
-  require(reached == 8 + size + data, "bytes are left over", text, size);
+  require(reached == 8 + size + data, "bytes remain after the last tensor", text, size);
   for (int64_t i = 0; i < eng_safetensors_metadata_count(file); i++) {
     const char *key, *value;
-    require(eng_safetensors_metadata(&key, &value, file, i) == ENG_OK && strlen(key) + strlen(value) <= (size_t)size, "metadata is off", text, size);
+    require(eng_safetensors_metadata(&key, &value, file, i) == ENG_OK
+            && strlen(key) + strlen(value) <= (size_t)size, "metadata is wrong", text, size);
   }
 }
 
-// Reading what an accepted file holds.
+// Reads every tensor of an accepted file.
 static void read_all(const eng_safetensors *file, const char *text, int64_t size)
 {
   for (int64_t i = 0; i < eng_safetensors_count(file); i++) {
     eng_tensor x;
-    require(eng_safetensors_read(&x, file, i, true) == ENG_OK, "a tensor cannot be read", text, size);
+    require(eng_safetensors_read(&x, file, i, true) == ENG_OK, "a tensor cannot be read", text,
+            size);
     eng_free(&x);
   }
 }
@@ -125,11 +139,13 @@ int main(int argc, char **argv)
     if (data < 0) data = 0;
     eng_safetensors *file = NULL;
     eng_status status;
-    if (round % 16 == 0) {                     // the way through a file, with the length mutated, too
+    if (round % 16 == 0) {                     // through a file, with a mutated length as well
       uint64_t length = (uint64_t)size;
       if (draw(4) == 0) length ^= 1ull << draw(64);
-      if (ftruncate(memory, 0) != 0 || ftruncate(memory, 8 + size + data - draw(2) * draw(9)) != 0) continue;
-      if (pwrite(memory, &length, 8, 0) != 8 || pwrite(memory, text, (size_t)size, 8) != size) return 1;
+      if (ftruncate(memory, 0) != 0
+          || ftruncate(memory, 8 + size + data - draw(2) * draw(9)) != 0) continue;
+      if (pwrite(memory, &length, 8, 0) != 8
+          || pwrite(memory, text, (size_t)size, 8) != size) return 1;
       status = eng_safetensors_open(&file, path);
       if (status == ENG_OK && length != (uint64_t)size) {
         eng_safetensors_close(file);
@@ -145,7 +161,8 @@ int main(int argc, char **argv)
       if (round % 16 != 0) check(file, text, size, data);
       else read_all(file, text, size);
     } else {
-      require(status == ENG_ERR_FORMAT || status == ENG_ERR_DTYPE, "an unexpected status", text, size);
+      require(status == ENG_ERR_FORMAT || status == ENG_ERR_DTYPE, "an unexpected status", text,
+              size);
       require(file == NULL && eng_error_message()[0] != 0, "no message", text, size);
     }
     eng_safetensors_close(file);
