@@ -1,5 +1,6 @@
-"""Speed beside PyTorch, all in one run: `make bench`. Two programs, step.lua and torch_step.py, live side by side and make steps
-in turns, A B A B; what stands in the table is the median of each and their ratio. The opponent is the best of PyTorch's variants.
+"""Speed compared with PyTorch, all in one run: `make bench`. Two programs, step.lua and
+torch_step.py, run side by side and make steps alternately, A B A B; the table shows the median of
+each and their ratio. PyTorch is represented by its fastest variant.
 """
 import argparse
 import os
@@ -18,16 +19,18 @@ LARGE = dict(layers=12, width=768, heads=12, vocab=50257, context=64, batch=4)  
 TOKENS = SMALL["context"] * SMALL["batch"]
 
 
-SLOW = 5  # seconds a step: where half precision is emulated, a minute goes by before a ratio changes
+# seconds per step: where half precision is emulated, fewer steps are measured
+SLOW = 5
 
 
 class Program:
-    """A process that makes training steps when asked: a number goes in, the seconds of each step come out."""
+    """A process that makes training steps on demand: reads a number, prints seconds per step."""
 
     def __init__(self, command, threads):
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
         self.errors = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=env)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True, env=env)
         self.ready = self.answer()[0] == "ready"
 
     def answer(self):
@@ -57,11 +60,12 @@ def ours(engine, precision, shape, threads):
 
 
 def best_torch(precision, shape, threads, variants):
-    """Starts every variant, keeps the fastest. Returns it, its name and a note on all."""
+    """Starts every variant and keeps the fastest. Returns it, its name and a note on all."""
     best, name, seen = None, None, []
     for variant in variants:
         try:
-            program = Program([sys.executable, f"{HERE}/torch_step.py", precision, *shape_arguments(shape), variant], threads)
+            program = Program([sys.executable, f"{HERE}/torch_step.py", precision,
+                               *shape_arguments(shape), variant], threads)
             seconds = program.steps(2)[1]  # the first one may compile
             if seconds < SLOW:
                 seconds = min(program.steps(3))
@@ -81,7 +85,7 @@ def best_torch(precision, shape, threads, variants):
 
 
 def in_turns(a, b, rounds, steps):
-    """Medians and least times of both, measured alternately; where a step is slow, once."""
+    """Medians and best times of both, measured alternately; slow steps are measured once."""
     a.steps(1)
     if b.steps(1)[0] > SLOW:
         rounds = steps = 1
@@ -100,14 +104,17 @@ class Table:
         self.rows = []
 
     def add(self, what, engine, other, ratio, target, met):
-        self.rows.append((what, engine, other, ratio, target, {True: "met", False: "missed", None: ""}[met]))
-        print(f"  {what}: {engine}  {other}  {ratio}  target {target}  {self.rows[-1][-1]}", flush=True)
+        self.rows.append((what, engine, other, ratio, target,
+                          {True: "met", False: "missed", None: ""}[met]))
+        print(f"  {what}: {engine}  {other}  {ratio}  target {target}  {self.rows[-1][-1]}",
+              flush=True)
 
     def print(self):
         head = ("what", "engine", "beside it", "ratio", "target", "")
         widths = [max(len(row[i]) for row in [head, *self.rows]) for i in range(len(head))]
         for row in [head, *self.rows]:
-            print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
+            print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                            for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
 
 
 # ------------------------------------------------------------------ the parts
@@ -123,8 +130,10 @@ def bench_step(engine, threads, table):
         (a, b), (least_a, least_b) = in_turns(mine, other, 3 if QUICK else 7, 2)
         mine.close()
         other.close()
-        print(f"  PyTorch {precision}, seconds a step: {note}; least times: engine {least_a:.3f}, PyTorch {least_b:.3f}, ratio {least_b / least_a:.2f}")
-        table.add(f"GPT 6x384, {precision}: tokens/s", f"{TOKENS / a:.0f}", f"{TOKENS / b:.0f} ({name})", f"{b / a:.2f}x", f"{target}x", b / a >= target)
+        print(f"  PyTorch {precision}, seconds a step: {note}; best times: engine {least_a:.3f}, "
+              f"PyTorch {least_b:.3f}, ratio {least_b / least_a:.2f}")
+        table.add(f"GPT 6x384, {precision}: tokens/s", f"{TOKENS / a:.0f}",
+                  f"{TOKENS / b:.0f} ({name})", f"{b / a:.2f}x", f"{target}x", b / a >= target)
 
 
 def bench_large(engine, _, table):
@@ -135,14 +144,17 @@ def bench_large(engine, _, table):
         mine.close()
         other.close()
         amx = " (needs AMX)" if precision == "bf16" and not has_amx() else ""
-        table.add(f"GPT-2 124M, 4 x 64, {precision}, one thread: s/step", f"{a:.2f}", f"{b:.2f} ({name})", f"{b / a:.2f}x", f"{target} s{amx}", a <= target)
+        table.add(f"GPT-2 124M, 4 x 64, {precision}, one thread: s/step", f"{a:.2f}",
+                  f"{b:.2f} ({name})", f"{b / a:.2f}x", f"{target} s{amx}", a <= target)
 
 
 def bench_parts(engine, threads, table, scratch):
     reader = f"{scratch}/read.so"
-    subprocess.run([os.environ.get("CC", "cc"), "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", reader, f"{HERE}/read.c"], check=True)
+    subprocess.run([os.environ.get("CC", "cc"), "-O3", "-march=native", "-fopenmp", "-shared",
+                    "-fPIC", "-o", reader, f"{HERE}/read.c"], check=True)
     env = dict(os.environ, OMP_NUM_THREADS=str(threads))
-    done = subprocess.run([engine, f"{HERE}/parts.lua", reader, "5" if QUICK else "15", scratch], capture_output=True, text=True, env=env)
+    done = subprocess.run([engine, f"{HERE}/parts.lua", reader, "5" if QUICK else "15", scratch],
+                          capture_output=True, text=True, env=env)
     if done.returncode != 0:
         sys.exit("bench: " + done.stderr)
     median = {}
@@ -154,11 +166,15 @@ def bench_parts(engine, threads, table, scratch):
         gigabytes = 124 * 2**20 * size * 1e-9
         for name, what in (("stats", "a step's"), ("all", "all, with histogram")):
             share = read / median[f"{name}-{format_}"]
-            table.add(f"gradient statistics, {format_}, {what}: GB/s", f"{gigabytes / median[f'{name}-{format_}']:.1f}", f"{gigabytes / read:.1f} (plain read)",
-                      f"{100 * share:.0f} %", "80 %" if name == "stats" else "-", share >= 0.8 if name == "stats" else None)
-    table.add("one decision of the policy dynamic: us", f"{median['policy'] * 1e6:.3f}", "-", "-", "0.2 us", median["policy"] < 0.2e-6)
+            table.add(f"gradient statistics, {format_}, {what}: GB/s",
+                      f"{gigabytes / median[f'{name}-{format_}']:.1f}",
+                      f"{gigabytes / read:.1f} (plain read)", f"{100 * share:.0f} %",
+                      "80 %" if name == "stats" else "-", share >= 0.8 if name == "stats" else None)
+    table.add("one decision of the policy dynamic: us", f"{median['policy'] * 1e6:.3f}", "-", "-",
+              "0.2 us", median["policy"] < 0.2e-6)
     share = median["keeping"] / 20e-3
-    table.add("scale, policy and history: us a step", f"{median['keeping'] * 1e6:.2f}", "20 ms step", f"{100 * share:.3f} %", "1 %", share < 0.01)
+    table.add("scale, policy and history: us a step", f"{median['keeping'] * 1e6:.2f}",
+              "20 ms step", f"{100 * share:.3f} %", "1 %", share < 0.01)
 
 
 def bench_start(engine, _, table):
@@ -174,7 +190,8 @@ def bench_start(engine, _, table):
         times["true"].append(start(["true"]))
     mine, required, true = (statistics.median(times[key]) for key in ("engine", "require", "true"))
     table.add("engine -e '': ms", f"{mine:.1f}", f"{true:.1f} (true)", "-", "20 ms", mine < 20)
-    table.add("engine -e 'require \"engine\"': ms", f"{required:.1f}", f"{true:.1f} (true)", "-", "-", None)
+    table.add("engine -e 'require \"engine\"': ms", f"{required:.1f}", f"{true:.1f} (true)", "-",
+              "-", None)
 
 
 def has_amx():
@@ -189,14 +206,17 @@ def main():
     parser.add_argument("--engine", required=True)
     engine = os.path.abspath(parser.parse_args().engine)
     threads = len(os.sched_getaffinity(0))
-    torch = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True).stdout.strip()
-    print(f"engine beside PyTorch {torch}, {threads} threads, {platform.machine()}, {'AMX' if has_amx() else 'no AMX'}, "
+    torch = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"],
+                           capture_output=True, text=True, check=True).stdout.strip()
+    print(f"engine and PyTorch {torch}, {threads} threads, {platform.machine()}, "
+          f"{'AMX' if has_amx() else 'no AMX'}, "
           f"load {os.getloadavg()[0]:.1f}{', quick' if QUICK else ''}")
     if os.getloadavg()[0] > 0.5 * threads:
         print("warning: the machine is busy with other work; read the ratios with care")
     table, begin = Table(), time.time()
     with tempfile.TemporaryDirectory() as scratch:
-        parts = {"start": bench_start, "parts": lambda *a: bench_parts(*a, scratch), "step": bench_step}
+        parts = {"start": bench_start, "parts": lambda *a: bench_parts(*a, scratch),
+                 "step": bench_step}
         if not QUICK or "large" in ONLY:
             parts["large"] = bench_large
         for name, part in parts.items():

@@ -1,4 +1,5 @@
-# FP8: casts and quantizers beside copying and ml_dtypes, products beside bf16's, Hopper's accumulator beside a scalar loop.
+# FP8: casts and quantizers compared with copying and ml_dtypes, products with bf16 products,
+# Hopper's accumulator with a scalar loop.
 others=$("${VENV:?}/bin/python" - <<'PYTHON'
 import time
 

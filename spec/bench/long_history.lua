@@ -1,6 +1,7 @@
--- A made-up history of many steps, for trying what is asked of long runs:
---   ./engine spec/bench/long_history.lua /tmp/long 1000000      writes /tmp/long/history.db and times what people ask
--- It goes through the engine's own writer, so it is laid out as a run's history is.
+-- Generates a history of many steps and times common queries on it:
+--   ./engine spec/bench/long_history.lua /tmp/long 1000000
+-- writes /tmp/long/history.db if missing. It uses the engine's writer, so the file is laid out like
+-- a run's history.
 local M_ffi = require "engine.base.ffi"
 local history = require("engine").history
 local machine = require "engine.base.machine"
@@ -14,7 +15,10 @@ local function write()
   local h = history.open(dir, { write = true })
   local names = {}
   for layer = 0, LAYERS - 1 do
-    for _, part in ipairs(PARTS) do names[#names + 1] = { name = ("blocks.%d.%s.weight"):format(layer, part), shape = { 768, 768 } } end
+    for _, part in ipairs(PARTS) do
+      names[#names + 1] = { name = ("blocks.%d.%s.weight"):format(layer, part),
+        shape = { 768, 768 } }
+    end
   end
   h:set_parameters(names)
   h:set_meta("precision", "fp16")
@@ -27,27 +31,35 @@ local function write()
   local scale, good = 2 ^ 16, 0
   math.randomseed(1)
   for step = 0, n - 1 do
-    local amax = 0.25 * math.exp(0.6 * (math.random() + math.random() + math.random() - 1.5)) * (1 + 3 * math.exp(-step / (0.05 * n)))
+    local amax = 0.25 * math.exp(0.6 * (math.random() + math.random() + math.random() - 1.5)) *
+      (1 + 3 * math.exp(-step / (0.05 * n)))
     local over = amax * scale > 65504
-    record.step, record.updates, record.count, record.first_bad = step, step, 85e6, over and #names - 1 or -1
-    record.scale, record.loss, record.lr = scale, 2.5 + 8 * math.exp(-step / (0.1 * n)) + 0.1 * math.random(), 1e-3
+    record.step, record.updates, record.count, record.first_bad = step, step, 85e6,
+      over and #names - 1 or -1
+    record.scale, record.loss, record.lr = scale,
+      2.5 + 8 * math.exp(-step / (0.1 * n)) + 0.1 * math.random(), 1e-3
     record.amax, record.norm, record.norm_ref, record.elapsed = amax, 4 * amax, 0 / 0, step * 0.02
-    record.overflow, record.inf, record.zeros, record.underflow = over and 1 or 0, over and 7 or 0, 1000, 20000
+    record.overflow, record.inf, record.zeros, record.underflow = over and 1 or 0, over and 7 or 0,
+      1000, 20000
     record.amax_f16 = amax * scale
     local top = math.floor(math.log(amax * scale) / math.log(2))
     ffi.fill(record.hist, ffi.sizeof(record.hist))
-    for e = math.max(-24, top - 40), math.min(15, top) do record.hist[e + 160] = 1e7 * math.exp(-((e - top + 14) / 6) ^ 2) end
+    for e = math.max(-24, top - 40), math.min(15, top) do
+      record.hist[e + 160] = 1e7 * math.exp(-((e - top + 14) / 6) ^ 2)
+    end
     verdict.action, good = over and 1 or 0, over and 0 or good + 1
     verdict.scale = over and scale / 2 or good % 2000 == 0 and scale * 2 or scale
     verdict.lr_mul = 1
     verdict.reason = over and "overflow: halved" or ""
     h:append(record, verdict, 16384)
-    shadow.scale, shadow.action = 30000 / amax, over and 1 or 0      -- one whose scale moves at every step
+    -- a policy that changes the scale at every step
+    shadow.scale, shadow.action = 30000 / amax, over and 1 or 0
     h:append_shadow(step, "max_value", shadow)
     if step % 100 == 0 or over then
       for i = 0, #names - 1 do
         local s = stats[i]
-        s.count, s.amax, s.inf = 589824, amax * scale * 2 ^ -((#names - i) / 8), over and i > #names - 4 and 3 or 0
+        s.count, s.amax, s.inf = 589824, amax * scale * 2 ^ -((#names - i) / 8),
+          over and i > #names - 4 and 3 or 0
         s.sum_squares = s.amax ^ 2 * 100
         local e0 = math.max(-20, math.min(15, math.floor(math.log(s.amax) / math.log(2))))
         ffi.fill(s.hist, ffi.sizeof(s.hist))
@@ -77,10 +89,12 @@ timed("h:overflows()", function() return h:overflows() end)
 timed("h:why(n / 2)", function() return h:why(math.floor(n / 2)) end)
 timed("select avg(loss)", function() return h:query("SELECT avg(loss) AS a FROM steps") end)
 timed("select min, max, avg of 5 columns", function()
-  return h:query [[SELECT avg(loss), min(loss), max(loss), avg(scale), min(scale), max(scale), avg(amax), min(amax), max(amax), avg(norm), min(norm),
-    max(norm), avg(underflow), min(underflow), max(underflow), sum(overflow) FROM steps]]
+  return h:query [[SELECT avg(loss), min(loss), max(loss), avg(scale), min(scale), max(scale),
+    avg(amax), min(amax), max(amax), avg(norm), min(norm), max(norm), avg(underflow),
+    min(underflow), max(underflow), sum(overflow) FROM steps]]
 end)
-for _, what in ipairs { 'plot("loss")', 'plot("scale")', 'plot("amax", { log = true })', "heatmap()", 'heatmap { by = "exponent" }',
+for _, what in ipairs { 'plot("loss")', 'plot("scale")', 'plot("amax", { log = true })',
+  "heatmap()", 'heatmap { by = "exponent" }',
   'tensor("blocks.3.attn.qkv.weight")' } do
   local ask = loadstring("local h = ... return h:" .. what)
   timed("h:" .. what, function() return tostring(ask(h)) end)

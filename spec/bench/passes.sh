@@ -1,2 +1,2 @@
-# What the passes over all parameters cost, beside plain reading and copying of the same bytes.
+# The passes over all parameters, compared with reading and copying the same bytes.
 exec ./engine spec/bench/passes.lua

@@ -1,6 +1,6 @@
--- What a policy decision costs, beside an empty policy and a bare call into the library:
+-- The cost of a policy decision, compared with an empty policy and a bare call into the library:
 --   ./engine spec/bench/policy.lua
--- The best of many short batches: other work on the machine only ever adds.
+-- The best of many short batches counts, because other load only adds time.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 
@@ -29,7 +29,9 @@ local function decisions(policy)
   end)
 end
 
-local empty = engine.policy.load { file = "empty", source = "return { init = function() return { scale = 1 } end, decide = function() return 1 end }" }
+local empty = engine.policy.load { file = "empty",
+  source = "return { init = function() return { scale = 1 } end, decide = function() return 1 " ..
+  "end }" }
 local call = best(function() for _ = 1, BATCH do C.eng_step_count() end end)
 local floor = decisions(empty)
 -- From a trainer to its policy and back: the scale for a step, groups, the decision, probation,

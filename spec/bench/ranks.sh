@@ -1,2 +1,2 @@
-# Two ranks beside two threads, wire formats, messages.
+# Two ranks compared with two threads, comm dtypes, messages.
 exec ./engine spec/bench/ranks.lua

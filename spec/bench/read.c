@@ -1,5 +1,5 @@
-// The yardstick of the gradient statistics: every byte read once, nothing kept but a checksum. Built by bench.py with the
-// system's compiler; called from parts.lua.
+// The reference for gradient statistics: reads every byte once and keeps only a checksum. Built by
+// bench.py with the system's compiler; called from parts.lua.
 #include <stdint.h>
 
 uint64_t read_all(const uint64_t *words, int64_t n)

@@ -1,8 +1,9 @@
-"""torch_step.py PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH VARIANT: the twin of step.lua in PyTorch.
+"""torch_step.py PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH VARIANT: step.lua's
+counterpart in PyTorch.
 
-VARIANT is eager or compile, with -half for a model of fp16 weights beside fp32 masters that are updated and copied back (else fp16 and
-bf16 are autocast's). fp16 runs under GradScaler either way.
-Reads a number of steps from a line of stdin, makes them, answers with the seconds each took.
+VARIANT is eager or compile, with -half for fp16 weights and fp32 masters that are updated and
+copied back (otherwise fp16 and bf16 use autocast). fp16 uses GradScaler either way.
+Reads a number of steps from a line of stdin, makes them, and prints the seconds of each.
 """
 import sys
 import time
@@ -22,7 +23,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -64,12 +66,14 @@ def main():
     run = torch.compile(model) if variant.startswith("compile") else model
 
     def optimizer(fused):
-        return torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-4, weight_decay=0.1, fused=fused)
+        return torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}],
+                                 lr=1e-4, weight_decay=0.1, fused=fused)
 
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
 
     def backward():
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None and not half):
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16,
+                            enabled=dtype is not None and not half):
             loss = run(x, y)
         scaler.scale(loss).backward()
         return loss
