@@ -1,5 +1,6 @@
--- fp8.lua FOLDER: answers fp8.py. Reads requests from standard input, a line each: "cast NAME" casts x of NAME.in to both formats in
--- both modes, "quantize NAME RULE FORMAT BLOCK POW2" quantizes it; results go to NAME.out, then a line "done" comes.
+-- fp8.lua FOLDER: the engine's side of fp8.py. Reads requests from standard input, one per line:
+-- "cast NAME" casts x of NAME.in to both formats in both modes, "quantize NAME RULE FORMAT BLOCK
+-- POW2" quantizes it. Results go to NAME.out, then it prints "done".
 local engine = require "engine"
 local folder = assert(arg[1], "usage: engine spec/parity/fp8.lua FOLDER")
 
@@ -15,7 +16,8 @@ for line in io.lines() do
       out[format .. "_sat"] = x:to(format, { saturate = true })
     end
   else
-    local y = engine.fp8.quantize(x, { rule = words[3], format = words[4], block = words[5], pow2 = words[6] == "pow2" })
+    local y = engine.fp8.quantize(x, { rule = words[3], format = words[4], block = words[5],
+      pow2 = words[6] == "pow2" })
     out.q, out.scale, out.back = y.q, y.scale, y:dequantize()
   end
   engine.save(folder .. "/" .. name .. ".out", out)

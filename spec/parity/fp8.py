@@ -1,6 +1,7 @@
-"""FP8 beside other libraries: part of `make parity`. Conversions must be those of ml_dtypes (NaN is NaN, whatever its bits), on every
-f16 and bf16, on every f32 where a rounding turns and its neighbours, and on FP8_NUMBERS random f32 (1e8); quantizers those that
-the projects' own formulas give in PyTorch.
+"""FP8 compared with other libraries: part of `make parity`. Conversions must equal those of
+ml_dtypes (any NaN equals any NaN) on every f16 and bf16, on every f32 at a rounding boundary and
+its neighbours, and on FP8_NUMBERS random f32 (1e8). Quantizers must equal the projects' own
+formulas in PyTorch.
 """
 import argparse
 import os
@@ -17,16 +18,20 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 NUMBERS = int(float(os.environ.get("FP8_NUMBERS", "1e8")))
 CHUNK = 1 << 22
-FORMATS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0, torch.float8_e4m3fn), "e5m2": (ml_dtypes.float8_e5m2, 57344.0, torch.float8_e5m2)}
+FORMATS = {
+    "e4m3": (ml_dtypes.float8_e4m3fn, 448.0, torch.float8_e4m3fn),
+    "e5m2": (ml_dtypes.float8_e5m2, 57344.0, torch.float8_e5m2)
+}
 
 
 class Engine:
-    """A process that casts and quantizes what is put into a folder."""
+    """A process that casts and quantizes the tensors in a folder."""
 
     def __init__(self, engine, folder):
         self.folder = folder
         command = [engine, os.path.join(HERE, "fp8.lua"), folder]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True, cwd=ROOT)
 
     def ask(self, what, x, *words):
         save_file({"x": x}, os.path.join(self.folder, "a.in"))
@@ -46,7 +51,7 @@ def is_nan(code, name):
 
 
 def wrong(got, want, name):
-    """How many codes differ, NaN apart."""
+    """How many codes differ, except between NaNs."""
     return int(np.count_nonzero((got != want) & ~(is_nan(got, name) & is_nan(want, name))))
 
 
@@ -57,12 +62,13 @@ def casts(engine, x):
     for name, (dtype, largest, _) in FORMATS.items():
         with np.errstate(all="ignore"):
             bad += wrong(codes(out[name]), numbers.astype(dtype).view(np.uint8), name)
-            bad += wrong(codes(out[name + "_sat"]), np.clip(numbers, -largest, largest).astype(dtype).view(np.uint8), name)
+            bad += wrong(codes(out[name + "_sat"]),
+                         np.clip(numbers, -largest, largest).astype(dtype).view(np.uint8), name)
     return bad
 
 
 def turning_points():
-    """Every number of both formats and the middle between neighbours, in f32, with the neighbours of each."""
+    """All numbers of both formats and their midpoints, in f32, each with its neighbours."""
     points = [np.array([0.0, np.inf, np.nan], np.float32)]
     for dtype, largest, _ in FORMATS.values():
         every = np.arange(128, dtype=np.uint8).view(dtype).astype(np.float64)
@@ -73,7 +79,8 @@ def turning_points():
     return torch.from_numpy(np.concatenate([points, -points]))
 
 
-# ------------------------------------------------------------------ quantizers: x [rows x columns], blocks of high x wide
+# ------------------------------------------------------------------ quantizers
+# x [rows x columns], blocks of high x wide
 
 
 def blocks_of(x, high, wide):
@@ -84,7 +91,7 @@ def blocks_of(x, high, wide):
 
 
 def deepgemm(x, largest, pow2):
-    """per_token_cast_to_fp8, per_block_cast_to_fp8 of DeepGEMM: the scale, and what is cast."""
+    """per_token_cast_to_fp8, per_block_cast_to_fp8 of DeepGEMM: the scale and the scaled x."""
     scale = x.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / largest
     if pow2:
         bits = scale.view(torch.int32)
@@ -113,9 +120,11 @@ def torchao(x, largest, pow2):
 def transformer_engine(x, largest, pow2):
     """compute_scale_from_amax of TransformerEngine."""
     amax = x.abs().float().amax(dim=(1, 3), keepdim=True)
-    factor = torch.full_like(amax, largest) / amax           # largest / amax would be amax.reciprocal() * largest
+    # largest / amax would compute amax.reciprocal() * largest
+    factor = torch.full_like(amax, largest) / amax
     factor = torch.where(amax > 0, factor, torch.ones_like(amax))
-    factor = torch.where(torch.isinf(factor), torch.full_like(factor, torch.finfo(torch.float32).max), factor)
+    factor = torch.where(torch.isinf(factor),
+                         torch.full_like(factor, torch.finfo(torch.float32).max), factor)
     if pow2:
         factor = (factor.view(torch.int32) & -0x800000).view(torch.float32)
     return factor.reciprocal(), x.float() * factor
@@ -134,10 +143,13 @@ def quantizers(engine):
         for name, (dtype, largest, _) in FORMATS.items():
             for high, wide in ((1, 128), (128, 128), (128, 1), (1, 700), (300, 700)):
                 for pow2 in (False, True):
-                    out = engine.ask("quantize", x, rule.__name__, name, f"{high}x{wide}", "pow2" if pow2 else "-")
+                    out = engine.ask("quantize", x, rule.__name__, name, f"{high}x{wide}",
+                                     "pow2" if pow2 else "-")
                     scale, y = rule(blocks_of(x, high, wide), largest, pow2)
-                    want = y.reshape(scale.shape[0] * high, -1)[:300, :700].contiguous().numpy().astype(dtype).view(np.uint8)
-                    spread = scale.expand(-1, high, -1, wide).reshape(scale.shape[0] * high, -1)[:300, :700]
+                    want = y.reshape(scale.shape[0] * high, -1)[:300, :700].contiguous()
+                    want = want.numpy().astype(dtype).view(np.uint8)
+                    spread = scale.expand(-1, high, -1, wide)
+                    spread = spread.reshape(scale.shape[0] * high, -1)[:300, :700]
                     back = torch.from_numpy(want.copy()).view(FORMATS[name][2]).float() * spread
                     bad += wrong(codes(out["q"]), want, name) + int((out["back"] != back).sum())
                     count += 2 * x.numel()
@@ -159,10 +171,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(options.engine, folder)
         every = np.arange(65536, dtype=np.uint16)
-        row("every f16 to e4m3 and e5m2, saturating and not", casts(engine, torch.from_numpy(every.copy()).view(torch.float16)), 4 * 65536)
-        row("every bf16", casts(engine, torch.from_numpy(every.copy()).view(torch.bfloat16)), 4 * 65536)
+        row("every f16 to e4m3 and e5m2, saturating and not",
+            casts(engine, torch.from_numpy(every.copy()).view(torch.float16)), 4 * 65536)
+        row("every bf16",
+            casts(engine, torch.from_numpy(every.copy()).view(torch.bfloat16)), 4 * 65536)
         points = turning_points()
-        row("f32 numbers and midpoints, and their neighbours", casts(engine, points), 4 * len(points))
+        row("f32 numbers and midpoints, and their neighbours", casts(engine, points),
+            4 * len(points))
         random, bad, count = np.random.default_rng(11), 0, 0
         while count < NUMBERS:
             n = min(CHUNK, NUMBERS - count)

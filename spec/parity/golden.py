@@ -1,5 +1,6 @@
-"""Writes spec/golden/gpt2, a tiny GPT-2 as transformers saves it, with its logits and five losses of training, so that
-gpt2_spec.lua holds the engine to PyTorch's numbers where there is no PyTorch: `$VENV/bin/python spec/parity/golden.py`.
+"""Writes spec/golden/gpt2, a tiny GPT-2 saved by transformers, with its logits and five losses of
+training, so that gpt2_spec.lua can compare the engine with PyTorch's numbers without PyTorch:
+`$VENV/bin/python spec/parity/golden.py`.
 """
 import os
 import sys
@@ -15,8 +16,10 @@ OUT = os.path.join(os.path.dirname(HERE), "golden", "gpt2")
 
 def main():
     torch.manual_seed(7)
-    config = transformers.GPT2Config(vocab_size=13, n_positions=12, n_embd=8, n_layer=2, n_head=2, initializer_range=0.3, layer_norm_epsilon=1e-4,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(vocab_size=13, n_positions=12, n_embd=8, n_layer=2, n_head=2,
+                                     initializer_range=0.3, layer_norm_epsilon=1e-4,
+                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                                     bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -26,10 +29,12 @@ def main():
     os.remove(os.path.join(OUT, "generation_config.json"))
     ids = torch.randint(0, 13, (3, 11))
     x, y = ids[:, :-1], ids[:, 1:]
-    expected = {"ids": ids.to(torch.int32).contiguous(), "logits": model(x).logits.detach().contiguous()}
+    expected = {"ids": ids.to(torch.int32).contiguous(),
+                "logits": model(x).logits.detach().contiguous()}
     decay = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
-    opt = torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1)
+    opt = torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}],
+                            lr=1e-2, weight_decay=0.1)
     losses = []
     for _ in range(5):
         loss = torch.nn.functional.cross_entropy(model(x).logits.reshape(-1, 13), y.reshape(-1))
@@ -39,7 +44,8 @@ def main():
         opt.step()
         losses.append(loss.item())
     expected["losses"] = torch.tensor(losses, dtype=torch.float64)
-    save_file(expected, os.path.join(OUT, "expected.safetensors"), {"torch": torch.__version__, "transformers": transformers.__version__})
+    save_file(expected, os.path.join(OUT, "expected.safetensors"),
+              {"torch": torch.__version__, "transformers": transformers.__version__})
     print(OUT, losses)
 
 

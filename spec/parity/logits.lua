@@ -1,4 +1,5 @@
--- logits.lua DIR IDS.safetensors OUT.safetensors: what a GPT-2 folder answers to ids [B x T], as logits [B x T x V].
+-- logits.lua DIR IDS.safetensors OUT.safetensors: computes the logits [B x T x V] of a GPT-2 folder
+-- for ids [B x T].
 local engine = require "engine"
 local dir, from, to = arg[1], arg[2], arg[3]
 local model = engine.nn.gpt2.load(dir):eval()

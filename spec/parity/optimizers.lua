@@ -1,9 +1,10 @@
--- optimizers.lua START.safetensors STEPS OUT.safetensors: every optimizer on one fixed problem, a tanh network on given data.
--- START holds x [N x F], y [N x K], w1 [H x F], b1 [H], w2 [K x H]. OUT gets NAME.losses and NAME.w1 ... of each.
+-- optimizers.lua START.safetensors STEPS OUT.safetensors: runs every optimizer on one fixed
+-- problem, a tanh network on given data. START has x [N x F], y [N x K], w1 [H x F], b1 [H], w2 [K
+-- x H]. OUT gets NAME.losses and NAME.w1 ... of each.
 local engine = require "engine"
 local start, steps = engine.load(arg[1]), tonumber(arg[2])
 
--- the same names and numbers stand in parity.py
+-- parity.py has the same names and numbers
 local RUNS = {
   sgd = { "sgd", { lr = 0.1, weight_decay = 0.01 } },
   momentum = { "sgd", { lr = 0.05, momentum = 0.9, dampening = 0.1, weight_decay = 0.01 } },
