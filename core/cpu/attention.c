@@ -29,8 +29,8 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  // Keys, or pairs of keys, that the product with V (and K) sums in one go: the panel stays near
-  // the core.
+  // Keys, or pairs of keys, that the product with V (and K) sums in one go: the panel stays in
+  // cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };

@@ -252,7 +252,7 @@ VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, cons
 }
 
 #if defined(ENG_ISA_avx512)
-// The same over n words of two bf16.
+// fp32_body over n words of two bf16.
 #define PAIRS_BODY(rows)                                                                \
   __attribute__((target("avx512bf16"))) static void pairs_##rows(                       \
     const float *a, const float *b, int64_t n, float *part, bool resume)                \

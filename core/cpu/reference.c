@@ -1,6 +1,6 @@
 // The "reference" device: the slow, clear kernels that every fast kernel is tested against. It also
 // serves f64 and integer tensors on the "cpu" device, whose kernels forward to it. Owns its table
-// and the helpers of reference.h; the kernels are in reference_*.c. Called by backend.c.
+// and the helpers of reference.h; the kernels are in reference_*.c. Registered by cpu.c.
 #include "reference.h"
 
 #include <math.h>

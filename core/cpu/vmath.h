@@ -71,7 +71,7 @@ VF_INLINE vf vf_log(vf x)
 {
   vm tiny = vf_lt(x, VF_C(1.17549435e-38f));
   vi bits = vf_bits(vf_select(tiny, vf_mul(x, VF_C(8388608.0f)), x));
-  // x = 2^k * (1 + f), with 1 + f in [sqrt(1/2), sqrt(2))
+  // x, scaled if tiny, is 2^k * (1 + f), with 1 + f in [sqrt(1/2), sqrt(2)).
   vi k = vi_sar(vi_sub(bits, vi_set1(0x3F3504F3)), 23);
   vf f = vf_sub(vf_from_bits(vi_sub(bits, vi_shl(k, 23))), VF_C(1.0f));
   vf e = vf_sub(vi_to_vf(k), vf_select(tiny, VF_C(23.0f), vf_zero()));
