@@ -1,11 +1,14 @@
--- Ranks that were started differently, a build without MPI, a disk that is full.
+-- Ranks that start differently, builds without MPI, and full disks.
 --   ./engine spec/dist/differences.lua [only=NAME] [seed=1]
--- Other scripts (a file, its text, a module it requires), arguments, settings of the script, seeds, data, models, policies, code (the
--- library, a Lua file of the engine) or numbers of ranks on one rank, a random one of three: the job ends before the first step, with a line
--- that says which rank differs and in what. A start without MPI, or with one that is not the engine's, says what is missing.
--- A job on a disk that is full, from too small for its history to too small for one more checkpoint, trains to its end as if nothing had
--- happened and says so; with room again, resume=auto goes on bit for bit. (Needs the right to mount a tmpfs; else that part is left out, and said.)
--- Prints a line for each; the exit code is 1 when something does not hold.
+-- Part 1: one random rank of three gets another script (file, text, or a module it requires), other
+-- arguments, settings, seed, data, model or policy, other engine code (the library, a Lua file), or
+-- another number of ranks. The job must end before the first step with a line that names the
+-- differing rank and the difference. Part 2: started without MPI, or with a library that is not the
+-- engine's transport, the engine must report what is missing. Part 3: a job whose disk is full
+-- (sizes from too small for the history to too small for one more checkpoint) must train to its end
+-- unchanged and report the full disk; once there is room, resume=auto must continue bit for bit.
+-- This part needs permission to mount a tmpfs and is skipped, with a message, otherwise. Prints a
+-- line per case; the exit code is 1 when a case fails.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local helper = require "spec.helper"
@@ -19,7 +22,7 @@ end
 math.randomseed(cfg.seed)
 for _ = 1, 8 do math.random() end
 
-local RANKS, PROMPT = 3, 20       -- seconds within which a job that cannot be is over
+local RANKS, PROMPT = 3, 20       -- seconds within which a job that cannot run must have ended
 local folder = helper.folder()
 local JOB = helper.read("spec/dist/job.lua")
 local failures, made = 0, 0
@@ -27,17 +30,19 @@ local failures, made = 0, 0
 local function verdict(name, problem, seconds, said)
   made = made + 1
   if problem then failures = failures + 1 end
-  print(("%-28s %4.1f s  %s"):format(name, seconds, problem and "FAILED: " .. problem or (said or "as it should"):gsub("^.*\27%[K", ""):gsub("^%s+", ""):sub(1, 220)))
+  print(("%-28s %4.1f s  %s"):format(name, seconds, problem and "FAILED: " ..
+    problem or (said or "as expected"):gsub("^.*\27%[K", ""):gsub("^%s+", ""):sub(1, 220)))
   io.stdout:flush()
 end
 
 local function wanted(name) return cfg.only == "" or cfg.only == name end
 
--- A second engine, in a folder of its own: what is changed there is nobody else's.
+-- A copy of the engine in its own folder, so that `change` affects no other process.
 local function another_engine(name, change)
   local here = folder .. "/" .. name
   local library = require("engine.base.ffi").library_dir
-  local copy = helper.shell(("mkdir -p %s/build && cp %s %s/engine && cp %s/libengine.so %s/libengine_mpi.so %s/cdef.h %s/build/ && cp -r lua policies %s/"):format(here,
+  local copy = helper.shell(("mkdir -p %s/build && cp %s %s/engine && cp %s/libengine.so " ..
+    "%s/libengine_mpi.so %s/cdef.h %s/build/ && cp -r lua policies %s/"):format(here,
     helper.quote(helper.engine), here, library, library, library, here, here))
   assert(copy.code == 0, copy.err)
   change(here)
@@ -50,9 +55,10 @@ local function add_to(path, text)
   file:close()
 end
 
--- ------------------------------------------------------------------ one rank is not like the others
+-- ------------------------------------------------------------------ one rank differs
 
--- What the odd rank is started with; `says` is a pattern of plain text after "rank N differs from rank 0: ".
+-- How the odd rank is started. `says` is the plain text that must follow "rank N differs from rank
+-- 0: ".
 local function job_with(name, from, to)
   local text, n = JOB:gsub(from, to, 1)
   assert(n == 1, name)
@@ -60,38 +66,59 @@ local function job_with(name, from, to)
 end
 
 local odd = {
-  { "another script", says = "script ", make = function() return { script = job_with("other", "engine.seed%(5%)", "engine.seed(5) ") } end },
+  { "another script", says = "script ",
+    make = function() return { script = job_with("other", "engine.seed%(5%)",
+    "engine.seed(5) ") } end },
   { "a script that reduces first", says = "script ", make = function()
-    return { script = job_with("reduces", "engine.seed%(5%)", "engine.seed(5) ranks.reduce(1) ranks.barrier()") }
+    return { script = job_with("reduces", "engine.seed%(5%)",
+      "engine.seed(5) ranks.reduce(1) ranks.barrier()") }
   end },
-  { "another argument", says = "arguments ", make = function() return { settings = { "width=48" } } end },
-  { "one argument more", says = "arguments ", make = function() return { settings = { "steps=6", "wire=bf16" } } end },
+  { "another argument", says = "arguments ",
+    make = function() return { settings = { "width=48" } } end },
+  { "one argument more", says = "arguments ",
+    make = function() return { settings = { "steps=6", "wire=bf16" } } end },
   { "another module", says = "module ", make = function()
     local texts = { "return 1", "return 2" }
     for i, text in ipairs(texts) do
       assert(helper.shell(("mkdir -p %s/m%d"):format(folder, i)).code == 0)
       helper.write(("%s/m%d/odd_module.lua"):format(folder, i), text)
     end
-    local script = job_with("requires", "engine.seed%(5%)", "package.path = os.getenv('ODD') .. '/?.lua;' .. package.path require 'odd_module' engine.seed(5)")
-    return { script = script, environment = ("ODD=%s/m2"):format(folder) }, { script = script, environment = ("ODD=%s/m1"):format(folder) }
+    local script = job_with("requires", "engine.seed%(5%)",
+      "package.path " ..
+        "= os.getenv('ODD') .. '/?.lua;' .. package.path require 'odd_module' engine.seed(5)")
+    return { script = script, environment = ("ODD=%s/m2"):format(folder) },
+      { script = script, environment = ("ODD=%s/m1"):format(folder) }
   end },
-  { "another seed", says = "random numbers ", inside = "engine.seed(ranks.rank() == ODD and 6 or 5)" },
-  { "other data", says = 'data {"', inside = "engine.seed(5) local make = engine.data.text engine.data.text = function(o) "
+  { "another seed", says = "random numbers ",
+    inside = "engine.seed(ranks.rank() == ODD and 6 or 5)" },
+  { "other data", says = 'data {"',
+    inside = "engine.seed(5) local make = engine.data.text engine.data.text = function(o) "
     .. "o.seed = ranks.rank() == ODD and 10 or 9 return make(o) end" },
-  { "another model", says = "model gpt", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.width = 48 end" },
-  { "another precision", says = "precision fp16", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.precision = 'fp16' cfg.policy = 'static' end" },
-  { "another optimizer", says = "optimizer lion", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.optimizer = 'lion' end" },
-  { "another policy", says = "policy dynamic", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.policy = 'dynamic' end" },
-  { "other checkpoints", says = "checkpoint_every 2", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.checkpoint_every = 2 end" },
-  { "another wire", says = "comm_dtype fp8", inside = "engine.seed(5) if ranks.rank() == ODD then cfg.wire = 'fp8' end" },
+  { "another model", says = "model gpt",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.width = 48 end" },
+  { "another precision", says = "precision fp16",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.precision = 'fp16' cfg.policy = " ..
+    "'static' end" },
+  { "another optimizer", says = "optimizer lion",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.optimizer = 'lion' end" },
+  { "another policy", says = "policy dynamic",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.policy = 'dynamic' end" },
+  { "other checkpoints", says = "checkpoint_every 2",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.checkpoint_every = 2 end" },
+  { "another wire", says = "comm_dtype fp8",
+    inside = "engine.seed(5) if ranks.rank() == ODD then cfg.wire = 'fp8' end" },
   { "another library", says = "engine ", make = function()
-    return { engine = another_engine("library", function(here) add_to(here .. "/build/libengine.so", "\n") end) }
+    return { engine = another_engine("library",
+      function(here) add_to(here .. "/build/libengine.so", "\n") end) }
   end },
   { "another Lua file", says = "engine's nn/", make = function()
-    return { engine = another_engine("lua", function(here) add_to(here .. "/lua/engine/nn/init.lua", "\n-- edited\n") end) }
+    return { engine = another_engine("lua",
+      function(here) add_to(here .. "/lua/engine/nn/init.lua", "\n-- edited\n") end) }
   end },
-  { "another number of ranks", plain = true, says = "started 7 processes, but", make = function() return { environment = "OMPI_COMM_WORLD_SIZE=7" } end },
-  { "a rank that knows nothing", plain = true, says = "at the start of the job", make = function() return { environment = "ENGINE_RANKS=off", program = "sleep 30" } end,
+  { "another number of ranks", plain = true, says = "started 7 processes, but",
+    make = function() return { environment = "OMPI_COMM_WORLD_SIZE=7" } end },
+  { "a rank that is not the engine", plain = true, says = "at the start of the job",
+    make = function() return { environment = "ENGINE_RANKS=off", program = "sleep 30" } end,
     environment = "ENGINE_RANK_TIMEOUT=3" },
 }
 
@@ -102,7 +129,8 @@ for _, case in ipairs(odd) do
     local other, rest
     if case.make then other, rest = case.make()
     else
-      local script = job_with(name:gsub(" ", "_"), "engine.seed%(5%)", (case.inside:gsub("ODD", place):gsub("%%", "%%%%")))
+      local script = job_with(name:gsub(" ", "_"), "engine.seed%(5%)",
+        (case.inside:gsub("ODD", place):gsub("%%", "%%%%")))
       other, rest = { script = script }, { script = script }
     end
     rest = rest or {}
@@ -112,13 +140,17 @@ for _, case in ipairs(odd) do
     local began = C.eng_clock()
     local result = helper.shell(start.mixed(parts, "spec/dist/job.lua"))
     local seconds = C.eng_clock() - began
-    local wants = case.plain and case.says or ("rank %d differs from rank 0: %s"):format(place, case.says)
-    local line = result.err:match("[^\n]*differs from rank 0[^\n]*") or result.err:match("engine: [^\n]*")
+    local wants = case.plain and case.says or ("rank %d differs from rank 0: %s"):format(place,
+      case.says)
+    local line = result.err:match("[^\n]*differs from rank 0[^\n]*")
+      or result.err:match("engine: [^\n]*")
     local problem
-    if result.code == 0 then problem = "the job did not mind: " .. result.out .. result.err
-    elseif not result.err:find(wants, 1, true) then problem = ("expected '%s' in:\n%s"):format(wants, result.err)
-    elseif result.out:find("^%d+ ") or result.out:find("\n%d+ ") then problem = "a step was made"
-    elseif seconds > PROMPT then problem = "it took too long" end
+    if result.code == 0 then problem = "the job ran: " .. result.out .. result.err
+    elseif not result.err:find(wants, 1, true) then
+      problem = ("expected '%s' in:\n%s"):format(wants, result.err)
+    elseif result.out:find("^%d+ ") or result.out:find("\n%d+ ") then
+      problem = "the job made a step"
+    elseif seconds > PROMPT then problem = "the job took too long to end" end
     verdict(name, problem, seconds, line)
   end
 end
@@ -126,10 +158,13 @@ end
 -- ------------------------------------------------------------------ no MPI
 
 local without = {
-  { "no MPI in this build", "this build has no MPI: there is no", function(here) os.remove(here .. "/build/libengine_mpi.so") end },
-  { "an MPI library that is none", "cannot load", function(here) helper.write(here .. "/build/libengine_mpi.so", "nothing") end },
-  { "another library in its place", "is no transport of this engine", function(here)
-    assert(helper.shell(("rm %s/build/libengine_mpi.so && cp %s/build/libengine.so %s/build/libengine_mpi.so"):format(here, here, here)).code == 0)
+  { "no MPI in this build", "this build has no MPI: there is no",
+    function(here) os.remove(here .. "/build/libengine_mpi.so") end },
+  { "an MPI library of garbage", "cannot load",
+    function(here) helper.write(here .. "/build/libengine_mpi.so", "nothing") end },
+  { "another library instead of it", "is no transport of this engine", function(here)
+    assert(helper.shell(("rm %s/build/libengine_mpi.so && cp %s/build/libengine.so " ..
+      "%s/build/libengine_mpi.so"):format(here, here, here)).code == 0)
   end },
 }
 for i, case in ipairs(without) do
@@ -139,9 +174,9 @@ for i, case in ipairs(without) do
     local result = helper.shell(start.mixed({ { engine = own, n = 2 } }, "spec/dist/job.lua"))
     local alone = helper.shell(("ENGINE_RANKS=off %s spec/dist/job.lua steps=1"):format(own))
     local problem
-    if result.code == 0 then problem = "the job did not mind"
-    elseif not result.err:find(case[2], 1, true) then problem = "it said: " .. result.err
-    elseif alone.code ~= 0 then problem = "one process cannot do without: " .. alone.err end
+    if result.code == 0 then problem = "the job ran"
+    elseif not result.err:find(case[2], 1, true) then problem = "unexpected message: " .. result.err
+    elseif alone.code ~= 0 then problem = "one process fails without MPI: " .. alone.err end
     verdict(case[1], problem, C.eng_clock() - began, result.err:match("engine: [^\n]*"))
   end
 end
@@ -152,7 +187,9 @@ local disk = folder .. "/disk"
 assert(helper.shell("mkdir " .. disk).code == 0)
 local function weights_of(result)
   local sums = {}
-  for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do sums[tonumber(rank) + 1] = sum end
+  for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do
+    sums[tonumber(rank) + 1] = sum
+  end
   return sums
 end
 
@@ -165,7 +202,7 @@ end
 
 local smallest = "64k"
 local mounted = helper.shell(("mount -t tmpfs -o size=64k tmpfs %s"):format(disk)).code == 0
-if not mounted then print "a full disk: left out, for no tmpfs may be mounted here" end
+if not mounted then print "a full disk: skipped, a tmpfs cannot be mounted here" end
 if mounted and wanted "a full disk" then
   local good, message = pcall(function()
     for zero = 0, 2 do
@@ -178,16 +215,23 @@ if mounted and wanted "a full disk" then
         local sums, problem = weights_of(full), nil
         local all = full.err .. full.out
         local said = all:match("[^\n]*No space left[^\n]*") or all:match("[^\n]*disk is full[^\n]*")
-        local refused = full.code ~= 0 and size == smallest and not full.out:find("^%d+ ")         -- there is no room for a history at all
-        if full.code ~= 0 and not refused then problem = ("it ended with code %d: %s"):format(full.code, full.err) end
-        for rank = 1, refused and 0 or RANKS do
-          if sums[rank] ~= whole[1] then problem = problem or ("rank %d holds other weights at the end"):format(rank - 1) end
+        -- The disk is too small for any history.
+        local refused = full.code ~= 0 and size == smallest and not full.out:find("^%d+ ")
+        if full.code ~= 0 and not refused then
+          problem = ("the job ended with code %d: %s"):format(full.code, full.err)
         end
-        if not said then problem = problem or "nobody said that the disk is full: " .. all end
+        for rank = 1, refused and 0 or RANKS do
+          if sums[rank] ~= whole[1] then
+            problem = problem or ("rank %d ends with other weights"):format(rank - 1)
+          end
+        end
+        if not said then problem = problem or "no message about the full disk: " .. all end
         helper.shell(("mount -o remount,size=64m %s"):format(disk))
         local again = weights_of(job("zero=" .. zero, "run=" .. disk .. "/run", "resume=auto"))
         for rank = 1, RANKS do
-          if again[rank] ~= whole[1] then problem = problem or ("resumed, rank %d holds other weights"):format(rank - 1) end
+          if again[rank] ~= whole[1] then
+            problem = problem or ("resumed, rank %d ends with other weights"):format(rank - 1)
+          end
         end
         verdict(name, problem, C.eng_clock() - began, said)
       end

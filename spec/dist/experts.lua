@@ -1,13 +1,17 @@
--- The job of spec/dist/ranks_experts_spec.lua: a small classifier with two mixtures of experts, divided over the ranks. Prints a line a step, then
--- what was sent (rank 0), and the checksum of the weights that all ranks hold (every rank, on stderr).
+-- The job of spec/dist/ranks_experts_spec.lua: a small classifier with two mixtures of experts,
+-- divided over the ranks. Prints a line per step and the traffic (rank 0), and the checksum of the
+-- weights that all ranks hold (every rank, on stderr).
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local ranks, nn = engine.ranks, engine.nn
 
 local cfg = engine.config({
-  steps = 8, batch = 8, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "", resume = "", clip = 0.0, policy = "", timeout = 20,
-  optimizer = "adam", over = 0, dispatch = "own", combine = "own", experts = 4, top_k = 2, bare = false, one = 0, timid = "", trap = "",
-  plant = "", plant_rank = 0, plant_expert = 2, plant_step = 2, checkpoint_every = 0, hidden = 24, device = "cpu",
+  steps = 8, batch = 8, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "",
+  resume = "", clip = 0.0, policy = "", timeout = 20,
+  optimizer = "adam", over = 0, dispatch = "own", combine = "own", experts = 4, top_k = 2,
+  bare = false, one = 0, timid = "", trap = "",
+  plant = "", plant_rank = 0, plant_expert = 2, plant_step = 2, checkpoint_every = 0, hidden = 24,
+  device = "cpu",
 })
 engine.device(cfg.device)
 engine.seed(5)
@@ -16,7 +20,8 @@ local WIDTH, CLASSES = 20, 6
 local Net = nn.class("net")
 function Net:init()
   local function moe(over)
-    return nn.moe { width = WIDTH, hidden = cfg.hidden, experts = cfg.experts, top_k = cfg.top_k, dispatch = cfg.dispatch, combine = cfg.combine,
+    return nn.moe { width = WIDTH, hidden = cfg.hidden, experts = cfg.experts, top_k = cfg.top_k,
+      dispatch = cfg.dispatch, combine = cfg.combine,
       experts_over = over }
   end
   local over = cfg.over >= 0 and ranks.group(cfg.over > 0 and cfg.over or nil) or nil
@@ -24,7 +29,7 @@ function Net:init()
   self.between = nn.linear(WIDTH, WIDTH)
   self.second = moe(over)
   self.classes = nn.linear(WIDTH, CLASSES)
-  if cfg.one > 0 then                                           -- all tokens to one expert of the first layer: the others get none
+  if cfg.one > 0 then  -- all tokens go to one expert of the first layer, none to the others
     local gate = {}
     for e = 1, cfg.experts do
       gate[e] = {}
@@ -33,7 +38,7 @@ function Net:init()
     self.first.gate.weight:copy(engine.tensor(gate))
   end
 end
--- bare: the first layer gets the data themselves, whose gradients nobody asks for.
+-- bare: the first layer's input is the data, which need no gradient.
 function Net:forward(x, y)
   if not cfg.bare then x = self.between(x) end
   x = x + self.first(x)
@@ -55,7 +60,7 @@ local net = Net()
 net.first:sent()
 local optimizer = engine.optim[cfg.optimizer](net, { lr = 3e-3, precision = cfg.precision })
 
--- inf or nan in the gradient of one expert's parameter, by one of the ranks that hold it.
+-- Puts inf or nan into the gradient of one expert's parameter, on one of the ranks that hold it.
 local target
 for _, p in ipairs(optimizer.list) do
   if p.name == ("second.experts.%d.up.weight"):format(cfg.plant_expert) then target = p.tensor end
@@ -65,7 +70,9 @@ local function loss_of(model, batch)
   local loss = model(batch.x, batch.y)
   local step = math.floor(calls / cfg.accumulate)
   calls = calls + 1
-  if cfg.plant == "" or ranks.rank() ~= cfg.plant_rank or step ~= cfg.plant_step then return loss end
+  if cfg.plant == "" or ranks.rank() ~= cfg.plant_rank or step ~= cfg.plant_step then
+    return loss
+  end
   assert(target.count > 0, "the rank does not hold this expert")
   local planted = cfg.plant == "inf" and math.huge or 0 / 0
   return engine.custom {
@@ -78,17 +85,29 @@ local function loss_of(model, batch)
 end
 
 local trainer
-trainer = engine.trainer { model = net, optimizer = optimizer, loss = loss_of, data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = 9 },
-  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire, zero = cfg.zero, run = cfg.run, resume = cfg.resume, rank_timeout = cfg.timeout,
-  checkpoint_every = cfg.checkpoint_every, log = "quiet", trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, ref_every = 2,
+trainer = engine.trainer { model = net, optimizer = optimizer, loss = loss_of,
+  data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = 9 },
+  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
+  zero = cfg.zero, run = cfg.run, resume = cfg.resume, rank_timeout = cfg.timeout,
+  checkpoint_every = cfg.checkpoint_every, log = "quiet", trap = cfg.trap ~= "" and cfg.trap or nil,
+  policy = cfg.policy ~= "" and cfg.policy or nil, ref_every = 2,
   on_step = function(t, record, verdict)
     local scales = {}
-    for i, group in ipairs(t.groups.groups) do scales[i] = ("%s=%g"):format(group, t.policy.group_scale and t.policy:group_scale(i) or 0) end
-    print(("%d %.17g %.17g %s %.17g %s"):format(tonumber(record.step), record.loss, record.scale, verdict:what(), record.norm, table.concat(scales, " ")))
-    if cfg.timid ~= "" then ranks.say("%d %.17g %.17g %d %g", tonumber(record.step), record.norm, record.amax, tonumber(record.count), record.norm_ref) end
+    for i, group in ipairs(t.groups.groups) do
+      scales[i] = ("%s=%g"):format(group, t.policy.group_scale and t.policy:group_scale(i) or 0)
+    end
+    print(("%d %.17g %.17g %s %.17g %s"):format(tonumber(record.step), record.loss, record.scale,
+      verdict:what(), record.norm, table.concat(scales, " ")))
+    if cfg.timid ~= "" then
+      ranks.say("%d %.17g %.17g %d %g", tonumber(record.step), record.norm, record.amax,
+        tonumber(record.count), record.norm_ref)
+    end
   end }
 trainer:run()
-for way, facts in pairs(net.first:sent() or {}) do print(("sent %s %d %.4g"):format(way, facts.bytes, facts.snr)) end
+for way, facts in pairs(net.first:sent() or {}) do
+  print(("sent %s %d %.4g"):format(way, facts.bytes, facts.snr))
+end
 print("counts " .. table.concat(net.first.counts, " "))
 io.stderr:write(("rank %d: common %s, held %d\n"):format(ranks.rank(), trainer.reducer.marks
-  and tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.reducer.marks, 0)) or "alone", net:count()))
+  and tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.reducer.marks, 0))
+    or "alone", net:count()))

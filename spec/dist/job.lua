@@ -1,15 +1,20 @@
--- The job of spec/dist/ranks_spec.lua: a tiny GPT, trained by as many ranks as there are. Prints a line a step (rank 0) and the checksum of the
--- weights at the end (every rank, on stderr).
+-- The job of spec/dist/ranks_spec.lua: a tiny GPT, trained by any number of ranks. Prints a line
+-- per step (rank 0) and the checksum of the weights at the end (every rank, on stderr).
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local ranks = engine.ranks
 
 local cfg = engine.config({
-  steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "", resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
-  checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet", tied = true,
-  plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",   -- inf or nan in a gradient of one rank
-  odd_rank = -1, odd_policy = "", odd_steps = 0,                                        -- one rank with other settings than the others
-  hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3, swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
+  steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "",
+  resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
+  checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet",
+  tied = true,
+  -- inf or nan in a gradient of one rank
+  plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",
+  -- one rank with settings that differ from the others'
+  odd_rank = -1, odd_policy = "", odd_steps = 0,
+  hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3,
+  swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
   device = "cpu",
 })
 local odd = ranks.rank() == cfg.odd_rank
@@ -20,7 +25,8 @@ engine.seed(5)
 
 local text = {}
 for i = 1, 6000 do text[i] = string.char(32 + i * i % 89) end
-local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2, dropout = cfg.dropout, tied = cfg.tied }
+local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2,
+  dropout = cfg.dropout, tied = cfg.tied }
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
 
 local Moody = { get_scale = function(self) return self.scale end,
@@ -29,7 +35,7 @@ Moody.__index = Moody
 function Moody.new() return setmetatable({ scale = 1 }, Moody) end
 engine.register_loss_scaler("moody", Moody)
 
--- A gradient of inf or nan for one element of one parameter, on one rank, at one step.
+-- Puts inf or nan into one element of one parameter's gradient, on one rank, at one step.
 local target
 for _, p in ipairs(optimizer.list) do
   if p.name == cfg.plant_tensor then target = p.tensor end
@@ -39,7 +45,9 @@ local function loss_of(m, batch)
   local loss = m:loss(batch.x, batch.y)
   local step = math.floor(calls / cfg.accumulate)
   calls = calls + 1
-  if cfg.plant == "" or ranks.rank() ~= cfg.plant_rank or step ~= cfg.plant_step then return loss end
+  if cfg.plant == "" or ranks.rank() ~= cfg.plant_rank or step ~= cfg.plant_step then
+    return loss
+  end
   local planted = cfg.plant == "inf" and math.huge or 0 / 0
   local add = engine.custom {
     forward = function(_, l) return l * 1 end,
@@ -54,14 +62,18 @@ end
 local trainer
 trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
   data = engine.data.text { text = table.concat(text), batch = cfg.batch, context = 16, seed = 9 },
-  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire, zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
-  checkpoint_every = cfg.checkpoint_every, rank_timeout = cfg.timeout, log = cfg.log, policy = cfg.policy ~= "" and cfg.policy or nil,
+  steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
+  zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
+  checkpoint_every = cfg.checkpoint_every, rank_timeout = cfg.timeout, log = cfg.log,
+  policy = cfg.policy ~= "" and cfg.policy or nil,
   on_step = function(t, record, verdict)
     local step = tonumber(record.step)
     if step == cfg.trouble_step then
       if ranks.rank() == cfg.hang_rank then while true do end end
       if ranks.rank() == cfg.slow_rank then os.execute("sleep " .. cfg.slow) end
-      if ranks.rank() == cfg.die_rank then os.execute("kill -9 " .. io.open("/proc/self/stat"):read("*n")) end
+      if ranks.rank() == cfg.die_rank then
+        os.execute("kill -9 " .. io.open("/proc/self/stat"):read("*n"))
+      end
       if ranks.rank() == cfg.raise_rank then error("this rank has had enough", 0) end
     end
     if step == cfg.swap_step then
@@ -72,7 +84,9 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
       engine.signal("mine", ranks.rank() + 1, cfg.signal)
       print(("signal %s"):format(tostring(t.reducer.signals.mine)))
     end
-    print(("%d %.17g %.17g %s %s"):format(step, record.loss, record.scale, verdict:what(), t.policy.name))
+    print(("%d %.17g %.17g %s %s"):format(step, record.loss, record.scale, verdict:what(),
+      t.policy.name))
   end }
 trainer:run()
-io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(), tostring(M_ffi.C.eng_params_checksum(optimizer.params))))
+io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(),
+  tostring(M_ffi.C.eng_params_checksum(optimizer.params))))

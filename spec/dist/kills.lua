@@ -1,15 +1,20 @@
--- A rank of a job is killed, a random one at a random moment, and the job goes on from its files.
+-- Kills a random rank at a random moment, then resumes the job from its files.
 --   ./engine spec/dist/kills.lua [kills=20] [seed=1] [only=NUMBER] [steps=300] [timeout=3]
--- The job: four ranks, spec/dist/job.lua, with dropout, checkpoints every few steps, plain or ZeRO-1 or 2, f32 or fp16 gradients. The moment
--- lies anywhere between the ranks' first breath and the job's end: while MPI starts, in a step, while a checkpoint is written. In turns
--- mpirun ends the other ranks, as it does by itself, or is told to leave them alone (--enable-recovery): then they find out. Must hold:
---   the job is over, every process of it, within 10 s where mpirun ends it, within timeout + 10 s where the ranks do
---   what was said names the rank that was killed (before MPI has started the others can say only that they wait for somebody)
---   resume=auto with four ranks: every step from the checkpoint on, and the weights at the end, are those of a job nobody disturbed, bit for bit
---   the same with two ranks of two micro-batches each: bit for bit in f32 (sums have the same order; without tied weights, clipping and ZeRO-2),
---     else losses within 1e-5 (with fp16 gradients, which round where sums are made, 0.1); and with one rank: within the same
---   the history has every step once
--- Prints a line for each kill and a summary; the exit code is 1 when something does not hold.
+-- The job: four ranks of spec/dist/job.lua with dropout, checkpoints every few steps, plain or
+-- ZeRO-1 or 2, f32 or fp16 gradients. The moment lies anywhere between the start of the ranks and
+-- the end of the job: while MPI starts, in a step, while a checkpoint is written. In every other
+-- run mpirun is told to leave the other ranks alone (--enable-recovery), so that they must detect
+-- the loss themselves. Checks:
+--   - every process ends: within 10 s where mpirun ends the job, else within timeout + 10 s
+--   - the messages name the killed rank (before MPI has started, the other ranks only know
+--     that a rank is missing)
+--   - resume=auto with four ranks repeats the uninterrupted job bit for bit: every step from
+--     the checkpoint on, and the weights at the end
+--   - two ranks with two micro-batches each do the same: bit for bit in f32 (the order of sums
+--     is the same without tied weights, clipping and ZeRO-2), else losses within 1e-5 (0.1
+--     with fp16 gradients, which round where sums are made); one rank: within the same limits
+--   - the history has every step once
+-- Prints a line per kill and a summary; the exit code is 1 when a check fails.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local helper = require "spec.helper"
@@ -28,14 +33,15 @@ local folder = helper.folder()
 -- ------------------------------------------------------------------ jobs
 
 local function settings_of(kind, n, more)
-  local list = { "steps=" .. cfg.steps, "dropout=0.1", "tied=false", "accumulate=" .. RANKS / n, "zero=" .. kind.zero, "precision=" .. kind.precision,
+  local list = { "steps=" .. cfg.steps, "dropout=0.1", "tied=false", "accumulate=" .. RANKS / n,
+    "zero=" .. kind.zero, "precision=" .. kind.precision,
     "clip=" .. kind.clip, "checkpoint_every=" .. kind.every, "timeout=" .. cfg.timeout }
   for _, setting in ipairs(more or {}) do list[#list + 1] = setting end
   return list
 end
 
--- Lines of steps by step, and the checksum of each rank's weights.
-local function told(out, err)
+-- Lines of steps by step number, the checksum of each rank's weights, and the first step.
+local function printed(out, err)
   local lines, weights, first = {}, {}, nil
   for line in out:gmatch("[^\n]+") do
     local step = tonumber(line:match("^(%d+) %S+ %S+ %a+ %S+$"))
@@ -45,17 +51,20 @@ local function told(out, err)
   return lines, weights, first
 end
 
-local undisturbed = {}     -- kind -> what a job that nobody disturbs tells
+local uninterrupted = {}     -- kind -> the output of an uninterrupted job
 local function reference(kind)
   local key = kind.precision .. kind.clip
-  if not undisturbed[key] then
+  if not uninterrupted[key] then
     local began = C.eng_clock()
-    local result = start.run(RANKS, JOB, settings_of(kind, RANKS, { "run=" .. folder .. "/whole-" .. key }))
-    local lines, weights = told(result.out, result.err)
-    if result.code ~= 0 or #weights ~= RANKS or not lines[cfg.steps - 1] then error("the job itself fails:\n" .. result.out .. result.err, 0) end
-    undisturbed[key] = { lines = lines, weights = weights[1], seconds = C.eng_clock() - began }
+    local result = start.run(RANKS, JOB,
+      settings_of(kind, RANKS, { "run=" .. folder .. "/whole-" .. key }))
+    local lines, weights = printed(result.out, result.err)
+    if result.code ~= 0 or #weights ~= RANKS or not lines[cfg.steps - 1] then
+      error("the uninterrupted job fails:\n" .. result.out .. result.err, 0)
+    end
+    uninterrupted[key] = { lines = lines, weights = weights[1], seconds = C.eng_clock() - began }
   end
-  return undisturbed[key]
+  return uninterrupted[key]
 end
 
 -- ------------------------------------------------------------------ a kill
@@ -69,7 +78,9 @@ end
 
 local function children(pid)
   local list = {}
-  for child in (helper.read(("/proc/%d/task/%d/children"):format(pid, pid)) or ""):gmatch("%d+") do list[#list + 1] = tonumber(child) end
+  for child in (helper.read(("/proc/%d/task/%d/children"):format(pid, pid)) or ""):gmatch("%d+") do
+    list[#list + 1] = tonumber(child)
+  end
   return list
 end
 
@@ -78,22 +89,28 @@ local function ranks_below(pid)
   local found = {}
   for _, mpirun in ipairs(children(pid)) do
     for _, child in ipairs(children(mpirun)) do
-      local rank = (helper.read(("/proc/%d/environ"):format(child)) or ""):match("OMPI_COMM_WORLD_RANK=(%d+)")
+      local rank = (helper.read(("/proc/%d/environ"):format(child))
+        or ""):match("OMPI_COMM_WORLD_RANK=(%d+)")
       if rank then found[tonumber(rank)] = child end
     end
   end
   return found
 end
 
-local function alive(pid) return (helper.read(("/proc/%d/stat"):format(pid)) or ""):match("%) (%a)") end
+local function alive(pid)
+  return (helper.read(("/proc/%d/stat"):format(pid)) or ""):match("%) (%a)")
+end
 local function nap(seconds) command_output(("sleep %.3f"):format(seconds)) end
 
--- Starts the job, kills `rank` after `moment` seconds, and sees what is left after `limit` seconds. Gives { code, out, err, seconds (from the
--- kill to the end of the last process), left }, or nil when the job was over by then.
+-- Starts the job, kills `rank` after `moment` seconds, and counts the processes left after `limit`
+-- seconds. Returns { code, out, err, seconds (from the kill to the end of the last process), left
+-- }, or nil if the job had already ended.
 local function killed(kind, run, rank, moment, limit)
   for _, name in ipairs { "code", "pid" } do os.remove(folder .. "/" .. name) end
-  local command = start.command(RANKS, JOB, settings_of(kind, RANKS, { "run=" .. run }), { mpirun = kind.alone and "--enable-recovery" or "", limit = 120 })
-  os.execute(("{ sh -c 'echo $$ >%s/pid; exec env \"$@\"' sh %s; echo $? >%s/code.new; mv %s/code.new %s/code; } >%s/out 2>%s/err </dev/null &"):format(folder,
+  local command = start.command(RANKS, JOB, settings_of(kind, RANKS, { "run=" .. run }),
+    { mpirun = kind.alone and "--enable-recovery" or "", limit = 120 })
+  os.execute(("{ sh -c 'echo $$ >%s/pid; exec env \"$@\"' sh %s; echo $? >%s/code.new; mv " ..
+    "%s/code.new %s/code; } >%s/out 2>%s/err </dev/null &"):format(folder,
     command, folder, folder, folder, folder, folder))
   local function over() return tonumber((helper.read(folder .. "/code") or ""):match("%d+")) end
   local pids
@@ -109,44 +126,57 @@ local function killed(kind, run, rank, moment, limit)
   end
   os.execute(("kill -9 %d"):format(pids[rank]))
   local began = C.eng_clock()
-  local function left()                -- mpirun does not wait for those it kills
+  local function left()                -- mpirun does not wait for processes it kills
     local n = 0
     for _, pid in pairs(pids) do n = n + ((alive(pid) or "Z") ~= "Z" and 1 or 0) end
     return n
   end
   while not over() or (left() > 0 and C.eng_clock() - began < limit) do nap(0.02) end
-  return { code = over(), seconds = C.eng_clock() - began, out = helper.read(folder .. "/out"), err = helper.read(folder .. "/err"), left = left() }
+  return { code = over(), seconds = C.eng_clock() - began, out = helper.read(folder .. "/out"),
+    err = helper.read(folder .. "/err"), left = left() }
 end
 
--- ------------------------------------------------------------------ what must hold
+-- ------------------------------------------------------------------ checks
 
 local farthest = 0
 
 local function compare(kind, n, run, expected, problems)
   local result = start.run(n, JOB, settings_of(kind, n, { "run=" .. run, "resume=auto" }))
-  local lines, weights, first = told(result.out, result.err)
-  local function wrong(format, ...) problems[#problems + 1] = ("%d rank%s: "):format(n, n == 1 and "" or "s") .. format:format(...) end
-  if result.code ~= 0 then return wrong("resuming ended with code %d: %s%s", result.code, result.out, result.err) end
-  if not first and #weights > 0 then first = cfg.steps end            -- the checkpoint was that of the end
-  if not first then return wrong("nothing was told: %s", result.err) end
-  local bits = n == RANKS or n == 2 and kind.precision == "fp32" and kind.clip == 0 and kind.zero < 2
+  local lines, weights, first = printed(result.out, result.err)
+  local function wrong(format, ...)
+    problems[#problems + 1] = ("%d rank%s: "):format(n, n == 1 and "" or "s") .. format:format(...)
+  end
+  if result.code ~= 0 then
+    return wrong("resuming ended with code %d: %s%s", result.code, result.out, result.err)
+  end
+  -- the checkpoint is from the end of the job
+  if not first and #weights > 0 then first = cfg.steps end
+  if not first then return wrong("the resumed job printed no step: %s", result.err) end
+  local bits = n == RANKS or n == 2 and kind.precision == "fp32" and kind.clip == 0
+    and kind.zero < 2
   local most = kind.precision == "fp32" and 1e-5 or 0.1
   for step = first, cfg.steps - 1 do
     local a, b = expected.lines[step], lines[step]
     if not b then return wrong("step %d is missing", step) end
-    if bits and a ~= b then return wrong("step %d: '%s', undisturbed '%s'", step, b, a) end
+    if bits and a ~= b then return wrong("step %d: '%s', uninterrupted '%s'", step, b, a) end
     local x, y = tonumber(a:match("^%d+ (%S+)")), tonumber(b:match("^%d+ (%S+)"))
     if kind.precision == "fp32" then farthest = math.max(farthest, math.abs(x - y) / x) end
-    if not (math.abs(x - y) <= most * x) then return wrong("step %d: loss %.9g, undisturbed %.9g", step, y, x) end
+    if not (math.abs(x - y) <= most * x) then
+      return wrong("step %d: loss %.9g, uninterrupted %.9g", step, y, x)
+    end
   end
-  if #weights ~= n then return wrong("%d ranks told their weights", #weights) end
+  if #weights ~= n then return wrong("%d ranks reported their weights", #weights) end
   for rank = 1, n do
-    if weights[rank] ~= weights[1] or bits and weights[rank] ~= expected.weights then wrong("rank %d holds weights %s at the end", rank - 1, weights[rank]) end
+    if weights[rank] ~= weights[1] or bits and weights[rank] ~= expected.weights then
+      wrong("rank %d holds weights %s at the end", rank - 1, weights[rank])
+    end
   end
   local history = engine.history.open(run)
-  local row = history:query("SELECT count(*) AS n, count(DISTINCT step) AS steps, min(step) AS least, max(step) AS most FROM steps")[1]
+  local row = history:query("SELECT count(*) AS n, count(DISTINCT step) AS steps, min(step) AS " ..
+    "least, max(step) AS most FROM steps")[1]
   history:close()
-  if row.n ~= cfg.steps or row.steps ~= cfg.steps or row.least ~= 0 or row.most ~= cfg.steps - 1 then
+  if row.n ~= cfg.steps or row.steps ~= cfg.steps or row.least ~= 0
+    or row.most ~= cfg.steps - 1 then
     wrong("the history has %d rows of %d steps, %d to %d", row.n, row.steps, row.least, row.most)
   end
   return first, bits
@@ -158,7 +188,8 @@ local function one(number)
   math.randomseed(cfg.seed * 1000003 + number)
   for _ = 1, 8 do math.random() end
   local function any(list) return list[math.random(#list)] end
-  local kind = { zero = math.random(0, 2), precision = any { "fp32", "fp32", "fp16" }, clip = any { 0, 0, 1 }, every = any { 3, 10, 40 }, alone = number % 2 == 0 }
+  local kind = { zero = math.random(0, 2), precision = any { "fp32", "fp32", "fp16" },
+    clip = any { 0, 0, 1 }, every = any { 3, 10, 40 }, alone = number % 2 == 0 }
   local rank, other = math.random(0, RANKS - 1), any { 1, 2, 2 }
   local expected, run = reference(kind), ("%s/run%d"):format(folder, number)
   local limit = (kind.alone and cfg.timeout or 0) + SLACK
@@ -171,24 +202,32 @@ local function one(number)
   local problems = {}
   local function wrong(format, ...) problems[#problems + 1] = format:format(...) end
   longest[kind.alone] = math.max(longest[kind.alone], result.seconds)
-  if result.seconds > limit then wrong("the job ended %.1f s after the kill, expected %g s", result.seconds, limit) end
-  if result.left > 0 then wrong("%d processes are left", result.left) end
+  if result.seconds > limit then
+    wrong("the job ended %.1f s after the kill, expected %g s", result.seconds, limit)
+  end
+  if result.left > 0 then wrong("%d processes still run", result.left) end
   local said = result.err .. result.out
   local by = said:find(("engine: rank %d did not come"):format(rank), 1, true) and "the others"
     or said:find(("process rank %d with PID"):format(rank), 1, true) and "mpirun"
-    or said:find("at the start of the job", 1, true) and "nobody, MPI was starting" or said:find("at the end of the job", 1, true) and "nobody, MPI was ending"
-  starts = starts + (by and by:find "^nobody" and 1 or 0)
-  if not by then wrong("nobody named rank %d: %s", rank, result.err) end
+    or said:find("at the start of the job", 1, true) and "no rank, MPI was starting"
+      or said:find("at the end of the job", 1, true) and "no rank, MPI was ending"
+  starts = starts + (by and by:find "^no rank" and 1 or 0)
+  if not by then wrong("no message names rank %d: %s", rank, result.err) end
   helper.shell(("cp -r %s %s-other"):format(run, run))
   local first = compare(kind, RANKS, run, expected, problems)
   bitwise = bitwise + 1
   local _, bits = compare(kind, other, run .. "-other", expected, problems)
   if bits then bitwise = bitwise + 1 else near = near + 1 end
-  print(("kill %d: rank %d after %.2f s (%s, zero=%d, a checkpoint every %d): over %.1f s later, named by %s; resumed at step %s; with %d rank%s %s"):format(number,
-    rank, moment, kind.precision, kind.zero, kind.every, result.seconds, by or "nobody", tostring(first), other, other == 1 and "" or "s",
+  print(("kill %d: rank %d after %.2f s (%s, zero=%d, a checkpoint every %d): over %.1f s " ..
+    "later, named by %s; resumed at step %s; with %d rank%s %s"):format(number,
+    rank, moment, kind.precision, kind.zero, kind.every, result.seconds, by or "no message",
+    tostring(first), other, other == 1 and "" or "s",
     #problems > 0 and "FAILED" or bits and "the same bits" or "near"))
   for _, problem in ipairs(problems) do print("  " .. problem) end
-  if #problems > 0 then print(("  again: ./engine spec/dist/kills.lua seed=%d steps=%d timeout=%g only=%d"):format(cfg.seed, cfg.steps, cfg.timeout, number)) end
+  if #problems > 0 then
+    print(("  repeat: ./engine spec/dist/kills.lua seed=%d steps=%d timeout=%g only=%d"):format(
+      cfg.seed, cfg.steps, cfg.timeout, number))
+  end
   io.stdout:flush()
   helper.remove(run)
   helper.remove(run .. "-other")
@@ -202,6 +241,8 @@ local good, message = pcall(function()
 end)
 helper.remove(folder)
 if not good then error(message, 0) end
-print(("%d kills, %d failed: the longest end %.1f s where mpirun ends the job, %.1f s where the ranks do (timeout %g s); %d resumed runs the same bit for bit, "
-  .. "%d near (farthest f32 loss %.1e); %d kills before or after MPI"):format(made, failures, longest[false], longest[true], cfg.timeout, bitwise, near, farthest, starts))
+print(("%d kills, %d failed: the slowest end took %.1f s where mpirun ends the job, " ..
+  "%.1f s where the ranks do (timeout %g s); %d resumed runs the same bit for bit, "
+  .. "%d near (farthest f32 loss %.1e); %d kills before or after MPI"):format(made, failures,
+    longest[false], longest[true], cfg.timeout, bitwise, near, farthest, starts))
 if failures > 0 or made == 0 then os.exit(1) end

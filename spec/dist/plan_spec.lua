@@ -1,10 +1,10 @@
--- engine plan: what a job would cost on many ranks.
+-- engine plan: estimates of a job's cost on many ranks.
 local helper = require "spec.helper"
 local plan = require "engine.dist.plan"
 
 local engine = require "engine"
 
--- 50 weights of 20,000: in buckets of 1 MB 12 each.
+-- 50 weights of 20,000 elements; a bucket of 1 MB holds 12 of them.
 local function a_job(options)
   local list = engine.nn.class("Weights")
   function list:init()
@@ -12,12 +12,15 @@ local function a_job(options)
   end
   local opt = engine.optim.adamw(list(), { lr = 1e-3 })
   options.bucket = options.bucket or 1e6 / 2 ^ 20
-  return { optimizer = opt, parameters = 1e6, tensors = 50, weight_bytes = 4e6, moment_bytes = 8e6, step = 0.1, zero = options.zero or 0, accumulate = options.accumulate or 1,
-    histogram = false, sizes = function(ranks) return plan.sizes(opt.params, options, -1, ranks) end }
+  return { optimizer = opt, parameters = 1e6, tensors = 50, weight_bytes = 4e6, moment_bytes = 8e6,
+    step = 0.1, zero = options.zero or 0, accumulate = options.accumulate or 1,
+    histogram = false, sizes = function(ranks)
+      return plan.sizes(opt.params, options, -1, ranks)
+    end }
 end
 
 describe("a plan", function()
-  it("costs nothing on one rank, and less of each thing that is given more of", function()
+  it("costs nothing on one rank, and less with faster hardware", function()
     local job, cost = a_job {}, { alpha = 1e-6, beta = 1e-9 }
     local one = plan.predict(job, cost, 1)
     assert.equal(0.1, one.step)
@@ -29,25 +32,29 @@ describe("a plan", function()
       last = p
     end
     assert.equal(100000, last.ranks)
-    assert.is_true(plan.predict(job, { alpha = 1e-6, beta = 1e-10 }, 64).messages < plan.predict(job, cost, 64).messages)
+    assert.is_true(plan.predict(job, { alpha = 1e-6, beta = 1e-10 },
+      64).messages < plan.predict(job, cost, 64).messages)
   end)
 
-  it("has the messages that the reduction sends", function()
-    -- two ranks, five buckets: half of the gradients out and the other half's sums back
+  it("counts the messages that the reduction sends", function()
+    -- Two ranks, five buckets: each sends half of the gradients and the sums of the other half.
     local p = plan.predict(a_job {}, { alpha = 1e-6, beta = 1e-9 }, 2)
     assert.equal(10, p.sent.messages)
     assert.near(4e6, p.sent.bytes, 1e5)
     assert.near(10e-6 + p.sent.bytes * 1e-9, p.messages, 1e-12)
     assert.near(p.messages / 5, p.exposed, 1e-12)
     assert.near(1e-6 + (50 * 7 + 10) * 8e-9, p.record, 1e-12)
-    -- with ZeRO-2 in every micro-batch, and nothing back
+    -- With ZeRO-2 every micro-batch sends gradients, and no sums come back.
     local q = plan.predict(a_job { zero = 2, accumulate = 3 }, { alpha = 1e-6, beta = 1e-9 }, 2)
     assert.equal(15, q.sent.messages)
     assert.near(6e6, q.sent.bytes, 2e5)
   end)
 
-  it("shares moments out with ZeRO-1, and gradients with ZeRO-2", function()
-    local function memory(zero, ranks) return plan.predict(a_job { zero = zero, bucket = 0.2 }, { alpha = 0, beta = 0 }, ranks).memory end
+  it("shards moments with ZeRO-1, and gradients with ZeRO-2", function()
+    local function memory(zero, ranks)
+      return plan.predict(a_job { zero = zero, bucket = 0.2 }, { alpha = 0, beta = 0 },
+        ranks).memory
+    end
     assert.equal(8e6, memory(0, 4).moments)
     for zero = 1, 2 do assert.near(2e6, memory(zero, 4).moments, 2e5) end
     assert.near(4e6, memory(1, 4).gradients, 1e4)
@@ -55,54 +62,70 @@ describe("a plan", function()
     assert.near(4e6 / 16, memory(2, 16).gradients, 1e5)
   end)
 
-  it("divides work among many ranks, each of which gets some of it", function()
+  it("divides work among many ranks, each of which gets a share", function()
     local sizes = a_job { bucket = 0.2 }.sizes(100)
     assert.is_true(sizes.own < 3 * 1e6 / 100, tostring(sizes.own))
   end)
 
-  it("of ranks that share a machine says that they wait for the slowest, and take turns", function()
+  it("includes waiting for the slowest rank and for shared cores", function()
     assert.equal(0, plan.skew({ 1, 1, 1 }, 4))
-    assert.near(0.5, plan.skew({ 1, 3 }, 2), 1e-12)                   -- of 1 and 3 the longer one is 2.5 in the mean
+    -- the maximum of two draws from 1 and 3 is 2.5 on average
+    assert.near(0.5, plan.skew({ 1, 3 }, 2), 1e-12)
     local job = a_job {}
-    local near, far = plan.predict(job, { alpha = 1e-6, beta = 1e-9, cores = 2, slowed = 1.5 }, 2), plan.predict(job, { alpha = 1e-6, beta = 1e-9 }, 2)
+    local near, far = plan.predict(job, { alpha = 1e-6, beta = 1e-9, cores = 2, slowed = 1.5 }, 2),
+      plan.predict(job, { alpha = 1e-6, beta = 1e-9 }, 2)
     assert.near(0.15, near.compute, 1e-12)
     assert.near(near.messages, near.exposed, 1e-12)
     assert.is_true(near.step > far.step)
-    assert.near(0.3, plan.predict(job, { alpha = 0, beta = 0, cores = 2, slowed = 1.5 }, 4).compute, 1e-12)
+    assert.near(0.3, plan.predict(job, { alpha = 0, beta = 0, cores = 2, slowed = 1.5 }, 4).compute,
+      1e-12)
   end)
 
-  it("stands beside what jobs take here", function()
+  it("is close to measured jobs on this machine", function()
     local settings = { "alpha=2e-6", "beta=1e-10", "layers=1", "width=32", "context=16", "zero=1" }
     local there = require("spec.dist.start").there
-    local result = helper.run { "plan", "examples/gpt.lua", there and "measure=1,2" or "measure=1", unpack(settings) }
+    local result = helper.run { "plan", "examples/gpt.lua", there and "measure=1,2" or "measure=1",
+      unpack(settings) }
     assert.equal("", result.err)
     assert.matches("\n1 rank +predicted +measured", result.out)
     local function is_exact(text, what)
       local off = text:match(("  %s +[^\n]- (%%S+)[ %%%%]*\n"):format(what))
-      assert.is_true(off == "exact" or helper.sanitized and math.abs(tonumber(off)) < 1, what .. text)     -- the sanitizers put a little between blocks
+      -- The sanitizers put some padding between blocks.
+      assert.is_true(off == "exact" or helper.sanitized and math.abs(tonumber(off)) < 1,
+        what .. text)
     end
     local one, two = result.out:match("(\n1 rank .-\n)\n(2 ranks .*)")
-    for _, what in ipairs { "weights", "gradients", "moments" } do is_exact(one or result.out, "memory: " .. what) end
-    for _, what in ipairs(there and { "messages sent", "bytes sent", "memory: weights", "memory: gradients", "memory: messages" } or {}) do is_exact(two, what) end
+    for _, what in ipairs { "weights", "gradients", "moments" } do
+      is_exact(one or result.out, "memory: " .. what)
+    end
+    for _, what in ipairs(there and { "messages sent", "bytes sent", "memory: weights",
+      "memory: gradients", "memory: messages" } or {}) do
+      is_exact(two, what)
+    end
   end)
 
-  it("is printed for a script, which is not trained", function()
-    local result = helper.run { "plan", "examples/gpt.lua", "ranks=64", "alpha=2e-6", "beta=1e-10", "step=0.05", "layers=1", "width=32" }
+  it("is printed for a script without training it", function()
+    local result = helper.run { "plan", "examples/gpt.lua", "ranks=64", "alpha=2e-6", "beta=1e-10",
+      "step=0.05", "layers=1", "width=32" }
     assert.equal("", result.err)
     assert.matches("own step 50.00 ms, a message 2.0 us, 10.00 GB/s", result.out, 1, true)
     assert.matches("\n     64 ", result.out)
     assert.is_nil(result.out:find("step 1", 1, true))
   end)
 
-  it("says what ZeRO waits for, and where a smaller bucket would save memory: what it says is so", function()
+  it("explains ZeRO's waiting, and suggests a smaller bucket that does save memory", function()
     local function printed(...)
-      local result = helper.run { "plan", "examples/gpt.lua", "ranks=8", "alpha=2e-6", "beta=1e-10", "step=0.05", ... }
+      local result = helper.run { "plan", "examples/gpt.lua", "ranks=8", "alpha=2e-6", "beta=1e-10",
+        "step=0.05", ... }
       assert.equal("", result.err)
       return result.out
     end
     local out = printed "zero=2"
-    assert.matches("\nmessages: those of gradients. not hidden: also counts the updated weights", out, 1, true)
-    local bucket, less, now, one = out:match("\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of (%S+ %S+) %(zero=1: (%S+ [^)]+)%) on 8 ranks")
+    assert.matches("\nmessages: those of gradients. not hidden: also counts the updated weights",
+      out, 1, true)
+    local bucket, less, now, one = out:match(
+      "\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of " ..
+      "(%S+ %S+) %(zero=1: (%S+ [^)]+)%) on 8 ranks")
     assert.matches("\n      8 +" .. now:gsub("%.", "%%."), out)
     assert.matches("\n      8 +" .. less:gsub("%.", "%%."), printed("zero=2", "bucket=" .. bucket))
     assert.matches("\n      8 +" .. one:gsub("%.", "%%."), printed "zero=1")
@@ -110,11 +133,15 @@ describe("a plan", function()
     assert.is_nil(printed("zero=0"):find("not hidden: also counts", 1, true))
   end)
 
-  it("says what is wrong with what it is given", function()
-    for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" }, { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
+  it("reports invalid arguments", function()
+    for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
+      { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
       { { "examples/gpt.lua", "measure=two" }, "expected measure as numbers of ranks" },
-      { { "examples/gpt.lua", "measure=" }, "expected measure as numbers of ranks, such as 1,2,4, got none" }, { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
-      { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype as own, fp32" }, { { "examples/gpt.lua", "alpha=fast" }, "alpha: expected a number" } } do
+      { { "examples/gpt.lua", "measure=" },
+        "expected measure as numbers of ranks, such as 1,2,4, got none" },
+        { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
+      { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype as own, fp32" },
+      { { "examples/gpt.lua", "alpha=fast" }, "alpha: expected a number" } } do
       local result = helper.run { "plan", unpack(case[1]) }
       assert.equal(1, result.code)
       assert.matches(case[2], result.err, 1, true)

@@ -1,34 +1,47 @@
--- The ranks of spec/dist/plantings.lua, which starts them: all its runs that want as many ranks as there are here (alone=1: all runs,
--- each by this one process with the batches of all its ranks). A run is a fresh model, trained for a few steps; into the gradient of one
--- parameter, on one rank, in one micro-batch of one step goes one inf or NaN. What a run is follows from the seed and its number alone.
+-- A rank of spec/dist/plantings.lua, which starts it: performs all runs planned for this number of
+-- ranks (alone=1: all runs, each by this one process with the batches of all its ranks). A run
+-- trains a fresh model for a few steps and puts one inf or NaN into the gradient of one parameter,
+-- on one rank, in one micro-batch of one step. A run depends only on the seed and its number.
 --
--- Every rank writes OUT.RANK: a line of JSON for each run, with what it saw and holds; nothing is compared here.
+-- Every rank writes OUT.RANK: a line of JSON per run with what it saw and holds. The comparison is
+-- in plantings.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local ranks = engine.ranks
 
 local C = M_ffi.C
-local cfg = engine.config { seed = 1, runs = 10, only = 0, ranks = "2,3,4", alone = 0, out = "", folder = "" }
+local cfg = engine.config { seed = 1, runs = 10, only = 0, ranks = "2,3,4", alone = 0, out = "",
+  folder = "" }
 local alone = cfg.alone == 1
 
--- ------------------------------------------------------------------ what a run is
+-- ------------------------------------------------------------------ the plan of a run
 
 local WIRES = { "own", "fp32", "bf16", "fp16", "fp8" }
 local PRECISIONS = { "fp32", "fp16", "bf16", "fp32", "fp16", "fp8_delayed" }
 local OPTIMIZERS = { "adamw", "sgd", "lion", "adam" }
 local AGAIN = [[return { name = "again", init = function() return { scale = 64 } end,
-  decide = function(s, r) if r.overflow then s.scale = s.scale / 2 return { scale = s.scale, action = "retry" } end return s.scale end }]]
+  decide = function(s, r)
+    if r.overflow then
+      s.scale = s.scale / 2
+      return { scale = s.scale, action = "retry" }
+    end
+    return s.scale
+  end }]]
 
 local sizes = {}
 for n in cfg.ranks:gmatch("%d+") do sizes[#sizes + 1] = tonumber(n) end
 
--- Policies with the option that names their first scale: it is kept small, so that nothing overflows by itself.
+-- Policies with the option that sets their first scale. It is kept small, so that nothing overflows
+-- unless planted.
 local policies = {}
 for _, name in ipairs(engine.policy.names()) do
   local first
   for _, option in ipairs(engine.policy.load(name).option_names) do
-    if option:find("^init") and option:find("scal") or option == "loss_scale" or option == "scale" then first = option end
+    if option:find("^init") and option:find("scal") or option == "loss_scale"
+      or option == "scale" then
+      first = option
+    end
   end
   policies[#policies + 1] = { name = name, first = first }
 end
@@ -38,11 +51,15 @@ local function plan(number)
   math.randomseed(cfg.seed * 1000003 + number)
   for _ = 1, 8 do math.random() end
   local function any(list) return list[math.random(#list)] end
-  local p = { number = number, ranks = any(sizes), kind = any { "inf", "inf", "-inf", "nan", "nan" }, wire = any(WIRES), precision = any(PRECISIONS),
-    optimizer = any(OPTIMIZERS), zero = math.random(0, 2), accumulate = any { 1, 1, 2, 3 }, steps = math.random(3, 7), bucket = 2 ^ math.random(-9, -2),
-    width = any { 16, 32, 48 }, layers = math.random(1, 2), clip = any { 0, 1 }, dropout = any { 0, 0, 0.1 }, scale = 2 ^ math.random(0, 9), tied = any { true, false },
+  local p = { number = number, ranks = any(sizes), kind = any { "inf", "inf", "-inf", "nan",
+    "nan" }, wire = any(WIRES), precision = any(PRECISIONS),
+    optimizer = any(OPTIMIZERS), zero = math.random(0, 2), accumulate = any { 1, 1, 2, 3 },
+    steps = math.random(3, 7), bucket = 2 ^ math.random(-9, -2),
+    width = any { 16, 32, 48 }, layers = math.random(1, 2), clip = any { 0, 1 },
+    dropout = any { 0, 0, 0.1 }, scale = 2 ^ math.random(0, 9), tied = any { true, false },
     tensor_at = math.random(), element_at = math.random(), stats_every = any { 1, 100 } }
-  p.rank, p.step, p.micro = math.random(0, p.ranks - 1), math.random(0, p.steps - 1), math.random(1, p.accumulate)
+  p.rank, p.step, p.micro = math.random(0, p.ranks - 1), math.random(0, p.steps - 1),
+    math.random(1, p.accumulate)
   local policy = any(policies)
   p.policy = policy.name
   p.given = policy.source and { source = policy.source, file = "again" } or policy.name
@@ -54,7 +71,7 @@ end
 
 local VALUE = { inf = math.huge, ["-inf"] = -math.huge, nan = 0 / 0 }
 
--- loss, with `value` added to one element of the gradient of `target`
+-- Returns loss, with `value` added to one element of the gradient of `target`.
 local function planted(loss, target, element, value)
   return engine.custom {
     forward = function(_, l) return l * 1 end,
@@ -71,7 +88,8 @@ text = table.concat(text)
 
 local function run(p)
   engine.seed(cfg.seed + p.number)
-  local model = engine.nn.gpt { vocab = 256, context = 8, width = p.width, heads = 2, layers = p.layers, dropout = p.dropout, tied = p.tied }
+  local model = engine.nn.gpt { vocab = 256, context = 8, width = p.width, heads = 2,
+    layers = p.layers, dropout = p.dropout, tied = p.tied }
   local optimizer = engine.optim[p.optimizer](model, { lr = 1e-3, precision = p.precision })
   local target = optimizer.list[1 + math.floor(p.tensor_at * #optimizer.list)]
   local element = math.floor(p.element_at * target.tensor.count)
@@ -83,15 +101,19 @@ local function run(p)
   local rows = {}
   local path = not alone and cfg.folder .. "/" .. p.ranks .. "-" .. p.number or nil
   trainer = engine.trainer { model = model, optimizer = optimizer,
-    data = engine.data.text { text = text, batch = 2, context = 8, seed = p.number }, steps = p.steps, accumulate = accumulate, clip = p.clip,
-    comm_dtype = p.wire, zero = p.zero, bucket = p.bucket, run = path, policy = p.given, policy_options = p.options, log = "quiet", rank_timeout = 60,
+    data = engine.data.text { text = text, batch = 2, context = 8, seed = p.number },
+    steps = p.steps, accumulate = accumulate, clip = p.clip,
+    comm_dtype = p.wire, zero = p.zero, bucket = p.bucket, run = path, policy = p.given,
+    policy_options = p.options, log = "quiet", rank_timeout = 60,
     stats_every = p.stats_every, on_policy_error = "stop", attach = false,
     on_step = function(t, record, verdict)
-      rows[#rows + 1] = { step = tonumber(record.step), loss = ("%.17g"):format(record.loss), scale = ("%.17g"):format(record.scale), action = verdict:what(),
+      rows[#rows + 1] = { step = tonumber(record.step), loss = ("%.17g"):format(record.loss),
+        scale = ("%.17g"):format(record.scale), action = verdict:what(),
         overflow = record.overflow ~= 0, inf = tonumber(record.inf), nan = tonumber(record.nan),
         weights = tostring(C.eng_params_checksum(t.optimizer.params)) }
     end }
-  local forward = trainer.forward            -- of a step's own micro-batches; a reference backward does not come by
+  -- Counts the micro-batches of a step; a reference backward does not call this.
+  local forward = trainer.forward
   function trainer:forward(batch)
     if made ~= self.steps_done then made, micro = self.steps_done, 0 end
     micro = micro + 1
@@ -100,11 +122,13 @@ local function run(p)
     return planted(loss, target.tensor, element, VALUE[p.kind])
   end
   local summary = trainer:run()
-  local result = { number = p.number, plan = p, tensor = target.name, element = element, rows = rows, state = trainer.policy:save(), stopped = summary.stopped,
+  local result = { number = p.number, plan = p, tensor = target.name, element = element,
+    rows = rows, state = trainer.policy:save(), stopped = summary.stopped,
     failed = trainer.policy_errors, updates = trainer.updates }
   if path and ranks.rank() == 0 then
     local history = engine.history.open(path)
-    result.events = history:query("SELECT step, kind, text, data FROM events WHERE kind = 'overflow' ORDER BY rowid")
+    result.events = history:query("SELECT step, kind, text, data FROM events WHERE kind = " ..
+      "'overflow' ORDER BY rowid")
     history:close()
     os.execute("rm -rf '" .. path .. "'")
   end

@@ -1,5 +1,6 @@
--- Checkpoints of several ranks: each writes a shard, any number goes on with them, and what was not finished, is missing or damaged is
--- passed over for the one before. The job is spec/dist/job.lua.
+-- Checkpoints of several ranks: each rank writes a shard, any number of ranks can resume, and an
+-- unfinished, incomplete or damaged checkpoint is skipped in favour of the one before it. The job
+-- is spec/dist/job.lua.
 local helper = require "spec.helper"
 local checkpoint = require "engine.run.checkpoint"
 local shards = require "engine.run.shards"
@@ -9,10 +10,12 @@ local engine = require "engine"
 local quote = helper.quote
 
 describe("shards", function()
-  it("cut all elements of all tensors among the ranks, alike and once each", function()
+  it("divide the elements of all tensors evenly among the ranks", function()
     engine.seed(3)
     local list = {}
-    for i, n in ipairs { 0, 1, 5, 130, 64, 7, 1, 1000, 0, 3 } do list[i] = { name = "t" .. i, x = engine.zeros(n) } end
+    for i, n in ipairs { 0, 1, 5, 130, 64, 7, 1, 1000, 0, 3 } do
+      list[i] = { name = "t" .. i, x = engine.zeros(n) }
+    end
     for size = 1, 9 do
       local at, sums = {}, {}
       for part = 0, size - 1 do
@@ -28,25 +31,33 @@ describe("shards", function()
     end
   end)
 
-  it("that do not make up whole tensors are told", function()
+  it("that do not form whole tensors are refused", function()
     local folder = helper.folder()
     local function index(...)
       local names = {}
       for i, tensors in ipairs { ... } do
         names[i] = ("shard-%05d-of-00002.safetensors"):format(i)
-        engine.save(folder .. "/" .. names[i], tensors, { ["model/w"] = "2 3", ["model/other"] = "4" })
+        engine.save(folder .. "/" .. names[i], tensors,
+          { ["model/w"] = "2 3", ["model/other"] = "4" })
       end
       return shards.index(folder, names)
     end
-    local w = index({ ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@2"] = engine.tensor { 3, 4, 5, 6 } }).model.w
+    local w = index({ ["model/w@0"] = engine.tensor { 1, 2 } },
+      { ["model/w@2"] = engine.tensor { 3, 4, 5, 6 } }).model.w
     assert.same({ 2, 3 }, w.shape)
-    local x = shards.read(w, function(name) return require("engine.tensor.safetensors").open(folder .. "/" .. name) end)
+    local x = shards.read(w, function(name) return require("engine.tensor.safetensors").open(
+      folder .. "/" .. name) end)
     assert.same({ { 1, 2, 3 }, { 4, 5, 6 } }, x:totable())
     for message, files in pairs {
-      ["elements 2 to 3 of model's 'w' are in no shard, or in two"] = { { ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@3"] = engine.tensor { 4, 5, 6 } } },
-      ["model's 'w' has 5 elements in the shards, expected 6"] = { { ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@2"] = engine.tensor { 4, 5, 6 } } },
+      ["elements 2 to 3 of model's 'w' are in no shard, or in two"] =
+        { { ["model/w@0"] = engine.tensor { 1, 2 } },
+        { ["model/w@3"] = engine.tensor { 4, 5, 6 } } },
+      ["model's 'w' has 5 elements in the shards, expected 6"] =
+        { { ["model/w@0"] = engine.tensor { 1, 2 } },
+        { ["model/w@2"] = engine.tensor { 4, 5, 6 } } },
       ["shard-00002-of-00002.safetensors: 'model/w@2' differs from the other shards"] =
-        { { ["model/w@0"] = engine.tensor { 1, 2 } }, { ["model/w@2"] = engine.tensor({ 3, 4, 5, 6 }, "f16") } },
+        { { ["model/w@0"] = engine.tensor { 1, 2 } },
+          { ["model/w@2"] = engine.tensor({ 3, 4, 5, 6 }, "f16") } },
       ["'weight' is not a piece of a tensor"] = { { weight = engine.tensor { 1, 2 } }, {} },
     } do
       local good, problem = pcall(index, unpack(files))
@@ -64,9 +75,11 @@ if not start.there then
   return
 end
 
--- Runs a script, the job or one around it, with n ranks (0: without mpirun). Gives its lines, the weights' checksum, and the result.
+-- Runs a script (the job, or one that wraps it) with n ranks (0: without mpirun). Returns its
+-- lines, the weights' checksum, and the result.
 local function job(n, settings, script)
-  local result = start.run(n, script or "spec/dist/job.lua", settings, { limit = helper.sanitized and 300 or 60 })
+  local result = start.run(n, script or "spec/dist/job.lua", settings,
+    { limit = helper.sanitized and 300 or 60 })
   local lines = {}
   for line in result.out:gmatch("[^\n]+") do
     if line:find("^%d+ ") then lines[#lines + 1] = line end
@@ -80,7 +93,7 @@ local function names(path)
   return list
 end
 
--- A checkpoint of all ranks as one rank's: files with whole tensors.
+-- Converts a checkpoint of all ranks into a checkpoint of one rank: files with whole tensors.
 local function as_one(from, to)
   local c = assert(checkpoint.load(from))
   checkpoint.save(to, c.step, { model = c.model, optimizer = c.optimizer, state = c.state })
@@ -96,13 +109,14 @@ describe("checkpoints of several ranks", function()
     return folder .. "/" .. name
   end
 
-  it("are written by all, a like part each, with ZeRO too", function()
+  it("are written by all ranks in equal parts, also with ZeRO", function()
     local seen = {}
     for zero = 0, 2 do
       local run = ("%s/zero%d"):format(folder, zero)
       job(4, { "steps=3", "zero=" .. zero, "run=" .. run })
       local path = run .. "/checkpoints/step-00000003"
-      assert.same({ "shard-00001-of-00004.safetensors", "shard-00002-of-00004.safetensors", "shard-00003-of-00004.safetensors",
+      assert.same({ "shard-00001-of-00004.safetensors", "shard-00002-of-00004.safetensors",
+        "shard-00003-of-00004.safetensors",
         "shard-00004-of-00004.safetensors", "state.json" }, names(path))
       local sizes, total = {}, 0
       for i = 1, 4 do
@@ -117,23 +131,29 @@ describe("checkpoints of several ranks", function()
       for name, x in pairs(seen[0][part]) do
         count = count + 1
         assert.same(x.shape, seen[1][part][name].shape)
-        for zero = 1, 2 do assert.is_true(x:view(-1):eq(seen[zero][part][name]:view(-1)):to("f32"):min():item() == 1, name) end
+        for zero = 1, 2 do
+          assert.is_true(x:view(-1):eq(seen[zero][part][name]:view(-1)):to("f32"):min():item() == 1,
+            name)
+        end
       end
       assert.is_true(count > 20 * n)
     end
   end)
 
-  it("go on with the same and with another number of ranks, as one rank's do bit for bit", function()
+  it("resume with the same and another number of ranks, bit for bit as one rank's do", function()
     local whole, weights = job(4, { "steps=6", "dropout=0.1" })
-    -- written with one way of sharing out, read with the next; two ranks of two micro-batches with ZeRO-2 would add up in another order
+    -- Each is written with one way of sharding and read with the next. Two ranks with two
+    -- micro-batches under ZeRO-2 are left out: they add in another order.
     for zero = 0, 2 do
       helper.shell(("rm -rf %s/run"):format(folder))
       job(4, { "steps=3", "dropout=0.1", "zero=" .. zero, "run=" .. folder .. "/run" })
       as_one(folder .. "/run/checkpoints", folder .. "/one/checkpoints")
       for _, n in ipairs { 4, 2, 0 } do
         local next_zero = n == 4 and (zero + 1) % 3 or n == 2 and (zero + 1) % 2 or 0
-        local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "zero=" .. next_zero, "run=" .. copy("go" .. zero .. n), "resume=auto" })
-        local same, same_weights = job(n, { "steps=6", "dropout=0.1", "resume=" .. folder .. "/one" })
+        local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "zero=" .. next_zero,
+          "run=" .. copy("go" .. zero .. n), "resume=auto" })
+        local same, same_weights = job(n,
+          { "steps=6", "dropout=0.1", "resume=" .. folder .. "/one" })
         assert.equal(3, #rest)
         assert.same(same, rest)
         assert.equal(same_weights, rest_weights)
@@ -145,21 +165,27 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
-  it("are made by several of one rank's, and keep moments in their format", function()
+  it("can resume a checkpoint of one rank, and keep the dtype of moments", function()
     job(0, { "steps=2", "accumulate=3", "precision=bf16", "run=" .. folder .. "/run" })
-    assert.same({ "model.safetensors", "optimizer.safetensors", "state.json" }, names(folder .. "/run/checkpoints/step-00000002"))
-    local rest = job(3, { "steps=4", "precision=bf16", "zero=1", "run=" .. folder .. "/run", "resume=auto" })
+    assert.same({ "model.safetensors", "optimizer.safetensors", "state.json" },
+      names(folder .. "/run/checkpoints/step-00000002"))
+    local rest = job(3, { "steps=4", "precision=bf16", "zero=1", "run=" .. folder .. "/run",
+      "resume=auto" })
     assert.equal(2, #rest)
-    local a, b = assert(checkpoint.load(folder .. "/run/checkpoints/step-00000002")), assert(checkpoint.load(folder .. "/run/checkpoints/step-00000004"))
+    local a, b = assert(checkpoint.load(folder .. "/run/checkpoints/step-00000002")),
+      assert(checkpoint.load(folder .. "/run/checkpoints/step-00000004"))
     for _, part in ipairs { "model", "optimizer" } do
-      for name, x in pairs(a[part]) do assert.same({ x.dtype, x.shape }, { b[part][name].dtype, b[part][name].shape }) end
+      for name, x in pairs(a[part]) do
+        assert.same({ x.dtype, x.shape }, { b[part][name].dtype, b[part][name].shape })
+      end
       for name in pairs(b[part]) do assert.truthy(a[part][name]) end
     end
   end)
 
   -- ---------------------------------------------------------------- what goes wrong
 
-  -- The job, with one rank's third shard cut short: it writes half of it and is killed, or fails.
+  -- The job, with one rank's third shard cut short: it writes half of the shard and is killed, or
+  -- fails.
   local function troubled(how)
     return helper.write(folder .. "/" .. how .. ".lua", ([[
       local safetensors, ranks = require "engine.tensor.safetensors", require "engine.dist.ranks"
@@ -177,34 +203,41 @@ describe("checkpoints of several ranks", function()
     ]]):format(how))
   end
 
-  it("that a killed rank did not finish are none: the one before is the newest", function()
+  it("are ignored when a killed rank left one unfinished", function()
     local whole, weights = job(2, { "steps=6" })
     local settings = { "steps=6", "checkpoint_every=1", "zero=1", "run=" .. folder .. "/run" }
     local lines, _, result = job(2, settings, troubled "killed")
     assert.are_not.equal(0, result.code)
     assert.equal(3, #lines)
-    assert.same({ "step-00000001", "step-00000002", "step-00000003.tmp" }, names(folder .. "/run/checkpoints"))
+    assert.same({ "step-00000001", "step-00000002", "step-00000003.tmp" },
+      names(folder .. "/run/checkpoints"))
     settings[#settings + 1] = "resume=auto"
     local rest, rest_weights = job(2, settings)
     assert.same({ unpack(whole, 3) }, rest)
     assert.equal(weights, rest_weights)
-    assert.same({ "step-00000004", "step-00000005", "step-00000006" }, names(folder .. "/run/checkpoints"))
+    assert.same({ "step-00000004", "step-00000005", "step-00000006" },
+      names(folder .. "/run/checkpoints"))
   end)
 
-  it("that a rank cannot write are left out, the rank is named, and the run goes on", function()
-    local lines, _, result = job(2, { "steps=4", "checkpoint_every=1", "log=json", "run=" .. folder .. "/run" }, troubled "full")
+  it("are dropped when a rank cannot write; the run names the rank and continues", function()
+    local lines, _, result = job(2, { "steps=4", "checkpoint_every=1", "log=json",
+      "run=" .. folder .. "/run" }, troubled "full")
     assert.equal(0, result.code)
     assert.equal(4, #lines)
-    assert.matches("no checkpoint was written: checkpoint .*step%-00000003: rank 1: writing .* No space left on device", result.err)
-    assert.same({ "step-00000001", "step-00000002", "step-00000004" }, names(folder .. "/run/checkpoints"))
+    assert.matches("no checkpoint was written: checkpoint .*step%-00000003: rank 1: writing .* " ..
+      "No space left on device", result.err)
+    assert.same({ "step-00000001", "step-00000002", "step-00000004" },
+      names(folder .. "/run/checkpoints"))
   end)
 
-  it("with a missing, short or damaged shard are passed over, with a word", function()
+  it("with a missing, short or damaged shard are skipped with a message", function()
     local whole = job(2, { "steps=6", "checkpoint_every=2", "run=" .. folder .. "/run" })
     local shard = "shard-00002-of-00002.safetensors"
     for what, damage in pairs {
-      [shard .. " is missing"] = "rm %s", [shard .. " has 100 bytes, expected"] = "truncate -s 100 %s",
-      [shard .. " is damaged: its checksum is"] = "printf X | dd of=%s bs=1 seek=9000 conv=notrunc 2>&1",
+      [shard .. " is missing"] = "rm %s",
+      [shard .. " has 100 bytes, expected"] = "truncate -s 100 %s",
+      [shard .. " is damaged: its checksum is"] =
+        "printf X | dd of=%s bs=1 seek=9000 conv=notrunc 2>&1",
     } do
       for _, n in ipairs { 2, 0 } do
         local run = copy(("%d%s"):format(n, damage:match("%w+")))
@@ -217,7 +250,7 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
-  it("of another model are refused with what does not fit", function()
+  it("of another model are refused with the mismatch", function()
     job(2, { "steps=1", "run=" .. folder .. "/run" })
     local _, _, result = job(2, { "steps=2", "width=48", "resume=" .. folder .. "/run" })
     assert.are_not.equal(0, result.code)

@@ -1,5 +1,5 @@
--- Experts of nn.moe divided over ranks: rows exchanged between them, the training of one rank, formats on the way, whose overflow it was,
--- and checkpoints. The job stands in spec/dist/experts.lua.
+-- Experts of nn.moe divided over ranks: rows exchanged between ranks, training equal to that of one
+-- rank, comm dtypes, attribution of overflows, and checkpoints. The job is spec/dist/experts.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -15,7 +15,7 @@ describe("rows between ranks", function()
     return y
   end
 
-  it("are rounded to the wire's format each by itself, also those that stay here", function()
+  it("are rounded to the comm dtype row by row, also when they stay on the rank", function()
     engine.seed(1)
     for _, columns in ipairs { 5, 128, 200, 256 } do
       local x = engine.randn(7, columns)
@@ -31,7 +31,7 @@ describe("rows between ranks", function()
       local signal, error = x:square():sum():item(), (x - y):square():sum():item()
       assert.near(1, facts.signal / signal, 1e-5)
       assert.near(1, facts.error / error, 1e-3)
-      assert.equal(0, tonumber(facts.bytes))                                   -- nobody else got any
+      assert.equal(0, tonumber(facts.bytes))  -- no other rank received any
       assert.same(x:to("bf16"):to("f32"):totable(), exchanged(x, "ENG_COMM_BF16"):totable())
       for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
         assert.same(x:to(dtype):totable(), exchanged(x:to(dtype), "ENG_COMM_OWN"):totable())
@@ -48,14 +48,23 @@ describe("rows between ranks", function()
     assert.same({ math.huge, -math.huge }, { y[1][2], y[2][3] })
   end)
 
-  it("say what does not fit", function()
-    local function try(y, x, n, m, wire) return C.eng_comm_exchange_rows(y, x, comm, ffi.new("int64_t[1]", n), ffi.new("int64_t[1]", m), wire or 0, nil) end
+  it("are refused when counts or shapes do not match", function()
+    local function try(y, x, n, m, wire)
+      return C.eng_comm_exchange_rows(y, x, comm, ffi.new("int64_t[1]", n),
+        ffi.new("int64_t[1]", m), wire or 0, nil)
+    end
     local x = engine.zeros(3, 4)
     for message, status in pairs {
-      ["expected 2 rows to be sent, got f32 [3 x 4]"] = function() return try(engine.zeros(3, 4), x, 2, 3) end,
+      ["expected 2 rows to be sent, got f32 [3 x 4]"] = function()
+        return try(engine.zeros(3, 4), x, 2, 3)
+      end,
       ["expected 0 or more rows, got -1"] = function() return try(engine.zeros(3, 4), x, -1, 3) end,
-      ["expected two tensors of one dtype, width and device"] = function() return try(engine.zeros(3, 5), x, 3, 3) end,
-      ["expected contiguous rows"] = function() return try(x:transpose(), engine.zeros(4, 3), 4, 4) end,
+      ["expected two tensors of one dtype, width and device"] = function()
+        return try(engine.zeros(3, 5), x, 3, 3)
+      end,
+      ["expected contiguous rows"] = function()
+        return try(x:transpose(), engine.zeros(4, 3), 4, 4)
+      end,
       ["no comm dtype number 9"] = function() return try(engine.zeros(3, 4), x, 3, 3, 9) end,
     } do
       assert.are_not.equal(0, status())
@@ -65,17 +74,23 @@ describe("rows between ranks", function()
 end)
 
 describe("nn.moe over ranks", function()
-  it("says what it wants, and divides nothing where there is one rank", function()
+  it("validates its options, and divides nothing on one rank", function()
     local function moe(options)
       options.width = 4
       return function() return engine.nn.moe(options) end
     end
-    assert.error_matches(moe { experts_over = 2 }, "expected experts_over as a group of ranks, engine.ranks.group%(%), got 2")
-    assert.error_matches(moe { dispatch = "f8" }, "expected dispatch as own, fp32, bf16 or fp8, got 'f8'")
-    assert.error_matches(moe { combine = "fp8" }, "expected combine as own, fp32 or bf16, got 'fp8'")
-    assert.error_matches(moe { experts = 3, experts_over = { size = 2, rank = 0, across = {} } }, "3 experts do not divide by 2 ranks")
-    assert.error_matches(function() engine.ranks.group(2) end, "expected a size that divides the number of ranks, 1, got 2")
-    assert.equal(4 * 16 * 2 + 16 + 4, moe { experts = 2, experts_over = engine.ranks.group() }().experts[2]:count())
+    assert.error_matches(moe { experts_over = 2 },
+      "expected experts_over as a group of ranks, engine.ranks.group%(%), got 2")
+    assert.error_matches(moe { dispatch = "f8" },
+      "expected dispatch as own, fp32, bf16 or fp8, got 'f8'")
+    assert.error_matches(moe { combine = "fp8" },
+      "expected combine as own, fp32 or bf16, got 'fp8'")
+    assert.error_matches(moe { experts = 3, experts_over = { size = 2, rank = 0, across = {} } },
+      "3 experts do not divide by 2 ranks")
+    assert.error_matches(function() engine.ranks.group(2) end,
+      "expected a size that divides the number of ranks, 1, got 2")
+    assert.equal(4 * 16 * 2 + 16 + 4,
+      moe { experts = 2, experts_over = engine.ranks.group() }().experts[2]:count())
   end)
 end)
 
@@ -86,16 +101,19 @@ if not start.there then
   return
 end
 
--- Runs the job with n ranks (0: one process). Gives { steps = { { loss =, scale =, action =, norm =, scales = } ... }, common = checksums by
--- rank, held = elements by rank, sent = { out = { bytes, snr }, back = ... }, counts = text }, and the lines.
+-- Runs the job with n ranks (0: one process). Returns { steps = { { loss =, scale =, action =, norm
+-- =, scales = } ... }, common = checksums by rank, held = elements by rank, sent = { out = { bytes,
+-- snr }, back = ... }, counts = text }, and the lines.
 local function job(n, settings)
-  local result = start.run(n, "spec/dist/experts.lua", settings, { limit = helper.sanitized and 300 or 60 })
+  local result = start.run(n, "spec/dist/experts.lua", settings,
+    { limit = helper.sanitized and 300 or 60 })
   assert(result.code == 0, result.out .. result.err)
   local all, lines = { steps = {}, common = {}, held = {}, sent = {} }, {}
   for line in result.out:gmatch("[^\r\n]+") do
     local loss, scale, action, norm, scales = line:match("^%d+ (%S+) (%S+) (%S+) (%S+) (.+)$")
     if loss then
-      all.steps[#all.steps + 1] = { loss = tonumber(loss), scale = tonumber(scale), action = action, norm = tonumber(norm), scales = scales }
+      all.steps[#all.steps + 1] = { loss = tonumber(loss), scale = tonumber(scale), action = action,
+        norm = tonumber(norm), scales = scales }
       lines[#lines + 1] = line
     end
     local way, bytes, snr = line:match("^sent (%w+) (%d+) (%S+)$")
@@ -110,13 +128,16 @@ local function job(n, settings)
   return all, lines
 end
 
--- The same training: losses and norms within a relative difference, scales and actions alike.
+-- Expects the same training: losses and norms within a relative difference, scales and actions
+-- equal.
 local function near(expected, got, most)
   assert.equal(#expected.steps, #got.steps)
   for i, a in ipairs(expected.steps) do
     local b = got.steps[i]
-    assert.is_true(math.abs(a.loss - b.loss) <= (most or 1e-5) * a.loss, ("step %d: loss %.9g against %.9g"):format(i, a.loss, b.loss))
-    assert.is_true(math.abs(a.norm - b.norm) <= 2 * (most or 1e-5) * a.norm, ("step %d: norm %.9g against %.9g"):format(i, a.norm, b.norm))
+    assert.is_true(math.abs(a.loss - b.loss) <= (most or 1e-5) * a.loss,
+      ("step %d: loss %.9g against %.9g"):format(i, a.loss, b.loss))
+    assert.is_true(math.abs(a.norm - b.norm) <= 2 * (most or 1e-5) * a.norm,
+      ("step %d: norm %.9g against %.9g"):format(i, a.norm, b.norm))
     assert.same({ a.scale, a.action, a.scales }, { b.scale, b.action, b.scales })
   end
 end
@@ -132,13 +153,15 @@ describe("experts over ranks", function()
     near(one, two)
     near(one, four)
     near(one, (job(4, { "clip=0.5", "over=2" })))
-    near(one, (job(2, { "accumulate=2", "clip=0.5", "over=-1" })))              -- every rank has all of them
+    near(one, (job(2, { "accumulate=2", "clip=0.5", "over=-1" })))  -- every rank holds all experts
     local experts = one.held[1] - (one.held[1] - two.held[1]) * 2
-    assert.equal(experts + (one.held[1] - experts) / 4, four.held[3])           -- each rank holds its share
+    assert.equal(experts + (one.held[1] - experts) / 4, four.held[3])  -- each rank holds its share
   end)
 
-  it("do the same with ZeRO bit for bit, and in every format of weights", function()
-    for _, settings in ipairs { { "over=2", "optimizer=lion" }, { "precision=fp16", "policy=dynamic:init_scale=2^18" }, { "over=2", "wire=bf16", "precision=bf16" },
+  it("do the same with ZeRO bit for bit, and with every dtype of weights", function()
+    for _, settings in ipairs { { "over=2", "optimizer=lion" },
+      { "precision=fp16", "policy=dynamic:init_scale=2^18" },
+      { "over=2", "wire=bf16", "precision=bf16" },
       { "precision=fp8_block" } } do
       local plain, lines = job(4, settings)
       for zero = 1, 2 do
@@ -149,19 +172,21 @@ describe("experts over ranks", function()
     end
   end)
 
-  it("train as on one rank where the data ask for no gradient and some experts get no tokens", function()
+  it("train as on one rank without input gradients and with idle experts", function()
     for bare, counts in pairs { ["bare=true"] = "0 0 32 0", ["bare=false"] = "%d+ 0 %d+ 0" } do
       local settings = { bare, "one=3", "top_k=1", "optimizer=sgd", "steps=4" }
       local one, four = job(0, { "accumulate=4", unpack(settings) }), job(4, settings)
       near(one, four)
       assert.matches("^" .. counts .. "$", four.counts)
-      settings[#settings + 1] = "precision=fp16"                                -- answers have another format than tokens
+      settings[#settings + 1] = "precision=fp16"  -- outputs use another format than tokens
       local half, quarter = job(0, { "accumulate=4", unpack(settings) }), job(4, settings)
-      for i, a in ipairs(half.steps) do assert.is_true(math.abs(a.loss - quarter.steps[i].loss) < 1e-3 * a.loss) end
+      for i, a in ipairs(half.steps) do
+        assert.is_true(math.abs(a.loss - quarter.steps[i].loss) < 1e-3 * a.loss)
+      end
     end
   end)
 
-  it("hold the same scale for each expert on all ranks, and one record", function()
+  it("have the same scale for each expert, and the same record, on all ranks", function()
     local settings = { "precision=fp16", "policy=per_expert", "timid=yes" }
     local one, two = job(0, { "accumulate=2", unpack(settings) }), job(2, settings)
     for i, a in ipairs(one.steps) do
@@ -169,54 +194,61 @@ describe("experts over ranks", function()
       assert.same({ a.scale, a.scales }, { two.steps[i].scale, two.steps[i].scales })
     end
     assert.matches("first.experts.1=131072", one.steps[8].scales, 1, true)
-    local result = start.run(4, "spec/dist/experts.lua", { "over=2", "precision=fp16", "policy=norm_ratio", "timid=yes", "steps=4" })
+    local result = start.run(4, "spec/dist/experts.lua",
+      { "over=2", "precision=fp16", "policy=norm_ratio", "timid=yes", "steps=4" })
     local records = {}
     for rank, record in result.err:gmatch("rank (%d): (%d %S+ %S+ %d+ %S+)") do
       local step = record:match("^%d")
       records[step] = records[step] or record
       assert.equal(records[step], record, "rank " .. rank)
-      assert.matches(" 8738 ", record)                                          -- every element once
+      assert.matches(" 8738 ", record)  -- every element is held once
     end
-    assert.not_matches("nan$", records["2"])                                    -- with the norm of a reference backward
+    assert.not_matches("nan$", records["2"])  -- with the norm of a reference backward
   end)
 
-  it("send FP8 out and bf16 back with the errors of these formats, alike however they are divided", function()
+  it("send FP8 out and bf16 back with these formats' errors, whatever the groups", function()
     local exact = job(2, { "accumulate=2" })
-    local two, four = job(2, { "accumulate=2", "dispatch=fp8", "combine=bf16" }), job(4, { "dispatch=fp8", "combine=bf16" })
+    local two, four = job(2, { "accumulate=2", "dispatch=fp8", "combine=bf16" }),
+      job(4, { "dispatch=fp8", "combine=bf16" })
     local differs = false
     for i, a in ipairs(exact.steps) do
       differs = differs or a.loss ~= two.steps[i].loss
-      assert.is_true(math.abs(a.loss - two.steps[i].loss) < 2e-2 * a.loss, a.loss .. " against " .. two.steps[i].loss)
+      assert.is_true(math.abs(a.loss - two.steps[i].loss) < 2e-2 * a.loss, a.loss .. " against " ..
+        two.steps[i].loss)
       assert.is_true(math.abs(four.steps[i].loss - two.steps[i].loss) < 2e-3 * a.loss)
     end
     assert.is_true(differs)
     assert.is_true(two.sent.out.snr > 28 and two.sent.out.snr < 38, tostring(two.sent.out.snr))
     assert.is_true(two.sent.back.snr > 48 and two.sent.back.snr < 60, tostring(two.sent.back.snr))
-    assert.near(24 / 80, two.sent.out.bytes / exact.sent.out.bytes, 0.03)       -- 20 codes and a scale for 20 f32
+    -- 20 codes and a scale for 20 f32
+    assert.near(24 / 80, two.sent.out.bytes / exact.sent.out.bytes, 0.03)
     assert.near(0.5, two.sent.back.bytes / exact.sent.back.bytes, 0.05)
   end)
 
-  it("skip the same step whoever brought the inf or nan, and say who and where", function()
+  it("skip the same step whichever rank has the inf or nan, and report rank and tensor", function()
     for _, case in ipairs { { "inf", 2, 2, 0 }, { "nan", 1, 4, 2 } } do
       local kind, rank, expert, zero = unpack(case)
       local run = ("%s/%s"):format(folder, kind)
-      local all = job(4, { "over=2", "plant=" .. kind, "plant_rank=" .. rank, "plant_expert=" .. expert, "zero=" .. zero, "precision=fp16", "policy=dynamic",
+      local all = job(4, { "over=2", "plant=" .. kind, "plant_rank=" .. rank, "plant_expert=" ..
+        expert, "zero=" .. zero, "precision=fp16", "policy=dynamic",
         "run=" .. run, "trap=overflow" })
       for i, step in ipairs(all.steps) do assert.equal(i == 3 and "skip" or "step", step.action) end
       local history = engine.history.open(run)
       local event = history:query("select text from events where kind = 'overflow'")[1]
       history:close()
-      assert.matches(("%s from rank %d, first in second.experts.%d.up.weight"):format(kind, rank, expert), event.text, 1, true)
+      assert.matches(("%s from rank %d, first in second.experts.%d.up.weight"):format(kind, rank,
+        expert), event.text, 1, true)
     end
   end)
 
-  it("stand whole in checkpoints, from which any number of ranks goes on", function()
+  it("are whole in checkpoints, from which any number of ranks resumes", function()
     local whole, lines = job(4, { "over=2" })
     job(4, { "over=2", "zero=1", "steps=4", "run=" .. folder .. "/run" })
     local c = assert(engine.checkpoint.load(folder .. "/run/checkpoints"))
     assert.same({ 24, 20 }, c.model["first.experts.4.up.weight"].shape)
     assert.same({ 24, 20 }, c.optimizer["first.experts.1.up.weight.moment2"].shape)
-    for _, case in ipairs { { 4, "over=2" }, { 4, "over=4" }, { 2, "zero=1" }, { 2, "zero=2" }, { 0 }, { 2, "over=-1" } } do
+    for _, case in ipairs { { 4, "over=2" }, { 4, "over=4" }, { 2, "zero=1" }, { 2, "zero=2" },
+      { 0 }, { 2, "over=-1" } } do
       local n, setting = unpack(case)
       local copy = ("%s/%d%s"):format(folder, n, setting or "")
       helper.shell(("cp -r %s/run %s"):format(folder, copy))

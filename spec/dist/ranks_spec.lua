@@ -1,5 +1,6 @@
--- Several ranks on one job, over Open MPI on this machine: the same training as one rank, through overflows; whose overflow it was; decisions
--- that differ; ranks that die or hang; resuming with other numbers of ranks. The job stands in spec/dist/job.lua.
+-- Several ranks of one job, over Open MPI on this machine: the same training as one rank, also
+-- through overflows; attribution of overflows; decisions that differ; ranks that die or hang;
+-- resuming with another number of ranks. The job is spec/dist/job.lua.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -14,14 +15,17 @@ end
 
 local LIMIT = helper.sanitized and 300 or 60
 
--- Runs the job with n ranks (0: without mpirun). Gives the lines of its steps, the weights' checksums by rank, and the result.
+-- Runs the job with n ranks (0: without mpirun). Returns the lines of its steps, the weights'
+-- checksums by rank, and the result.
 local function job(n, settings)
   local result = start.run(n, "spec/dist/job.lua", settings, { limit = LIMIT })
   local lines, weights = {}, {}
   for line in result.out:gmatch("[^\n]+") do
     if line:find("^%d+ ") or line:find("^signal") then lines[#lines + 1] = line end
   end
-  for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do weights[tonumber(rank) + 1] = sum end
+  for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do
+    weights[tonumber(rank) + 1] = sum
+  end
   return lines, weights, result
 end
 
@@ -36,7 +40,7 @@ local function numbers(line)
   return tonumber(loss), tonumber(scale), action
 end
 
--- Losses within a relative difference, the same scales and actions.
+-- Expects losses within a relative difference and equal scales and actions.
 local function near(expected, got)
   assert.equal(#expected, #got)
   for i, line in ipairs(expected) do
@@ -52,21 +56,26 @@ describe("ranks", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("are told of at the start, in the history, in engine runs and in the report; and others that go on, with what rounding does", function()
+  it("are reported in the log, the history, engine runs and the report, also on resume", function()
     local run = folder .. "/run"
     local function gpt(n, ...)
-      return start.run(n, "examples/gpt.lua", { "run=" .. run, "resume=auto", "layers=1", "width=16", "heads=2", "context=8", "batch=2", "sample=0", ... }, { limit = LIMIT })
+      return start.run(n, "examples/gpt.lua", { "run=" .. run, "resume=auto", "layers=1",
+        "width=16", "heads=2", "context=8", "batch=2", "sample=0", ... }, { limit = LIMIT })
     end
     local first = gpt(2, "steps=2", "zero=1", "wire=bf16")
-    assert.matches("policy dynamic, 2 ranks, ZeRO%-1, comm dtype bf16, %d+ threads? each\n", first.out)
+    assert.matches("policy dynamic, 2 ranks, ZeRO%-1, comm dtype bf16, %d+ threads? each\n",
+      first.out)
     local meta = engine.history.open(run):meta()
     assert.same({ "2", "1", "bf16" }, { meta.ranks, meta.zero, meta.comm_dtype })
-    assert.matches("ranks +ended\n[^\n]* 2 ranks, ZeRO%-1, comm dtype bf16 +finished\n", helper.run({ "runs", folder }).out)
+    assert.matches("ranks +ended\n[^\n]* 2 ranks, ZeRO%-1, comm dtype bf16 +finished\n",
+      helper.run({ "runs", folder }).out)
     assert.equal(0, helper.run({ "report", run }).code)
-    assert.matches("on cpu · 2 ranks, ZeRO-1, comm dtype bf16<", helper.read(run .. "/report.html"), 1, true)
+    assert.matches("on cpu · 2 ranks, ZeRO-1, comm dtype bf16<", helper.read(run .. "/report.html"),
+      1, true)
     local second = gpt(0, "steps=3")
     assert.matches("policy dynamic, %d+ threads?\n", second.out)
-    assert.matches("\n1 rank with accumulate=2 continues for 2 with accumulate=1, with the same step but for rounding\n", second.out .. second.err)
+    assert.matches("\n1 rank with accumulate=2 continues for 2 with accumulate=1, with the same " ..
+      "step but for rounding\n", second.out .. second.err)
     assert.equal("1", engine.history.open(run):meta().ranks)
     assert.not_matches("ranks +ended", helper.run({ "runs", folder }).out)
   end)
@@ -81,7 +90,7 @@ describe("ranks", function()
     alike(four_weights, 4)
   end)
 
-  -- The same with moments shared out, and with gradients, too.
+  -- The same with sharded moments, and with sharded gradients as well.
   local function same_with_zero(n, settings)
     local plain, weights = job(n, settings)
     for zero = 1, 2 do
@@ -98,7 +107,7 @@ describe("ranks", function()
     same_with_zero(3, { "wire=bf16", "tied=false" })
   end)
 
-  it("with ZeRO-2 add up what micro-batches bring, and are as those that add up before they send", function()
+  it("with ZeRO-2 sum micro-batches as ranks that sum before they send", function()
     local one = job(0, { "accumulate=6", "clip=1" })
     local two, weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.01" })
     near(one, two)
@@ -106,18 +115,28 @@ describe("ranks", function()
     near(one, three)
     alike(weights, 2)
     alike(three_weights, 3)
-    local again, again_weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.05" })       -- buckets change no sum
+    -- the bucket size changes no sum
+    local again, again_weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.05" })
     assert.same(two, again)
     assert.equal(alike(weights, 2), alike(again_weights, 2))
   end)
 
-  it("scale FP8 layers by the amaxes of all, with ZeRO too", function()
-    for _, precision in ipairs { "fp8_delayed", "fp8_block" } do same_with_zero(2, { "precision=" .. precision }) end
+  it("scale FP8 layers by the amaxes of all ranks, also with ZeRO", function()
+    for _, precision in ipairs { "fp8_delayed", "fp8_block" } do
+      same_with_zero(2, { "precision=" .. precision })
+    end
   end)
 
   it("go through overflows, skips and retries together", function()
-    local policy = helper.write(folder .. "/again.lua", [[return { name = "again", init = function() return { scale = 2^30 } end,
-      decide = function(s, r) if r.overflow then s.scale = s.scale / 16 return { scale = s.scale, action = "retry" } end return s.scale end }]])
+    local policy = helper.write(folder .. "/again.lua",
+      [[return { name = "again", init = function() return { scale = 2^30 } end,
+        decide = function(s, r)
+          if r.overflow then
+            s.scale = s.scale / 16
+            return { scale = s.scale, action = "retry" }
+          end
+          return s.scale
+        end }]])
     local one = job(0, { "accumulate=2", "precision=fp16", "policy=" .. policy, "dropout=0.1" })
     local two = same_with_zero(2, { "precision=fp16", "policy=" .. policy, "dropout=0.1" })
     assert.matches("retry", table.concat(two, "\n"))
@@ -131,7 +150,7 @@ describe("ranks", function()
     end
   end)
 
-  it("send gradients in bf16 and FP8 with errors that belong to these formats", function()
+  it("send gradients in bf16 and FP8 with the errors of these formats", function()
     local exact = job(2, {})
     for wire, most in pairs { bf16 = 1e-3, fp8 = 1e-2 } do
       local lines, weights = job(2, { "wire=" .. wire })
@@ -141,11 +160,13 @@ describe("ranks", function()
     end
   end)
 
-  it("skip the same step whoever brought the inf or nan, and say who and where", function()
-    for _, case in ipairs { { "inf", 1, "blocks.2.mlp.up.weight", 0 }, { "nan", 2, "wte.weight", 1 }, { "inf", 2, "wte.weight", 2 } } do
+  it("skip the same step whichever rank has the inf or nan, and report rank and tensor", function()
+    for _, case in ipairs { { "inf", 1, "blocks.2.mlp.up.weight", 0 },
+      { "nan", 2, "wte.weight", 1 }, { "inf", 2, "wte.weight", 2 } } do
       local kind, rank, tensor, zero = unpack(case)
       local run = folder .. "/" .. kind .. rank
-      local lines, weights = job(3, { "plant=" .. kind, "plant_rank=" .. rank, "plant_tensor=" .. tensor, "zero=" .. zero, "precision=fp16", "run=" .. run })
+      local lines, weights = job(3, { "plant=" .. kind, "plant_rank=" .. rank, "plant_tensor=" ..
+        tensor, "zero=" .. zero, "precision=fp16", "run=" .. run })
       alike(weights, 3)
       for i, line in ipairs(lines) do
         local _, scale, action = numbers(line)
@@ -155,23 +176,24 @@ describe("ranks", function()
       local history = require("engine.run.history").open(run)
       local event = history:query("select text from events where kind = 'overflow'")[1]
       history:close()
-      assert.matches(("%s from rank %d, first in %s"):format(kind, rank, tensor), event.text, 1, true)
+      assert.matches(("%s from rank %d, first in %s"):format(kind, rank, tensor), event.text, 1,
+        true)
     end
   end)
 
-  it("agree in random runs with an inf or nan on one of them", function()
+  it("agree in random runs with an inf or nan on one rank", function()
     local result = helper.run { "spec/dist/plantings.lua", "runs=20", "ranks=2,3", "seed=11" }
     assert.equal(0, result.code, result.out .. result.err)
     assert.matches("20 runs, 0 failed", result.out, 1, true)
   end)
 
-  it("take swapped policies together, whatever one of them finds or cannot do", function()
+  it("swap policies together, whatever differs or fails on one rank", function()
     local result = helper.run { "spec/dist/swaps.lua", "swaps=20", "ranks=3" }
     assert.equal(0, result.code, result.out .. result.err)
     assert.matches("0 failed", result.out, 1, true)
   end)
 
-  it("go on from a checkpoint with the same and with another number of ranks", function()
+  it("resume from a checkpoint with the same and with another number of ranks", function()
     local whole, weights = job(4, { "steps=6", "dropout=0.1" })
     job(4, { "steps=3", "dropout=0.1", "zero=1", "run=" .. folder .. "/run" })
     for _, n in ipairs { 4, 2, 1 } do
@@ -189,24 +211,26 @@ describe("ranks", function()
 
   -- ---------------------------------------------------------------- differences
 
-  it("started with another policy, or other settings, are told apart at once", function()
+  it("with another policy or other settings are detected at once", function()
     local _, _, result = job(2, { "odd_rank=1", "odd_policy=dynamic" })
     assert.are_not.equal(0, result.code)
     assert.matches("rank 1 differs from rank 0: policy dynamic", result.err, 1, true)
-    local edited = helper.write(folder .. "/mine.lua", helper.read("policies/dynamic.lua"):gsub("name *= *\"dynamic\"", "name = \"mine\""))
+    local edited = helper.write(folder .. "/mine.lua",
+      helper.read("policies/dynamic.lua"):gsub("name *= *\"dynamic\"", "name = \"mine\""))
     _, _, result = job(2, { "policy=" .. edited, "odd_rank=1", "odd_steps=7" })
     assert.matches("rank 1 differs from rank 0: steps 7", result.err, 1, true)
   end)
 
-  it("that run other code, or come to a reduction of the script's first, are told apart too", function()
-    for _, case in ipairs { "another Lua file", "a script that reduces first", "a rank that knows nothing" } do
+  it("with other code or an early reduction in the script are detected, too", function()
+    for _, case in ipairs { "another Lua file", "a script that reduces first",
+      "a rank that is not the engine" } do
       local result = helper.run { "spec/dist/differences.lua", "only=" .. case }
       assert.equal(0, result.code, result.out .. result.err)
       assert.matches("1 cases, 0 failed", result.out, 1, true)
     end
   end)
 
-  it("that decide differently stop with both decisions", function()
+  it("that decide differently stop and report both decisions", function()
     local lines, _, result = job(2, { "policy=moody" })
     assert.are_not.equal(0, result.code)
     assert.is_true(#lines <= 1)
@@ -215,28 +239,34 @@ describe("ranks", function()
   end)
 
   it("swap policies together, or not at all", function()
-    local good = helper.write(folder .. "/good.lua", [[return { name = "good", init = function() return { scale = 1 } end, decide = function() return 4 end }]])
-    local bad = helper.write(folder .. "/bad.lua", [[return { name = "bad", init = function() return { scale = 1 } end, decide = function() error("no") end }]])
+    local good = helper.write(folder .. "/good.lua",
+      [[return { name = "good", init = function() return { scale = 1 } end,
+        decide = function() return 4 end }]])
+    local bad = helper.write(folder .. "/bad.lua",
+      [[return { name = "bad", init = function() return { scale = 1 } end,
+        decide = function() error("no") end }]])
     local lines, weights = job(2, { "swap_step=2", "swap=" .. good })
     assert.matches("static$", lines[2])
     assert.matches("good$", lines[3])
     alike(weights, 2)
     lines = job(2, { "swap_step=2", "swap=" .. bad })
     assert.matches("static$", lines[#lines])
-    lines, weights = job(2, { "swap_step=2", "swap=" .. good, "few_rank=1" })      -- one rank cannot run it
+    -- one rank cannot run the policy
+    lines, weights = job(2, { "swap_step=2", "swap=" .. good, "few_rank=1" })
     assert.equal(6, #lines)
     assert.matches("static$", lines[#lines])
     alike(weights, 2)
   end)
 
-  it("take a nan of one replica for everybody's, as tf_keras does: its scale goes from 2 to 1", function()
-    local lines, weights = job(2, { "precision=fp16", "policy=tensorflow:initial_loss_scale=2", "plant=nan", "plant_rank=1", "plant_step=0", "steps=2" })
+  it("treat a nan of one replica as all replicas', as tf_keras does", function()
+    local lines, weights = job(2, { "precision=fp16", "policy=tensorflow:initial_loss_scale=2",
+      "plant=nan", "plant_rank=1", "plant_step=0", "steps=2" })
     assert.matches("^0 %S+ 2 skip", lines[1])
     assert.matches("^1 %S+ 1 step", lines[2])
     alike(weights, 2)
   end)
 
-  it("reduce signals by the rule the script names", function()
+  it("reduce signals by the rule that the script names", function()
     for rule, value in pairs { mean = 1.5, max = 2, sum = 3 } do
       local lines = job(2, { "signal=" .. rule, "steps=3" })
       local last
@@ -254,7 +284,8 @@ describe("ranks", function()
     _, _, result = job(2, { "die_rank=1" })
     assert.are_not.equal(0, result.code)
     assert.matches("process rank 1", result.err .. result.out, 1, true)
-    _, _, result = job(3, { "hang_rank=2", "slow_rank=1", "slow=2.7", "timeout=3" })      -- rank 1 has hardly begun to wait, and is not blamed
+    -- Rank 1 has only just begun to wait and must not be named.
+    _, _, result = job(3, { "hang_rank=2", "slow_rank=1", "slow=2.7", "timeout=3" })
     assert.equal(70, result.code)
     assert.matches("rank 2 did not come to the sum of gradients within 3 s", result.err, 1, true)
   end)

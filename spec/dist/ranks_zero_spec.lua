@@ -1,5 +1,6 @@
--- ZeRO-2: gradients divided among ranks. Memory and messages are what was predicted, and less with more ranks; the same training as without it,
--- in every corner; what asks for whole gradients is told so. The job stands in spec/dist/zero.lua.
+-- ZeRO-2: gradients sharded over the ranks. Memory and messages match the prediction and shrink
+-- with more ranks; training equals training without ZeRO-2 in every configuration; calls that need
+-- whole gradients are refused. The job is spec/dist/zero.lua.
 local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
@@ -13,9 +14,10 @@ end
 
 local folder
 
--- What each rank of a job of n tells, rank 0 first.
+-- The output of each rank of a job of n, rank 0 first.
 local function job(n, settings)
-  local result = start.run(n, "spec/dist/zero.lua", { "told=" .. folder .. "/told", unpack(settings) }, { limit = helper.sanitized and 300 or 60 })
+  local result = start.run(n, "spec/dist/zero.lua",
+    { "told=" .. folder .. "/told", unpack(settings) }, { limit = helper.sanitized and 300 or 60 })
   assert.equal(0, result.code, result.out .. result.err)
   local told = {}
   for rank = 0, math.max(n, 1) - 1 do
@@ -34,37 +36,46 @@ describe("ranks with ZeRO-2", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("take the memory and send the messages that are predicted, with every way of sharing out", function()
-    for _, case in ipairs { { 2, "zero=2" }, { 4, "zero=2", "precision=fp16" }, { 3, "zero=2", "wire=fp8", "bucket=0.01" }, { 3, "zero=1", "wire=bf16" },
+  it("use the memory and send the messages that are predicted, in every configuration", function()
+    for _, case in ipairs { { 2, "zero=2" }, { 4, "zero=2", "precision=fp16" },
+      { 3, "zero=2", "wire=fp8", "bucket=0.01" }, { 3, "zero=1", "wire=bf16" },
       { 2, "zero=0", "wire=fp8", "bucket=0.2" } } do
       local n = table.remove(case, 1)
       for _, rank in ipairs(job(n, case)) do
-        local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n, table.concat(case, " "))
-        local extra = helper.sanitized and 4096 or 0             -- what the sanitizers put between blocks
+        local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n,
+          table.concat(case, " "))
+        local extra = helper.sanitized and 4096 or 0  -- the sanitizers' padding between blocks
         assert.near(p.gradients + p.rooms, rank.gradients, extra, at)
         assert.near(p.under_way, rank.messages_memory, 64 + extra, at)
-        for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do assert.equal(p[what], rank[what], at .. ": " .. what) end
+        for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do
+          assert.equal(p[what], rank[what], at .. ": " .. what)
+        end
       end
     end
   end)
 
-  it("keep less of the gradients the more they are, and of a larger model little more than their own", function()
+  it("hold fewer gradients the more ranks there are, in small and large models", function()
     local function most(n, ...)
       local bytes = 0
-      for _, rank in ipairs(job(n, { "bucket=0.02", "steps=2", ... })) do bytes = math.max(bytes, rank.gradients) end
+      for _, rank in ipairs(job(n, { "bucket=0.02", "steps=2", ... })) do
+        bytes = math.max(bytes, rank.gradients)
+      end
       return bytes
     end
-    local whole, two, four = most(0, "zero=2", "width=96"), most(2, "zero=2", "width=96"), most(4, "zero=2", "width=96")
+    local whole, two, four = most(0, "zero=2", "width=96"), most(2, "zero=2", "width=96"),
+      most(4, "zero=2", "width=96")
     assert.equal(whole, most(2, "zero=1", "width=96"))
     assert.is_true(two < 0.8 * whole, two / whole)
     assert.is_true(four < 0.55 * whole, four / whole)
-    -- twice the layers: a half of what they add, the rooms stay as they are
-    local more, of_two = most(0, "zero=2", "width=96", "layers=6") - whole, most(2, "zero=2", "width=96", "layers=6") - two
+    -- Twice the layers add half of their gradients; the buffers stay the same size.
+    local more, of_two = most(0, "zero=2", "width=96", "layers=6") - whole,
+      most(2, "zero=2", "width=96", "layers=6") - two
     assert.is_true(of_two < 0.6 * more, of_two / more)
   end)
 
-  it("train bit for bit as without it where every rank goes through other layers, and layers were registered in no order", function()
-    for _, settings in ipairs { { "bucket=0.004" }, { "bucket=0.03", "precision=fp16", "policy=dynamic" } } do
+  it("train bit for bit as without it when ranks use different layers in any order", function()
+    for _, settings in ipairs { { "bucket=0.004" },
+      { "bucket=0.03", "precision=fp16", "policy=dynamic" } } do
       local plain = job(3, { "model=forked", unpack(settings) })
       for zero = 1, 2 do
         local shared = job(3, { "model=forked", "zero=" .. zero, unpack(settings) })
@@ -74,7 +85,7 @@ describe("ranks with ZeRO-2", function()
     end
   end)
 
-  it("have reference backwards and traps of overflows as without it", function()
+  it("support reference backwards and overflow traps as without it", function()
     local plain = job(2, { "policy=norm_ratio:ref_every=2", "precision=fp16" })
     local shared = job(2, { "policy=norm_ratio:ref_every=2", "precision=fp16", "zero=2" })
     assert.are_not.equal("nan", plain[1].steps[1][4])
@@ -83,7 +94,8 @@ describe("ranks with ZeRO-2", function()
     local traps = {}
     for zero = 0, 2, 2 do
       local run = folder .. "/zero" .. zero
-      local all = job(2, { "policy=dynamic:init_scale=2^27", "precision=fp16", "trap=overflow", "zero=" .. zero, "run=" .. run, "steps=6" })
+      local all = job(2, { "policy=dynamic:init_scale=2^27", "precision=fp16", "trap=overflow",
+        "zero=" .. zero, "run=" .. run, "steps=6" })
       assert.equal("skip", all[1].steps[1][6])
       local history = require("engine").history.open(run)
       traps[zero] = history:query("select step, text from events where kind = 'trap' order by step")
@@ -94,11 +106,15 @@ describe("ranks with ZeRO-2", function()
     assert.same(traps[0], traps[2])
   end)
 
-  it("say of gradients that a script asks for that they are divided, and train on", function()
+  it("refuse access to sharded gradients, and train on", function()
     local asked, plain = job(2, { "zero=2", "ask=true" }), job(2, { "zero=2" })
     for _, rank in ipairs(asked) do
-      assert.matches("the gradient of wpe.weight is divided among ranks (zero=2), and no rank has all of it; hint: zero=0", rank.told.grad, 1, true)
-      for _, what in ipairs { "stats", "unscale" } do assert.matches("divided among ranks (zero=2), and this rank has its own elements alone", rank.told[what], 1, true) end
+      assert.matches("the gradient of wpe.weight is divided among ranks (zero=2), and no rank " ..
+        "has all of it; hint: zero=0", rank.told.grad, 1, true)
+      for _, what in ipairs { "stats", "unscale" } do
+        assert.matches("divided among ranks (zero=2), and this rank has its own elements alone",
+          rank.told[what], 1, true)
+      end
       assert.matches("only a trainer's step can compute them", rank.told.backward, 1, true)
       assert.matches("cannot change their format", rank.told.format, 1, true)
       assert.equal("no error", rank.told.leaf)
@@ -106,22 +122,24 @@ describe("ranks with ZeRO-2", function()
     end
   end)
 
-  it("end with the script's error when one comes up in backward", function()
+  it("end with the script's error when backward raises one", function()
     for zero = 1, 2 do
-      local result = start.run(2, "spec/dist/zero.lua", { "told=" .. folder .. "/told", "model=forked", "boom=1", "timeout=5", "zero=" .. zero })
+      local result = start.run(2, "spec/dist/zero.lua",
+        { "told=" .. folder .. "/told", "model=forked", "boom=1", "timeout=5", "zero=" .. zero })
       assert.matches("boom", result.err, 1, true)
       assert.not_matches("Signal", result.err)
       assert.is_true(result.code > 0 and result.code < 128, tostring(result.code) .. result.err)
     end
   end)
 
-  it("go on with parameters that have no elements", function()
+  it("work with parameters that have no elements", function()
     local whole = job(2, { "model=forked", "zero=2", "steps=4" })
     for from = 1, 2 do
       local run = folder .. "/none" .. from
       job(2, { "model=forked", "zero=" .. from, "steps=4", "run=" .. run })
       for n = 1, 3, 2 do
-        local rest = job(n, { "model=forked", "zero=" .. 3 - from, "steps=4", "run=" .. run, "resume=auto" })
+        local rest = job(n, { "model=forked", "zero=" .. 3 - from, "steps=4", "run=" .. run,
+          "resume=auto" })
         assert.equal(whole[1].weights, rest[1].weights)
       end
     end

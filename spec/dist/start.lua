@@ -1,4 +1,5 @@
--- Starts ranks on this machine, for ranks_spec.lua and the campaigns beside this file: one thread each, more of them than cores.
+-- Starts ranks on this machine, for ranks_spec.lua and the campaigns beside this file: one thread
+-- per rank, more ranks than cores.
 local helper = require "spec.helper"
 
 local M = {}
@@ -6,21 +7,23 @@ local M = {}
 M.there = helper.shell("command -v mpirun").code == 0
   and helper.read(require("engine.base.ffi").library_dir .. "/libengine_mpi.so") ~= nil
 
--- The ranks are on this machine: shared memory carries their messages, Open MPI 4 starts them over
--- the loopback interface, and libfabric, which may look up the machine's own name, stays out.
+-- All ranks are on this machine: shared memory carries their messages, Open MPI 4 starts them over
+-- the loopback interface, and libfabric, which may look up the host name, is excluded.
 local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
   .. "OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_mtl=^ofi,psm,psm2 OMPI_MCA_oob_tcp_if_include=lo"
-local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca orte_base_help_aggregate 0"
+local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca " ..
+  "orte_base_help_aggregate 0"
 
 local function quoted(words, settings)
   for _, setting in ipairs(settings or {}) do words[#words + 1] = helper.quote(setting) end
 end
 
---- The command of n ranks (0: one process, without mpirun) that run a script. options: limit (seconds; 60), mpirun (more of its words),
---- environment: "A=B".
+--- The command that runs a script on n ranks (0: one process, without mpirun). options: limit
+--- (seconds; 60), mpirun (extra arguments for it), environment: "A=B".
 function M.command(n, script, settings, options)
   local o = options or {}
-  local words = { ENVIRONMENT, o.environment or "", n == 0 and "ENGINE_RANKS=off" or "", "timeout -k 5", o.limit or 60 }
+  local words = { ENVIRONMENT, o.environment or "", n == 0 and "ENGINE_RANKS=off" or "",
+    "timeout -k 5", o.limit or 60 }
   if n > 0 then words[#words + 1] = ("%s %s -np %d"):format(MPIRUN, o.mpirun or "", n) end
   words[#words + 1] = helper.quote(helper.engine)
   words[#words + 1] = script
@@ -28,10 +31,11 @@ function M.command(n, script, settings, options)
   return table.concat(words, " ")
 end
 
---- The command of ranks that differ. parts, for the ranks in order: a list of { n = 1, engine =,
---- script = (the default is `script`), settings =, environment = "A=B" }, or { program = "any other
---- command" }. mpirun starts n shells, each of which becomes its rank's command: mpirun of Open MPI 5.0
---- with an external PMIx (Debian 13) crashes on commands separated by ":" (open-mpi/ompi issue 13303).
+--- The command for ranks that differ. parts, in order of ranks: a list of { n = 1, engine =, script
+--- = (the default is `script`), settings =, environment = "A=B" }, or { program = "any other
+--- command" }. mpirun starts n shells, each of which becomes its rank's command: mpirun of Open MPI
+--- 5.0 with an external PMIx (Debian 13) crashes on commands separated by ":" (open-mpi/ompi issue
+--- 13303).
 function M.mixed(parts, script, options)
   local cases, n = {}, 0
   for _, part in ipairs(parts) do
@@ -49,37 +53,50 @@ function M.mixed(parts, script, options)
     options and options.limit or 60, MPIRUN, n, helper.quote(shell))
 end
 
---- The command of n ranks that no MPI knows of, started as torchrun starts them, each with a fake card (spec/cuda/) and the fake NCCL between
---- them. options: limit; folder, where they meet; place = "address:port"; names: a function of the rank, its variables in place of torchrun's;
+--- The command for n ranks without MPI, started the way torchrun starts them, each with a fake card
+--- (spec/cuda/) and the fake NCCL between them. options: limit; folder, for the rendezvous; place =
+--- "address:port"; names: a function of the rank that returns its variables instead of torchrun's;
 --- environment: "A=B" for all; of = { [rank] = "A=B" }.
 function M.nccl_command(n, script, settings, options)
   local o, lines = options or {}, {}
   local address, port = (o.place or "127.0.0.1:29400"):match("^(.*):(%d+)$")
   for rank = 0, n - 1 do
     local names = o.names and o.names(rank)
-      or ("RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=%s MASTER_PORT=%s TORCHELASTIC_RUN_ID=none"):format(rank, n, rank, address, port)
-    local words = { "env", names, "OMP_NUM_THREADS=1", M.FAKES, "FAKE_NCCL_FOLDER=" .. helper.quote(o.folder), o.environment or "", o.of and o.of[rank] or "",
+      or ("RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=%s MASTER_PORT=%s " ..
+        "TORCHELASTIC_RUN_ID=none"):format(rank, n, rank, address, port)
+    local words = { "env", names, "OMP_NUM_THREADS=1", M.FAKES, "FAKE_NCCL_FOLDER=" ..
+      helper.quote(o.folder), o.environment or "", o.of and o.of[rank] or "",
       "timeout -k 1", tostring(o.limit or 60), helper.quote(helper.engine), script }
     quoted(words, settings)
-    lines[#lines + 1] = ("{ %s & echo $! > $F/pid.%d; wait $!; echo $? > $F/code.%d; } &"):format(table.concat(words, " "), rank, rank)
+    lines[#lines + 1] = ("{ %s & echo $! > $F/pid.%d; wait $!; echo $? > $F/code.%d; } &"):format(
+      table.concat(words, " "), rank, rank)
   end
-  -- As torchrun does: who ends badly ends the others, a little later.
+  -- Like torchrun: when a rank fails, the others are ended a little later.
   lines[#lines + 1] = "code=0 late=0"
   lines[#lines + 1] = ("while [ $(cat $F/code.* 2>/dev/null | wc -l) -lt %d ]; do"):format(n)
-  lines[#lines + 1] = "  sleep 0.05; [ $code -ne 0 ] || code=$(cat $F/code.* 2>/dev/null | grep -v '^0$' | head -n 1); code=${code:-0}"
-  lines[#lines + 1] = "  [ $code -eq 0 ] || late=$((late + 1)); [ $late -ne 40 ] || kill $(cat $F/pid.*) 2>/dev/null"
+  lines[#lines + 1] = "  sleep 0.05; [ $code -ne 0 ] || code=$(cat $F/code.* 2>/dev/null | grep " ..
+    "-v '^0$' | head -n 1); code=${code:-0}"
+  lines[#lines + 1] = "  [ $code -eq 0 ] || late=$((late + 1)); [ $late -ne 40 ] || kill $(cat " ..
+    "$F/pid.*) 2>/dev/null"
   lines[#lines + 1] = "done"
-  lines[#lines + 1] = "[ $code -ne 0 ] || code=$(cat $F/code.* | sort -n | tail -n 1); rm -f $F/code.* $F/pid.*; exit $code"
+  lines[#lines + 1] = "[ $code -ne 0 ] || code=$(cat $F/code.* | sort -n | tail -n 1); rm -f " ..
+    "$F/code.* $F/pid.*; exit $code"
   return ("F=%s sh -c %s"):format(helper.quote(o.folder), helper.quote(table.concat(lines, "\n")))
 end
 
-function M.nccl(n, script, settings, options) return helper.shell(M.nccl_command(n, script, settings, options)) end
+function M.nccl(n, script, settings, options)
+  return helper.shell(M.nccl_command(n, script, settings, options))
+end
 
---- What a process needs to find the stand-ins, and whether they were built.
-M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/" .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so") .. " ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
-M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_nccl.so").code == 0 and not helper.sanitized and not os.getenv("ENGINE_TEST_DEVICE")
+--- The variables that make a process use the fakes, and whether the fakes were built.
+M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/" .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so") ..
+  " ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
+M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_nccl.so").code == 0
+  and not helper.sanitized and not os.getenv("ENGINE_TEST_DEVICE")
 
---- Runs n ranks. Gives { code, out, err }.
-function M.run(n, script, settings, options) return helper.shell(M.command(n, script, settings, options)) end
+--- Runs n ranks. Returns { code, out, err }.
+function M.run(n, script, settings, options)
+  return helper.shell(M.command(n, script, settings, options))
+end
 
 return M

@@ -1,13 +1,16 @@
--- Policies swapped while four ranks train: all ranks take the new one at the same step, or none does.
+-- Swaps policies while four ranks train: all ranks must switch at the same step, or none.
 --   ./engine spec/dist/swaps.lua [swaps=60] [ranks=4] [seed=1]
--- One run, a swap every few steps, drawn at random: a good file; one that is broken, or fails on the run's records; a file that one rank,
--- a random one, finds otherwise (another text, a broken one, none at all), has no memory for, cannot run on the last records, or cannot run
--- once it is in force; a class that one rank does not know; a file saved or a SIGHUP to one rank while the policy is in force; an undo.
--- The bytes are rank 0's: what other ranks find under that name does not matter. Must hold:
---   in every step all ranks have the same policy (name, hash, scale) and the same weights
---   it is the new one where no rank has anything against it, else the one before
---   the history has a `swap` or a `swap_refused` for each, and the refusal names the rank that cannot
--- Started without mpirun it starts the ranks and looks at what they wrote; the exit code is 1 when something does not hold.
+-- One run with a swap every few steps, drawn at random: a valid file; a file that is broken or
+-- fails on the run's records; a file that one random rank finds changed, broken or missing, has no
+-- memory for, cannot run on the last records, or cannot run once it is in force; a class that one
+-- rank does not know; a file saved, or a SIGHUP to one rank, while its policy is in force; an undo.
+-- Rank 0's bytes count: the file that other ranks find under that name does not matter. Checks:
+--   - in every step all ranks have the same policy (name, hash, scale) and the same weights
+--   - that is the new policy if every rank accepts it, else the one before
+--   - the history has a `swap` or a `swap_refused` for each, and a refusal names the rank
+--     that cannot switch
+-- Started without mpirun, it starts the ranks and checks what they wrote; the exit code is 1 when a
+-- check fails.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
@@ -15,11 +18,14 @@ local helper = require "spec.helper"
 local ranks = engine.ranks
 
 local cfg = engine.config { swaps = 60, ranks = 4, seed = 1, folder = "" }
-local EVERY = 6            -- steps between two swaps: a saved file is looked at twice
+local EVERY = 6            -- steps between two swaps: a saved file is examined twice
 
 -- ------------------------------------------------------------------ a rank
 
-local function policy_text(name, decide) return ("return { name = %q, init = function() return { scale = 1 } end, decide = function(s, r) %s end }"):format(name, decide) end
+local function policy_text(name, decide)
+  return ("return { name = %q, init = function() return { scale = 1 } end, decide = function(s, " ..
+    "r) %s end }"):format(name, decide)
+end
 
 local rank = ranks.rank()
 local function file_of(number, text)
@@ -35,11 +41,14 @@ local function limited(limits, f)
   engine.policy.limits(LIMITS)
 end
 
--- Each is called on every rank at the same step: (trainer, number, victim, step). Gives the name that must be in force afterwards, or nil where
--- the old policy stays, and what the refusal must say.
+-- Each case is called on every rank at the same step: (trainer, number, victim, step). It returns
+-- the name of the policy that must then be in force, or nil if the old one must stay, and the text
+-- that the refusal must contain.
 local cases = {}
 
-local function good_text(number) return policy_text("good" .. number, ("return 2^%d"):format(number % 8)) end
+local function good_text(number)
+  return policy_text("good" .. number, ("return 2^%d"):format(number % 8))
+end
 
 function cases.good(t, number)
   t.policy:swap(file_of(number, good_text(number)))
@@ -57,7 +66,8 @@ function cases.fails(t, number)
 end
 
 function cases.other_text(t, number, victim)
-  t.policy:swap(file_of(number, rank == victim and policy_text("other" .. number, "return 3") or good_text(number)))
+  t.policy:swap(file_of(number, rank == victim and policy_text("other" .. number, "return 3")
+    or good_text(number)))
   return (victim == 0 and "other" or "good") .. number
 end
 
@@ -74,19 +84,23 @@ function cases.missing_there(t, number, victim)
 end
 
 function cases.no_memory(t, number, victim)
-  limited(rank == victim and { memory = 1000 } or {}, function() t.policy:swap(file_of(number, good_text(number))) end)
+  limited(rank == victim and { memory = 1000 } or {},
+    function() t.policy:swap(file_of(number, good_text(number))) end)
   return nil, ("rank %d: "):format(victim)
 end
 
 function cases.no_time(t, number, victim)
   local text = policy_text("long", "for i = 1, 1e5 do end return 1")
-  limited(rank == victim and { instructions = 2e4 } or {}, function() t.policy:swap(file_of(number, text)) end)
+  limited(rank == victim and { instructions = 2e4 } or {},
+    function() t.policy:swap(file_of(number, text)) end)
   return nil, ("rank %d: tried on step"):format(victim)
 end
 
 function cases.no_time_later(t, number, victim, step)
-  local text = policy_text("later", ("if r.step > %d then for i = 1, 1e5 do end end return 1"):format(step))
-  limited(rank == victim and { instructions = 2e4 } or {}, function() t.policy:swap(file_of(number, text)) end)
+  local text = policy_text("later",
+    ("if r.step > %d then for i = 1, 1e5 do end end return 1"):format(step))
+  limited(rank == victim and { instructions = 2e4 } or {},
+    function() t.policy:swap(file_of(number, text)) end)
   return nil, ("rank %d: "):format(victim)
 end
 
@@ -116,7 +130,8 @@ end
 
 function cases.hangup(t, number, victim)
   local text = good_text(number)
-  t.policy:swap { source = policy_text("before" .. number, "return 6"), file = "p.lua", path = file_of(number, text) }
+  t.policy:swap { source = policy_text("before" .. number, "return 6"), file = "p.lua",
+    path = file_of(number, text) }
   if rank == victim then os.execute("kill -HUP " .. io.open("/proc/self/stat"):read("*n")) end
   return "good" .. number
 end
@@ -140,15 +155,19 @@ local function worker()
   local optimizer = engine.optim.adamw(model, { lr = 1e-4 })
   local out = assert(io.open(("%s/told.%d"):format(cfg.folder, rank), "w"))
   math.randomseed(cfg.seed)
-  engine.trainer { model = model, optimizer = optimizer, data = engine.data.text { text = table.concat(text), batch = 2, context = 8 },
-    steps = (cfg.swaps + 1) * EVERY + 1, log = "quiet", run = cfg.folder .. "/run", rank_timeout = 20, attach = false, zero = cfg.seed % 3,
+  engine.trainer { model = model, optimizer = optimizer,
+    data = engine.data.text { text = table.concat(text), batch = 2, context = 8 },
+    steps = (cfg.swaps + 1) * EVERY + 1, log = "quiet", run = cfg.folder .. "/run",
+    rank_timeout = 20, attach = false, zero = cfg.seed % 3,
     on_step = function(t, record)
       local step = tonumber(record.step)
-      local line = { step = step, policy = t.policy.name, hash = t.policy.hash and t.policy:hash(), scale = ("%.17g"):format(record.scale),
+      local line = { step = step, policy = t.policy.name, hash = t.policy.hash and t.policy:hash(),
+        scale = ("%.17g"):format(record.scale),
         weights = tostring(M_ffi.C.eng_params_checksum(optimizer.params)) }
       if step % EVERY == 1 and step > EVERY then
         local number = (step - 1) / EVERY
-        local case, victim = names[number <= #names and number or math.random(#names)], math.random(0, ranks.size() - 1)
+        local case, victim = names[number <= #names and number or math.random(#names)],
+          math.random(0, ranks.size() - 1)
         line.case, line.victim, line.before = case, victim, t.policy.name
         line.expected, line.refusal = cases[case](t, number, victim, step)
       end
@@ -170,22 +189,30 @@ local function look(folder)
   local problems, of, counts = {}, {}, { taken = 0, refused = 0 }
   local function wrong(format, ...) problems[#problems + 1] = format:format(...) end
   for r = 0, cfg.ranks - 1 do of[r] = lines_of(("%s/told.%d"):format(folder, r)) end
-  if #of[0] ~= (cfg.swaps + 1) * EVERY + 1 then wrong("%d steps, expected %d", #of[0], (cfg.swaps + 1) * EVERY + 1) end
+  if #of[0] ~= (cfg.swaps + 1) * EVERY + 1 then
+    wrong("%d steps, expected %d", #of[0], (cfg.swaps + 1) * EVERY + 1)
+  end
   local history = engine.history.open(folder .. "/run")
-  local events = history:query("SELECT step, kind, text FROM events WHERE kind LIKE 'swap%' ORDER BY id")
+  local events = history:query("SELECT step, kind, text FROM events WHERE kind LIKE 'swap%' " ..
+    "ORDER BY id")
   history:close()
   for i, first in ipairs(of[0]) do
     for r = 1, cfg.ranks - 1 do
       for _, key in ipairs { "step", "policy", "hash", "scale", "weights" } do
         local own = of[r][i] and of[r][i][key]
-        if own ~= first[key] then wrong("step %d: %s is %s on rank 0, %s on rank %d", first.step, key, tostring(first[key]), tostring(own), r) end
+        if own ~= first[key] then
+          wrong("step %d: %s is %s on rank 0, %s on rank %d", first.step, key, tostring(first[key]),
+            tostring(own), r)
+        end
       end
     end
     if first.case then
       local last = of[0][i + EVERY - 1] or {}
       local expected = first.expected or first.before
       local what = ("swap at step %d (%s, rank %d)"):format(first.step, first.case, first.victim)
-      if last.policy ~= expected then wrong("%s: %s is in force, expected %s", what, tostring(last.policy), expected) end
+      if last.policy ~= expected then
+        wrong("%s: %s is in force, expected %s", what, tostring(last.policy), expected)
+      end
       local kinds, refusal = {}, ""
       for _, event in ipairs(events) do
         if event.step > first.step and event.step < first.step + EVERY then
@@ -195,8 +222,9 @@ local function look(folder)
       end
       counts.refused = counts.refused + (first.refusal and 1 or 0)
       counts.taken = counts.taken + (first.expected and 1 or 0)
-      if #kinds == 0 then wrong("%s: the history says nothing", what) end
-      if (refusal ~= "") ~= (first.refusal ~= nil) or not refusal:find(first.refusal or "", 1, true) then
+      if #kinds == 0 then wrong("%s: the history has no event", what) end
+      if (refusal ~= "") ~= (first.refusal ~= nil) or not refusal:find(first.refusal or "", 1,
+        true) then
         wrong("%s: the history says '%s', expected '%s'", what, refusal, first.refusal or "nothing")
       end
     end
@@ -215,12 +243,16 @@ if not start.there then
   os.exit(1)
 end
 local folder = helper.folder()
-local result = start.run(cfg.ranks, "spec/dist/swaps.lua", { "swaps=" .. cfg.swaps, "seed=" .. cfg.seed, "ranks=" .. cfg.ranks, "folder=" .. folder }, { limit = 300 })
+local result = start.run(cfg.ranks, "spec/dist/swaps.lua",
+  { "swaps=" .. cfg.swaps, "seed=" .. cfg.seed, "ranks=" .. cfg.ranks, "folder=" .. folder },
+  { limit = 300 })
 local problems, counts = {}, {}
-if result.code ~= 0 then problems[1] = ("the job ended with code %d:\n%s%s"):format(result.code, result.out, result.err)
+if result.code ~= 0 then
+  problems[1] = ("the job ended with code %d:\n%s%s"):format(result.code, result.out, result.err)
 else problems, counts = look(folder) end
 helper.remove(folder)
 for i = 1, math.min(#problems, 20) do io.stderr:write(problems[i], "\n") end
-print(("%d swaps of %d kinds on %d ranks: %s taken, %s refused; %d failed; seed %d"):format(cfg.swaps, #names, cfg.ranks, tostring(counts.taken),
+print(("%d swaps of %d kinds on %d ranks: %s taken, %s refused; %d failed; seed %d"):format(
+  cfg.swaps, #names, cfg.ranks, tostring(counts.taken),
   tostring(counts.refused), #problems, cfg.seed))
 if #problems > 0 then os.exit(1) end

@@ -1,11 +1,12 @@
--- Collective operations on all ranks, against what they must give; rank 0 prints "good" and how the ranks meet. Started by nccl_spec.lua.
+-- Compares collective operations on all ranks with the expected results; rank 0 prints "good" and
+-- the transport. Started by nccl_spec.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local ranks, C, ffi, check = engine.ranks, M_ffi.C, M_ffi.ffi, M_ffi.check
 local world, rank, size = ranks.world(), ranks.rank(), ranks.size()
 
 assert(rank == C.eng_comm_rank(world) and size == C.eng_comm_size(world), "the starter's numbers")
--- in place, small and large, in f64 and i64, and the same without waiting
+-- In place, small and large, in f64 and i64; blocking and not.
 for _, n in ipairs { 1, 100, 20000 } do
   local f, i = ffi.new("double[?]", n), ffi.new("int64_t[?]", n)
   for k = 0, n - 1 do f[k], i[k] = rank + k, (rank + 1) * k end
@@ -22,17 +23,23 @@ for _, n in ipairs { 1, 100, 20000 } do
     check(C.eng_comm_wait(requests[r][1]))
     assert(requests[r][2][n - 1] == r * size * (size - 1) / 2, "a request of several")
   end
-  for k = 0, n - 1 do assert(f[k] == size - 1 + k and i[k] == k * size * (size + 1) / 2, "a reduction") end
+  for k = 0, n - 1 do
+    assert(f[k] == size - 1 + k and i[k] == k * size * (size + 1) / 2, "a reduction")
+  end
 end
 local text = ("x"):rep(70000) .. "!"
 assert(ranks.from_first(rank == 0 and text or nil) == text, "a broadcast")
 assert(ranks.from_first(rank == 0 and "" or nil) == "", "a broadcast of nothing")
-for r, t in ipairs(ranks.from_all("I am " .. rank)) do assert(t == "I am " .. r - 1, "an all-gather") end
-assert(ranks.reduce(rank, "mean") == (size - 1) / 2 and ranks.reduce(rank, "max") == size - 1, "a number")
--- groups of two neighbours, and those across
+for r, t in ipairs(ranks.from_all("I am " .. rank)) do
+  assert(t == "I am " .. r - 1, "an all-gather")
+end
+assert(ranks.reduce(rank, "mean") == (size - 1) / 2 and ranks.reduce(rank, "max") == size - 1,
+  "a number")
+-- Groups of two neighbours, and groups across them.
 if size % 2 == 0 then
   local group = ranks.group(2)
-  assert(group.size == 2 and group.rank == rank % 2 and group.across.size == size / 2 and group.across.rank == math.floor(rank / 2), "groups")
+  assert(group.size == 2 and group.rank == rank % 2 and group.across.size == size / 2
+    and group.across.rank == math.floor(rank / 2), "groups")
   local own, both = ffi.new("int64_t[1]", rank), ffi.new("int64_t[2]")
   check(C.eng_comm_all_gather(group.comm, both, own, 8))
   assert(both[0] == rank - rank % 2 and both[1] == both[0] + 1, "an all-gather of a group")

@@ -1,25 +1,31 @@
--- The ranks of spec/dist/ranks_zero_spec.lua. Trains a small GPT, or layers of which every rank uses others (model=forked), and writes JSON
--- into the file told.rank: steps, checksum of the weights, what the reduction was predicted to take and took, and what a script is told that asks for
--- gradients which are divided.
+-- The ranks of spec/dist/ranks_zero_spec.lua. Trains a small GPT, or a model in which every rank
+-- uses different layers (model=forked), and writes JSON into the file told.RANK: steps, checksum of
+-- the weights, predicted and actual cost of the reduction, and the errors that a script gets when
+-- it asks for sharded gradients.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 
 local C, check = M_ffi.C, M_ffi.check
 local ranks = engine.ranks
-local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32", wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
-  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told", resume = "", boom = 0 }
+local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32",
+  wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
+  run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told",
+  resume = "", boom = 0 }
 engine.seed(3)
 
 -- ------------------------------------------------------------------ models
 
--- Registered in the order of their use and in the reverse one, used by rank 0 alone, by the others alone, by all; and a weight nobody uses.
+-- Layers registered in the order of their use and in reverse, used by rank 0 only, by the other
+-- ranks only, by all ranks; and a weight that is never used.
 local Forked = engine.nn.class("Forked")
 
 function Forked:init(W)
   self.out = engine.nn.linear(W, 1)
   for i = 1, 3 do self["back" .. i] = engine.nn.linear(W, W) end
-  for _, name in ipairs { "first", "others", "idle", "middle" } do self[name] = engine.nn.linear(W, W) end
+  for _, name in ipairs { "first", "others", "idle", "middle" } do
+    self[name] = engine.nn.linear(W, W)
+  end
   self.into = engine.nn.linear(W, W)
   self:parameter("none", engine.zeros(0, 3), "linear")
 end
@@ -31,7 +37,9 @@ end
 
 function Forked:loss(x)
   local h = self.into(x):tanh()
-  if cfg.boom == ranks.rank() then h = engine.custom { forward = function(_, y) return y * 1 end, backward = boom }(h) end
+  if cfg.boom == ranks.rank() then
+    h = engine.custom { forward = function(_, y) return y * 1 end, backward = boom }(h)
+  end
   h = (ranks.rank() == 0 and self.first or self.others)(h):tanh()
   for i = 3, 1, -1 do h = self["back" .. i](h):tanh() end
   h = self.middle(h):tanh()
@@ -45,9 +53,11 @@ for i = 1, 6000 do text[i] = string.char(32 + i * i % 89) end
 local model, data, another
 if cfg.model == "forked" then
   model = Forked(cfg.width)
-  data = { next = function() return { x = engine.randn(6, cfg.width) } end, state = function() return {} end, restore = function() end, sharded = true }
+  data = { next = function() return { x = engine.randn(6, cfg.width) } end,
+    state = function() return {} end, restore = function() end, sharded = true }
 else
-  model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = cfg.layers }
+  model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2,
+    layers = cfg.layers }
   data = engine.data.text { text = table.concat(text), batch = 4, context = 16, seed = 9 }
   another = engine.data.text { text = table.concat(text), batch = 4, context = 16, seed = 9 }
 end
@@ -61,26 +71,33 @@ local function ask(name, f)
 end
 
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
-local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
+local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps,
+  accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
-  trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil, rank_timeout = cfg.timeout,
+  trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil,
+  rank_timeout = cfg.timeout,
   log = "quiet", attach = false }
 if cfg.model == "forked" then options.loss = function(m, batch) return m:loss(batch.x) end end
 local trainer
 options.on_step = function(t, record, verdict)
-  steps[#steps + 1] = { ("%.17g"):format(record.loss), ("%.17g"):format(record.scale), ("%.17g"):format(record.norm), ("%.17g"):format(record.norm_ref),
+  steps[#steps + 1] = { ("%.17g"):format(record.loss), ("%.17g"):format(record.scale),
+    ("%.17g"):format(record.norm), ("%.17g"):format(record.norm_ref),
     tonumber(record.inf), verdict:what() }
   if not cfg.ask or record.step > 1 then return end
   local p = optimizer.list[2].tensor
   ask("grad", function() return p.grad end)
-  ask("unscale", function() return check(C.eng_params_unscale(M_ffi.new("int[1]"), optimizer.params, 1)) end)
-  ask("stats", function() return check(C.eng_params_stats(M_ffi.new("eng_record"), nil, optimizer.params, 1, 0)) end)
+  ask("unscale", function() return check(C.eng_params_unscale(M_ffi.new("int[1]"), optimizer.params,
+    1)) end)
+  ask("stats", function() return check(C.eng_params_stats(M_ffi.new("eng_record"), nil,
+    optimizer.params, 1, 0)) end)
   ask("backward", function() return t:forward(another:next()):backward() end)
   ask("format", function()
-    return check(C.eng_params_precision(optimizer.params, nil, M_ffi.new("int32_t[?]", #optimizer.list, M_ffi.dtype.bf16, M_ffi.dtype.bf16)))
+    return check(C.eng_params_precision(optimizer.params, nil,
+      M_ffi.new("int32_t[?]", #optimizer.list, M_ffi.dtype.bf16, M_ffi.dtype.bf16)))
   end)
   C.eng_backward_abort()
-  local x = engine.tensor({ 1, 2, 3 }, { requires_grad = true })       -- what is no parameter has its gradient as ever
+  -- A tensor that is not a parameter has its gradient as usual.
+  local x = engine.tensor({ 1, 2, 3 }, { requires_grad = true })
   ask("leaf", function()
     x:mul(x):sum():backward()
     if x.grad:sum():item() ~= 12 then error("another gradient") end
@@ -92,14 +109,18 @@ trainer:run()
 -- ------------------------------------------------------------------ what it took
 
 local facts, memory = M_ffi.new("eng_parallel_facts"), engine.memory()
-local result = { rank = ranks.rank(), steps = steps, told = told, weights = tostring(C.eng_params_checksum(optimizer.params)),
+local result = { rank = ranks.rank(), steps = steps, told = told,
+  weights = tostring(C.eng_params_checksum(optimizer.params)),
   gradients = memory.gradients.peak, messages_memory = memory.messages.peak }
 if trainer.reducer.many then
   C.eng_parallel_last(facts, trainer.reducer.reduction)
-  for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do result[name] = tonumber(facts[name]) end
+  for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do
+    result[name] = tonumber(facts[name])
+  end
   check(C.eng_step_begin())
   trainer:forward(data:next())
-  result.predicted = require("engine.dist.plan").sizes(optimizer.params, options, ranks.rank(), ranks.size())
+  result.predicted = require("engine.dist.plan").sizes(optimizer.params, options, ranks.rank(),
+    ranks.size())
   check(C.eng_step_end())
 end
 local file = assert(io.open(("%s.%d"):format(cfg.told, ranks.rank()), "w"))
