@@ -42,8 +42,7 @@ describe("gradient statistics", function()
           tonumber(stats[1].nan),
           tonumber(stats[1].zeros), tonumber(stats[1].underflow), stats[1].amax })
         assert.same({ 23, 3, 2, 6, 3, 1, 0 }, { tonumber(record.count), tonumber(record.inf),
-          tonumber(record.nan),
-          tonumber(record.zeros), tonumber(record.underflow), record.overflow,
+          tonumber(record.nan), tonumber(record.zeros), tonumber(record.underflow), record.overflow,
           record.first_bad })
         assert.equal(0.5, record.amax)   -- the true magnitude: 4 / 8
         assert.near(math.sqrt(14.25 + 21) / 8, record.norm, 1e-6)
