@@ -166,7 +166,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       end
     end)
 
-    it("rounds to " .. format .. " at random by distance, and never moves its numbers", function()
+    it("rounds to " .. format .. " at random by distance, and keeps exact numbers", function()
       engine.seed(7)
       local n = 40000
       for _, v in ipairs { number(f, 20) * (1 + 2 ^ -f.fraction / 4), number(f, 1) * 0.3,

@@ -76,7 +76,7 @@ describe("a linear layer in FP8", function()
       assert.is_true(relative(p.db, dy2:sum(1)) < 1e-6)
     end))
 
-    it(name .. " has gradients beside f32's", with_gradient(function()
+    it(name .. " has gradients close to f32's", with_gradient(function()
       local low = pass(name, 256, 64, 128)
       local got = { y = low.y:to("f32"):keep(), dx = low.dx:to("f32"):keep(),
         dw = low.dw:to("f32"):keep(), db = low.db:to("f32"):keep() }
