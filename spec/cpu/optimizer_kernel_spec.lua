@@ -86,8 +86,7 @@ describe("optimizer updates", function()
           for i in ipairs(shapes) do
             for k, got in ipairs(set:weights(i)) do
               assert.is_true(math.abs(got - w[i][k]) <= 3e-6 * math.max(1, math.abs(w[i][k])),
-                             ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k],
-                               got))
+                  ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k], got))
             end
           end
           set:free()
