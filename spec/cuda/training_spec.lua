@@ -239,7 +239,7 @@ describe("a captured step", function()
     end
   end)
 
-  if able("fp8_current") then it("leaves steps that measure FP8 layers to single operations", function()
+  if able("fp8_current") then it("measures FP8 layers in steps without a graph", function()
     local options = { precision = { name = "sampled", base = "fp8_current", fp8 = { sample = 5 } },
       policy = "static", steps = 12 }
     local plain, last = losses(false, options), nil
