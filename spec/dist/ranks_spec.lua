@@ -70,8 +70,8 @@ describe("ranks", function()
     assert.matches("ranks +ended\n[^\n]* 2 ranks, ZeRO%-1, comm dtype bf16 +finished\n",
       helper.run({ "runs", folder }).out)
     assert.equal(0, helper.run({ "report", run }).code)
-    assert.matches("on cpu · 2 ranks, ZeRO-1, comm dtype bf16<", helper.read(run .. "/report.html"),
-      1, true)
+    assert.matches("on cpu · 2 ranks, ZeRO-1, comm dtype bf16<",
+      helper.read(run .. "/report.html"), 1, true)
     local second = gpt(0, "steps=3")
     assert.matches("policy dynamic, %d+ threads?\n", second.out)
     assert.matches("\n1 rank with accumulate=2 continues for 2 with accumulate=1, with the same " ..

@@ -53,7 +53,8 @@ describe("history", function()
       next_scale = 2 ^ 24, action = "skip", overflow = true,
       inf = 2, nan = 3, count = 1000, zeros = 4, underflow = 5, amax = 1e-300, norm = 1e300,
       norm_ref = 2.5, clip = 1, lr_mul = 0.5,
-      policy_failed = true, first_bad = 6, reason = "é \"q\"", elapsed = 12.25, tokens = 512 }, row)
+      policy_failed = true, first_bad = 6, reason = "é \"q\"", elapsed = 12.25,
+      tokens = 512 }, row)
   end)
 
   it("keeps NaN and infinities", function()
