@@ -1,5 +1,5 @@
--- engine attach: a real run in the background, real clients beside it. Every wait is bounded; what
--- is ended is what was started here.
+-- engine attach: a real run in the background, with real clients. Every wait is bounded, and the
+-- spec ends only processes that it started.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -40,7 +40,7 @@ local summary = trainer:run()
 print(summary.stopped, summary.steps)
 ]]
 
--- A client by hand: sends text and gives the answer's line, or nil.
+-- A client written by hand: sends text and returns the line of the reply, or nil.
 local function raw(run)
   local out = ffi.new("eng_attach_link *[1]")
   M_ffi.check(C.eng_attach_connect(out, run .. "/attach.sock"))
@@ -57,7 +57,7 @@ local function raw(run)
   }
 end
 
--- Starts a run in the background and waits until its door is open. Gives its process number.
+-- Starts a run in the background and waits until its socket is open. Returns the process number.
 local function start(run, steps, resume)
   local script = helper.write(folder .. "/job.lua", JOB)
   local pipe = io.popen(("%s %s %s %s %s >%s 2>&1 </dev/null & echo $!"):format(
@@ -74,7 +74,7 @@ local function start(run, steps, resume)
   return pid
 end
 
--- A process that ended and was not yet waited for has no command line.
+-- A process that ended but has not been waited for has no command line.
 local function alive(pid) return (helper.read("/proc/" .. pid .. "/cmdline") or "") ~= "" end
 local function ended(pid)
   wait_for("the run's end", function() return not alive(pid) end) return helper.read(folder ..
@@ -97,7 +97,7 @@ local function events(run, kind)
   return list
 end
 
--- The run's status, asked from here.
+-- The run's status, requested from here.
 local function status(run)
   local client = raw(run)
   client.send('{"do":"status"}\n')
@@ -118,12 +118,12 @@ local function wait_for_step(run, step)
 end
 
 describe("engine attach", function()
-  it("tells where a running job is, changes it, swaps its policy, and ends it", function()
+  it("shows the progress of a job, changes the job, swaps its policy, and ends it", function()
     local run = folder .. "/run"
     local pid = start(run)
     helper.write(folder .. "/mine.lua",
       "return { name = 'mine', options = { init_scale = 8 }, decide = function(s) return " ..
-        "s.scale end }")
+      "s.scale end }")
     local result = attach(run, "print(run)", 'run:set("lr", 1e-4)',
       ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
     assert.equal(0, result.code, result.err)
@@ -141,7 +141,7 @@ describe("engine attach", function()
     assert.equal(0, C.eng_file_kind(run .. "/attach.sock"))
   end)
 
-  it("pauses and steps; a pause ends with who asked for it, unless it is to stay", function()
+  it("pauses and steps; a pause ends when its client leaves, unless it is to stay", function()
     local run = folder .. "/run"
     local pid = start(run)
     local result = attach(run, "run:pause()", "a = run:status().step", "run:step(5)",
@@ -158,7 +158,7 @@ describe("engine attach", function()
     ended(pid)
   end)
 
-  it("says what is wrong with a request and changes nothing", function()
+  it("reports an invalid request and changes nothing", function()
     local run = folder .. "/run"
     local pid = start(run)
     local function refused(code, text)
@@ -182,7 +182,7 @@ describe("engine attach", function()
     ended(pid)
   end)
 
-  it("tells who waits for a run that is stopped, and gives up in one line at a signal", function()
+  it("reports that it waits for a stopped run, and gives up in one line at a signal", function()
     local run = folder .. "/run"
     local pid = start(run)
     local script = helper.write(folder .. "/wait.sh", ([[
@@ -203,7 +203,7 @@ describe("engine attach", function()
     ended(pid)
   end)
 
-  it("opens a finished run for reading, and says so", function()
+  it("opens a finished run for reading and reports that it has finished", function()
     local run = folder .. "/run"
     assert.equal(0, helper.run({ helper.write(folder .. "/job.lua", JOB), run, "20" }).code)
     local result = attach(run, "print(run)", "print(#history:steps())", 'run:set("lr", 1)')
@@ -218,7 +218,7 @@ describe("engine attach", function()
     assert.matches("is not running.*\n> 20\n", piped.out)
   end)
 
-  it("keeps settings made by hand over a resume", function()
+  it("keeps manual settings over a resume", function()
     local run = folder .. "/run"
     local pid = start(run)
     attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
@@ -236,8 +236,8 @@ describe("engine attach", function()
   end)
 end)
 
-describe("the door", function()
-  it("is its owner's alone, and takes names of any length", function()
+describe("the socket", function()
+  it("is private to its owner, and accepts names of any length", function()
     local run = folder .. "/" .. ("long"):rep(20) .. "/" .. ("name"):rep(20)
     local pid = start(run)
     assert.matches("^srw%-%-%-%-%-%-%-", helper.shell("ls -l " .. quote(run .. "/attach.sock")).out)
@@ -246,7 +246,7 @@ describe("the door", function()
     ended(pid)
   end)
 
-  it("serves several at once, and none of them holds the run up or the others", function()
+  it("serves several clients at once, and none of them blocks the run or the others", function()
     local run = folder .. "/run"
     local pid = start(run)
     local silent, half, deaf, endless, nine = raw(run), raw(run), raw(run), raw(run), {}
@@ -262,13 +262,13 @@ describe("the door", function()
     assert.is_nil(endless.receive(0.2))
     half.send('tus","id":3}\n')
     assert.matches('"ok":true', half.receive())
-    for i = 1, 9 do nine[i] = raw(run) end                      -- more than there is room for
+    for i = 1, 9 do nine[i] = raw(run) end                      -- more than the limit
     second.send('{"do":"status"}\nnonsense\n{"do":"fly"}\n[]\n')
     assert.matches('"ok":true', second.receive())
     assert.matches("expected a JSON object", second.receive())
     assert.matches("there is no command 'fly'", second.receive())
     assert.matches("there is no command 'nil'", second.receive())
-    -- what is no id is left out
+    -- entries that are not ids are left out
     second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')
     for _ = 1, 2 do assert.matches('"ok":', second.receive()) end
     for _, client in ipairs(nine) do client.leave() end
@@ -278,7 +278,7 @@ describe("the door", function()
     ended(pid)
   end)
 
-  it("left by a run that was killed is cleaned up by the next, and the history is whole", function()
+  it("left by a killed run is removed by the next, and the history is complete", function()
     local run = folder .. "/run"
     local pid = start(run)
     local client = raw(run)
@@ -302,7 +302,7 @@ describe("the door", function()
     ended(again)
   end)
 
-  it("that cannot be made does not stop the run", function()
+  it("that cannot be created does not stop the run", function()
     helper.shell("mkdir -p " .. quote(folder .. "/run/attach.sock/x"))
     local script = helper.write(folder .. "/job.lua", JOB:gsub('log = "quiet"', 'log = "line"'))
     local result = helper.run { script, folder .. "/run", "3" }

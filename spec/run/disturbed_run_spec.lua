@@ -1,6 +1,5 @@
--- Runs that are disturbed: by signals, by errors in the script, by too little memory or disk, by
--- another run, by somebody who removes their files. None loses what was trained; all of them can go
--- on.
+-- Runs that are disturbed: by signals, errors in the script, too little memory or disk, another
+-- run, or removed files. None loses trained steps, and every run can be resumed.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -15,7 +14,7 @@ after_each(function()
   helper.remove(folder)
 end)
 
---- A tiny job whose data has a place to go back to; options go to the trainer, `batch` to the data.
+--- A tiny job with resumable data; options go to the trainer, `batch` to the data.
 local function job(options)
   engine.seed(5)
   local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
@@ -23,7 +22,7 @@ local function job(options)
   local trainer = { model = model,
     data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
     optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12,
-      log = "quiet" }
+    log = "quiet" }
   options.batch = nil
   for key, value in pairs(options) do trainer[key] = value end
   return engine.trainer(trainer)
@@ -51,8 +50,8 @@ describe("an error in the script", function()
     whole = checksum(trainer)
   end)
 
-  --- The job whose loss (at call `at`) or on_step (at step `at`) raises, then resumed, ends like
-  --- the undisturbed one.
+  --- The job whose loss (at call `at`) or on_step (at step `at`) raises and which is then resumed
+  --- ends like the undisturbed one.
   local function disturbed(options)
     local trainer = job(options)
     local good, message = pcall(trainer.run, trainer)
@@ -77,7 +76,7 @@ describe("an error in the script", function()
     assert.matches("boom in the loss", message)
   end)
 
-  it("in on_step loses no step, that one included", function()
+  it("in on_step loses no step, including that one", function()
     disturbed { run = folder .. "/a",
       on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
   end)
@@ -95,7 +94,7 @@ describe("an error in the script", function()
       loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
   end)
 
-  it("is told when the loss is no tensor, has many elements, or the step was ended inside",
+  it("is reported when the loss is no tensor, has many elements, or the step was ended inside",
     function()
     local function message_of(loss)
       local trainer = job { loss = loss }
@@ -117,7 +116,7 @@ describe("an error in the script", function()
     assert.equal(12, job {}:run().steps)
   end)
 
-  it("leaves a trainer that runs on", function()
+  it("leaves a trainer that keeps running", function()
     local fail = true
     local trainer = job { run = folder .. "/a", on_step = function(t)
       if fail and t.steps_done == 5 then error("once") end
@@ -135,7 +134,7 @@ describe("an error in the script", function()
 end)
 
 describe("too little memory", function()
-  --- Bytes taken from the system, less what could be given back.
+  --- Bytes taken from the system, minus bytes that could be returned.
   local function reserved()
     engine.memory { limit = 1 }
     pcall(engine.zeros, 2 ^ 26)
@@ -145,7 +144,8 @@ describe("too little memory", function()
     return sum
   end
 
-  it("at any moment of a step leaves the weights, an empty step and a clean tape", function()
+  it("at any moment of a step leaves the weights unchanged, an empty step and a clean tape",
+    function()
     for _, recipe in ipairs { "fp32", "fp16" } do
       engine.seed(3)
       local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
@@ -211,7 +211,7 @@ describe("another run in the same directory", function()
       end }:run()
     print("finished")]]
 
-  --- Starts the script in the background with these words; gives its pid once it trains.
+  --- Starts the script in the background with these words; returns its pid when it trains.
   local function start(words)
     local path = helper.write(folder .. "/job.lua", script)
     local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(
@@ -221,7 +221,8 @@ describe("another run in the same directory", function()
     return pid, pipe
   end
 
-  it("is refused with the process that holds it, and does not disturb that", function()
+  it("is refused with the process that holds the lock, and does not disturb that process",
+    function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 100000 auto 0 0.001"):format(run))
     local second = helper.run { folder .. "/job.lua", run, "5", "auto" }
@@ -236,7 +237,7 @@ describe("another run in the same directory", function()
     assert.equal(0, last.code, last.err)
   end)
 
-  it("gets a name of its own when it shall not go on", function()
+  it("gets its own name when it must not resume", function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 100000 false 0 0.001"):format(run))
     local second = helper.run { folder .. "/job.lua", run, "5", "false" }
@@ -247,7 +248,8 @@ describe("another run in the same directory", function()
     pipe:close()
   end)
 
-  it("SIGINT ends at a step's end with a checkpoint; the second at once", function()
+  it("SIGINT ends a run at the end of a step with a checkpoint; the second ends it at once",
+    function()
     local run = folder .. "/r"
     local pid, pipe = start(("%s 1000000000 auto 0 0.001"):format(run))
     os.execute("kill -INT " .. pid)
@@ -268,7 +270,7 @@ describe("another run in the same directory", function()
 end)
 
 describe("files of a run", function()
-  it("that somebody removes are missed, the checkpoint at the end is there", function()
+  it("that were removed are reported, and the final checkpoint exists", function()
     local run = folder .. "/r"
     local trainer = job { run = run,
       on_step = function(t) if t.steps_done == 4 then os.execute("rm -rf " .. run) end end }
@@ -285,10 +287,10 @@ describe("files of a run", function()
     assert.is_false(good)
     assert.matches("is not a history", message)
     os.remove(run .. "/history.db")
-    assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- nobody holds it any more
+    assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- no longer locked
   end)
 
-  it("with a state that is sound but no trainer's are refused", function()
+  it("with a sound state that belongs to no trainer are refused", function()
     local run = folder .. "/r"
     job { run = run }:run()
     local c = engine.checkpoint.load(run .. "/checkpoints")
@@ -309,7 +311,7 @@ describe("files of a run", function()
     assert.matches("has no weights", message)
   end)
 
-  it("whose checkpoints are all damaged stop a run before it drops what was recorded", function()
+  it("whose checkpoints are all damaged stop a run before it drops recorded steps", function()
     local run = folder .. "/r"
     job { run = run, steps = 12 }:run()
     os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")

@@ -1,5 +1,5 @@
--- Another policy while the run goes on: from the script, by saving its file, by SIGHUP; tried
--- first, undone, in the history and in checkpoints. A bad one changes nothing.
+-- Swapping the policy of a running job: from the script, by saving its file, by SIGHUP; on
+-- probation, undone, in the history and in checkpoints. A bad policy changes nothing.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -12,7 +12,7 @@ local folder
 before_each(function() folder = helper.folder() end)
 after_each(function() helper.remove(folder) end)
 
--- A tiny fp16 job that overflows now and then.
+-- A tiny fp16 job with occasional overflows.
 local function job(options)
   engine.seed(5)
   local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1,
@@ -20,13 +20,13 @@ local function job(options)
   local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8,
     seed = 9 },
     optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 20,
-      log = "quiet" }
+    log = "quiet" }
   for key, value in pairs(options) do o[key] = value end
   return engine.trainer(o)
 end
 
--- Loss and scale of every step and the weights at the end, as exact text; `each(trainer, step)`
--- runs between the steps.
+-- Loss and scale of every step and the final weights, as exact text; `each(trainer, step)` runs
+-- between the steps.
 local function trace(options, each)
   local lines = {}
   options.on_step = function(trainer, record, verdict)
@@ -71,13 +71,13 @@ describe("swapping a policy", function()
     assert.equal(plain, swapped)
   end)
 
-  it("takes the scale over, or what migrate makes of the state", function()
+  it("keeps the scale, or the state that migrate returns", function()
     local scales = {}
     trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
       if step == 2 then assert(t.policy:swap("deepspeed")) end
       if step == 4 then
-        assert(t.policy:swap { file = "m.lua", source = [[return { name = "mine", init = function()
-          return { scale = 1, from = "" } end,
+        assert(t.policy:swap { file = "m.lua",
+          source = [[return { name = "mine", init = function() return { scale = 1, from = "" } end,
           migrate = function(old, name) return { scale = old.scale / 2, from = name } end,
           decide = function(state) assert(state.from == "deepspeed") return state.scale end }]] })
       end
@@ -86,7 +86,7 @@ describe("swapping a policy", function()
     assert.same({ 1024, 1024, 1024, 512, 512, 512 }, scales)
   end)
 
-  it("stands in the history with hashes, names and sources", function()
+  it("is recorded in the history with hashes, names and sources", function()
     local _, trainer = trace({ steps = 4, run = folder .. "/run", policy = policy_file(DYNAMIC) },
       function(t, step)
       if step == 2 then t.policy:swap "deepspeed" end
@@ -107,7 +107,7 @@ describe("swapping a policy", function()
     history:close()
   end)
 
-  it("is undone as if it had not been", function()
+  it("can be undone without a trace", function()
     local plain = trace { steps = 12, policy = "dynamic", policy_options = OPTIONS }
     local undone = trace({ steps = 12, policy = "dynamic", policy_options = OPTIONS },
       function(t, step)
@@ -122,7 +122,7 @@ describe("swapping a policy", function()
     assert.equal(plain, undone)
   end)
 
-  it("asked for inside a step happens at its end", function()
+  it("inside a step takes effect at its end", function()
     local seen = {}
     local trainer
     trainer = job { steps = 3, policy = "static:loss_scale=64", loss = function(model, batch)
@@ -135,7 +135,7 @@ describe("swapping a policy", function()
     assert.equal(64, trainer.policy:scale())
   end)
 
-  it("for a class and back works", function()
+  it("works for a class and back", function()
     local Half = { update = function() end, get_scale = function(self) return self.scale end,
       set_scale = function(self, x) self.scale = x / 2 end, scale = 4 }
     engine.register_loss_scaler("half", Half)
@@ -176,7 +176,7 @@ describe("a bad policy", function()
       "has no option 'growth_interval'" },
   }
   for name, bad in pairs(BAD) do
-    it(name .. " changes nothing, and the history says where it is wrong", function()
+    it(name .. " changes nothing, and the history names the place of the error", function()
       local traced, trainer = trace({ steps = 20, run = folder .. "/run",
         policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
         if step == 6 then policy_file(bad[1]) end
@@ -190,21 +190,22 @@ describe("a bad policy", function()
     end)
   end
 
-  it("that fails only at its first decision goes at once", function()
-    local source = [[return { name = "late", options = { init_scale = 8 }, migrate = function(old)
-      return { scale = old.scale } end,
+  it("that fails only at its first decision is removed at once", function()
+    local source = 'return { name = "late", options = { init_scale = 8 }, ' ..
+      [[migrate = function(old) return { scale = old.scale } end,
       decide = function(state, record) if record.step >= 6 then error("too late") end
-        return state.scale end }]]
+        return state.scale
+      end }]]
     local traced, trainer = trace({ steps = 20, run = folder .. "/run",
       policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(t, step)
       if step == 6 then assert(t.policy:swap { source = source, file = "late.lua" }) end
     end)
     assert.equal(plain, traced)
     assert.equal("dynamic", trainer.policy.name)
-    assert.matches("late.lua:3: too late", events("swap_refused")[1].text, 1, true)
+    assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
-  it("file whose place a pipe or a device took leaves the policy alone", function()
+  it("file replaced by a pipe or a device leaves the policy unchanged", function()
     for name, text in pairs { pipe = "is not a regular file",
       ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do
       local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
@@ -227,7 +228,7 @@ describe("a bad policy", function()
     end
   end)
 
-  it("file that is gone leaves the policy alone, which is told once", function()
+  it("file that is missing leaves the policy unchanged, with one message", function()
     local notes = {}
     local traced = trace({ steps = 20, policy = policy_file(DYNAMIC), policy_options = OPTIONS },
       function(t, step)
@@ -241,7 +242,7 @@ describe("a bad policy", function()
 end)
 
 describe("a checkpoint", function()
-  it("goes on with the policy that was swapped in, bit for bit", function()
+  it("resumes with the swapped policy, bit for bit", function()
     local function swap(t, step) if step == 4 then assert(t.policy:swap(folder .. "/b.lua")) end end
     policy_file(DYNAMIC:gsub('name = "dynamic"', 'name = "b"'):gsub("growth_interval = 2000",
       "growth_interval = 3"), "b.lua")
@@ -256,7 +257,7 @@ describe("a checkpoint", function()
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
-  it("gives way when the script asks for another policy than before", function()
+  it("yields when the script asks for another policy than before", function()
     trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" },
       function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
     local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto",
@@ -267,16 +268,16 @@ describe("a checkpoint", function()
 end)
 
 describe("SIGHUP", function()
-  it("reads the policy's file again, and nothing else", function()
+  it("reloads the policy's file, and nothing else", function()
     local script = helper.write(folder .. "/job.lua", ([[
       local engine = require "engine"
       local path = %q
       local model = engine.nn.linear(4, 1)
       local data = { next = function() return { x = engine.ones(2, 4), y = engine.ones(2, 1) } end }
-      engine.trainer { model = model, data = data, watch = false,
-        loss = function(m, b) return engine.mse(m(b.x), b.y) end,
-        optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = path, steps = 6,
-          run = arg[1], log = "quiet",
+      engine.trainer { model = model, data = data,
+        loss = function(m, b) return engine.mse(m(b.x), b.y) end, watch = false,
+        optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = path, steps = 6, run = arg[1],
+          log = "quiet",
         on_step = function(t)
           if t.steps_done == 2 then os.execute("kill -HUP $PPID; sleep 0.05") end
           if t.steps_done == 4 then
@@ -295,7 +296,7 @@ describe("SIGHUP", function()
     assert.equal(4, list[1].step)
   end)
 
-  it("ends a script that trains nothing, as ever", function()
+  it("ends a script that trains nothing, as usual", function()
     assert.equal(129, helper.run({ "-e",
       "os.execute('kill -HUP $PPID; sleep 0.2') print('still here')" }).code)
   end)

@@ -1,4 +1,4 @@
--- What a script may do wrong: each gets a text, none hurts the process or another step.
+-- Mistakes of scripts: each gets an error message, and none harms the process or another step.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
@@ -10,7 +10,7 @@ local function message_of(f, ...)
   return message
 end
 
---- In a step of its own, which is closed whatever happens.
+--- Runs f in a step, which ends even after an error.
 local function in_step(f)
   engine.begin_step()
   local good, message = pcall(f)
@@ -19,7 +19,7 @@ local function in_step(f)
 end
 
 describe("sizes", function()
-  it("past what memory or numbers can hold are refused", function()
+  it("beyond memory or number limits are refused", function()
     for _, shape in ipairs { { 1e12 }, { 2 ^ 62, 2 ^ 62 }, { 0, 2 ^ 62, 2 ^ 62 },
       { 2 ^ 53, 2 ^ 53 }, { 1e300 }, { math.huge }, { 0 / 0 }, { -1 } } do
       message_of(engine.zeros, shape)
@@ -33,7 +33,7 @@ describe("sizes", function()
     assert.equal(0, engine.zeros(0, 2 ^ 40).count)
   end)
 
-  it("of a spread-out view do not reach memory", function()
+  it("of an expanded view do not reach outside its memory", function()
     in_step(function()
       local x = engine.zeros(1):expand(1e14)
       assert.matches("more than Lua can hold", message_of(x.totable, x))
@@ -44,7 +44,7 @@ describe("sizes", function()
     end)
   end)
 
-  it("of a reshape to something empty may not overflow", function()
+  it("of a reshape to an empty tensor may not overflow", function()
     in_step(function()
       local x = engine.zeros(0)
       message_of(M_ffi.run, "reshape", { x }, { 3, 0, 9223372036854775807LL, 5 })
@@ -57,7 +57,7 @@ describe("sizes", function()
   end)
 end)
 
-describe("calls past engine.ffi", function()
+describe("calls through engine.ffi", function()
   it("with too many of anything are refused", function()
     local many, x = {}, engine.zeros(2)
     for i = 1, 4000 do many[i] = 1 end
@@ -72,35 +72,35 @@ describe("calls past engine.ffi", function()
     x:free()
   end)
 
-  it("of gradient operations are checked as others are", function()
+  it("of gradient operations are checked like others", function()
     in_step(function()
       local x, y, ids = engine.rand(2, 3), engine.rand(2, 2), engine.zeros({ 2 }, "i64")
       local f32 = M_ffi.dtype.f32
       for _, call in ipairs {
         { "unary_grad", { x, y }, { M_ffi.op.exp, f32 } },
-          { "unary_grad", { x, x }, { 9999, f32 } },
-          { "unary_grad", { x, x }, { M_ffi.op.exp, 77 } },
+        { "unary_grad", { x, x }, { 9999, f32 } },
+        { "unary_grad", { x, x }, { M_ffi.op.exp, 77 } },
         { "swiglu_grad", { x, x, y } }, { "gather_grad", { x, ids }, { 0, 2, 3 } },
-          { "gather_grad", { x, x:to("i64") }, { 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 99 } },
+        { "gather_grad", { x, x:to("i64") }, { 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 99 } },
         { "index_select_grad", { x, ids }, { 0, 2, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2 } },
-          { "embedding_grad", { x, engine.zeros({ 5 }, "i64") }, { 4, f32, 0 } },
+        { "embedding_grad", { x, engine.zeros({ 5 }, "i64") }, { 4, f32, 0 } },
         { "embedding_grad", { x, ids }, { 4, f32, 1 } }, { "extreme_grad", { x, y, y }, { 1, 0 } },
-          { "softmax_grad", { x, x }, { M_ffi.dtype.i64 } },
+        { "softmax_grad", { x, x }, { M_ffi.dtype.i64 } },
         { "bias_grad", { x }, { f32, 1 } },
         { "linear_grad", { x, y }, { f32, f32, 1, 0 } }, { "linear_grad", { x, y }, { f32, 99 } },
-          { "linear_grad", { x, engine.rand(3, 2) }, { f32, f32 } },
+        { "linear_grad", { x, engine.rand(3, 2) }, { f32, f32 } },
         { "matmul_gelu_grad", { x, y, y } }, { "mlp_gelu", { x, y, false, y } },
         { "matmul", { x, y }, { 1, 0, 0, 1 } },
-          { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
+        { "matmul", { y, x }, { 0, 0, M_ffi.dtype.i32 + 1, 0 } },
         { "matmul", { y, x }, { 0, 0, -2 ^ 63, 0 } },
         { "layer_norm_grad", { x, false, y, y, x }, { f32, 1 } },
-          { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
+        { "layer_norm_grad", { x, false, false, false, x }, { f32, 1 } },
         { "rms_norm_grad", { x, false, engine.rand(2), y }, { f32, 1 } },
-          { "attention_grad", { x, x, x, x, x, x } },
+        { "attention_grad", { x, x, x, x, x, x } },
         { "add_layer_norm", { x, y, false, false } }, { "add_rms_norm", { x, false, false } },
-          { "add_rms_norm", { x, x:to("i64"), false } },
+        { "add_rms_norm", { x, x:to("i64"), false } },
         { "add_rms_norm_grad", { x, false, engine.rand(2), x, y }, { f32, 1 } },
-          { "add_rms_norm_grad", { x, false, engine.rand(2), x, false }, { f32, 1 } },
+        { "add_rms_norm_grad", { x, false, engine.rand(2), x, false }, { f32, 1 } },
         { "cross_entropy_grad", { x, ids, y, y }, { -100, 1 } },
       } do
         local message = message_of(M_ffi.run, unpack(call))
@@ -109,7 +109,7 @@ describe("calls past engine.ffi", function()
     end)
   end)
 
-  it("with handles that never were are refused", function()
+  it("with invalid handles are refused", function()
     for _, handle in ipairs { M_ffi.Tensor(0, 0), M_ffi.Tensor(0, 5), M_ffi.Tensor(4000000000, 1),
       M_ffi.Tensor(3, 4000000000) } do
       message_of(function() return handle + 1 end)
@@ -138,7 +138,7 @@ describe("empty tensors", function()
 end)
 
 describe("scopes", function()
-  it("leave the gradients of tensors from before", function()
+  it("leave the gradients of earlier tensors unchanged", function()
     in_step(function()
       local x = engine.rand(3):requires_grad(true)
       local loss = (x * x):sum()
@@ -148,7 +148,7 @@ describe("scopes", function()
     end)
   end)
 
-  it("refuse to drop what the tape still names", function()
+  it("refuse to free what the tape still uses", function()
     in_step(function()
       local kept = engine.zeros(2)
       local f = engine.custom { forward = function() return kept end,
@@ -161,7 +161,7 @@ describe("scopes", function()
     end)
   end)
 
-  it("of an earlier step do not touch this one", function()
+  it("of an earlier step do not affect this one", function()
     local mark = M_ffi.new("int64_t[1]")
     engine.begin_step()
     C.eng_scope_begin(mark)
@@ -174,7 +174,7 @@ describe("scopes", function()
   end)
 end)
 
-describe("values written over", function()
+describe("overwritten values", function()
   it("between the passes are an error of the backward pass", function()
     in_step(function()
       local x, w = engine.rand(3):requires_grad(true), engine.rand(3)
@@ -205,7 +205,7 @@ describe("values written over", function()
     end)
   end)
 
-  it("by themselves, shifted, come out as if copied first", function()
+  it("shifted by themselves behave as if copied first", function()
     local n = 300000
     local x = engine.arange(1, n, 1, "f32")
     x:slice(1, 2, n):copy(x:slice(1, 1, n - 1))
@@ -250,7 +250,7 @@ describe("gradients in Lua", function()
     C.eng_grad_enabled(true)
   end)
 
-  it("say what they must give", function()
+  it("report what they must return", function()
     assert.matches("forward must return tensors, got 5",
       message_of(pass, custom(function() return 5 end)))
     assert.matches("forward must return a tensor, got nothing",
@@ -265,7 +265,7 @@ end)
 describe("modules and their parameters", function()
   local nn = engine.nn
 
-  it("cannot hold themselves", function()
+  it("cannot contain themselves", function()
     local Net = nn.class("Net")
     local a, b = Net(), Net()
     a.b = b
@@ -276,14 +276,14 @@ describe("modules and their parameters", function()
     assert.equal(0, #a:parameters())
   end)
 
-  it("that call themselves end in a text", function()
+  it("that call themselves end in an error message", function()
     local Net = nn.class("Net")
     function Net:forward(x) return self(x) end
     assert.matches("stack overflow", message_of(Net(), engine.zeros({ 1 }, { keep = false })))
     engine.end_step()
   end)
 
-  it("outlive their optimizer, and it them", function()
+  it("outlive their optimizer, and the optimizer outlives them", function()
     local net = nn.linear(2, 2)
     engine.optim.sgd(net)
     local loose = engine.zeros({ 3 }, { keep = true, requires_grad = true })
@@ -299,7 +299,7 @@ describe("modules and their parameters", function()
     engine.end_step()
   end)
 
-  it("of a set that was freed are not touched", function()
+  it("of a freed set are not touched", function()
     local opt = engine.optim.sgd(nn.linear(2, 2))
     C.eng_params_free(M_ffi.ffi.gc(opt.params, nil))
     assert.matches("were freed", message_of(opt.zero_grad, opt))
@@ -321,7 +321,7 @@ describe("modules and their parameters", function()
       return x, x end)() }))
   end)
 
-  it("are not read from nowhere", function()
+  it("are not read from a null pointer", function()
     assert.matches("got nothing", message_of(engine.from_memory, nil, "f32", { 4 }))
     assert.matches("got 5", message_of(engine.from_memory, 5, "f32", { 4 }))
     assert.matches("expected memory for f32 [4]",
@@ -332,7 +332,7 @@ end)
 describe("memory", function()
   after_each(function() engine.memory { limit = 0 } end)
 
-  it("that ran out once serves smaller work, whatever chunks it lay in", function()
+  it("that ran out once serves smaller work, whatever its chunks", function()
     local function reserved()
       local sum = 0
       for _, row in ipairs(engine.memory()) do sum = sum + row.reserved end
@@ -341,7 +341,7 @@ describe("memory", function()
     engine.memory { limit = reserved() + 96 * 2 ^ 20 }
     in_step(function()
       for _ = 1, 40 do
-        if not pcall(engine.zeros, 2 ^ 20) then break end  -- 4 MiB each, until there is no more
+        if not pcall(engine.zeros, 2 ^ 20) then break end  -- 4 MiB each, until memory runs out
       end
       assert.matches("out of memory", message_of(engine.zeros, 2 ^ 24))
     end)
@@ -349,7 +349,7 @@ describe("memory", function()
     in_step(function() assert.equal(0, engine.zeros(20 * 2 ^ 20):sum():item()) end)
   end)
 
-  it("of the machine is the limit when there is none", function()
+  it("of the machine is the limit if none is set", function()
     assert.matches("this machine has", message_of(engine.zeros, 1e12))
   end)
 end)

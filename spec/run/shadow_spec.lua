@@ -1,5 +1,5 @@
--- Shadows: policies that see every record and change nothing; what they would have decided stands
--- in the history.
+-- Shadows: policies that see every record and change nothing; the history holds the decisions they
+-- would have made.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -17,7 +17,7 @@ local function job(options)
   local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8,
     seed = 9 },
     optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 30,
-      log = "quiet", policy = "dynamic:init_scale=2^22,growth_interval=5" }
+    log = "quiet", policy = "dynamic:init_scale=2^22,growth_interval=5" }
   for key, value in pairs(options) do o[key] = value end
   return engine.trainer(o)
 end
@@ -37,7 +37,7 @@ local function trace(options)
     trainer, scales
 end
 
--- The verdicts of a shadow at each step, from the rows that tell where they change.
+-- The verdicts of a shadow at each step, from the rows that record changes.
 local function verdicts(run, name, steps)
   local history = engine.history.open(run)
   local rows, list, at = history:shadow(name), {}, 0
@@ -55,7 +55,7 @@ describe("a shadow", function()
       "dynamic:growth_interval=2" } }))
   end)
 
-  it("equal to the policy in force decides the same, and all its verdicts come back from the " ..
+  it("equal to the current policy decides the same, and all its verdicts are read back from the " ..
     "history", function()
     local _, trainer, scales = trace {
       shadow = "deepspeed,dynamic:init_scale=2^22,growth_interval=5", run = folder .. "/run" }
@@ -89,7 +89,7 @@ describe("a shadow", function()
       ".* %-%d+ skipped, static:loss_scale=2^40 x2^%d", trainer.shadows:text())
   end)
 
-  it("that fails is told of and fails alone", function()
+  it("that fails is reported and fails alone", function()
     local bad = { file = "bad.lua",
       source = "return { name = 'bad', options = { init_scale = 4 }, decide = function(s, r) if " ..
       "r.step > 3 then error('no more') end return 4 end }" }
@@ -113,13 +113,16 @@ describe("a shadow", function()
   it("asks for the statistics it needs", function()
     local source = [[return { name = "h", needs = { "amax", "hist", "tensors" },
       options = { init_scale = 4 },
-      decide = function(s, r) assert(r.hist:sum(-160, 159) > 0) assert(r.tensors[1].amax) return 4
-        end }]]
+      decide = function(s, r)
+        assert(r.hist:sum(-160, 159) > 0)
+        assert(r.tensors[1].amax)
+        return 4
+      end }]]
     local _, trainer = trace { shadow = { { source = source, file = "h.lua" } }, policy = "static" }
     assert.equal(0, trainer.shadows.list[1].failed)
   end)
 
-  it("goes on from a checkpoint as if the run had not ended", function()
+  it("continues from a checkpoint as if the run had not ended", function()
     local shadow = "deepspeed:scale_window=4,dynamic:init_scale=2^30,growth_interval=3"
     local _, whole = trace { shadow = shadow, steps = 40, run = folder .. "/whole" }
     trace { shadow = shadow, steps = 20, run = folder .. "/run" }

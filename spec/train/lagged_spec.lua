@@ -4,8 +4,8 @@ local helper = require "spec.helper"
 
 local TEXT = require("engine.report.lab").text(20000)
 
---- Trains a small GPT (or that of the trainer `of`, with its optimizer); gives losses and scales by
---- step, the weights' checksum and the trainer.
+--- Trains a small GPT (or continues the trainer `of` with its model and optimizer); returns losses
+--- and scales by step, the weights' checksum and the trainer.
 local function train(options)
   engine.seed(5)
   local of = options.of
@@ -14,12 +14,12 @@ local function train(options)
   local seen = { loss = {}, scale = {}, overflow = {} }
   local trainer = engine.trainer {
     model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
-      steps = options.steps or 24, log = "quiet",
+    steps = options.steps or 24, log = "quiet",
     optimizer = of and of.optimizer
       or engine.optim.adamw(model, { lr = 1e-3, precision = options.precision or "fp16" }),
-      clip = 0.5, accumulate = options.accumulate,
+    clip = 0.5, accumulate = options.accumulate,
     policy = options.policy, policy_options = options.policy_options, mode = options.mode,
-      run = options.run, resume = options.resume,
+    run = options.run, resume = options.resume,
     checkpoint_every = options.checkpoint_every, trap = options.trap,
     on_step = function(_, record)
       local step = tonumber(record.step)
@@ -32,7 +32,7 @@ local function train(options)
 end
 
 describe("lagged training", function()
-  it("makes the same updates while the scale stands still", function()
+  it("makes the same updates while the scale is constant", function()
     for _, options in ipairs { { policy = "static", policy_options = { loss_scale = 1024 } },
       { policy = "static", accumulate = 3, dropout = 0.1 } } do
       local a = train(options)
@@ -51,14 +51,14 @@ describe("lagged training", function()
       growth_interval = 1000 }, mode = "lagged" }
     local seen, summary = train(options)
     assert.equal(1, seen.overflow[0])
-    -- the second step was asked for before the first one was known
+    -- the second step was issued before the first record was read
     assert.equal(2 ^ 30, seen.scale[1])
     assert.equal(2 ^ 29, seen.scale[2])
     assert.is_true(summary.skipped > 2 and summary.updates == 24 - summary.skipped)
     for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
   end)
 
-  --- Trainers of one model and optimizer, stepped by hand; `lr` may be spoilt for a step.
+  --- Trainers of one model and optimizer, stepped by hand; `lr` may be made invalid for a step.
   local function by_hand()
     engine.seed(5)
     local model, lr = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
@@ -72,7 +72,7 @@ describe("lagged training", function()
     return trainer, lr
   end
 
-  it("goes on in step with its records after a step that failed", function()
+  it("keeps records in step after a step that failed", function()
     local trainer, lr = by_hand()
     local t, losses = trainer("lagged"), {}
     local computed = {}
@@ -88,15 +88,15 @@ describe("lagged training", function()
       if good and record then losses[#losses + 1] = record.loss end
       engine.end_step()
     end
-    -- forward passes 1 to 7, of which the 4th has no record and the last one's is on its way
+    -- forward passes 1 to 7: the 4th has no record and the last one's is in flight
     assert.same({ computed[1], computed[2], computed[3], computed[5], computed[6] }, losses)
   end)
 
-  it("begins afresh where a run was broken off, lagged or not", function()
+  it("starts cleanly where a run was broken off, lagged or not", function()
     for _, mode in ipairs { "lagged", "sync" } do
       local trainer = by_hand()
       local broken = trainer("lagged")
-      for _ = 1, 2 do broken:step() end                     -- one record stays on its way
+      for _ = 1, 2 do broken:step() end                     -- one record stays in flight
       local t, want = trainer(mode), nil
       function t:forward(batch)
         local loss = getmetatable(t).__index.forward(self, batch)
@@ -109,7 +109,7 @@ describe("lagged training", function()
     end
   end)
 
-  it("keeps a policy that it can have when another is swapped in", function()
+  it("keeps a policy that allows lagging when another is swapped in", function()
     local folder = helper.folder()
     engine.seed(5)
     local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
@@ -117,7 +117,7 @@ describe("lagged training", function()
     local t = engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4,
       context = 16, seed = 3 }, steps = 8, log = "quiet",
       mode = "lagged", optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }),
-        run = folder .. "/run",
+      run = folder .. "/run",
       on_step = function(trainer)
         n = n + 1
         if n == 2 or n == 4 then trainer.policy:swap(n == 2 and "layerwise" or "norm_ratio") end
@@ -134,7 +134,7 @@ describe("lagged training", function()
     helper.remove(folder)
   end)
 
-  it("goes on from a checkpoint as if it had not stopped", function()
+  it("resumes from a checkpoint as if it had not stopped", function()
     local folder = helper.folder()
     local options = { mode = "lagged", dropout = 0.1, policy = "dynamic",
       policy_options = { init_scale = 2 ^ 24, growth_interval = 3 }, checkpoint_every = 8 }
@@ -145,8 +145,8 @@ describe("lagged training", function()
     options.steps, options.resume = 24, "auto"
     local second = train(options)
     for step = 17, 22 do assert.equal(whole.loss[step], second.loss[step]) end
-    -- and in the same process, with the optimizer that went on meanwhile; without a checkpoint
-    -- after 16, where records are caught up with
+    -- And in the same process, with the optimizer that has trained meanwhile; without a checkpoint
+    -- after step 16, where records are complete.
     options.run, options.resume, options.of = nil, folder .. "/whole/checkpoints/step-00000008",
       trainer
     local third = train(options)
@@ -165,7 +165,7 @@ describe("lagged training", function()
     history:close()
   end)
 
-  it("refuses what must wait", function()
+  it("refuses unknown modes, and options that need the current record", function()
     local good, message = pcall(train, { mode = "lagged", trap = "overflow" })
     assert.is_false(good)
     assert.truthy(tostring(message):find("mode=lagged: trap runs an overflowed step again", 1,

@@ -1,5 +1,5 @@
--- Layers scaled apart (a verdict's `scales`) and reference backwards: the mechanisms the adaptive
--- policies stand on.
+-- Per-layer scales (a verdict's `scales`) and reference backward passes: the mechanisms of the
+-- adaptive policies.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -7,11 +7,13 @@ local nn = engine.nn
 
 local function policy(text) return { source = "return { " .. text .. " }", file = "apart.lua" } end
 
--- Scales of powers of two for a part of the model's groups, others than the common 2^10.
-local APART = policy [[ name = "apart", options = { init_scale = 2^10 }, needs = { "groups",
-  "amax", "norm" },
-  decide = function(state) return { scale = state.scale, scales = { ["blocks.1"] = 2^15,
-    ["blocks.2"] = 2^4, wte = 2^3, norm = 2^13 } } end ]]
+-- Powers of two as scales for some of the model's groups; the global scale is 2^10.
+local APART = policy [[ name = "apart", options = { init_scale = 2^10 },
+  needs = { "groups", "amax", "norm" },
+  decide = function(state)
+    return { scale = state.scale, scales = { ["blocks.1"] = 2^15, ["blocks.2"] = 2^4, wte = 2^3,
+      norm = 2^13 } }
+  end ]]
 
 local function batch()
   return { x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 }, { 3, 1, 4, 1, 5, 9, 2, 6 } },
@@ -20,8 +22,7 @@ local function batch()
       { dtype = "i64", keep = true }) }
 end
 
--- Loss, norm and amax of every step of a small GPT (whose head is its embedding: one weight in two
--- places).
+-- Loss, norm and amax of every step of a small GPT (its head shares the embedding's weight).
 local function train(options)
   engine.seed(3)
   local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3,
@@ -32,9 +33,9 @@ local function train(options)
   local trainer = engine.trainer { model = model,
     data = options.data or { next = function() return one end }, optimizer = optimizer,
     steps = options.steps or 8, policy = options.policy, clip = 1, log = "quiet",
-      accumulate = options.accumulate, run = options.run,
+    accumulate = options.accumulate, run = options.run,
     resume = options.resume, ref_every = options.ref_every, ref_layers = options.ref_layers,
-      stats_every = 1,
+    stats_every = 1,
     on_step = function(t, record, verdict)
       assert.are.equal(0, verdict.failed, verdict:why())
       rows[#rows + 1] = { record.loss, record.norm, record.amax, t.reference and record.norm_ref }
@@ -43,8 +44,8 @@ local function train(options)
   return rows, trainer, summary
 end
 
-describe("layers scaled apart", function()
-  it("train in f32 exactly as with one scale, tied weights and clipping included", function()
+describe("per-layer scales", function()
+  it("train in f32 exactly as one scale does, tied weights and clipping included", function()
     for _, name in ipairs { "adamw", "sgd", "lion" } do
       local whole = train { policy = "static:loss_scale=1024", optimizer = name }
       assert.are.same(whole, (train { policy = APART, optimizer = name }))
@@ -52,7 +53,7 @@ describe("layers scaled apart", function()
     end
   end)
 
-  it("do so on the slow device, and agree with the fast one", function()
+  it("do so on the reference device, and agree with the fast one", function()
     local fast = train { policy = APART, steps = 3, precision = "fp16" }
     engine.device "reference"
     local good, message = pcall(function()
@@ -67,7 +68,7 @@ describe("layers scaled apart", function()
     assert(good, message)
   end)
 
-  it("whose factor is no power of two differ by rounding only", function()
+  it("that are not powers of two differ by rounding only", function()
     local third = policy [[ name = "third", options = { init_scale = 1000 },
       decide = function(state)
       return { scale = state.scale, scales = { ["blocks.1"] = 77777, ["blocks.3"] = 0.3 } } end ]]
@@ -77,8 +78,8 @@ describe("layers scaled apart", function()
     end
   end)
 
-  it("save the early layers of a deep network that one scale cannot hold", function()
-    -- Twelve sigmoid layers: on its way back the gradient becomes four times smaller in each.
+  it("save the early layers of a deep network that one scale cannot", function()
+    -- Twelve sigmoid layers: each makes the gradient four times smaller on the way back.
     local function first_layer(chosen)
       engine.seed(1)
       local layers = {}
@@ -108,22 +109,24 @@ describe("layers scaled apart", function()
     assert.are.equal(0, apart.inf)
   end)
 
-  it("tell a policy each group's scale and true magnitudes", function()
-    local seen = policy [[ name = "seen", options = { init_scale = 2^10 }, needs = { "groups",
-      "amax", "norm" }, decide = function(state, record)
+  it("show a policy each group's scale and true magnitudes", function()
+    local seen = policy [[ name = "seen", options = { init_scale = 2^10 },
+      needs = { "groups", "amax", "norm" }, decide = function(state, record)
       local g = record.groups["blocks.2"]
-      if record.step == 1 then assert(g.scale == 2^15 and record.groups.wte.scale == 2^10,
-        "scales") end
+      if record.step == 1 then
+        assert(g.scale == 2^15 and record.groups.wte.scale == 2^10, "scales")
+      end
       if record.step == 1 then
         assert(math.abs(g.norm / state.norm - 1) < 1e-3, "norm")
-        assert(math.abs(g.amax / state.amax - 1) < 1e-3, "amax") end
+        assert(math.abs(g.amax / state.amax - 1) < 1e-3, "amax")
+      end
       state.norm, state.amax = g.norm, g.amax
       return { scale = state.scale, scales = { ["blocks.2"] = 2^15 },
         action = record.step == 0 and "skip" or "step" } end ]]
     train { policy = seen, steps = 3 }
   end)
 
-  it("refuse groups that are not there, with the nearest", function()
+  it("refuse unknown groups and suggest the nearest", function()
     local p = engine.policy.load(policy [[ name = "typo", options = { init_scale = 1 },
       decide = function() return { scale = 1, scales = { ["block.1"] = 2 } } end ]])
     p:tensors({ "blocks.1.w" }, { 1 }, { "blocks.1" }, true)
@@ -150,7 +153,7 @@ describe("layers scaled apart", function()
     assert.are.equal(4, w.grad:item())
   end)
 
-  it("stand in the history and go on after a resume, bit for bit", function()
+  it("are recorded in the history and survive a resume, bit for bit", function()
     local folder = helper.folder()
     local whole = train { policy = APART, steps = 8, run = folder .. "/whole" }
     local first = train { policy = APART, steps = 3, run = folder .. "/run" }
@@ -167,7 +170,7 @@ describe("layers scaled apart", function()
     helper.remove(folder)
   end)
 
-  it("work in a loop written out, when the scaler is given the model", function()
+  it("work in an explicit loop whose scaler gets the model", function()
     local function loop(chosen, unscale)
       engine.seed(3)
       local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3 }
@@ -199,15 +202,16 @@ describe("a reference backward", function()
   local WANTS = policy [[ name = "wants", options = { init_scale = 2^10, ref_every = 3 },
     needs = { "norm", "norm_ref", "groups" },
     decide = function(state, record)
-      if (record.norm_ref ~= nil) ~= (record.step % 3 == 0) then error("norm_ref at step "
-        .. record.step) end
+      if (record.norm_ref ~= nil) ~= (record.step % 3 == 0) then
+        error("norm_ref at step " .. record.step)
+      end
       state.part = record.groups["blocks.2"].norm_ref or 0
       state.other = record.groups["blocks.1"].norm_ref or 0
       state.own = record.groups["blocks.2"].norm
       return state.scale
     end ]]
 
-  it("leaves the step as it is, dropout included, and gives the true norm", function()
+  it("leaves the step unchanged, dropout included, and gives the true norm", function()
     local plain = train { policy = "static:loss_scale=1024", dropout = 0.2 }
     local watched, trainer, summary = train { policy = WANTS, dropout = 0.2 }
     assert.are.equal(3, summary.references)
@@ -221,7 +225,7 @@ describe("a reference backward", function()
     assert.matches("3 reference backwards in %d.*%% of the time", trainer:summary_text(summary))
   end)
 
-  it("tells in fp16 what was lost", function()
+  it("shows in fp16 what was lost", function()
     local rows = train { policy = "static:loss_scale=0.001", precision = "fp16", steps = 1 }
     local watched = train { policy = policy [[ name = "low", options = { init_scale = 0.001 },
       needs = { "norm_ref" },
@@ -231,7 +235,7 @@ describe("a reference backward", function()
     assert.is_true(math.abs(ratio - 1) > 1e-3, "ratio " .. ratio)
   end)
 
-  it("can be of some layers only", function()
+  it("can cover some layers only", function()
     local _, trainer = train { policy = WANTS, steps = 4, ref_layers = "^blocks%.2" }
     local part = tonumber(trainer.policy:save():match("part=([^,}]+)"))
     assert.is_true(part > 0)
@@ -240,7 +244,7 @@ describe("a reference backward", function()
     assert.has_error(function() train { policy = WANTS, ref_layers = "^nothing" } end)
   end)
 
-  it("adds micro-batches up, and sees the batches the step sees", function()
+  it("accumulates micro-batches, and sees the batches of the step", function()
     local drawn = 0
     local data = { next = function()
       drawn = drawn + 1
@@ -253,7 +257,7 @@ describe("a reference backward", function()
     for _, i in ipairs { 1, 4 } do assert.near(rows[i][2], rows[i][4], 1e-6 * rows[i][2]) end
   end)
 
-  it("ends when the model raises, and the parameters keep their gradients' place", function()
+  it("ends when the model raises, and the parameters keep their gradients' memory", function()
     local calls = 0
     local data = { next = function()
       calls = calls + 1

@@ -7,7 +7,7 @@ local ranks = engine.ranks
 local cfg = engine.config {
   mode = "sync", precision = "fp16", steps = 10, accumulate = 1, dropout = 0.0, clip = 0.0,
   run = "", resume = "", checkpoint_every = 0, policy = "static:loss_scale=1024", shadow = "",
-    first = -1, last = -1, graph = false, sample = 0,
+  first = -1, last = -1, graph = false, sample = 0,
   device = "cpu",
 }
 engine.device(cfg.device)

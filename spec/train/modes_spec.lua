@@ -1,9 +1,9 @@
 -- One job in both modes leaves one history: mode = "lagged" moves the policy's decision by a step
--- and changes nothing else. By design different are
+-- and changes nothing else. These differ by design:
 --   elapsed     a time
 --   updates     of the step after an overflow: the host does not know yet that it was skipped
---   next_scale  in force from the next step on, or from the one after (so scales are static here)
--- and a stuck lagged run gives its advice without running the step again: no `trap` event.
+--   next_scale  in force from the next step, or from the one after (so scales are static here)
+-- A stuck lagged run gives its advice without running the step again: no `trap` event.
 local engine = require "engine"
 local helper = require "spec.helper"
 local start = require "spec.dist.start"
@@ -48,7 +48,7 @@ local function both(n, settings)
   return history_of("sync", n, settings), history_of("lagged", n, settings)
 end
 
--- Takes back what the lagged host does not know yet; gives how many rows that were.
+-- Undoes what the lagged host does not know yet; returns the number of such rows.
 local function settle_updates(rows)
   local changed = 0
   for i = 2, #rows do
@@ -67,7 +67,7 @@ local function alike(sync, lagged, overflows)
 end
 
 describe("the training step", function()
-  it("is written once, on one screen", function()
+  it("is implemented once, within one screen", function()
     local begins, lines = 0, nil
     for path in helper.shell("ls lua/engine/train/*.lua").out:gmatch("%S+") do
       local text = helper.read(path)
@@ -100,7 +100,7 @@ describe("both modes", function()
     assert.same({ [0] = 24, [2] = 24, [4] = 24, [6] = 24, [8] = 24 }, steps)
   end)
 
-  it("write meters of every step", function()
+  it("write meters at every step", function()
     local sync, lagged = both(1, { "precision=fp8_block", "sample=1", "steps=4",
       "policy=static:loss_scale=1" })
     alike(sync, lagged, 0)
@@ -114,7 +114,7 @@ describe("both modes", function()
       table.concat(lagged.kinds, "\n"), 1, true)
   end)
 
-  it("end at once where the policy stops the run, with the step in flight recorded", function()
+  it("end at once when the policy stops the run, and record the step in flight", function()
     local stop = helper.write(folder .. "/stop.lua", [[return { name = "stopper",
       options = { at = 3 }, init = function() return { scale = 1024 } end,
       decide = function(state, record, options)
@@ -123,7 +123,8 @@ describe("both modes", function()
       end }]])
     local sync, lagged = both(1, { "policy=" .. stop })
     assert.equal(4, #sync.steps)
-    assert.equal(5, #lagged.steps)      -- the device was at the fifth when the host read the fourth
+    -- the device was at the fifth step when the host read the fourth
+    assert.equal(5, #lagged.steps)
     assert.same(sync.steps[3], lagged.steps[3])
     assert.equal("5 stopped ", lagged.kinds[#lagged.kinds])
   end)
@@ -131,8 +132,9 @@ describe("both modes", function()
   it("resume with the clip and lr_mul of the last verdict", function()
     local policy = helper.write(folder .. "/slow.lua", [[return { name = "slow", options = {},
       init = function() return { scale = 256 } end,
-      decide = function(_, r) return { scale = 256, lr_mul = 0.5 + r.step / 8, clip = 0.25 }
-        end }]])
+      decide = function(_, r)
+        return { scale = 256, lr_mul = 0.5 + r.step / 8, clip = 0.25 }
+      end }]])
     local words = { "policy=" .. policy, "checkpoint_every=4" }
     local whole = history_of("lagged", 1, words)
     helper.remove(folder .. "/lagged")

@@ -1,5 +1,5 @@
--- Optimizers: the formulas against plain Lua loops, groups and decay, clipping, state, several
--- optimizers of one model, and what misuse is answered with.
+-- Optimizers: the formulas against plain Lua loops; groups and decay, clipping, state, several
+-- optimizers of one model, and the answers to misuse.
 local engine = require "engine"
 
 local nn = engine.nn
@@ -7,7 +7,7 @@ local optim = engine.optim
 
 -- ------------------------------------------------------------------ the formulas
 
--- One parameter of three elements: w, its gradient and the optimizer's memory as lists.
+-- One parameter of three elements: w, its gradient and the optimizer's state as lists.
 local formulas = {
   sgd = function(o, w, g, memory, _, i)
     local gradient = g[i] + o.weight_decay * w[i]
@@ -128,7 +128,7 @@ local function model()
   return net
 end
 
--- a loss whose gradient is 1 everywhere (all parameters, the norm's among them)
+-- a loss whose gradient is 1 everywhere (for all parameters, including the norm's)
 local function ones(net, but)
   local sum
   for _, p in ipairs(net:parameters()) do
@@ -151,7 +151,7 @@ describe("an update", function()
   before_each(function() engine.begin_step() end)
   after_each(function() engine.end_step() end)
 
-  it("leaves a parameter without gradient alone, decay included", function()
+  it("leaves a parameter without gradient unchanged, decay included", function()
     local net = model()
     local opt = optim.adamw(net, { lr = 0.1, weight_decay = 0.5 })
     ones(net, "3.weight")
@@ -183,24 +183,24 @@ describe("an update", function()
     end
   end)
 
-  it("groups choose by pattern or function; the first that fits wins", function()
+  it("uses groups chosen by pattern or function; the first match wins", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 0.1, groups = {
       { match = "^1%.", lr_mul = 2 }, { match = function(_, x) return x.ndim == 1 end, lr_mul = 0 },
-        { match = "weight", weight_decay = 3 },
+      { match = "weight", weight_decay = 3 },
     } })
     ones(net)
     opt:step()
     near({ ["1.weight"] = 0.8, ["1.bias"] = 0.8, ["2.weight"] = 1, ["2.bias"] = 1,
       ["3.weight"] = 1 - 0.1 * 4 }, values(net))
-    opt.lr = 1                                      -- lr_mul is a factor on the common rate
+    opt.lr = 1                                      -- lr_mul is a factor of the common rate
     opt:zero_grad()
     ones(net)
     opt:step()
     near({ ["1.weight"] = 0.8 - 2, ["2.weight"] = 1 }, values(net))
   end)
 
-  it("clips by norm, and tells the norm there was", function()
+  it("clips by norm, and returns the norm before clipping", function()
     local net = model()                             -- 16 elements with gradient 1: norm 4
     local opt = optim.sgd(net, { lr = 1 })
     ones(net)
@@ -214,13 +214,13 @@ describe("an update", function()
     assert.near(4, opt:clip_grad_norm(5), 1e-6)     -- nothing to clip
     opt:step()
     near({ ["1.weight"] = -0.25 }, values(net))
-    opt:zero_grad()                                 -- and the clip of the first step is forgotten
+    opt:zero_grad()                                 -- and the clip of the first step has no effect
     ones(net)
     opt:step()
     near({ ["1.weight"] = -1.25 }, values(net))
   end)
 
-  it("a clip that no step took goes with zero_grad", function()
+  it("ignores a clip that zero_grad cleared", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 1 })
     ones(net)
@@ -245,7 +245,7 @@ describe("an update", function()
     assert.same({ { -2.5, 4.5 }, { 0.25, 1 } }, net[1].weight:totable())
   end)
 
-  it("zero_grad forgets gradients, backward adds to them", function()
+  it("sums backward passes until zero_grad clears the gradients", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 1 })
     ones(net)
@@ -260,7 +260,7 @@ describe("an update", function()
     assert.is_nil(net[1].bias.grad)
   end)
 
-  it("frozen parameters take no part", function()
+  it("leaves frozen parameters unchanged", function()
     local net = model()
     net[1]:freeze()
     local opt = optim.sgd(net, { lr = 1 })
@@ -279,7 +279,7 @@ describe("the state of an optimizer", function()
     { "adam", { lr = 0.1 } }, { "adamw", { lr = 0.1, moments = "bf16" } },
     { "lion", { lr = 0.01 } } } do
     local kind, options = case[1], case[2]
-    it("of " .. kind .. " is all there is: a restored one goes on bit for bit", function()
+    it("of " .. kind .. " is complete: a restored one continues bit for bit", function()
       local w = vector(START)
       local opt = optim[kind]({ { name = "w", tensor = w } }, options)
       local function advance(o, x, from, to)
@@ -307,11 +307,11 @@ describe("the state of an optimizer", function()
     end)
   end
 
-  it("of plain SGD is nothing", function()
+  it("of plain SGD is empty", function()
     assert.same({}, optim.sgd({ vector(START) }, {}):state_tensors())
   end)
 
-  it("that does not fit is refused, and nothing has changed", function()
+  it("that does not fit is refused, and nothing changes", function()
     local opt = optim.adam({ { name = "w", tensor = vector(START) } }, {})
     local good = { ["w.moment1"] = engine.full({ 3 }, 7), ["w.moment2"] = engine.full({ 3 }, 7) }
     local function with(changes)
@@ -358,7 +358,7 @@ describe("the parameters of a model", function()
     near({ ["1.weight"] = -1 }, values(net))
   end)
 
-  it("outlive it also when given as a list, and part of a model shares no set", function()
+  it("outlive an optimizer given a list, too, and part of a model shares no set", function()
     local net = model()
     do optim.sgd(net:parameters(), { lr = 1 }) end
     collectgarbage()
@@ -376,10 +376,10 @@ describe("an optimizer refuses", function()
   local cases = {
     { "optim.adamw(net, { lrr = 1 })",
       "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr " ..
-        "weight_decay groups decay precision moments" },
+      "weight_decay groups decay precision moments" },
     { "optim.sgd(net, { beta1 = 0.9 })",
       "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay " ..
-        "groups decay precision moments" },
+      "groups decay precision moments" },
     { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr as a number >= 0, got -1" },
     { "optim.adam(net, { lr = 'fast' })", "optim.adam: expected lr as a number >= 0, got 'fast'" },
     { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr as a number >= 0, got " ..
@@ -389,7 +389,7 @@ describe("an optimizer refuses", function()
       "optim.lion: expected betas as a list of two numbers, got 0.9" },
     { "optim.adam(net, { eps = 0 })",
       "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state " ..
-        "would round it to 0), got 0" },
+      "would round it to 0), got 0" },
     { "optim.sgd(net, { nesterov = true })",
       "optim.sgd: nesterov needs a momentum and no dampening" },
     { "optim.sgd(net, { nesterov = 'yes' })",
@@ -406,7 +406,7 @@ describe("an optimizer refuses", function()
       "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
       "parameter p1: expected f32 master weights, got f16 [2]; hint: the precision recipe makes " ..
-        "the low-precision copies" },
+      "the low-precision copies" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
@@ -420,7 +420,7 @@ describe("an optimizer refuses", function()
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
     { "opt:step { gradient_fact = 2 }",
       "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: " ..
-        "clip_norm clip_value gradient_factor lagged lr_mul norm" },
+      "clip_norm clip_value gradient_factor lagged lr_mul norm" },
     { "(function() opt.lr = 0/0 opt:step() end)()",
       "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
   }

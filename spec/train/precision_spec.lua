@@ -1,6 +1,6 @@
--- Precision recipes: which operation yields which format, fp16 that overflows and underflows as one
--- rounding does, parameters whose gradients really are fp16, and low-precision weights that follow
--- their masters.
+-- Precision recipes: which operation yields which dtype, fp16 that overflows and underflows with a
+-- single rounding, parameters with real fp16 gradients, and low-precision weights that follow their
+-- master weights.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -10,7 +10,7 @@ local inf = math.huge
 
 local step = helper.in_step
 
--- every class of ops.def with some of its operations; `like` gives an input of a format
+-- every class of ops.def with some of its operations; `like` gives an input of a dtype
 local OPERATIONS = {
   activations = {
     matmul = function(like) return like(2, 3):matmul(like(3, 2)) end,
@@ -86,7 +86,7 @@ describe("a precision recipe", function()
             local function like(...) return engine.ones({ ... }, input) end
             local y = engine.autocast(recipe, run, like)
             local expected = class == "input" and input or full[class]
-            if input == "f64" then expected = "f64" end          -- f64 is asked for by hand, always
+            if input == "f64" then expected = "f64" end          -- f64 is only ever explicit
             assert.equal(expected, y.dtype, name .. " of " .. input)
           end
         end
@@ -94,7 +94,7 @@ describe("a precision recipe", function()
     end))
   end
 
-  it("fp32 leaves every operation alone", step(function()
+  it("fp32 changes no operation", step(function()
     for _, operations in pairs(OPERATIONS) do
       for name, run in pairs(operations) do
         for _, input in ipairs { "f32", "f16", "bf16", "f64" } do
@@ -115,7 +115,7 @@ describe("a precision recipe", function()
     end)
   end))
 
-  it("holds inside the function only, nests, and is taken back after an error", step(function()
+  it("applies inside the function only, nests, and ends after an error", step(function()
     local a = engine.ones(2, 2)
     local function format() return a:matmul(a).dtype end
     local inner, outer, argument
@@ -138,7 +138,7 @@ describe("a precision recipe", function()
     assert.same({ { { 3, 4 } }, { { 1, 2 } } }, { x.grad:totable(), w.grad:totable() })
   end))
 
-  it("says what is wrong with it, in one line at the script's position", function()
+  it("reports mistakes in one line at the script's position", function()
     local cases = {
       { "'fp61'", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 " ..
         "fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
@@ -147,7 +147,7 @@ describe("a precision recipe", function()
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
-          "moments norm "
+        "moments norm "
         .. "norm_gradients residual weight_gradients weights wide" },
       { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
         "bf16" },
@@ -176,7 +176,7 @@ describe("a precision recipe", function()
       { full.weights, full.residual, full.weight_gradients, full.norm_gradients, full.scaled })
     assert.matches("precision mine\n.*residual +f32.*moments +f32$",
       engine.precision.describe(mine))
-    -- a table that names norm_gradients is still completed
+    -- A table that names norm_gradients is still completed.
     assert.equal("f16", engine.precision.resolve({ base = "fp16",
       norm_gradients = "f16" }).activations)
   end)
@@ -184,7 +184,7 @@ end)
 
 -- ------------------------------------------------------------------ numbers
 
--- n numbers of f16 by their bits, spread over the whole format, NaN left out
+-- n numbers of f16 by their bits, spread over the whole format, without NaN
 local function patterns(n, seed)
   local bits = ffi.new("uint16_t[?]", n)
   local x, i = seed, 0
@@ -208,7 +208,7 @@ local function same_bits(expected, got, what)
 end
 
 describe("fp16", function()
-  it("a product is the exact one rounded once: over 65504 inf, tiny ones subnormal or zero",
+  it("a product is the exact one rounded once: inf above 65504, subnormal or zero when tiny",
     step(function()
     for seed = 1, 3 do
       local a, b = patterns(251, seed), patterns(129, seed + 10)
@@ -219,7 +219,7 @@ describe("fp16", function()
       same_bits(rounded, a * b:view(1, 129), "mul")
       local finite, subnormal = rounded:abs():lt(inf),
         rounded:abs():lt(2 ^ -14):to("f32") * rounded:abs():gt(0):to("f32")
-      -- the case is about something
+      -- the inputs exercise the case
       assert.is_true(finite:to("f32"):mean():item() < 1 and subnormal:sum():item() > 100)
     end
   end))
@@ -231,26 +231,26 @@ describe("fp16", function()
     assert.equal(inf, dot({ 65504, 16 }, { 1, 1 }))  -- 65520 is the tie between 65504 and 2^16
     assert.equal(65504, dot({ 65504, 15 }, { 1, 1 }))
     assert.equal(-inf, dot({ -65504, -16 }, { 1, 1 }))
-    assert.equal(65504, dot({ 65504, 65504, -65504 }, { 1, 1, 1 }))     -- no overflow on the way
+    assert.equal(65504, dot({ 65504, 65504, -65504 }, { 1, 1, 1 }))     -- no overflow in between
     assert.equal(0, dot({ 60000, -60000 }, { 60000, 60000 }))
     assert.equal(2 ^ -24, dot({ 2 ^ -20, 2 ^ -24 }, { 2 ^ -5, 2 ^ -1 }))    -- 2^-25 + 2^-25
-    assert.equal(0, dot({ 2 ^ -20 }, { 2 ^ -5 }))  -- 2^-25: the tie goes to the even 0
-    -- 1.5 * 2^-24: the tie goes to the even 2^-23
+    assert.equal(0, dot({ 2 ^ -20 }, { 2 ^ -5 }))  -- 2^-25: the tie rounds to the even 0
+    -- 1.5 * 2^-24: the tie rounds to the even 2^-23
     assert.equal(2 ^ -23, dot({ 3 * 2 ^ -20 }, { 2 ^ -5 }))
     local many = {}
     for i = 1, 4096 do many[i] = 1 end
-    assert.equal(4096, dot(many, many))  -- an f16 sum would stand still at 2048
+    assert.equal(4096, dot(many, many))  -- an f16 sum would stop growing at 2048
     assert.is_true(dot({ inf, 1 }, { 1, 1 }) == inf)
     local nan = dot({ inf, inf }, { 1, -1 })
     assert.is_true(nan ~= nan)
   end))
 
-  it("a bias is added before the one rounding", step(function()
+  it("a bias is added before the only rounding", step(function()
     local function affine(x, b)
       return engine.tensor({ { x, 1 } }, "f16"):linear(engine.tensor({ { 1, 1 } }, "f16"),
         engine.tensor({ b }, "f16")):item()
     end
-    assert.equal(2050, affine(2048, 1))  -- 2049 alone would have become 2048, and 2049 again 2048
+    assert.equal(2050, affine(2048, 1))  -- 2049 alone would round to 2048, and 2049 again to 2048
     assert.equal(inf, affine(65504, 15))
     assert.equal(65504, affine(65504, 14))
   end))
@@ -293,7 +293,7 @@ describe("the gradient of a parameter", function()
     end))
   end
 
-  it("under fp16 overflows at 65504 and loses what is under 2^-24", step(function()
+  it("under fp16 overflows above 65504 and underflows below 2^-24", step(function()
     local net, opt = line { precision = "fp16" }
     local function gradient(scale, x)
       opt:zero_grad()
@@ -308,7 +308,7 @@ describe("the gradient of a parameter", function()
     assert.equal(inf, gradient(65520))
     assert.equal(2 ^ -24, gradient(2 ^ -20, 2 ^ -4))
     assert.equal(0, gradient(2 ^ -20, 2 ^ -5))
-    push(net, "fp16", 1, 40000)  -- accumulation, too, happens in fp16
+    push(net, "fp16", 1, 40000)  -- accumulation also happens in fp16
     push(net, "fp16", 1, 40000)
     assert.equal(inf, net.weight.grad:item())
     opt:zero_grad()
@@ -333,7 +333,7 @@ describe("low-precision weights", function()
   end
 
   for _, recipe in ipairs { "fp16", "bf16" } do
-    it("follow their f32 masters under " .. recipe, step(function()
+    it("follow their f32 master weights under " .. recipe, step(function()
       local net, opt = line { precision = recipe, weight = 1 }
       assert.equal(1, output(net, recipe))
       net.weight:fill(3)
@@ -344,7 +344,7 @@ describe("low-precision weights", function()
       assert.equal(5, output(net, recipe))
       net:load_state { weight = engine.full({ 1, 1 }, 6) }
       assert.equal(6, output(net, recipe))
-      -- a module the optimizer never saw
+      -- a module that the optimizer does not know
       nn.sequential { net }:load_state { ["1.weight"] = engine.full({ 1, 1 }, 7) }
       assert.equal(7, output(net, recipe))
       net.weight:uniform(8, 8)
@@ -353,7 +353,7 @@ describe("low-precision weights", function()
       opt:step()
       assert.equal(7, output(net, recipe))
       assert.equal(7, net.weight:item())
-      net.weight:fill(1 + 2 ^ -12)  -- the master keeps what the copy cannot hold
+      net.weight:fill(1 + 2 ^ -12)  -- the master weight keeps what the copy cannot hold
       assert.equal(1, output(net, recipe))
       assert.equal(1 + 2 ^ -12, net.weight:item())
     end))
@@ -382,6 +382,6 @@ describe("low-precision weights", function()
     assert.equal(1 + 2 ^ -9, output(net, "fp32"))
     assert.error_matches(function() opt:set_precision { moments = "bf16" } end,
       "set_precision: the recipe 'custom' wants moments in bf16, this optimizer was made for " ..
-        "f32; hint")
+      "f32; hint")
   end))
 end)

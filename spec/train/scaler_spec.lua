@@ -34,7 +34,7 @@ end
 local function backward(scaler, model, bad) scaler:scale(model(input(bad)):mean()):backward() end
 
 describe("scaler", function()
-  it("follows PyTorch's _run_scaling_case and leaves the parameters an unscaled loop gets",
+  it("follows PyTorch's _run_scaling_case and ends with the parameters of an unscaled loop",
     function()
     local scaled, opt = setup(3)
     local plain, control = setup(3)
@@ -61,7 +61,7 @@ describe("scaler", function()
     assert.are.equal(3, opt.updates)
   end)
 
-  it("gives the same with the gradients unscaled and clipped in between", function()
+  it("gives the same with unscaling and clipping in between", function()
     local scaled, opt = setup(4)
     local plain, control = setup(4)
     local scaler = engine.scaler { init_scale = 1024, growth_interval = 2 }
@@ -82,7 +82,7 @@ describe("scaler", function()
     assert.are.same(weights(plain), weights(scaled))
   end)
 
-  it("lets each optimizer decide its own skip and tells the policy of any", function()
+  it("lets each optimizer decide its own skip and reports any skip to the policy", function()
     local a, opt_a = setup(5)
     local b, opt_b = setup(6)
     local scaler = engine.scaler { init_scale = 128, growth_interval = 1 }
@@ -162,7 +162,7 @@ describe("scaler", function()
     raises(function() engine.scaler(5) end, "scaler: expected a table of options")
   end)
 
-  it("says which tensor was bad, inf and nan apart", function()
+  it("names the bad tensor, and separates inf from nan", function()
     local model, opt = setup()
     local scaler = engine.scaler {}
     step(function()
@@ -172,7 +172,7 @@ describe("scaler", function()
     end)
   end)
 
-  it("sets the scale by hand without touching the count", function()
+  it("sets the scale by hand without changing the count", function()
     local model, opt = setup()
     local scaler = engine.scaler { init_scale = 4, growth_interval = 2 }
     step(function()
@@ -181,14 +181,14 @@ describe("scaler", function()
       scaler:update()
       opt:zero_grad()
       scaler:update(1000.1)
-      assert.are.equal(1000.0999755859375, scaler:get_scale())        -- a float32, as there
+      assert.are.equal(1000.0999755859375, scaler:get_scale())        -- a float32, as in PyTorch
       backward(scaler, model)
       scaler:step(opt)
       assert.are.equal(2000.199951171875, scaler:update().scale)
     end)
   end)
 
-  it("refuses a scale that float32 cannot carry before anything is multiplied with it", function()
+  it("refuses a scale outside float32's range before multiplying with it", function()
     local model = setup()
     local shrinks = engine.policy.load { file = "shrinks.lua",
       source = "return { options = { init_scale = 4 }, decide = function() return 1e-60 end }" }
@@ -201,7 +201,7 @@ describe("scaler", function()
     local before = weights(model)
     assert.has_error(function() step(function() backward(scaler, model) end) end,
       "scaler:scale: policy shrinks asks for a loss scale of 1e-60; gradients in float32 carry " ..
-        "scales from 2^-126 to 3.4e38")
+      "scales from 2^-126 to 3.4e38")
     assert.same(before, weights(model))
   end)
 
@@ -250,7 +250,7 @@ describe("scaler", function()
     end
     assert.has_error(function() whole:load_state_dict {} end,
       "scaler:load_state_dict: the state is empty; it may come from a scaler that was disabled " ..
-        "when it was saved")
+      "when it was saved")
     assert.has_error(function() whole:load_state_dict(
       engine.scaler({ policy = "static" }):state_dict()) end,
       "scaler:load_state_dict: the state is of policy 'static', this scaler uses 'dynamic'")
@@ -285,7 +285,7 @@ describe("scaler", function()
       step(function()
         local rows = engine.autocast("fp16",
           function() return model(engine.tensor(ids, { dtype = "i32" })) end)
-        -- 64000 into each row asked for; twice is more than fp16 holds
+        -- 64000 for each picked row; twice that exceeds fp16
         scaler:scale(rows:sum()):backward()
         assert.are.equal(skipped, scaler:step(opt).skipped)
         assert.are.equal(skipped and 32000 or 64000, scaler:update().scale)
@@ -293,18 +293,20 @@ describe("scaler", function()
     end
   end)
 
-  it("shows a policy every statistic it needs, also of several optimizers", function()
+  it("shows a policy every statistic it needs, also over several optimizers", function()
     local folder = helper.folder()
-    local path = helper.write(folder .. "/look.lua", [[return { needs = { "amax", "norm", "hist",
-      "tensors", "zeros" },
+    local path = helper.write(folder .. "/look.lua",
+      [[return { needs = { "amax", "norm", "hist", "tensors", "zeros" },
       init = function() return { scale = 16 } end, decide = function(state, r)
-        local names = {} for name, t in pairs(r.tensors) do names[#names + 1] = name .. ":"
-          .. t.count end
+        local names = {}
+        for name, t in pairs(r.tensors) do
+          names[#names + 1] = name .. ":" .. t.count
+        end
         local groups = {} for name in pairs(r.groups) do groups[#groups + 1] = name end
-        return { scale = 16, clip = r.amax, lr_mul = r.norm, reason = table.concat(names, " ")
-          .. "; " .. table.concat(groups, " ")
-          .. "; " .. r.hist:sum() .. " " .. r.count .. " " .. r.step .. " " .. r.updates .. " "
-            .. r.lr } end }]])
+        return { scale = 16, clip = r.amax, lr_mul = r.norm,
+          reason = table.concat(names, " ") .. "; " .. table.concat(groups, " ") .. "; "
+            .. r.hist:sum() .. " " .. r.count .. " " .. r.step .. " " .. r.updates .. " " .. r.lr }
+      end }]])
     local a, opt_a = setup(5)
     local b, opt_b = setup(5)
     local scaler = engine.scaler { policy = path }
@@ -330,7 +332,7 @@ describe("scaler", function()
 end)
 
 describe("a registered loss scaler", function()
-  -- React to the first overflow by x0.25, grow x1.8 after an interval up to a maximum.
+  -- Reacts to the first overflow by x0.25; grows by x1.8 after an interval, up to a maximum.
   local Custom = {}
   Custom.__index = Custom
   function Custom.new(options)
@@ -369,7 +371,7 @@ describe("a registered loss scaler", function()
     assert.are.equal("loss scaler custom_dynamic (a class): scale 81", tostring(other.policy))
   end)
 
-  it("is shown the statistics it asks for, per tensor by name too", function()
+  it("sees the statistics it asks for, also per tensor by name", function()
     local seen
     engine.register_loss_scaler("looking",
       { needs = { "zeros", "tensors" }, get_scale = function() return 8 end,
@@ -385,7 +387,7 @@ describe("a registered loss scaler", function()
       scaler:update()
     end)
     assert.are.equal(12, seen.weight)
-    assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)      -- as stored: times the scale
+    assert.is_true(math.abs(seen.bias - 8 / 3) < 1e-6)      -- as stored: multiplied by the scale
     assert.are.equal(0, seen.zeros)
     engine.trainer { model = model, optimizer = opt, steps = 1, policy = "looking", log = "quiet",
       data = { next = function() return {} end },
@@ -394,7 +396,7 @@ describe("a registered loss scaler", function()
     assert.has_error(function() engine.register_loss_scaler("odd",
       { get_scale = print, update = print, needs = { "tensor" } }) end,
       "register_loss_scaler 'odd': needs: there is no statistic 'tensor'; did you mean " ..
-        "'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
+      "'tensors'?; statistics: amax hist norm norm_ref tensors underflow zeros")
   end)
 
   it("may scale the loss and unscale the gradients itself", function()
@@ -420,7 +422,7 @@ describe("a registered loss scaler", function()
     assert.are.same(weights(plain), weights(model))
   end)
 
-  it("that raises or lies fails the verdict only", function()
+  it("that raises or returns nonsense fails the verdict only", function()
     local mode
     engine.register_loss_scaler("liar",
       { get_scale = function() return mode == "lie" and -1 or 8 end,

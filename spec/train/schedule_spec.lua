@@ -9,15 +9,15 @@ local function near(expected, s, updates)
 end
 
 describe("a schedule", function()
-  it("warms up in a straight line; the first update already moves", function()
+  it("warms up linearly; the first update already has a rate above 0", function()
     for _, name in ipairs(NAMES) do
       local s = schedule[name] { lr = 2, warmup = 4 }
       for u = 0, 3 do near(2 * (u + 1) / 4, s, u) end
-      near(2, s, 4)                                   -- and then begins at the full rate
+      near(2, s, 4)                                   -- and then starts at the full rate
     end
   end)
 
-  it("without warm-up begins at the full rate", function()
+  it("without warm-up starts at the full rate", function()
     for _, name in ipairs(NAMES) do near(2, schedule[name] { lr = 2 }, 0) end
     near(0.3, schedule.constant(0.3), 10)
   end)
@@ -26,7 +26,7 @@ describe("a schedule", function()
     for _, u in ipairs { 0, 1, 1e6 } do near(0.5, schedule.constant { lr = 0.5 }, u) end
   end)
 
-  it("linear goes straight to the floor and stays there", function()
+  it("linear falls straight to the floor and stays there", function()
     local s = schedule.linear { lr = 1, warmup = 10, total = 110, floor = 0.2 }
     near(1, s, 10)
     near(0.6, s, 60)
@@ -35,7 +35,7 @@ describe("a schedule", function()
     near(0.2, s, 1000)
   end)
 
-  it("cosine takes half a cosine to the floor and stays there", function()
+  it("cosine follows half a cosine to the floor and stays there", function()
     local s = schedule.cosine { lr = 1, warmup = 10, total = 110, floor = 0.2 }
     near(1, s, 10)
     near(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2, s, 35)
@@ -55,7 +55,7 @@ describe("a schedule", function()
     near(2 * 0.9 ^ 7, s, 8)
   end)
 
-  it("wsd holds, then goes straight down", function()
+  it("wsd stays constant, then falls linearly", function()
     local s = schedule.wsd { lr = 1, warmup = 10, total = 100, decay = 20, floor = 0.1 }
     near(1, s, 10)
     near(1, s, 80)
@@ -75,7 +75,7 @@ describe("a schedule", function()
     end
   end)
 
-  it("never leaves what the options span", function()
+  it("stays within the range of the options", function()
     for _, name in ipairs { "linear", "cosine", "wsd" } do
       for _, total in ipairs { 0, 1, 5, 100 } do
         local s = schedule[name] { lr = 1, warmup = 5, total = total, floor = 0.25 }
@@ -92,14 +92,14 @@ describe("a schedule", function()
       tostring(schedule.linear { lr = 0.5, total = 10, warmup = 2 }))
   end)
 
-  it("refuses what it does not know or cannot use", function()
+  it("refuses unknown and unusable options", function()
     local cases = {
       { "schedule.cosine { warm = 1 }",
         "schedule.cosine: unknown option 'warm'; did you mean 'warmup'?; options: floor lr " ..
-          "total warmup" },
+        "total warmup" },
       { "schedule.cosine { totl = 1 }",
         "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total " ..
-          "warmup" },
+        "warmup" },
       { "schedule.cosine { lr = 'a' }",
         "schedule.cosine: expected lr as a finite number >= 0, got 'a'" },
       { "schedule.linear { total = -1 }",

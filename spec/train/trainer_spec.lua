@@ -1,6 +1,5 @@
--- The trainer: what a run does in every precision, what the policies' verdicts do to it, that a
--- resumed run is the uninterrupted one bit for bit, and that a step needs no memory after the
--- first.
+-- The trainer: runs in every precision, the effects of the policies' verdicts, resumed runs that
+-- equal the uninterrupted one bit for bit, and steps that allocate nothing after the first.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -20,7 +19,7 @@ local function job(options)
     optimizer = engine.optim[options.optimizer or "adamw"](model,
       { lr = 1e-3, precision = recipe }),
     schedule = engine.schedule.cosine { lr = options.lr or 1e-3, warmup = 3, total = 40 },
-      steps = options.steps or 10, log = "quiet", clip = 1.0 }
+    steps = options.steps or 10, log = "quiet", clip = 1.0 }
   for key, value in pairs(options) do
     if key ~= "dropout" and key ~= "lr" and key ~= "seed" and key ~= "optimizer" then
       trainer[key] = value
@@ -29,7 +28,7 @@ local function job(options)
   return engine.trainer(trainer)
 end
 
--- Losses and scales of a job's steps, as exact text, and the checksum of the weights at the end.
+-- Losses and scales of a job's steps, as exact text, and the checksum of the final weights.
 local function trace(options)
   local lines = {}
   options.on_step = function(_, record)
@@ -80,7 +79,7 @@ describe("the trainer", function()
       engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 8 / accumulate,
         context = 16, shuffle = false },
         optimizer = engine.optim.sgd(model, { lr = 0.1 }), steps = 3, accumulate = accumulate,
-          log = "quiet",
+        log = "quiet",
         on_step = function(_, record) norms[k] = { record.loss, record.norm } end }:run()
     end
     assert.near(norms[1][1], norms[2][1], 1e-5)
@@ -119,10 +118,12 @@ describe("the trainer", function()
     for i = 2, #rates do assert.equal(rates[1], rates[i]) end
   end)
 
-  it("retry sees the same batch and the same dropout again", function()
+  it("retry repeats the batch and the dropout mask", function()
     local source = [[return { name = "again", init = function() return { scale = 1, n = 0 } end,
-      decide = function(state) state.n = state.n + 1 return { scale = 1,
-        action = state.n % 2 == 1 and "retry" or "step" } end }]]
+      decide = function(state)
+        state.n = state.n + 1
+        return { scale = 1, action = state.n % 2 == 1 and "retry" or "step" }
+      end }]]
     local losses = {}
     local summary = job { steps = 6, dropout = 0.2,
       policy = { source = source, file = "again.lua" },
@@ -136,21 +137,22 @@ describe("the trainer", function()
 
   it("stop ends the run with the policy's reason", function()
     local source = [[return { name = "enough", init = function() return { scale = 1 } end,
-      decide = function(_, record) return { scale = 1,
-        action = record.step == 2 and "stop" or "step", reason = "seen enough" } end }]]
+      decide = function(_, record)
+        return { scale = 1, action = record.step == 2 and "stop" or "step", reason = "seen enough" }
+      end }]]
     local summary = job { policy = { source = source, file = "enough.lua" } }:run()
     assert.equal(3, summary.steps)
     assert.equal("seen enough", summary.stopped)
   end)
 
-  it("a policy that raises does not hurt the run", function()
-    local source = [[return { name = "bad", init = function() return { scale = 1 } end,
-      decide = function(_, r) if r.step > 1 then error("oops") end return 1 end }]]
+  it("a policy that raises does not end the run", function()
+    local source = 'return { name = "bad", init = function() return { scale = 1 } end, ' ..
+      [[decide = function(_, r) if r.step > 1 then error("oops") end return 1 end }]]
     local summary = job { policy = { source = source, file = "bad.lua" } }:run()
     assert.equal(10, summary.updates)
     summary = job { policy = { source = source, file = "bad.lua" }, on_policy_error = "stop" }:run()
     assert.equal(3, summary.steps)
-    assert.matches("bad.lua:2: oops", summary.stopped, 1, true)
+    assert.matches("bad.lua:1: oops", summary.stopped, 1, true)
   end)
 
   it("clips by norm and by value", function()
@@ -199,14 +201,16 @@ describe("the trainer", function()
       local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
         dropout = 0.1 }
       local out = io.open(arg[1], "a")
-      local text = require("engine.report.lab").text(40000)
       engine.trainer { model = model,
-        data = engine.data.text { text = text, batch = 4, context = 16 },
+        data = engine.data.text { text = require("engine.report.lab").text(40000), batch = 4,
+        context = 16 },
         optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = %d,
           run = arg[2], resume = "auto", checkpoint_every = 3,
         policy_options = { init_scale = 2 ^ 22, growth_interval = 4 }, log = "quiet",
-        on_step = function(t, record) out:write(("%%d %%.17g %%.17g\n"):format(t.steps_done,
-          record.loss, record.scale)) out:flush() end }:run()
+        on_step = function(t, record)
+          out:write(("%%d %%.17g %%.17g\n"):format(t.steps_done, record.loss,
+            record.scale)) out:flush()
+        end }:run()
       out:write("end\n") out:close()]]):format(helper.sanitized and 30 or 120))
     local function losses(path)
       local by_step, ended = {}, false
@@ -214,7 +218,7 @@ describe("the trainer", function()
         local step, rest = line:match("^(%d+) (.*)$")
         if line == "end" then ended = true
         elseif step then
-          -- a step that was computed twice must have come out the same
+          -- a step that was computed twice must give the same result
           assert(by_step[tonumber(step)] == nil or by_step[tonumber(step)] == rest,
             "step " .. step .. " differs after a resume")
           by_step[tonumber(step)] = rest
@@ -224,7 +228,7 @@ describe("the trainer", function()
     end
     local began = C.eng_clock()
     helper.run { script, folder .. "/whole.txt", folder .. "/whole" }
-    local seconds = C.eng_clock() - began     -- that a whole run takes here
+    local seconds = C.eng_clock() - began     -- the time of a whole run on this machine
     local whole, whole_ended = losses(folder .. "/whole.txt")
     assert.is_true(whole_ended)
     local killed, hurry = 0, 1
@@ -235,7 +239,7 @@ describe("the trainer", function()
         script, folder .. "/killed.txt", folder .. "/killed"))
       local _, ended = losses(folder .. "/killed.txt")
       if ended and killed > 0 then break end
-      if ended then   -- the machine is faster than it was a moment ago: once more, and sooner
+      if ended then   -- the run finished before the kill: try again, and kill earlier
         helper.remove(folder .. "/killed")
         helper.remove(folder .. "/killed.txt")
         hurry = hurry / 2
@@ -251,7 +255,7 @@ describe("the trainer", function()
     assert.is_true(killed > 0, "the job was never killed")
   end)
 
-  it("a run that exists is not overwritten", function()
+  it("an existing run is not overwritten", function()
     local run = folder .. "/a"
     job { run = run, steps = 2 }:run()
     local summary = job { run = run, steps = 2 }:run()
@@ -259,7 +263,7 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
-  it("ends before a loss scale that float32 cannot carry touches the weights", function()
+  it("stops before a loss scale outside float32's range touches the weights", function()
     local function asks(verdict)
       return engine.policy.load { file = "tiny.lua",
         source = ("return { options = { init_scale = 4 }, decide = function(s, r) "
@@ -276,7 +280,8 @@ describe("the trainer", function()
     end
     assert.has_error(function() job({ steps = 5, policy = "static",
       policy_options = { loss_scale = 1e-60 } }):run() end)
-    -- Nor does one that went on from a checkpoint with a policy whose state asks for such a scale.
+    -- The same holds for a run resumed from a checkpoint with a policy whose state asks for such a
+    -- scale.
     local run, shrinks = folder .. "/resumed", folder .. "/shrinks.lua"
     helper.write(shrinks, "return { options = { init_scale = 4 }, migrate = function(old) " ..
       "return { scale = 1e-60 } end, decide = function(s) return s.scale end }")
@@ -288,7 +293,7 @@ describe("the trainer", function()
     assert.equal(2, resumed.updates)
   end)
 
-  it("tells once when the loss itself is lost", function()
+  it("reports once that the loss itself is lost", function()
     local trainer, told = job {}, {}
     for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do
       for _ = 1, i == 2 and 9 or 15 do
@@ -307,10 +312,10 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
   end)
 
-  it("resumed with another policy, that one takes over from the old", function()
+  it("a run resumed with another policy hands it the state of the old one", function()
     local run, mine = folder .. "/a", folder .. "/mine.lua"
-    helper.write(mine, [[return { options = { init_scale = 1 }, migrate = function(old, name)
-      return { scale = old.scale / 4, from = name } end,
+    helper.write(mine, [[return { options = { init_scale = 1 },
+      migrate = function(old, name) return { scale = old.scale / 4, from = name } end,
       decide = function(state) return { scale = state.scale, reason = state.from } end }]])
     local first = job { run = run, steps = 3, precision = "fp16" }
     first:run()
@@ -329,7 +334,7 @@ describe("the trainer", function()
     assert.matches("nothing to do: 5 of 5 steps", trainer:summary_text(trainer:run()), 1, true)
   end)
 
-  it("a corrupt checkpoint is passed over for the one before, and said so", function()
+  it("a corrupt checkpoint is skipped, with a message, for the one before", function()
     local run = folder .. "/a"
     local _, _, summary = trace { run = run, steps = 6, checkpoint_every = 2 }
     assert.equal(run, summary.path)
@@ -357,7 +362,7 @@ describe("the trainer", function()
   -- ---------------------------------------------------------------- memory
 
   for _, recipe in ipairs(RECIPES) do
-    it("takes no memory after the first step in " .. recipe, function()
+    it("allocates nothing after the first step in " .. recipe, function()
       local counts = {}
       job { precision = recipe, steps = 30, dropout = 0.1, on_step = function(t)
         local n = 0
@@ -384,7 +389,7 @@ describe("the trainer", function()
 
   -- ---------------------------------------------------------------- errors
 
-  it("tells the module path of a failing operation", function()
+  it("an error names the module path of the failing operation", function()
     local model = engine.nn.gpt { vocab = 64, context = 8, width = 16, heads = 2, layers = 2 }
     model.blocks[2].mlp.down = engine.nn.linear(7, 16)
     local _, message = pcall(model, engine.zeros(1, 8, "i32"))
@@ -393,7 +398,7 @@ describe("the trainer", function()
     engine.end_step()
   end)
 
-  it("refuses what it does not know, with the nearest name", function()
+  it("refuses unknown options, with the nearest name", function()
     assert.error_matches(function() job { clipp = 1 } end, "unknown option 'clipp'.*'clip'")
     assert.error_matches(function() job { precision = "fp61" } end, "did you mean 'fp16'")
     assert.error_matches(function() job { steps = 0 } end, "expected steps as a whole number")
