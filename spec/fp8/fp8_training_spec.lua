@@ -209,7 +209,7 @@ describe("an FP8 recipe", function()
         fp8 = { x = { eps = "a" } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
-      ["w: keep belongs to x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
+      ["w: keep is for x alone"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
       ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
@@ -232,9 +232,9 @@ describe("an FP8 recipe", function()
     refused({ high = { "." } }, "no linear layer of this model is in FP8")
     -- a typing mistake must not pass silently
     refused({ high = { "^head", "^blcks%.1" } },
-      "fp8: high: the pattern '^blcks%.1' means no layer of this model; linear layers: 1")
+      "fp8: high: the pattern '^blcks%.1' matches no layer of this model; linear layers: 1")
     refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } },
-      "fp8: layers[2]: the pattern 'blcks' means no layer of this model")
+      "fp8: layers[2]: the pattern 'blcks' matches no layer of this model")
     refused({ policy = "dynamic" },
       "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..
       "fp8_delayed, fp8_fallback, or a file")
