@@ -302,12 +302,12 @@ void       eng_fp8_site_free(int64_t site);
 /// Its recipe, NULL: high precision. Between steps alone. Errors: VALUE, SHAPE, DTYPE (what no
 /// product can be made of), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling: from now on a role in one block is scaled as if `amax` were its largest |x|; 0:
-/// by its own again. Errors: VALUE.
+/// Delayed scaling: scales a role in one block as if `amax` were its largest |x|; 0: by its own
+/// amax again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Largest |x| of each role since this was asked last, inf and nan as they are; -1: nothing was
-/// quantized. Waits for the device. Of what thousands of quantizations left that nobody asked for,
-/// the oldest is forgotten: ask once before what is to be known.
+/// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
+/// Waits for the device. Only the last 4,096 unread amaxes are kept, so call it once before the
+/// steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even
@@ -331,9 +331,8 @@ int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
 
-/// The caller is done with a tensor of the step: its memory goes back at once unless a view that
-/// nobody is done with, or a gradient rule on the tape, looks at it. Whoever uses it after all is
-/// told so (STALE).
+/// Declares that the caller does not use a tensor of the step again. Its memory is freed at once
+/// unless another view or a gradient rule on the tape reads it. A later use is an error (STALE).
 eng_status eng_done(const eng_tensor *x);
 
 /// Marks a leaf; backward() then accumulates into its gradient.

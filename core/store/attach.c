@@ -341,12 +341,12 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
   eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name)
                                       : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
-    bool nobody = errno == ENOENT || errno == ECONNREFUSED;
-    const char *why = nobody ? "nobody listens there"
+    bool deserted = errno == ENOENT || errno == ECONNREFUSED;
+    const char *why = deserted ? "no run listens there"
                       : errno == EAGAIN
-                        ? "others wait to be let in already, and the run answers nobody"
+                        ? "other clients are waiting already, and the run does not answer"
                         : strerror(errno);
-    status = error_set(nobody ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
+    status = error_set(deserted ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
   } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
     status = error_set(ENG_ERR_IO, "%s: %s", path, strerror(errno));
   }

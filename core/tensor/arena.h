@@ -14,7 +14,7 @@ typedef enum arena_id {
   // sent
   ARENA_GRADIENT,
   ARENA_OPTIMIZER,   // moments
-  ARENA_MESSAGE,     // gradients between ranks: buckets that are under way
+  ARENA_MESSAGE,     // gradients between ranks: buckets in flight
   ARENA_KEPT,        // tensors made outside a step or by keep()
   ARENA_STEP,        // activations and gradients of the step; reset at its end
   ARENA_SCRATCH,     // a kernel's working space, given back when it returns
@@ -29,9 +29,8 @@ typedef struct arena_source {
   void   *(*take)(int64_t bytes);
   void    (*give)(void *memory, int64_t bytes);
   int64_t (*capacity)(void);
-  /// Tells, in order with the device's work, that bytes are handed out from here on (contents
-  /// undefined), or that nobody may touch them. NULL where nobody wants to know; a stand-in for a
-  /// card watches its kernels by it.
+  /// Reports, in order with the device's work, that bytes are allocated (contents undefined) or
+  /// freed. NULL: no reports. The emulated card uses it to check its kernels.
   void    (*mark)(void *memory, int64_t bytes, bool out);
 } arena_source;
 

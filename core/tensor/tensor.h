@@ -12,7 +12,7 @@ typedef struct storage {
   void    *memory;
   int64_t  bytes;
   int32_t  references;      // tensors that look at it
-  int32_t  arena;           // arena_id; -1: somebody else's memory
+  int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // whose memory: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // how often a script wrote into it (fill, copy, random numbers)
   int32_t  done;            // of these tensors, those whose user said done()
@@ -58,10 +58,10 @@ eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *sh
 /// in.
 eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape,
                        const int64_t *stride);
-/// A tensor over memory of space `space` that somebody else owns and keeps (parameter buffers).
+/// A tensor over memory of space `space` that another owner keeps alive (parameter buffers).
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
-/// Makes x look at memory of its space that somebody else owns, its values already there; its old
+/// Makes x a view of memory in its space that another owner keeps alive and has filled; x's old
 /// memory is released.
 void tensor_rehome(tensor *x, void *memory);
 /// Forgets a tensor; memory returns to its arena with the last view.
