@@ -79,7 +79,10 @@ local function areas_of(index)
   end
   for _, a in ipairs(AREAS) do area(a[1], a[2]) end
   for _, entry in ipairs(index.entries) do
-    if entry.kind ~= "guide" then table.insert(area(entry.area).entries, entry) end
+    if entry.kind ~= "guide" then
+      local entries = area(entry.area).entries
+      table.insert(entries, entry.kind == "Lua module" and 1 or #entries + 1, entry)
+    end
   end
   return list
 end
@@ -97,6 +100,9 @@ function M.write(index, folder)
   end
 
   local function publish(name, title, body)
+    if anchors[name] then
+      warnings[#warnings + 1] = ("two pages are called %s: %s"):format(name, title)
+    end
     for id in body:gmatch('id="([^"]*)"') do anchors[name .. "#" .. id] = true end
     anchors[name] = true
     file.write(folder .. "/" .. name, page.frame(title, body))
@@ -123,6 +129,13 @@ function M.write(index, folder)
       publish(page_of(entry), entry.signature, page.markdown(path, links, resolve))
     end
   end
+
+  -- In the order of the table in docs/README.md, that page first.
+  local contents = file.read(source.path "docs/README.md")
+  local function place(entry)
+    return contents:find(entry.where:match("([^/]*/?[^/]*):%d+$"):gsub("^docs/", ""), 1, true) or 0
+  end
+  table.sort(guides, function(a, b) return place(a) < place(b) end)
 
   local body, rows = { "<h1>engine</h1>", "" }, {}
   body[#body + 1] = "<h2>Guides</h2><ul>"

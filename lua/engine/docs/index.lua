@@ -38,10 +38,10 @@ function M.new(commands)
   return self
 end
 
--- docs/examples.md: each block of code is the example of the names in the text above it.
+-- docs/snippets.md: each block of code is the example of the names in the text above it.
 function Index:read_examples()
   local names, block = {}, nil
-  for _, line in ipairs(source.lines("docs/examples.md") or {}) do
+  for _, line in ipairs(source.lines("docs/snippets.md") or {}) do
     if line == "```lua" then block = {}
     elseif line == "```" and block then
       for _, name in ipairs(names) do
