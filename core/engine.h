@@ -781,6 +781,9 @@ bool eng_terminal(int *columns, int *rows, int fd);
 /// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text. NULL:
 /// no such library.
 const char *eng_library_version(const char *name);
+/// A number in as many digits as it takes to read the same double back, in any locale: "0.1", "3",
+/// "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
+void eng_number_text(char out[32], double x);
 /// The index in `names` [n] of the name that `name` probably misspells, or -1 when none is close:
 /// the fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored), at most a
 /// third of the longer name's letters and at least 1. A candidate whose last dotted part equals

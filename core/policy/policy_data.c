@@ -2,9 +2,9 @@
 #define _GNU_SOURCE
 #include "policy_data.h"
 
+#include "base/number.h"
 #include "base/numerics.h"
 
-#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,47 +75,6 @@ const char *data_find(const char *at, const char *key)
     at = data_skip(value);
   }
   return NULL;
-}
-
-// ------------------------------------------------------------------ numbers as text
-
-static locale_t plain_locale(void)     // so that a host's setlocale cannot turn 0.5 into 0,5
-{
-  static locale_t plain;
-  if (!plain) plain = newlocale(LC_ALL_MASK, "C", (locale_t)0);
-  return plain;
-}
-
-static double to_number(const char *text, char **end)
-{
-  locale_t plain = plain_locale();
-  return plain ? strtod_l(text, end, plain) : strtod(text, end);
-}
-
-void data_format_number(char out[32], double x)
-{
-  if (f64_is_nan(x)) { strcpy(out, "nan"); return; }
-  if (!f64_is_finite(x)) { strcpy(out, x < 0 ? "-inf" : "inf"); return; }
-  for (int digits = 15; digits <= 17; ++digits) {
-    snprintf(out, 32, "%.*g", digits, x);
-    for (char *c = out; *c; ++c)
-      if (!strchr("0123456789+-e", *c)) *c = '.';
-    if (f64_bits(to_number(out, NULL)) == f64_bits(x)) return;
-  }
-}
-
-bool data_read_number(double *out, const char *text, size_t size)
-{
-  char copy[64], *end;
-  if (size == 0 || size >= sizeof copy) return false;
-  memcpy(copy, text, size);
-  copy[size] = '\0';
-  if (strcmp(copy, "inf") == 0) { *out = f64_from(0x7FF0000000000000ull); return true; }
-  if (strcmp(copy, "-inf") == 0) { *out = f64_from(0xFFF0000000000000ull); return true; }
-  if (strcmp(copy, "nan") == 0) { *out = f64_from(0x7FF8000000000000ull); return true; }
-  if (strspn(copy, "0123456789+-.eE") != size) return false;
-  *out = to_number(copy, &end);
-  return end == copy + size && f64_is_finite(*out);
 }
 
 // ------------------------------------------------------------------ blob to text
@@ -205,7 +164,7 @@ static void put_table(data_blob *text, const char *at)
     } else {
       data_tag(text, '[');
       if (key->tag == 's') put_string(text, key->string, key->length);
-      else if (key->tag == 'n') { data_format_number(number, key->number); put(text, number); }
+      else if (key->tag == 'n') { eng_number_text(number, key->number); put(text, number); }
       else put(text, key->tag == 't' ? "true" : "false");
       data_tag(text, ']');
     }
@@ -222,7 +181,7 @@ static void put_value(data_blob *text, const char *at)
   char number[32];
   at = data_read(&item, at);
   switch (item.tag) {
-    case 'n': data_format_number(number, item.number); put(text, number); break;
+    case 'n': eng_number_text(number, item.number); put(text, number); break;
     case 's': put_string(text, item.string, item.length); break;
     case '{': put_table(text, at); break;
     default:  put(text, item.tag == 't' ? "true" : "false");
@@ -348,7 +307,7 @@ static bool parse_value(reader *r, int depth)
   double number;
   if (word == 4 && memcmp(text, "true", 4) == 0) data_tag(r->out, 't');
   else if (word == 5 && memcmp(text, "false", 5) == 0) data_tag(r->out, 'f');
-  else if (data_read_number(&number, text, word)) data_number(r->out, number);
+  else if (number_read(&number, text, word)) data_number(r->out, number);
   else return refuse(r, "a value is missing");
   r->at += word;
   return true;

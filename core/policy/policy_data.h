@@ -76,9 +76,4 @@ void data_text(data_blob *text, const char *at);
 /// Reads such a text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);
 
-/// Writes the shortest decimal that reads back as x, in any locale.
-void data_format_number(char out[32], double x);
-/// Reads a number that fills text[0..size), in any locale: decimal, "inf", "-inf", "nan".
-bool data_read_number(double *out, const char *text, size_t size);
-
 #endif

@@ -5,6 +5,7 @@
 #include "policy_vm.h"
 
 #include "base/error.h"
+#include "base/number.h"
 #include "base/numerics.h"
 
 #include <stdio.h>
@@ -131,7 +132,7 @@ static void tell_path(char *out, size_t size, lua_State *L, int base, const char
     if (lua_type(L, i) == LUA_TSTRING)
       used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
     else if (lua_type(L, i) == LUA_TNUMBER) {
-      data_format_number(number, lua_tonumber(L, i));
+      eng_number_text(number, lua_tonumber(L, i));
       used += (size_t)snprintf(out + used, size - used, "[%s]", number);
     } else used += (size_t)snprintf(out + used, size - used, "[%s]", luaL_typename(L, i));
   }
@@ -328,7 +329,7 @@ static double option_number(const eng_policy *p, const char *name)
   double number;
   for (int i = 0; i < p->n_options; ++i)
     if (strcmp(p->options[i].name, name) == 0 && p->options[i].type == ENG_OPTION_NUMBER &&
-        data_read_number(&number, p->options[i].value, strlen(p->options[i].value)))
+        number_read(&number, p->options[i].value, strlen(p->options[i].value)))
       return number;
   return 0;
 }
@@ -379,7 +380,7 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   find_number(&scale, p->next.bytes, "scale");
   if (!policy_is_scale(scale)) {
     char number[32];
-    data_format_number(number, scale);
+    eng_number_text(number, scale);
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
                      "%s: %s gives no loss scale to begin with: expected a positive finite number "

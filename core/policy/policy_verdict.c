@@ -50,7 +50,7 @@ static bool bad_value(lua_State *L, char *why, size_t size, const char *field, c
   char number[32];
   switch (lua_type(L, -1)) {
     case LUA_TNUMBER:
-      data_format_number(number, lua_tonumber(L, -1));
+      eng_number_text(number, lua_tonumber(L, -1));
       snprintf(why, size, "%s = %s; expected %s", field, number, expected);
       break;
     case LUA_TSTRING:

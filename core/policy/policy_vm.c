@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/nearest.h"
+#include "base/number.h"
 #include "base/numerics.h"
 
 #include <math.h>
@@ -172,7 +173,7 @@ static char *value_text(eng_policy *p, int index)
   char number[32];
   switch (lua_type(p->L, index)) {
     case LUA_TNUMBER:
-      data_format_number(number, lua_tonumber(p->L, index));
+      eng_number_text(number, lua_tonumber(p->L, index));
       return copy_text(p, number);
     case LUA_TBOOLEAN: return copy_text(p, lua_toboolean(p->L, index) ? "true" : "false");
     default:           return copy_text(p, lua_tostring(p->L, index));
@@ -220,10 +221,10 @@ static void read_options(eng_policy *p)
 static bool read_number(double *out, const char *text)
 {
   const char *power = strchr(text, '^');
-  if (!power) return data_read_number(out, text, strlen(text));
+  if (!power) return number_read(out, text, strlen(text));
   double base, exponent;
-  if (!data_read_number(&base, text, (size_t)(power - text)) ||
-      !data_read_number(&exponent, power + 1, strlen(power + 1)))
+  if (!number_read(&base, text, (size_t)(power - text)) ||
+      !number_read(&exponent, power + 1, strlen(power + 1)))
     return false;
   *out = pow(base, exponent);
   return true;
@@ -257,7 +258,7 @@ static void set_option(eng_policy *p, const char *name, const char *value)
       strcmp(value, "false") != 0)
     fail(p, option->name, "option '%s' must be true or false, got '%s'", name, value);
   char number_text[32];
-  if (option->type == ENG_OPTION_NUMBER) data_format_number(number_text, number);
+  if (option->type == ENG_OPTION_NUMBER) eng_number_text(number_text, number);
   char *text = copy_text(p, option->type == ENG_OPTION_NUMBER ? number_text : value);
   free(option->value);
   option->value = text;
@@ -281,7 +282,7 @@ static void push_options(eng_policy *p)
     const policy_option *option = &p->options[i];
     double number = 0;
     if (option->type == ENG_OPTION_NUMBER) {
-      data_read_number(&number, option->value, strlen(option->value));
+      number_read(&number, option->value, strlen(option->value));
       lua_pushnumber(L, number);
     } else if (option->type == ENG_OPTION_BOOLEAN)
       lua_pushboolean(L, strcmp(option->value, "true") == 0);
@@ -508,7 +509,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     good = policy_is_scale(out->scale);
     if (!good) {
       char number[32];
-      data_format_number(number, out->scale);
+      eng_number_text(number, out->scale);
       snprintf(why, sizeof why, "scale = %s; expected a positive finite number", number);
     }
   } else if (lua_istable(L, -1)) good = policy_read_verdict(p, out, why, sizeof why);

@@ -406,7 +406,7 @@ describe("a verdict", function()
   it("that is invalid fails, and the last good one stays in force", function()
     for body, text in pairs {
       ["return 0 / 0"] = "p.lua:2: decide gave back scale = nan; expected a positive finite number",
-      ["return 0"] = "scale = 0;", ["return -0"] = "scale = -0;", ["return -1"] = "scale = -1;",
+      ["return 0"] = "scale = 0;", ["return -0"] = "scale = -0.0;", ["return -1"] = "scale = -1;",
       ["return 1e400"] = "scale = inf;",
       ["return '16'"] = "decide gave back a string", ["return nil"] = "decide gave back a nil",
       ["return"] = "decide gave back nothing",
@@ -732,7 +732,7 @@ describe("a saved state", function()
     assert.are.equal([[{clip=0,failures=0,lr_mul=1,policy="p",scale=1,scales={},]]
       .. [[state={"x",true,[-1]={},[0.5]={{{}}},[4]=false,]]
       .. [=[["a b\n\"\\"]="q\"\\\n\000\200",i=-inf,n=0,scale=8,third=0.3333333333333333,]=]
-      .. [[tiny=4.94065645841247e-324,v=nan,z=-0},version=1}]], text)
+      .. [[tiny=4.94065645841247e-324,v=nan,z=-0.0},version=1}]], text)
     local q = with("return 1")
     q:restore(text)
     assert.are.equal(text, q:save())

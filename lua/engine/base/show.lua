@@ -1,18 +1,16 @@
 -- Numbers and tables as text: exact for files and messages that are read back, rounded for people.
+local ffi = require "engine.base.ffi"
+
+local C = ffi.C
+
 local show = {}
+
+local digits = ffi.new "char[32]"
 
 --- A number in as many digits as it takes to read the same double back; "inf", "-inf", "nan".
 function show.exact(x)
-  if x ~= x then return "nan" end
-  if x == math.huge then return "inf" end
-  if x == -math.huge then return "-inf" end
-  if x == 0 then return 1 / x < 0 and "-0.0" or "0" end
-  if x % 1 == 0 and math.abs(x) < 2 ^ 53 then return ("%.0f"):format(x) end
-  for digits = 15, 16 do
-    local text = ("%." .. digits .. "g"):format(x)
-    if tonumber(text) == x then return text end
-  end
-  return ("%.17g"):format(x)
+  C.eng_number_text(digits, x)
+  return ffi.string(digits)
 end
 
 --- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings
@@ -24,10 +22,10 @@ end
 
 --- 16384000000 -> "16,384,000,000"
 function show.grouped(n)
-  local text = ("%.0f"):format(n)
-  local sign, digits = text:match("^(%-?)(%d+)$")
+  local plain = ("%.0f"):format(n)
+  local sign, digits = plain:match("^(%-?)(%d+)$")
   return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "")
-    or text
+    or plain
 end
 
 --- A share as "0 %", "<0.01 %" or "12.3 %".
