@@ -38,7 +38,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
     experts_over = "ranks that the experts are divided over; 1: each has all",
     dispatch = { "format of tokens sent to experts",
       choices = { "own", "fp32", "bf16", "fp8" } },
-    combine = { "format of answers sent back", choices = { "own", "fp32", "bf16" } } },
+    combine = { "format of the outputs sent back", choices = { "own", "fp32", "bf16" } } },
   { count = "steps experts batch hidden every experts_over", natural = "seeds seed",
     positive = "lr large", policy = "policy" })
 if cfg.experts < 3 then

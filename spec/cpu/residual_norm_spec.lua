@@ -285,7 +285,7 @@ local function train(kind, recipe, change, options)
   engine.seed(5)
   local model = change(MODELS[kind](options.dropout or 0))
   local optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = recipe })
-  if options.carry then rawset(options.carry(model), "_carry", 4) end
+  if options.carry then rawset(options.carry(model), "_relative_scale", 4) end
   local ids = engine.randint(0, 40, { 2, 17 }):keep()
   local x, targets = ids:slice(2, 1, 16):contiguous():keep(),
     ids:slice(2, 2, 17):contiguous():keep()

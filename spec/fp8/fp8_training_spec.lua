@@ -609,9 +609,9 @@ describe("SwiGLU in FP8", function()
     C.eng_fp8_measure(true)
     assert.is_false(at_once "fp8_block")
     C.eng_fp8_measure(false)
-    rawset(mlp.down, "_carry", 4)                         -- gradients with their own scale
+    rawset(mlp.down, "_relative_scale", 4)                         -- gradients with their own scale
     assert.is_false(at_once "fp8_block")
-    rawset(mlp.down, "_carry", nil)
+    rawset(mlp.down, "_relative_scale", nil)
     local module = require "engine.nn.module"
     module.watch(function() end, function() end)
     assert.is_false(at_once "fp8_block")

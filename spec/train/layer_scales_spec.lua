@@ -142,12 +142,12 @@ describe("per-layer scales", function()
     local rows, trainer = train { policy = APART, steps = 2 }
     assert.are.equal(2, #rows)
     local first = trainer.model.blocks[1]
-    assert.are.equal(2 ^ 5, rawget(first, "_carry"))
+    assert.are.equal(2 ^ 5, rawget(first, "_relative_scale"))
     local broken = pcall(first, "no tensor")
     assert.is_false(broken)
     engine.trainer { model = trainer.model, data = trainer.data, optimizer = trainer.optimizer,
       steps = 1, log = "quiet" }
-    assert.is_nil(rawget(first, "_carry"))
+    assert.is_nil(rawget(first, "_relative_scale"))
     local w = engine.tensor({ 2 }, { keep = true }):requires_grad(true)
     ;(w * w):sum():backward()
     assert.are.equal(4, w.grad:item())

@@ -1,15 +1,15 @@
--- Experts divided over the ranks of a group: each rank holds E / ranks of them, and for the others
--- tensors without elements. Rows are sent to the ranks of their experts and the answers back
--- (core/dist/comm_experts.c); gradients take the same routes in reverse.
+-- Experts divided over the ranks of a group: each rank holds E / ranks of them, and empty tensors
+-- in place of the others. Rows are sent to the ranks of their experts and the outputs are sent back
+-- (core/dist/comm_experts.c). Gradients take the same routes in reverse.
 --
--- Rows on their way to experts (tokens, and gradients of answers) have the format `dispatch`:
+-- Rows on their way to experts (tokens, and gradients of outputs) have the format `dispatch`:
 -- "own", "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as in
--- DeepSeek-V3; inf becomes nan). Rows on their way back (answers, and gradients of tokens) have the
+-- DeepSeek-V3; inf becomes nan). Rows on their way back (outputs, and gradients of tokens) have the
 -- format `combine`: "own", "fp32" or "bf16".
 --
 -- All ranks of the group run the same passes, with or without rows; the core names a rank that is
--- missing (core/dist/comm.c). parallel.lua reads `_apart` of a module to learn which ranks hold
--- which parameters: gradients are summed over the holders alone, while the record, group scales and
+-- missing (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to learn which ranks hold
+-- which parameters: gradients are summed only over the holders, while the record, group scales and
 -- verdicts cover all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -53,7 +53,7 @@ function M.new(count, options)
     parameters = {}, formats = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
 end
 
--- Replaces a parameter that another rank holds by one of its dtype without elements.
+-- Replaces a parameter that another rank holds by an empty one of its dtype.
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
@@ -76,8 +76,8 @@ function Experts:made(e, expert)
   end
 end
 
--- Sends rows [n x C] to other ranks and receives theirs; `way` is "out" or "back", and gradients go
--- the other way. `anchor` is an input that makes the node part of the tape (see answers).
+-- Sends rows [n x C] to other ranks and receives theirs. `way` is "out" or "back"; gradients go the
+-- other way. `anchor` is an input that puts the node on the tape (see outputs).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)
     local n = 0
@@ -123,9 +123,9 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
---- The answers [n x C] of experts(e), here and on other ranks, to rows [n x C] in expert order.
---- counts: how many of the rows each expert has; set to the counts over all ranks.
-function Experts:answers(rows, counts, experts)
+--- experts(e) on rows [n x C] in expert order, for experts on this rank and on others: the outputs
+--- [n x C]. counts: how many of the rows each expert has; set to the counts over all ranks.
+function Experts:outputs(rows, counts, experts)
   local send, receive, places = plan(self, counts)
   local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0
   for i, own in ipairs(places) do
@@ -137,25 +137,25 @@ function Experts:answers(rows, counts, experts)
       end
     end
   end
-  local answer = received                                -- no rows came
+  local output = received                                -- for a rank that received no rows
   if at > 0 then
-    answer = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, index(back))
+    output = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, index(back))
   end
-  -- A rank whose experts got no rows learns the dtype of answers from the others.
-  local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype_number(answer.dtype) or -1)
+  -- A rank whose experts got no rows learns the dtype of outputs from the others.
+  local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype_number(output.dtype) or -1)
   check(C.eng_comm_all_reduce(self.group.comm, format, 1, M_ffi.dtype.i64, C.ENG_MAX))
-  answer = answer:to(M_ffi.dtype_name[tonumber(format[0])])
-  -- Every rank must also take part in the backward exchange. A rank whose experts got no rows has
-  -- nothing on the tape that leads there, so one of its parameters is made an input.
+  output = output:to(M_ffi.dtype_name[tonumber(format[0])])
+  -- Every rank must also take part in the backward exchange. On a rank whose experts got no rows,
+  -- no tape input leads there, so one of its parameters is made an input.
   local anchor
   for _, p in ipairs(experts:parameters()) do
     if not anchor and arguments.info(p.tensor).requires_grad ~= 0 then anchor = p.tensor end
   end
-  return exchange(self, answer, receive, send, "back", anchor)
+  return exchange(self, output, receive, send, "back", anchor)
 end
 
---- Measures what is sent from now on. Returns what was sent since the last call, { out = { bytes,
---- snr }, back = { bytes, snr } }: bytes to other ranks, and the signal-to-noise ratio in dB of the
+--- Starts measuring what is sent. Returns what was sent since the last call, { out = { bytes, snr
+--- }, back = { bytes, snr } }: bytes to other ranks, and the signal-to-noise ratio in dB of
 --- rounding to the format (inf: exact). The first call returns an empty table.
 function Experts:measure()
   local result = {}

@@ -4,8 +4,9 @@
 -- pass rounds once less). Called by layers.lua, transformer.lua and models.lua.
 --
 -- A module takes part in a fusion if it is unchanged: its `forward` is the library's, not an
--- adapter's or an override, and it has no relative scale of its own (`_carry`, policy/groups.lua),
--- because the fused operation would run partly outside the module that the scale applies to.
+-- adapter's or an override, and it has no relative scale of its own (`_relative_scale`,
+-- policy/groups.lua), because the fused operation would run partly outside the module that the
+-- scale applies to.
 -- Shapes: B batch, T time, C width.
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
@@ -18,7 +19,9 @@ local library = { linear = {}, norm = {}, block = {} }   -- forwards of the libr
 --- x + branch, and x + branch) or a "block" (forward(x, open), see stack).
 function M.register(kind, class) library[kind][class.forward] = true end
 
-local function is_unchanged(m, kind) return library[kind][m.forward] and not rawget(m, "_carry") end
+local function is_unchanged(m, kind)
+  return library[kind][m.forward] and not rawget(m, "_relative_scale")
+end
 
 -- ------------------------------------------------------------------ linear layers
 
@@ -37,7 +40,7 @@ function M.last_use(f, x, of)
   return y
 end
 
--- The GPU epilogues of mlp_gelu are untested on hardware, so there it is opt-in.
+-- The GPU epilogues of mlp_gelu have not run on hardware yet, so GPUs use it only if asked.
 local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
 
 local function can_fuse_gelu(x, up, form, down)
@@ -66,8 +69,8 @@ function M.swiglu_mlp(gate, up, down)
   return y
 end
 
---- tensor.attention(q, k, v, options) for the layer `out` that reads the result: attention keeps it
---- in e5m6 if that layer is an FP8 site that stores its input so.
+--- tensor.attention(q, k, v, options) for the layer `out` that reads the result. Attention keeps
+--- the result in e5m6 if `out` is an FP8 site that stores its input in that format.
 function M.attention(q, k, v, out, options)
   options.site = rawget(out, "_fp8")
   return tensor.attention(q, k, v, options)
@@ -91,8 +94,8 @@ end
 local Sum = {}
 Sum.__index = Sum
 
---- x as a Sum with no branch: `+ y` adds a branch, :norm(module) applies a norm, :value() is the
---- tensor. A Sum is returned as it is.
+--- x as a Sum without a branch: `+ y` adds a branch, :norm(module) applies a norm, :value() gives
+--- the tensor. A Sum is returned as it is.
 function M.sum(x)
   if getmetatable(x) == Sum then return x end
   return setmetatable({ x = x }, Sum)

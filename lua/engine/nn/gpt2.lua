@@ -1,5 +1,5 @@
--- GPT-2 in Hugging Face's files, config.json and model.safetensors, read and written under their
--- names: what is trained here loads there, and the other way round. `engine.nn.gpt2`:
+-- GPT-2 in Hugging Face's files, config.json and model.safetensors, under their names: models
+-- trained here load there, and the other way round. `engine.nn.gpt2`:
 --   local model = nn.gpt2.load("gpt2")                  a folder with both files
 --   local model = nn.gpt2 { vocab_size = 50257, n_embd = 768, n_layer = 12, n_head = 12 }
 --   model:save("out")                                   the same two files
@@ -128,7 +128,8 @@ local function entries(model, prefix)
   return list
 end
 
--- What a file may hold besides the weights: causal masks, and the head tied to the embedding.
+-- Entries that a file may hold besides the weights: causal masks, and the head tied to the
+-- embedding.
 local function is_ignored(name, tied)
   return name:find("%.attn%.bias$") or name:find("%.attn%.masked_bias$") or tied and name == HEAD
 end

@@ -11,7 +11,7 @@ for name, model in pairs(require "engine.nn.models") do nn[name] = model end
 
 return setmetatable(nn, {
   __index = function(t, key)
-    if key == "gpt2" then   -- loaded when it is used: it needs the JSON and safetensors readers
+    if key == "gpt2" then   -- loaded at first use: it needs the JSON and safetensors readers
       local gpt2 = require "engine.nn.gpt2"
       rawset(t, key, gpt2)
       return gpt2

@@ -18,17 +18,17 @@ local M = {}
 
 local depth = 0   -- 1 while a module runs; the outermost call adds the module path to errors
 
--- The factor beside the loss scale in the gradients of the operations that run now: the relative
--- scale of the innermost module that has one (`_carry`, policy/groups.lua), else 1.
-local carry_now, carry_before = 1, M_ffi.new("double[1]")
-local function set_carry(carry)
-  if carry == carry_now then return end
-  M_ffi.check(C.eng_gradient_carry(carry_before, carry))
-  carry_now = carry
+-- The relative scale of the operations that run now: their gradients carry it times the loss scale.
+-- It is that of the innermost module that has one (`_relative_scale`, policy/groups.lua), else 1.
+local scale_now, scale_before = 1, M_ffi.new("double[1]")
+local function set_relative_scale(scale)
+  if scale == scale_now then return end
+  M_ffi.check(C.eng_gradient_carry(scale_before, scale))
+  scale_now = scale
 end
 
-local function results(carry, ...)
-  set_carry(carry)
+local function results(scale, ...)
+  set_relative_scale(scale)
   return ...
 end
 
@@ -48,8 +48,8 @@ end
 
 -- Calls self:forward, but not as a tail call: path_on_stack looks for this frame on the stack.
 local function forward(self, ...)
-  local outside = carry_now
-  set_carry(rawget(self, "_carry") or outside)
+  local outside = scale_now
+  set_relative_scale(rawget(self, "_relative_scale") or outside)
   if enter then return results(outside, left(enter(self), self:forward(...))) end
   return results(outside, self:forward(...))
 end
@@ -92,7 +92,7 @@ end
 
 local function leave(good, ...)
   depth = depth - 1
-  set_carry(1)
+  set_relative_scale(1)
   if not good then error((...), 0) end
   return ...
 end

@@ -1,8 +1,8 @@
 -- Mixture of experts: a gate sends every token to its k best experts, each a small feed-forward
--- module, and their answers are added with the gate's weights. Only the chosen experts compute.
--- Every expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over`
--- divides the experts over the ranks of a group (experts.lua). Shapes: N tokens, C width, E
--- experts, k of them for each token.
+-- module, and their outputs are summed with the gate's weights. Only the chosen experts run. Every
+-- expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over` divides the
+-- experts over the ranks of a group (experts.lua). Shapes: N tokens, C width, E experts, k of them
+-- for each token.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local divided = require "engine.nn.experts"
@@ -43,7 +43,7 @@ function MoE:init(options)
   rawset(self, "k", k)
   rawset(self, "total", count)
   self.gate = layers.linear(width, count, { bias = false, std = options.std })
-  rawset(self.gate, "_high", true)                            -- FP8 recipes leave the gate alone
+  rawset(self.gate, "_high", true)                            -- FP8 recipes skip the gate
   local experts, over = {}, divided.new(count, options)
   for e = 1, count do
     experts[e] = make(e)
@@ -56,8 +56,8 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
--- The tokens of each expert (from 0), for the experts chosen [N x k] (from 0); and for each slot
--- n * k + i of that table the position of its answer among the answers in expert order.
+-- The tokens of each expert (from 0), for the experts chosen [N x k] (from 0). For each slot n * k
+-- + i of that table also the position of its output among the outputs in expert order.
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end
@@ -76,14 +76,14 @@ local function route(chosen, experts, k)
   return tokens, back
 end
 
--- The answers [N k x C], in expert order, to rows [N x C].
-local function answers(self, rows, tokens, counts)
+-- Runs the experts on rows [N x C]: the outputs [N k x C] in expert order.
+local function outputs(self, rows, tokens, counts)
   if self._apart then
     local all = {}
     for _, list in ipairs(tokens) do
       for _, n in ipairs(list) do all[#all + 1] = n end
     end
-    return self._apart:answers(rows:index_select(1, index(all)), counts, self.experts)
+    return self._apart:outputs(rows:index_select(1, index(all)), counts, self.experts)
   end
   local parts = {}
   for e, list in ipairs(tokens) do
@@ -92,13 +92,13 @@ local function answers(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- The chosen experts' answers [N x k x C] to rows [N x C], and the experts' shares of the tokens
--- times E as a list. Sets `counts`.
-local function ask(self, rows, chosen)
+-- The chosen experts' outputs [N x k x C] for rows [N x C], and a list of the experts' shares of
+-- the tokens times E. Sets `counts`.
+local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}
   for e, list in ipairs(tokens) do counts[e], share[e] = #list, #list / #back * self.total end
-  local y = answers(self, rows, tokens, counts):index_select(1, index(back))
+  local y = outputs(self, rows, tokens, counts):index_select(1, index(back))
   rawset(self, "counts", counts)
   return y:view(rows:size(1), self.k, self.width), tensor.tensor(share, { keep = false })
 end
@@ -113,7 +113,7 @@ function MoE:forward(x)
   local rows = x:reshape(-1, self.width)                                     -- [N x C]
   local chance = self.gate(rows):to("f32"):softmax()                         -- [N x E]
   local weight, chosen = choose(chance, self.k)                              -- [N x k] both
-  local y, share = ask(self, rows, chosen)                                   -- [N x k x C], [E]
+  local y, share = run_experts(self, rows, chosen)                           -- [N x k x C], [E]
   rawset(self, "balance", (chance:mean(1) * share):sum())
   return (y * weight:unsqueeze(3)):sum(2):to(x.dtype):view(x.shape)
 end

@@ -1,9 +1,10 @@
 -- Groups of parameters, and their separate loss scales. A group is a layer: "blocks.3" for
 -- "blocks.3.attn.qkv.weight"; a module can also declare itself a group (nn.moe does so for each
--- expert). A policy sees the groups as record.groups and may answer scales = { ["blocks.3"] = s }.
--- The gradients inside that layer, and the signal that runs backward through it, then carry s
--- instead of the global loss scale; between two layers the signal is multiplied once by the ratio
--- of their scales (core/autograd/tape.c). Used by trainer.lua and scaler.lua.
+-- expert). A policy sees the groups as record.groups and may return scales = { ["blocks.3"] = s }.
+-- The gradients inside that layer then carry s instead of the global loss scale. Its relative scale
+-- is s divided by the global scale; between two layers the backward pass multiplies the gradient of
+-- the activations once by the ratio of their scales (core/autograd/tape.c). Used by trainer.lua and
+-- scaler.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -53,28 +54,30 @@ end
 function M.new(model, list, sets)
   local at = modules_of(model)
   local self = setmetatable({ modules = {}, sets = sets, apart = false,
-    carry = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
+    relative = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
     self.modules[i] = at[group] or false  -- false: a parameter of the model itself
-    if at[group] then rawset(at[group], "_carry", nil) end   -- set by an earlier trainer
+    if at[group] then rawset(at[group], "_relative_scale", nil) end   -- set by an earlier trainer
   end
   for _, set in ipairs(sets) do check(C.eng_params_carry(set.params, nil)) end
   return self
 end
 
---- From the next forward pass on, every group carries the scale that the policy chose for it. Costs
---- almost nothing while all scales are equal.
+--- Applies the policy's scales from the next forward pass on. Costs almost nothing while all scales
+--- are equal.
 function Groups:apply(policy)
   local scale, apart = policy:scale(), policy:scales_groups()
   if not apart and not self.apart then return end
   for i, module in ipairs(self.modules) do
-    if module then rawset(module, "_carry", apart and policy:group_scale(i) / scale or nil) end
+    if module then
+      rawset(module, "_relative_scale", apart and policy:group_scale(i) / scale or nil)
+    end
   end
-  for i = 1, #self.names do self.carry[i - 1] = policy:group_scale(self.group_of[i]) / scale end
+  for i = 1, #self.names do self.relative[i - 1] = policy:group_scale(self.group_of[i]) / scale end
   local first = 0
   for _, set in ipairs(self.sets) do
-    check(C.eng_params_carry(set.params, self.carry + first))
+    check(C.eng_params_carry(set.params, self.relative + first))
     first = first + set.n
   end
   self.apart = apart
