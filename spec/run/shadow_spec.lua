@@ -85,8 +85,9 @@ describe("a shadow", function()
       lines[1])
     assert.matches("its scale would have overflowed in " .. 30 - trainer.skipped .. " more",
       lines[2])
-    assert.matches("^shadow scales beside ours: static:loss_scale=65536,skip_on_overflow=false " ..
-      ".* %-%d+ skipped, static:loss_scale=2^40 x2^%d", trainer.shadows:text())
+    assert.matches("^shadow scales relative to the run's: static:loss_scale=65536," ..
+      "skip_on_overflow=false .* %-%d+ skipped, static:loss_scale=2^40 x2^%d",
+      trainer.shadows:text())
   end)
 
   it("that fails is reported and fails alone", function()

@@ -4,8 +4,8 @@
 --     model.safetensors  optimizer.safetensors     tensors by name; one file per part
 --     state.json              everything else as plain data, and the sizes and CRC-32C of the rest
 --
--- written beside its place, synced and renamed as a whole, so that it is complete or absent. Later
--- damage (a truncated file, a bad disk) is found by checksum, and the checkpoint before is used.
+-- written to a temporary directory, synced and renamed, so that it is complete or absent. Later
+-- damage (a truncated file, a bad disk) is found by checksum, and the previous checkpoint is used.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
 --     { keep = 3 })
@@ -14,7 +14,7 @@
 --   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
 --
 -- With several ranks each writes a shard (shards.lua), listed in the same state.json. Both kinds
--- are read alike.
+-- are read through the same functions.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local folder_names = require("engine.base.file").names
@@ -61,7 +61,7 @@ local function list(dir)
   return found
 end
 
---- Steps of the checkpoints in dir, oldest first, whether they are whole or not.
+--- Steps of the checkpoints in dir, oldest first, including damaged ones.
 function M.steps(dir)
   local steps = {}
   for i, entry in ipairs(list(dir)) do steps[i] = entry.step end
@@ -128,7 +128,7 @@ local function begin(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
--- All files are written: moves the checkpoint into its place and removes those past options.keep.
+-- Called when all files are written: renames the checkpoint and removes those past options.keep.
 -- Returns its path, and a message when an old one could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
@@ -182,7 +182,7 @@ local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
 
--- The message without the script's line.
+-- The message without the position in the script.
 local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
 -- Writes this rank's file; returns "crc bytes".
@@ -246,7 +246,7 @@ function M.save_shards(dir, step, pieces, state, options)
   return told:sub(2), note
 end
 
---- Removes the checkpoints after `step`; a run that resumes there writes its own.
+--- Removes the checkpoints after `step`. A run that resumes there writes new ones.
 function M.forget_after(dir, step)
   for _, entry in ipairs(list(dir)) do
     if entry.step > step then remove(entry.path) end
@@ -283,7 +283,7 @@ local function read_state(directory)
   end
   for name, file in pairs(header.files) do
     if not name:match("^[%w_%-]+%.safetensors$") or type(file) ~= "table" then
-      return nil, "state.json is damaged: it names an odd file"
+      return nil, "state.json is damaged: it names an unexpected file"
     end
   end
   return header

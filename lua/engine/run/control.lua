@@ -1,6 +1,6 @@
 -- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine
--- attach RUN`), a pause, other settings, an end. It costs nothing without requests; a client that
--- reads no answers is disconnected.
+-- attach RUN`), pausing, changing settings, stopping. Without requests it costs nothing. A client
+-- that does not read its replies is disconnected.
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
 -- ... }, and so is the answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":,
@@ -56,7 +56,7 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
--- name -> what it must be, a test, and functions that read it and set it; `kept`: by checkpoints
+-- name -> what it must be, a test, and functions that read it and set it; `kept`: in checkpoints
 local settings = {
   lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
@@ -86,8 +86,6 @@ local settings = {
 
 local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
 
-local names_of = nearest.keys
-
 -- ------------------------------------------------------------------ commands
 
 function Control:status()
@@ -101,7 +99,7 @@ function Control:status()
     shadows = t.shadows and t.shadows:text() or nil }
 end
 
--- Makes the history of a paused run complete on disk, for other processes that read it.
+-- Commits the history of a paused run, for other processes that read it.
 local function settle(self)
   local history = self.trainer.run_files.history
   if history and self.paused then pcall(history.flush, history) end
@@ -156,7 +154,7 @@ function commands.undo(self)
     self.trainer.policy:scale())
 end
 
--- stay: the pause outlasts the client that asked for it
+-- stay: the run stays paused when the client that asked for it leaves
 function commands.pause(self, request, number)
   self.steps_left = nil
   if self.paused then return "the run is already paused" end
@@ -171,7 +169,7 @@ function commands.resume(self)
   return tell(self, "resumed by attach", "resumed by an attached client")
 end
 
--- Runs n steps and pauses; the answer is sent then.
+-- Runs n steps, pauses, then replies.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
   if not (count(n) and n >= 1) then
@@ -184,10 +182,8 @@ end
 function commands.set(self, request)
   local setting = settings[request.name]
   if not setting then
-    local names = names_of(settings)
-    local hint = nearest.hint(tostring(request.name), names)
-    return nil, ("there is no setting '%s'%s settings: %s"):format(tostring(request.name),
-      hint ~= "" and hint or ";", table.concat(names, " "))
+    return nil, ("there is no setting '%s'%s"):format(tostring(request.name),
+      nearest.choices(request.name, settings, "settings"))
   end
   if not setting[2](request.value) then
     return nil, ("%s: expected %s, got %s"):format(request.name, setting[1],
@@ -235,9 +231,8 @@ local function serve(self, number, line, told)
   end
   local command = commands[request["do"]]
   if not command then
-    local names = names_of(commands)
-    local problem = ("there is no command '%s'; commands: %s"):format(tostring(request["do"]),
-      table.concat(names, " "))
+    local problem = ("there is no command '%s'%s"):format(tostring(request["do"]),
+      nearest.choices(request["do"], commands, "commands"))
     self:answer(number, request.id, { ok = false, error = problem })
     return
   end

@@ -33,8 +33,8 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- A history opened for reading does not offer the methods for writing (Tab), and calling one
--- returns an error.
+-- A history opened for reading hides the methods for writing from Tab completion; calling one
+-- returns nil and a message.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s: was opened for reading"):format(h.path)
@@ -435,7 +435,7 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- The reason why there are no meters: for any FP8 layer, for this layer, or at this step.
+-- Why there are no meters: for any FP8 layer, for this layer, or at this step.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
   for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do

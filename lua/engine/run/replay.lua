@@ -13,8 +13,8 @@ local ffi = M_ffi.ffi
 
 local M = { trace = trace_of.open }
 
--- Steps from a backoff until the scale is back at its value before: the mean over the backoffs, and
--- the number that never came back.
+-- Mean steps from a backoff until the scale is back at its value before, and the number of backoffs
+-- it never recovered from.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial

@@ -53,7 +53,7 @@ local function state_of(trainer)
   }
 end
 
--- Lets `policy` take over from the policy of a checkpoint; false when that one no longer exists.
+-- Lets `policy` take over from a checkpoint's policy; false if that policy no longer exists.
 local function follow(policy, saved)
   local load = require("engine.policy.policy").load
   local good, old = pcall(load, saved.name)
@@ -144,7 +144,7 @@ end
 
 -- ------------------------------------------------------------------ opening
 
--- Whether there is a run. The name of a run that failed before its first step is free.
+-- Whether the directory holds a run. A run that failed before its first step does not count.
 local function exists(path)
   local file = path .. "/history.db"
   if C.eng_file_kind(file) == 0 then return false end
@@ -160,7 +160,7 @@ end
 local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it
 
 --- Makes the run's directory and locks it; returns false and a message when another process has the
---- lock. A trainer of this process that never ran gives it up.
+--- lock. A trainer of this process that never ran releases its lock.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
@@ -182,7 +182,8 @@ function Run:give()
   self.lock, self.running = nil, false
 end
 
---- Takes the directory of a name; if a run is there that is not to be resumed, the next free one.
+--- Takes the run's directory. If it holds a run that is not to be resumed, takes the next free
+--- name.
 function Run:find_place(path, resume)
   if resume or not exists(path) then
     local good, message = self:take(path)
@@ -238,7 +239,8 @@ function Run:open_history(cut)
   self:describe()
 end
 
--- On ranks above 0: takes what rank 0 opened and read. They write only shards of checkpoints.
+-- On ranks above 0: receives what rank 0 opened and read. These ranks write only shards of
+-- checkpoints.
 local function told(self)
   local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded = news.path, news.recorded
@@ -437,7 +439,8 @@ local function write(self, alone)
 end
 
 --- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
---- shard; with `alone` rank 0 writes the whole state, for when other ranks may have died.
+--- shard. With `alone`, rank 0 writes the whole state by itself, for when other ranks may have
+--- died.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end

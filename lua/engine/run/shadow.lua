@@ -1,7 +1,7 @@
 -- Shadows: policies that see every record of a run and decide nothing. The history gets their
--- verdicts where they change, and the summary counts the steps they would have skipped, how far
--- their scale is from the one in force, and the steps in which their scale would have pushed the
--- largest gradient past its format's range. Made by the trainer from its option `shadow`.
+-- verdicts where they change. The summary counts the steps they would have skipped, how far their
+-- scale is from the one in force, and the steps at which their scale would have pushed the largest
+-- gradient past its format's range. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -58,7 +58,7 @@ function M.new(trainer, shadow)
   return self
 end
 
---- Shows the shadows a step: record, statistics, the verdict in force, and the step's signals.
+--- Gives the shadows a step: record, statistics, the verdict in force, and the step's signals.
 function Shadows:observe(record, stats, verdict, signals, history)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
@@ -100,7 +100,7 @@ function Shadows:text()
       (skips ~= 0 and (" %+d skipped"):format(skips) or "")
   end
   if #self.list > 3 then parts[4] = ("%d more"):format(#self.list - 3) end
-  return "shadow scales beside ours: " .. table.concat(parts, ", ")
+  return "shadow scales relative to the run's: " .. table.concat(parts, ", ")
 end
 
 --- A line for each shadow, for the end of a run.

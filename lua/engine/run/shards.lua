@@ -3,9 +3,9 @@
 --
 --   shard-00001-of-00004.safetensors     the pieces of rank 0, and so on
 --
--- "model/wte.weight@4096" is the run of elements of the model's wte.weight that begins at element
--- 4096 (row-major, from 0); the metadata has the whole shape, "model/wte.weight" = "256 32". What n
--- ranks wrote is read whole, so any number of ranks can resume from it.
+-- "model/wte.weight@4096" holds consecutive elements of the model's wte.weight, from element 4096
+-- on (row-major, from 0); the metadata has the whole shape, "model/wte.weight" = "256 32". Readers
+-- join the pieces of all ranks, so any number of ranks can resume from them.
 -- Called by checkpoint.lua, which writes and reads the files, and run.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
@@ -21,8 +21,8 @@ local M = {}
 
 -- ------------------------------------------------------------------ cutting
 
---- Cuts tensors { { name =, x = } ... }, taken as one run of elements, into `size` equal parts:
---- calls f(name, x, from, to) for the elements of each tensor in part `part` (from 0).
+--- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts: calls f(name, x,
+--- from, to) for the elements of each tensor in part `part` (from 0).
 function M.cut(list, part, size, f)
   local total, at = 0, 0
   for _, item in ipairs(list) do total = total + item.x.count end
@@ -59,8 +59,8 @@ local function own_part(reducer, i)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- The pieces that this rank writes: its share of the tensors that all ranks hold, and of those
---- that it and some others hold; with ZeRO the moments it keeps.
+--- The pieces that this rank writes: its share of the tensors that all ranks hold, its share of
+--- those that only its holders hold (experts), and with ZeRO the moments it keeps.
 function M.of_rank(reducer)
   local optimizer, pieces = reducer.trainer.optimizer, M.pieces()
   local function share(part, tensors)
@@ -115,8 +115,8 @@ local function want_tensors(c, part, wanted)
   end
 end
 
---- Sends the tensors of a checkpoint, one after the other, from rank 0, which has it open (`c`; nil
---- elsewhere), to every rank: whole, or the part that the rank keeps.
+--- Restores the tensors of a checkpoint, one after the other. Rank 0, which has it open (`c`; nil
+--- elsewhere), sends each to every rank: whole, or the part that the rank keeps.
 function M.spread(reducer, c)
   local trainer = reducer.trainer
   local optimizer, state, largest = trainer.optimizer, trainer.model:state(), 0

@@ -2,10 +2,9 @@
 -- (policy:swap(file)) or from `engine attach`. Between two steps the new policy is compiled, tried
 -- on the records of the last steps, and takes over from the old one (its `migrate`). If anything
 -- fails, the old policy stays and the history says why. A policy that fails its first decision is
--- replaced at once, and the old one decides that step. All ranks swap at the same step to the same
--- bytes, rank 0's, or none does: each rank compiles and tries them, and an objection of one is an
--- objection of all. Owned by the trainer: observe() sees every record after the decision, between()
--- runs between steps.
+-- replaced at once, and the old one decides that step. All ranks swap at the same step to rank 0's
+-- bytes, or none does: each rank compiles and tries them, and if one rank refuses, all do. Owned by
+-- the trainer: observe() sees every record after the decision, between() runs between steps.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -31,13 +30,13 @@ end
 local read = require("engine.base.file").read
 
 -- Gives a policy its methods swap and undo, and begins to watch its file. as_it_is: the file's
--- present text, which may differ from the policy's, needs no look.
+-- current text is known and may differ from the policy's.
 function Swap:hold(policy, as_it_is)
   policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
   policy.undo = function() return self:undo("the script") end
   self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   self.pending_stamp = nil
-  -- a file saved since it was read needs a look
+  -- saved after it was read: a stamp of 0 makes the next check read it again
   if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then
     self.stamp = 0
   end
@@ -155,13 +154,13 @@ local function load_together(self, source, options)
         news.options or {})
     else good, fresh = pcall(load, source, options) end
     if good and news.crc and fresh:hash() ~= news.crc then
-      good, fresh = false, "its bytes arrived damaged"
+      good, fresh = false, "its source was damaged on the way from rank 0"
     end
   end
   return good, fresh
 end
 
--- The objection of the first rank that has one, or nil: the same answer on all ranks.
+-- The first rank's reason to refuse, or nil; the same on all ranks.
 local function objection(self, problem)
   if not self.trainer.reducer.many then return problem end
   for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)

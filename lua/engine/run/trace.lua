@@ -342,8 +342,7 @@ end
 
 -- ------------------------------------------------------------------ either
 
---- A trace from the user's text: a run's directory or history, the name of a run, or a string of
---- verdicts.
+--- A trace from text: a run's directory or history, the name of a run, or a string of verdicts.
 function M.open(text)
   if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
